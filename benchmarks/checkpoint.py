@@ -94,16 +94,23 @@ def ours(turn: Turn, stepper: Any, folder: Path) -> int:
     from ortlaunch.worker.checkpoint.damage import damage
 
     run, state = RunDir(folder / "ours"), {"step": 1, "samples": 1}
-    turn.time("ours: save, flushed", lambda: checkpoint.save(run, {}, turn.group, stepper, 1, state))
+    turn.time(
+        "ours: save, flushed", lambda: checkpoint.save(run, {}, turn.group, stepper, 1, state)
+    )
     found = size_of(run.checkpoint(1))
     turn.time("ours: check of sums", lambda: damage(run.checkpoint(1), turn.group))
-    turn.time("ours: load", lambda: checkpoint.load(run.checkpoint(1), stepper.named_state(), turn.group))
+    turn.time(
+        "ours: load", lambda: checkpoint.load(run.checkpoint(1), stepper.named_state(), turn.group)
+    )
     return found
 
 
 def deepspeeds(turn: Turn, stepper: Any, folder: Path) -> int:
     place = folder / "deepspeed"
-    turn.time("deepspeed: save", lambda: stepper.engine.save_checkpoint(str(place), tag="one", save_latest=False))
+    turn.time(
+        "deepspeed: save",
+        lambda: stepper.engine.save_checkpoint(str(place), tag="one", save_latest=False),
+    )
     turn.time("deepspeed: flush", lambda: flushed(place) if turn.group.rank == 0 else None)
     found = size_of(place)
     turn.time("deepspeed: load", lambda: stepper.engine.load_checkpoint(str(place), tag="one"))
@@ -119,7 +126,10 @@ def torchs(turn: Turn, stepper: Any, folder: Path) -> int:
     if first:
         file.parent.mkdir(parents=True)
         weights = {name: p.detach() for name, p in stepper.model.named_parameters()}
-        whole = {kind: {name: p.clone() for name, p in weights.items()} for kind in ("exp_avg", "exp_avg_sq")}
+        whole = {
+            kind: {name: p.clone() for name, p in weights.items()}
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
         whole["weight"] = weights
     turn.time("torch.save: save", lambda: torch.save(whole, file) if first else None)
     turn.time("torch.save: flush", lambda: flushed(file.parent) if first else None)
@@ -129,7 +139,9 @@ def torchs(turn: Turn, stepper: Any, folder: Path) -> int:
     return found
 
 
-def trained(turn: Turn, stepper: Any, width: int, steps: int, way: str, folder: Path, apart: Any) -> None:
+def trained(
+    turn: Turn, stepper: Any, width: int, steps: int, way: str, folder: Path, apart: Any
+) -> None:
     """Steps with a save after the first that training waits for (sync), that it does not (async), or none."""
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker import checkpoint
@@ -152,7 +164,9 @@ def trained(turn: Turn, stepper: Any, width: int, steps: int, way: str, folder: 
             if i == 0 and way == "async":
                 began = time.perf_counter()
                 taken = snapshot(run, turn.group, stepper, 1, state, copied=True)
-                turn.seconds.setdefault("async: copy in memory", []).append(time.perf_counter() - began)
+                turn.seconds.setdefault("async: copy in memory", []).append(
+                    time.perf_counter() - began
+                )
                 written = Background(functools.partial(whole, taken))
 
     forget_peak()
@@ -177,9 +191,18 @@ def rates(turn: Turn, folder: Path, size: int) -> None:
     import torch
 
     file = folder / "zeros"
-    command = ["dd", "if=/dev/zero", f"of={file}", "bs=16M", f"count={max(size >> 24, 1)}", "conv=fsync"]
+    command = [
+        "dd",
+        "if=/dev/zero",
+        f"of={file}",
+        "bs=16M",
+        f"count={max(size >> 24, 1)}",
+        "conv=fsync",
+    ]
     first = turn.group.rank == 0
-    turn.time("dd", lambda: subprocess.run(command, check=True, capture_output=True) if first else None)
+    turn.time(
+        "dd", lambda: subprocess.run(command, check=True, capture_output=True) if first else None
+    )
     source, target = (torch.zeros(size // 4) if first else None for _ in range(2))
     turn.time("copy", lambda: target.copy_(source) if first else None)  # type: ignore[union-attr,arg-type]
 
@@ -227,12 +250,27 @@ def _clear(turn: Turn, folder: Path) -> None:
 def launched(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         write = str(Path(folder) / "found.json")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        options = [f"--{name}={getattr(arguments, name)}" for name in ("parameters", "rounds", "steps")]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={RANKS}",
+        ]
+        options = [
+            f"--{name}={getattr(arguments, name)}" for name in ("parameters", "rounds", "steps")
+        ]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+        environment = {
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": path,
+        }
         command = [*launcher, __file__, *options, f"--write={write}"]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
         if result.returncode:
             raise SystemExit(result.stdout[-2000:] + result.stderr[-4000:])
         found: dict[str, Any] = json.loads(Path(write).read_text(encoding="utf-8"))
@@ -245,12 +283,17 @@ def told(found: dict[str, Any]) -> list[str]:
     size = found["bytes"]["ours"]
     lines = [f"{found['parameters']:,} parameters, ZeRO 1, {RANKS} ranks; seconds, medians"]
     for name in ("ours", "deepspeed", "torch.save"):
-        parts = {key.partition(": ")[2]: value for key, value in median.items() if key.startswith(f"{name}:")}
+        parts = {
+            key.partition(": ")[2]: value
+            for key, value in median.items()
+            if key.startswith(f"{name}:")
+        }
         lines.append(f"  {name:10}  {found['bytes'][name] / 1e9:6.3f} GB  "
                      + ", ".join(f"{part} {value:.3f}" for part, value in parts.items()))  # fmt: skip
     alone = median["steps, alone"]
     both = {
-        way: median[f"steps, {way}"] - alone + median.get(f"{way}: wait at the end", 0) for way in ("sync", "async")
+        way: median[f"steps, {way}"] - alone + median.get(f"{way}: wait at the end", 0)
+        for way in ("sync", "async")
     }
     written = max(statistics.median(rank["async: written within"]) for rank in found["ranks"])
     disk, memory = size / median["dd"], size / median["copy"]
@@ -262,12 +305,21 @@ def told(found: dict[str, Any]) -> list[str]:
         f"dd with fsync {disk / 1e9:.3f}, a copy in memory {memory / 1e9:.3f}: "
         f"{reached / min(disk, memory):.0%} of the slower",
     ]
-    peaks = {way: sum(max(rank[f"peak, {way}"]) for rank in found["ranks"]) for way in ("alone", "sync", "async")}
-    return [*lines, "  memory of both ranks at peak: " + ", ".join(f"{way} {gb:.3f} GB" for way, gb in peaks.items())]
+    peaks = {
+        way: sum(max(rank[f"peak, {way}"]) for rank in found["ranks"])
+        for way in ("alone", "sync", "async")
+    }
+    return [
+        *lines,
+        "  memory of both ranks at peak: "
+        + ", ".join(f"{way} {gb:.3f} GB" for way, gb in peaks.items()),
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=float, default=300e6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="of training around a save")

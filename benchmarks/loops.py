@@ -37,7 +37,11 @@ def samples(shape: str, vocabulary: int, count: int = 512) -> list[dict[str, Any
     found = []
     for _ in range(count):
         ids = torch.randint(5, vocabulary, (LENGTH,), generator=generator)
-        labels = ids if shape == "llama" else ids.where(torch.rand(LENGTH, generator=generator) < 0.15, -100)
+        labels = (
+            ids
+            if shape == "llama"
+            else ids.where(torch.rand(LENGTH, generator=generator) < 0.15, -100)
+        )
         found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
     return found
 
@@ -50,13 +54,17 @@ def model(options: dict[str, Any]) -> Any:
     shape = options["shape"]
     fields = size(shape, options["small"], options["vocabulary"])
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields, use_cache=False)
-    auto = transformers.AutoModelForMaskedLM if shape == "bert" else transformers.AutoModelForCausalLM
+    auto = (
+        transformers.AutoModelForMaskedLM if shape == "bert" else transformers.AutoModelForCausalLM
+    )
     torch.manual_seed(SEED)
     made = auto.from_config(config).train()
     if options["lora"]:
         import peft
 
-        made = peft.get_peft_model(made, peft.LoraConfig(r=8, lora_alpha=32, target_modules=LORA["target_modules"]))
+        made = peft.get_peft_model(
+            made, peft.LoraConfig(r=8, lora_alpha=32, target_modules=LORA["target_modules"])
+        )
     return made
 
 
@@ -112,7 +120,10 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
 
     folder = Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]))
     shape, vocabulary = options["shape"], options["vocabulary"]
-    task, config = "masked-lm" if shape == "bert" else "causal-lm", size(shape, options["small"], vocabulary)
+    task, config = (
+        "masked-lm" if shape == "bert" else "causal-lm",
+        size(shape, options["small"], vocabulary),
+    )
     arguments = {"shape": shape, "vocabulary": vocabulary}
     recipe = {
         "name": "contest", "seed": SEED,
@@ -126,7 +137,9 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     }  # fmt: skip
     if options["lora"]:
         recipe["model"]["lora"] = LORA
-    path = Path(__file__).parent / f".contest-{os.getpid()}.yaml"  # beside this module, which it names
+    path = (
+        Path(__file__).parent / f".contest-{os.getpid()}.yaml"
+    )  # beside this module, which it names
     path.write_text(json.dumps(recipe))
     try:
         resolved = resolve(path, (), LaunchOptions("local", 1, None, None, None), os.environ)
@@ -177,7 +190,13 @@ def accelerate(gate: Gate, options: dict[str, Any]) -> None:
     from ortlaunch.worker.engine.stepping import _only_what_training_needs
 
     _only_what_training_needs(deepspeed)  # no half minute of compiling: not what is measured
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     os.environ.update(alone, MASTER_PORT=str(_free_port()))
     config = {
         "train_micro_batch_size_per_gpu": options["batch"], "gradient_accumulation_steps": 1,
@@ -188,7 +207,9 @@ def accelerate(gate: Gate, options: dict[str, Any]) -> None:
     module = model(options)
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
-    loader = torch.utils.data.DataLoader(samples(options["shape"], options["vocabulary"]), batch_size=options["batch"])
+    loader = torch.utils.data.DataLoader(
+        samples(options["shape"], options["vocabulary"]), batch_size=options["batch"]
+    )
     module, optimizer, loader = accelerator.prepare(module, optimizer, loader)
     while True:
         for batch in loader:

@@ -29,7 +29,9 @@ def main() -> int:
     for number, case in enumerate(cases(tuple(options.engines.split(",")))):
         started = time.perf_counter()
         try:
-            difference = largest_difference(train(case, folder / f"{number:03}"), expected[case.recipe])
+            difference = largest_difference(
+                train(case, folder / f"{number:03}"), expected[case.recipe]
+            )
         except AssertionError as error:
             print(error, file=sys.stderr)
             difference = float("inf")

@@ -63,7 +63,9 @@ def scratch() -> Path:
 def command(*words: str, cwd: Path, **environ: str) -> str:
     """Standard output of a whole `ortlaunch` command, which must succeed."""
     argv = [sys.executable, "-m", "ortlaunch.cli", *words]
-    done = subprocess.run(argv, cwd=cwd, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        argv, cwd=cwd, env={**os.environ, **environ}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.stdout
@@ -80,7 +82,12 @@ def two_ranks() -> Any:
     """The distributed context of this process and of a fork, on gloo; both have the same scratch folder."""
     meeting = scratch() / "meeting"
     rank = int(os.fork() == 0)
-    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
+    for name, value in (
+        ("RANK", rank),
+        ("LOCAL_RANK", rank),
+        ("WORLD_SIZE", 2),
+        ("LOCAL_WORLD_SIZE", 2),
+    ):
         os.environ[name] = str(value)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
@@ -105,7 +112,12 @@ def session_of(folder: Path, context: Any, *overrides: str) -> Any:
 
     recipe = load(ROOT / "recipes/bert-large/tiny.yaml", list(overrides)).recipe
     world = World(
-        (Host("localhost", context.size, tuple(range(context.size))),), "torchrun", "cpu", None, (), threads=1
+        (Host("localhost", context.size, tuple(range(context.size))),),
+        "torchrun",
+        "cpu",
+        None,
+        (),
+        threads=1,
     )
     plan = make_plan(recipe, world, workload(recipe, world), modules=".", worker=["-"])
     if recipe.engine.name == "ort":
@@ -208,7 +220,9 @@ def supervisors(count: int) -> Step:
     run = RunDir(scratch())
     world = World((Host("localhost", 2, (0, 1)),), "torchrun", "cpu", None, (), threads=1)
     recipe = load(ROOT / "recipes/bert-large/tiny.yaml").recipe
-    run.plan.write_text(make_plan(recipe, world, workload(recipe, world), modules=".", worker=["-"]).to_json())
+    run.plan.write_text(
+        make_plan(recipe, world, workload(recipe, world), modules=".", worker=["-"]).to_json()
+    )
     dogs = [Watchdog(Rank(rank, 2, rank, 2), run) for rank in range(count)]
     children = [Child(sleeper(), run, rank, None) for rank in range(count)]
     if dogs:
@@ -250,7 +264,21 @@ def beats_of(ranks: int) -> Step:
     from ortlaunch.worker.supervision.stall import Beat
 
     def beat(rank: int) -> Beat:
-        return Beat(rank, f"host{rank // 8}", 1, 5, "the forward pass", 100, 7, 0.1, 0.1, "R", True, 0.5, 0.1)
+        return Beat(
+            rank,
+            f"host{rank // 8}",
+            1,
+            5,
+            "the forward pass",
+            100,
+            7,
+            0.1,
+            0.1,
+            "R",
+            True,
+            0.5,
+            0.1,
+        )
 
     hub, every = Exchange(Rank(0, ranks, 0, 8)), beat_seconds(ranks)
     assert hub.socket is not None
@@ -296,7 +324,9 @@ def connections(lazy: str, ranks: int = 32) -> Step:
     def be_rank(rank: int, store: Path, counts: int) -> None:
         files = Path("/proc/self/fd")
         before = len(list(files.iterdir()))
-        dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks
+        )
         highest, total = torch.tensor([rank]), torch.tensor([float(rank)])
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=dist.new_group(backend="gloo"))
         dist.all_reduce(total)
@@ -368,14 +398,21 @@ def minilm_head(engine: str, chunked: bool) -> Step:
     from ortlaunch.worker.model.chunked_head import ChunkedHead
     from ortlaunch.worker.model.model import LossModule
 
-    sizes = {"hidden_size": 384, "vocab_size": 30_522, "num_hidden_layers": 1, "num_attention_heads": 12}
+    sizes = {
+        "hidden_size": 384,
+        "vocab_size": 30_522,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 12,
+    }
 
     class Head(torch.nn.Module):
         """The part of BertForMaskedLM after the last hidden states."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.cls = transformers.models.bert.modeling_bert.BertOnlyMLMHead(transformers.BertConfig(**sizes))
+            self.cls = transformers.models.bert.modeling_bert.BertOnlyMLMHead(
+                transformers.BertConfig(**sizes)
+            )
 
         def forward(self, hidden: Any, labels: Any = None) -> Any:
             logits = self.cls(hidden)
@@ -502,10 +539,17 @@ def tokenized_by(way: str) -> Step:
     from ortlaunch.worker.data.tokens import tokenized
 
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    texts = [*topics.values(), *(source.read_text(encoding="utf-8", errors="ignore") for source in sources)]
+    texts = [
+        *topics.values(),
+        *(source.read_text(encoding="utf-8", errors="ignore") for source in sources),
+    ]
     whole, path = "\n\n".join(texts) + "\n\n", scratch() / "corpus.txt"
     path.write_text(whole * math.ceil(20e6 / len(whole)), encoding="utf-8")
-    data = {"train": "python-docs", "tokenizer": {"train": "bpe", "vocab_size": 8000}, "sequence_length": 8}
+    data = {
+        "train": "python-docs",
+        "tokenizer": {"train": "bpe", "vocab_size": 8000},
+        "sequence_length": 8,
+    }
     words = load_tokenizer(Data.model_validate(data))
 
     def step() -> None:
@@ -514,7 +558,11 @@ def tokenized_by(way: str) -> Step:
             tokenized(Corpus(format="text", path=(str(path),)), words, end_of_text=False)
         else:
             rows = datasets.load_dataset(
-                "text", data_files=str(path), split="train", sample_by="paragraph", cache_dir=str(scratch())
+                "text",
+                data_files=str(path),
+                split="train",
+                sample_by="paragraph",
+                cache_dir=str(scratch()),
             )
             rows.map(
                 lambda rows: {"input_ids": words(rows["text"], add_special_tokens=False)["input_ids"]},
@@ -539,11 +587,15 @@ def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
 
     from ortlaunch.worker.deepspeed.gradient_norm import fuse_gradient_norm
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute of compiling
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # else half a minute of compiling
+    )
     with torch.device("meta"):
         shapes = transformers.BertForPreTraining(transformers.BertConfig())
     module = torch.nn.Module()
-    module.weights = torch.nn.ParameterList(0.02 * torch.randn(each.shape) for each in shapes.parameters())
+    module.weights = torch.nn.ParameterList(
+        0.02 * torch.randn(each.shape) for each in shapes.parameters()
+    )
     module.forward = lambda: sum((each * each.detach()).sum() for each in module.weights)
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "steps_per_print": 10**9,
@@ -551,7 +603,9 @@ def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
         "bf16": {"enabled": precision == "bf16"},
     }  # fmt: skip
     adam = torch.optim.AdamW(module.parameters(), lr=1e-5)
-    engine = deepspeed.initialize(model=module, optimizer=adam, config=config, dist_init_required=False)[0]
+    engine = deepspeed.initialize(
+        model=module, optimizer=adam, config=config, dist_init_required=False
+    )[0]
     optimizer = engine.optimizer
     if ours:
         applied = fuse_gradient_norm(optimizer)
@@ -591,11 +645,15 @@ def network(name: str) -> tuple[Any, Any]:
             self.model = model
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+            loss: torch.Tensor = self.model(
+                input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids
+            ).loss
             return loss
 
     if name == "LSTM":
-        return Squared(nn.LSTM(64, 128, batch_first=True, bidirectional=True)), torch.randn(8, 32, 64)
+        return Squared(nn.LSTM(64, 128, batch_first=True, bidirectional=True)), torch.randn(
+            8, 32, 64
+        )
     if name == "GRU":
         return Squared(nn.GRU(64, 128, batch_first=True)), torch.randn(8, 32, 64)
     if name == "convolutions":
@@ -605,9 +663,18 @@ def network(name: str) -> tuple[Any, Any]:
         ]
         body = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(5), nn.Flatten(), nn.Linear(64 * 25, 10))
         return Squared(body), torch.randn(8, 3, 32, 32)
-    sizes = {"vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.AutoConfig.for_model(name, **sizes, intermediate_size=1024, use_cache=False)
-    auto = transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
+    sizes = {
+        "vocab_size": 1000,
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = transformers.AutoConfig.for_model(
+        name, **sizes, intermediate_size=1024, use_cache=False
+    )
+    auto = (
+        transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
+    )
     return Loss(auto.from_config(config)), torch.randint(1000, (8, 64))
 
 
@@ -652,8 +719,13 @@ def recomputed(engine: str, again: bool, unit: str) -> Step:
         records = train(ROOT / "recipes/llama2-7b/tiny.yaml", folder, **settings, **batch)
         ends = [one["elapsed_seconds"] for one in records if "loss" in one]
         measured = json.loads((folder / "memory.json").read_text())
-        print(f"planned for activations: {measured['planned']['activations'] / 2**20:.0f} MiB", file=sys.stderr)
-        return measured["measured"]["peak"] / 2**20, statistics.median(b - a for a, b in zip(ends, ends[1:]))
+        print(
+            f"planned for activations: {measured['planned']['activations'] / 2**20:.0f} MiB",
+            file=sys.stderr,
+        )
+        return measured["measured"]["peak"] / 2**20, statistics.median(
+            b - a for a, b in zip(ends, ends[1:])
+        )
 
     def step() -> float:
         peak, seconds = run(micro, 4)
@@ -664,10 +736,16 @@ def recomputed(engine: str, again: bool, unit: str) -> Step:
 
 def last_loss(recipe: str, precision: str) -> Step:
     """The last of 200 losses on engine eager; `highest` without oneDNN, whose products are those of medium on AMD."""
-    how = {"engine.matmul_precision": "medium"} if precision == "medium" else {"engine.onednn": "false"}
+    how = (
+        {"engine.matmul_precision": "medium"}
+        if precision == "medium"
+        else {"engine.onednn": "false"}
+    )
 
     def step() -> float:
-        records = train(ROOT / recipe, scratch() / "run", engine__name="eager", train__max_steps=200, **how)
+        records = train(
+            ROOT / recipe, scratch() / "run", engine__name="eager", train__max_steps=200, **how
+        )
         return float([one["loss"] for one in records if "loss" in one][-1])
 
     return step
@@ -690,12 +768,17 @@ def held_out(way: str, steps: int = 2000) -> Step:
     unseen = [paragraph for page in pages[::10] for paragraph in page if paragraph not in known]
     for name, part in (("train", training), ("evaluation", unseen)):
         (folder / f"{name}.txt").write_text("\n\n".join(part), encoding="utf-8")
-    files = {f"data.{name}": f"{{format: text, path: [{folder / name}.txt]}}" for name in ("train", "evaluation")}
+    files = {
+        f"data.{name}": f"{{format: text, path: [{folder / name}.txt]}}"
+        for name in ("train", "evaluation")
+    }
 
     def model() -> float:
         often = {"train.max_steps": steps, "train.evaluate_every_steps": steps}
         records = train(recipe, scratch() / "run", **files, **often)
-        return math.log([one["evaluation_perplexity"] for one in records if "evaluation_perplexity" in one][-1])
+        return math.log(
+            [one["evaluation_perplexity"] for one in records if "evaluation_perplexity" in one][-1]
+        )
 
     def counted() -> float:
         from ortlaunch.recipe import load
@@ -761,7 +844,11 @@ def devices(way: str, rounds: int = 5, steps: int = 20, batch: int = 16) -> Step
     folder, clients = scratch(), "abcd"
     names = ["public", "a", "b", "c", "held-out", "d", "public", "a", "b", "c", "d"]
     for name in set(names):
-        texts = [topics[topic] for number, topic in enumerate(sorted(topics)) if names[number % len(names)] == name]
+        texts = [
+            topics[topic]
+            for number, topic in enumerate(sorted(topics))
+            if names[number % len(names)] == name
+        ]
         (folder / f"{name}.txt").write_text("\n\n".join(texts), encoding="utf-8")
     (folder / "recipe.yaml").write_text(FEDERATED)
     command("train", "recipe.yaml", "--run-dir=run", cwd=folder)
@@ -808,7 +895,9 @@ def on_hosts(way: str, hosts: int = 10, names: int = 10) -> Step:
     def step() -> None:
         ended = lab.run(LOGIN, *argv, cwd=folder)
         if ended.returncode:
-            raise SystemExit(f"status {ended.returncode}\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+            raise SystemExit(
+                f"status {ended.returncode}\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
+            )
 
     return step
 
@@ -920,11 +1009,20 @@ def measure(name: str, rounds: int | None) -> str:
     with tempfile.TemporaryDirectory() as folder:
         sides = {side: [sys.executable, __file__, name, "--side", side] for side in part.sides}
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {"CONTEST_FOLDER": folder, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+        own = {
+            "CONTEST_FOLDER": folder,
+            "PYTHONPATH": path,
+            "DS_ACCELERATOR": "cpu",
+            "HF_HUB_OFFLINE": "1",
+        }
         is_long = part.rounds == 1  # whole commands and the like: no turn to warm up
         times = race(sides, rounds or part.rounds, {**os.environ, **own}, warm_up=int(not is_long))
     base = times[next(iter(sides))].median
-    lines = [f"{name}: {part.compares}", f"| | {part.unit}, median (least - most) | x |", "|---|---|---|"]
+    lines = [
+        f"{name}: {part.compares}",
+        f"| | {part.unit}, median (least - most) | x |",
+        "|---|---|---|",
+    ]
     for side, found in times.items():
         least, most = min(found.turns), max(found.turns)
         ratio = f"{found.median / base:.2f}" if base else ""
@@ -934,7 +1032,9 @@ def measure(name: str, rounds: int | None) -> str:
 
 def main() -> None:
     """List the parts, measure some, or be one side of one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--rounds", type=int, help="turns of each side")
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -947,7 +1047,13 @@ def main() -> None:
     for name in names:
         print(measure(name, options.rounds), end="\n\n", flush=True)
     if not names:
-        print(*(f"{name:28} {part.compares}: {', '.join(part.sides)}" for name, part in PARTS.items()), sep="\n")
+        print(
+            *(
+                f"{name:28} {part.compares}: {', '.join(part.sides)}"
+                for name, part in PARTS.items()
+            ),
+            sep="\n",
+        )
 
 
 if __name__ == "__main__":

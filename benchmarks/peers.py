@@ -53,7 +53,9 @@ RACES = {  # contestants, whom they are measured against, shapes, LoRA
 }
 
 
-def at_precisions(contestants: dict[str, dict[str, Any]], words: list[str]) -> dict[str, dict[str, Any]]:
+def at_precisions(
+    contestants: dict[str, dict[str, Any]], words: list[str]
+) -> dict[str, dict[str, Any]]:
     """Ours once at each precision; what others run is PyTorch's default, highest."""
     found = {}
     for name, options in contestants.items():
@@ -78,7 +80,9 @@ def rates(words: list[str], vocabulary: int) -> str:
             lines.append(f"1024 x 768 x {columns:,} at {word}: {rate:.0f} GFLOP/s")
     torch.set_float32_matmul_precision("highest")
     missing = [
-        f"{word} gains nothing: {why}" for word in words if word != "highest" and (why := without_matrix_unit(word))
+        f"{word} gains nothing: {why}"
+        for word in words
+        if word != "highest" and (why := without_matrix_unit(word))
     ]
     return "\n".join(lines + missing)
 
@@ -91,16 +95,22 @@ def _timed(act: Callable[[], object]) -> float:
 
 def main() -> int:
     """Run a race and print its tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("race", choices=RACES)
     parser.add_argument("--shapes", help="bert, llama or both, with a comma")
     parser.add_argument("--only", help="names of contestants, with a semicolon")
-    parser.add_argument("--precisions", default="highest,medium", help="of our engines in full and lora")
+    parser.add_argument(
+        "--precisions", default="highest,medium", help="of our engines in full and lora"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="training steps of a turn")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--small", action="store_true", help="a tiny model: to try the script, not to measure")
+    parser.add_argument(
+        "--small", action="store_true", help="a tiny model: to try the script, not to measure"
+    )
     options = parser.parse_args()
     contestants, against, shapes, lora = RACES[options.race]
     words = ["highest"] if options.race == "deepspeed" else options.precisions.split(",")
@@ -109,14 +119,26 @@ def main() -> int:
     names = options.only.split(";") if options.only else list(contestants)
     against = against if against in names else names[0]
     for shape in options.shapes.split(",") if options.shapes else shapes:
-        base = {"shape": shape, "lora": lora, "zero": None, "batch": options.batch, "small": options.small}
+        base = {
+            "shape": shape,
+            "lora": lora,
+            "zero": None,
+            "batch": options.batch,
+            "small": options.small,
+        }
         base["vocabulary"] = options.vocabulary
         commands = {
-            name: [sys.executable, str(LOOPS), json.dumps({**base, "steps": options.steps, **contestants[name]})]
+            name: [
+                sys.executable,
+                str(LOOPS),
+                json.dumps({**base, "steps": options.steps, **contestants[name]}),
+            ]
             for name in names
         }
         with tempfile.TemporaryDirectory() as folder:
-            times = race(commands, options.rounds, {**os.environ, **SETTINGS, "CONTEST_FOLDER": folder})
+            times = race(
+                commands, options.rounds, {**os.environ, **SETTINGS, "CONTEST_FOLDER": folder}
+            )
         what = f"vocabulary {options.vocabulary:,}, {'LoRA, r 8 on q and v' if lora else 'all weights'}"
         print(f"\n{shape}-shaped, hidden 768, 4 layers, batch {options.batch} x 128, {what}, fp32, "
               f"{options.rounds} turns of {options.steps} steps:\n\n{table(times, against)}", flush=True)  # fmt: skip

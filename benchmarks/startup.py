@@ -44,7 +44,9 @@ ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTHOND
 def seconds(command: list[str], folder: Path) -> float:
     """Wall-clock of one whole command."""
     started = time.perf_counter()
-    result = subprocess.run(command, cwd=folder, env=ENVIRON, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, cwd=folder, env=ENVIRON, capture_output=True, text=True, check=False
+    )
     took = time.perf_counter() - started
     if result.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr}")
@@ -66,14 +68,18 @@ def comes_back(folder: Path, command: list[str]) -> bool:
     """Whether `--json` gives a plan that reads back as itself, to the byte."""
     from ortlaunch.plan import Plan
 
-    text = subprocess.run([*command, "--json"], cwd=folder, capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        [*command, "--json"], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
     plan = Plan.from_json(text)
     return plan.world_size == HOSTS * SLOTS and plan.to_json() + "\n" == text
 
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=7)
     runs = parser.parse_args().runs
     with tempfile.TemporaryDirectory() as name:
@@ -88,9 +94,21 @@ def main() -> int:
             "ortlaunch plan": [ORTLAUNCH, "plan", "recipe.yaml"],
         }
         table = medians({**few, "torchrun --help": [TORCHRUN, "--help"]}, folder, runs)
-        words = [ORTLAUNCH, "submit", "recipe.yaml", "launch.nodes=1024", "--scheduler", "slurm", "--dry-run"]
+        words = [
+            ORTLAUNCH,
+            "submit",
+            "recipe.yaml",
+            "launch.nodes=1024",
+            "--scheduler",
+            "slurm",
+            "--dry-run",
+        ]
         submits = medians({"submit --dry-run, 1,024 nodes x 8": words}, folder, runs)
-        hosts = medians({"plan, 10,000 hosts": many, "plan --json, 10,000 hosts": [*many, "--json"]}, folder, runs)
+        hosts = medians(
+            {"plan, 10,000 hosts": many, "plan --json, 10,000 hosts": [*many, "--json"]},
+            folder,
+            runs,
+        )
         whole = comes_back(folder, many)
     print(f"medians of {runs} interleaved runs, in seconds")
     for command, took in {**table, **submits, **hosts}.items():

@@ -38,7 +38,9 @@ def cache_root() -> Path:
         return Path(own).expanduser() if own else Path(base).expanduser() / "ortlaunch"
     except RuntimeError:  # as in a container whose user has no entry in /etc/passwd
         why = f"HOME is not set, and user {os.geteuid()} has no home folder"
-        raise FileError(f"no folder for the cache: {why}; set ORTLAUNCH_CACHE to a folder of your own", 2) from None
+        raise FileError(
+            f"no folder for the cache: {why}; set ORTLAUNCH_CACHE to a folder of your own", 2
+        ) from None
 
 
 def cache_folder(*names: str) -> Path:
@@ -113,7 +115,9 @@ def seal(record: Path, files: Sequence[Path]) -> None:
             whole |= read_json(alone)
             continue
         with file.open("rb") as opened:
-            os.fsync(opened.fileno())  # else a power cut could leave what was sealed without its content
+            os.fsync(
+                opened.fileno()
+            )  # else a power cut could leave what was sealed without its content
         file.chmod(stat.S_IMODE(file.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
         whole[str(file.relative_to(record.parent))] = {"sha256": _sha256(file), **_stamp(file)}
     write_json(record, whole)
@@ -182,7 +186,12 @@ def _differs(file: Path, was: dict[str, object]) -> str:
 def _stamp(file: Path) -> dict[str, int]:
     """What differs after every change of a file; the change time is the kernel's own."""
     found = file.stat()
-    return {"bytes": found.st_size, "mtime": found.st_mtime_ns, "ctime": found.st_ctime_ns, "inode": found.st_ino}
+    return {
+        "bytes": found.st_size,
+        "mtime": found.st_mtime_ns,
+        "ctime": found.st_ctime_ns,
+        "inode": found.st_ino,
+    }
 
 
 def _sha256(file: Path) -> str:

@@ -50,7 +50,9 @@ _TAGS = {"token-classification": _SCORES}
 _VALUES = {"sequence-regression": _SCORES}
 
 METRICS = {
-    "loss": Metric("By the run's engine, weighted as in training.", "min", "evaluation loss {:.4f}", {}),
+    "loss": Metric(
+        "By the run's engine, weighted as in training.", "min", "evaluation loss {:.4f}", {}
+    ),
     "perplexity": Metric(
         "e to the mean negative log likelihood of a word: of masked ones in masked language models.",
         "min",
@@ -91,7 +93,9 @@ METRICS = {
         always=False,
         hub="precision",
     ),
-    "entity_recall": Metric("Share of the meant ones.", "max", "recall {:.4f}", _TAGS, always=False, hub="recall"),
+    "entity_recall": Metric(
+        "Share of the meant ones.", "max", "recall {:.4f}", _TAGS, always=False, hub="recall"
+    ),
     "entity_f1": Metric(
         "Harmonic mean of both, as conlleval and seqeval have it.",
         "max",
@@ -114,9 +118,17 @@ METRICS = {
 
 def metrics_of(task: str) -> dict[str, Metric]:
     """The rows of what an evaluation of this model task may measure."""
-    return {name: metric for name, metric in METRICS.items() if not metric.measures or task in metric.measures}
+    return {
+        name: metric
+        for name, metric in METRICS.items()
+        if not metric.measures or task in metric.measures
+    }
 
 
 def measures_of(task: str) -> list[Measure]:
     """What measures them, each once."""
-    return list(dict.fromkeys(metric.measures[task] for metric in METRICS.values() if task in metric.measures))
+    return list(
+        dict.fromkeys(
+            metric.measures[task] for metric in METRICS.values() if task in metric.measures
+        )
+    )

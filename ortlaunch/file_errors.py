@@ -63,8 +63,14 @@ def of_ours(run: Path) -> Iterator[None]:
         yield
     except OSError as error:
         path = error.filename
-        ours = error.errno in _CAUSES and isinstance(path, (str, Path)) and _below(path, run, *_cache())
-        found = explained(error) if ours or error.errno == errno.ENOLCK else None  # which has no file name
+        ours = (
+            error.errno in _CAUSES
+            and isinstance(path, (str, Path))
+            and _below(path, run, *_cache())
+        )
+        found = (
+            explained(error) if ours or error.errno == errno.ENOLCK else None
+        )  # which has no file name
         if found is None:
             raise
         raise found from error

@@ -54,7 +54,9 @@ def _core_quotas() -> Iterator[int]:
 
 def _processor() -> str:
     with contextlib.suppress(OSError):
-        named = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        named = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
         if named:
             return named[1].strip()
     return platform.processor() or platform.machine()
@@ -97,9 +99,15 @@ def without_matrix_unit(precision: str) -> str | None:
 def matmul_effect(precision: str, device: str) -> str:
     """What `engine.matmul_precision` below highest brings on a host like this one, for a plan."""
     if device == "cuda":
-        return "products of float32 matrices in TensorFloat32, on a GPU that has it (Ampere and newer)"
+        return (
+            "products of float32 matrices in TensorFloat32, on a GPU that has it (Ampere and newer)"
+        )
     nothing = without_matrix_unit(precision)
-    return f"gains nothing: {nothing}" if nothing else "products of float32 matrices in bfloat16, by amx_bf16"
+    return (
+        f"gains nothing: {nothing}"
+        if nothing
+        else "products of float32 matrices in bfloat16, by amx_bf16"
+    )
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
@@ -155,7 +163,10 @@ def tightest_free() -> MemoryLimit:
 
 def _machine_memory() -> MemoryLimit:
     text = (PROC / "meminfo").read_text()
-    found = {name: int(kib) * 1024 for name, kib in re.findall(r"^(Mem\w+):\s*(\d+) kB", text, re.MULTILINE)}
+    found = {
+        name: int(kib) * 1024
+        for name, kib in re.findall(r"^(Mem\w+):\s*(\d+) kB", text, re.MULTILINE)
+    }
     return MemoryLimit(THIS_MACHINE, found["MemTotal"], found["MemAvailable"])
 
 
@@ -196,7 +207,9 @@ def _control_groups(controller: str) -> Iterator[tuple[int, Path]]:
             continue
         for version, top in tops:
             own = top / path.lstrip("/")
-            yield from ((version, folder) for folder in (own, *own.parents) if folder.is_relative_to(top))
+            yield from (
+                (version, folder) for folder in (own, *own.parents) if folder.is_relative_to(top)
+            )
 
 
 def oom_kills() -> int | None:
@@ -218,7 +231,10 @@ def memory_kill_in_log(pid: int) -> str | None:
     killed = re.compile(rf"Killed process {pid} \(")
     for line in _kernel_log():
         head, _, said = line.partition(";")
-        if killed.search(said) and time.monotonic() - int(head.split(",")[2]) / 1e6 < _RECENT_SECONDS:
+        if (
+            killed.search(said)
+            and time.monotonic() - int(head.split(",")[2]) / 1e6 < _RECENT_SECONDS
+        ):
             return said.partition("\n")[0]
     return None
 

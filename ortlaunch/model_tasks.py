@@ -38,17 +38,28 @@ class ModelTask:
 
 
 MODEL_TASKS = {
-    "pretraining": ModelTask("AutoModelForPreTraining", predicts="masked", pairs=True, pipeline="fill-mask"),
+    "pretraining": ModelTask(
+        "AutoModelForPreTraining", predicts="masked", pairs=True, pipeline="fill-mask"
+    ),
     "masked-lm": ModelTask("AutoModelForMaskedLM", predicts="masked", pipeline="fill-mask"),
     "causal-lm": ModelTask("AutoModelForCausalLM", predicts="next", pipeline="text-generation"),
     "sequence-classification": ModelTask(
-        "AutoModelForSequenceClassification", label="class", pipeline="text-classification", peft="SEQ_CLS"
+        "AutoModelForSequenceClassification",
+        label="class",
+        pipeline="text-classification",
+        peft="SEQ_CLS",
     ),
     "sequence-regression": ModelTask(
-        "AutoModelForSequenceClassification", label="number", pipeline="text-classification", peft="SEQ_CLS"
+        "AutoModelForSequenceClassification",
+        label="number",
+        pipeline="text-classification",
+        peft="SEQ_CLS",
     ),
     "token-classification": ModelTask(
-        "AutoModelForTokenClassification", label="word", pipeline="token-classification", peft="TOKEN_CLS"
+        "AutoModelForTokenClassification",
+        label="word",
+        pipeline="token-classification",
+        peft="TOKEN_CLS",
     ),
     "custom": ModelTask(),
 }

@@ -43,5 +43,7 @@ OPTIMIZERS = {
         needs_whole_tensors=True,
         on_device_note="optimizer: lamb was asked; ONNX Runtime's AdamW runs on devices",
     ),
-    "sgd": OptimizerTraits(f"{_WORKER}:sgd", ("momentum",), 0, adapts=False, state="sgd", on_device="SGD"),
+    "sgd": OptimizerTraits(
+        f"{_WORKER}:sgd", ("momentum",), 0, adapts=False, state="sgd", on_device="SGD"
+    ),
 }

@@ -60,7 +60,9 @@ class _Output:
         told = f"{self.name}: {error.strerror}"
         self.lost = error if error.errno == errno.EPIPE else FileError(told, 1)
         if self.goes_on and self is sys.stdout:
-            print(f"ortlaunch: {told}; the run goes on, its logs are in its folder", file=sys.stderr)
+            print(
+                f"ortlaunch: {told}; the run goes on, its logs are in its folder", file=sys.stderr
+            )
 
 
 @contextlib.contextmanager
@@ -88,6 +90,12 @@ def _open_closed() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number: this one
+            os.set_inheritable(
+                os.open(os.devnull, os.O_RDWR), True
+            )  # takes the lowest free number: this one
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+            setattr(
+                sys,
+                name,
+                os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False),
+            )

@@ -211,7 +211,9 @@ class Plan:
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DamagedFile(f"{path}: is no plan, damaged, or of another version of ortlaunch ({error})") from None
+            raise DamagedFile(
+                f"{path}: is no plan, damaged, or of another version of ortlaunch ({error})"
+            ) from None
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -225,7 +227,8 @@ class Plan:
             **{
                 **value,
                 "nodes": tuple(
-                    Node(n["host"], n["slots"], n["first_rank"], tuple(n["devices"])) for n in value["nodes"]
+                    Node(n["host"], n["slots"], n["first_rank"], tuple(n["devices"]))
+                    for n in value["nodes"]
                 ),
                 "batch": BatchPlan(**value["batch"]),
                 "argv": tuple(value["argv"]),
@@ -243,8 +246,15 @@ def _named(plan: Plan) -> dict[str, object]:
     value["batch"] = plan.batch._asdict()
     value["env"] = dict(plan.env)
     if plan.memory:
-        stages = {stage: {**bytes_._asdict(), "total": bytes_.total} for stage, bytes_ in plan.memory.by_stage}
-        value["memory"] = {**plan.memory._asdict(), "by_stage": stages, "host": plan.memory.host._asdict()}
+        stages = {
+            stage: {**bytes_._asdict(), "total": bytes_.total}
+            for stage, bytes_ in plan.memory.by_stage
+        }
+        value["memory"] = {
+            **plan.memory._asdict(),
+            "by_stage": stages,
+            "host": plan.memory.host._asdict(),
+        }
     return value
 
 

@@ -21,8 +21,12 @@ _MPI = "MPICH / Intel MPI / PALS"
 _HYDRA_LOCAL = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _PALS_LOCAL = ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
 # In the order of Rank's fields. Hydra and PALS share the names of the PMI protocol but not the local ones.
-_OPEN_MPI_NAMES = tuple(f"OMPI_COMM_WORLD_{field}" for field in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-_MVAPICH_NAMES = tuple(f"MV2_COMM_WORLD_{field}" for field in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_OPEN_MPI_NAMES = tuple(
+    f"OMPI_COMM_WORLD_{field}" for field in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+)
+_MVAPICH_NAMES = tuple(
+    f"MV2_COMM_WORLD_{field}" for field in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+)
 _HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", *_HYDRA_LOCAL)
 _PALS_NAMES = ("PMI_RANK", "PMI_SIZE", *_PALS_LOCAL)
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -32,9 +36,9 @@ _SLURM_LAYOUTS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _SLURM_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 
 # Every variable read here: a launcher that starts ranks itself removes them first, then sets its own.
-VARIABLES = frozenset(_OPEN_MPI_NAMES + _MVAPICH_NAMES + _HYDRA_NAMES + _PALS_NAMES + _TORCH_NAMES).union(
-    _SLURM_NAMES, _SLURM_SIZES, _SLURM_LAYOUTS, (_STEP, _ELASTIC)
-)
+VARIABLES = frozenset(
+    _OPEN_MPI_NAMES + _MVAPICH_NAMES + _HYDRA_NAMES + _PALS_NAMES + _TORCH_NAMES
+).union(_SLURM_NAMES, _SLURM_SIZES, _SLURM_LAYOUTS, (_STEP, _ELASTIC))
 
 # Slurm numbers its batch, interactive and extern steps from the top of 32 bits down; none of them is ranks.
 _LAST_REAL_STEP = 0xFFFFFFF0
@@ -102,7 +106,9 @@ def explain(env: Mapping[str, str]) -> str:
         chosen = detect(env)
     except RankError as error:
         return "\n".join([*lines, f"error: {error}"])
-    return "\n".join([*lines, f"used: {chosen[1]}" if chosen else "used: none, so this is rank 0 of 1"])
+    return "\n".join(
+        [*lines, f"used: {chosen[1]}" if chosen else "used: none, so this is rank 0 of 1"]
+    )
 
 
 def _described(found: _Set) -> str:
@@ -178,13 +184,17 @@ def _fields(found: _Set) -> list[tuple[int, str]]:
 
 
 def _partial(found: _Set, complete: Sequence[_Set], env: Mapping[str, str]) -> str:
-    names = " ".join(name for name in found.values if not any(name in whole.names for whole in complete))
+    names = " ".join(
+        name for name in found.values if not any(name in whole.names for whole in complete)
+    )
     head = f"{found.launcher}: {found.shown} set, but {', '.join(found.missing)} not"
     if complete:
         beside = f"beside the complete set of {complete[0].launcher} ({complete[0].shown})"
         return f"{head}, {beside}: these are left over or copied, so type: unset {names}"
     if found.launcher == _TORCH and set(found.values) == {"RANK", "WORLD_SIZE"}:
-        nodes = "Kubeflow PyTorchJob and Alibaba PAI set RANK and WORLD_SIZE to count nodes, not ranks"
+        nodes = (
+            "Kubeflow PyTorchJob and Alibaba PAI set RANK and WORLD_SIZE to count nodes, not ranks"
+        )
         mend = "start torchrun on each node with --nnodes=$WORLD_SIZE --node-rank=$RANK, which sets all four"
         return f"{head}: {nodes}; {mend}"
     if found.missing == ["LOCAL_WORLD_SIZE"] and "LOCAL_SIZE" in env:
@@ -197,7 +207,9 @@ def _refuse_disagreement(one: _Set, other: _Set) -> None:
     differ = [f"{a}={one.values[a]} but {b}={other.values[b]}" for a, b, x, y in pairs if x != y]
     if differ:
         mend = "unset the variables of the one that did not start this process"
-        raise RankError(f"{one.launcher} and {other.launcher} disagree: {', '.join(differ)}; {mend}")
+        raise RankError(
+            f"{one.launcher} and {other.launcher} disagree: {', '.join(differ)}; {mend}"
+        )
 
 
 def _rank(found: _Set) -> Rank:
@@ -208,11 +220,17 @@ def _rank(found: _Set) -> Rank:
     rank = Rank(*(_number(name, text) for name, text in zip(found.names[:4], texts)))
     shown = [f"{name}={found.values[name]}" for name in found.names]
     if rank.rank >= rank.world_size:
-        raise RankError(f"{shown[0]} is not below {shown[1]}; ranks count from 0, so one of them is stale")
+        raise RankError(
+            f"{shown[0]} is not below {shown[1]}; ranks count from 0, so one of them is stale"
+        )
     if rank.local_rank >= rank.local_world_size:
-        raise RankError(f"{shown[2]} is not below {shown[3]}; ranks count from 0, so one of them is stale")
+        raise RankError(
+            f"{shown[2]} is not below {shown[3]}; ranks count from 0, so one of them is stale"
+        )
     if rank.local_world_size > rank.world_size:
-        raise RankError(f"{shown[3]} is more than {shown[1]}, the ranks of all nodes; one of them is stale")
+        raise RankError(
+            f"{shown[3]} is more than {shown[1]}, the ranks of all nodes; one of them is stale"
+        )
     return rank
 
 
@@ -226,16 +244,22 @@ def _slurm_local_size(found: _Set) -> int:
     if len(runs) < len(parts):
         raise RankError(f"{layout}={text} is not a layout; Slurm writes for example 2(x3),1")
     if sum(tasks * nodes for tasks, nodes in runs) != _number(size, found.values[size]):
-        raise RankError(f"{layout}={text} does not add up to {size}={found.values[size]}; one is stale")
+        raise RankError(
+            f"{layout}={text} does not add up to {size}={found.values[size]}; one is stale"
+        )
     last = -1
     for tasks, nodes in runs:
         last += nodes
         if _number(node, found.values[node]) <= last:
             return tasks
-    raise RankError(f"{node}={found.values[node]} is not one of the {last + 1} nodes of {layout}={text}")
+    raise RankError(
+        f"{node}={found.values[node]} is not one of the {last + 1} nodes of {layout}={text}"
+    )
 
 
 def _number(name: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,10}", text):
-        raise RankError(f"{name}={text!r} is not a whole number of 0 or more; unset it or start again")
+        raise RankError(
+            f"{name}={text!r} is not a whole number of 0 or more; unset it or start again"
+        )
     return int(text)

@@ -20,7 +20,9 @@ def run(module: str, *words: str) -> int:
 
 
 if __name__ == "__main__":
-    if not getattr(sys.flags, "safe_path", False):  # with -P or PYTHONSAFEPATH there is no such entry
+    if not getattr(
+        sys.flags, "safe_path", False
+    ):  # with -P or PYTHONSAFEPATH there is no such entry
         del sys.path[0]
     import runpy
 

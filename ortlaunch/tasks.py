@@ -138,4 +138,6 @@ def run_alone(request: Request) -> int:
     """Start the process that does a task without a plan; its exit status."""
     name = next(name for name, task in TASKS.items() if task.request is type(request))
     command = [*start.command("ortlaunch.worker.alone"), name]
-    return subprocess.run(command, input=json.dumps(request._asdict()), text=True, check=False).returncode
+    return subprocess.run(
+        command, input=json.dumps(request._asdict()), text=True, check=False
+    ).returncode

@@ -26,7 +26,12 @@ _LEFT_BY_LAUNCHERS = (
     "ROLE_", "CUDA_VISIBLE_DEVICES", "ORTLAUNCH_PROGRESS",
 )  # fmt: skip
 
-_LONGEST_FIRST = ("e2e", "launch", "worker", "ortmodule")  # and the others, whose files are short, at the end
+_LONGEST_FIRST = (
+    "e2e",
+    "launch",
+    "worker",
+    "ortmodule",
+)  # and the others, whose files are short, at the end
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

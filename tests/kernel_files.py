@@ -22,7 +22,9 @@ class KernelFiles:
         (folder / "proc/self").mkdir(parents=True)
         self.cgroup = folder / "proc/self/cgroup"
         kib = GiB // 1024
-        (folder / "proc/meminfo").write_text(f"MemTotal:  {24 * kib} kB\nMemFree: 1 kB\nMemAvailable: {16 * kib} kB\n")
+        (folder / "proc/meminfo").write_text(
+            f"MemTotal:  {24 * kib} kB\nMemFree: 1 kB\nMemAvailable: {16 * kib} kB\n"
+        )
         monkeypatch.setattr(machine, "PROC", folder / "proc")
         monkeypatch.setattr(machine, "CONTROL_GROUPS", self.groups)
 

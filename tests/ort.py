@@ -11,7 +11,9 @@ import pytest
 from ortlaunch.ortmodule.build import extensions
 
 INSTALLED = bool(extensions.versions(extensions.EXTRA_OF))
-needs_ort = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
+needs_ort = pytest.mark.skipif(
+    not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"'
+)
 
 
 def build() -> None:

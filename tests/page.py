@@ -28,14 +28,24 @@ CASE_SECONDS = 600.0  # no test may take longer, whatever the call has
 PASSED, FAILED, SKIPPED, KNOWN = STATUSES = ("passed", "failed", "skipped", "known to fail")
 _LOCATION = ("part", "case", "note", "row")
 _ROOT = Path(__file__).resolve().parents[1]
-_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "onnxruntime-training", "onnxruntime-training-cpu", "numpy")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "deepspeed",
+    "peft",
+    "onnxruntime-training",
+    "onnxruntime-training-cpu",
+    "numpy",
+)
 _ASK_TORCH = """
 import json, torch
 device = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
 print(json.dumps(device and {"name": device.name, "memory": device.total_memory, "cuda": torch.version.cuda,
     "capability": float(f"{device.major}.{device.minor}")}))
 """
-FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {  # column: title, text of a value; others as they are
+FORMATS: dict[
+    str, tuple[str, Callable[[Any], str]]
+] = {  # column: title, text of a value; others as they are
     "difference": ("largest difference", "{:.1e}".format),
     "tolerance": ("allowed", "{:g}".format),
     "last_loss": ("last loss", "{:.4f}".format),
@@ -65,11 +75,25 @@ FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {  # column: title, text 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of long tests."""
     group = parser.getgroup("long tests (marks nightly, zoo, gpu)")
-    group.addoption("--page", metavar="FOLDER", help="write results.json and page.md there, and resume")
+    group.addoption(
+        "--page", metavar="FOLDER", help="write results.json and page.md there, and resume"
+    )
     group.addoption("--again", action="store_true", help="run what has a result in the folder, too")
-    group.addoption("--minutes", type=float, default=1e6, help="of this call; what is left needs another (status 3)")
-    group.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="of tests/gpu; cpu: a rehearsal, tiny")
-    group.addoption("--ranks", type=int, choices=(1, 2, 4), default=1, help="of a run of tests/gpu, one a GPU")
+    group.addoption(
+        "--minutes",
+        type=float,
+        default=1e6,
+        help="of this call; what is left needs another (status 3)",
+    )
+    group.addoption(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="of tests/gpu; cpu: a rehearsal, tiny",
+    )
+    group.addoption(
+        "--ranks", type=int, choices=(1, 2, 4), default=1, help="of a run of tests/gpu, one a GPU"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -101,7 +125,10 @@ class Results:
         different = [name for name in ("name", "python", "packages") if before[name] != now[name]]
         if different:
             what = "; ".join(f"{name}: {before[name]}, here {now[name]}" for name in different)
-            pytest.exit(f"{self.folder} has results of another machine ({what}); give another --page", returncode=2)
+            pytest.exit(
+                f"{self.folder} has results of another machine ({what}); give another --page",
+                returncode=2,
+            )
         self.cases = results["cases"]
 
     @property
@@ -117,7 +144,9 @@ class Results:
         pytest.skip("left for another call")
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         """Leave out what has a result."""
         done = [item for item in items if item.nodeid in self.cases and not self.again]
         config.hook.pytest_deselected(items=done)
@@ -152,7 +181,10 @@ class Results:
         self.pending.pop(report.nodeid, None)
         self.folder.mkdir(parents=True, exist_ok=True)
         results = {"format": 2, "machine": self.machine, "cases": self.cases}
-        for name, text in (("results.json", json.dumps(results, indent=1)), ("page.md", page(results))):
+        for name, text in (
+            ("results.json", json.dumps(results, indent=1)),
+            ("page.md", page(results)),
+        ):
             arriving = self.folder / f"{name}.new"
             arriving.write_text(text)
             arriving.replace(self.folder / name)
@@ -160,7 +192,11 @@ class Results:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Exit status: 1 where an earlier call's test failed or none passed, 3 where tests are left."""
-        if not self.is_worker and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED) and self.cases:
+        if (
+            not self.is_worker
+            and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+            and self.cases
+        ):
             statuses = {case["status"] for case in self.cases.values()}
             is_wrong = FAILED in statuses or not (PASSED in statuses or self.pending)
             session.exitstatus = 1 if is_wrong else LEFT if self.pending else 0
@@ -172,7 +208,9 @@ class Results:
             f"{', '.join(f'{count} {name}' for name, count in counts.items())}: {self.folder}/page.md"
         )
         if self.pending:
-            terminalreporter.line(f"{len(self.pending)} left for another call, from {next(iter(self.pending))} on")
+            terminalreporter.line(
+                f"{len(self.pending)} left for another call, from {next(iter(self.pending))} on"
+            )
 
 
 def result_of(report: pytest.TestReport) -> dict[str, Any]:
@@ -180,7 +218,9 @@ def result_of(report: pytest.TestReport) -> dict[str, Any]:
     given = list(report.user_properties)
     location = {name: value for name, value in given if name in ("part", "case")}
     columns: dict[str, Any] = {name: value for name, value in given if name not in _LOCATION}
-    rows = [{**columns, **value} for name, value in given if name == "row" and isinstance(value, dict)]
+    rows = [
+        {**columns, **value} for name, value in given if name == "row" and isinstance(value, dict)
+    ]
     status = {"passed": PASSED, "failed": FAILED, "skipped": SKIPPED}[report.outcome]
     why = [str(value) for name, value in given if name == "note"]
     if report.skipped and hasattr(report, "wasxfail"):
@@ -191,7 +231,10 @@ def result_of(report: pytest.TestReport) -> dict[str, Any]:
         crash = getattr(report.longrepr, "reprcrash", None)
         why.append(" ".join((crash.message if crash else str(report.longrepr)).split())[-700:])
     file, _, name = report.nodeid.rpartition("::")
-    part, case = location.get("part", Path(file).stem.removeprefix("test_")), location.get("case", name)
+    part, case = (
+        location.get("part", Path(file).stem.removeprefix("test_")),
+        location.get("case", name),
+    )
     return {"part": part, "case": case, "status": status, "seconds": round(report.duration, 1), "why": why,
             "rows": rows or [columns]}  # fmt: skip
 
@@ -201,7 +244,9 @@ def machine(device: str) -> dict[str, Any]:
     """What the results are of; ends pytest where it has not the device."""
     gpu = None
     if device == "cuda":
-        done = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=False
+        )
         gpu = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
     environment, commit = provenance.environment(), provenance.commit(_ROOT)
     name = f"{gpu['name']}, {human(gpu['memory'])}, CUDA {gpu['cuda']}" if gpu else "CPU"
@@ -210,8 +255,14 @@ def machine(device: str) -> dict[str, Any]:
         "memory": gpu and gpu["memory"],
         "capability": gpu and gpu["capability"],
         "python": environment["python"],
-        "packages": {name: environment["packages"][name] for name in _PACKAGES if name in environment["packages"]},
-        "commit": commit["commit"][:12] + (" with changes" if commit["dirty"] else "") if commit else None,
+        "packages": {
+            name: environment["packages"][name]
+            for name in _PACKAGES
+            if name in environment["packages"]
+        },
+        "commit": commit["commit"][:12] + (" with changes" if commit["dirty"] else "")
+        if commit
+        else None,
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -245,24 +296,37 @@ def _summary(parts: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def _sections(parts: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
     for part, cases in parts.items():
-        rows = [(f"{case['case']} | {case['status']}", row) for case in cases for row in case["rows"]]
-        measured = [pair for pair in rows if "variant" in pair[1]]  # of a bench: other columns than a curve's
+        rows = [
+            (f"{case['case']} | {case['status']}", row) for case in cases for row in case["rows"]
+        ]
+        measured = [
+            pair for pair in rows if "variant" in pair[1]
+        ]  # of a bench: other columns than a curve's
         tables = [*_table([pair for pair in rows if pair not in measured]), *_table(measured)]
-        reasons = [f"- {case['case']}: {case['status']}: {_cell(why)}" for case in cases for why in case["why"]]
+        reasons = [
+            f"- {case['case']}: {case['status']}: {_cell(why)}"
+            for case in cases
+            for why in case["why"]
+        ]
         if tables or reasons:
             yield from ["", f"## {part}", *tables, *(["", *reasons] if reasons else [])]
 
 
 def _table(rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
     """A line for each row; columns without a value are left out."""
-    given = dict.fromkeys(name for _, row in rows for name, value in row.items() if value not in (None, "", []))
+    given = dict.fromkeys(
+        name for _, row in rows for name, value in row.items() if value not in (None, "", [])
+    )
     shown = [name for name in given if not name.startswith("_")]
     if not shown:
         return []
     titles = [FORMATS.get(name, (name.replace("_", " "), str))[0] for name in shown]
     lines = ["", f"| case | result | {' | '.join(titles)} |", "|---" * (2 + len(shown)) + "|"]
     for start, row in rows:
-        cells = ("" if row.get(name) is None else FORMATS.get(name, ("", str))[1](row[name]) for name in shown)
+        cells = (
+            "" if row.get(name) is None else FORMATS.get(name, ("", str))[1](row[name])
+            for name in shown
+        )
         lines.append(f"| {start} | {' | '.join(map(_cell, cells))} |")
     return lines
 

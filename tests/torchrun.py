@@ -13,8 +13,19 @@ ROOT = Path(__file__).parents[1]
 
 def torchrun(ranks: int, *command: str, timeout: float, cwd: Path = ROOT) -> None:
     """Run `-m MODULE ARGUMENT...` or a script on so many ranks of one thread; a failure shows what they said."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    quiet = {"PYTHONPATH": str(cwd), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
+    quiet = {
+        "PYTHONPATH": str(cwd),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
     process = subprocess.Popen(
         [*launcher, *command], cwd=cwd, env={**os.environ, **quiet},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,

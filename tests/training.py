@@ -44,7 +44,9 @@ class Trained(NamedTuple):
 
 def records(run: RunDir) -> list[dict[str, Any]]:
     """metrics.jsonl, which is JSON: without words that Python alone reads."""
-    return [json.loads(line, parse_constant=_refuse) for line in run.metrics.read_text().splitlines()]
+    return [
+        json.loads(line, parse_constant=_refuse) for line in run.metrics.read_text().splitlines()
+    ]
 
 
 def _refuse(word: str) -> None:
@@ -74,7 +76,9 @@ def session_here(
     wrapped.has_numbers = made.model.task == "custom"
     engine = build_engine(made, planned, wrapped, group, batches.micro_batch(0, 0, 0))
     held_out = None if evaluation is None else OwnSamples(evaluation)
-    data: Any = SimpleNamespace(train=batches.samples, evaluation=held_out, tokenizer=None, class_lines=list)
+    data: Any = SimpleNamespace(
+        train=batches.samples, evaluation=held_out, tokenizer=None, class_lines=list
+    )
     found = choose(run, group)
     known = identity(batches.samples, model)
     return Session(made, planned, run, group, data, batches, wrapped, engine, found, identity=known)

@@ -56,7 +56,9 @@ _FUNCTIONS = {
     **dict.fromkeys(("cudaMemcpy", "cudaMemcpyAsync"), _COPY),
     **dict.fromkeys(("cudaMemset", "cudaMemsetAsync"), _SET),
     **dict.fromkeys(("cudaGetErrorName", "cudaGetErrorString"), _NAME),
-    **dict.fromkeys(("cudaEventCreate", "cudaEventCreateWithFlags", "cudaStreamCreateWithFlags"), _HANDLE),
+    **dict.fromkeys(
+        ("cudaEventCreate", "cudaEventCreateWithFlags", "cudaStreamCreateWithFlags"), _HANDLE
+    ),
 }
 # What the provider looks up in the driver by name.
 _DRIVER = (
@@ -74,7 +76,9 @@ _TYPES = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--place", type=Path, nargs="+", default=[], help="graphs of which to print the placement")
+    parser.add_argument(
+        "--place", type=Path, nargs="+", default=[], help="graphs of which to print the placement"
+    )
     options = parser.parse_args()
     if _FOLDER in os.environ:
         sys.path.insert(0, os.environ[_FOLDER])
@@ -91,17 +95,36 @@ def main() -> int:
 
 def _build_libraries(provider: Path, folder: Path) -> None:
     """Compile a library for each one of CUDA that the provider is linked to, with the versions of its symbols."""
-    listed = subprocess.run(["readelf", "--dyn-syms", "-W", str(provider)], capture_output=True, text=True, check=True)
-    libraries = collections.defaultdict(set, {"libcurand.so.10": set(), "libcuda.so.1": set(_DRIVER)})
+    listed = subprocess.run(
+        ["readelf", "--dyn-syms", "-W", str(provider)], capture_output=True, text=True, check=True
+    )
+    libraries = collections.defaultdict(
+        set, {"libcurand.so.10": set(), "libcuda.so.1": set(_DRIVER)}
+    )
     for symbol, library in re.findall(r" UND (\w+)@(libcu[\w.]+)", listed.stdout):
         libraries[library].add(symbol)
     for library, symbols in libraries.items():
         source, versions = folder / "stub.c", folder / "stub.map"
-        lines = [_FUNCTIONS.get(symbol, "int %s() { return 0; }") % symbol for symbol in sorted(symbols)]
+        lines = [
+            _FUNCTIONS.get(symbol, "int %s() { return 0; }") % symbol for symbol in sorted(symbols)
+        ]
         source.write_text("\n".join(["#include <stdlib.h>", "#include <string.h>", *lines, ""]))
-        versions.write_text(f"{library} {{ global: *; }};\n" if library != "libcuda.so.1" else "{ global: *; };\n")
-        command = ["cc", "-w", "-shared", "-fPIC", "-fno-builtin", str(source), "-o", str(folder / library)]
-        subprocess.run([*command, f"-Wl,-soname,{library}", f"-Wl,--version-script={versions}"], check=True)
+        versions.write_text(
+            f"{library} {{ global: *; }};\n" if library != "libcuda.so.1" else "{ global: *; };\n"
+        )
+        command = [
+            "cc",
+            "-w",
+            "-shared",
+            "-fPIC",
+            "-fno-builtin",
+            str(source),
+            "-o",
+            str(folder / library),
+        ]
+        subprocess.run(
+            [*command, f"-Wl,-soname,{library}", f"-Wl,--version-script={versions}"], check=True
+        )
 
 
 # ------------------------------------------------------------------------------------------------------- the table
@@ -133,14 +156,22 @@ def _last(domain: str, name: str, first: int) -> int:
     """The last version of a kernel without one: ORT takes it for nodes of its first version only."""
     from onnx import defs
 
-    later = [schema.since_version for schema in defs.get_all_schemas_with_history() if schema.name == name]
+    later = [
+        schema.since_version
+        for schema in defs.get_all_schemas_with_history()
+        if schema.name == name
+    ]
     newer = [version for version in later if not domain and version > first]
     return min(newer) - 1 if newer else _LAST
 
 
 def _in_one(kernels: set[str]) -> str:
     """Kernels one after another; those that differ in one constraint alone are one with several types."""
-    kept = [dict(words.split("=") for words in one.split()) for one in sorted(kernels) if "Float8" not in one]
+    kept = [
+        dict(words.split("=") for words in one.split())
+        for one in sorted(kernels)
+        if "Float8" not in one
+    ]
     for name in sorted({name for one in kept for name in one}):
         groups: dict[str, dict[str, str]] = {}
         for one in kept:
@@ -151,7 +182,9 @@ def _in_one(kernels: set[str]) -> str:
             }
             groups[rest][name] = ",".join(sorted(types - {""}))
         kept = list(groups.values())
-    return " | ".join(" ".join(f"{name}={types}" for name, types in one.items() if types) for one in kept)
+    return " | ".join(
+        " ".join(f"{name}={types}" for name, types in one.items() if types) for one in kept
+    )
 
 
 class _Memory:
@@ -163,7 +196,11 @@ class _Memory:
         self.parts = []
         for words in lines:
             low, high = (int(number, 16) for number in words[0].split("-"))
-            if words[1].startswith("rw") and (len(words) == 5 or words[5] == "[heap]") and high - low < 1 << 30:
+            if (
+                words[1].startswith("rw")
+                and (len(words) == 5 or words[5] == "[heap]")
+                and high - low < 1 << 30
+            ):
                 self.parts.append((low, self.read(low, high - low)))
 
     def read(self, address: int, size: int) -> bytes:
@@ -212,7 +249,11 @@ def _kernel(memory: _Memory, at: int) -> tuple[str, str, int, int, str]:
 
 def _type(memory: _Memory, at: int) -> str:
     """Of an onnxruntime::DataTypeImpl, by the name in its RTTI."""
-    name = memory.read(memory.words(memory.words(memory.words(at)[0] - 8)[0] + 8)[0], 200).partition(b"\0")[0].decode()
+    name = (
+        memory.read(memory.words(memory.words(memory.words(at)[0] - 8)[0] + 8)[0], 200)
+        .partition(b"\0")[0]
+        .decode()
+    )
     found = re.fullmatch(r"N11onnxruntime10TensorTypeI(.+)EE", name)
     return _TYPES.get(found[1], found[1]) if found else name
 
@@ -227,7 +268,9 @@ def _session(model: Any, executed: str = "", severity: int = 3) -> Any:
     if _EXECUTOR in os.environ:  # by which ORT reads which arguments of ATen nodes are tensors
         import torch  # noqa: F401  (its libraries)
 
-        spec: Any = importlib.util.spec_from_file_location("aten_op_executor", os.environ[_EXECUTOR])
+        spec: Any = importlib.util.spec_from_file_location(
+            "aten_op_executor", os.environ[_EXECUTOR]
+        )
         executor = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(executor)
         addresses = executor.is_tensor_argument_address(), executor.execute_aten_operator_address()
@@ -257,13 +300,24 @@ def _place(graphs: list[Path]) -> int:
                 print(f"{path}: {why}")
                 continue
             graph = onnx.load(executed, load_external_data=False).graph
-        types = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.input, *graph.output)}
-        of_cpu = re.search(r"placed on \[CPUExecutionProvider\]. Number of nodes: \d+(.*?)(?:placed on|$)", text, re.S)
+        types = {
+            value.name: value.type.tensor_type
+            for value in (*graph.value_info, *graph.input, *graph.output)
+        }
+        of_cpu = re.search(
+            r"placed on \[CPUExecutionProvider\]. Number of nodes: \d+(.*?)(?:placed on|$)",
+            text,
+            re.S,
+        )
         nodes = re.findall(r"\] {2,}(\w+) \(", of_cpu[1]) if of_cpu else []
         copies = collections.Counter(
-            f"{node.op_type} {_described(types.get(node.input[0]))}" for node in graph.node if "Memcpy" in node.op_type
+            f"{node.op_type} {_described(types.get(node.input[0]))}"
+            for node in graph.node
+            if "Memcpy" in node.op_type
         )
-        print(f"{path}: {len(graph.node)} nodes; on the CPU {dict(collections.Counter(nodes))}; copies {dict(copies)}")
+        print(
+            f"{path}: {len(graph.node)} nodes; on the CPU {dict(collections.Counter(nodes))}; copies {dict(copies)}"
+        )
     return 0
 
 

@@ -76,7 +76,9 @@ def _tried(name: str, precision: str, folder: Path | None) -> str:
     model, batch = families.cases(task)[family]()
     dtype = getattr(torch, precision)
     cast_parameters(model, dtype)
-    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+    batch = {
+        key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()
+    }
     graph = _built(model.train(), batch)
     before = _without_kernel(graph)
     if precision == "bfloat16":
@@ -99,7 +101,9 @@ def _built(model: Any, batch: dict[str, torch.Tensor]) -> onnx.ModelProto:
         mock.patch.object(owner(TRAINING), "_create_execution_agent", stop),
     ):
         module(**batch)
-    built: onnx.ModelProto = module._torch_module._execution_manager(True)._onnx_models.optimized_model
+    built: onnx.ModelProto = module._torch_module._execution_manager(
+        True
+    )._onnx_models.optimized_model
     return built
 
 

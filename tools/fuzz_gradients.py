@@ -92,7 +92,9 @@ class Program:
             layers.append(f"\n        self.layer{len(layers)} = {found[1]}")
             return f"self.layer{len(layers) - 1}"
 
-        lines = [re.sub(r"\{L:(.*?)\}\(", lambda found: layer(found) + "(", line) for line in self.lines]
+        lines = [
+            re.sub(r"\{L:(.*?)\}\(", lambda found: layer(found) + "(", line) for line in self.lines
+        ]
         body = "\n        ".join(line for line in (self.start[1], *lines) if line)
         result = "(h - 0.3).square().mean()" if self.inside else "h"
         return TEMPLATE.format(layers="".join(layers), body=body or "pass", result=result)
@@ -114,7 +116,9 @@ class Program:
         for at in sizes:
             once = {letter for letter in POOLS if rng.random() < 0.1}
             wide = [at.get(letter) or int(letter) for letter in self.start[0]]
-            other = [1 if letter in always | once else size for letter, size in zip(self.start[0], wide)]
+            other = [
+                1 if letter in always | once else size for letter, size in zip(self.start[0], wide)
+            ]
             mask = torch.rand(*wide[:-1]) > 0.3
             ids = torch.randint(0, 6, wide[:-1])
             made.append([torch.randn(wide), torch.randn(other), mask, ids])
@@ -151,7 +155,11 @@ def _longer(before: Program, form: str, rank: int, rng: random.Random) -> Progra
     lines = [*text.split("; ")] if "h = " in text else [f"h = {text}"]
     after = replace(before, forms=(*before.forms, form), lines=(*before.lines, *lines))
     try:
-        return after if _rank(after) <= 4 and all(g.isfinite().all() for g in trained(after, eager)) else None
+        return (
+            after
+            if _rank(after) <= 4 and all(g.isfinite().all() for g in trained(after, eager))
+            else None
+        )
     except Exception:
         return None
 
@@ -173,7 +181,9 @@ def on_ort(net: nn.Module) -> Any:
     return ORTModule(net, Settings())
 
 
-def trained(made: Program, engine: Callable[[nn.Module], Any], exact: bool = False) -> list[torch.Tensor]:
+def trained(
+    made: Program, engine: Callable[[nn.Module], Any], exact: bool = False
+) -> list[torch.Tensor]:
     """What comes out, and every gradient, in each batch."""
     net = made.net().train()
     for layer in net.children():
@@ -188,7 +198,10 @@ def trained(made: Program, engine: Callable[[nn.Module], Any], exact: bool = Fal
         torch.manual_seed(0)
         (out * torch.randn(out.shape, dtype=torch.float64).to(out.dtype)).sum().backward()
         of = [*net.parameters(), *wide[:1]]
-        found += [out.detach(), *(torch.zeros_like(p.detach()) if p.grad is None else p.grad.clone() for p in of)]
+        found += [
+            out.detach(),
+            *(torch.zeros_like(p.detach()) if p.grad is None else p.grad.clone() for p in of),
+        ]
     return found
 
 
@@ -223,7 +236,11 @@ def _difference(mine: torch.Tensor, other: torch.Tensor, true: torch.Tensor) -> 
     far = min(float((mine - true).abs().max()), float((mine - other).abs().max()))
     bound = 20 * float((other - true).abs().max()) + 1e-4 * max(float(true.abs().max()), 1e-2)
     worst = int((mine - other).abs().argmax())
-    return "" if far <= bound else f"{mine.flatten()[worst]:.6g}, eager {other.flatten()[worst]:.6g} (far {far:.2g})"
+    return (
+        ""
+        if far <= bound
+        else f"{mine.flatten()[worst]:.6g}, eager {other.flatten()[worst]:.6g} (far {far:.2g})"
+    )
 
 
 def shortest(made: Program) -> Program:
@@ -244,10 +261,14 @@ def shortest(made: Program) -> Program:
 
 def main() -> int:
     """Run programs until the time is over, each in a child of its own, and tell."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--only", type=int, nargs="*", help="seeds, also those with a result; nothing is kept")
+    parser.add_argument(
+        "--only", type=int, nargs="*", help="seeds, also those with a result; nothing is kept"
+    )
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ortlaunch-zoo"
     parser.add_argument("--cache", type=Path, default=default, help="where results are kept")
     options = parser.parse_args()
@@ -255,7 +276,9 @@ def main() -> int:
     store = options.cache / "fuzz.jsonl"
     found = {} if options.only else {one["seed"]: one for one in map(json.loads, _lines(store))}
     end = time.monotonic() + 60 * options.minutes
-    seeds: Iterator[int] = iter(options.only or (seed for seed in itertools.count(options.first) if seed not in found))
+    seeds: Iterator[int] = iter(
+        options.only or (seed for seed in itertools.count(options.first) if seed not in found)
+    )
     _prepare()
     for seed in seeds:
         if time.monotonic() > end:
@@ -265,7 +288,10 @@ def main() -> int:
             with store.open("a") as file:
                 file.write(json.dumps(found[seed]) + "\n")
         if found[seed]["state"] not in ("same", "no case") or options.only:
-            print(f"seed {seed}: {found[seed]['state']} {found[seed]['why']}\n{found[seed]['source']}", flush=True)
+            print(
+                f"seed {seed}: {found[seed]['state']} {found[seed]['why']}\n{found[seed]['source']}",
+                flush=True,
+            )
     _table(list(found.values()))
     return int(any(one["state"] in ("differs", "ended") for one in found.values()))
 
@@ -321,7 +347,9 @@ def _table(results: Sequence[dict[str, Any]]) -> None:
         if set(counts) != {"same"}:
             cells = (str(counts[state]) for state in ("same", "differs", "refused", "ended"))
             print(f"| `{form.replace('|', '/')}` | {' | '.join(cells)} |")
-    print(f"{len(results)} programs, {len(rows)} forms: {dict(Counter(one['state'] for one in results))}")
+    print(
+        f"{len(results)} programs, {len(rows)} forms: {dict(Counter(one['state'] for one in results))}"
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTED = ROOT / "constraints" / "torch-2.13.txt"
 TOOLS = ("pytest>=8", "pytest-timeout")  # for the tests marked gpu
 THERE = "+there"  # the local version of a stand-in for what the target has
-SOURCES_ONLY = ("deepspeed",)  # no wheel of its own in the registry; pure Python without its compiled operators
+SOURCES_ONLY = (
+    "deepspeed",
+)  # no wheel of its own in the registry; pure Python without its compiled operators
 NOT_COPIED = (".*", "build", "dist", "*.egg-info", "__pycache__", "runs", "bench", "tests", "docs")
 _ASKS = """
 import importlib.metadata as m, json, platform, sys
@@ -51,17 +53,27 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("wheels"), help="a new folder")
     parser.add_argument(
-        "--target", default="python3", help="a Python to ask for all that is not given; default: python3"
+        "--target",
+        default="python3",
+        help="a Python to ask for all that is not given; default: python3",
     )
     parser.add_argument("--python", help="the target's, as 3.12")
     parser.add_argument("--torch", help="the target's, as 2.11.0")
     parser.add_argument("--glibc", help="the target's, as 2.39; 2.28 where --python is given")
-    parser.add_argument("--have", type=Path, help="what the target has, NAME==VERSION a line; else torch alone")
-    parser.add_argument("--extras", default="deepspeed,lora", help="of ortlaunch; default: deepspeed,lora")
-    parser.add_argument("--without", nargs="*", default=[], help="packages to leave out, with what only they need")
+    parser.add_argument(
+        "--have", type=Path, help="what the target has, NAME==VERSION a line; else torch alone"
+    )
+    parser.add_argument(
+        "--extras", default="deepspeed,lora", help="of ortlaunch; default: deepspeed,lora"
+    )
+    parser.add_argument(
+        "--without", nargs="*", default=[], help="packages to leave out, with what only they need"
+    )
     parser.add_argument("--limit", type=float, default=64, help="MiB, all together; default: 64")
     return parser.parse_args()
 
@@ -78,10 +90,17 @@ def _target(options: argparse.Namespace) -> dict[str, Any]:
     """Python, glibc, machine and packages with versions: as given, else as its Python answers."""
     if options.python is None:
         asked: dict[str, Any] = json.loads(
-            subprocess.run([options.target, "-c", _ASKS], stdout=subprocess.PIPE, text=True, check=True).stdout
+            subprocess.run(
+                [options.target, "-c", _ASKS], stdout=subprocess.PIPE, text=True, check=True
+            ).stdout
         )
     else:
-        asked = {"python": options.python, "machine": platform.machine(), "glibc": "2.28", "packages": {}}
+        asked = {
+            "python": options.python,
+            "machine": platform.machine(),
+            "glibc": "2.28",
+            "packages": {},
+        }
     if options.have:
         asked["packages"] = dict(_pins(options.have.read_text().splitlines(), options.have))
     if options.torch:
@@ -89,7 +108,11 @@ def _target(options: argparse.Namespace) -> dict[str, Any]:
     asked["glibc"] = options.glibc or asked["glibc"]
     asked["packages"].pop("ortlaunch", None)
     if "torch" not in asked["packages"]:
-        raise SystemExit(_refuse(f"which torch is on the target? {options.target} has none; give --torch VERSION"))
+        raise SystemExit(
+            _refuse(
+                f"which torch is on the target? {options.target} has none; give --torch VERSION"
+            )
+        )
     return asked
 
 
@@ -99,7 +122,11 @@ def _pins(lines: Iterable[str], file: Path) -> Iterable[tuple[str, str]]:
         if pinned:
             yield name, version
         elif " @ " not in line and not line.startswith(("-", "#")):
-            raise SystemExit(_refuse(f"{file}: {line}: must be NAME==VERSION, as pip list --format=freeze prints it"))
+            raise SystemExit(
+                _refuse(
+                    f"{file}: {line}: must be NAME==VERSION, as pip list --format=freeze prints it"
+                )
+            )
 
 
 def platforms(machine: str, glibc: str) -> list[str]:
@@ -142,8 +169,12 @@ def stand_in(folder: Path, name: str, version: str) -> str:
     version = version.partition("+")[0] + THERE
     info = f"{module}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{info}/RECORD", "")
     return version
 
@@ -151,7 +182,11 @@ def stand_in(folder: Path, name: str, version: str) -> str:
 def _tested_beside(there: Iterable[str]) -> list[str]:
     """Tested versions of everything that is not there."""
     named = {_canonical(name) for name in there}
-    tested = [line for line in TESTED.read_text().splitlines() if "==" in line and not line.startswith("#")]
+    tested = [
+        line
+        for line in TESTED.read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    ]
     return [line for line in tested if _canonical(line.partition("==")[0]) not in named]
 
 
@@ -165,7 +200,9 @@ def _build(built: Path, extras: list[str], there: Iterable[str], scratch: Path) 
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
     problem = _pip("wheel", "--no-deps", "--wheel-dir", str(built), str(copy))
     named = {_canonical(name) for name in there}
-    for name in (name for name in SOURCES_ONLY if name in extras and name not in named and not problem):
+    for name in (
+        name for name in SOURCES_ONLY if name in extras and name not in named and not problem
+    ):
         pin = next(line for line in TESTED.read_text().splitlines() if line.startswith(f"{name}=="))
         problem = _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(built), pin)
     return problem
@@ -173,7 +210,15 @@ def _build(built: Path, extras: list[str], there: Iterable[str], scratch: Path) 
 
 def _pip(*words: str) -> str:
     """Run pip; the errors that it printed, or an empty text."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", words[0], "--quiet", *words[1:]]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        words[0],
+        "--quiet",
+        *words[1:],
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     errors = [line for line in done.stderr.splitlines() if "ERROR" in line or "error:" in line]
     return "" if done.returncode == 0 else " / ".join(errors) or done.stderr[-500:]
@@ -187,7 +232,9 @@ def _conclusion(options: argparse.Namespace, target: dict[str, Any]) -> int:
     total, largest = sum(sizes.values()), sorted(sizes, key=lambda name: -sizes[name])[:5]
     for name in sorted(sizes):
         print(f"{sizes[name]:7.2f} MiB  {name}")
-    print(f"{total:7.2f} MiB  for Python {target['python']} with torch {target['packages']['torch']}")
+    print(
+        f"{total:7.2f} MiB  for Python {target['python']} with torch {target['packages']['torch']}"
+    )
     if total > options.limit:
         told = ", ".join(f"{name.partition('-')[0]} {sizes[name]:.0f}" for name in largest)
         return _refuse(

@@ -32,7 +32,17 @@ CHECKS = {
 LIMITS = {"loss": 1e-5, "gradient": 1e-4}
 ENOUGH_DISK = 9e9
 # Pinned by the constraints of the default set, whatever torch and transformers are.
-PINNED = ("onnx", "onnxruntime-training-cpu", "deepspeed", "Cerberus", "h5py", "ninja", "setuptools", "wheel", "numpy")
+PINNED = (
+    "onnx",
+    "onnxruntime-training-cpu",
+    "deepspeed",
+    "Cerberus",
+    "h5py",
+    "ninja",
+    "setuptools",
+    "wheel",
+    "numpy",
+)
 OTHERS = ("peft", "pydantic", "pyyaml", "typer", "filelock", "datasets")
 
 
@@ -42,11 +52,18 @@ def main() -> int:
     options.cache.mkdir(parents=True, exist_ok=True)
     results = _read(options.cache)
     for torch in options.torch:
-        wanted = [t for t in options.transformers if options.again or t not in results.get(torch, {}).get("cells", {})]
+        wanted = [
+            t
+            for t in options.transformers
+            if options.again or t not in results.get(torch, {}).get("cells", {})
+        ]
         if wanted:
             _row(torch, wanted, results, options)
         for transformers in options.transformers:
-            print(f"torch {torch}, transformers {transformers}: {_told(results[torch], transformers)}", flush=True)
+            print(
+                f"torch {torch}, transformers {transformers}: {_told(results[torch], transformers)}",
+                flush=True,
+            )
     if options.write:
         TABLE.parent.mkdir(exist_ok=True)
         TABLE.write_text(_table(results))
@@ -57,25 +74,40 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ortlaunch-matrix"
     parser.add_argument("--torch", nargs="+", default=TORCH, help="rows; default: all")
-    parser.add_argument("--transformers", nargs="+", default=TRANSFORMERS, help="columns; default: all")
-    parser.add_argument("--cache", type=Path, default=default, help="folder of environments and results")
+    parser.add_argument(
+        "--transformers", nargs="+", default=TRANSFORMERS, help="columns; default: all"
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=default, help="folder of environments and results"
+    )
     parser.add_argument("--again", action="store_true", help="run cells that have a result, too")
-    parser.add_argument("--keep", action="store_true", help="keep a row's environment, and use it where it is there")
-    parser.add_argument("--no-write", dest="write", action="store_false", help=f"leave {TABLE.relative_to(ROOT)} alone")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep a row's environment, and use it where it is there"
+    )
+    parser.add_argument(
+        "--no-write",
+        dest="write",
+        action="store_false",
+        help=f"leave {TABLE.relative_to(ROOT)} alone",
+    )
     return parser.parse_args()
 
 
 # ------------------------------------------------------------------------------------------------------- one row
 
 
-def _row(torch: str, wanted: list[str], results: dict[str, Any], options: argparse.Namespace) -> None:
+def _row(
+    torch: str, wanted: list[str], results: dict[str, Any], options: argparse.Namespace
+) -> None:
     """One environment for one torch: install it, build ORT's extensions, try each transformers in it."""
     row = results[torch] = {"cells": {}, **results.get(torch, {})}
     environment = options.cache / f"torch-{torch}"
     try:
         problem = _install_torch(environment, torch, row) or _set_up(environment, row)
         for transformers in wanted:
-            row["cells"][transformers] = {"error": problem} if problem else _cell(environment, transformers)
+            row["cells"][transformers] = (
+                {"error": problem} if problem else _cell(environment, transformers)
+            )
             _write(options.cache, results)
     finally:
         if not options.keep:
@@ -87,7 +119,9 @@ def _install_torch(environment: Path, torch: str, row: dict[str, Any]) -> str:
     if not (environment / "bin" / "python").exists():
         free = shutil.disk_usage(environment.parent).free
         if free < ENOUGH_DISK:
-            raise SystemExit(f"{environment.parent} has {free / 1e9:.0f} GB free, and a torch with CUDA takes 6-9")
+            raise SystemExit(
+                f"{environment.parent} has {free / 1e9:.0f} GB free, and a torch with CUDA takes 6-9"
+            )
         subprocess.run([_python(), "-m", "venv", environment], check=True)
     requirements = [*_pins(), *OTHERS]
     problem = _pip(environment, f"torch=={torch}", *requirements)
@@ -105,7 +139,9 @@ def _set_up(environment: Path, row: dict[str, Any]) -> str:
     module = "ortlaunch.ortmodule.build.extensions"
     code = f"import {module} as e; s = e.main(); print(e.interop_refusal()[-300:]); raise SystemExit(s)"
     done = _run(environment, "-c", code, timeout=900)
-    row["setup_seconds"] = max(round(time.monotonic() - start), row.get("setup_seconds", 0))  # none where it is built
+    row["setup_seconds"] = max(
+        round(time.monotonic() - start), row.get("setup_seconds", 0)
+    )  # none where it is built
     row["setup"] = done.stdout.strip().splitlines()[-1:] if "without" in done.stdout else []
     return "" if done.returncode == 0 else f"setup: {_last_line(done.stderr)}"
 
@@ -146,7 +182,15 @@ def _pins() -> list[str]:
 
 def _pip(environment: Path, *requirements: str) -> str:
     """Install; why it failed, or an empty text."""
-    command = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-cache-dir", *requirements]
+    command = [
+        environment / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-cache-dir",
+        *requirements,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
     return "" if done.returncode == 0 else (" ".join(errors) or _last_line(done.stderr))
@@ -155,15 +199,27 @@ def _pip(environment: Path, *requirements: str) -> str:
 def _newest_patch(torch: str, problem: str) -> str:
     """The newest patch of the same minor version that pip names where it has not this one, or an empty text."""
     minor = torch.rpartition(".")[0]
-    patches = re.findall(rf"(?<![\d.]){re.escape(minor)}\.(\d+)(?![\w.])", problem.partition("from versions:")[2])
+    patches = re.findall(
+        rf"(?<![\d.]){re.escape(minor)}\.(\d+)(?![\w.])", problem.partition("from versions:")[2]
+    )
     return f"{minor}.{max(map(int, patches))}" if patches else ""
 
 
 def _run(environment: Path, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    values = {**os.environ, "PYTHONPATH": str(ROOT), "ORTLAUNCH_CACHE": str(environment / "ortlaunch")}
+    values = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "ORTLAUNCH_CACHE": str(environment / "ortlaunch"),
+    }
     command = [str(environment / "bin" / "python"), *arguments]
     return subprocess.run(
-        command, env=values, cwd=environment, capture_output=True, text=True, timeout=timeout, check=False
+        command,
+        env=values,
+        cwd=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 
@@ -200,13 +256,19 @@ def _told(row: dict[str, Any], transformers: str) -> str:
     ran = {check: answer for check, answer in cell.items() if "refused" not in answer}
     lines = []
     if ran:
-        differences = ", ".join(f"{name} {max(answer[name] for answer in ran.values()):.0e}" for name in LIMITS)
+        differences = ", ".join(
+            f"{name} {max(answer[name] for answer in ran.values()):.0e}" for name in LIMITS
+        )
         passed = [CHECKS[check] for check, answer in ran.items() if _passed(answer)]
         lines.append(
             f"{'ok' if len(passed) == len(CHECKS) else 'ok: ' + ', '.join(passed)} (differences: {differences})"
         )
     lines += [f"{CHECKS[c]} differs: {a}" for c, a in ran.items() if not _passed(a)]
-    lines += [f"{CHECKS[check]} refused: {answer['refused']}" for check, answer in cell.items() if "refused" in answer]
+    lines += [
+        f"{CHECKS[check]} refused: {answer['refused']}"
+        for check, answer in cell.items()
+        if "refused" in answer
+    ]
     return "; ".join(lines)
 
 
@@ -224,7 +286,9 @@ def _table(results: dict[str, Any]) -> str:
     ]
     for torch in sorted(results, key=_order):
         row = results[torch]
-        setup = " ".join([f"{row['setup_seconds']} s" if "setup_seconds" in row else "", *row.get("setup", [])])
+        setup = " ".join(
+            [f"{row['setup_seconds']} s" if "setup_seconds" in row else "", *row.get("setup", [])]
+        )
         cells = [_told(row, name).replace("|", "\\|").replace("\n", " ") for name in columns]
         lines.append(f"| {row.get('torch', torch)} | {setup} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])

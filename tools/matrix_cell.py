@@ -16,7 +16,13 @@ from torch import nn
 
 STEPS = 4
 Batch = dict[str, torch.Tensor]
-SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+}
 
 
 def main(check: str) -> int:
@@ -56,7 +62,9 @@ def trained(module: Any, batch: Batch) -> tuple[list[float], dict[str, torch.Ten
     for _ in range(STEPS):
         loss = module(**batch)
         loss.backward()
-        gradients = gradients or {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        gradients = gradients or {
+            n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None
+        }
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -70,7 +78,9 @@ def bert() -> tuple[nn.Module, Batch]:
     """A two-layer BERT for masked language modelling, written-out attention."""
     import transformers
 
-    config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.BertConfig(
+        **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
     return _loss_module(transformers.AutoModelForMaskedLM, config, "eager"), tokens()
 
 
@@ -90,7 +100,10 @@ def lora() -> tuple[nn.Module, Batch]:
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
     module.model = peft.get_peft_model(module.model, config)
     generator = torch.Generator().manual_seed(2)
-    for name, parameter in module.named_parameters():  # a B of zeros would leave A without a gradient
+    for (
+        name,
+        parameter,
+    ) in module.named_parameters():  # a B of zeros would leave A without a gradient
         if "lora_B" in name:
             parameter.data.normal_(std=0.02, generator=generator)
     return module, batch
@@ -151,7 +164,11 @@ def tokens() -> Batch:
     ids = torch.randint(0, 99, (2, 16), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, 12:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, torch.full_like(ids, -100))}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": torch.where(mask == 1, ids, torch.full_like(ids, -100)),
+    }
 
 
 def _loss_module(kind: Any, config: Any, attention: str) -> nn.Module:

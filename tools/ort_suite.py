@@ -35,7 +35,10 @@ FILES = tuple(
 HELPERS = ("_orttraining_ortmodule_models.py", "_test_commons.py", "_test_helpers.py")
 # Source on CUDA -> on a CPU. A test that is about CUDA itself stays, and fails.
 TO_CPU = (
-    (r'parametrize\("device", \[(?:"cuda", "cpu"|"cpu", "cuda"|"cuda")(, None)?\]', r'parametrize("device", ["cpu"\1]'),
+    (
+        r'parametrize\("device", \[(?:"cuda", "cpu"|"cpu", "cuda"|"cuda")(, None)?\]',
+        r'parametrize("device", ["cpu"\1]',
+    ),
     (r'^\s+\["cpu", "cuda"\],?$', '    ["cpu"],'),
     (r'^(\s*)device = "cuda(?::0)?"', r'\1device = "cpu"'),
     (r'(device = )?torch\.device\("cuda(:0)?"\)$', r'\1torch.device("cpu")'),
@@ -44,25 +47,43 @@ TO_CPU = (
     (r'with_random_shapes\("cuda"\)', 'with_random_shapes("cpu")'),
     (r"torch\.cuda\.(?:synchronize\(\)|manual_seed(?:_all)?\(seed\))", "None"),
     (r'\(x\.detach\(\), "cuda:0",', '(x.detach(), "cpu",'),
-    (r"(SampleModel\(\)|torch\.randn\(1, 10\)|torch\.FloatTensor\(\[2(?:\.0)?\]\))\.cuda\(\)", r"\1"),
+    (
+        r"(SampleModel\(\)|torch\.randn\(1, 10\)|torch\.FloatTensor\(\[2(?:\.0)?\]\))\.cuda\(\)",
+        r"\1",
+    ),
     (r"^    (model|xx|y) = \1\.cuda\(\)\n", ""),
     (r'(Foo\(\)|B\(\)|Argument\(D_in, H, D_out\)|dtype=torch\.float\))\.to\("cuda"\)', r"\1"),
     (r"torch\.cuda\.is_bf16_supported\(\)", "False"),
-    (r"from transformers import AdamW, ", "from torch.optim import AdamW\nfrom transformers import "),
+    (
+        r"from transformers import AdamW, ",
+        "from torch.optim import AdamW\nfrom transformers import ",
+    ),
 )
 # What a failure's message or test name says -> why it is none of ortlaunch's.
 REASONS = (
     (r"Timeout", "too slow for the limit"),
     (r"not compiled with CUDA|Found no NVIDIA|cuda|padding_elimination", "needs CUDA"),
-    (r"runtime_inspector", "needs CUDA for embeddings; labels are left out without ORT's hook and its log line"),
+    (
+        r"runtime_inspector",
+        "needs CUDA for embeddings; labels are left out without ORT's hook and its log line",
+    ),
     (r"NOT_IMPLEMENTED.*(ConvTranspose|Resize)", "no CPU kernel"),
     (r"pool2d\[MaxPool", "near ties: ORT's gradient is nearer to float64's than torch's"),
-    (r"overridden_softmax.*atol is 0\.000", "a unit of float16's last place: ORT computes it in float32"),
+    (
+        r"overridden_softmax.*atol is 0\.000",
+        "a unit of float16's last place: ORT computes it in float32",
+    ),
     (r"missing_cpp_extensions", "wants the extensions absent; ours are in the cache folder"),
-    (r"bert_(?:result|memory)_|positional arguments|labels|config\.json", "transformers 5 has another call or file"),
+    (
+        r"bert_(?:result|memory)_|positional arguments|labels|config\.json",
+        "transformers 5 has another call or file",
+    ),
     (r"takes values of tensors into Python", "refused on purpose: engine.allow_traced_values"),
     (r"enable_layerwise_recompute", "gradient checkpoints become recomputation, on purpose"),
-    (r"save_onnx_models.*inference|eval_onnx_models", "eval() with gradients on has a gradient graph, as in eager"),
+    (
+        r"save_onnx_models.*inference|eval_onnx_models",
+        "eval() with gradients on has a gradient graph, as in eager",
+    ),
     (r"cache_exported_model", "ORTMODULE_CACHE_DIR is not used, on purpose"),
 )
 
@@ -72,7 +93,9 @@ def main() -> int:
 
     PYTEST_ADDOPTS is pytest's own way to take more options.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("files", nargs="*", default=FILES)
     parser.add_argument("--timeout", type=int, default=120, help="of one test, in seconds")
@@ -83,7 +106,9 @@ def main() -> int:
         return 2
     work = options.folder / "cpu"
     adapt(options.folder, work)
-    print("| file | passed | failed | skipped | expected to fail | without a reason |\n|---|---|---|---|---|---|")
+    print(
+        "| file | passed | failed | skipped | expected to fail | without a reason |\n|---|---|---|---|---|---|"
+    )
     told = [line for name in options.files for line in run(work, name, options.timeout)]
     print("\n" + "\n".join(told))
     return int(any(line.endswith(": ?") for line in told))
@@ -102,8 +127,27 @@ def adapt(originals: Path, work: Path) -> None:
 def run(work: Path, name: str, timeout: int) -> list[str]:
     """Run one file, print its row, and return a line for each failure."""
     report = work / f"{name}.xml"
-    command = [sys.executable, "-m", "pytest", name, "-p", "ort_suite_plugin", "-p", "no:cacheprovider", "-v"]
-    command += ["--rootdir", ".", "-c", os.devnull, "--timeout", str(timeout), "--junitxml", report.name]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        name,
+        "-p",
+        "ort_suite_plugin",
+        "-p",
+        "no:cacheprovider",
+        "-v",
+    ]
+    command += [
+        "--rootdir",
+        ".",
+        "-c",
+        os.devnull,
+        "--timeout",
+        str(timeout),
+        "--junitxml",
+        report.name,
+    ]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     environ["PYTHONPATH"] = f"{TOOLS}{os.pathsep}{TOOLS.parent}"
     with (work / f"{name}.log").open("w") as log:

@@ -20,7 +20,9 @@ from ortlaunch.ortmodule.base.patching import environment
 from ortlaunch.ortmodule.module import settle
 from ortlaunch.ortmodule.state.buffers import kept_modes
 
-_SETTINGS = Settings(threads=2, allow_fallback=True, allow_traced_values="ORT_SUITE_TRACED_VALUES" in os.environ)
+_SETTINGS = Settings(
+    threads=2, allow_fallback=True, allow_traced_values="ORT_SUITE_TRACED_VALUES" in os.environ
+)
 _TESTS_OWN = ("ORTMODULE_LOG_LEVEL", "ORTMODULE_SAVE_ONNX_PATH")
 _LARGEST = 160_000  # numbers in a transposed tensor: others have up to 1 GB, for ORT's CUDA kernels
 
@@ -54,16 +56,26 @@ def _without_hub() -> None:
     asked = transformers.AutoConfig.from_pretrained
 
     def config(name: str, *args: Any, cache_dir: Any = None, **kwargs: Any) -> Any:
-        return transformers.BertConfig(**kwargs) if name == "bert-base-uncased" else asked(name, *args, **kwargs)
+        return (
+            transformers.BertConfig(**kwargs)
+            if name == "bert-base-uncased"
+            else asked(name, *args, **kwargs)
+        )
 
     transformers.AutoConfig.from_pretrained = staticmethod(config)
     for kind in (transformers.BertForSequenceClassification, transformers.BertModel):
-        kind.from_pretrained = classmethod(lambda cls, name, config=None, **_: cls(config or transformers.BertConfig()))
+        kind.from_pretrained = classmethod(
+            lambda cls, name, config=None, **_: cls(config or transformers.BertConfig())
+        )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     """Leave out transposes of large tensors."""
-    large = [item for item in items if "correctness_transpose" in item.name and math.prod(_shape(item)) > _LARGEST]
+    large = [
+        item
+        for item in items
+        if "correctness_transpose" in item.name and math.prod(_shape(item)) > _LARGEST
+    ]
     config.hook.pytest_deselected(items=large)
     items[:] = [item for item in items if item not in large]
 

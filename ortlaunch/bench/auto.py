@@ -34,7 +34,15 @@ SHORT = Length(rounds=3, steps=3)
 _SHAPES = ("sequence_length", "bucket_lengths", "padding", "attend_across_documents", "tokenizer")
 # Fields of `engine` that change no measured figure.
 _NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")
-_PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "transformers", "deepspeed", "peft", "triton")
+_PACKAGES = (
+    "torch",
+    "onnxruntime-training",
+    "onnxruntime-training-cpu",
+    "transformers",
+    "deepspeed",
+    "peft",
+    "triton",
+)
 
 
 def known(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
@@ -84,7 +92,9 @@ def preview(resolved: ResolvedRun) -> ResolvedRun:
     found = remembered(resolved)
     if found:
         return applied(resolved, found, "cached")
-    note = "engine auto: measured when training starts, and remembered; until then planned as for ort"
+    note = (
+        "engine auto: measured when training starts, and remembered; until then planned as for ort"
+    )
     return replace(resolved, notes=(*resolved.notes, note))
 
 
@@ -143,9 +153,15 @@ def decide(rows: Sequence[Json], folder: Path) -> Choice:
     """
     best = fastest(rows)
     if best is None:
-        raise EngineError("engine.name: auto: no engine can train this model here\n" + "\n".join(_left_out(rows)))
+        raise EngineError(
+            "engine.name: auto: no engine can train this model here\n" + "\n".join(_left_out(rows))
+        )
     beaten = [times(best, row) for row in rows if row is not best and passes(row)]
-    measured = f"measured {', '.join(beaten)} on {time.strftime('%Y-%m-%d')}" if beaten else "the only one that can be"
+    measured = (
+        f"measured {', '.join(beaten)} on {time.strftime('%Y-%m-%d')}"
+        if beaten
+        else "the only one that can be"
+    )
     why = "; ".join([measured, *_left_out(rows)])
     figures = {row["engine"]: _brief(row) for row in rows}
     return Choice("auto", best["engine"], why, figures, str(folder.resolve()))
@@ -162,7 +178,9 @@ def _left_out(rows: Sequence[Json]) -> Iterator[str]:
 def _brief(row: Json) -> MeasuredEngine:
     if row["state"] != MEASURED:
         return MeasuredEngine(row["state"], short_reason(row["reason"]))
-    return MeasuredEngine(row["state"], None, row["seconds"], row["samples_per_second"], row["parity"])
+    return MeasuredEngine(
+        row["state"], None, row["seconds"], row["samples_per_second"], row["parity"]
+    )
 
 
 def _path(resolved: ResolvedRun) -> Path:
@@ -183,7 +201,9 @@ def key(resolved: ResolvedRun) -> Json:
         "model": whole["model"],
         "data": {name: whole["data"][name] for name in _SHAPES},
         "custom_data": whole["data"]["train"] if own else None,
-        "code": [_code(resolved.command.modules, each) for each in (recipe.model.factory, *own) if each],
+        "code": [
+            _code(resolved.command.modules, each) for each in (recipe.model.factory, *own) if each
+        ],
         "batch": [batch.micro_samples, batch.accumulation_steps],
         "precision": recipe.precision,
         "zero": whole["zero"],
@@ -193,7 +213,11 @@ def key(resolved: ResolvedRun) -> Json:
         "device": world.device,
         "threads": world.threads,
         "hardware": machine.hardware(),
-        "versions": {"ortlaunch": __version__, "python": platform.python_version(), **extensions.versions(_PACKAGES)},
+        "versions": {
+            "ortlaunch": __version__,
+            "python": platform.python_version(),
+            **extensions.versions(_PACKAGES),
+        },
     }
 
 

@@ -16,7 +16,12 @@ from ortlaunch.run_folder.folder import write_json
 
 
 def bench(
-    resolved: ResolvedRun, engines: Sequence[str], vary: Sequence[str], length: Length, out: Path | None, picture: bool
+    resolved: ResolvedRun,
+    engines: Sequence[str],
+    vary: Sequence[str],
+    length: Length,
+    out: Path | None,
+    picture: bool,
 ) -> int:
     """Measure, show and write the comparison; the exit status: 1 where a variant failed or differs, 2 where none ran.
 
@@ -35,11 +40,21 @@ def bench(
     if picture and measured:
         draw(measured, title(resolved, report), folder / "bench.png")
         written.append(folder / "bench.png")
-    print("\n".join(["", table(rows), *_verdict(rows), f"written: {', '.join(map(str, written))}"]), flush=True)
+    print(
+        "\n".join(["", table(rows), *_verdict(rows), f"written: {', '.join(map(str, written))}"]),
+        flush=True,
+    )
     if not engines and not vary and auto.long_enough(report):
         choice = auto.remember(resolved, auto.decide(rows, folder))
-        print(f"engine.name: auto will take {choice.chosen} for this recipe on this machine", flush=True)
-    return int(any(row["state"] == FAILED or (row["state"] == MEASURED and not passes(row)) for row in rows))
+        print(
+            f"engine.name: auto will take {choice.chosen} for this recipe on this machine",
+            flush=True,
+        )
+    return int(
+        any(
+            row["state"] == FAILED or (row["state"] == MEASURED and not passes(row)) for row in rows
+        )
+    )
 
 
 def _verdict(rows: Sequence[Json]) -> list[str]:

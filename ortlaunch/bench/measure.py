@@ -62,7 +62,9 @@ def prepared(resolved: ResolvedRun, engines: Sequence[str], vary: Sequence[str])
             "--launcher, --nproc-per-node or --hostfile as the training has them"
         )
     if resolved.file.recipe.batch.micro_size == "auto":
-        raise PlanError("batch.micro_size is auto, and variants are compared on one batch; add batch.micro_size=NUMBER")
+        raise PlanError(
+            "batch.micro_size is auto, and variants are compared on one batch; add batch.micro_size=NUMBER"
+        )
     found = [resolve_variant(variant, resolved) for variant in variants(engines, vary)]
     if all(variant.resolved is None for variant in found):
         raise InputError("\n".join(f"{variant.name}: {variant.refused}" for variant in found))
@@ -81,7 +83,9 @@ def new_folder(out: Path | None, name: str) -> Path:
     raise PlanError(f"{folder}: is there already; give --out a new folder")
 
 
-def measure(resolved: ResolvedRun, found: Sequence[Variant], length: Length, folder: Path, say: Say) -> Json:
+def measure(
+    resolved: ResolvedRun, found: Sequence[Variant], length: Length, folder: Path, say: Say
+) -> Json:
     """Run the bench: bench.json as plain values.
 
     Raises:
@@ -127,7 +131,11 @@ def play(players: Sequence[VariantJob], length: Length, say: Say) -> None:
     for number in range(1, length.rounds + 1):
         for player in players:
             _try(player, say, partial(_take_turn, player, length, number == length.rounds, say))
-        shown = (f"{p.variant.name} {sum(p.turns[-1]['seconds']) / length.steps:.4g}" for p in players if p.measured)
+        shown = (
+            f"{p.variant.name} {sum(p.turns[-1]['seconds']) / length.steps:.4g}"
+            for p in players
+            if p.measured
+        )
         say(f"round {number}/{length.rounds}, s/step: {', '.join(shown)}")
     for player in players if not length.one_at_a_time else ():
         _try(player, say, partial(_finish, player))
@@ -135,7 +143,9 @@ def play(players: Sequence[VariantJob], length: Length, say: Say) -> None:
 
 def _start(player: VariantJob, say: Say) -> None:
     player.start()
-    say(f"{player.variant.name}: first step {player.ready['first_step']['since_launch']:.1f} s after its launch")
+    say(
+        f"{player.variant.name}: first step {player.ready['first_step']['since_launch']:.1f} s after its launch"
+    )
 
 
 def _take_turn(player: VariantJob, length: Length, last: bool, say: Say) -> None:
@@ -190,7 +200,9 @@ def _that_fits(length: Length, players: Sequence[VariantJob], say: Say) -> Lengt
     needed, free = 0, machine.tightest_free().free
     for plan in plans:
         assert plan.memory is not None
-        needed += (PROCESS + dict(plan.memory.by_stage)[plan.memory.chosen].total) * plan.nodes[0].slots
+        needed += (PROCESS + dict(plan.memory.by_stage)[plan.memory.chosen].total) * plan.nodes[
+            0
+        ].slots
     if needed <= free:
         return length
     say(
@@ -214,7 +226,9 @@ def _say_spinning(players: Sequence[VariantJob], say: Say) -> None:
     """A job that works while it waits takes time from the others."""
     for player in players:
         waits = [turn["waited"] for turn in player.turns]
-        waited, worked = (sum(wait[key] for wait in waits) for key in ("seconds", "processor_seconds"))
+        waited, worked = (
+            sum(wait[key] for wait in waits) for key in ("seconds", "processor_seconds")
+        )
         if waited > 1 and worked > _SPUN * waited:
             say(
                 f"WARNING: {player.variant.name} used {worked:.1f} s of processor time in {waited:.1f} s of waiting, "

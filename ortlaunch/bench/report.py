@@ -11,7 +11,18 @@ from ortlaunch.json_types import Json
 from ortlaunch.run_folder.cause_text import OURS
 from ortlaunch.units import human
 
-_HEAD = ("variant", "s/step", "middle half", "samples/s", "tokens/s", "MFU", "memory", "first step", "parity", "ratio")
+_HEAD = (
+    "variant",
+    "s/step",
+    "middle half",
+    "samples/s",
+    "tokens/s",
+    "MFU",
+    "memory",
+    "first step",
+    "parity",
+    "ratio",
+)
 MEASURED, REFUSED, FAILED = "measured", "refused", "failed"
 
 
@@ -36,7 +47,11 @@ def _row(variant: Variant, player: VariantJob | None) -> Json:
         return {**row, "state": FAILED if failed else REFUSED, "reason": reason, **_folder(player)}
     assert variant.resolved is not None
     took = [seconds for turn in player.turns for seconds in turn["seconds"]]
-    batch, ranks, median = variant.resolved.work.batch, variant.resolved.world.ranks, statistics.median(took)
+    batch, ranks, median = (
+        variant.resolved.work.batch,
+        variant.resolved.world.ranks,
+        statistics.median(took),
+    )
     return {
         **row,
         "state": MEASURED,
@@ -63,8 +78,18 @@ def _folder(player: VariantJob | None) -> dict[str, str]:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, quartiles and ends."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return {"median": middle, "quartile_1": low, "quartile_3": high, "min": min(values), "max": max(values)}
+    low, middle, high = (
+        statistics.quantiles(values, n=4, method="inclusive")
+        if len(values) > 1
+        else [values[0]] * 3
+    )
+    return {
+        "median": middle,
+        "quartile_1": low,
+        "quartile_3": high,
+        "min": min(values),
+        "max": max(values),
+    }
 
 
 def _base(row: Json, measured: Sequence[Json]) -> Json:
@@ -78,9 +103,15 @@ def _mfu(row: Json, measured: Sequence[Json]) -> float | None:
     """Of the highest rate that any variant of this precision saw: one yardstick for all of them."""
     if not row["flops_per_token"] or not row["tokens_per_second"]:
         return None
-    alike = [o for o in measured if all(o[key] == row[key] for key in ("precision", "matmul_precision"))]
+    alike = [
+        o for o in measured if all(o[key] == row[key] for key in ("precision", "matmul_precision"))
+    ]
     peak = max(other["peak_flops"] or 0.0 for other in alike)
-    return float(row["flops_per_token"] * row["tokens_per_second"] / (peak * row["ranks"])) if peak else None
+    return (
+        float(row["flops_per_token"] * row["tokens_per_second"] / (peak * row["ranks"]))
+        if peak
+        else None
+    )
 
 
 def passes(row: Json) -> bool:
@@ -90,7 +121,11 @@ def passes(row: Json) -> bool:
 
 def fastest(rows: Sequence[Json]) -> Json | None:
     """The fastest by samples a second of those that pass parity."""
-    return max((row for row in rows if passes(row)), key=lambda row: float(row["samples_per_second"]), default=None)
+    return max(
+        (row for row in rows if passes(row)),
+        key=lambda row: float(row["samples_per_second"]),
+        default=None,
+    )
 
 
 def times(best: Json, other: Json) -> str:
@@ -102,7 +137,9 @@ def table(rows: Sequence[Json]) -> str:
     """Figures of what was measured, and a line of reason for what was not."""
     measured = [row for row in rows if row["state"] == MEASURED]
     cells = [_HEAD, *(_cells(row) for row in measured)] if measured else []
-    columns = [column for column in zip(*cells) if set(column[1:]) != {"-"}]  # tokens/s or MFU that no variant has
+    columns = [
+        column for column in zip(*cells) if set(column[1:]) != {"-"}
+    ]  # tokens/s or MFU that no variant has
     cells, widths = list(zip(*columns)), [max(map(len, column)) for column in columns]
     lines = [
         "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in
@@ -138,7 +175,11 @@ def _parity_cell(parity: Json) -> str:
 
 
 def _notes(rows: Sequence[Json]) -> list[str]:
-    notes = [f"{row['name']}: {row['state']}: {short_reason(row['reason'])}" for row in rows if "reason" in row]
+    notes = [
+        f"{row['name']}: {row['state']}: {short_reason(row['reason'])}"
+        for row in rows
+        if "reason" in row
+    ]
     measured = [row for row in rows if row["state"] == MEASURED]
     notes += [
         f"{row['name']}: parity: {row['parity']['why']}"

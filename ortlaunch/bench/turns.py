@@ -78,7 +78,11 @@ class VariantJob:
     def _answer(self) -> dict[str, object]:
         """The next line of results."""
         while True:
-            lines = self.run.results.read_text(encoding="utf-8").split("\n") if self.run.results.exists() else [""]
+            lines = (
+                self.run.results.read_text(encoding="utf-8").split("\n")
+                if self.run.results.exists()
+                else [""]
+            )
             if len(lines) - 1 > self._read:
                 self._read += 1
                 answer: Json = json.loads(lines[self._read - 1])
@@ -99,7 +103,10 @@ class VariantJob:
         if not self.alive or self.variant.resolved is None:
             return
         write_json(self.run.order, {"number": self._number + 1, "do": "leave"})
-        launcher, deadline = backend(self.variant.resolved.plan.launcher), time.monotonic() + _LEAVE_SECONDS
+        launcher, deadline = (
+            backend(self.variant.resolved.plan.launcher),
+            time.monotonic() + _LEAVE_SECONDS,
+        )
         while launcher.state(self._job) is JobState.RUNNING and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         self.cancel()

@@ -20,7 +20,9 @@ from ortlaunch.run_folder.folder import RunDir
 
 ENGINES = ("ort", "inductor", "eager")
 _OF_INDUCTOR = ("parity_steps", "parity_tolerance")
-_VARY_FORM = "write it as --vary key.path=first,second, for example --vary engine.memory_optimization=0,1"
+_VARY_FORM = (
+    "write it as --vary key.path=first,second, for example --vary engine.memory_optimization=0,1"
+)
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 
 
@@ -36,7 +38,9 @@ class Variant(NamedTuple):
     def name(self) -> str:
         """`ort memory_optimization=1`: short, for tables."""
         choices = (text.partition("=") for text in self.chosen)
-        return " ".join([self.engine, *(f"{key.rpartition('.')[2]}={value}" for key, _, value in choices)])
+        return " ".join(
+            [self.engine, *(f"{key.rpartition('.')[2]}={value}" for key, _, value in choices)]
+        )
 
     @property
     def slug(self) -> str:
@@ -58,7 +62,11 @@ def engine_overrides(engine: str, before: Engine, parity: bool = False) -> tuple
     """
     if engine == "ort":
         return ("engine.name=ort",)
-    fields = {"matmul_precision", "chunked_loss", *(_OF_INDUCTOR if parity and engine == "inductor" else ())}
+    fields = {
+        "matmul_precision",
+        "chunked_loss",
+        *(_OF_INDUCTOR if parity and engine == "inductor" else ()),
+    }
     kept = before.model_dump(include=fields, exclude_defaults=True)
     return (f"engine={json.dumps({'name': engine, **kept})}",)
 
@@ -71,9 +79,13 @@ def variants(engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:
     """
     unknown = [engine for engine in engines if engine not in ENGINES]
     if unknown or len(set(engines)) < len(engines):
-        raise InputError(f"--engines {','.join(engines)}: give some of {', '.join(ENGINES)}, each once")
+        raise InputError(
+            f"--engines {','.join(engines)}: give some of {', '.join(ENGINES)}, each once"
+        )
     choices = [_choices(text) for text in vary]
-    found = [Variant(engine, chosen) for chosen in itertools.product(*choices) for engine in engines]
+    found = [
+        Variant(engine, chosen) for chosen in itertools.product(*choices) for engine in engines
+    ]
     names = [variant.slug for variant in found]
     twice = next((variant.name for variant in found if names.count(variant.slug) > 1), None)
     if twice:

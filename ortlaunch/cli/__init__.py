@@ -21,7 +21,12 @@ from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeEr
 from ortlaunch.file_errors import explained
 from ortlaunch.output import guarded
 
-_PLACES = {"bench": "--out", "import": "--to", "report": "--to", "selftest": "--dir"}  # where they write, beside runs
+_PLACES = {
+    "bench": "--out",
+    "import": "--to",
+    "report": "--to",
+    "selftest": "--dir",
+}  # where they write, beside runs
 VERBS = (
     validate.validate,
     import_config.import_config,
@@ -63,9 +68,13 @@ app = typer.Typer(
 NAMES = {"list_runs": "list", "import_config": "import"}  # which Python has taken
 for verb in VERBS:
     name = NAMES.get(verb.__name__, verb.__name__)
-    app.command(name, cls=Verb, short_help=SUMMARIES[name].text, epilog=SUMMARIES[name].example)(verb)
+    app.command(name, cls=Verb, short_help=SUMMARIES[name].text, epilog=SUMMARIES[name].example)(
+        verb
+    )
 for name, family in (("recipes", recipes.app), ("data", data.app), ("device", device.app)):
-    app.add_typer(family, name=name, short_help=SUMMARIES[name].text, epilog=SUMMARIES[name].example)
+    app.add_typer(
+        family, name=name, short_help=SUMMARIES[name].text, epilog=SUMMARIES[name].example
+    )
 
 
 def _version(wanted: bool) -> None:
@@ -92,7 +101,10 @@ def main() -> None:
         try:
             _refuse_undecodable(sys.argv[1:])
             app(prog_name="ortlaunch")
-        except (RecipeError, HostfileError) as error:  # their lines begin with file:line:column, for editors
+        except (
+            RecipeError,
+            HostfileError,
+        ) as error:  # their lines begin with file:line:column, for editors
             print(error, file=sys.stderr)
             sys.exit(error.exit_status)
         except OrtlaunchError as error:

@@ -18,7 +18,9 @@ from ortlaunch.errors import InputError
 _TRAIN = "train RECIPE"
 _EVALUATION = "evaluate RUN_FOLDER; train evaluates at its end, and each train.evaluate_every_steps"
 _EXPORT = "export RUN_FOLDER; every training leaves its model in export/ of the run folder, as transformers loads it"
-_RESULT = "train: every training leaves its model in export/ of the run folder, as transformers loads it"
+_RESULT = (
+    "train: every training leaves its model in export/ of the run folder, as transformers loads it"
+)
 _VERBS = {
     **dict.fromkeys(("run", "launch", "start", "fit", "finetune", "pretrain", "sft"), _TRAIN),
     **dict.fromkeys(("eval", "test"), _EVALUATION),
@@ -30,7 +32,9 @@ _VERBS = {
     **dict.fromkeys(("dry-run", "dryrun", "estimate", "estimate-memory"), "plan RECIPE"),
     **dict.fromkeys(("benchmark", "profile"), "bench RECIPE"),
     **dict.fromkeys(("install", "build"), "setup"),
-    **dict.fromkeys(("show", "cp", "copy", "init", "new"), "recipes list, recipes show, recipes copy"),
+    **dict.fromkeys(
+        ("show", "cp", "copy", "init", "new"), "recipes list, recipes show, recipes copy"
+    ),
     **dict.fromkeys(("ls", "ps", "queue", "jobs"), "list"),
     **dict.fromkeys(("sbatch", "queue-run", "enqueue"), "submit RECIPE"),
     **dict.fromkeys(("tail", "log"), "logs RUN_FOLDER"),
@@ -55,11 +59,17 @@ class Verb(TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         """Typer's, with `<list[str]>` and its like as words of the same width, and ranges such as `x>=1` in words."""
-        text = _TYPE.sub(lambda found: _TYPES.get(found[1], "TEXT").ljust(len(found[0])), super().get_help(ctx))
+        text = _TYPE.sub(
+            lambda found: _TYPES.get(found[1], "TEXT").ljust(len(found[0])), super().get_help(ctx)
+        )
         return re.sub(r"(\d+)<=x<=(\d+)", r"\1 to \2", text).replace("x>=", "from ")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ours = {name for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
+        ours = {
+            name
+            for option in self.get_params(ctx)
+            for name in (*option.opts, *option.secondary_opts)
+        }
         for number, word in _unknown(args, ours):
             hint = _hint(word, args[number + 1 : number + 2], ours)
             if hint:
@@ -69,7 +79,9 @@ class Verb(TyperCommand):
             value = value if equals else "".join(args[number + 1 : number + 2])
             if name == "--nproc-per-node" and not value.isdecimal():
                 usual = "without it there is one rank for each GPU, or one"
-                raise InputError(f"--nproc-per-node: got {value or 'nothing'}; give a number from 1 on; {usual}")
+                raise InputError(
+                    f"--nproc-per-node: got {value or 'nothing'}; give a number from 1 on; {usual}"
+                )
         return super().parse_args(ctx, args)
 
 
@@ -88,7 +100,9 @@ class Verbs(TyperGroup):
             return super().format_commands(ctx, formatter)
         for group in dict.fromkeys(summary.group for summary in SUMMARIES.values()):
             with formatter.section(group):
-                formatter.write_dl([(verb, one.text) for verb, one in SUMMARIES.items() if one.group == group])
+                formatter.write_dl(
+                    [(verb, one.text) for verb, one in SUMMARIES.items() if one.group == group]
+                )
         return None
 
 
@@ -130,7 +144,9 @@ def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
     name, equals, value = word.lstrip("-").partition("=")
     name = normal(name)
     value = value if equals else next(filter(_is_value, after), "VALUE")
-    same = next((one for one in ours if normal(one.lstrip("-")) == name or one == _OPTIONS.get(name)), None)
+    same = next(
+        (one for one in ours if normal(one.lstrip("-")) == name or one == _OPTIONS.get(name)), None
+    )
     if same:
         return f"it is written {same}"
     if name in _WORDS:
@@ -142,7 +158,9 @@ def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
         return None
     advice = advise(str(last), tuple(section))
     target = dotted(advice.target) if advice.target else ""
-    if target and (advice.sure or target in _OPTIONS or advice.text.endswith(f"here it is {target}")):
+    if target and (
+        advice.sure or target in _OPTIONS or advice.text.endswith(f"here it is {target}")
+    ):
         return _as_key(target, value, ours)
     is_near = advice.target is not None and likeness(str(advice.target[-1]), name) >= 0.7
     return advice.text if name in FOREIGN or is_near else None

@@ -52,18 +52,30 @@ ResumeOption = Annotated[
     ),
 ]
 PortOption = Annotated[
-    int, typer.Option("--port", min=0, max=65535, help="Of the first host, that ranks are to meet at; 0: any.")
+    int,
+    typer.Option(
+        "--port", min=0, max=65535, help="Of the first host, that ranks are to meet at; 0: any."
+    ),
 ]
 PortsOption = Annotated[
     str | None,
-    typer.Option("--ports", metavar="LOW-HIGH", help="Ports that all hosts are to reach of each other; any else."),
+    typer.Option(
+        "--ports",
+        metavar="LOW-HIGH",
+        help="Ports that all hosts are to reach of each other; any else.",
+    ),
 ]
 FindingsAsJson = Annotated[
-    bool, typer.Option("--json", help="Every finding, as JSON; its schema: `ortlaunch schema --doctor`.")
+    bool,
+    typer.Option("--json", help="Every finding, as JSON; its schema: `ortlaunch schema --doctor`."),
 ]
 AllowOption = Annotated[
     list[str] | None,
-    typer.Option("--allow", metavar="NAME", help="Let a change take effect that would be refused, as data or model."),
+    typer.Option(
+        "--allow",
+        metavar="NAME",
+        help="Let a change take effect that would be refused, as data or model.",
+    ),
 ]
 DryRun = Annotated[
     bool,
@@ -81,26 +93,41 @@ def port_range(ports: str | None) -> tuple[int, int] | None:
         return None
     low, _, high = ports.partition("-")
     if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high) <= 65535):
-        raise typer.BadParameter(f"got {ports}; two ports from 1 to 65535, as 40000-50000", param_hint="--ports")
+        raise typer.BadParameter(
+            f"got {ports}; two ports from 1 to 65535, as 40000-50000", param_hint="--ports"
+        )
     return int(low), int(high)
 
 
 def _launch_options(
     launcher: Annotated[
         str | None,
-        typer.Option("--launcher", help="auto, local, torchrun or mpi; the recipe's launch.launcher by default."),
+        typer.Option(
+            "--launcher",
+            help="auto, local, torchrun or mpi; the recipe's launch.launcher by default.",
+        ),
     ] = None,
     nproc_per_node: Annotated[
         int | None,
-        typer.Option("--nproc-per-node", min=1, max=9999, help="Ranks on each host; one per GPU, or one, by default."),
+        typer.Option(
+            "--nproc-per-node",
+            min=1,
+            max=9999,
+            help="Ranks on each host; one per GPU, or one, by default.",
+        ),
     ] = None,
     hostfile: Annotated[
-        str | None, typer.Option("--hostfile", "-H", help="Hosts and slots; DeepSpeed, Open MPI or MPICH style.")
+        str | None,
+        typer.Option(
+            "--hostfile", "-H", help="Hosts and slots; DeepSpeed, Open MPI or MPICH style."
+        ),
     ] = None,
     include: Annotated[
         str | None, typer.Option("--include", "-i", help="Hosts and slots to use: host1:0,1@host2.")
     ] = None,
-    exclude: Annotated[str | None, typer.Option("--exclude", "-e", help="Hosts and slots to leave out.")] = None,
+    exclude: Annotated[
+        str | None, typer.Option("--exclude", "-e", help="Hosts and slots to leave out.")
+    ] = None,
 ) -> Any:
     from ortlaunch.planning.world import LaunchOptions
 
@@ -121,7 +148,9 @@ def with_launch_options(verb: Callable[..., None]) -> Callable[..., None]:
         options = _launch_options(**{name: given.pop(name) for name in shared})
         verb(**given, options=options)
 
-    together = [one for name in own for one in (shared.values() if name == "options" else [own[name]])]
+    together = [
+        one for name in own for one in (shared.values() if name == "options" else [own[name]])
+    ]
     named = {one.name: one.annotation for one in together}
     with_options.__annotations__ = named
     vars(with_options)["__signature__"] = inspect.Signature(together)

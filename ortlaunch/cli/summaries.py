@@ -13,7 +13,10 @@ class VerbSummary(NamedTuple):
 
 _GROUPS = {
     "Train": {
-        "train": ("Train a recipe, or continue a run.", "my.yaml train.max_steps=100 --nproc-per-node 2"),
+        "train": (
+            "Train a recipe, or continue a run.",
+            "my.yaml train.max_steps=100 --nproc-per-node 2",
+        ),
         "validate": ("Check a recipe; all errors at once.", "my.yaml"),
         "plan": ("Show ranks, batch, memory and the command; run nothing.", "my.yaml zero.stage=2"),
         "parity": ("Compare a recipe's engine with plain PyTorch.", "my.yaml --steps 3"),
@@ -38,7 +41,10 @@ _GROUPS = {
         "device": ("Train on devices, and average the results.", "train artifacts"),
     },
     "Cluster": {
-        "submit": ("Queue a recipe: Slurm, Kubernetes, Azure ML.", "my.yaml launch.nodes=2 --dry-run"),
+        "submit": (
+            "Queue a recipe: Slurm, Kubernetes, Azure ML.",
+            "my.yaml launch.nodes=2 --dry-run",
+        ),
         "doctor": ("Check this machine or hosts before a run.", "--hostfile hosts"),
         "selftest": ("Train a tiny model under each backend here.", "--hostfile hosts"),
         "ranks": ("Show which rank this process is.", ""),
@@ -47,7 +53,10 @@ _GROUPS = {
     "Setup": {
         "setup": ("Build the torch extensions of engine ort, once.", ""),
         "recipes": ("List, show and copy the shipped recipes.", "copy llama2-7b/tiny my.yaml"),
-        "import": ("Convert another tool's config into a recipe.", "args.json data.train=python-docs"),
+        "import": (
+            "Convert another tool's config into a recipe.",
+            "args.json data.train=python-docs",
+        ),
         "schema": ("Print the recipe's JSON schema.", "> schema.json"),
         "constraints": ("Print a tested set of versions for pip.", "> constraints.txt"),
     },

@@ -22,16 +22,22 @@ _MARK = b"ODTC"  # of onnxruntime's checkpoints, from byte 4 on
 def export(request: DeviceRequest) -> int:
     """Write a model for onnxruntime alone, into a new folder; as `start`."""
     if request.to and Path(request.to).exists():
-        raise InputError(f"{request.to} is there already; take it away, or give another folder with --to")
+        raise InputError(
+            f"{request.to} is there already; take it away, or give another folder with --to"
+        )
     return start(request, None)
 
 
 def average(request: DeviceRequest) -> int:
     """Write the mean of clients' checkpoints; as `start`."""
     if len(request.checkpoints) < 2:
-        raise InputError(f"an average is of two checkpoints at least; got {len(request.checkpoints)}")
+        raise InputError(
+            f"an average is of two checkpoints at least; got {len(request.checkpoints)}"
+        )
     if request.weights is not None and len(request.weights) != len(request.checkpoints):
-        raise InputError(f"--weights: got {len(request.weights)} for {len(request.checkpoints)} checkpoints")
+        raise InputError(
+            f"--weights: got {len(request.weights)} for {len(request.checkpoints)} checkpoints"
+        )
     return start(request, None)
 
 
@@ -71,15 +77,21 @@ def _make_place(to: Path, own: str) -> None:
         InputError: it cannot be written there, or would replace what is no checkpoint.
     """
     if to.is_dir():
-        raise InputError(f"--to: {to} is a folder; give the file of a checkpoint, as {to / 'checkpoint'}")
+        raise InputError(
+            f"--to: {to} is a folder; give the file of a checkpoint, as {to / 'checkpoint'}"
+        )
     if str(to) != own and to.exists() and not _is_checkpoint(to):
-        raise InputError(f"--to: {to} is there already, and is no checkpoint of onnxruntime's; give another file")
+        raise InputError(
+            f"--to: {to} is there already, and is no checkpoint of onnxruntime's; give another file"
+        )
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(to.parent, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise InputError(f"--to: nothing can be written in {to.parent}: {error.strerror}; give another file") from None
+        raise InputError(
+            f"--to: nothing can be written in {to.parent}: {error.strerror}; give another file"
+        ) from None
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -92,6 +104,10 @@ def _recipe(place: DeviceFolder, overrides: tuple[str, ...]) -> str:
     for word in overrides:
         key = word.partition("=")[0].lstrip("+")
         if not any(key == name or key.startswith(f"{name}.") for name in _OPEN):
-            raise InputError(f"{word}: is settled in the artifacts; on a device can be set {', '.join(_OPEN)}")
-    own = (f"data.tokenizer={json.dumps(str(place.path.absolute()))}",) if place.has_tokenizer else ()
+            raise InputError(
+                f"{word}: is settled in the artifacts; on a device can be set {', '.join(_OPEN)}"
+            )
+    own = (
+        (f"data.tokenizer={json.dumps(str(place.path.absolute()))}",) if place.has_tokenizer else ()
+    )
     return to_yaml(load(place.recipe, (*own, *overrides)).recipe)

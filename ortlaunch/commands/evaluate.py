@@ -16,7 +16,9 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.held import held
 
 
-def evaluate(run: RunDir, step: int | None, overrides: tuple[str, ...], options: LaunchOptions) -> int:
+def evaluate(
+    run: RunDir, step: int | None, overrides: tuple[str, ...], options: LaunchOptions
+) -> int:
     """Start the ranks; returns the exit status.
 
     Raises:
@@ -24,10 +26,14 @@ def evaluate(run: RunDir, step: int | None, overrides: tuple[str, ...], options:
     """
     with held(run, lambda: chosen_step(run, step)) as chosen:
         resume = ResumeOptions(str(run.checkpoint(chosen)))
-        return control.train(_resolved(run, overrides, options), run.evaluation_of(chosen).path, resume)
+        return control.train(
+            _resolved(run, overrides, options), run.evaluation_of(chosen).path, resume
+        )
 
 
-def dry_run(run: RunDir, step: int | None, overrides: tuple[str, ...], options: LaunchOptions) -> str:
+def dry_run(
+    run: RunDir, step: int | None, overrides: tuple[str, ...], options: LaunchOptions
+) -> str:
     """What would be started."""
     folder = run.evaluation_of(chosen_step(run, step))
     return preview.dry_run(_resolved(run, overrides, options), folder)
@@ -36,7 +42,11 @@ def dry_run(run: RunDir, step: int | None, overrides: tuple[str, ...], options: 
 def _resolved(run: RunDir, overrides: tuple[str, ...], options: LaunchOptions) -> ResolvedRun:
     """The run's own recipe on whatever ranks there are now: nothing is trained, so that no global batch is kept."""
     trained = Plan.read(run.plan)
-    batch = ("batch.global_size=null", f"batch.micro_size={trained.batch.micro_samples}", "batch.accumulation_steps=1")
+    batch = (
+        "batch.global_size=null",
+        f"batch.micro_size={trained.batch.micro_samples}",
+        "batch.accumulation_steps=1",
+    )
     environ = {**os.environ, MODULES_VARIABLE: trained.modules}
     found = resolve(run.recipe, (*batch, *overrides), options._replace(task="evaluate"), environ)
     data = found.file.recipe.data

@@ -15,7 +15,13 @@ from ortlaunch.run_folder.folder import RunDir
 
 _ABOVE = 3  # folders from RUN/exports/step_N_onnx/model.onnx up to RUN
 # What trains, shards and casts is of no effect here.
-_ALONE = ("engine.name=eager", "zero=null", "precision=fp32", "model.lora=null", "model.gradient_checkpointing=false")
+_ALONE = (
+    "engine.name=eager",
+    "zero=null",
+    "precision=fp32",
+    "model.lora=null",
+    "model.gradient_checkpointing=false",
+)
 
 
 def is_model(path: Path) -> bool:
@@ -24,7 +30,9 @@ def is_model(path: Path) -> bool:
         return True
     run = RunDir(path)
     of_run = run.plan.exists() and run.recipe.exists()
-    return not of_run and any((path / name).exists() for name in ("model.onnx", "config.json", "adapter_config.json"))
+    return not of_run and any(
+        (path / name).exists() for name in ("model.onnx", "config.json", "adapter_config.json")
+    )
 
 
 def evaluate(model: Path, recipe: Path | None, overrides: tuple[str, ...], as_json: bool) -> int:
@@ -51,7 +59,9 @@ def _file(model: Path) -> Path:
     if model.is_dir() and (model / "model.onnx").exists():
         return model / "model.onnx"
     if model.is_dir() and not (model / "config.json").exists():
-        raise InputError(f"{model} holds adapters alone; evaluate the run, or an export with model.lora.merge")
+        raise InputError(
+            f"{model} holds adapters alone; evaluate the run, or an export with model.lora.merge"
+        )
     return model
 
 
@@ -61,7 +71,9 @@ def _run_of(model: Path) -> RunDir:
         run = RunDir(folder)
         if run.plan.exists() and run.recipe.exists():
             return run
-    raise InputError(f"{model} lies in no run folder, whose recipe says what to measure on; give one with --recipe")
+    raise InputError(
+        f"{model} lies in no run folder, whose recipe says what to measure on; give one with --recipe"
+    )
 
 
 def _recipe(source: Path, model: Path, overrides: tuple[str, ...]) -> Recipe:
@@ -75,5 +87,7 @@ def _recipe(source: Path, model: Path, overrides: tuple[str, ...]) -> Recipe:
     if recipe.data.evaluation is None:
         raise InputError(no_evaluation(source, recipe.data))
     if recipe.model.traits.is_own:
-        raise InputError(f"{source}: model.factory's model is your own; evaluate RUN measures its checkpoints")
+        raise InputError(
+            f"{source}: model.factory's model is your own; evaluate RUN measures its checkpoints"
+        )
     return recipe

@@ -16,7 +16,12 @@ LORA = ("merged", "alone")
 
 
 def export(
-    run: RunDir, step: int | None, to: Path | None, form: str, push: str | None = None, lora: str | None = None
+    run: RunDir,
+    step: int | None,
+    to: Path | None,
+    form: str,
+    push: str | None = None,
+    lora: str | None = None,
 ) -> int:
     """Write a checkpoint as a model, and upload it; returns the exit status of the process that does it.
 
@@ -28,21 +33,31 @@ def export(
     if form not in FORMATS:
         raise InputError(f"--format: got {form!r}; one of {', '.join(FORMATS)}")
     if push and form == "ondevice":
-        raise InputError("--push uploads models for transformers and ONNX; --format ondevice is for devices")
+        raise InputError(
+            "--push uploads models for transformers and ONNX; --format ondevice is for devices"
+        )
     with held(run, lambda: chosen_step(run, step)) as chosen:
         return _export(run, chosen, to, form, push, lora)
 
 
-def _export(run: RunDir, chosen: int, to: Path | None, form: str, push: str | None, lora: str | None) -> int:
+def _export(
+    run: RunDir, chosen: int, to: Path | None, form: str, push: str | None, lora: str | None
+) -> int:
     folder = to or run.exported(chosen, form)
     if push and (refused := tasks.run_alone(PushRequest(push))):
         return refused
     if push and lora is None and _is_written(run, chosen, folder, form):
         return tasks.run_alone(PushRequest(push, str(run), chosen, str(folder)))
     if folder.exists():
-        raise InputError(f"{folder} is there already; take it away, or give another folder with --to")
+        raise InputError(
+            f"{folder} is there already; take it away, or give another folder with --to"
+        )
     failed = tasks.run_alone(ExportRequest(str(run), chosen, str(folder), form, lora or ""))
-    return failed if failed or not push else tasks.run_alone(PushRequest(push, str(run), chosen, str(folder)))
+    return (
+        failed
+        if failed or not push
+        else tasks.run_alone(PushRequest(push, str(run), chosen, str(folder)))
+    )
 
 
 def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:
@@ -50,7 +65,9 @@ def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:
     if not folder.exists():
         return False
     lines = json_lines(run.exports, "step", "format", "folder").found
-    return (step, form, str(folder.absolute())) in [(line["step"], line["format"], line["folder"]) for line in lines]
+    return (step, form, str(folder.absolute())) in [
+        (line["step"], line["format"], line["folder"]) for line in lines
+    ]
 
 
 def chosen_step(run: RunDir, step: int | None) -> int:
@@ -65,7 +82,9 @@ def chosen_step(run: RunDir, step: int | None) -> int:
     if not steps:
         raise InputError(f"{run.checkpoints} has no complete checkpoint")
     if step is not None and step not in steps:
-        raise InputError(f"--step: {run.checkpoints} has no complete checkpoint of step {step}; of {_words(steps)}")
+        raise InputError(
+            f"--step: {run.checkpoints} has no complete checkpoint of step {step}; of {_words(steps)}"
+        )
     return step or steps[-1]
 
 

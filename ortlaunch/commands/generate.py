@@ -34,7 +34,11 @@ def generate(request: GenerationRequest) -> int:
 
 
 def _generate(request: GenerationRequest, model: Path, step: int | None, chats: bool | None) -> int:
-    print(f"model: {model if step is None else RunDir(model).checkpoint(step)}", file=sys.stderr, flush=True)
+    print(
+        f"model: {model if step is None else RunDir(model).checkpoint(step)}",
+        file=sys.stderr,
+        flush=True,
+    )
     chats = False if request.raw else chats
     return tasks.run_alone(request._replace(model=str(model), step=step, chats=chats))
 
@@ -52,7 +56,9 @@ def _source(request: GenerationRequest) -> tuple[Path, int | None, bool | None]:
         raise InputError(f"{run} trains task {recipe.model.task}; only causal-lm generates text")
     step = chosen_step(run, request.step)
     exported = run.summary.exists() and read_json(run.summary)["steps"] == step
-    if request.step is None and exported and (run.export / "config.json").exists():  # adapters alone have none
+    if (
+        request.step is None and exported and (run.export / "config.json").exists()
+    ):  # adapters alone have none
         return run.export, None, learned_chats(recipe)
     return folder, step, learned_chats(recipe)
 
@@ -74,7 +80,9 @@ def _run_learned_chats(model: Path) -> bool | None:
 def _require_causal(folder: Path) -> Path:
     config = folder / "config.json"
     if not config.exists():
-        raise InputError(f"{folder} is no folder of a run (plan.json), nor of a model of transformers' (config.json)")
+        raise InputError(
+            f"{folder} is no folder of a run (plan.json), nor of a model of transformers' (config.json)"
+        )
     classes = read_json(config).get("architectures") or []
     if not any(name.endswith(_CAUSAL) for name in classes):
         raise InputError(

@@ -40,7 +40,9 @@ def other_plan(path: Path, here: Here) -> Plan:
         is_recipe = path.suffix == ".json" and "format" not in json.loads(text)
         return _of_recipe(path, here) if is_recipe else Plan.from_json(text)
     except FileNotFoundError:
-        raise InputError(f"--diff {path}: there is no {file}; give a recipe, a run folder or its plan.json") from None
+        raise InputError(
+            f"--diff {path}: there is no {file}; give a recipe, a run folder or its plan.json"
+        ) from None
     except PlanError as error:
         raise InputError(f"--diff {path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -14,5 +14,7 @@ def prepare(recipe: Recipe) -> int:
         InputError: the user's own function makes its samples.
     """
     if recipe.data.is_custom:
-        raise InputError("data.train: is custom, and there is nothing to prepare: its factory makes the samples")
+        raise InputError(
+            "data.train: is custom, and there is nothing to prepare: its factory makes the samples"
+        )
     return tasks.run_alone(tasks.DataRequest(to_yaml(recipe)))

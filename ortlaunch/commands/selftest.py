@@ -107,12 +107,18 @@ class Trained(NamedTuple):
         wrong = self.wrong or self._difference(expected)
         what = f"{wrong or 'equal'}: {self.where}{ends}, {self.seconds:.1f} s"
         check = f"train {self.name}"
-        return Finding("all", check, FAILED, what, f"see {self.log}") if wrong else Finding("all", check, OK, what)
+        return (
+            Finding("all", check, FAILED, what, f"see {self.log}")
+            if wrong
+            else Finding("all", check, OK, what)
+        )
 
     def _difference(self, expected: Sequence[float]) -> str:
         if len(self.losses) != len(expected):
             return f"{len(self.losses)} STEPS, not {len(expected)}"
-        far = max((abs(mine - other) for mine, other in zip(self.losses, expected)), default=math.inf)
+        far = max(
+            (abs(mine - other) for mine, other in zip(self.losses, expected)), default=math.inf
+        )
         return "" if far <= _TOLERANCE else f"LOSSES DIFFER by {far:.2g}"
 
 
@@ -138,11 +144,16 @@ def selftest(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "selftest_model.py").write_text(_MODULE, encoding="utf-8")
     (folder / "recipe.yaml").write_text(_RECIPE % _global_size(hosts), encoding="utf-8")
-    place, measured = CheckupOptions(folder, port=request.port, ports=request.ports), (*_MEASURED, *request.overrides)
+    place, measured = (
+        CheckupOptions(folder, port=request.port, ports=request.ports),
+        (*_MEASURED, *request.overrides),
+    )
     checked = checkup(folder / "recipe.yaml", measured, options, place, environ)
     yield from checked
     if any(finding.verdict == FAILED for finding in checked):
-        yield Finding("all", "ranks", WARNING, "none started, for a check failed", "mend that first")
+        yield Finding(
+            "all", "ranks", WARNING, "none started, for a check failed", "mend that first"
+        )
         return
     yield from _measure(folder, measured, options, environ)
     expected: tuple[float, ...] | None = None
@@ -163,7 +174,9 @@ def _measure(
     options = with_job(options, environ)._replace(task="fabric")
     resolved = resolve(folder / "recipe.yaml", tuple(overrides), options, environ)
     if resolved.world.inside is not None:
-        raise PlanError("selftest starts its ranks itself, and this process is a rank of a launcher already")
+        raise PlanError(
+            "selftest starts its ranks itself, and this process is a rank of a launcher already"
+        )
     run, plan = RunDir(folder / "fabric"), resolved.plan
     request = write_run(run, resolved.file.recipe, plan)
     launcher, log = backend(plan.launcher), run.path / "output.txt"
@@ -172,7 +185,9 @@ def _measure(
     if job.signal is not None:
         sys.exit(128 + job.signal)
     if end.status or not run.fabric.exists():
-        return [Finding("all", "ranks", FAILED, f"those that measure failed: {end.text}", f"see {log}")]
+        return [
+            Finding("all", "ranks", FAILED, f"those that measure failed: {end.text}", f"see {log}")
+        ]
     return fabric.judge(read_json(run.fabric), plan.nodes)
 
 
@@ -189,20 +204,30 @@ def _global_size(hosts: Sequence[Host]) -> int:
 
 def _trainings(options: LaunchOptions, hosts: Sequence[Host], nodes: int) -> Iterator[Training]:
     """What this place has; the first one's losses are those that all are compared with."""
-    launchers = [options.launcher] if options.launcher in ("torchrun", "mpi") else ["torchrun", "mpi"]
+    launchers = (
+        [options.launcher] if options.launcher in ("torchrun", "mpi") else ["torchrun", "mpi"]
+    )
     if "mpi" in launchers and not _has_mpirun():
         launchers.remove("mpi")
     yield Training("local", ("--launcher", "local"))
     ranks = str(options.processes_per_node or 2)
     for launcher in launchers:
         yield Training(launcher, ("--launcher", launcher, "--nproc-per-node", ranks))
-    chosen = (("--hostfile", options.hostfile), ("--include", options.include), ("--exclude", options.exclude))
+    chosen = (
+        ("--hostfile", options.hostfile),
+        ("--include", options.include),
+        ("--exclude", options.exclude),
+    )
     words = [word for name, value in chosen if value for word in (name, value)]
     for launcher in launchers if hosts else ():
-        if launcher == "mpi" or len({host.slots for host in hosts}) == 1:  # torchrun takes no others
+        if (
+            launcher == "mpi" or len({host.slots for host in hosts}) == 1
+        ):  # torchrun takes no others
             yield Training(f"{launcher}, hosts", ("--launcher", launcher, *words))
     if nodes:
-        yield Training("slurm", (f"launch.nodes={nodes}", f"launch.processes_per_node={2 // nodes}"), "submit")
+        yield Training(
+            "slurm", (f"launch.nodes={nodes}", f"launch.processes_per_node={2 // nodes}"), "submit"
+        )
 
 
 def _has_mpirun() -> bool:
@@ -217,7 +242,9 @@ def _slurm_nodes() -> int:
     """How many this host's Slurm has; 0: it has none that answers."""
     if shutil.which("sbatch") is None or shutil.which("sinfo") is None:
         return 0
-    ended = subprocess.run(["sinfo", "--noheader", "-o", "%n"], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        ["sinfo", "--noheader", "-o", "%n"], capture_output=True, text=True, timeout=60, check=False
+    )
     return len(set(ended.stdout.split()))
 
 
@@ -226,7 +253,14 @@ def _train(folder: Path, training: Training, overrides: Sequence[str]) -> Traine
     run, began = RunDir(folder / training.name.replace(", ", "-")), time.monotonic()
     log = folder / f"{run.path.name}.log"
     command = start.command("ortlaunch.cli")
-    words = (training.verb, str(folder / "recipe.yaml"), *training.words, *overrides, "--run-dir", str(run))
+    words = (
+        training.verb,
+        str(folder / "recipe.yaml"),
+        *training.words,
+        *overrides,
+        "--run-dir",
+        str(run),
+    )
     status = _call((*command, *words), log)
     if training.verb == "submit" and not status:
         try:
@@ -242,7 +276,10 @@ def _train(folder: Path, training: Training, overrides: Sequence[str]) -> Traine
 
 
 def _call(argv: Sequence[str], log: Path) -> int:
-    with log.open("ab") as file, subprocess.Popen(argv, stdout=file, stderr=file, stdin=subprocess.DEVNULL) as child:
+    with (
+        log.open("ab") as file,
+        subprocess.Popen(argv, stdout=file, stderr=file, stdin=subprocess.DEVNULL) as child,
+    ):
         try:
             return child.wait()
         except BaseException:  # a signal: what was started ends first
@@ -251,7 +288,9 @@ def _call(argv: Sequence[str], log: Path) -> int:
 
 
 def _where(plan: Plan) -> str:
-    return " ".join(f"{node.host}:{node.first_rank}-{node.first_rank + node.slots - 1}" for node in plan.nodes)
+    return " ".join(
+        f"{node.host}:{node.first_rank}-{node.first_rank + node.slots - 1}" for node in plan.nodes
+    )
 
 
 def _losses(run: RunDir) -> tuple[float, ...]:
@@ -261,6 +300,8 @@ def _losses(run: RunDir) -> tuple[float, ...]:
 
 def _misplaced(run: RunDir, plan: Plan) -> str:
     """Ranks that were not where the plan has them."""
-    actual = {path.name: json.loads(path.read_text()) for path in (run.path / "ranks").glob("[0-9]*")}
+    actual = {
+        path.name: json.loads(path.read_text()) for path in (run.path / "ranks").glob("[0-9]*")
+    }
     wrong = [rank.rank for rank in plan.ranks if actual.get(str(rank.rank)) != list(rank)]
     return f"RANKS DIFFER from the plan ({', '.join(map(str, wrong))})" if wrong else ""

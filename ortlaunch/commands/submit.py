@@ -27,11 +27,21 @@ def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> Request:
     _check_restarts(chosen)
     container = chosen.submit.container is not None
     command = ("ortlaunch",) if container else start.command("ortlaunch.cli")
-    concluding = ("python3", "-m", "ortlaunch.runs.ended") if container else start.command("ortlaunch.runs.ended")
+    concluding = (
+        ("python3", "-m", "ortlaunch.runs.ended")
+        if container
+        else start.command("ortlaunch.runs.ended")
+    )
     job = QueuedRun(
         plan=resolved.plan,
         run=RunDir(os.path.abspath(run.path)),
-        train=(*command, "train", os.path.abspath(run.submitted), "--run-dir", os.path.abspath(run.path)),
+        train=(
+            *command,
+            "train",
+            os.path.abspath(run.submitted),
+            "--run-dir",
+            os.path.abspath(run.path),
+        ),
         conclude=(*concluding, os.path.abspath(run.path), str(chosen.launch.max_restarts)),
         folder=os.getcwd(),
         variables=((MODULES_VARIABLE, os.path.abspath(resolved.command.modules)),),
@@ -53,22 +63,32 @@ def _check_restarts(chosen: recipe.Recipe) -> None:
     why = ""
     if submit.scheduler == "azureml":
         why = "Azure ML has no restart of a command job"
-    elif submit.scheduler == "kubernetes" and submit.kubernetes and submit.kubernetes.kind == "trainjob":
+    elif (
+        submit.scheduler == "kubernetes"
+        and submit.kubernetes
+        and submit.kubernetes.kind == "trainjob"
+    ):
         why = "a TrainJob has no field for it: failurePolicy.maxRestarts of the runtime's JobSet is in force"
     elif not submit.requeue:
         why = "the job may not be queued again (submit.requeue: false)"
     if why and chosen.launch.max_restarts:
-        raise PlanError(f"launch.max_restarts: {chosen.launch.max_restarts} is not possible: {why}; set it to 0")
+        raise PlanError(
+            f"launch.max_restarts: {chosen.launch.max_restarts} is not possible: {why}; set it to 0"
+        )
 
 
 def without_effect(resolved: ResolvedRun) -> list[str]:
     """A note on what is set for Slurm and goes to another scheduler."""
     chosen = resolved.file.recipe.submit
     slurms = set(type(chosen).model_fields) - {"scheduler", "requeue", *SCHEDULERS}
-    left = [name for name, value in chosen.model_dump(exclude_defaults=True).items() if name in slurms]
+    left = [
+        name for name, value in chosen.model_dump(exclude_defaults=True).items() if name in slurms
+    ]
     if chosen.scheduler == "slurm" or not left:
         return []
-    return [f"without effect with {chosen.scheduler}: {', '.join(f'submit.{name}' for name in left)}"]
+    return [
+        f"without effect with {chosen.scheduler}: {', '.join(f'submit.{name}' for name in left)}"
+    ]
 
 
 def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -> str:
@@ -79,13 +99,18 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
         RecipeError: a file or a function of the user's is not there, where the nodes have this host's disk.
     """
     chosen_recipe, modules = resolved.file.recipe, resolved.command.modules
-    missing = [*inputs.missing_files(chosen_recipe), *inputs.broken_factories(chosen_recipe, modules)]
+    missing = [
+        *inputs.missing_files(chosen_recipe),
+        *inputs.broken_factories(chosen_recipe, modules),
+    ]
     if missing and not SCHEDULERS[name].elsewhere and chosen_recipe.submit.container is None:
         raise RecipeError([resolved.file.explain(problem) for problem in missing])
     if micro_size.is_asked(resolved.file.recipe) and resolved.world.ranks > 1:
         micro_size.refuse_inside()
     if run.job.exists() and not look(run).state.is_end:
-        raise PlanError(f"--run-dir {run}: its run goes on, or is queued; `ortlaunch cancel {run}` ends it")
+        raise PlanError(
+            f"--run-dir {run}: its run goes on, or is queued; `ortlaunch cancel {run}` ends it"
+        )
     notes = check_folder(run, earlier(run, resolved), resolved)
     run = claimed(run) if chosen is None else run
     run.logs.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,9 @@ def cause_of(found: Evidence) -> Failure:
     if found.first:
         return _with_precision(Failure.of_record(found.first), found)
     if found.failure is None or (found.failure.cause is Cause.UNKNOWN and not found.failure.detail):
-        return Failure(Cause.UNKNOWN, f"the run ended with status {found.status}, without an error record")
+        return Failure(
+            Cause.UNKNOWN, f"the run ended with status {found.status}, without an error record"
+        )
     return found.failure
 
 

@@ -39,7 +39,11 @@ class Evidence:
         A rank that stopped as it was asked to is the cause where the command blames it: a launcher, too, asks for that.
         """
         own = self.records[0] if self.records and not self.records[0]["secondary"] else {}
-        blamed = self.failure is not None and self.failure.cause is Cause.STOPPED and self.failure.rank is not None
+        blamed = (
+            self.failure is not None
+            and self.failure.cause is Cause.STOPPED
+            and self.failure.rank is not None
+        )
         return {} if own and own["cause"] is Cause.STOPPED and not blamed else own
 
     @property
@@ -48,10 +52,19 @@ class Evidence:
         return Plan.read(self.run.plan) if self.run.plan.exists() else None
 
 
-def read(run: RunDir, state: str, status: int | None, text: str, failure: Failure | None) -> Evidence:
+def read(
+    run: RunDir, state: str, status: int | None, text: str, failure: Failure | None
+) -> Evidence:
     """Read what the ranks left."""
     records = [account(path) for path in run.told]
-    return Evidence(run, state, status, text, failure, sorted(records, key=lambda one: (one["secondary"], one["time"])))
+    return Evidence(
+        run,
+        state,
+        status,
+        text,
+        failure,
+        sorted(records, key=lambda one: (one["secondary"], one["time"])),
+    )
 
 
 def last_lines(run: RunDir, rank: int) -> list[str]:

@@ -27,8 +27,12 @@ def what_would_fit(found: Evidence) -> list[str]:
     recipe = read_resolved(found.run.recipe)
     limit = _limit(found, plan)
     rows = [*_less(recipe, plan)]
-    scale = max(1.0, limit / rows[0][1]) if limit else 1.0  # it took all that there is, whatever the plan was
-    head = "what would fit" + (f", by the plan with its process ({human(PROCESS)})" if plan.device == "cpu" else "")
+    scale = (
+        max(1.0, limit / rows[0][1]) if limit else 1.0
+    )  # it took all that there is, whatever the plan was
+    head = "what would fit" + (
+        f", by the plan with its process ({human(PROCESS)})" if plan.device == "cpu" else ""
+    )
     more = f", {scale:.2f} times as much, for it reached the limit" if scale > 1 else ""
     shown = f"{head}{more}: {human(limit)} a rank is the limit there" if limit else head
     table = memory_lines(plan.memory, plan.world_size > 1, plan.device)
@@ -38,7 +42,11 @@ def what_would_fit(found: Evidence) -> list[str]:
 def _limit(found: Evidence, plan: Plan) -> int | None:
     """Bytes that each rank of the failed one's host can have."""
     limit = found.first.get("memory_limit")
-    return int(limit["bytes"]) // plan.node_of(found.first["rank"]).slots if limit and plan.device == "cpu" else None
+    return (
+        int(limit["bytes"]) // plan.node_of(found.first["rank"]).slots
+        if limit and plan.device == "cpu"
+        else None
+    )
 
 
 def _less(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, int]]:
@@ -56,7 +64,10 @@ def _less(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, int]]:
             yield said, total
             changed = _with(changed, update)
     if changed is not recipe and sizes:
-        yield f"all of these, batch.micro_size: {sizes[-1]}", _total(changed, sizes[-1], ranks, plan.device)
+        yield (
+            f"all of these, batch.micro_size: {sizes[-1]}",
+            _total(changed, sizes[-1], ranks, plan.device),
+        )
 
 
 def _settings(recipe: Recipe, ranks: int) -> Iterator[tuple[str, dict[str, dict[str, object]]]]:
@@ -73,7 +84,9 @@ def _settings(recipe: Recipe, ranks: int) -> Iterator[tuple[str, dict[str, dict[
 def _with(recipe: Recipe, update: dict[str, Json]) -> Recipe:
     """The recipe with these fields of its sections."""
     raw = recipe.model_dump(exclude_unset=True)
-    return Recipe.model_validate({**raw, **{name: {**(raw.get(name) or {}), **each} for name, each in update.items()}})
+    return Recipe.model_validate(
+        {**raw, **{name: {**(raw.get(name) or {}), **each} for name, each in update.items()}}
+    )
 
 
 def _total(recipe: Recipe, micro: int, ranks: int, device: str) -> int:

@@ -42,8 +42,14 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """Verdict, evidence, what to try."""
-        lines = [f"{VERDICT}{self.verdict}", *(["", "evidence:"] if self.evidence else []), *self.evidence]
-        return "\n".join([*lines, *(["", "try:"] if self.advice else []), *(f"  {each}" for each in self.advice)])
+        lines = [
+            f"{VERDICT}{self.verdict}",
+            *(["", "evidence:"] if self.evidence else []),
+            *self.evidence,
+        ]
+        return "\n".join(
+            [*lines, *(["", "try:"] if self.advice else []), *(f"  {each}" for each in self.advice)]
+        )
 
 
 def diagnose(run: RunDir) -> Diagnosis:
@@ -54,7 +60,9 @@ def diagnose(run: RunDir) -> Diagnosis:
     """
     found = status.look(run)
     exit_status = found.job.exit_status if found.state.is_end else None
-    about = evidence.read(run, found.state.value, exit_status, found.job.verdict or "", found.job.failure)
+    about = evidence.read(
+        run, found.state.value, exit_status, found.job.verdict or "", found.job.failure
+    )
     failure = cause_of(about)
     return Diagnosis(
         run=str(run),
@@ -96,7 +104,10 @@ def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
         yield f"  the command said: {said[-1] if code else said[0]}"
     yield from _progress(found)
     yield from _storage(found, failure)
-    yield from (f"  {line}" for line in (what_would_fit(found) if failure.kind is Cause.OUT_OF_MEMORY else ()))
+    yield from (
+        f"  {line}"
+        for line in (what_would_fit(found) if failure.kind is Cause.OUT_OF_MEMORY else ())
+    )
     prefix = found.run.flight_recorder
     recorders = [path for path in prefix.parent.glob(f"{prefix.name}*") if path.stat().st_size]
     if recorders:
@@ -118,8 +129,12 @@ def _progress(found: Evidence) -> Iterator[str]:
     steps = evidence.json_lines(found.run.metrics, "step", "loss")
     if steps:
         loss, first, last = number(steps[-1]["loss"]), steps[0], steps[-1]
-        yield f"  the last logged step is {steps[-1]['step']}" + ("" if loss is None else f", loss {loss:.4g}")
-        skipped = (number(last.get("skipped_steps")) or 0) - (number(first.get("skipped_steps")) or 0)
+        yield f"  the last logged step is {steps[-1]['step']}" + (
+            "" if loss is None else f", loss {loss:.4g}"
+        )
+        skipped = (number(last.get("skipped_steps")) or 0) - (
+            number(first.get("skipped_steps")) or 0
+        )
         between = steps[-1]["step"] - steps[0]["step"]
         if between and skipped / between > _SKIPPED_OFTEN:
             yield f"  fp16 skipped {skipped:.0f} of the last {between} steps: its loss scale finds no place"
@@ -127,11 +142,17 @@ def _progress(found: Evidence) -> Iterator[str]:
         message = str(line["message"]).partition("\n")[0]
         yield f"  bad step {line['step']} ({line['action']}): {message}"
     saved = found.run.complete_checkpoints()
-    yield f"  the newest complete checkpoint is after step {saved[-1][0]}" if saved else "  no complete checkpoint"
+    yield (
+        f"  the newest complete checkpoint is after step {saved[-1][0]}"
+        if saved
+        else "  no complete checkpoint"
+    )
 
 
 def _storage(found: Evidence, failure: Failure) -> Iterator[str]:
-    for line in [line for line in evidence.json_lines(found.run.saves, "step") if line.get("error")][-1:]:
+    for line in [
+        line for line in evidence.json_lines(found.run.saves, "step") if line.get("error")
+    ][-1:]:
         yield f"  the save after step {line['step']} failed: {line['error']}"
     free = shutil.disk_usage(found.run.path).free
     if free < _FEW_BYTES or failure.cause is Cause.DISK_FULL:

@@ -27,7 +27,10 @@ def require(recipe: Recipe, world: World) -> None:
 def lacking(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
     """What the run needs and is not here, each with what mends it where that is not said already."""
     if recipe.zero is not None and not _installed("deepspeed"):
-        yield "zero: DeepSpeed is not installed", 'pip install "ortlaunch[deepspeed]", or set zero=null'
+        yield (
+            "zero: DeepSpeed is not installed",
+            'pip install "ortlaunch[deepspeed]", or set zero=null',
+        )
     if recipe.model.lora is not None and not _installed("peft"):
         yield "model.lora: peft is not installed", 'pip install "ortlaunch[lora]"'
     for tracker in recipe.log.trackers:
@@ -38,7 +41,9 @@ def lacking(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
         what = f"launcher {launcher} on more than one host: {package} is not installed"
         yield what, f'pip install "ortlaunch[{launcher}]"'
     if recipe.engine.name == "ort":
-        on_gpu = world.device == "cuda" and machine.visible_gpus(os.environ) > 0  # else planned for another host
+        on_gpu = (
+            world.device == "cuda" and machine.visible_gpus(os.environ) > 0
+        )  # else planned for another host
         yield from ((f"engine ort: {what}", mend) for what, mend in lacking_for_ort(on_gpu))
 
 
@@ -54,13 +59,22 @@ def lacking_for_ort(on_gpu: bool) -> Iterator[tuple[str, str]]:
         yield what.rstrip("."), mend
         return
     if on_gpu and extensions.ort_package() == "onnxruntime-training-cpu":
-        yield "onnxruntime-training-cpu has no CUDA", 'pip install "ortlaunch[ort-cuda]", in an environment without it'
+        yield (
+            "onnxruntime-training-cpu has no CUDA",
+            'pip install "ortlaunch[ort-cuda]", in an environment without it',
+        )
     elif on_gpu and (libraries := cuda_libraries.missing()):
         names = ", ".join(library.name for library in libraries)
-        yield f"CUDA libraries of onnxruntime-training are absent ({names})", cuda_libraries.hint(libraries)
+        yield (
+            f"CUDA libraries of onnxruntime-training are absent ({names})",
+            cuda_libraries.hint(libraries),
+        )
     if absent:
         why = "; ".join([", ".join(absent), *extensions.damage()])
-        yield f"its torch extensions are not built for this torch ({why})", "run `ortlaunch setup` once"
+        yield (
+            f"its torch extensions are not built for this torch ({why})",
+            "run `ortlaunch setup` once",
+        )
 
 
 def _installed(package: str) -> bool:

@@ -132,7 +132,9 @@ def ask(question: Question) -> tuple[list[Answer | Silence], str | None]:
     return [calls[at].answer for at in range(len(names))], meeting.host if meeting else None
 
 
-def _try_each_other(members: list[_ProbeCall], meeting: _ProbeCall | None, pool: ThreadPoolExecutor) -> None:
+def _try_each_other(
+    members: list[_ProbeCall], meeting: _ProbeCall | None, pool: ThreadPoolExecutor
+) -> None:
     """Those that listen try each other, and the one that all are to reach; then they may end."""
     group = [meeting] if meeting else []
     group += [call for call in members if call.listens and call is not meeting]
@@ -152,7 +154,10 @@ def _others(call: _ProbeCall, group: list[_ProbeCall]) -> list[_ProbeCall]:
     if count <= _PAIRS + 1 or at == 0:
         return [one for one in group if one is not call]
     distances = [sign << power for power in range(count.bit_length() - 1) for sign in (1, -1)]
-    return [group[place] for place in sorted({0, *((at + distance) % count for distance in distances)} - {at})]
+    return [
+        group[place]
+        for place in sorted({0, *((at + distance) % count for distance in distances)} - {at})
+    ]
 
 
 class _ProbeCall:
@@ -176,15 +181,25 @@ class _ProbeCall:
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
             )
         except OSError as error:
-            return Silence("reached", f"cannot start {command[0]} here: {error.strerror}", f"install {command[0]}")
+            return Silence(
+                "reached",
+                f"cannot start {command[0]} here: {error.strerror}",
+                f"install {command[0]}",
+            )
         self._send(program)
         line = self._line()
         took = time.monotonic() - self._began
         if line is None:
-            return Silence("reached", f"no answer within {self._seconds:.0f} s", f"try: ssh {self.host} true")
+            return Silence(
+                "reached", f"no answer within {self._seconds:.0f} s", f"try: ssh {self.host} true"
+            )
         with contextlib.suppress(ValueError, SyntaxError):
             return Answer(ast.literal_eval(line.decode()), took)
         return self._failed(line)
@@ -194,7 +209,9 @@ class _ProbeCall:
         if isinstance(self.answer, Silence):
             return
         places = [(one, tcp, udp) for one in _others(self, group) for tcp, udp in one.told["doors"]]
-        words = " ".join(f"{one.told['address']} {tcp} {udp} {one.told['mtu']}" for one, tcp, udp in places)
+        words = " ".join(
+            f"{one.told['address']} {tcp} {udp} {one.told['mtu']}" for one, tcp, udp in places
+        )
         before, self._deadline = time.time(), time.monotonic() + _AGAIN_SECONDS
         self._send(f"{words}\n".encode())
         line = self._line()
@@ -202,12 +219,16 @@ class _ProbeCall:
             found = ast.literal_eval((line or b"").decode())
             doubt = max(0.0, time.time() - before - found["took"]) / 2
         except (ValueError, SyntaxError):
-            self.answer = Silence("reached", "it answered, and then no more", f"try: ssh {self.host} true")
+            self.answer = Silence(
+                "reached", "it answered, and then no more", f"try: ssh {self.host} true"
+            )
             return
         reached = [Reached(one.host, tcp, error, udp, whole, min(one.told["mtu"], self.told["mtu"]))
                    for (one, tcp, _), (error, udp, whole) in zip(places, found["reach"])]  # fmt: skip
         self.answer = self.answer._replace(
-            skew=found["time"] - before - doubt, doubt=doubt, reached=(*self.answer.reached, *reached)
+            skew=found["time"] - before - doubt,
+            doubt=doubt,
+            reached=(*self.answer.reached, *reached),
         )
 
     @property
@@ -270,7 +291,9 @@ class _ProbeCall:
         assert self._process is not None
         assert self._process.stderr is not None
         pipe, text = self._process.stderr, b""
-        while select.select([pipe], [], [], _ERROR_SECONDS)[0] and (piece := os.read(pipe.fileno(), 1 << 16)):
+        while select.select([pipe], [], [], _ERROR_SECONDS)[0] and (
+            piece := os.read(pipe.fileno(), 1 << 16)
+        ):
             text += piece
         return text
 
@@ -278,5 +301,13 @@ class _ProbeCall:
 def _at(host: str, remote: list[str]) -> list[str]:
     """A command on another host: by ssh, or inside a job of Slurm's as a step of it."""
     if "SLURM_JOB_ID" in os.environ:
-        return ["srun", "--overlap", "--mpi=none", "--nodes=1", "--ntasks=1", f"--nodelist={host}", *remote]
+        return [
+            "srun",
+            "--overlap",
+            "--mpi=none",
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={host}",
+            *remote,
+        ]
     return ssh(host, remote, _CONNECT_SECONDS)

@@ -18,15 +18,23 @@ _LATE_SECONDS = 100e-6
 
 def judge(measured: Mapping[str, Any], nodes: Sequence[Node]) -> list[Finding]:
     """The matrix rate of each host's devices, each host's links, and the all-reduce of all ranks."""
-    return [*_rates(measured, nodes), *_links(measured.get("links", ()), nodes), *_all_reduce(measured, nodes)]
+    return [
+        *_rates(measured, nodes),
+        *_links(measured.get("links", ()), nodes),
+        *_all_reduce(measured, nodes),
+    ]
 
 
 def _rates(measured: Mapping[str, Any], nodes: Sequence[Node]) -> Iterator[Finding]:
     rates, middle = measured["flops"], statistics.median_high(measured["flops"])
     for node in nodes:
         own = rates[node.first_rank : node.first_rank + node.slots]
-        slow = [node.first_rank + place for place, rate in enumerate(own) if rate < _SLOW_RATE * middle]
-        what = f"{_flops(min(own))} in {measured['dtype']}" + (f" to {_flops(max(own))}" if len(own) > 1 else "")
+        slow = [
+            node.first_rank + place for place, rate in enumerate(own) if rate < _SLOW_RATE * middle
+        ]
+        what = f"{_flops(min(own))} in {measured['dtype']}" + (
+            f" to {_flops(max(own))}" if len(own) > 1 else ""
+        )
         if slow:
             what = f"SLOW: {what}, where {_flops(middle)} is the median (rank {', '.join(map(str, slow))})"
         mend = "see what else runs there, clocks and power limits (nvidia-smi -q -d PERFORMANCE), or --exclude it"
@@ -45,7 +53,11 @@ def _links(links: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) -> Iterato
         said = (f"to {nodes[_other(host, link)].host} {_per_second(_rate(link))} and {_microseconds(link['latency'])}"
                 for link in _of(host, links))  # fmt: skip
         slow = rate[host] < _SLOW_LINK * usual or late[host] > _LATE * quick + _LATE_SECONDS
-        usually = f", where {_per_second(usual)} and {_microseconds(quick)} are the median" if slow else ""
+        usually = (
+            f", where {_per_second(usual)} and {_microseconds(quick)} are the median"
+            if slow
+            else ""
+        )
         what = f"{'SLOW: ' if slow else ''}{', '.join(said)}{usually}"
         mend = "see its cable, switch port and interface (ethtool, ibstat), launch.interface, or --exclude it"
         found = judged(node.host, "link", not slow, what, mend, else_=FAILED)
@@ -62,7 +74,11 @@ def _all_reduce(measured: Mapping[str, Any], nodes: Sequence[Node]) -> Iterator[
         f"{counted(ranks, 'rank')}: {_microseconds(found['latency'])} for 4 B, {_per_second(bus)} on the bus for "
         f"{human(found['bytes'])}"
     )
-    yield _with(Finding("all", "all-reduce", OK, what), bytes_per_second=bus, latency_seconds=found["latency"])
+    yield _with(
+        Finding("all", "all-reduce", OK, what),
+        bytes_per_second=bus,
+        latency_seconds=found["latency"],
+    )
 
 
 def _of(host: int, links: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -42,7 +42,9 @@ class Finding:
         return f"  {self.host:<20} {self.check:<12} {self.verdict:<8} {self.what}{mend}"
 
 
-def judged(host: str, check: str, good: bool, what: str, mend: str, *, else_: Literal["warning", "failed"]) -> Finding:
+def judged(
+    host: str, check: str, good: bool, what: str, mend: str, *, else_: Literal["warning", "failed"]
+) -> Finding:
     """OK, or what it is else, with its mend."""
     return Finding(host, check, OK if good else else_, what, "" if good else mend)
 
@@ -67,4 +69,6 @@ def as_json(findings: Sequence[Finding]) -> str:
 def refused(wrong: Sequence[Finding]) -> LaunchError:
     """The table of what is wrong, as an error."""
     table = "\n".join(map(str, wrong))
-    return LaunchError(f"the hosts are not ready, and nothing was started (launch.preflight):\n{table}")
+    return LaunchError(
+        f"the hosts are not ready, and nothing was started (launch.preflight):\n{table}"
+    )

@@ -19,17 +19,34 @@ HERE = "localhost"
 _TORCH = (2, 6)  # the oldest that both recipes train on: docs/matrix.md
 
 
-def look(asked: hosts.HostRequirements, recipe: Recipe | None = None, world: World | None = None) -> list[Finding]:
+def look(
+    asked: hosts.HostRequirements, recipe: Recipe | None = None, world: World | None = None
+) -> list[Finding]:
     """What any run needs here, then what this recipe's does."""
     node = asked.nodes[0]._replace(host=HERE) if asked.nodes else Node(HERE, 1, 0, (0,))
     if len(asked.nodes) > 1:  # that do not exist yet: this one is no host of theirs
         asked = asked._replace(device="cpu")
     versions = probe.versions()
-    found = [_python(), _torch(versions), *_ort(), _deepspeed(versions), _mpi(versions), *_gpus(versions), _cache()]
-    found += [one for one in hosts.of_this_host(node, asked) if asked.nodes or one.check != "gpus"]  # no slots to fill
+    found = [
+        _python(),
+        _torch(versions),
+        *_ort(),
+        _deepspeed(versions),
+        _mpi(versions),
+        *_gpus(versions),
+        _cache(),
+    ]
+    found += [
+        one for one in hosts.of_this_host(node, asked) if asked.nodes or one.check != "gpus"
+    ]  # no slots to fill
     if recipe is not None and world is not None:
-        wrong = [Finding(HERE, "recipe", FAILED, what, mend) for what, mend in doctor.lacking(recipe, world)]
-        found += wrong or [Finding(HERE, "recipe", OK, f"{recipe.name}: what it needs is installed")]
+        wrong = [
+            Finding(HERE, "recipe", FAILED, what, mend)
+            for what, mend in doctor.lacking(recipe, world)
+        ]
+        found += wrong or [
+            Finding(HERE, "recipe", OK, f"{recipe.name}: what it needs is installed")
+        ]
     return found
 
 
@@ -61,13 +78,25 @@ def _ort() -> Iterator[Finding]:
         wrong = [(why, "see nvidia-smi for the driver, and docs/gpu.md for the libraries")]
     yield from (Finding(HERE, "ort", WARNING, what, mend) for what, mend in wrong)
     if not wrong:
-        yield Finding(HERE, "ort", OK, f"{extensions.ort_package()} {extensions.ORT_VERSION}, its extensions are built")
+        yield Finding(
+            HERE,
+            "ort",
+            OK,
+            f"{extensions.ort_package()} {extensions.ORT_VERSION}, its extensions are built",
+        )
 
 
 def _deepspeed(versions: dict[str, str]) -> Finding:
     version = versions.get("deepspeed")
     what = version or "not installed, and a recipe with `zero` needs it"
-    return judged(HERE, "deepspeed", version is not None, what, 'pip install "ortlaunch[deepspeed]"', else_=WARNING)
+    return judged(
+        HERE,
+        "deepspeed",
+        version is not None,
+        what,
+        'pip install "ortlaunch[deepspeed]"',
+        else_=WARNING,
+    )
 
 
 def _mpi(versions: dict[str, str]) -> Finding:
@@ -93,7 +122,14 @@ def _gpus(versions: dict[str, str]) -> Iterator[Finding]:
     torch, nccl = versions.get("torch", ""), _nccl()
     good = not torch.endswith("+cpu") and nccl is not None
     mend = "install a torch for CUDA: https://pytorch.org/get-started/locally"
-    yield judged(HERE, "nccl", good, f"{nccl or 'none installed'}, torch {torch or 'absent'}", mend, else_=WARNING)
+    yield judged(
+        HERE,
+        "nccl",
+        good,
+        f"{nccl or 'none installed'}, torch {torch or 'absent'}",
+        mend,
+        else_=WARNING,
+    )
 
 
 def _cache() -> Finding:

@@ -38,7 +38,9 @@ class HostRequirements(NamedTuple):
     def question(self) -> Question:
         """That each host answers."""
         names = tuple(node.host for node in self.nodes)
-        return Question(names, self.folder, self.interface, self.device == "cuda", self.port, self.ports)
+        return Question(
+            names, self.folder, self.interface, self.device == "cuda", self.port, self.ports
+        )
 
 
 def look(asked: HostRequirements) -> list[Finding]:
@@ -56,17 +58,37 @@ def look(asked: HostRequirements) -> list[Finding]:
             continue
         told = answer.told
         reached = f"{told['hostname']}, Python {told['python']}, {answer.took:.1f} s"
-        found += [Finding(node.host, "reached", OK, reached), _packages(node.host, told["packages"], here)]
-        if told["sources"] != sources and told["packages"].get("ortlaunch") == here.get("ortlaunch"):
-            what, mend = "other files of ortlaunch than here, of the same version", "install the same one on every host"
+        found += [
+            Finding(node.host, "reached", OK, reached),
+            _packages(node.host, told["packages"], here),
+        ]
+        if told["sources"] != sources and told["packages"].get("ortlaunch") == here.get(
+            "ortlaunch"
+        ):
+            what, mend = (
+                "other files of ortlaunch than here, of the same version",
+                "install the same one on every host",
+            )
             found.append(Finding(node.host, "packages", FAILED, what, mend))
         if (first := first_of.setdefault(told["machine"] or node.host, node.host)) != node.host:
-            what, mend = f"is the same machine as {first}", f"list it once, as {first} with the slots of both"
+            what, mend = (
+                f"is the same machine as {first}",
+                f"list it once, as {first} with the slots of both",
+            )
             found.append(
-                judged(node.host, "alias", False, what, mend, else_=FAILED if asked.device == "cuda" else WARNING)
+                judged(
+                    node.host,
+                    "alias",
+                    False,
+                    what,
+                    mend,
+                    else_=FAILED if asked.device == "cuda" else WARNING,
+                )
             )
         found += _network(node.host, answer, asked, routed, meeting)
-        found += _reached(node.host, answer.reached, shut, sum(isinstance(one, Answer) for one in answers) - 1)
+        found += _reached(
+            node.host, answer.reached, shut, sum(isinstance(one, Answer) for one in answers) - 1
+        )
         found += _own(node, told, asked, token)
         if not asked.quick:
             found += _slow(node.host, answer, asked, usual)
@@ -88,7 +110,9 @@ def of_this_host(node: Node, asked: HostRequirements) -> list[Finding]:
     doors.close()
     found = [*_network(node.host, answer, alone, False, node.host), *_own(node, told, asked, None)]
     return [
-        one for one in (*found, *_slow(node.host, answer, asked, told["cpus"])) if one.check not in ("clock", "cpus")
+        one
+        for one in (*found, *_slow(node.host, answer, asked, told["cpus"]))
+        if one.check not in ("clock", "cpus")
     ]
 
 
@@ -96,7 +120,13 @@ def _packages(host: str, there: dict[str, str], here: dict[str, str]) -> Finding
     differ = [f"{name} {there.get(name, 'absent')} (here {here.get(name, 'absent')})"
               for name in probe.PACKAGES if there.get(name) != here.get(name)]  # fmt: skip
     if differ:
-        return Finding(host, "packages", FAILED, ", ".join(differ), "install the same environment on every host")
+        return Finding(
+            host,
+            "packages",
+            FAILED,
+            ", ".join(differ),
+            "install the same environment on every host",
+        )
     return Finding(host, "packages", OK, f"torch {there.get('torch', 'absent')}, as here")
 
 
@@ -107,7 +137,9 @@ def _network(
     told = answer.told
     if asked.interface is not None and asked.interface not in told["interfaces"]:
         what = f"no {asked.interface} there; it has {', '.join(told['interfaces'])}"
-        yield Finding(host, "interface", FAILED, what, "name one that every host has: launch.interface")
+        yield Finding(
+            host, "interface", FAILED, what, "name one that every host has: launch.interface"
+        )
         return
     if routed:
         mend = "see its routes, or name the interface: launch.interface=eth0"
@@ -118,10 +150,16 @@ def _network(
     if isinstance(told["listens"], str) and named:
         where = f"port {asked.port}" if asked.port else "a free port"
         where = f"ports {asked.ports[0]} and {asked.ports[1]}" if asked.ports else where
-        mend = "end who has it, or give another one" if asked.port or asked.ports else "see `ip address` there"
+        mend = (
+            "end who has it, or give another one"
+            if asked.port or asked.ports
+            else "see `ip address` there"
+        )
         yield Finding(host, "port", FAILED, f"cannot listen at {where}: {told['listens']}", mend)
     elif host == meeting and (len(asked.nodes) > 1 or asked.port):
-        yield Finding(host, "port", OK, f"listens at {told['address'] or '127.0.0.1'}:{told['listens']}")
+        yield Finding(
+            host, "port", OK, f"listens at {told['address'] or '127.0.0.1'}:{told['listens']}"
+        )
 
 
 def _shut(answers: Sequence[Answer | Silence]) -> dict[tuple[str, int], str]:
@@ -140,26 +178,44 @@ def _reached(
     for (name, port), error in shut.items():
         if name == host:
             mend = "let these hosts reach all ports of each other: see its firewall, or launch.interface"
-            yield Finding(host, "port", FAILED, f"no other host reaches its port {port}: {error}", mend)
+            yield Finding(
+                host, "port", FAILED, f"no other host reaches its port {port}: {error}", mend
+            )
     closed = [one for one in tried if one.error and (one.host, one.port) not in shut]
     deaf = [one for one in tried if not one.error and not one.udp]
     narrow = [one for one in tried if not one.error and one.udp and not one.whole]
     if closed:
         places = _listed([f"port {one.port} of {one.host}" for one in closed])
-        mend = f"let these hosts reach all ports of each other: see the firewall of {closed[0].host}"
-        yield Finding(host, "port", FAILED, f"cannot reach {places}: {closed[0].error}", f"{mend}, or launch.interface")
-    elif reached := {one.host for one in tried if not one.error}:
-        rest = f" of {others}; the rest was not tried" if len({one.host for one in tried}) < others else ""
-        yield Finding(host, "port", OK, f"reaches ports of {counted(len(reached), 'other host')}{rest}")
-    if deaf:
-        what = (
-            f"no datagram to {_listed([one.host for one in deaf])} is answered: a lost host is noticed as a stall only"
+        mend = (
+            f"let these hosts reach all ports of each other: see the firewall of {closed[0].host}"
         )
-        yield Finding(host, "udp", WARNING, what, "let these hosts reach all UDP ports of each other")
+        yield Finding(
+            host,
+            "port",
+            FAILED,
+            f"cannot reach {places}: {closed[0].error}",
+            f"{mend}, or launch.interface",
+        )
+    elif reached := {one.host for one in tried if not one.error}:
+        rest = (
+            f" of {others}; the rest was not tried"
+            if len({one.host for one in tried}) < others
+            else ""
+        )
+        yield Finding(
+            host, "port", OK, f"reaches ports of {counted(len(reached), 'other host')}{rest}"
+        )
+    if deaf:
+        what = f"no datagram to {_listed([one.host for one in deaf])} is answered: a lost host is noticed as a stall only"
+        yield Finding(
+            host, "udp", WARNING, what, "let these hosts reach all UDP ports of each other"
+        )
     if narrow:
         names = _listed([one.host for one in narrow])
         what = f"packets of {narrow[0].mtu} B, the MTU of both interfaces, are lost on the way to {names}"
-        mend = "raise the MTU of the path, or lower that of the interfaces: ip link set IFACE mtu 1500"
+        mend = (
+            "raise the MTU of the path, or lower that of the interfaces: ip link set IFACE mtu 1500"
+        )
         yield Finding(host, "mtu", FAILED, what, mend)
 
 
@@ -174,14 +230,22 @@ def _own(node: Node, told: Json, asked: HostRequirements, token: str | None) -> 
     host = node.host
     if asked.device == "cuda":
         what = f"{told['gpus']} for {counted(node.slots, 'slot')}"
-        mend = "lower its slots" if told["gpus"] else "see nvidia-smi there, or train with launch.device=cpu"
+        mend = (
+            "lower its slots"
+            if told["gpus"]
+            else "see nvidia-smi there, or train with launch.device=cpu"
+        )
         yield judged(host, "gpus", told["gpus"] >= node.slots, what, mend, else_=FAILED)
     if token is not None:
         shared = told["token"] == token
         what = f"{asked.folder} {'is shared' if shared else 'there is another folder than here'}"
         mend = "give a --run-dir on a disk that all hosts share"
         if shared and not told["writable"]:
-            shared, what, mend = False, f"{asked.folder} cannot be written there", "see how its disk is mounted there"
+            shared, what, mend = (
+                False,
+                f"{asked.folder} cannot be written there",
+                "see how its disk is mounted there",
+            )
         yield judged(host, "run folder", shared, what, mend, else_=FAILED)
     enough = told["free"] >= asked.bytes_needed
     need = f", and checkpoints take {human(asked.bytes_needed)}" if asked.bytes_needed else ""
@@ -206,7 +270,14 @@ def _slow(host: str, answer: Answer, asked: HostRequirements, usual_cpus: int) -
     if told["infiniband"]:
         limit = "no limit" if told["memlock"] < 0 else f"at most {human(told['memlock'])}"
         good = told["memlock"] < 0 or told["memlock"] >= _LITTLE_MEMLOCK
-        checks.append(("memlock", good, f"{limit}, and it has InfiniBand", "ulimit -l unlimited, where ranks start"))
+        checks.append(
+            (
+                "memlock",
+                good,
+                f"{limit}, and it has InfiniBand",
+                "ulimit -l unlimited, where ranks start",
+            )
+        )
     if asked.device == "cuda" and told["gpus"]:
         checks.append(_idle(told["busy_gpus"]))
     for check, good, what, mend in checks:
@@ -216,7 +287,12 @@ def _slow(host: str, answer: Answer, asked: HostRequirements, usual_cpus: int) -
 def _idle(busy: list[str] | None) -> tuple[str, bool, str, str]:
     if busy is None:
         return "gpus idle", False, "nvidia-smi does not say", "see that it works there: nvidia-smi"
-    return "gpus idle", not busy, f"at work: {'; '.join(busy) or 'none'}", "end those processes, or wait for them"
+    return (
+        "gpus idle",
+        not busy,
+        f"at work: {'; '.join(busy) or 'none'}",
+        "end those processes, or wait for them",
+    )
 
 
 @contextlib.contextmanager

@@ -49,7 +49,9 @@ def _version(folder: str) -> str:
     for file in ("METADATA", "PKG-INFO"):
         try:
             with open(os.path.join(folder, file), encoding="utf-8", errors="replace") as lines:
-                return next((line[8:].strip() for line in lines if line.startswith("Version:")), "unknown")
+                return next(
+                    (line[8:].strip() for line in lines if line.startswith("Version:")), "unknown"
+                )
         except OSError:
             continue
     return "unknown"
@@ -157,10 +159,16 @@ class Doors:
     def reach(self, peers: Sequence[tuple[str, int, int, int]]) -> list[tuple[str, bool, bool]]:
         """Of each address, TCP port, UDP port and MTU: why it cannot be connected to (nothing where it can), whether a
         datagram was answered, and one as long as both MTUs allow, unfragmented."""
-        began, tries = time.monotonic(), [_connecting(address, port) for address, port, _, _ in peers]
+        began, tries = (
+            time.monotonic(),
+            [_connecting(address, port) for address, port, _, _ in peers],
+        )
         errors, own = {number: "timed out" for number, _ in enumerate(peers)}, mtu(self.at)
         heard, again = set[bytes](), 0.0
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp, contextlib.ExitStack() as opened:
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+            contextlib.ExitStack() as opened,
+        ):
             with contextlib.suppress(OSError):
                 udp.setsockopt(socket.IPPROTO_IP, *_DO_NOT_FRAGMENT)
             for one in tries:
@@ -172,7 +180,9 @@ class Doors:
                     heard |= _send(udp, peers, own, heard)
                 if not waiting and (len(heard) == 2 * len(peers) or passed > _UDP_SECONDS):
                     break
-                reading, writing, _ = select.select([udp, *self.sockets], list(waiting.values()), [], 0.1)
+                reading, writing, _ = select.select(
+                    [udp, *self.sockets], list(waiting.values()), [], 0.1
+                )
                 self.answer(reading)
                 if udp in reading:
                     with contextlib.suppress(OSError):
@@ -180,7 +190,10 @@ class Doors:
                 for number in [number for number, one in waiting.items() if one in writing]:
                     error = waiting.pop(number).getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                     errors[number] = os.strerror(error) if error else ""
-        return [(errors[number], _tag(number, False) in heard, _tag(number, True) in heard) for number in errors]
+        return [
+            (errors[number], _tag(number, False) in heard, _tag(number, True) in heard)
+            for number in errors
+        ]
 
 
 def _connecting(address: str, port: int) -> socket.socket:
@@ -194,7 +207,9 @@ def _tag(number: int, is_long: bool) -> bytes:
     return f"{number}{'L' if is_long else 'S'}".encode().ljust(_TAG)
 
 
-def _send(udp: socket.socket, peers: Sequence[tuple[str, int, int, int]], own: int, heard: set[bytes]) -> set[bytes]:
+def _send(
+    udp: socket.socket, peers: Sequence[tuple[str, int, int, int]], own: int, heard: set[bytes]
+) -> set[bytes]:
     """Send what was not answered yet; returns the long ones that the path is known to be too narrow for: TCP heeds that
     by itself."""
     narrow = set()
@@ -274,7 +289,9 @@ def busy_gpus() -> list[str] | None:
 
     command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=8).stdout.splitlines()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=8
+        ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -303,7 +320,8 @@ def told(question: Json) -> Json:
         "shm": free("/dev/shm"),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "infiniband": os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),
+        "infiniband": os.path.isdir("/sys/class/infiniband")
+        and bool(os.listdir("/sys/class/infiniband")),
         "stale": stale(),
     }
 

@@ -12,5 +12,8 @@ from ortlaunch.doctor.finding import Finding
 def json_schema() -> str:
     """Made from Finding, with its fields' manual."""
     schema = TypeAdapter(list[Finding]).json_schema()
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "ortlaunch doctor --json"}
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "ortlaunch doctor --json",
+    }
     return json.dumps({**head, **schema}, indent=2) + "\n"

@@ -29,15 +29,25 @@ class Request(NamedTuple):
     env: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str], ...] = ()
     tells_ranks: bool = True  # SIGUSR1 and SIGUSR2 to the command reach the ranks
-    notice_ends: bool = False  # SIGUSR1 to the command ends all, for it is a part of what is asked to stop
-    stop: Stop | None = None  # how the ranks are asked to save and stop; None: they have nothing to save
-    private: str | None = None  # a folder that is this user's alone, new for each start and removed after it
-    given_up: tuple[tuple[str, float], ...] = ()  # file, seconds: once it exists, the command is ended after so long
+    notice_ends: bool = (
+        False  # SIGUSR1 to the command ends all, for it is a part of what is asked to stop
+    )
+    stop: Stop | None = (
+        None  # how the ranks are asked to save and stop; None: they have nothing to save
+    )
+    private: str | None = (
+        None  # a folder that is this user's alone, new for each start and removed after it
+    )
+    given_up: tuple[
+        tuple[str, float], ...
+    ] = ()  # file, seconds: once it exists, the command is ended after so long
 
     def __str__(self) -> str:
         """What a person would type."""
         folder = f"(umask 077; mkdir -p {shlex.quote(self.private)})\n" if self.private else ""
-        files = "".join(f"cat > {shlex.quote(path)} <<'EOF'\n{text}EOF\n" for path, text in self.files)
+        files = "".join(
+            f"cat > {shlex.quote(path)} <<'EOF'\n{text}EOF\n" for path, text in self.files
+        )
         env = "".join(f"{key}={shlex.quote(value)} " for key, value in self.env)
         return folder + files + env + shlex.join(self.argv)
 
@@ -49,12 +59,20 @@ def store_file(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, str], ...]:
 
 def stop_of(plan: Plan, run_dir: RunDir) -> Stop | None:
     """How this plan's ranks are asked to stop."""
-    return Stop(str(run_dir.stop_request), str(run_dir.cancelled), plan.grace_seconds) if plan.traits.saves else None
+    return (
+        Stop(str(run_dir.stop_request), str(run_dir.cancelled), plan.grace_seconds)
+        if plan.traits.saves
+        else None
+    )
 
 
 def given_up_of(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, float], ...]:
     """Verdicts of the ranks of several hosts after which a launcher may wait for ever for a host that is gone."""
-    return ((str(run_dir.lost), _LOST_SECONDS), (str(run_dir.stall), _STALL_SECONDS)) if len(plan.nodes) > 1 else ()
+    return (
+        ((str(run_dir.lost), _LOST_SECONDS), (str(run_dir.stall), _STALL_SECONDS))
+        if len(plan.nodes) > 1
+        else ()
+    )
 
 
 class JobState(Enum):

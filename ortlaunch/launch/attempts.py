@@ -43,7 +43,10 @@ def restarts_without_progress(failed: Sequence[Attempt]) -> int:
 
 def _progressed(before: Attempt, after: Attempt) -> bool:
     """Whether it left a new complete checkpoint, or came far."""
-    return after.checkpoint > before.checkpoint or (after.step or 0) >= (before.step or 0) + _FURTHER_STEPS
+    return (
+        after.checkpoint > before.checkpoint
+        or (after.step or 0) >= (before.step or 0) + _FURTHER_STEPS
+    )
 
 
 def _same(one: Attempt, other: Attempt) -> bool:
@@ -55,7 +58,11 @@ def _same(one: Attempt, other: Attempt) -> bool:
         return False
     if other.exit_status == _KILLED and other.cause is not Cause.OUT_OF_MEMORY:
         return False
-    return (_words(one.failure), one.exit_status, one.step) == (_words(other.failure), other.exit_status, other.step)
+    return (_words(one.failure), one.exit_status, one.step) == (
+        _words(other.failure),
+        other.exit_status,
+        other.step,
+    )
 
 
 def _words(failure: str) -> str:
@@ -97,11 +104,17 @@ def _failure(first: Json | None, end: End) -> str:
 
 def newest_checkpoint(run: RunDir, before: float = float("inf")) -> int:
     """Step of the newest checkpoint that was complete before a time in nanoseconds; 0: there is none."""
-    found = (step for step, path in run.complete_checkpoints() if (path / COMPLETE).stat().st_mtime_ns < before)
+    found = (
+        step
+        for step, path in run.complete_checkpoints()
+        if (path / COMPLETE).stat().st_mtime_ns < before
+    )
     return max(found, default=0)
 
 
-def failed_turn(run: RunDir, end: End, number: int, seconds: float, prepared: bool) -> Attempt | None:
+def failed_turn(
+    run: RunDir, end: End, number: int, seconds: float, prepared: bool
+) -> Attempt | None:
     """The record of a scheduler's turn that failed; None: its end is no fault, or its command restarts ranks itself.
 
     Args:
@@ -111,10 +124,14 @@ def failed_turn(run: RunDir, end: End, number: int, seconds: float, prepared: bo
     if end.status == 0 or end.status in NO_FAULT or restarted or run.stop_request.exists():
         return None
     if prepared:
-        return record_attempt(run, end, number, seconds, newest_checkpoint(run, run.request.stat().st_mtime_ns))
+        return record_attempt(
+            run, end, number, seconds, newest_checkpoint(run, run.request.stat().st_mtime_ns)
+        )
     newest = newest_checkpoint(run)
     failure = f"exit status {end.status}"
-    return Attempt(number, round(seconds, 1), end.status, _cause(end), end.last, failure, None, newest, newest)
+    return Attempt(
+        number, round(seconds, 1), end.status, _cause(end), end.last, failure, None, newest, newest
+    )
 
 
 def set_aside(run: RunDir) -> int:

@@ -16,7 +16,9 @@ from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT, sentence
 from ortlaunch.run_folder.folder import RunDir, account, is_full, read_json
 from ortlaunch.run_folder.library_messages import cause_in
 
-_LIKE_OURS = re.compile(f"^(?={OURS}|{VERDICT}|{TRY})", re.MULTILINE)  # a line of the user's exception
+_LIKE_OURS = re.compile(
+    f"^(?={OURS}|{VERDICT}|{TRY})", re.MULTILINE
+)  # a line of the user's exception
 
 
 class End(NamedTuple):
@@ -92,8 +94,14 @@ def _launcher_failure(run: RunDir) -> str:
     with contextlib.suppress(OSError, DamagedFile):
         found = read_json(run.launcher_error).get("message")
         said = str(found.get("message") if isinstance(found, dict) else found)
-        inner = re.search(r"^[\w.]+(Error|Exception): .*", str(found).replace("\\n", "\n"), re.MULTILINE)  # its cause
-        return "" if said.startswith("SignalException") else (inner[0] if inner else said.splitlines()[0])[:300]
+        inner = re.search(
+            r"^[\w.]+(Error|Exception): .*", str(found).replace("\\n", "\n"), re.MULTILINE
+        )  # its cause
+        return (
+            ""
+            if said.startswith("SignalException")
+            else (inner[0] if inner else said.splitlines()[0])[:300]
+        )
     return ""
 
 
@@ -126,16 +134,25 @@ def explain_silence(run: RunDir, command: str) -> End:
     return End.of(137, Failure(Cause.COMMAND_KILLED, who=command), f"\nlogs: {run.logs}")
 
 
-def _without_cause(run: RunDir, status: int, ended_by: int | None, oom_kills: int | None, records: list[Json]) -> End:
+def _without_cause(
+    run: RunDir, status: int, ended_by: int | None, oom_kills: int | None, records: list[Json]
+) -> End:
     """The end of a run of which no rank tells a failure of its own."""
     plan, asked = Plan.read(run.plan), _asked(run)
     status = 1 if status == EXIT_SAVED else status  # which a stop's own record alone means
     if ended_by is not None and plan.started_by.program:
-        killed = Failure(Cause.LAUNCHER_KILLED, who=plan.started_by.program, signal=ended_by, memory_kills=oom_kills)
+        killed = Failure(
+            Cause.LAUNCHER_KILLED,
+            who=plan.started_by.program,
+            signal=ended_by,
+            memory_kills=oom_kills,
+        )
         return End.of(128 + ended_by, killed)
     began = ranks_that_began(run)
     silent = sorted(began - {record["rank"] for record in records} - set(asked))
-    lost = [rank for rank in silent if run.spare(rank).exists()] or silent  # the others came to their end
+    lost = [
+        rank for rank in silent if run.spare(rank).exists()
+    ] or silent  # the others came to their end
     if status and not records and is_full(run.path):
         return End.of(status, Failure(Cause.DISK_FULL, str(run)))
     if lost and status:
@@ -144,7 +161,11 @@ def _without_cause(run: RunDir, status: int, ended_by: int | None, oom_kills: in
     if absent and status:
         return _never_began(run, status, oom_kills, _names(plan, absent), len(began))
     first = _first(records)
-    if first is not None and first["cause"] is Cause.OUTLIVED and first["exit_status"] == EXIT_SAVED:
+    if (
+        first is not None
+        and first["cause"] is Cause.OUTLIVED
+        and first["exit_status"] == EXIT_SAVED
+    ):
         return _stopped(run, first, first["signal"])
     if asked:
         rank = min(asked, key=lambda rank: asked[rank][1])
@@ -156,9 +177,13 @@ def _without_cause(run: RunDir, status: int, ended_by: int | None, oom_kills: in
     return _of_rank(first)._replace(failure=Failure(Cause.LOST_PEERS, first["summary"]))
 
 
-def _never_began(run: RunDir, status: int, oom_kills: int | None, absent: str = "", began: int = 0) -> End:
+def _never_began(
+    run: RunDir, status: int, oom_kills: int | None, absent: str = "", began: int = 0
+) -> End:
     """Ranks are absent, or nothing tells why the launcher failed."""
-    failure = Failure(Cause.NEVER_BEGAN, who=absent, began=began, status=status, memory_kills=oom_kills)
+    failure = Failure(
+        Cause.NEVER_BEGAN, who=absent, began=began, status=status, memory_kills=oom_kills
+    )
     return End.of(status, failure, f"; see above, and {run.logs}")
 
 
@@ -179,7 +204,12 @@ def _first(records: list[Json]) -> Json | None:
 
 def _order(record: Json) -> tuple[bool, bool, int, float]:
     """Hosts' clocks differ: what could read another's account came after it, and times count only where none could."""
-    return record["secondary"], record["cause"] is not Cause.OUTLIVED, record.get("after", 0), record["time"]
+    return (
+        record["secondary"],
+        record["cause"] is not Cause.OUTLIVED,
+        record.get("after", 0),
+        record["time"],
+    )
 
 
 def ranks_that_began(run: RunDir) -> set[int]:
@@ -204,12 +234,23 @@ def _stopped(run: RunDir, first: Json | None, number: int) -> End:
     late = first is None or first["cause"] is Cause.OUTLIVED
     before = f"{_of_rank(first).text}\n" if first and (late or not first["secondary"]) else ""
     said, saved = f"stopped by {signal.Signals(number).name}", run.complete_checkpoints()
-    again = late and number != signal.SIGINT and not run.cancelled.exists() and Plan.read(run.plan).traits.saves
+    again = (
+        late
+        and number != signal.SIGINT
+        and not run.cancelled.exists()
+        and Plan.read(run.plan).traits.saves
+    )
     if saved:
-        lost = " before it had saved, and what was trained since its newest checkpoint is lost" if again else ""
+        lost = (
+            " before it had saved, and what was trained since its newest checkpoint is lost"
+            if again
+            else ""
+        )
         said += f"{lost}; the newest checkpoint is after step {saved[-1][0]}"
     status = EXIT_SAVED if saved and again else 128 + number
-    return End(status, said, Failure(Cause.STOPPED, said, signal=number), before, stopped=bool(saved))
+    return End(
+        status, said, Failure(Cause.STOPPED, said, signal=number), before, stopped=bool(saved)
+    )
 
 
 def _stopped_without_a_step(run: RunDir, first: Json, stopped_by: int | None) -> End:
@@ -239,7 +280,9 @@ def _last_line(run: RunDir, ranks: list[int]) -> str:
     """Of the first log of theirs that has one: what ended them may have written it, as MPI does before it aborts."""
     for rank in ranks:
         path = run.log(rank, "err")
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+        lines = (
+            path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+        )
         last = next((line.strip() for line in reversed(lines) if line.strip("\0 ")), None)
         if last is not None:
             return f"\nlast line of {path.name}: {last[:300]}"

@@ -23,7 +23,17 @@ from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import Node, Plan
 from ortlaunch.run_folder.folder import RunDir
 
-__all__ = ["argv_mpich", "argv_open_mpi", "cancel", "check", "family", "request", "state", "submit", "wait"]
+__all__ = [
+    "argv_mpich",
+    "argv_open_mpi",
+    "cancel",
+    "check",
+    "family",
+    "request",
+    "state",
+    "submit",
+    "wait",
+]
 
 # mpi4py's wheel has a module for each family, and would take that of the first library that it finds.
 _ABI = "MPI4PY_MPIABI"
@@ -32,7 +42,9 @@ _ABI = "MPI4PY_MPIABI"
 def check(nodes: Sequence[Node], run_dir: RunDir) -> None:
     """An mpirun of a known family, a path and names of hosts that it can read."""
     if family(find_mpirun()) == "Open MPI" and "," in str(run_dir.hostfile):
-        raise PlanError(f"--run-dir {run_dir}: mpirun would read two host files at the comma; give a path without one")
+        raise PlanError(
+            f"--run-dir {run_dir}: mpirun would read two host files at the comma; give a path without one"
+        )
     hostfile(nodes, family(find_mpirun()))
 
 
@@ -40,7 +52,10 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
     """The mpirun command of the family that is installed here."""
     check(plan.nodes, run_dir)
     mpirun = find_mpirun()
-    files = ((str(run_dir.hostfile), hostfile(plan.nodes, family(mpirun))), *store_file(plan, run_dir))
+    files = (
+        (str(run_dir.hostfile), hostfile(plan.nodes, family(mpirun))),
+        *store_file(plan, run_dir),
+    )
     plan = _with_abi(plan, family(mpirun))
     stop, given_up = stop_of(plan, run_dir), given_up_of(plan, run_dir)
     if family(mpirun) != "Open MPI":
@@ -54,7 +69,15 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
 
 def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
     """Open MPI 4 and 5."""
-    options = [mpirun, "-n", str(plan.world_size), "--hostfile", str(run_dir.hostfile), "--map-by", "slot"]
+    options = [
+        mpirun,
+        "-n",
+        str(plan.world_size),
+        "--hostfile",
+        str(run_dir.hostfile),
+        "--map-by",
+        "slot",
+    ]
     # Open MPI binds 1 or 2 ranks to one core each, which would starve their threads.
     options += ["--bind-to", "none"]
     if _spans_hosts(plan) and Path(mpirun).parent.parent == Path(sys.prefix):
@@ -67,7 +90,9 @@ def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
 def argv_mpich(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
     """MPICH, Intel MPI and MVAPICH (Hydra)."""
     options = [mpirun, "-n", str(plan.world_size), "-f", str(run_dir.hostfile), "-bind-to", "none"]
-    if address := _own_address(plan):  # else the other hosts look up this host's name, which may lead nowhere there
+    if address := _own_address(
+        plan
+    ):  # else the other hosts look up this host's name, which may lead nowhere there
         options += ["-localhost", address]
     names = ",".join((*(key for key, _ in plan.env), *plan.forward))
     return (*options, *(["-genvlist", names] if names else []), *plan.argv)
@@ -76,7 +101,10 @@ def argv_mpich(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
 def _own_address(plan: Plan) -> str | None:
     """This host's address on its route to another host of the plan; None where there is no such host or route."""
     for node in plan.nodes:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+        ):
             probe.connect((node.host.rpartition("@")[2], 9))
             address: str = probe.getsockname()[0]
             if not address.startswith("127.") and address != probe.getpeername()[0]:
@@ -97,7 +125,9 @@ def _open_mpi_line(node: Node) -> str:
 def _hydra_line(node: Node) -> str:
     user, _, name = node.host.rpartition("@")
     if ":" in name:
-        raise PlanError(f"{name}: the host files of MPICH and Intel MPI take no IPv6 address; give the host a name")
+        raise PlanError(
+            f"{name}: the host files of MPICH and Intel MPI take no IPv6 address; give the host a name"
+        )
     return f"{name}:{node.slots}{f' user={user}' if user else ''}"
 
 
@@ -120,20 +150,28 @@ def find_mpirun() -> str:
 @functools.cache
 def family(mpirun: str) -> str:
     """`Open MPI` or `MPICH`, by what `mpirun --version` says."""
-    result = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    result = subprocess.run(
+        [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
+    )
     words = result.stdout + result.stderr
     if "Open MPI" in words or "OpenRTE" in words or "PRTE" in words:
         return "Open MPI"
-    if any(word in words for word in ("HYDRA", "Hydra", "Intel(R) MPI", "MPICH", "mvapich", "MVAPICH")):
+    if any(
+        word in words for word in ("HYDRA", "Hydra", "Intel(R) MPI", "MPICH", "mvapich", "MVAPICH")
+    ):
         return "MPICH"
-    raise MissingDependency(f"{mpirun} is of an MPI that ortlaunch does not know: {words.strip()[:200]!r}")
+    raise MissingDependency(
+        f"{mpirun} is of an MPI that ortlaunch does not know: {words.strip()[:200]!r}"
+    )
 
 
 def _with_abi(plan: Plan, mpi: str) -> Plan:
     """With the family that mpi4py is to load, where ranks meet through it and the user named none."""
     if len(plan.nodes) == 1 or _ABI in (*plan.forward, *dict(plan.env)):
         return plan
-    return replace(plan, env=tuple(sorted((*plan.env, (_ABI, "openmpi" if mpi == "Open MPI" else "mpich")))))
+    return replace(
+        plan, env=tuple(sorted((*plan.env, (_ABI, "openmpi" if mpi == "Open MPI" else "mpich"))))
+    )
 
 
 def _spans_hosts(plan: Plan) -> bool:
@@ -151,6 +189,8 @@ def _open_mpi_env(private: Path) -> dict[str, str]:
         "PRTE_MCA_prte_local_tmpdir_base": str(private),
         "PRTE_MCA_prte_remote_tmpdir_base": f"/tmp/{private.parent.name}/{private.name}",
     }
-    if os.geteuid() == 0:  # Open MPI refuses root without these; a container's only user is often root
+    if (
+        os.geteuid() == 0
+    ):  # Open MPI refuses root without these; a container's only user is often root
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return env

@@ -31,10 +31,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ortlaunch.launch.node")
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True, help="on each node")
-    parser.add_argument("--number", type=int, help="of this node; without it the platform's variable")
-    parser.add_argument("--master", default=os.environ.get("PET_MASTER_ADDR", ""), help="rank 0's host")
     parser.add_argument(
-        "--name-seconds", type=float, default=_NAME_SECONDS, help="how long rank 0's host may be unknown to the others"
+        "--number", type=int, help="of this node; without it the platform's variable"
+    )
+    parser.add_argument(
+        "--master", default=os.environ.get("PET_MASTER_ADDR", ""), help="rank 0's host"
+    )
+    parser.add_argument(
+        "--name-seconds",
+        type=float,
+        default=_NAME_SECONDS,
+        help="how long rank 0's host may be unknown to the others",
     )
     parser.add_argument("command", nargs="+")
     asked = parser.parse_args(words)
@@ -58,8 +65,13 @@ def number(nodes: int, environ: Mapping[str, str]) -> int:
     if not found and nodes == 1:
         return 0
     if len(set(found.values())) != 1:
-        said = " ".join(f"{name}={value}" for name, value in found.items()) or f"none of {', '.join(_NODE)} is set"
-        mend = "set one of them to 0, 1, ...; a Job of Kubernetes has it with completionMode: Indexed"
+        said = (
+            " ".join(f"{name}={value}" for name, value in found.items())
+            or f"none of {', '.join(_NODE)} is set"
+        )
+        mend = (
+            "set one of them to 0, 1, ...; a Job of Kubernetes has it with completionMode: Indexed"
+        )
         raise RankError(f"which of {nodes} nodes is this? {said}; {mend}")
     name, value = next(iter(found.items()))
     if not value.isdecimal() or int(value) >= nodes:
@@ -83,14 +95,21 @@ def _wait_for_name(host: str, seconds: float) -> None:
         except OSError as error:
             passed = time.monotonic() - began
             if passed > seconds:
-                raise LaunchError(f"the first node's name {host} is not known after {seconds:g} s: {error}") from None
+                raise LaunchError(
+                    f"the first node's name {host} is not known after {seconds:g} s: {error}"
+                ) from None
             if is_quiet and passed > min(_QUIET_SECONDS, seconds / 2):
                 is_quiet = False
-                print(f"ortlaunch: waits for the first node's name {host}, at most {seconds:g} s", flush=True)
+                print(
+                    f"ortlaunch: waits for the first node's name {host}, at most {seconds:g} s",
+                    flush=True,
+                )
             time.sleep(min(1.0, seconds / 4))
 
 
-def _started(command: Sequence[str], shared: Mapping[str, str], node: int, ranks: int) -> list[subprocess.Popen[bytes]]:
+def _started(
+    command: Sequence[str], shared: Mapping[str, str], node: int, ranks: int
+) -> list[subprocess.Popen[bytes]]:
     """The processes, each with its rank, which get signals from this one alone, also those sent to its group."""
     clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     started: list[subprocess.Popen[bytes]] = []

@@ -36,7 +36,8 @@ class Orphans:
         roots = {
             pid
             for pid, one in everything.items()
-            if one.parent == os.getpid() and pid not in self._before | self._launchers - {self._launcher}
+            if one.parent == os.getpid()
+            and pid not in self._before | self._launchers - {self._launcher}
         }
         for pid in [pid for pid in roots if everything[pid].has_ended and pid != self._launcher]:
             with contextlib.suppress(ChildProcessError):

@@ -67,7 +67,9 @@ def main() -> int:
     """Start every agent and wait for them; the first that fails ends the others. Returns its status."""
     work = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     asked: list[int] = []
-    for number in heeded((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)):
+    for number in heeded(
+        (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    ):
         signal.signal(number, lambda number, frame: asked.append(number))
     environ = _values(work, os.environ)
     agents = [HostAgent(one["host"], one["argv"]) for one in work["agents"]]
@@ -109,7 +111,9 @@ def _wait(agents: list[HostAgent], asked: list[int], run: RunDir) -> int:
 
 def _is_lost(host: str, run: RunDir) -> None:
     """Say it, and leave it as the cause: ranks that see it end without a grace, for nothing can be saved without it."""
-    words = f"ssh to {host} ended with status {_LOST}: it could not connect, or the connection was lost"
+    words = (
+        f"ssh to {host} ended with status {_LOST}: it could not connect, or the connection was lost"
+    )
     print(f"ortlaunch: {words}", file=sys.stderr, flush=True)
     rank = next((node.first_rank for node in Plan.read(run.plan).nodes if node.host == host), 0)
     Lost(rank, host, words).write(run)

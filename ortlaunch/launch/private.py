@@ -20,7 +20,9 @@ from ortlaunch.run_folder.folder import RunDir
 
 def private_folder(run_dir: RunDir) -> Path:
     """Its path, the same for each start of a run on this host, so that it can be printed before anything is started."""
-    name = hashlib.sha256(os.fsencode(f"{socket.gethostname()} {os.path.abspath(run_dir.path)}")).hexdigest()[:16]
+    name = hashlib.sha256(
+        os.fsencode(f"{socket.gethostname()} {os.path.abspath(run_dir.path)}")
+    ).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"ortlaunch-{os.geteuid()}" / name
 
 
@@ -33,7 +35,11 @@ def make_private(folder: Path) -> None:
     above, user = folder.parent, os.geteuid()
     above.mkdir(mode=0o700, exist_ok=True)
     found = above.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if (
+        not stat.S_ISDIR(found.st_mode)
+        or found.st_uid != user
+        or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    ):
         raise LaunchError(
             f"{above}: must be a folder of user {user} in which nobody else can write, for launchers trust "
             f"the files in it; got {stat.filemode(found.st_mode)} of user {found.st_uid}: remove it, or set TMPDIR"

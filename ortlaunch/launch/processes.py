@@ -44,9 +44,18 @@ class Job:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], orphans: Orphans, tells_ranks: bool, stop: Stop | None = None
+        self,
+        process: subprocess.Popen[bytes],
+        orphans: Orphans,
+        tells_ranks: bool,
+        stop: Stop | None = None,
     ) -> None:
-        self.process, self.orphans, self.tells_ranks, self.stop = process, orphans, tells_ranks, stop
+        self.process, self.orphans, self.tells_ranks, self.stop = (
+            process,
+            orphans,
+            tells_ranks,
+            stop,
+        )
         self.notice_ends = False
         self.is_quiet = False  # another process prints what becomes of a notice
         self.private: str | None = None
@@ -76,15 +85,29 @@ def submit(request: Request, output: Path | None = None) -> Job:
     if program is None:
         raise LaunchError(f"cannot start {request.argv[0]}: there is no such program")
     # The command gets SIGTERM when this process ends, also after `kill -9`.
-    dying = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), LAUNCHER_VARIABLE, process_space()]
+    dying = [
+        sys.executable,
+        "-I",
+        "-S",
+        die_with_parent.__file__,
+        str(os.getpid()),
+        LAUNCHER_VARIABLE,
+        process_space(),
+    ]
     argv = [*dying, program, *request.argv]
     environ = {**os.environ, **dict(request.env)}
     orphans = Orphans()
     with open(output, "ab") if output else contextlib.nullcontext() as sink:
-        process = subprocess.Popen(argv, env=environ, start_new_session=True, stdout=sink, stderr=sink)
+        process = subprocess.Popen(
+            argv, env=environ, start_new_session=True, stdout=sink, stderr=sink
+        )
     orphans.belong_to(process.pid)
     job = Job(process, orphans, request.tells_ranks, request.stop)
-    job.notice_ends, job.given_up, job.private = request.notice_ends, request.given_up, request.private
+    job.notice_ends, job.given_up, job.private = (
+        request.notice_ends,
+        request.given_up,
+        request.private,
+    )
     return job
 
 
@@ -208,11 +231,15 @@ def _end(job: Job, number: int) -> None:
 def _ask(job: Job, stop: Stop, number: int) -> None:
     """Ask the ranks to save and stop; after their grace all is killed."""
     name, grace = signal.Signals(number).name, stop.grace_seconds
-    _say(f"{name}: saves after this step, stops within {grace} s (launch.grace_seconds); Ctrl-C: now")
+    _say(
+        f"{name}: saves after this step, stops within {grace} s (launch.grace_seconds); Ctrl-C: now"
+    )
     stop.ask(name)
     _signal_group(job, signal.SIGCONT)
     _wake(job, signal.SIGUSR1)
-    signal.setitimer(signal.ITIMER_REAL, grace + 2 * _MORE_SECONDS)  # guardians kill, and say so, before that
+    signal.setitimer(
+        signal.ITIMER_REAL, grace + 2 * _MORE_SECONDS
+    )  # guardians kill, and say so, before that
 
 
 def _kill(job: Job) -> None:
@@ -249,7 +276,9 @@ def _end_rest(job: Job) -> None:
     deadline, asked = time.monotonic() + GRACE_SECONDS + _MORE_SECONDS, set[int]()
     while left := job.orphans.left():
         late = time.monotonic() > deadline or job.is_killed
-        for pid in left if late else [pid for pid, is_root in left.items() if is_root and pid not in asked]:
+        for pid in (
+            left if late else [pid for pid, is_root in left.items() if is_root and pid not in asked]
+        ):
             send(pid, signal.SIGKILL if late else signal.SIGTERM)
             send(pid, signal.SIGCONT)
             asked.add(pid)

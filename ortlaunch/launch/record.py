@@ -113,11 +113,14 @@ class JobRecord:
         try:
             value = read_json(run.job)
             attempts = tuple(
-                from_json(Attempt, {**one, "cause": Cause(one["cause"])}) for one in value.get("attempts", ())
+                from_json(Attempt, {**one, "cause": Cause(one["cause"])})
+                for one in value.get("attempts", ())
             )
             failure = Failure.from_json(value["failure"]) if value.get("failure") else None
             state = JobState(value["state"])
-            record = from_json(cls, {**value, "state": state, "failure": failure, "attempts": attempts})
+            record = from_json(
+                cls, {**value, "state": state, "failure": failure, "attempts": attempts}
+            )
             for time in filter(None, (record.started, record.ended)):
                 datetime.fromisoformat(time)
             if record.began:
@@ -137,9 +140,18 @@ class JobRecord:
         """Put it into the run folder."""
         write_json(run.job, {**asdict(self), "state": self.state.value})
 
-    def at_end(self, state: JobState, exit_status: int, verdict: str, failure: Failure | None = None) -> JobRecord:
+    def at_end(
+        self, state: JobState, exit_status: int, verdict: str, failure: Failure | None = None
+    ) -> JobRecord:
         """The same job, ended now."""
-        return replace(self, state=state, ended=now(), exit_status=exit_status, verdict=verdict, failure=failure)
+        return replace(
+            self,
+            state=state,
+            ended=now(),
+            exit_status=exit_status,
+            verdict=verdict,
+            failure=failure,
+        )
 
 
 def now() -> str:

@@ -15,7 +15,9 @@ def needs_no_ssh(host: str) -> bool:
     return "@" not in host and is_this_host(host)
 
 
-def ssh(host: str, command: Iterable[str], connect_seconds: int, alive_seconds: int | None = None) -> list[str]:
+def ssh(
+    host: str, command: Iterable[str], connect_seconds: int, alive_seconds: int | None = None
+) -> list[str]:
     """The ssh that runs a command on a host, without a terminal and without questions.
 
     Args:
@@ -24,6 +26,9 @@ def ssh(host: str, command: Iterable[str], connect_seconds: int, alive_seconds: 
     """
     options = ["BatchMode=yes", f"ConnectTimeout={connect_seconds}"]
     if alive_seconds is not None:
-        options += [f"ServerAliveInterval={alive_seconds}", f"ServerAliveCountMax={_MISSED_ANSWERS}"]
+        options += [
+            f"ServerAliveInterval={alive_seconds}",
+            f"ServerAliveCountMax={_MISSED_ANSWERS}",
+        ]
     flags = [word for option in options for word in ("-o", option)]
     return ["ssh", "-T", *flags, host, shlex.join(command)]

@@ -26,9 +26,13 @@ from ortlaunch.run_folder.folder import RunDir
 
 __all__ = ["cancel", "check", "request", "state", "submit", "wait"]
 
-MOST_RENDEZVOUS_HOSTS = 64  # the file is read whole by each host, and grows with the square of the hosts
+MOST_RENDEZVOUS_HOSTS = (
+    64  # the file is read whole by each host, and grows with the square of the hosts
+)
 _KEEP_ALIVE_SECONDS = 3600  # each one makes the file longer; a lost host is seen by ssh
-_NO_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun opens a port for a store of the ranks
+_NO_STORE = {
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
+}  # else torchrun opens a port for a store of the ranks
 
 
 def check(nodes: Sequence[Node], run_dir: RunDir) -> None:
@@ -61,13 +65,19 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
     )  # else a folder for good in /tmp
     files = ((str(rendezvous), ""), *store_file(plan, run_dir))
     stop = stop_of(plan, run_dir)
-    return Request(argv, tuple(sorted(env.items())), files, tells_ranks=False, stop=stop, private=str(private))
+    return Request(
+        argv, tuple(sorted(env.items())), files, tells_ranks=False, stop=stop, private=str(private)
+    )
 
 
 def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
     """One torchrun on each host; they count themselves in the order of the names that they are given."""
     if plan.threads is None:
-        env = {name: value for name, value in env.items() if name != "OMP_NUM_THREADS" or name in dict(plan.env)}
+        env = {
+            name: value
+            for name, value in env.items()
+            if name != "OMP_NUM_THREADS" or name in dict(plan.env)
+        }
     many = len(plan.nodes) > MOST_RENDEZVOUS_HOSTS
     agents = [
         {"host": node.host, "argv": _node(plan, run_dir, number) if many
@@ -82,7 +92,9 @@ def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
         *store_file(plan, run_dir),
     )
     argv = (*start.command("ortlaunch.launch.over_ssh", plan.argv[0]), str(run_dir.agents))
-    return Request(argv, files=files, stop=stop_of(plan, run_dir), given_up=given_up_of(plan, run_dir))
+    return Request(
+        argv, files=files, stop=stop_of(plan, run_dir), given_up=given_up_of(plan, run_dir)
+    )
 
 
 def _node(plan: Plan, run_dir: RunDir, number: int) -> tuple[str, ...]:
@@ -99,7 +111,9 @@ def _node(plan: Plan, run_dir: RunDir, number: int) -> tuple[str, ...]:
     )
 
 
-def _torchrun(plan: Plan, run_dir: RunDir, name: str, rendezvous: Path, more: tuple[str, ...] = ()) -> tuple[str, ...]:
+def _torchrun(
+    plan: Plan, run_dir: RunDir, name: str, rendezvous: Path, more: tuple[str, ...] = ()
+) -> tuple[str, ...]:
     """The command on one host; ranks are counted in the order of `name`."""
     return (
         *start.command("torch.distributed.run", plan.argv[0]),
@@ -124,4 +138,6 @@ def _error_file(run_dir: RunDir) -> dict[str, str]:
 
 def _grace(plan: Plan) -> dict[str, str]:
     """A guardian ends its rank after the grace; one that is stopped is killed soon after it, not after 30 s."""
-    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{(plan.grace_seconds if plan.traits.saves else GRACE_SECONDS) + 2:.0f}"}
+    return {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{(plan.grace_seconds if plan.traits.saves else GRACE_SECONDS) + 2:.0f}"
+    }

@@ -10,5 +10,7 @@ def fused_adam(groups: list[dict[str, object]], **settings: object) -> torch.opt
     from onnxruntime.training.optim import FusedAdam
     from onnxruntime.training.optim.fused_adam import AdamWMode
 
-    optimizer: torch.optim.Optimizer = FusedAdam(groups, adam_w_mode=AdamWMode.ADAMW_TORCH, **settings)
+    optimizer: torch.optim.Optimizer = FusedAdam(
+        groups, adam_w_mode=AdamWMode.ADAMW_TORCH, **settings
+    )
     return optimizer

@@ -83,7 +83,9 @@ def _choosing(original: Callable[..., None], module: TorchModule) -> None:
 
     @functools.wraps(module.forward.__func__)  # pickle finds it by its name
     def forward(self: TorchModule, *args: object, **kwargs: object) -> object:
-        return _runner("torch._dynamo" in sys.modules)(module._ortlaunch_graphs, module, args, kwargs)
+        return _runner("torch._dynamo" in sys.modules)(
+            module._ortlaunch_graphs, module, args, kwargs
+        )
 
     module.forward = types.MethodType(forward, module)
 
@@ -134,12 +136,18 @@ class _Key:
         module, traced = manager._flattened_module, seen_of(manager._graph_transition_manager)
         self._trains, self._mode, self._gradients, self._form = call[:4]
         # A graph whose code reads the grad mode, or that calls Python, which then saves tensors for a backward pass.
-        called = any(node.op_type == "PythonOp" for node in manager._onnx_models.optimized_model.graph.node)
+        called = any(
+            node.op_type == "PythonOp" for node in manager._onnx_models.optimized_model.graph.node
+        )
         self._one_mode = called or traced.get("grad_mode", False)
         self._sizes = fixed_sizes(manager, (call.args, call.kwargs))
         self._buffers = fixed_buffers(manager)
-        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        self._seen = TracedState(module, traced) if settings_of(manager).follow_model_state else None
+        self._frozen = [
+            parameter for parameter in module.parameters() if not parameter.requires_grad
+        ]
+        self._seen = (
+            TracedState(module, traced) if settings_of(manager).follow_model_state else None
+        )
 
     def stale(self) -> bool:
         """Whether weights, buffers, layers or hooks are other objects than the graph's: it will not be used again."""
@@ -153,7 +161,9 @@ class _Key:
             return "the grad mode"
         if call.gradients and any(parameter.requires_grad for parameter in self._frozen):
             return "a frozen weight"
-        if self._sizes != fixed_sizes(manager, (call.args, call.kwargs)) or self._buffers != fixed_buffers(manager):
+        if self._sizes != fixed_sizes(
+            manager, (call.args, call.kwargs)
+        ) or self._buffers != fixed_buffers(manager):
             tell_again(manager._graph_transition_manager)
             return "a size or buffer"
         if broadcasts.apart(manager, call.args, call.kwargs):
@@ -226,7 +236,11 @@ class Graphs:
         if manager._graph_transition_manager._exported_model_info is not None:
             manager = _another(manager)
         _use(managers, call.trains, manager)
-        with torch.inference_mode(False), torch.set_grad_enabled(call.gradients), grad_mode.begins(call.gradients):
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(call.gradients),
+            grad_mode.begins(call.gradients),
+        ):
             args, kwargs = call.args, call.kwargs
             if any(tensor.is_inference() for tensor in tensors((args, kwargs))):
                 # An export needs version counters, which a tensor of inference mode has not.
@@ -256,7 +270,8 @@ def _call(manager: Manager, args: Args, kwargs: Kwargs) -> _Call:
 def _trains(model: nn.Module, values: object) -> bool:
     """Whether a layer is in training mode, or gradients are computed."""
     return any(layer.training for layer in model.modules()) or (
-        torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors(values), *model.parameters()))
+        torch.is_grad_enabled()
+        and any(tensor.requires_grad for tensor in (*tensors(values), *model.parameters()))
     )
 
 
@@ -296,7 +311,9 @@ def _refuse_other_numbers(manager: Manager) -> None:
     """A forward pass inside a backward pass is a checkpoint's: it has to draw the first pass's random numbers."""
     if torch._C._current_graph_task_id() == -1:
         return
-    drawing = _DRAWING.intersection(node.op_type for node in manager._onnx_models.optimized_model.graph.node)
+    drawing = _DRAWING.intersection(
+        node.op_type for node in manager._onnx_models.optimized_model.graph.node
+    )
     if drawing:
         raise RuntimeError(
             f"the module is recomputed by torch.utils.checkpoint, and its {sorted(drawing)[0]} would draw other random "

@@ -88,7 +88,9 @@ def _set_sessions_and_exports() -> None:
     )
 
     wrap_method(_graph_execution_manager.GraphExecutionManager, "_get_session_config", _as_set)
-    wrap_method(_graph_transition_manager.GraphTransitionManager, "get_post_processed_model", _with_settings)
+    wrap_method(
+        _graph_transition_manager.GraphTransitionManager, "get_post_processed_model", _with_settings
+    )
     for manager in (_training_manager.TrainingManager, _inference_manager.InferenceManager):
         wrap_method(manager, "_create_execution_agent", _on_its_device)
 
@@ -97,7 +99,9 @@ def _as_set(original: AnyFunction, manager: Manager) -> object:
     """ORT's sessions take every physical core, whatever the number of ranks, and on CUDA TF32, whatever torch does."""
     session_options, providers, provider_options = original(manager)
     settings = settings_of(manager)
-    session_options.intra_op_num_threads = torch.get_num_threads() if settings.threads is None else settings.threads
+    session_options.intra_op_num_threads = (
+        torch.get_num_threads() if settings.threads is None else settings.threads
+    )
     # Waiting threads that spin take the cores from torch's own threads, which run the optimizer and the data.
     session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if manager._device.type == "cuda":

@@ -51,7 +51,9 @@ def prepare(settings: Settings) -> None:
         MissingDependency: ORTModule cannot be imported.
     """
     name = "efficient_attention"
-    _imported_with.setdefault(name, "onnxruntime.training" not in sys.modules and getattr(settings, name))
+    _imported_with.setdefault(
+        name, "onnxruntime.training" not in sys.modules and getattr(settings, name)
+    )
     # Of the second, unset is no, and any text yes: attention that stays torch's is attention.py's.
     flags = {
         "ORTMODULE_USE_EFFICIENT_ATTENTION": _flag(settings.efficient_attention),
@@ -62,7 +64,9 @@ def prepare(settings: Settings) -> None:
     _require(settings)
     for name, before in _imported_with.items():
         if getattr(settings, name) != before:
-            raise SettingError(name, f"is read when ORTModule is imported, and this process did so with {before}")
+            raise SettingError(
+                name, f"is read when ORTModule is imported, and this process did so with {before}"
+            )
 
 
 _imported_with: dict[str, bool] = {}
@@ -78,7 +82,11 @@ def _require(settings: Settings) -> None:
     refusal = extensions.interop_refusal()
     if refusal:
         named = ["torch_operators"] if not isinstance(settings.torch_operators, str) else []
-        for name in (*_NEEDS_INTEROP, *named, *(["custom_autograd"] if settings.custom_autograd == "python" else [])):
+        for name in (
+            *_NEEDS_INTEROP,
+            *named,
+            *(["custom_autograd"] if settings.custom_autograd == "python" else []),
+        ):
             if getattr(settings, name):
                 problem = f"needs ONNX Runtime's extension {extensions.INTEROP}, which is not there, because {refusal}"
                 raise SettingError(name, f"{problem}; leave it out")
@@ -90,14 +98,18 @@ def _require(settings: Settings) -> None:
         capability = torch.cuda.get_device_capability()
         if capability < (8, 0):
             has = ".".join(map(str, capability))
-            raise SettingError("flash_attention", f"needs a GPU of capability 8.0, this one has {has}")
+            raise SettingError(
+                "flash_attention", f"needs a GPU of capability 8.0, this one has {has}"
+            )
 
 
 def _require_triton() -> None:
     from onnxruntime.capi import _pybind_state
 
     if not _pybind_state.is_triton_enabled():
-        raise SettingError("triton", "the installed ONNX Runtime was built without Triton; leave it out")
+        raise SettingError(
+            "triton", "the installed ONNX Runtime was built without Triton; leave it out"
+        )
     if importlib.util.find_spec("triton") is None:
         raise SettingError("triton", "the package triton is not installed: pip install triton")
 
@@ -111,7 +123,9 @@ def require_effect(settings: Settings, graphs: Sequence[Graph]) -> None:
         SettingError: nodes that the setting is there to make are in none of the training graphs.
     """
     built = [graph for graph in graphs if graph.training]
-    aten, triton = ({name for graph in built for name in getattr(graph, kind)} for kind in ("aten", "triton"))
+    aten, triton = (
+        {name for graph in built for name in getattr(graph, kind)} for kind in ("aten", "triton")
+    )
     made = {
         "efficient_attention": "_efficient_attention_forward" in aten,
         "flash_attention": "flash_attn_forward" in triton,
@@ -119,7 +133,9 @@ def require_effect(settings: Settings, graphs: Sequence[Graph]) -> None:
     }
     for name, found in made.items():
         if getattr(settings, name) and not found:
-            raise SettingError(name, "ONNX Runtime found nothing to replace in this model; leave it out")
+            raise SettingError(
+                name, "ONNX Runtime found nothing to replace in this model; leave it out"
+            )
 
 
 def variables(settings: Settings, deepcopy: bool) -> dict[str, str]:
@@ -128,8 +144,12 @@ def variables(settings: Settings, deepcopy: bool) -> dict[str, str]:
         "ORTMODULE_CONV_ALGO_SEARCH": settings.conv_algorithm_search.upper(),
         "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": _flag(deepcopy),
         "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": _flag(settings.compute_optimizer),
-        "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": _flag(settings.sparsity_optimizer is not False),
-        "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": _flag(settings.memory_efficient_grad_management),
+        "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": _flag(
+            settings.sparsity_optimizer is not False
+        ),
+        "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": _flag(
+            settings.memory_efficient_grad_management
+        ),
         "ORTMODULE_ENABLE_TUNING": _flag(settings.tuning),
         "ORTMODULE_LOG_LEVEL": settings.log_level.upper(),
         "ORTMODULE_MAX_TUNING_DURATION_MS": str(settings.tuning_duration_ms or 0),
@@ -143,7 +163,11 @@ def variables(settings: Settings, deepcopy: bool) -> dict[str, str]:
         "ORTMODULE_USE_FLASH_ATTENTION": _flag(settings.flash_attention),
         "ORTMODULE_USE_TRITON": _flag(settings.triton),
     }
-    return chosen if settings.allow_fallback else {**chosen, "ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"}
+    return (
+        chosen
+        if settings.allow_fallback
+        else {**chosen, "ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"}
+    )
 
 
 def debug_options(settings: Settings) -> object:
@@ -157,7 +181,9 @@ def debug_options(settings: Settings) -> object:
     folder = Path(settings.save_onnx)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return DebugOptions(log_level=level, save_onnx=True, onnx_prefix="rank_00000", save_path=str(folder))
+        return DebugOptions(
+            log_level=level, save_onnx=True, onnx_prefix="rank_00000", save_path=str(folder)
+        )
     except OSError as error:
         raise SettingError("save_onnx", f"cannot write to {folder}: {error}") from None
 
@@ -168,7 +194,9 @@ def set_attributes(wrapped: OrtModule, settings: Settings) -> None:
 
     for training in (True, False):
         options = wrapped._torch_module._execution_manager(training)._runtime_options
-        options.propagate_cast_ops_strategy = getattr(PropagateCastOpsStrategy, settings.cast_propagation.upper())
+        options.propagate_cast_ops_strategy = getattr(
+            PropagateCastOpsStrategy, settings.cast_propagation.upper()
+        )
         options.propagate_cast_ops_level = settings.cast_propagation_level
         if settings.custom_autograd == "inline":
             options.enable_custom_autograd_function = False
@@ -217,7 +245,9 @@ def _json_file(value: object) -> str:
     """A file with this value for ORT to read, gone with the process; "" for nothing."""
     if not value:
         return ""
-    with tempfile.NamedTemporaryFile("w", prefix="ortlaunch-", suffix=".json", delete=False) as file:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="ortlaunch-", suffix=".json", delete=False
+    ) as file:
         json.dump(value, file)
     atexit.register(Path(file.name).unlink, missing_ok=True)
     return file.name

@@ -66,7 +66,10 @@ _TRACE: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (
     ("export_exact_forms", operator_table.with_forms),
     ("keep_constants_apart", tracing.with_own_constants),
     ("trace_swapped_weights", tracing.with_swapped_weights),
-    ("propagate_inplace_views", aliases.following_changes),  # inside the next, which sees what it computes
+    (
+        "propagate_inplace_views",
+        aliases.following_changes,
+    ),  # inside the next, which sees what it computes
     ("stop_gradient_under_no_grad", grad_mode.following_grad_mode),
     ("infer_shapes_without_weights", tracing.without_weights),
     ("silence_export_warnings", tracing.quiet),
@@ -119,7 +122,9 @@ def _exported(original: AnyFunction, **arguments: object) -> object:
 def _traced(original: AnyFunction, **arguments: object) -> object:
     """ORT's `_get_exported_model`: steps 1 to 3."""
     if arguments["ortmodule_cache_dir"] and "ignore_ort_export_cache" in applied():
-        tally.note("ORTMODULE_CACHE_DIR is not used: ORT would take a graph of another mode or model from it")
+        tally.note(
+            "ORTMODULE_CACHE_DIR is not used: ORT would take a graph of another mode or model from it"
+        )
         arguments["ortmodule_cache_dir"] = ""
     export = export_of(arguments)
     unsupported.refuse_weights(export.module)

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.copies import fix_deepcopy_and_pickle
 from ortlaunch.ortmodule.base.registry import Repair, apply
-from ortlaunch.ortmodule.base.source_guard import EVALUATION, MANAGER, PROCESSED, SHAPES, TRAINING, TRANSITION, owner
+from ortlaunch.ortmodule.base.source_guard import (
+    EVALUATION,
+    MANAGER,
+    PROCESSED,
+    SHAPES,
+    TRAINING,
+    TRANSITION,
+    owner,
+)
 from ortlaunch.ortmodule.graph_repairs.broadcasts import keep_broadcast_sizes
 from ortlaunch.ortmodule.graph_repairs.splits import cut_unequal_parts
 from ortlaunch.ortmodule.graph_repairs.symbolic_sizes import infer_symbolic_sizes
@@ -54,11 +62,17 @@ def _on_device(enable: AnyFunction, model: Any, named_parameters: Any, parameter
 _CROSS_ENTROPY = "torch.nn.functional:cross_entropy"
 _EXPORT = (f"{TRANSITION}._export_model", f"{TRANSITION}._get_exported_model")
 _INFERENCE = tuple(
-    f"{SHAPES}.{name}" for name in ("_broadcast_shapes", "_check_merged_dims", "_onnx_infer_single_node")
+    f"{SHAPES}.{name}"
+    for name in ("_broadcast_shapes", "_check_merged_dims", "_onnx_infer_single_node")
 )
 _SIZES = tuple(
     f"{SHAPES}.{name}"
-    for name in ("_infer_Slice", "_infer_Split_Common", "_infer_aten_upsample", "_get_int_or_float_values")
+    for name in (
+        "_infer_Slice",
+        "_infer_Split_Common",
+        "_infer_aten_upsample",
+        "_get_int_or_float_values",
+    )
 )
 # Of those that replace one method the later ones stand around the earlier ones.
 REPAIRS = (
@@ -76,7 +90,11 @@ REPAIRS = (
         ),
         choose_graphs,
     ),
-    Repair("follow_autograd", (f"{TRAINING}._create_autofunction_class", f"{TRAINING}.forward"), follow_autograd),
+    Repair(
+        "follow_autograd",
+        (f"{TRAINING}._create_autofunction_class", f"{TRAINING}.forward"),
+        follow_autograd,
+    ),
     Repair(
         "keep_buffers_exact",
         (
@@ -88,7 +106,9 @@ REPAIRS = (
         ),
         keep_buffers_exact,
     ),
-    Repair("refuse_weight_changes", (*_EXPORT, "_io:parse_outputs_for_onnx_export_and_extract_schema")),
+    Repair(
+        "refuse_weight_changes", (*_EXPORT, "_io:parse_outputs_for_onnx_export_and_extract_schema")
+    ),
     Repair("restore_output_dtypes", (f"{PROCESSED}.restore_outputs",), restore_output_dtypes),
     Repair("fix_deepcopy_and_pickle", (f"{MANAGER}.__getstate__",), fix_deepcopy_and_pickle),
     Repair("follow_model_state", _EXPORT),
@@ -134,7 +154,9 @@ REPAIRS = (
     Repair("cut_unequal_parts", _EXPORT, cut_unequal_parts),
     Repair("infer_symbolic_sizes", _SIZES, infer_symbolic_sizes),
     Repair(
-        "call_torch_kernels", (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent"), call_torch_kernels
+        "call_torch_kernels",
+        (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent"),
+        call_torch_kernels,
     ),
     Repair("ignore_ort_export_cache", _EXPORT),
 )

@@ -102,7 +102,9 @@ def _install() -> None:
     _count(_execution_agent.TrainingAgent, "run_backward", "backward_passes", "backward_passes")
     _count(_execution_agent.InferenceAgent, "run_forward", "inference_passes", "forward_passes")
     wrap_method(_fallback._FallbackManager, "fallback", _record_fallback)
-    wrap_method(_graph_execution_manager.GraphExecutionManager, "_get_session_config", _save_what_runs)
+    wrap_method(
+        _graph_execution_manager.GraphExecutionManager, "_get_session_config", _save_what_runs
+    )
     for manager in (TrainingManager, InferenceManager):
         wrap_method(manager, "_build_graph", _build_graph)
         wrap_method(manager, "_create_execution_agent", _record_graph)
@@ -125,12 +127,16 @@ def _save_what_runs(original: AnyFunction, manager: Manager) -> object:
     """Let the session save the graph that it makes of ORTModule's: fused, recomputing, as it will run."""
     session_options, providers, provider_options = original(manager)
     if not session_options.optimized_model_filepath:  # engine.save_onnx has a place for it
-        session_options.optimized_model_filepath = os.path.join(manager._ortlaunch_folder, "executed.onnx")
+        session_options.optimized_model_filepath = os.path.join(
+            manager._ortlaunch_folder, "executed.onnx"
+        )
     manager._ortlaunch_session_options = session_options
     return session_options, providers, provider_options
 
 
-def _build_graph(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> object:
+def _build_graph(
+    original: AnyFunction, manager: Manager, *args: object, **kwargs: object
+) -> object:
     with counters.while_building():
         return original(manager, *args, **kwargs)
 
@@ -139,15 +145,24 @@ def _record_graph(original: AnyFunction, manager: Manager) -> None:
     import onnx
     from torch.onnx import TrainingMode
 
-    with counters.while_building(), tempfile.TemporaryDirectory(prefix="ortlaunch-") as manager._ortlaunch_folder:
+    with (
+        counters.while_building(),
+        tempfile.TemporaryDirectory(prefix="ortlaunch-") as manager._ortlaunch_folder,
+    ):
         original(manager)
-        options = vars(manager).pop("_ortlaunch_session_options")  # ORT pickles its managers, and cannot these
+        options = vars(manager).pop(
+            "_ortlaunch_session_options"
+        )  # ORT pickles its managers, and cannot these
         model = onnx.load(options.optimized_model_filepath, load_external_data=False)
         session = manager._execution_agent._inference_session
-        graph = read_graph(model, manager._export_mode == TrainingMode.TRAINING, _is_memory_efficient(options))
+        graph = read_graph(
+            model, manager._export_mode == TrainingMode.TRAINING, _is_memory_efficient(options)
+        )
         graph.provider, *others = session.get_providers()
         nodes = {graph.provider: size(graph.forward + graph.backward)}
-        graph.nodes_by_provider = _placed(options.optimized_model_filepath, session) if others else nodes
+        graph.nodes_by_provider = (
+            _placed(options.optimized_model_filepath, session) if others else nodes
+        )
     _current.graphs.append(graph)
     setattr(manager._execution_agent, _GRAPH, graph)
 
@@ -163,11 +178,15 @@ def _placed(model: str, session: OrtSession) -> dict[str, int]:
     try:
         return nodes_by_provider(model, session)
     except Exception as error:
-        tally.note(f"the execution provider of each node is not known: {type(error).__name__}: {error}")
+        tally.note(
+            f"the execution provider of each node is not known: {type(error).__name__}: {error}"
+        )
         return {}
 
 
-def _record_fallback(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> object:
+def _record_fallback(
+    original: AnyFunction, manager: Manager, *args: object, **kwargs: object
+) -> object:
     # With retry on, ORT forgets the exception inside the call: read it first.
     reason = f"{type(manager._exception).__name__}: {manager._exception}"
     _current.fallbacks += 1

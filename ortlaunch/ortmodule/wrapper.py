@@ -60,13 +60,19 @@ class Wrapper(nn.Module):
     vars(__call__)["_torchdynamo_disable"] = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key == "forward" or type(value) is not MethodType}
+        return {
+            key: value
+            for key, value in vars(self).items()
+            if key == "forward" or type(value) is not MethodType
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({name: value for name, value in state.items() if name != _COMPLETE})
         _complete(self)
 
-    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> object:
+    def load_state_dict(
+        self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
+    ) -> object:
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

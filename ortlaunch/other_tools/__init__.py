@@ -30,8 +30,19 @@ TOOLS = tuple(_TOOLS)
 _MARKS = {
     "axolotl": ("base_model", "sequence_len", "micro_batch_size", "datasets"),
     "llama-factory": ("finetuning_type", "cutoff_len", "stage", "dataset_dir"),
-    "deepspeed": ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"),
-    "hf-trainer": ("per_device_train_batch_size", "num_train_epochs", "output_dir", "model_name_or_path", "train_file"),
+    "deepspeed": (
+        "zero_optimization",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_clipping",
+    ),
+    "hf-trainer": (
+        "per_device_train_batch_size",
+        "num_train_epochs",
+        "output_dir",
+        "model_name_or_path",
+        "train_file",
+    ),
 }
 
 
@@ -50,15 +61,23 @@ class Imported(NamedTuple):
     def __str__(self) -> str:
         """The account, for a person."""
         guessed = f", by {', '.join(self.marks)}" if self.marks else ""
-        over = [f"set by the command, whatever is said above: {', '.join(self.overrides)}"] if self.overrides else []
-        return "\n".join([f"{self.name}: taken as {self.tool}'s{guessed}", *lines(self.account), *over])
+        over = (
+            [f"set by the command, whatever is said above: {', '.join(self.overrides)}"]
+            if self.overrides
+            else []
+        )
+        return "\n".join(
+            [f"{self.name}: taken as {self.tool}'s{guessed}", *lines(self.account), *over]
+        )
 
     def file(self) -> str:
         """The recipe with the account as comments."""
         return "".join(f"# {line}\n" for line in str(self).splitlines()) + self.recipe
 
 
-def import_config(path: Path, tool: str | None, base: Path | None, overrides: Sequence[str]) -> Imported:
+def import_config(
+    path: Path, tool: str | None, base: Path | None, overrides: Sequence[str]
+) -> Imported:
     """Turn a config into a valid recipe, over a recipe that has what it does not say.
 
     Raises:
@@ -73,7 +92,11 @@ def import_config(path: Path, tool: str | None, base: Path | None, overrides: Se
     below = _base(base, tree.place)
     draft = Draft(tree, words, override(Tree(tree.place, kind="mapping"), overrides, []), below)
     convert(draft)
-    draft.assume("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "imported", "the file's name")
+    draft.assume(
+        "name",
+        re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "imported",
+        "the file's name",
+    )
     draft.rest()
     whole = _checked(_over(below, draft.recipe), overrides, draft.account)
     ordered = {name: whole[name] for name in Recipe.model_fields if name in whole}
@@ -81,11 +104,17 @@ def import_config(path: Path, tool: str | None, base: Path | None, overrides: Se
 
 
 def _guess(tree: Tree, path: Path) -> tuple[str, tuple[str, ...]]:
-    seen = {tool: tuple(key for key in marks if key in tree.children) for tool, marks in _MARKS.items()}
-    tools = [tool for tool, marks in seen.items() if marks and tool != "hf-trainer"] or [t for t in seen if seen[t]]
+    seen = {
+        tool: tuple(key for key in marks if key in tree.children) for tool, marks in _MARKS.items()
+    }
+    tools = [tool for tool, marks in seen.items() if marks and tool != "hf-trainer"] or [
+        t for t in seen if seen[t]
+    ]
     if len(tools) != 1:
         why = (
-            f"it has keys of {' and of '.join(tools)}" if tools else "none of its keys is one by which a tool is known"
+            f"it has keys of {' and of '.join(tools)}"
+            if tools
+            else "none of its keys is one by which a tool is known"
         )
         raise InputError(f"{path}: whose config is it? {why}; say --from {' | '.join(TOOLS)}")
     return tools[0], seen[tools[0]]
@@ -122,9 +151,13 @@ def _checked(tree: Tree, overrides: Sequence[str], account: ImportReport) -> dic
     problems += check(tree).problems
     if problems:
         said = [str(line) for line in in_reading_order(problems, tree.place.source)]
-        hint = "give what is missing behind the config, as data.train=python-docs, or by --base RECIPE"
+        hint = (
+            "give what is missing behind the config, as data.train=python-docs, or by --base RECIPE"
+        )
         dropped = [f"without a counterpart: {each}" for each in account.dropped]
-        raise RecipeError([*said, *dropped, *([hint] if any("is missing" in line for line in said) else [])])
+        raise RecipeError(
+            [*said, *dropped, *([hint] if any("is missing" in line for line in said) else [])]
+        )
     return dict(tree.plain())
 
 
@@ -144,4 +177,6 @@ def lines(account: ImportReport) -> Iterator[str]:
 def _list(title: str, remarks: Sequence[Remark]) -> Iterator[str]:
     if remarks:
         yield f"{title}:"
-        yield from (f"  line {each.place.line}: {each.key}: {each.value} -> {each.text}" for each in remarks)
+        yield from (
+            f"  line {each.place.line}: {each.key}: {each.value} -> {each.text}" for each in remarks
+        )

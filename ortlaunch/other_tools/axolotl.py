@@ -36,7 +36,11 @@ def _model(draft: Draft) -> None:
     base, tokenizer = draft.take("base_model"), draft.take("tokenizer_config")
     if base is not None:
         draft.put("model.pretrained", base, "base_model")
-        draft.assume("data.tokenizer", word(tokenizer if tokenizer is not None else base), "it lies with the model")
+        draft.assume(
+            "data.tokenizer",
+            word(tokenizer if tokenizer is not None else base),
+            "it lies with the model",
+        )
     if tokenizer is not None:
         draft.needless("tokenizer_config", tokenizer, "data.tokenizer has it")
     kind = draft.take("model_type")
@@ -68,7 +72,11 @@ def _adapter(draft: Draft) -> None:
 
 
 def _datasets(draft: Draft) -> None:
-    for key, part in (("datasets", "train"), ("pretraining_dataset", "train"), ("test_datasets", "evaluation")):
+    for key, part in (
+        ("datasets", "train"),
+        ("pretraining_dataset", "train"),
+        ("test_datasets", "evaluation"),
+    ):
         node = draft.take(key)
         if node is None:
             continue
@@ -96,7 +104,9 @@ def _source(draft: Draft, node: Tree, key: str, usual: str | None) -> dict[str, 
         values.pop("ds_type", None)
     if str(path) in _SUFFIXES and values.get("data_files"):  # the name of a loader
         path = values.pop("data_files")
-    source: dict[str, object] = {"format": form, "path": path} if form else {"format": "hub", "name": path}
+    source: dict[str, object] = (
+        {"format": form, "path": path} if form else {"format": "hub", "name": path}
+    )
     for theirs, ours in (("name", "subset"), ("split", "split"), ("revision", "revision")):
         if values.get(theirs) and not form:
             source[ours] = values.pop(theirs)
@@ -107,23 +117,34 @@ def _source(draft: Draft, node: Tree, key: str, usual: str | None) -> dict[str, 
     return source
 
 
-def _columns(draft: Draft, node: Tree, key: str, kind: object, values: dict[str, object]) -> dict[str, object]:
+def _columns(
+    draft: Draft, node: Tree, key: str, kind: object, values: dict[str, object]
+) -> dict[str, object]:
     here = node.find(("type",)) or node
     if kind in _TEXT:
-        return {"text_column": values.pop("field", None) or values.pop("text_column", None) or "text"}
+        return {
+            "text_column": values.pop("field", None) or values.pop("text_column", None) or "text"
+        }
     if kind in ("chat_template", "sharegpt"):
         column = "messages" if kind == "chat_template" else "conversations"
         if kind == "sharegpt":
-            draft.drop(f"{key}.type", here, "messages have role and content here, not from and value")
+            draft.drop(
+                f"{key}.type", here, "messages have role and content here, not from and value"
+            )
         return {"messages_column": values.pop("field_messages", None) or column}
     if kind == "alpaca" or isinstance(kind, dict):
         fields = kind if isinstance(kind, dict) else {}
         draft.drop(f"{key}.type", here, f"{_PROMPT}; the column input is not read")
-        prompt, answer = fields.get("field_instruction", "instruction"), fields.get("field_output", "output")
+        prompt, answer = (
+            fields.get("field_instruction", "instruction"),
+            fields.get("field_output", "output"),
+        )
         return {"prompt_column": prompt, "response_column": answer}
     if kind is not None:
         draft.drop(
-            f"{key}.type", here, "no counterpart; columns are named by text_column, messages_column, prompt_column"
+            f"{key}.type",
+            here,
+            "no counterpart; columns are named by text_column, messages_column, prompt_column",
         )
     return {}
 
@@ -134,7 +155,9 @@ def _template(draft: Draft) -> None:
     if own is not None:
         draft.put("data.chat_template", own, "chat_template_jinja")
     if named is not None and (own is not None or str(named.scalar).startswith("tokenizer_default")):
-        draft.needless("chat_template", named, "data.chat_template, or the tokenizer's own if there is none")
+        draft.needless(
+            "chat_template", named, "data.chat_template, or the tokenizer's own if there is none"
+        )
     elif named is not None:
         why = "the tokenizer's own is taken; Axolotl's of that name can be given as data.chat_template"
         draft.drop("chat_template", named, why)
@@ -143,8 +166,14 @@ def _template(draft: Draft) -> None:
 def _schedule(draft: Draft) -> None:
     """Axolotl's own defaults: a cosine, after 3 % of the steps."""
     named = draft.value("lr_scheduler")
-    if named != "constant" and draft.value("warmup_steps") is None and draft.value("warmup_ratio") is None:
-        draft.assume("schedule.warmup_ratio", 0.03, "Axolotl's default, there with at most 100 steps")
+    if (
+        named != "constant"
+        and draft.value("warmup_steps") is None
+        and draft.value("warmup_ratio") is None
+    ):
+        draft.assume(
+            "schedule.warmup_ratio", 0.03, "Axolotl's default, there with at most 100 steps"
+        )
     draft.assume("schedule.name", "cosine", "Axolotl's default")
     trainer.schedule(draft, "lr_scheduler")
 
@@ -163,7 +192,11 @@ def _packing(draft: Draft) -> None:
     elif inputs is not None:
         draft.needless("train_on_inputs", inputs, "answers alone count in the loss of chats")
     chats = _has_chats(draft)
-    why = "a chat is a sample of its own, padded to data.sequence_length" if chats else "text is always packed"
+    why = (
+        "a chat is a sample of its own, padded to data.sequence_length"
+        if chats
+        else "text is always packed"
+    )
     for key in ("sample_packing", "eval_sample_packing"):
         if draft.value(key) is not None:
             node = draft.left.pop(key)

@@ -24,7 +24,11 @@ _SETTINGS = {
     "weight_decay": "weight_decay",
     "momentum": "momentum",
 }
-_CPU_ADAM = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
+_CPU_ADAM = (
+    "fp16.fp16_master_weights_and_grads",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+)
 _AUTO = "Hugging Face's Trainer fills it in from its own arguments, and so does the recipe"
 
 
@@ -37,11 +41,17 @@ def convert(draft: Draft) -> None:
 def beside(draft: Draft, node: Tree) -> None:
     """The config that another tool's names by its path, or holds."""
     if node.kind == "mapping":
-        return _parts(draft, {str(key): child for key, child in node.children.items()}, "deepspeed.")
+        return _parts(
+            draft, {str(key): child for key, child in node.children.items()}, "deepspeed."
+        )
     path = next((each for each in _places(node) if each.is_file()), None)
     if path is None:
-        draft.drop("deepspeed", node, "there is no such file here; give zero.stage, and zero.deepspeed")
-        return _shard(draft, next((n for n in (3, 2, 1) if str(n) in word(node)), 0), "by that file's name")
+        draft.drop(
+            "deepspeed", node, "there is no such file here; give zero.stage, and zero.deepspeed"
+        )
+        return _shard(
+            draft, next((n for n in (3, 2, 1) if str(n) in word(node)), 0), "by that file's name"
+        )
     from ortlaunch.other_tools.reading import config
 
     inner = config(path)
@@ -81,18 +91,28 @@ def _parts(draft: Draft, parts: dict[str, Tree], prefix: str) -> None:
 def _shard(draft: Draft, stage: int, why: str) -> None:
     draft.assume("zero.stage", stage, why)
     if stage == 3:
-        draft.assume("engine.name", "eager", "ONNX Runtime has no ZeRO 3; zero.stage=2 engine.name=ort runs on it")
+        draft.assume(
+            "engine.name",
+            "eager",
+            "ONNX Runtime has no ZeRO 3; zero.stage=2 engine.name=ort runs on it",
+        )
 
 
 def _batch(draft: Draft, parts: dict[str, Tree]) -> None:
     """Of three sizes two decide; of none given Trainer's or the base's hold."""
     total, micro, passes = (
         number(parts.get(key))
-        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        for key in (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+        )
     )
     if total and micro and passes:
         draft.needless(
-            "gradient_accumulation_steps", parts.pop("gradient_accumulation_steps"), "the other two decide it"
+            "gradient_accumulation_steps",
+            parts.pop("gradient_accumulation_steps"),
+            "the other two decide it",
         )
     elif micro and not total and not passes:
         draft.assume("batch.accumulation_steps", 1, "DeepSpeed's default")
@@ -166,13 +186,21 @@ def _setting(draft: Draft, key: str, node: Tree) -> None:
 def _scheduler(draft: Draft, node: Tree) -> None:
     kind, params = node.find(("type",)), node.find(("params",))
     forms = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-    values: dict[str, Tree] = {str(key): child for key, child in params.children.items()} if params is not None else {}
+    values: dict[str, Tree] = (
+        {str(key): child for key, child in params.children.items()} if params is not None else {}
+    )
     if kind is not None:
         curve = values.get("warmup_type")
         bent = forms.get(str(kind.scalar)) and (curve is None or curve.scalar != "linear")
         why = "the warm-up is linear, DeepSpeed's by itself logarithmic" if bent else ""
-        why = why if str(kind.scalar) in forms else "another schedule: there is none of that name here"
-        draft.put("schedule.name", kind, "scheduler.type", forms.get(str(kind.scalar), "linear"), why)
+        why = (
+            why
+            if str(kind.scalar) in forms
+            else "another schedule: there is none of that name here"
+        )
+        draft.put(
+            "schedule.name", kind, "scheduler.type", forms.get(str(kind.scalar), "linear"), why
+        )
     places = {"warmup_num_steps": "schedule.warmup_steps", "warmup_max_lr": "optimizer.learning_rate",
               "total_num_steps": "train.max_steps", "cos_min_ratio": "schedule.minimum_ratio"}  # fmt: skip
     for key, child in values.items():
@@ -190,7 +218,9 @@ def _schedule_setting(draft: Draft, key: str, node: Tree, places: dict[str, str]
     elif path:
         draft.put(path, node, name)
     elif node.scalar in (0, 0.0, "linear", "log"):
-        draft.needless(name, node, "it begins at 0" if node.scalar == 0 else "the form of the warm-up")
+        draft.needless(
+            name, node, "it begins at 0" if node.scalar == 0 else "the form of the warm-up"
+        )
     else:
         draft.drop(name, node, "no counterpart")
 
@@ -216,7 +246,9 @@ def _raw(draft: Draft, key: str, node: Tree, path: str) -> None:
             _raw(draft, f"{key}.{name}", child, f"{path}.{name}")
     elif path in _CPU_ADAM and not is_empty(node):
         draft.drop(
-            key, node, "it needs DeepSpeed's own Adam on the CPU; the optimizer here is torch's or ONNX Runtime's"
+            key,
+            node,
+            "it needs DeepSpeed's own Adam on the CPU; the optimizer here is torch's or ONNX Runtime's",
         )
     elif DEEPSPEED_OWNED.get(path, "").startswith("zero.offload."):
         _offload(draft, key, node, DEEPSPEED_OWNED[path])

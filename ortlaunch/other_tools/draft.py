@@ -17,7 +17,11 @@ from ortlaunch.recipe.text.words import closest, normal
 from ortlaunch.recipe.text.yaml_text import in_line
 
 NONE = "none: "
-_NO_BF16 = ("engine.name", "eager", "ONNX Runtime has bf16 on CUDA only; precision=fp32 engine.name=ort runs on it")
+_NO_BF16 = (
+    "engine.name",
+    "eager",
+    "ONNX Runtime has bf16 on CUDA only; precision=fp32 engine.name=ort runs on it",
+)
 
 
 class Remark(NamedTuple):
@@ -91,7 +95,10 @@ class Draft:
         self.recipe = self.recipe.put(keys(path), tree)
         written = path if value is None else f"{path}: {word(tree)}"
         self._remark(
-            self.account.changed if why else self.account.taken, key, node, f"{written}; {why}" if why else written
+            self.account.changed if why else self.account.taken,
+            key,
+            node,
+            f"{written}; {why}" if why else written,
         )
         return None
 
@@ -130,7 +137,10 @@ class Draft:
                 self.account.assumed.append(f"{path}: {value} ({why})")
 
     def _by_tables(self, key: str, node: Tree) -> None:
-        ours = next((DIALECTS[tool][normal(key)] for tool in self.tools if normal(key) in DIALECTS[tool]), None)
+        ours = next(
+            (DIALECTS[tool][normal(key)] for tool in self.tools if normal(key) in DIALECTS[tool]),
+            None,
+        )
         ours = ours or everywhere().get(normal(key)) or ""
         if ours.startswith(NONE):
             self.needless(key, node, ours.removeprefix(NONE))
@@ -150,13 +160,24 @@ class Draft:
 
     def _remark(self, where: list[Remark], key: str, node: Tree, text: str) -> None:
         value = HIDDEN if SECRET.search(key) else " ".join(word(node).split())
-        where.append(Remark(node.key_place or node.place, key, value if len(value) <= 80 else value[:77] + "...", text))
+        where.append(
+            Remark(
+                node.key_place or node.place,
+                key,
+                value if len(value) <= 80 else value[:77] + "...",
+                text,
+            )
+        )
 
 
 def is_key(path: str) -> bool:
     """Whether it is a key of the recipe and nothing more."""
     where = keys(path) if path and " " not in path else ()
-    return bool(where) and section_at(where[:-1]) is not None and str(where[-1]) in names_in(where[:-1])
+    return (
+        bool(where)
+        and section_at(where[:-1]) is not None
+        and str(where[-1]) in names_in(where[:-1])
+    )
 
 
 def is_empty(node: Tree) -> bool:
@@ -172,11 +193,17 @@ def made(value: object, node: Tree) -> Tree:
         return value
     if isinstance(value, dict):
         return Tree(
-            node.place, kind="mapping", key_place=node.key_place, children={k: made(v, node) for k, v in value.items()}
+            node.place,
+            kind="mapping",
+            key_place=node.key_place,
+            children={k: made(v, node) for k, v in value.items()},
         )
     if isinstance(value, (list, tuple)):
         return Tree(
-            node.place, kind="list", key_place=node.key_place, children={i: made(v, node) for i, v in enumerate(value)}
+            node.place,
+            kind="list",
+            key_place=node.key_place,
+            children={i: made(v, node) for i, v in enumerate(value)},
         )
     return Tree(node.place, value, str(value), key_place=node.key_place)
 

@@ -97,7 +97,12 @@ def _best(draft: Draft, why: str) -> None:
         why = f"there is no {_EVERY}; give that, too"
     for key, node, path, value in (
         ("load_best_model_at_end", best, "checkpoint.keep_best", {"metric": ours, "export": True}),
-        ("early_stopping_patience", patience, "train.stop_after", {"metric": ours, "evaluations": patience}),
+        (
+            "early_stopping_patience",
+            patience,
+            "train.stop_after",
+            {"metric": ours, "evaluations": patience},
+        ),
     ):
         if node is not None and why:
             draft.drop(key, node, f"{path}: {why}")
@@ -107,7 +112,11 @@ def _best(draft: Draft, why: str) -> None:
         draft.drop("metric_for_best_model", metric, why)
     elif metric is not None:
         used = "checkpoint.keep_best and train.stop_after name it"
-        draft.needless("metric_for_best_model", metric, used if best or patience else "nothing asks for the best")
+        draft.needless(
+            "metric_for_best_model",
+            metric,
+            used if best or patience else "nothing asks for the best",
+        )
     if greater is not None:
         draft.needless("greater_is_better", greater, "the metric says it")
 
@@ -124,4 +133,8 @@ def _saves(draft: Draft) -> None:
     if strategy is not None and draft.recipe.find(("checkpoint", "every_steps")) is not None:
         draft.needless("save_strategy", strategy, "checkpoint.every_steps says it")
     elif strategy is not None:
-        draft.drop("save_strategy", strategy, "one is saved every 30 minutes and at the end: checkpoint.every_minutes")
+        draft.drop(
+            "save_strategy",
+            strategy,
+            "one is saved every 30 minutes and at the end: checkpoint.every_minutes",
+        )

@@ -34,8 +34,17 @@ def convert(draft: Draft) -> None:
 def _adapters(draft: Draft) -> None:
     target, rank = draft.take("lora_target"), number(draft.left.get("lora_rank")) or 8
     if target is not None:
-        names = [each.strip() for each in word(target).split(",")] if target.kind == "scalar" else target.plain()
-        draft.put("model.lora.target_modules", target, "lora_target", ["all-linear"] if names == ["all"] else names)
+        names = (
+            [each.strip() for each in word(target).split(",")]
+            if target.kind == "scalar"
+            else target.plain()
+        )
+        draft.put(
+            "model.lora.target_modules",
+            target,
+            "lora_target",
+            ["all-linear"] if names == ["all"] else names,
+        )
     for key, ours in (("lora_rank", "r"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")):
         node = draft.take(key)
         if node is not None:
@@ -55,7 +64,11 @@ def _data(draft: Draft, chats: bool) -> None:
         draft.drop("dataset_dir", folder, "data.train.path says it")
     template = draft.take("template")
     if template is not None:
-        draft.drop("template", template, "the tokenizer's own chat template is taken, or data.chat_template")
+        draft.drop(
+            "template",
+            template,
+            "the tokenizer's own chat template is taken, or data.chat_template",
+        )
     if packed is not None:
         why = "a chat is a sample of its own" if chats else "text is always packed"
         (draft.drop if bool(packed.scalar) == chats else draft.needless)("packing", packed, why)

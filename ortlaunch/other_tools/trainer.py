@@ -23,7 +23,9 @@ SCHEDULES = {
 }
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw"), ("adamw", "")),
-    **dict.fromkeys(("adamw_torch_fused", "adamw_ort_fused", "adamw_apex_fused"), ("fused_adam", "")),
+    **dict.fromkeys(
+        ("adamw_torch_fused", "adamw_ort_fused", "adamw_apex_fused"), ("fused_adam", "")
+    ),
     "sgd": ("sgd", ""),
 }
 # What Trainer takes where nothing is said; intervals of logs and checkpoints are ours.
@@ -63,16 +65,27 @@ def training(draft: Draft) -> None:
     intervals.convert(draft)
     level = draft.take("log_level")
     if level is not None:
-        draft.needless("log_level", level, "it is of Trainer's own lines; engine.log_level is of ONNX Runtime's")
+        draft.needless(
+            "log_level",
+            level,
+            "it is of Trainer's own lines; engine.log_level is of ONNX Runtime's",
+        )
     config = draft.take("deepspeed")
     if config is not None:
         deepspeed.beside(draft, config)
 
 
 def _task(draft: Draft) -> None:
-    of_glue = {"stsb": "sequence-regression", **dict.fromkeys(("ner", "pos", "chunk"), "token-classification")}
+    of_glue = {
+        "stsb": "sequence-regression",
+        **dict.fromkeys(("ner", "pos", "chunk"), "token-classification"),
+    }
     named = of_glue.get(str(draft.value("task_name")).lower(), "sequence-classification")
-    for key, task in {"mlm_probability": "masked-lm", "block_size": "causal-lm", "task_name": named}.items():
+    for key, task in {
+        "mlm_probability": "masked-lm",
+        "block_size": "causal-lm",
+        "task_name": named,
+    }.items():
         if draft.value(key) is not None:
             return draft.assume("model.task", task, f"{key} is of that task's script")
     return None
@@ -86,11 +99,15 @@ def model(draft: Draft) -> None:
     if tokenizer is not None or source is not None:
         key = "tokenizer_name" if tokenizer is not None else "model_name_or_path"
         draft.put("data.tokenizer", tokenizer or source, key)  # type: ignore[arg-type]
-    kind, changes, revision = (draft.take(key) for key in ("model_type", "config_overrides", "model_revision"))
+    kind, changes, revision = (
+        draft.take(key) for key in ("model_type", "config_overrides", "model_revision")
+    )
     if revision is not None and revision.scalar == "main":
         draft.needless("model_revision", revision, "it is the newest")
     elif revision is not None:
-        draft.drop("model_revision", revision, "the newest is taken; give a folder that holds this one")
+        draft.drop(
+            "model_revision", revision, "the newest is taken; give a folder that holds this one"
+        )
     if kind is not None and source is None:
         draft.put("model.config.model_type", kind, "model_type")
     elif kind is not None:
@@ -122,15 +139,25 @@ def _data(draft: Draft) -> None:
         draft.put("data.train.subset", subset, "dataset_config_name")
     lines = draft.take("line_by_line")
     if lines is not None:
-        draft.drop("line_by_line", lines, "text is cut into windows of data.sequence_length, not a sample a line")
+        draft.drop(
+            "line_by_line",
+            lines,
+            "text is cut into windows of data.sequence_length, not a sample a line",
+        )
 
 
 def files(draft: Draft, key: str, node: Tree, part: str) -> None:
     """A data file, whose name says its format."""
     form = _FORMATS.get(Path(str(node.scalar)).suffix)
     if form is None:
-        return draft.drop(key, node, f"its format is none of text, jsonl and parquet; give data.{part}")
-    why = "a file of one JSON array must become one of a row a line" if str(node.scalar).endswith(".json") else ""
+        return draft.drop(
+            key, node, f"its format is none of text, jsonl and parquet; give data.{part}"
+        )
+    why = (
+        "a file of one JSON array must become one of a row a line"
+        if str(node.scalar).endswith(".json")
+        else ""
+    )
     return draft.put(f"data.{part}", node, key, {"format": form, "path": node.scalar}, why)
 
 
@@ -138,10 +165,16 @@ def optimizer(draft: Draft, key: str) -> None:
     """Its name, and the decay of its moments."""
     node = draft.take(key)
     if node is not None:
-        ours, why = OPTIMIZERS.get(str(node.scalar).replace("OptimizerNames.", "").lower(), ("adamw", ""))
+        ours, why = OPTIMIZERS.get(
+            str(node.scalar).replace("OptimizerNames.", "").lower(), ("adamw", "")
+        )
         if str(node.scalar).lower() not in OPTIMIZERS:
             eight = re.search("8bit|4bit|paged", str(node.scalar))
-            why = "with its state in 32 bits" if eight else "another optimizer: there is none of that name here"
+            why = (
+                "with its state in 32 bits"
+                if eight
+                else "another optimizer: there is none of that name here"
+            )
         draft.put("optimizer.name", node, key, ours, why)
     first, second = draft.take("adam_beta1"), draft.take("adam_beta2")
     given = first or second
@@ -162,7 +195,13 @@ def schedule(draft: Draft, key: str) -> None:
         ours, why = SCHEDULES[kind]
         draft.put("schedule.name", node, key, ours, why)
     elif node is not None:
-        draft.put("schedule.name", node, key, "linear", "another schedule: there is none of that name here")
+        draft.put(
+            "schedule.name",
+            node,
+            key,
+            "linear",
+            "another schedule: there is none of that name here",
+        )
     if extra is not None:
         _least(draft, extra)
 
@@ -179,7 +218,12 @@ def _warmup(draft: Draft, kind: str, ratio: Tree | None, steps: Tree | None) -> 
         elif node is not None and key == "warmup_ratio" and steps is not None:
             draft.drop(key, node, "warmup_steps comes first")
         elif node is not None and key == "warmup_steps" and (value is None or value >= 1):
-            draft.put("schedule.warmup_steps", node, key, int(value) if value and float(value).is_integer() else None)
+            draft.put(
+                "schedule.warmup_steps",
+                node,
+                key,
+                int(value) if value and float(value).is_integer() else None,
+            )
         elif node is not None:
             draft.put("schedule.warmup_ratio", node, key)
 
@@ -191,7 +235,11 @@ def _least(draft: Draft, extra: Tree) -> None:
     ratio = number(extra.find(("min_lr_rate",)))
     if ratio is None and least is not None:
         ratio = least / rate
-    others = [str(name) for name in extra.children if ratio is None or name not in ("min_lr", "min_lr_rate")]
+    others = [
+        str(name)
+        for name in extra.children
+        if ratio is None or name not in ("min_lr", "min_lr_rate")
+    ]
     if ratio is not None:
         draft.put("schedule.minimum_ratio", extra, "lr_scheduler_kwargs", round(ratio, 9))
     if others:
@@ -204,7 +252,11 @@ def precision(draft: Draft) -> None:
         node = draft.take(kind)
         if node is not None:
             draft.put(
-                "precision", node, kind, kind, "auto would have asked the hardware" if node.scalar == "auto" else ""
+                "precision",
+                node,
+                kind,
+                kind,
+                "auto would have asked the hardware" if node.scalar == "auto" else "",
             )
     exact = draft.take("tf32")
     if exact is not None and draft.recipe.find(("precision",)) is None:
@@ -226,7 +278,13 @@ def _recomputation(draft: Draft) -> None:
     if node is not None and isinstance(node.scalar, str) and node.scalar:
         draft.left.pop("gradient_checkpointing")
         path = "model.gradient_checkpointing"
-        draft.put(path, node, "gradient_checkpointing", True, "layers are computed again, and nothing is offloaded")
+        draft.put(
+            path,
+            node,
+            "gradient_checkpointing",
+            True,
+            "layers are computed again, and nothing is offloaded",
+        )
 
 
 def _grouping(draft: Draft) -> None:
@@ -239,7 +297,11 @@ def _grouping(draft: Draft) -> None:
     if not traits.label and not chats:
         draft.needless("group_by_length", node, "samples are windows of text, without padding")
     elif draft.expected("engine.name") == "inductor":
-        draft.drop("group_by_length", node, "inductor compiles each length: give data.bucket_lengths, up to three")
+        draft.drop(
+            "group_by_length",
+            node,
+            "inductor compiles each length: give data.bucket_lengths, up to three",
+        )
     else:
         why = "the samples of a step are grouped by length, not those of many steps"
         draft.put("data.padding", node, "group_by_length", "longest", why)
@@ -250,10 +312,18 @@ def name(draft: Draft) -> None:
     for key in ("run_name", "wandb_name", "output_dir"):
         node = draft.take(key)
         fit = (
-            re.sub(r"[^A-Za-z0-9._-]+", "-", Path(str(node.scalar)).name).strip("-._")[:100] if node is not None else ""
+            re.sub(r"[^A-Za-z0-9._-]+", "-", Path(str(node.scalar)).name).strip("-._")[:100]
+            if node is not None
+            else ""
         )
         if node is not None and fit and draft.recipe.find(("name",)) is None:
-            draft.put("name", node, key, fit, "the run's folder is given by --run-dir" if key == "output_dir" else "")
+            draft.put(
+                "name",
+                node,
+                key,
+                fit,
+                "the run's folder is given by --run-dir" if key == "output_dir" else "",
+            )
         elif node is not None:
             draft.needless(key, node, "the run has a name, and --run-dir says its folder")
 
@@ -267,7 +337,13 @@ def trackers(draft: Draft) -> None:
     ours = [each for each in asked if each in ("tensorboard", "wandb", "mlflow")]
     others = [str(each) for each in asked if each not in (*ours, "none")]
     if ours:
-        draft.put("log.trackers", node, "report_to", ours, f"without {', '.join(others)}" if others else "")
+        draft.put(
+            "log.trackers",
+            node,
+            "report_to",
+            ours,
+            f"without {', '.join(others)}" if others else "",
+        )
     elif others:
         draft.drop("report_to", node, "log.trackers has tensorboard, wandb, mlflow")
     else:

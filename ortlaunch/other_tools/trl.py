@@ -23,7 +23,9 @@ def is_sft(draft: Draft) -> bool:
         node = draft.left.get(key)
         if node is not None:
             place = node.key_place or node.place
-            raise InputError(f"{place}: {key}: {word(node)}: of TRL's trainers SFTTrainer alone is known here")
+            raise InputError(
+                f"{place}: {key}: {word(node)}: of TRL's trainers SFTTrainer alone is known here"
+            )
     return found
 
 
@@ -49,16 +51,35 @@ def _data(draft: Draft, chats: bool) -> None:
     first, second = draft.take("dataset_train_split"), draft.take("dataset_test_split")
     field, answers = draft.take("dataset_text_field"), draft.take("assistant_only_loss")
     if hub is not None:
-        columns = {"messages_column": "messages"} if chats else {"text_column": word(field) if field else "text"}
-        source = {"format": "hub", "name": hub.scalar, **({"subset": word(subset)} if subset else {}), **columns}
+        columns = (
+            {"messages_column": "messages"}
+            if chats
+            else {"text_column": word(field) if field else "text"}
+        )
+        source = {
+            "format": "hub",
+            "name": hub.scalar,
+            **({"subset": word(subset)} if subset else {}),
+            **columns,
+        }
         why = f"taken as text; for chats add data.train.messages_column=messages, and {_ANSWERS}"
-        whole = "" if answers is not None else f"{_ANSWERS}, TRL's without assistant_only_loss in the whole chat's"
+        whole = (
+            ""
+            if answers is not None
+            else f"{_ANSWERS}, TRL's without assistant_only_loss in the whole chat's"
+        )
         split = {"split": word(first)} if first else {}
         draft.put("data.train", hub, "dataset_name", {**source, **split}, whole if chats else why)
         if second is not None and draft.value("eval_strategy") not in (None, False, "no"):
-            draft.put("data.evaluation", second, "dataset_test_split", {**source, "split": word(second)})
+            draft.put(
+                "data.evaluation", second, "dataset_test_split", {**source, "split": word(second)}
+            )
             second = None
-    for key, node in (("dataset_config", subset), ("dataset_train_split", first), ("dataset_text_field", field)):
+    for key, node in (
+        ("dataset_config", subset),
+        ("dataset_train_split", first),
+        ("dataset_text_field", field),
+    ):
         if node is not None and hub is not None:
             draft.needless(key, node, "data.train has it")
         elif node is not None:
@@ -85,7 +106,11 @@ def _adapters(draft: Draft) -> None:
     if wanted is None:
         return draft.without_adapters("use_peft is not true")
     draft.needless("use_peft", wanted, "model.lora says it")
-    for key, ours, usual in (("lora_r", "r", 16), ("lora_alpha", "alpha", 32), ("lora_dropout", "dropout", 0.05)):
+    for key, ours, usual in (
+        ("lora_r", "r", 16),
+        ("lora_alpha", "alpha", 32),
+        ("lora_dropout", "dropout", 0.05),
+    ):
         node = draft.take(key)
         if node is not None:
             draft.put(f"model.lora.{ours}", node, key)

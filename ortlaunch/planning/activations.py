@@ -10,7 +10,10 @@ from ortlaunch.json_types import Json
 from ortlaunch.machine import FUSED_ATTENTION_SCORES
 from ortlaunch.recipe import Recipe
 
-_SCALE, _MASK = 4, 1  # bytes that a dropout keeps a number: torch on a CPU the factor, others a truth
+_SCALE, _MASK = (
+    4,
+    1,
+)  # bytes that a dropout keeps a number: torch on a CPU the factor, others a truth
 
 
 def layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
@@ -64,7 +67,9 @@ def _fused(recipe: Recipe, c: Json, length: int, device: str) -> bool:
     Engine ort writes short ones out in its graph, and on a CPU those with dropout.
     """
     engine, asked = recipe.engine, recipe.model.attention
-    written_out = asked == "eager" or (asked == "auto" and (engine.efficient_attention or engine.flash_attention))
+    written_out = asked == "eager" or (
+        asked == "auto" and (engine.efficient_attention or engine.flash_attention)
+    )
     if written_out or engine.name != "ort":
         return not written_out
     if engine.torch_operators != "auto" or (_drops(c) and device == "cpu"):

@@ -27,7 +27,8 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": NEVER,
-        "gradient_clipping": recipe.train.max_grad_norm or 0.0,  # DeepSpeed clips to 1.0 where nothing is said
+        "gradient_clipping": recipe.train.max_grad_norm
+        or 0.0,  # DeepSpeed clips to 1.0 where nothing is said
     }
     if recipe.format.is_narrow:
         config[recipe.precision] = {"enabled": True}
@@ -38,7 +39,9 @@ def _offload(offload: Offload | None) -> dict[str, object]:
     """DeepSpeed's sections for what is kept off the GPU."""
     if offload is None:
         return {}
-    common = {"pin_memory": offload.pin_memory} | ({"nvme_path": offload.nvme_path} if offload.nvme_path else {})
+    common = {"pin_memory": offload.pin_memory} | (
+        {"nvme_path": offload.nvme_path} if offload.nvme_path else {}
+    )
     devices = {"offload_optimizer": offload.optimizer, "offload_param": offload.parameters}
     return {section: {"device": device, **common} for section, device in devices.items() if device}
 

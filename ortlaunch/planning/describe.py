@@ -64,7 +64,11 @@ def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
         return ["  launch.max_restarts: the launcher is not ortlaunch's; a job of `ortlaunch submit` restarts the run; "
                 "else start the same command again from the batch script"]  # fmt: skip
     times, nodes = counted(most, "time"), recipe.launch.elastic
-    lost = [f"  a lost host is left out, and taken back at a restart; hosts: {nodes} (launch.nodes)"] if nodes else []
+    lost = (
+        [f"  a lost host is left out, and taken back at a restart; hosts: {nodes} (launch.nodes)"]
+        if nodes
+        else []
+    )
     return [
         *lost,
         f"  after a fault: started again from the last complete checkpoint, at most {times} without progress",
@@ -102,21 +106,33 @@ def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
     """Bytes of a rank, of every ZeRO stage where there is a `choice`; a kind that is 0 in all of them is left out."""
     stages = [row for row in memory.by_stage if choice or row[0] == memory.chosen]
     kinds = [kind for kind in _KINDS if any(getattr(parts, kind) for _, parts in stages)]
-    marks = [f"{'->' if stage == memory.chosen else '':2}{stage:8}" if choice else "" for stage, _ in stages]
+    marks = [
+        f"{'->' if stage == memory.chosen else '':2}{stage:8}" if choice else ""
+        for stage, _ in stages
+    ]
     lines = [
         f"memory: {memory.parameters:,} parameters, {memory.trainable:,} trained; "
         f"a checkpoint takes {human(memory.checkpoint)}; on each rank:",
         f"  {'':{len(marks[0])}}{''.join(f'{kind:>{_width(kind)}}' for kind in kinds)}",
     ]
     for mark, (_, parts) in zip(marks, stages):
-        lines.append(f"  {mark}" + "".join(f"{human(getattr(parts, kind)):>{_width(kind)}}" for kind in kinds))
+        lines.append(
+            f"  {mark}"
+            + "".join(f"{human(getattr(parts, kind)):>{_width(kind)}}" for kind in kinds)
+        )
     if memory.compared:
-        lines.append(f"  steps that are compared hold {human(memory.compared)} of gradients more (engine.parity_steps)")
+        lines.append(
+            f"  steps that are compared hold {human(memory.compared)} of gradients more (engine.parity_steps)"
+        )
     if memory.chunk:
         lines.append(f"  head and loss of {memory.chunk} rows at a time (engine.chunked_loss)")
     lines += [*_beside_lines(memory, device)]
     bound = "buckets are an upper bound; " if "buckets" in kinds else ""
-    guessed = "activations and overhead are estimates" if "overhead" in kinds else "activations are an estimate"
+    guessed = (
+        "activations and overhead are estimates"
+        if "overhead" in kinds
+        else "activations are an estimate"
+    )
     before = [f"  the process takes {human(PROCESS)} before its model"] if device == "cpu" else []
     return [*lines, f"  {guessed}, {bound}the rest is exact", *before]
 
@@ -126,7 +142,11 @@ def _beside_lines(memory: Memory, device: str) -> Iterator[str]:
     host = memory.host
     if device == "cuda":
         weights = dict(memory.by_stage)[memory.chosen].weights
-        less = f"; {human(weights)} where it lacks room" if memory.chosen in ("ZeRO 1", "ZeRO 2") else ""
+        less = (
+            f"; {human(weights)} where it lacks room"
+            if memory.chosen in ("ZeRO 1", "ZeRO 2")
+            else ""
+        )
         yield f"  at the start a GPU holds {human(memory.start)}, before optimizer state{less}"
     parts = [f"{human(host.built)} to build the model"] if device == "cuda" else []
     parts += [f"{human(host.offloaded)} offloaded"] if host.offloaded else []

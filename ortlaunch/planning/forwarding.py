@@ -8,7 +8,15 @@ from ortlaunch.errors import PlanError
 from ortlaunch.recipe import Recipe
 
 # Variables of the user's shell that every rank gets, by name; their values are never written or shown.
-FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "HTTPS_PROXY", "NO_PROXY")
+FORWARDED = (
+    "PATH",
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "XDG_CACHE_HOME",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+)
 FORWARDED_PREFIXES = (
     "NCCL_", "GLOO_", "UCX_", "FI_", "I_MPI_", "MPI4PY_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_",
     "ORTMODULE_", "ORTLAUNCH_", "TORCH_", "TORCHINDUCTOR_", "DS_", "PYTORCH_", "WANDB_", "MLFLOW_",
@@ -28,5 +36,7 @@ def forwarded(recipe: Recipe, environ: Mapping[str, str], secret: bool) -> tuple
     named = {name for name in environ if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)}
     absent = [name for name in recipe.launch.forward if name not in environ]
     if absent and not (secret and recipe.submit.scheduler == "kubernetes"):
-        raise PlanError(f"launch.forward: {', '.join(absent)} is not set in this shell; export it, or take it out")
+        raise PlanError(
+            f"launch.forward: {', '.join(absent)} is not set in this shell; export it, or take it out"
+        )
     return tuple(sorted((named | set(recipe.launch.forward)) - set(recipe.launch.env)))

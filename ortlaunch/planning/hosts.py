@@ -104,22 +104,30 @@ def parse_hostfile(text: str, source: str, default_slots: int | None = None) -> 
     """
     hosts, marks = _collect(_lines(text), source, default_slots)
     if not hosts:
-        raise HostfileError(f"{source}: there is no host in it; write one line per host, such as {_EXAMPLE}")
+        raise HostfileError(
+            f"{source}: there is no host in it; write one line per host, such as {_EXAMPLE}"
+        )
     return HostList(hosts, _dialect(marks))
 
 
-def select(hosts: Sequence[Host], include: str | None = None, exclude: str | None = None) -> tuple[Host, ...]:
+def select(
+    hosts: Sequence[Host], include: str | None = None, exclude: str | None = None
+) -> tuple[Host, ...]:
     """Keep or drop hosts and slots by DeepSpeed's grammar, ``worker-2:0,1@worker-3``; the order stays.
 
     A host is named without its ``user@``, because ``@`` separates hosts here; IPv6 goes in brackets.
     """
     if include is not None and exclude is not None:
-        raise HostfileError("--include and --exclude cannot be given together; keep the shorter one")
+        raise HostfileError(
+            "--include and --exclude cannot be given together; keep the shorter one"
+        )
     text, option = (include, "--include") if exclude is None else (exclude, "--exclude")
     if text is None:
         return tuple(hosts)
     named = _filter(text, option, {_machine(host.name): host for host in hosts})
-    picked = (_pick(host, named.get(_machine(host.name), ()), drop=exclude is not None) for host in hosts)
+    picked = (
+        _pick(host, named.get(_machine(host.name), ()), drop=exclude is not None) for host in hosts
+    )
     kept = tuple(host for host in picked if host.slots)
     if not kept:
         raise HostfileError(f"{option} {text!r} leaves no slot on any host; leave at least one")
@@ -174,7 +182,9 @@ def _refuse_repeated(host: Host, place: str, seen: dict[str, str], complaints: l
         complaints.append(f"{place}: host {name!r} is already at {first}; {mend}")
 
 
-def _read(content: str, default_slots: int | None, marks: set[str], problems: _Problems) -> Host | None:
+def _read(
+    content: str, default_slots: int | None, marks: set[str], problems: _Problems
+) -> Host | None:
     """The host on one line, adding the mark of its dialect; None when ``problems`` grew."""
     column, token = _column(content), content.split(None, 1)[0]
     name, colon = _split(token, column, problems)
@@ -203,17 +213,23 @@ def _split(token: str, column: int, problems: _Problems) -> tuple[str, str | Non
     return user + (ipv6 or plain), colon and colon[1:]
 
 
-def _read_settings(content: str, start: int, settings: dict[str, _Setting], problems: _Problems) -> None:
+def _read_settings(
+    content: str, start: int, settings: dict[str, _Setting], problems: _Problems
+) -> None:
     """Add the ``key=value`` pairs behind the host name to ``settings``; max-slots is max_slots."""
     for match in _SETTING.finditer(content, start):
         key, equals, value, junk = match.groups()
         column, label, known = match.start() + 1, match[0].rstrip(), (key or "").replace("-", "_")
         if junk:
-            problems.append((column, f"{label!r} is not understood; write key=value, such as slots=8"))
+            problems.append(
+                (column, f"{label!r} is not understood; write key=value, such as slots=8")
+            )
         elif known not in _KEYS:
             problems.append((column, _unknown_key(key, label)))
         elif known in settings:
-            problems.append((column, f"{label!r} comes after {settings[known].label!r}; write {known} once"))
+            problems.append(
+                (column, f"{label!r} comes after {settings[known].label!r}; write {known} once")
+            )
         else:
             settings[known] = _Setting(column, label, value, equals != "=")
 
@@ -222,11 +238,15 @@ def _number(setting: _Setting, problems: _Problems) -> int:
     column, label, value, _ = setting
     digits = value[1:] if value.startswith("-") else value
     if not (digits.isascii() and digits.isdigit()):
-        problems.append((column, f"{label!r} does not end in a whole number; write for example slots=8"))
+        problems.append(
+            (column, f"{label!r} does not end in a whole number; write for example slots=8")
+        )
     elif digits != value or not value.strip("0"):
         problems.append((column, f"{label!r} is below 1; write 1 or more, or delete the line"))
     elif len(value) > _MOST_DIGITS:
-        problems.append((column, f"{label!r} has over {_MOST_DIGITS} digits; write the number of devices"))
+        problems.append(
+            (column, f"{label!r} has over {_MOST_DIGITS} digits; write the number of devices")
+        )
     else:
         return int(value)
     return 0
@@ -292,14 +312,18 @@ def _want(item: str, hosts: dict[str, Host], named: dict[str, tuple[int, ...]]) 
     if not name:
         return "there is no host here; write for example worker-2:0,1@worker-3"
     if name not in hosts:
-        return f"there is no host {name!r}; {_close(name, hosts)}the hosts are {_listed(list(hosts))}"
+        return (
+            f"there is no host {name!r}; {_close(name, hosts)}the hosts are {_listed(list(hosts))}"
+        )
     if name in named:
         return f"host {name!r} is named twice; write it once, with all its slots: {name}:0,1"
     devices = {str(device): device for device in hosts[name].devices}
     wanted = [slot.strip() for slot in slots.split(",")] if colon else list(devices)
     strange = [slot for slot in wanted if slot not in devices]
     if strange:
-        return f"host {name!r} has no slot {_listed(strange)}; its slots are {_listed(list(devices))}"
+        return (
+            f"host {name!r} has no slot {_listed(strange)}; its slots are {_listed(list(devices))}"
+        )
     named[name] = tuple(devices[slot] for slot in wanted)
     return ""
 

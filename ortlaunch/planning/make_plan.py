@@ -48,7 +48,9 @@ def make_plan(
         env=tuple(sorted({**_interface(recipe), **recipe.launch.env}.items())),
         forward=world.forward,
         memory=memory,
-        deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, world.ranks),
+        deepspeed=deepspeed_config(
+            recipe, batch.micro_samples, batch.accumulation_steps, world.ranks
+        ),
         grace_seconds=recipe.launch.grace_seconds,
         shown=recipe.log.ranks,
     )
@@ -72,4 +74,6 @@ def replan(recipe: Recipe, plan: Plan) -> Plan:
 def _interface(recipe: Recipe) -> dict[str, str]:
     """What tells gloo and NCCL where to listen."""
     name = recipe.launch.interface
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}  # NCCL: exactly this one
+    return (
+        {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
+    )  # NCCL: exactly this one

@@ -33,9 +33,13 @@ _OVERHEAD = {
     "inductor": (85 << 20, 0.0, 0.2, 0.0),
     "ort": (25 << 20, 0.4, 0.25, 0.0),
 }
-_DEEPSPEED = 160 << 20  # its modules, imported after the model is built: 125 at once, the rest with its engine
+_DEEPSPEED = (
+    160 << 20
+)  # its modules, imported after the model is built: 125 at once, the rest with its engine
 _TORCHMETRICS = 35 << 20  # its modules, imported by an evaluation of labels
-_MORE_NODES = 25 << 20  # of engine ort: for Llama, whose graph writes out RMSNorm and rotary positions; for adapters
+_MORE_NODES = (
+    25 << 20
+)  # of engine ort: for Llama, whose graph writes out RMSNorm and rotary positions; for adapters
 # Of a GPU's memory beside tensors, not measured here: CUDA's context with torch's kernels; workspaces of cuBLAS and
 # cuDNN, which engine ort has twice, torch's and ONNX Runtime's; NCCL's buffers.
 _CONTEXT, _WORKSPACES, _NCCL = 500 << 20, 100 << 20, 300 << 20
@@ -88,7 +92,14 @@ def _bert(c: Json, task: str) -> list[int]:
     embeddings = [vocab * h, c["max_position_embeddings"] * h, c["type_vocab_size"] * h, h, h]
     layer = [*[h * h, h] * 4, h * i, i, i * h, h, *[h] * 4]
     pooler = [h * h, h]
-    words = [h * h, h, h, h, vocab, *([] if c.get("tie_word_embeddings", True) else [vocab * h, vocab])]
+    words = [
+        h * h,
+        h,
+        h,
+        h,
+        vocab,
+        *([] if c.get("tie_word_embeddings", True) else [vocab * h, vocab]),
+    ]
     traits, labels = MODEL_TASKS[task], _labels(c, task)
     head = [*(pooler if traits.pools else []), *(words if traits.predicts else [])]
     head += [*([2 * h, 2] if traits.pairs else []), *([labels * h, labels] if traits.label else [])]
@@ -107,7 +118,10 @@ def _llama(c: Json, task: str) -> list[int]:
     attention = [h * heads * width, h * kv * width, h * kv * width, heads * width * h]
     attention += [heads * width, kv * width, kv * width, h] if c["attention_bias"] else []
     mlp = [h * i, h * i, i * h, *([i, i, h] if c["mlp_bias"] else [])]
-    head, label = [] if c.get("tie_word_embeddings", False) else [vocab * h], MODEL_TASKS[task].label
+    head, label = (
+        [] if c.get("tie_word_embeddings", False) else [vocab * h],
+        MODEL_TASKS[task].label,
+    )
     if label:
         labels = _labels(c, task)
         head = [labels * h, *([labels] if label == "word" else [])]
@@ -117,7 +131,9 @@ def _llama(c: Json, task: str) -> list[int]:
 def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu") -> Memory | None:
     """Bytes per rank of a recipe on `ranks` data-parallel ranks, or None for models not known here."""
     config = full_config(recipe)
-    if config is None or (config["model_type"] == "llama" and recipe.model.traits.predicts == "masked"):
+    if config is None or (
+        config["model_type"] == "llama" and recipe.model.traits.predicts == "masked"
+    ):
         return None
     tensors = trained = tensor_sizes(config, recipe.model.task)
     if recipe.model.lora:
@@ -138,18 +154,41 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
     stages: list[tuple[str, Bytes]] = [("DDP", _plain(recipe, parameters, trainable, activations))]
     activations = _activations(recipe, config, micro_samples, _width(recipe), device)
     for stage in range(4):
-        exact = _off_gpu(recipe, _zero(recipe, tensors, trainable, activations, stage, ranks), trainable, stage, device)
+        exact = _off_gpu(
+            recipe,
+            _zero(recipe, tensors, trainable, activations, stage, ranks),
+            trainable,
+            stage,
+            device,
+        )
         stages.append(
-            (f"ZeRO {stage}", exact._replace(buckets=_bucket(recipe, parameters, trainable, stage, ranks, device)))
+            (
+                f"ZeRO {stage}",
+                exact._replace(
+                    buckets=_bucket(recipe, parameters, trainable, stage, ranks, device)
+                ),
+            )
         )
     kind, libraries = str(config["model_type"]), _contexts(recipe, ranks)
     stages = [
-        (stage, parts._replace(overhead=_overhead(recipe, parts, kind, made) if device == "cpu" else libraries))
+        (
+            stage,
+            parts._replace(
+                overhead=_overhead(recipe, parts, kind, made) if device == "cpu" else libraries
+            ),
+        )
         for stage, parts in stages
     ]
     chosen = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
-    chunk = chunked(recipe, micro_samples * (recipe.data.sequence_length or 0), int(config["vocab_size"]), device)
-    compared = 2 * _width(recipe) * trainable if compared_steps(recipe, config["model_type"]).steps else 0
+    chunk = chunked(
+        recipe,
+        micro_samples * (recipe.data.sequence_length or 0),
+        int(config["vocab_size"]),
+        device,
+    )
+    compared = (
+        2 * _width(recipe) * trainable if compared_steps(recipe, config["model_type"]).steps else 0
+    )
     width = _width(recipe) if recipe.zero else 4
     return Memory(
         parameters, trainable, tuple(stages), chosen, (4 + state_bytes(recipe)) * trainable, chunk, compared,
@@ -172,7 +211,11 @@ def _overhead(recipe: Recipe, parts: Bytes, family: str, made: int) -> int:
         modules += _TORCHMETRICS
     return modules + max(
         int(least + of_model * parts.model + kept * parts.activations + of_made * made)
-        + (_MORE_NODES * ((family == "llama") + (recipe.model.lora is not None)) if name == "ort" else 0)
+        + (
+            _MORE_NODES * ((family == "llama") + (recipe.model.lora is not None))
+            if name == "ort"
+            else 0
+        )
         for name in names
         for least, of_model, kept, of_made in [_OVERHEAD[name]]
     )
@@ -204,7 +247,9 @@ def _width(recipe: Recipe) -> int:
     return recipe.format.bytes
 
 
-def _zero(recipe: Recipe, tensors: list[int], trainable: int, activations: int, stage: int, ranks: int) -> Bytes:
+def _zero(
+    recipe: Recipe, tensors: list[int], trainable: int, activations: int, stage: int, ranks: int
+) -> Bytes:
     width = _width(recipe)
     # DeepSpeed keeps a float32 master copy beside the weights, also in fp32 from stage 1 on.
     master = 0 if stage == 0 and width == 4 else 4
@@ -235,10 +280,14 @@ def _off_gpu(recipe: Recipe, whole: Bytes, trainable: int, stage: int, device: s
 def _kept_by_zero_3(recipe: Recipe, tensors: list[int], ranks: int) -> int:
     """Elements on each rank: a piece of every tensor, and the small ones, once gathered, whole beside their pieces."""
     small = int(_setting(recipe, "stage3_param_persistence_threshold", _PERSISTENT))
-    return sum(-(-size // ranks) for size in tensors) + sum(size for size in tensors if size <= small)
+    return sum(-(-size // ranks) for size in tensors) + sum(
+        size for size in tensors if size <= small
+    )
 
 
-def _bucket(recipe: Recipe, parameters: int, trainable: int, stage: int, ranks: int, device: str) -> int:
+def _bucket(
+    recipe: Recipe, parameters: int, trainable: int, stage: int, ranks: int, device: str
+) -> int:
     """What DeepSpeed takes to reduce gradients, and in stage 3 on a GPU gathers of the weights.
 
     The kernel gives a process only the pages that it writes, CUDA all.
@@ -267,7 +316,9 @@ def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
         "q_proj": (h, width), "k_proj": (h, narrow), "v_proj": (h, narrow), "o_proj": (width, h),
         "gate_proj": (h, i), "up_proj": (h, i), "down_proj": (i, h),
     }  # fmt: skip
-    shapes = llama if c["model_type"] == "llama" else {"query": (h, h), "key": (h, h), "value": (h, h)}
+    shapes = (
+        llama if c["model_type"] == "llama" else {"query": (h, h), "key": (h, h), "value": (h, h)}
+    )
     heads_of_bert: list[tuple[int, int]] = []
     if "all-linear" in lora.target_modules:
         names = sorted(shapes)
@@ -276,7 +327,9 @@ def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
             shapes |= {"dense": (h, h), "intermediate": (h, i), "output": (i, h)}
             # Pooler and transform; what gives labels or words gets no adapter.
             traits = MODEL_TASKS[task]
-            heads_of_bert = [(h, h)] * (traits.pools + bool(traits.predicts)) + ([(h, 2)] if traits.pairs else [])
+            heads_of_bert = [(h, h)] * (traits.pools + bool(traits.predicts)) + (
+                [(h, 2)] if traits.pairs else []
+            )
     else:
         names = sorted(set(lora.target_modules))
         if not set(names) <= set(shapes):
@@ -288,7 +341,10 @@ def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
 def _activations(recipe: Recipe, c: Json, micro: int, width: int, device: str) -> int:
     length, layers = recipe.data.sequence_length or 0, int(c["num_hidden_layers"])
     tokens = micro * length
-    a_layer, logits = tokens * layer_bytes(recipe, c, length, width, device), _logits(recipe, c, tokens, device)
+    a_layer, logits = (
+        tokens * layer_bytes(recipe, c, length, width, device),
+        _logits(recipe, c, tokens, device),
+    )
     if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
         # Each layer's input, and the loss or one layer computed again: not at the same time, but a process on a CPU
         # keeps the blocks of one while the other is computed.

@@ -23,7 +23,9 @@ def hosts_of_step(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
         return None
     nodes, tasks = node_names(names), tasks_per_node(layout)
     if len(nodes) != len(tasks):
-        raise PlanError(f"Slurm names {len(nodes)} nodes ({names}), and tasks for {len(tasks)} ({layout})")
+        raise PlanError(
+            f"Slurm names {len(nodes)} nodes ({names}), and tasks for {len(tasks)} ({layout})"
+        )
     return tuple(Host(name, count, tuple(range(count))) for name, count in zip(nodes, tasks))
 
 
@@ -66,4 +68,7 @@ def _expanded(part: str) -> Iterator[str]:
     for number in match[2].split(","):
         first, dash, last = number.partition("-")
         for value in range(int(first), int(last) + 1) if dash else [first]:
-            yield from (f"{match[1]}{str(value).zfill(len(first))}{rest}" for rest in _expanded(part[match.end() :]))
+            yield from (
+                f"{match[1]}{str(value).zfill(len(first))}{rest}"
+                for rest in _expanded(part[match.end() :])
+            )

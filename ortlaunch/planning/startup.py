@@ -22,7 +22,11 @@ def at_start(recipe: Recipe, tensors: list[int], trainable: int, width: int, ran
     """
     stage = recipe.zero.stage if recipe.zero else None
     if stage == 3:
-        offloaded = recipe.zero is not None and recipe.zero.offload is not None and recipe.zero.offload.optimizer
+        offloaded = (
+            recipe.zero is not None
+            and recipe.zero.offload is not None
+            and recipe.zero.offload.optimizer
+        )
         copies = 0 if offloaded else (_MASTER + _GRADIENT) * -(-trainable // ranks)
         return width * -(-sum(tensors) // ranks) + max(width * max(tensors), copies)
     copies = width + _MASTER + _GRADIENT if width < _MASTER else 0
@@ -30,7 +34,9 @@ def at_start(recipe: Recipe, tensors: list[int], trainable: int, width: int, ran
     return width * sum(tensors) + beside * trainable
 
 
-def on_host(recipe: Recipe, parameters: int, trainable: int, width: int, ranks: int, device: str) -> HostMemory:
+def on_host(
+    recipe: Recipe, parameters: int, trainable: int, width: int, ranks: int, device: str
+) -> HostMemory:
     """Bytes that each rank takes of its host's memory.
 
     Args:
@@ -40,12 +46,18 @@ def on_host(recipe: Recipe, parameters: int, trainable: int, width: int, ranks: 
     state = state_bytes(recipe)
     share, beside = -(-trainable // ranks), getattr(recipe.checkpoint, "async")
     snapshot = (_MASTER + state) * share if (device == "cuda" if beside is None else beside) else 0
-    offload = recipe.zero.offload if recipe.zero and device == "cuda" else None  # on a CPU it moves nothing
+    offload = (
+        recipe.zero.offload if recipe.zero and device == "cuda" else None
+    )  # on a CPU it moves nothing
     moved = {"cpu": 0, "nvme": 0}
     if offload and offload.optimizer:
         moved[offload.optimizer] += (_MASTER + state + _GRADIENT) * share
         # In the weights' precision: new weights on their way back, gradients of earlier passes; in stage 3 gradients.
-        copies = 2 if recipe.zero and recipe.zero.stage < 3 and recipe.batch.accumulation_steps != 1 else 1
+        copies = (
+            2
+            if recipe.zero and recipe.zero.stage < 3 and recipe.batch.accumulation_steps != 1
+            else 1
+        )
         moved["cpu"] += copies * width * share
     if offload and offload.parameters:
         moved[offload.parameters] += -(-width * parameters // ranks)

@@ -39,7 +39,11 @@ def workload(recipe: Recipe, world: World) -> Workload:
 
 def solve_batch(recipe: Recipe, ranks: int) -> BatchPlan:
     """Solve global = micro x accumulation x ranks for the one that the recipe leaves out."""
-    total, micro, steps = recipe.batch.global_size, recipe.batch.micro_size, recipe.batch.accumulation_steps
+    total, micro, steps = (
+        recipe.batch.global_size,
+        recipe.batch.micro_size,
+        recipe.batch.accumulation_steps,
+    )
     if micro == "auto":
         micro = 1  # until it is found (micro_size.py)
     if total is None:
@@ -47,7 +51,9 @@ def solve_batch(recipe: Recipe, ranks: int) -> BatchPlan:
         total = micro * steps * ranks
     elif micro is None:
         steps = steps or 1
-        micro = _divided(total, steps * ranks, f"accumulation_steps ({steps}) x {counted(ranks, 'rank')}")
+        micro = _divided(
+            total, steps * ranks, f"accumulation_steps ({steps}) x {counted(ranks, 'rank')}"
+        )
     elif steps is None:
         steps = _divided(total, micro * ranks, f"micro_size ({micro}) x {counted(ranks, 'rank')}")
     if total != micro * steps * ranks:
@@ -56,7 +62,9 @@ def solve_batch(recipe: Recipe, ranks: int) -> BatchPlan:
             f"{counted(ranks, 'rank')} = {micro * steps * ranks}; leave one of the three out, "
             f"or run on {total / (micro * steps):g} ranks"
         )
-    length = None if recipe.data.lengths else recipe.data.sequence_length  # with those, nobody knows before
+    length = (
+        None if recipe.data.lengths else recipe.data.sequence_length
+    )  # with those, nobody knows before
     return BatchPlan(total, micro, steps, ranks, total * length if length else None)
 
 
@@ -64,5 +72,7 @@ def _divided(total: int, unit: int, shown: str) -> int:
     if total % unit:
         below, above = total // unit * unit, (total // unit + 1) * unit
         near = f"{below} or {above}" if below else str(above)
-        raise PlanError(f"batch: global_size ({total}) is not a multiple of {shown} = {unit}; {near} would do")
+        raise PlanError(
+            f"batch: global_size ({total}) is not a multiple of {shown} = {unit}; {near} would do"
+        )
     return total // unit

@@ -36,7 +36,9 @@ class LaunchOptions(NamedTuple):
     planned_only: bool = False  # to be looked at, not run: what this host lacks, others may have
     task: str = "train"  # what the ranks are to do: the verb that was typed
     declared: bool = False  # by launch.nodes and launch.processes_per_node, for a scheduler to find
-    hosts_text: str | None = None  # what the host file holds, once it was read: a pipe gives it once
+    hosts_text: str | None = (
+        None  # what the host file holds, once it was read: a pipe gives it once
+    )
 
 
 class World(NamedTuple):
@@ -47,7 +49,9 @@ class World(NamedTuple):
     device: str  # cpu | cuda
     inside: Rank | None
     notes: tuple[str, ...]
-    threads: int | None  # of each rank; None where ranks are on other hosts, whose cores are not known here
+    threads: (
+        int | None
+    )  # of each rank; None where ranks are on other hosts, whose cores are not known here
     forward: tuple[str, ...] = ()  # names of variables of the user's shell that every rank gets
 
     @property
@@ -59,7 +63,10 @@ class World(NamedTuple):
     def nodes(self) -> tuple[Node, ...]:
         """The hosts with their ranks, which are counted in the order of the hosts."""
         firsts = itertools.accumulate((host.slots for host in self.hosts), initial=0)
-        return tuple(Node(host.name, host.slots, first, host.devices) for host, first in zip(self.hosts, firsts))
+        return tuple(
+            Node(host.name, host.slots, first, host.devices)
+            for host, first in zip(self.hosts, firsts)
+        )
 
 
 def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, str]) -> World:
@@ -81,8 +88,12 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
     starter = launcher_of(launcher)
     if starter.is_ours:
         notes += tuple(_check_this_host(hosts, device, gpus, options))
-        if (recipe.launch.device, device) == ("auto", "cpu") and not all(host.is_here for host in hosts):
-            notes += ("launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda",)
+        if (recipe.launch.device, device) == ("auto", "cpu") and not all(
+            host.is_here for host in hosts
+        ):
+            notes += (
+                "launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda",
+            )
     notes += tuple(filter(None, [starter.note]))
     rank = None if starter.is_ours or not found else found[0]
     forward = forwarded(recipe, environ, secret=not starter.is_ours and rank is None)
@@ -92,7 +103,9 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
 def _on_shared_gpus(hosts: tuple[Host, ...], gpus: int) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Slots of this host beyond its GPUs are given its GPUs in turns."""
     shared = tuple(
-        host._replace(devices=tuple(device % gpus for device in host.devices)) if host.is_here else host
+        host._replace(devices=tuple(device % gpus for device in host.devices))
+        if host.is_here
+        else host
         for host in hosts
     )
     note = f"{SHARE_VARIABLE}=1: ranks share {counted(gpus, 'GPU')} over gloo, which is for tests"
@@ -118,7 +131,11 @@ def _threads(recipe: Recipe, hosts: tuple[Host, ...], environ: Mapping[str, str]
 
 
 def _hosts(
-    recipe: Recipe, options: LaunchOptions, gpus: int, found: tuple[Rank, str] | None, environ: Mapping[str, str]
+    recipe: Recipe,
+    options: LaunchOptions,
+    gpus: int,
+    found: tuple[Rank, str] | None,
+    environ: Mapping[str, str],
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     per_node = options.processes_per_node or recipe.launch.processes_per_node
     if recipe.launch.elastic and (options.declared or (found and not options.hostfile)):
@@ -131,7 +148,9 @@ def _hosts(
     if options.include or options.exclude:
         raise PlanError("--include and --exclude choose from a host file: give --hostfile")
     if options.declared:
-        return _declared(recipe, per_node or (None if gpus or recipe.launch.device == "cuda" else 1))
+        return _declared(
+            recipe, per_node or (None if gpus or recipe.launch.device == "cuda" else 1)
+        )
     if found is not None and not options.processes_per_node:
         return _of_slurm(found, environ) or _of_launcher(found[0]), ()
     nodes = max(recipe.launch.node_counts, default=1)
@@ -146,7 +165,9 @@ def _hosts(
     return (Host("localhost", slots, tuple(range(slots))),), ()
 
 
-def _from_file(options: LaunchOptions, per_node: int | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+def _from_file(
+    options: LaunchOptions, per_node: int | None
+) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     assert options.hostfile is not None
     text = hostfile_text(options.hostfile) if options.hosts_text is None else options.hosts_text
     listed = parse_hostfile(text, options.hostfile, per_node)
@@ -163,7 +184,9 @@ def _by_name(host: Host) -> Host:
 
 def _first_slots(host: Host, slots: int) -> Host:
     if slots > host.slots:
-        raise PlanError(f"--nproc-per-node is {slots}, and {host.name} has {host.slots} slots in the host file")
+        raise PlanError(
+            f"--nproc-per-node is {slots}, and {host.name} has {host.slots} slots in the host file"
+        )
     return host._replace(slots=slots, devices=host.devices[:slots])
 
 
@@ -176,7 +199,9 @@ def _declared(recipe: Recipe, per_node: int | None) -> tuple[tuple[Host, ...], t
             "--hostfile"
         )
     names = (Host(f"node{number}", per_node, tuple(range(per_node))) for number in range(nodes))
-    return tuple(names), (f"hosts: {nodes}, by launch.nodes; their names are known when the job starts",)
+    return tuple(names), (
+        f"hosts: {nodes}, by launch.nodes; their names are known when the job starts",
+    )
 
 
 def _of_slurm(found: tuple[Rank, str], environ: Mapping[str, str]) -> tuple[Host, ...] | None:
@@ -199,7 +224,9 @@ def _of_launcher(inside: Rank) -> tuple[Host, ...]:
     return tuple(Host(name, per_node, tuple(range(per_node))) for name in names)
 
 
-def _launcher(recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], found: tuple[Rank, str] | None) -> str:
+def _launcher(
+    recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], found: tuple[Rank, str] | None
+) -> str:
     chosen = options.launcher or recipe.launch.launcher
     if found and chosen == "auto" and not options.processes_per_node:
         return INSIDE
@@ -224,7 +251,9 @@ def _launcher(recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], f
         return ("local" if ranks == 1 else "torchrun") if here else "mpi"
     if starter and starter.single and (ranks > 1 or not here):
         asked = f"{counted(ranks, 'rank')} on {hosts[0].name if len(hosts) == 1 else f'{len(hosts)} hosts'}"
-        raise PlanError(f"launcher {chosen} is one process on this host, not {asked}; use torchrun or mpi")
+        raise PlanError(
+            f"launcher {chosen} is one process on this host, not {asked}; use torchrun or mpi"
+        )
     return chosen
 
 
@@ -234,21 +263,36 @@ def _are_declared(options: LaunchOptions, hosts: tuple[Host, ...]) -> bool:
 
 def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions) -> None:
     """hosts x slots must be what the recipe asks for: a world never shrinks by itself."""
-    nodes, per_node = recipe.launch.nodes, options.processes_per_node or recipe.launch.processes_per_node
+    nodes, per_node = (
+        recipe.launch.nodes,
+        options.processes_per_node or recipe.launch.processes_per_node,
+    )
     if nodes is not None and len(hosts) not in recipe.launch.node_counts:
         must = "it must be one of these" if recipe.launch.elastic else "they must be equal"
         raise PlanError(f"launch.nodes is {nodes}, and there are {len(hosts)} hosts; {must}")
-    uneven = [f"{host.name} {host.slots}" for host in hosts if per_node is not None and host.slots != per_node]
+    uneven = [
+        f"{host.name} {host.slots}"
+        for host in hosts
+        if per_node is not None and host.slots != per_node
+    ]
     if uneven:
         raise PlanError(
             f"launch.processes_per_node is {per_node}, and hosts have other numbers of slots: {', '.join(uneven[:8])}"
         )
 
 
-def _check_job(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions, environ: Mapping[str, str]) -> None:
+def _check_job(
+    recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions, environ: Mapping[str, str]
+) -> None:
     """A Slurm job's script runs once, on its first node; its tasks are srun's to start."""
     job = environ.get("SLURM_JOB_ID")
-    if job is None or options.declared or detect(environ) or options.hostfile or recipe.launch.nodes is not None:
+    if (
+        job is None
+        or options.declared
+        or detect(environ)
+        or options.hostfile
+        or recipe.launch.nodes is not None
+    ):
         return
     nodes = _count(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
     tasks = _count(environ, "SLURM_NTASKS", "SLURM_NPROCS") or nodes
@@ -267,7 +311,9 @@ def _count(environ: Mapping[str, str], *names: str) -> int:
     return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), 0)
 
 
-def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, options: LaunchOptions) -> Iterator[str]:
+def _check_this_host(
+    hosts: tuple[Host, ...], device: str, gpus: int, options: LaunchOptions
+) -> Iterator[str]:
     """Slots of this host must exist; other hosts are checked by their ranks before a model is built."""
     here = [host for host in hosts if host.is_here]
     if len(here) > 1:
@@ -276,7 +322,9 @@ def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, options: L
         )
     for host in here:
         if device == "cuda" and not gpus:
-            lacks = f"launch.device is cuda, and {host.name} has no GPU that CUDA_VISIBLE_DEVICES shows"
+            lacks = (
+                f"launch.device is cuda, and {host.name} has no GPU that CUDA_VISIBLE_DEVICES shows"
+            )
             if not options.planned_only:
                 raise PlanError(
                     f"{lacks}; start on a host that has one, name such hosts with --hostfile, or set launch.device=cpu"

@@ -57,7 +57,9 @@ def check(tree: Tree) -> Checked:
             found = [(_path(details, tree), details) for details in error.errors()]
         for path, details in found:
             if path not in doubtful and not _without_its_base(details, doubtful):
-                problems.append(Line(tree.where(path), f"{dotted(path)}: {_message(path, details, tree)}"))
+                problems.append(
+                    Line(tree.where(path), f"{dotted(path)}: {_message(path, details, tree)}")
+                )
             doubtful.append(path)
         for path, _details in found:
             tree = _mended(tree, path)
@@ -83,7 +85,11 @@ def _path(details: ErrorDetails, tree: Tree) -> KeyPath:
 
 def _message(path: KeyPath, details: ErrorDetails, tree: Tree) -> str:
     written = tree.find(path)
-    return missing(path) if details["type"] == "missing" and written is None else wrong(path, details, written)
+    return (
+        missing(path)
+        if details["type"] == "missing" and written is None
+        else wrong(path, details, written)
+    )
 
 
 def _without_its_base(details: ErrorDetails, doubtful: Sequence[KeyPath]) -> bool:
@@ -93,7 +99,9 @@ def _without_its_base(details: ErrorDetails, doubtful: Sequence[KeyPath]) -> boo
 
 def _mended(tree: Tree, path: KeyPath) -> Tree:
     """The tree with a wrong value taken out, or stood in for where something must be there."""
-    path = tuple(itertools.takewhile(lambda key: isinstance(key, str), path))  # a list is wrong as a whole
+    path = tuple(
+        itertools.takewhile(lambda key: isinstance(key, str), path)
+    )  # a list is wrong as a whole
     if path in _PLACEHOLDERS:
         return tree.put(path, parse(_PLACEHOLDERS[path], "", []))
     return tree.without(path)

@@ -45,7 +45,9 @@ def page(records: Sequence[Record], now: str) -> str:
         undefined=StrictUndefined,
     )
     pages.filters.update(cell=cell, human=human)
-    return pages.get_template("page.html").render(content(records), **AREA, version=__version__, now=now)
+    return pages.get_template("page.html").render(
+        content(records), **AREA, version=__version__, now=now
+    )
 
 
 def _visible(value: object) -> object:

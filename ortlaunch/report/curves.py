@@ -11,7 +11,15 @@ from itertools import groupby
 from ortlaunch.json_types import Json
 
 # Pixels of a chart and of the part with the lines, and the colours of style.css.
-AREA = {"width": 520, "height": 250, "left": 62, "right": 510, "top": 10, "bottom": 224, "colors": 8}
+AREA = {
+    "width": 520,
+    "height": 250,
+    "left": 62,
+    "right": 510,
+    "top": 10,
+    "bottom": 224,
+    "colors": 8,
+}
 _BUCKETS = 400  # the least and the greatest value of each are drawn: no spike gets lost
 _STRIPS = 100  # places under the pointer
 _DOTS = 40  # so few points are drawn as dots, too
@@ -52,7 +60,9 @@ class Scale:
 
     def at(self, value: float) -> float:
         """The pixel of a value."""
-        low, high, value = (_log(v) if self.logarithmic else v for v in (self.low, self.high, value))
+        low, high, value = (
+            _log(v) if self.logarithmic else v for v in (self.low, self.high, value)
+        )
         return round(self.first + (value - low) / (high - low or 1.0) * (self.last - self.first), 1)
 
 
@@ -114,7 +124,9 @@ def _scales(curves: Sequence[Curve], from_zero: bool) -> tuple[Scale, Scale]:
 
 
 def _decades(up: Scale) -> list[float]:
-    inside = [10.0**power for power in range(math.ceil(_log(up.low)), math.floor(_log(up.high)) + 1)]
+    inside = [
+        10.0**power for power in range(math.ceil(_log(up.low)), math.floor(_log(up.high)) + 1)
+    ]
     return inside if len(inside) >= 2 else [up.low, up.high]
 
 
@@ -127,7 +139,9 @@ def _drawn(curve: Curve, across: Scale, up: Scale) -> Json:
         "number": curve.number,
         "starts": [(step, across.at(step)) for step in curve.starts],
         "lines": [[(across.at(x), up.at(y)) for x, y in thinned(points)] for points in lines],
-        "dots": [(across.at(x), up.at(y)) for x, y in curve.finite] if len(curve.finite) <= _DOTS else [],
+        "dots": [(across.at(x), up.at(y)) for x, y in curve.finite]
+        if len(curve.finite) <= _DOTS
+        else [],
     }
 
 
@@ -150,7 +164,9 @@ def _strips(curves: Sequence[Curve], across: Scale, up: Scale) -> Iterator[dict[
     for step, left, right in zip(steps, [AREA["left"], *middles], [*middles, AREA["right"]]):
         here = [(curve, found[step]) for curve, found in zip(curves, values) if step in found]
         yield {
-            "said": "\n".join([f"step {number(step)}", *(f"{curve.run}: {value:,.6g}" for curve, value in here)]),
+            "said": "\n".join(
+                [f"step {number(step)}", *(f"{curve.run}: {value:,.6g}" for curve, value in here)]
+            ),
             "x": across.at(step),
             "left": left,
             "width": round(max(right - left, 0.1), 1),
@@ -162,5 +178,7 @@ def _lost(curves: Sequence[Curve]) -> Iterator[str]:
     """What the lines do not show, in words."""
     for curve in curves:
         if curve.gaps:
-            steps = ", ".join(number(step) for step in curve.gaps[:5]) + (", ..." if len(curve.gaps) > 5 else "")
+            steps = ", ".join(number(step) for step in curve.gaps[:5]) + (
+                ", ..." if len(curve.gaps) > 5 else ""
+            )
             yield f"{curve.run}: no finite value at step {steps}"

@@ -127,7 +127,11 @@ class _Files:
 
     def yaml(self, path: Path) -> dict[str, Any]:
         """The same of the recipe, without what must not be seen."""
-        return dict(without_secrets(self._mapping(path, lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))))
+        return dict(
+            without_secrets(
+                self._mapping(path, lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))
+            )
+        )
 
     def lines(self, path: Path, *names: str) -> list[dict[str, Any]]:
         """Every whole line with these names; the last may be half written, of a run that goes on."""
@@ -154,7 +158,10 @@ def command(line: Mapping[str, Any]) -> str:
     """A typed command, without what must not be seen."""
     words = [str(word) for word in line.get("argv", [])]
     parts = [(word, *word.partition("=")) for word in words]
-    hidden = [f"{key}={HIDDEN}" if equals and SECRET.search(key) else word for word, key, equals, _ in parts]
+    hidden = [
+        f"{key}={HIDDEN}" if equals and SECRET.search(key) else word
+        for word, key, equals, _ in parts
+    ]
     return " ".join(["ortlaunch", *hidden[1:]])
 
 

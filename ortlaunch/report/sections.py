@@ -43,13 +43,21 @@ def content(records: Sequence[Record]) -> Json:
         "saves": cards(records, _checkpoints),
         "attempts": cards(records, _starts),
         "differences": _differences(records),
-        "recipes": [(one, yaml.safe_dump(one.recipe, sort_keys=False, width=110)) for one in records],
+        "recipes": [
+            (one, yaml.safe_dump(one.recipe, sort_keys=False, width=110)) for one in records
+        ],
     }
 
 
 def _state(one: Record) -> str:
-    code = "" if one.status.job.exit_status is None else f", exit status {one.status.job.exit_status}"
-    took = "" if one.status.seconds is None else f", {duration(one.status.seconds)} since its last start"
+    code = (
+        "" if one.status.job.exit_status is None else f", exit status {one.status.job.exit_status}"
+    )
+    took = (
+        ""
+        if one.status.seconds is None
+        else f", {duration(one.status.seconds)} since its last start"
+    )
     sure = "" if one.status.certain else " (as recorded last; its host is another)"
     return f"{one.status.state.value}{code}{took}{sure}"
 
@@ -57,7 +65,11 @@ def _state(one: Record) -> str:
 def _evaluation(one: Record) -> dict[str, object]:
     """The last evaluation's metrics."""
     last: Json = next((line for line in reversed(one.lines) if "evaluation_loss" in line), {})
-    return {name.removeprefix("evaluation_"): value for name, value in last.items() if name.startswith("evaluation_")}
+    return {
+        name.removeprefix("evaluation_"): value
+        for name, value in last.items()
+        if name.startswith("evaluation_")
+    }
 
 
 def _newest(one: Record, name: str) -> object:
@@ -88,7 +100,9 @@ def _of(one: int | None, whole: int | None, between: str = "of") -> str | None:
 
 def _curves(records: Sequence[Record]) -> list[dict[str, object]]:
     known = dict.fromkeys(name for record in records for line in record.lines for name in line)
-    others = [name for name in known if name not in (*_NO_CURVES, *(each for _, each, _ in _CURVES))]
+    others = [
+        name for name in known if name not in (*_NO_CURVES, *(each for _, each, _ in _CURVES))
+    ]
     more = [(name.capitalize().replace("_", " "), name, False) for name in others]
     drawn = (chart(title, _values(records, name), zero) for title, name, zero in (*_CURVES, *more))
     return [each for each in drawn if each is not None]
@@ -114,12 +128,19 @@ def _asked(choice: Any, why: str) -> str | None:
     """What runs; where it stands in for something else, for what and why."""
     if not choice:
         return None
-    return f"{choice['used']} in place of {choice['asked']}: {choice[why]}" if choice.get(why) else str(choice["used"])
+    return (
+        f"{choice['used']} in place of {choice['asked']}: {choice[why]}"
+        if choice.get(why)
+        else str(choice["used"])
+    )
 
 
 def _precision(one: Record) -> str | None:
     """Of the passes; products of float32 matrices may be of another, which says nothing of passes in bf16 or fp16."""
-    passes, products = one.engine.get("precision"), (one.engine.get("matmul_precision") or {}).get("format")
+    passes, products = (
+        one.engine.get("precision"),
+        (one.engine.get("matmul_precision") or {}).get("format"),
+    )
     return f"{passes}, matrix products in {products}" if products and passes == "fp32" else passes
 
 
@@ -147,7 +168,11 @@ def _nodes(one: Record) -> str | None:
     if not graph:
         return None
     inside = {"ATen": graph["aten"], "PythonOp": graph["python"], "Triton": graph["triton"]}
-    said = [f"{name} {sum(calls.values())}: {', '.join(sorted(calls))}" for name, calls in inside.items() if calls]
+    said = [
+        f"{name} {sum(calls.values())}: {', '.join(sorted(calls))}"
+        for name, calls in inside.items()
+        if calls
+    ]
     both = f"{graph['forward_nodes']:,} forward, {graph.get('backward_nodes') or 0:,} backward"
     return "\n".join([both, *said])
 
@@ -155,20 +180,29 @@ def _nodes(one: Record) -> str | None:
 def _torch(one: Record) -> str | None:
     calls = one.ort.get("torch_calls") or {}
     said = [
-        f"{name}: {call['forward'] + call['backward']:,} calls, {call['seconds']:.2f} s" for name, call in calls.items()
+        f"{name}: {call['forward'] + call['backward']:,} calls, {call['seconds']:.2f} s"
+        for name, call in calls.items()
     ]
-    return "\n".join([f"{one.ort.get('torch_share', 0):.1%} of the time of the passes", *said]) if said else None
+    return (
+        "\n".join([f"{one.ort.get('torch_share', 0):.1%} of the time of the passes", *said])
+        if said
+        else None
+    )
 
 
 def _without(values: Any, *names: str) -> dict[str, object] | None:
     """A mapping without what is absent in it."""
-    return {k: v for k, v in (values or {}).items() if v not in (None, [], {}) and k not in names} or None
+    return {
+        k: v for k, v in (values or {}).items() if v not in (None, [], {}) and k not in names
+    } or None
 
 
 def _folded(values: Any, noun: str) -> Markup | None:
     if not values:
         return None
-    each = [f"{name}: {why}" for name, why in values.items()] if isinstance(values, dict) else values
+    each = (
+        [f"{name}: {why}" for name, why in values.items()] if isinstance(values, dict) else values
+    )
     head, lines = counted(len(each), noun), "\n".join(map(str, each))
     return Markup("<details><summary>{}</summary>{}</details>").format(head, lines)
 
@@ -179,7 +213,9 @@ def _memory(one: Record) -> dict[str, object] | None:
         return None
     peaks = ", ".join(human(size) for size in one.memory.get("peak_by_rank", []))
     return {
-        "rows": [(p, (planned.get(p), measured.get(p))) for p in _PARTS if p in measured or p in planned],
+        "rows": [
+            (p, (planned.get(p), measured.get(p))) for p in _PARTS if p in measured or p in planned
+        ],
         "most": max([*measured.values(), *planned.values(), 1]),
         "said": f"The peak is {one.memory.get('peak_is', 'not described')}. By rank: {peaks}.",
     }
@@ -198,7 +234,11 @@ def _checkpoints(one: Record) -> dict[str, object] | None:
 
 def _save(line: Json, kept: Sequence[int]) -> tuple[object, ...]:
     state = "kept" if line.get("step") in kept else "taken away"
-    return line.get("step"), warning(line["error"]) if line.get("error") else state, line.get("seconds")
+    return (
+        line.get("step"),
+        warning(line["error"]) if line.get("error") else state,
+        line.get("seconds"),
+    )
 
 
 def _values_of(lines: Sequence[Json], *names: str) -> list[list[object]]:
@@ -206,7 +246,9 @@ def _values_of(lines: Sequence[Json], *names: str) -> list[list[object]]:
 
 
 def _evaluated(found: dict[str, object]) -> str:
-    said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items() if name != "step")
+    said = ", ".join(
+        f"{name.replace('_', ' ')} {value}" for name, value in found.items() if name != "step"
+    )
     return f"step {found.get('step')}: {said}"
 
 
@@ -214,7 +256,9 @@ def _starts(one: Record) -> dict[str, object]:
     attempts = one.status.job.attempts
     return {
         "commands": [(line.get("time"), command(line)) for line in one.commands],
-        "attempts": [(a.number, a.resumed, a.step, round(a.seconds, 1), a.verdict) for a in attempts],
+        "attempts": [
+            (a.number, a.resumed, a.step, round(a.seconds, 1), a.verdict) for a in attempts
+        ],
         "bad_steps": _values_of(one.bad_steps, "step", "kind", "action", "message"),
         "slow_ranks": "\n".join(map(json.dumps, one.slow_ranks)),
     }
@@ -271,7 +315,9 @@ _ENGINE: tuple[Fact, ...] = (
     ("threads of a rank", lambda one: one.engine.get("threads_per_rank")),
     (
         "parameters",
-        lambda one: _of(one.engine.get("trained_parameters"), one.engine.get("parameters"), "trained of"),
+        lambda one: _of(
+            one.engine.get("trained_parameters"), one.engine.get("parameters"), "trained of"
+        ),
     ),
     ("passes by ONNX Runtime", _passes),
     ("passes that fell back to PyTorch", _fallbacks),
@@ -292,5 +338,10 @@ _ENGINE: tuple[Fact, ...] = (
     ("repairs of ORTModule", lambda one: _folded(one.ort.get("repairs"), "repair")),
     ("repairs not applied", lambda one: _folded(one.ort.get("repairs_not_applied"), "repair")),
     ("versions", lambda one: one.engine.get("versions")),
-    ("machine", lambda one: _without({k: one.environment.get(k) for k in ("host", "platform", "cores", "python")})),
+    (
+        "machine",
+        lambda one: _without(
+            {k: one.environment.get(k) for k in ("host", "platform", "cores", "python")}
+        ),
+    ),
 )

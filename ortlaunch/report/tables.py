@@ -16,10 +16,16 @@ Fact = tuple[str, Callable[[Record], object]]
 def facts(records: Sequence[Record], rows: Iterable[Fact]) -> list[tuple[str, list[object]]]:
     """The name and the values of each row."""
     known = [(name, [told(read, record) for record in records]) for name, read in rows]
-    return [(name, values) for name, values in known if any(value not in (None, "", [], {}) for value in values)]
+    return [
+        (name, values)
+        for name, values in known
+        if any(value not in (None, "", [], {}) for value in values)
+    ]
 
 
-def cards(records: Sequence[Record], read: Callable[[Record], object]) -> list[tuple[Record, object]]:
+def cards(
+    records: Sequence[Record], read: Callable[[Record], object]
+) -> list[tuple[Record, object]]:
     """The values of each run that has some."""
     found = [(record, told(read, record)) for record in records]
     return [(record, value) for record, value in found if value is not None]

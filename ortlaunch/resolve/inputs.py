@@ -34,7 +34,9 @@ def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) ->
     Paths are relative to the current folder; `beside` is the recipe's, where a file may be meant instead.
     """
     sources = [
-        each for each in recipe.data.sources() if not TASKS[task].evaluates or not each[0].startswith("data.train")
+        each
+        for each in recipe.data.sources()
+        if not TASKS[task].evaluates or not each[0].startswith("data.train")
     ]
     for key, corpus in sources:
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
@@ -45,7 +47,10 @@ def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) ->
     if template is not None and "{" not in template and not os.path.isfile(template):
         what = f"got {template}, and there is no such file here (a template itself has {{{{ }}}})"
         yield ("data.chat_template",), what + _remedy(template, beside)
-    for key, value in (("model.pretrained", recipe.model.pretrained), ("data.tokenizer", recipe.data.tokenizer)):
+    for key, value in (
+        ("model.pretrained", recipe.model.pretrained),
+        ("data.tokenizer", recipe.data.tokenizer),
+    ):
         if not isinstance(value, str) or os.path.exists(value):
             continue
         named = value.startswith(("/", "./", "../", "~")) or "$" in value or "://" in value
@@ -56,14 +61,25 @@ def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) ->
 def unknown_type(recipe: Recipe) -> Iterator[Problem]:
     """A model type that the installed transformers does not have, by its source: it is not imported."""
     kind = (recipe.model.config or {}).get("model_type")
-    spec = importlib.util.find_spec("transformers") if kind is not None and kind not in FAMILIES else None
+    spec = (
+        importlib.util.find_spec("transformers")
+        if kind is not None and kind not in FAMILIES
+        else None
+    )
     for folder in (spec and spec.submodule_search_locations) or ():
-        texts = [path.read_text(encoding="utf-8") for path in Path(folder, "models/auto").glob("*.py")]
-        types = {name for text in texts for name in re.findall(r'"([\w.-]+)"\s*[,:]\s*"\w+Config"', text)}
+        texts = [
+            path.read_text(encoding="utf-8") for path in Path(folder, "models/auto").glob("*.py")
+        ]
+        types = {
+            name for text in texts for name in re.findall(r'"([\w.-]+)"\s*[,:]\s*"\w+Config"', text)
+        }
         if types and kind not in types:
             guess = closest(str(kind), (*FAMILIES, *sorted(types)))
             near = f"; did you mean {guess}?" if guess else ""
-            yield ("model.config.model_type",), f"got {kind}, which the installed transformers does not have{near}"
+            yield (
+                ("model.config.model_type",),
+                f"got {kind}, which the installed transformers does not have{near}",
+            )
 
 
 def doubtful(recipe: Recipe) -> Iterator[Problem]:
@@ -87,7 +103,10 @@ def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
         module, _, function = factory.partition(":")
         spec = _find(module, places)
         if spec is None:
-            yield (key,), f"got {factory}; there is no module {module} beside the recipe, in {_here()} or installed"
+            yield (
+                (key,),
+                f"got {factory}; there is no module {module} beside the recipe, in {_here()} or installed",
+            )
         elif spec.origin and spec.origin.endswith(".py"):
             wrong = _without(function, Path(spec.origin))
             if wrong:
@@ -104,7 +123,11 @@ def _remedy(path: str, beside: Path) -> str:
         return "; paths are those of this machine's disks: copy or mount it, and give that path"
     if path.startswith("~") or "$" in path:
         whole = os.path.expanduser(os.path.expandvars(path))
-        write = f"write {whole}" if "$" not in whole else "write the path out (that variable is not set here)"
+        write = (
+            f"write {whole}"
+            if "$" not in whole
+            else "write the path out (that variable is not set here)"
+        )
         return f"; ~ and $NAME mean nothing in a recipe: {write}"
     other = beside / path
     if not os.path.isabs(path) and (_matches(str(other)) or other.is_dir()):
@@ -126,7 +149,9 @@ def _find(module: str, places: Sequence[str]) -> ModuleSpec | None:
         spec = importlib.util.find_spec(first) or PathFinder.find_spec(first, places)
         name = first
         for part in rest:
-            if spec is None or spec.submodule_search_locations is None:  # os.path: only the import itself can tell
+            if (
+                spec is None or spec.submodule_search_locations is None
+            ):  # os.path: only the import itself can tell
                 return spec and ModuleSpec(module, None)
             name = f"{name}.{part}"
             spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))

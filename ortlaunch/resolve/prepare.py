@@ -34,7 +34,9 @@ def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str,
     name, rank = resolved.file.recipe.name, resolved.world.inside
     whole = os.path.abspath(chosen or ".")
     if found := re.search(r"[\x00-\x1f\x7f-\x9f]", whole):
-        raise PlanError(f"--run-dir: {whole!r} has the control character {found[0]!r}; give a path without it")
+        raise PlanError(
+            f"--run-dir: {whole!r} has the control character {found[0]!r}; give a path without it"
+        )
     if chosen is not None:
         return RunDir(chosen)
     if rank is None or rank.world_size == 1:
@@ -87,7 +89,9 @@ def claimed(run: RunDir) -> RunDir:
     raise LaunchError(f"there are a thousand folders {run}-*")
 
 
-def write_run(run: RunDir, chosen: Recipe, plan: Plan, choice: Choice | None = None, again: bool = False) -> Request:
+def write_run(
+    run: RunDir, chosen: Recipe, plan: Plan, choice: Choice | None = None, again: bool = False
+) -> Request:
     """Write what the ranks read, and put aside what an earlier start left; returns what starts them.
 
     Args:
@@ -109,7 +113,13 @@ def write_run(run: RunDir, chosen: Recipe, plan: Plan, choice: Choice | None = N
     write_text(run.request, f"{request}\n")
     set_aside(run)
     killed = filter(is_temporary, run.path.iterdir())
-    left = (*(() if again else run.requests.glob("*")), *killed, run.stopped, run.trial, run.launcher_error)
+    left = (
+        *(() if again else run.requests.glob("*")),
+        *killed,
+        run.stopped,
+        run.trial,
+        run.launcher_error,
+    )
     for old in (*left, *(() if choice is not None else (run.choice,))):
         old.unlink(missing_ok=True)
     return request
@@ -148,8 +158,14 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
     if run.path.exists() and not run.path.is_dir():
         raise PlanError(f"--run-dir {run}: is a file; give a folder")
     if run.path.is_symlink() and not run.path.exists():
-        raise PlanError(f"--run-dir {run}: links to {os.readlink(run.path)}, which does not exist; create that folder")
-    if run.path.exists() and before is None and any(not _is_written_before(run, path) for path in run.path.iterdir()):
+        raise PlanError(
+            f"--run-dir {run}: links to {os.readlink(run.path)}, which does not exist; create that folder"
+        )
+    if (
+        run.path.exists()
+        and before is None
+        and any(not _is_written_before(run, path) for path in run.path.iterdir())
+    ):
         lock.refuse_living(run)  # it began a moment ago
         raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
     if before is None:
@@ -169,7 +185,16 @@ def _is_written_before(run: RunDir, path: Path) -> bool:
     """
     if path == run.checkpoints:
         return path.is_dir() and not any(path.iterdir())
-    earlier = (run.ready, run.trials, run.lock, run.job, run.submitted, run.job_script, run.manifest, run.logs)
+    earlier = (
+        run.ready,
+        run.trials,
+        run.lock,
+        run.job,
+        run.submitted,
+        run.job_script,
+        run.manifest,
+        run.logs,
+    )
     return is_temporary(path) or path in (*earlier, run.resume, run.micro_size, run.choice)
 
 

@@ -15,7 +15,9 @@ from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lines import append_line
 
-_GIT_SECONDS = 5  # the state of a very large repository on a slow disk may take longer: then it is not known
+_GIT_SECONDS = (
+    5  # the state of a very large repository on a slow disk may take longer: then it is not known
+)
 
 
 def record(run: RunDir, recipe: Path) -> None:
@@ -43,7 +45,9 @@ def environment() -> Json:
     """What this run was made of: ortlaunch, Python, the machine, every installed package's version."""
     from importlib import metadata  # takes time, and only a start needs it
 
-    packages = sorted({dist.metadata["Name"]: dist.version for dist in metadata.distributions()}.items())
+    packages = sorted(
+        {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}.items()
+    )
     return {
         "ortlaunch": __version__,
         "python": platform.python_version(),
@@ -61,7 +65,12 @@ def _git(folder: Path, *arguments: str) -> str | None:
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         ended = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            check=False,
         )
         return ended.stdout if ended.returncode == 0 else None
     return None

@@ -87,7 +87,9 @@ class ResolvedRun:
 
     def with_task(self, task: str) -> ResolvedRun:
         """The same for ranks that do something else."""
-        return replace(self, command=self.command._replace(options=self.command.options._replace(task=task)))
+        return replace(
+            self, command=self.command._replace(options=self.command.options._replace(task=task))
+        )
 
     def with_choice(self, *overrides: str) -> ResolvedRun:
         """The same with what `auto` was found to be; hosts, ranks and device stay."""
@@ -100,7 +102,11 @@ class ResolvedRun:
     def on_hosts(self, names: Collection[str]) -> ResolvedRun:
         """The same run on some of its hosts, in their order."""
         hosts = tuple(host for host in self.world.hosts if host.name in names)
-        return self if hosts == self.world.hosts else self._again(self.file, self.world._replace(hosts=hosts))
+        return (
+            self
+            if hosts == self.world.hosts
+            else self._again(self.file, self.world._replace(hosts=hosts))
+        )
 
     def _again(self, file: RecipeFile, world: World) -> ResolvedRun:
         """With the engine that was chosen."""
@@ -109,7 +115,9 @@ class ResolvedRun:
         return replace(made, notes=notes, choice=self.choice, choice_note=self.choice_note)
 
 
-def resolve(path: Path, overrides: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]) -> ResolvedRun:
+def resolve(
+    path: Path, overrides: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]
+) -> ResolvedRun:
     """Recipe -> world -> what follows from both; pure but for reading files and looking at this machine.
 
     Raises:
@@ -127,7 +135,11 @@ def _resolved(file: RecipeFile, world: World | None, command: Command) -> Resolv
     world = world or resolve_world(file.recipe, options, environ)
     _require_rules(file, world, options)
     notes = [f"recipe: {path}"] if path != given else []
-    notes += [*world.notes, *_absent(file, world, command), *_engine_notes(file.recipe, world.device, environ)]
+    notes += [
+        *world.notes,
+        *_absent(file, world, command),
+        *_engine_notes(file.recipe, world.device, environ),
+    ]
     work = workload(file.recipe, world)
     if world.inside is None:
         notes += crowded(world, work.memory, options.planned_only)
@@ -136,7 +148,10 @@ def _resolved(file: RecipeFile, world: World | None, command: Command) -> Resolv
 
 def _require_rules(file: RecipeFile, world: World, options: LaunchOptions) -> None:
     named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
-    rules = (*device_rules(file.recipe, world.device, named), *task_rules(file.recipe, options.task))
+    rules = (
+        *device_rules(file.recipe, world.device, named),
+        *task_rules(file.recipe, options.task),
+    )
     broken = [file.explain(problem) for problem in rules]
     if broken:
         raise RecipeError(broken)
@@ -168,15 +183,26 @@ def _engine_notes(recipe: Recipe, device: str, environ: Mapping[str, str]) -> It
     """
     engine = recipe.engine
     if engine.name == "ort":
-        wrong = [f"{name}={environ[name]} in your environment {why}" for name, why in contradictions(engine, environ)]
+        wrong = [
+            f"{name}={environ[name]} in your environment {why}"
+            for name, why in contradictions(engine, environ)
+        ]
         if wrong:
             raise PlanError("\n".join(wrong))
     chosen = engine.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
     if chosen:
-        yield f"engine {engine.name}: " + ", ".join(f"{name}: {json.dumps(value)}" for name, value in chosen.items())
+        yield f"engine {engine.name}: " + ", ".join(
+            f"{name}: {json.dumps(value)}" for name, value in chosen.items()
+        )
     if engine.matmul_precision != "highest":
         yield f"matmul_precision {engine.matmul_precision}: {machine.matmul_effect(engine.matmul_precision, device)}"
     found = seen(environ)
     if found:
-        effect = "as the recipe says" if engine.name == "ort" else f"nothing with engine {engine.name}"
-        yield "in your environment: " + ", ".join(f"{name}={value}" for name, value in found.items()) + f" ({effect})"
+        effect = (
+            "as the recipe says" if engine.name == "ort" else f"nothing with engine {engine.name}"
+        )
+        yield (
+            "in your environment: "
+            + ", ".join(f"{name}={value}" for name, value in found.items())
+            + f" ({effect})"
+        )

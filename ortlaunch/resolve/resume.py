@@ -76,12 +76,24 @@ def choose(run: RunDir, options: ResumeOptions) -> Chosen:
         return Chosen(None, skipped=skipped, aside=tuple(_of_training(run)))
     if options.choice.isdecimal():
         return _step(run, int(options.choice), own)._replace(skipped=skipped)
-    if options.choice != AUTO and os.path.realpath(Path(options.choice).parent) == os.path.realpath(run.checkpoints):
-        step = _number(Path(options.choice))  # which would be taken for the place to begin a new folder from
-        raise InputError(f"--resume {options.choice}: is of this run folder itself; give its step: --resume {step}")
+    if options.choice != AUTO and os.path.realpath(Path(options.choice).parent) == os.path.realpath(
+        run.checkpoints
+    ):
+        step = _number(
+            Path(options.choice)
+        )  # which would be taken for the place to begin a new folder from
+        raise InputError(
+            f"--resume {options.choice}: is of this run folder itself; give its step: --resume {step}"
+        )
     source = Path(options.choice) if options.choice != AUTO else _source(run)
-    is_typo = options.choice != AUTO and os.sep not in options.choice and not os.path.exists(options.choice)
-    if own and not is_typo:  # a path whose folder is gone by now stays valid: queues start the same command again
+    is_typo = (
+        options.choice != AUTO
+        and os.sep not in options.choice
+        and not os.path.exists(options.choice)
+    )
+    if (
+        own and not is_typo
+    ):  # a path whose folder is gone by now stays valid: queues start the same command again
         return Chosen(own[-1][1], own[-1][0], source, skipped=skipped)
     return Chosen(None, skipped=skipped) if source is None else _elsewhere(source)
 
@@ -113,8 +125,12 @@ def _source(run: RunDir) -> Path | None:
 
 def _step(run: RunDir, step: int, own: list[tuple[int, Path]]) -> Chosen:
     if step not in dict(own):
-        there = f"has those of steps {', '.join(str(each) for each, _ in own)}" if own else "has none"
-        raise InputError(f"--resume {step}: no complete checkpoint of step {step}; {run.checkpoints} {there}")
+        there = (
+            f"has those of steps {', '.join(str(each) for each, _ in own)}" if own else "has none"
+        )
+        raise InputError(
+            f"--resume {step}: no complete checkpoint of step {step}; {run.checkpoints} {there}"
+        )
     newer = [path for path in run.checkpoints.glob("step_*") if _number(path) > step]
     told = [run.summary] if run.summary.exists() else []  # that all was done
     return Chosen(dict(own)[step], step, exact=True, aside=(*sorted(newer), *told))
@@ -134,8 +150,16 @@ def _elsewhere(source: Path) -> Chosen:
     other = RunDir(source)
     found, skipped = other.complete_checkpoints(), tuple(incomplete(other.checkpoints))
     if not found:
-        why = "is no run folder with a complete checkpoint, and no complete checkpoint" if source.exists() else "absent"
-        raise InputError("\n".join([f"--resume {source}: {why}; give auto, never, a step or such a folder", *skipped]))
+        why = (
+            "is no run folder with a complete checkpoint, and no complete checkpoint"
+            if source.exists()
+            else "absent"
+        )
+        raise InputError(
+            "\n".join(
+                [f"--resume {source}: {why}; give auto, never, a step or such a folder", *skipped]
+            )
+        )
     return Chosen(found[-1][1], found[-1][0], source, skipped=skipped)
 
 
@@ -159,7 +183,9 @@ class Beginning(NamedTuple):
         return self._replace(lines=(*said, *self.lines))
 
 
-def beginning(run: RunDir, resolved: ResolvedRun, before: Recipe | None, options: ResumeOptions) -> Beginning:
+def beginning(
+    run: RunDir, resolved: ResolvedRun, before: Recipe | None, options: ResumeOptions
+) -> Beginning:
     """Where the run begins and each change since, for a person.
 
     Args:
@@ -178,9 +204,13 @@ def beginning(run: RunDir, resolved: ResolvedRun, before: Recipe | None, options
     if made is None and before is not None and run.checkpoints in chosen.folder.parents:
         made = {"recipe": before.model_dump(mode="json")}
     trains = not resolved.traits.evaluates
-    lines.append(f"{'going on' if trains else 'evaluating'} after step {chosen.step} from {chosen.folder}")
+    lines.append(
+        f"{'going on' if trains else 'evaluating'} after step {chosen.step} from {chosen.folder}"
+    )
     if made is None:
-        return Beginning(chosen, (*lines, "  it does not say what made it: nothing could be compared"))
+        return Beginning(
+            chosen, (*lines, "  it does not say what made it: nothing could be compared")
+        )
     now = today(resolved)
     found = origin.differences(made, now)
     if not trains:
@@ -201,12 +231,16 @@ def today(resolved: ResolvedRun) -> dict[str, object]:
     """What a checkpoint of this run would say."""
     git = provenance.commit(resolved.command.path.parent)
     world, environment = resolved.world, provenance.environment()
-    return origin.origin(resolved.file.recipe, resolved.work.batch, len(world.hosts), world.device, environment, git)
+    return origin.origin(
+        resolved.file.recipe, resolved.work.batch, len(world.hosts), world.device, environment, git
+    )
 
 
 def told(found: list[Change], allow: tuple[str, ...]) -> list[str]:
     """A line for each change."""
-    return [f"  changed: {change.line(allow)}" for change in found] or ["  nothing has changed since"]
+    return [f"  changed: {change.line(allow)}" for change in found] or [
+        "  nothing has changed since"
+    ]
 
 
 def require(found: list[Change], allow: tuple[str, ...], what: str) -> None:
@@ -217,7 +251,9 @@ def require(found: list[Change], allow: tuple[str, ...], what: str) -> None:
     """
     refused = [change for change in found if change.is_refused(allow)]
     if refused:
-        words = " ".join(f"--allow {name}" for name in sorted({change.rule.allow for change in refused}) if name)
+        words = " ".join(
+            f"--allow {name}" for name in sorted({change.rule.allow for change in refused}) if name
+        )
         mend = f", {words} if this is meant, or a new --run-dir" if words else ""
         lines = "".join(f"\n  {change.line(allow)}" for change in refused)
         raise PlanError(f"{what}:{lines}\nGive the recipe that it was trained with{mend}")

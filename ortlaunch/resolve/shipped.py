@@ -28,16 +28,22 @@ def folder(kind: str = "recipes") -> Path:
     package = Path(__file__).parents[2]
     if (package / "pyproject.toml").is_file():
         return package / kind
-    places = [Path(root, "share", "ortlaunch", kind) for root in (package, sys.prefix, site.getuserbase())]
+    places = [
+        Path(root, "share", "ortlaunch", kind) for root in (package, sys.prefix, site.getuserbase())
+    ]
     there = next((place for place in places if place.is_dir()), None)
     if there is None:
-        raise InputError(f"the shipped {kind} are in none of {', '.join(map(str, places))}; install ortlaunch again")
+        raise InputError(
+            f"the shipped {kind} are in none of {', '.join(map(str, places))}; install ortlaunch again"
+        )
     return there
 
 
 def names() -> list[str]:
     """`family/recipe` of every one."""
-    return sorted(str(path.relative_to(folder()).with_suffix("")) for path in folder().rglob("*.yaml"))
+    return sorted(
+        str(path.relative_to(folder()).with_suffix("")) for path in folder().rglob("*.yaml")
+    )
 
 
 def find(name: str) -> Path:
@@ -46,7 +52,9 @@ def find(name: str) -> Path:
     Raises:
         InputError: there is none of that name.
     """
-    return _named("recipe", name.removesuffix(".yaml"), {each: folder() / f"{each}.yaml" for each in names()})
+    return _named(
+        "recipe", name.removesuffix(".yaml"), {each: folder() / f"{each}.yaml" for each in names()}
+    )
 
 
 def text(kind: str, name: str) -> str:
@@ -56,7 +64,9 @@ def text(kind: str, name: str) -> str:
         InputError: there is none of that name.
     """
     files = {path.name.removesuffix(".txt"): path for path in sorted(folder(kind).iterdir())}
-    return _named(kind.removesuffix("s"), name.removesuffix(".txt"), files).read_text(encoding="utf-8")
+    return _named(kind.removesuffix("s"), name.removesuffix(".txt"), files).read_text(
+        encoding="utf-8"
+    )
 
 
 def _named(what: str, name: str, files: dict[str, Path]) -> Path:
@@ -86,7 +96,9 @@ def locate(given: Path) -> Path:
     guess = closest(bare, known) if given.parent.name else None
     if guess:
         raise RecipeError(
-            [f"{given}: there is no such file, and no shipped recipe of that name; did you mean {guess}?"]
+            [
+                f"{given}: there is no such file, and no shipped recipe of that name; did you mean {guess}?"
+            ]
         )
     files = ((max(likeness(given.name, path.name), likeness(given.name, path.stem)), path)
              for path in given.parent.glob("*.y*ml"))  # fmt: skip
@@ -104,7 +116,11 @@ def _of_folder(folder: Path) -> str:
             "(with more steps: train.max_steps=NUMBER)"
         )
     inside = sorted(path.name for path in folder.glob("*.yaml"))
-    of_it = f"give one of its recipes: {', '.join(inside[:8])}" if inside else "give a recipe, a YAML file"
+    of_it = (
+        f"give one of its recipes: {', '.join(inside[:8])}"
+        if inside
+        else "give a recipe, a YAML file"
+    )
     return f"is a folder; {of_it}, or a name that `ortlaunch recipes list` prints"
 
 
@@ -117,14 +133,20 @@ def copy(name: str, target: Path) -> list[Path]:
         InputError: a file of that name is there already.
     """
     source = find(name)
-    first = target if target.suffix in (".yaml", ".yml") and not target.is_dir() else target / source.name
+    first = (
+        target
+        if target.suffix in (".yaml", ".yml") and not target.is_dir()
+        else target / source.name
+    )
     others = [*_bases(source), *_modules([source, *_bases(source)])]
     pairs = [(source, first), *((other, first.parent / other.name) for other in others)]
     there = [str(new) for _, new in pairs if new.exists()]
     if there:
         raise InputError(f"{', '.join(there)} exists already; give another name")
     try:
-        first.parent.mkdir(exist_ok=True)  # one new folder, as cp -r makes; a path with more is a slip
+        first.parent.mkdir(
+            exist_ok=True
+        )  # one new folder, as cp -r makes; a path with more is a slip
         for old, new in pairs:
             text = old.read_text(encoding="utf-8")  # an editor finds the schema from anywhere
             write_text(new, text.replace("$schema=../", f"$schema={folder().resolve()}/"))
@@ -143,5 +165,11 @@ def _bases(path: Path) -> list[Path]:
 
 def _modules(recipes: list[Path]) -> list[Path]:
     """Python files beside recipes that name them, as `module:function` or `module.py`."""
-    named = {(path.parent, name) for path in recipes for name in _MODULE.findall(path.read_text(encoding="utf-8"))}
-    return sorted({folder / f"{name}.py" for folder, name in named if (folder / f"{name}.py").is_file()})
+    named = {
+        (path.parent, name)
+        for path in recipes
+        for name in _MODULE.findall(path.read_text(encoding="utf-8"))
+    }
+    return sorted(
+        {folder / f"{name}.py" for folder, name in named if (folder / f"{name}.py").is_file()}
+    )

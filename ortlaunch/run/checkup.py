@@ -34,7 +34,9 @@ def asked_of(resolved: ResolvedRun, folder: Path) -> HostRequirements:
     world, recipe = resolved.world, resolved.file.recipe
     kept = (recipe.checkpoint.keep or 1) + 1
     needed = resolved.work.memory.checkpoint * kept if resolved.work.memory else 0
-    return HostRequirements(world.nodes, world.device, folder, needed, interface=recipe.launch.interface)
+    return HostRequirements(
+        world.nodes, world.device, folder, needed, interface=recipe.launch.interface
+    )
 
 
 def checkup(
@@ -53,7 +55,11 @@ def checkup(
     options = with_job(options, environ)._replace(planned_only=True)
     folder = Path(os.path.abspath(place.folder or "."))
     resolved = resolve(recipe, overrides, options, environ) if recipe else None
-    asked = asked_of(resolved, folder) if resolved else HostRequirements(_nodes(options), _device(environ), folder)
+    asked = (
+        asked_of(resolved, folder)
+        if resolved
+        else HostRequirements(_nodes(options), _device(environ), folder)
+    )
     asked = asked._replace(
         device=place.device or asked.device,
         interface=place.interface or asked.interface,
@@ -61,12 +67,18 @@ def checkup(
         ports=place.ports,
     )
     chosen = resolved.file.recipe if resolved else None
-    return hosts.look(asked) if options.hostfile else here.look(asked, chosen, resolved.world if resolved else None)
+    return (
+        hosts.look(asked)
+        if options.hostfile
+        else here.look(asked, chosen, resolved.world if resolved else None)
+    )
 
 
 def _refuse_unused(options: LaunchOptions, starts: bool) -> None:
     if not starts and (options.launcher or options.processes_per_node):
-        raise PlanError("--launcher and --nproc-per-node: give a recipe, for which ranks are counted")
+        raise PlanError(
+            "--launcher and --nproc-per-node: give a recipe, for which ranks are counted"
+        )
     if options.hostfile is None and (options.include or options.exclude):
         raise PlanError("--include and --exclude choose from a host file: give --hostfile")
 
@@ -90,5 +102,7 @@ def _nodes(options: LaunchOptions) -> tuple[Node, ...]:
     if options.hostfile is None:
         return ()
     text = hostfile_text(options.hostfile) if options.hosts_text is None else options.hosts_text
-    listed = select(parse_hostfile(text, options.hostfile, 1).hosts, options.include, options.exclude)
+    listed = select(
+        parse_hostfile(text, options.hostfile, 1).hosts, options.include, options.exclude
+    )
     return tuple(Node(host.name, host.slots, 0, host.devices) for host in listed)

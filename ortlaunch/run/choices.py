@@ -23,7 +23,9 @@ def known(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
             resolved = resolved.with_choice(micro_size.override(size))
         elif inside is not None:
             micro_size.refuse_inside()
-    if not engine_is_open(resolved) or (inside is not None and inside.rank > 0):  # which starts what rank 0 has chosen
+    if not engine_is_open(resolved) or (
+        inside is not None and inside.rank > 0
+    ):  # which starts what rank 0 has chosen
         return resolved
     from ortlaunch.bench import auto
 
@@ -48,4 +50,6 @@ def with_found_size(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     """The run with the largest micro batch that fits."""
     if not micro_size.is_asked(resolved.file.recipe):
         return resolved
-    return resolved.with_choice(micro_size.override(micro_size.find(resolved.file.recipe, resolved.plan, run)))
+    return resolved.with_choice(
+        micro_size.override(micro_size.find(resolved.file.recipe, resolved.plan, run))
+    )

@@ -36,13 +36,17 @@ def train(resolved: ResolvedRun, chosen: Path | None, options: ResumeOptions = A
         return _train(resolved, chosen, lock, options)
 
 
-def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: ResumeOptions) -> int:
+def _train(
+    resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: ResumeOptions
+) -> int:
     started, rank = time.monotonic(), resolved.world.inside
     run = run_folder(chosen, resolved, os.environ)
     if run.recipe.exists() and rank is None:
         lock.take(run)  # before anything is measured
     if rank is not None and rank.rank == 0:
-        inside.mark_of(run, rank).unlink(missing_ok=True)  # of an earlier launch, whose files others would start with
+        inside.mark_of(run, rank).unlink(
+            missing_ok=True
+        )  # of an earlier launch, whose files others would start with
 
     # What is known already, then what would keep the run from starting: before minutes of measuring.
     resolved = choices.known(resolved, run)
@@ -75,7 +79,9 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
             job = launcher.submit(request)
             job.early = early
             run.restart_request.unlink(missing_ok=True)
-            end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
+            end = explain_end(
+                run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True
+            )
             print(end=ERASE if width else "", flush=True)  # the live line of a rank that was killed
             return Ended(end, job.signal is not None)
 

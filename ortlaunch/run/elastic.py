@@ -37,7 +37,11 @@ def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[Resolved
         return whole, [note]
     asked = asked_of(whole, Path(os.path.abspath(run.path)))
     wrong = [finding for finding in look(asked._replace(quick=True)) if finding.verdict == FAILED]
-    lost = [finding for finding in wrong if elastic is not None and (again or finding.check == "reached")]
+    lost = [
+        finding
+        for finding in wrong
+        if elastic is not None and (again or finding.check == "reached")
+    ]
     out = {finding.host: finding for finding in reversed(lost)}
     unfit = [finding for finding in wrong if finding.host not in out]
     if unfit:
@@ -49,7 +53,10 @@ def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[Resolved
         raise LaunchError(_too_few(len(names), elastic.min, wrong))
     now = whole.on_hosts(names)
     how = f"{counted(len(names), 'host')} of {len(whole.world.hosts)}, accumulation {now.work.batch.accumulation_steps}"
-    return now, [f"launch.nodes {elastic}: on {how}", *(f"  left out: {finding}" for finding in out.values())]
+    return now, [
+        f"launch.nodes {elastic}: on {how}",
+        *(f"  left out: {finding}" for finding in out.values()),
+    ]
 
 
 def _too_few(there: int, least: int, wrong: list[Finding]) -> str:

@@ -32,7 +32,12 @@ def mark_of(run: RunDir, rank: Rank) -> Path:
 
 
 def lead(
-    resolved: ResolvedRun, rank: Rank, run: RunDir, lock: RunLock, beginning: Beginning, options: ResumeOptions
+    resolved: ResolvedRun,
+    rank: Rank,
+    run: RunDir,
+    lock: RunLock,
+    beginning: Beginning,
+    options: ResumeOptions,
 ) -> NoReturn:
     """Rank 0: prepare the folder, say so, become the worker."""
     print_lines(beginning.lines)
@@ -59,7 +64,9 @@ def follow(resolved: ResolvedRun, rank: Rank, run: RunDir) -> NoReturn:
     deadline = time.monotonic() + seconds
     while not mark.exists():
         if time.monotonic() > deadline:
-            raise LaunchError(f"rank 0 did not prepare {run} within {seconds} s; is it on a disk that all hosts share?")
+            raise LaunchError(
+                f"rank 0 did not prepare {run} within {seconds} s; is it on a disk that all hosts share?"
+            )
         time.sleep(0.05)
     _become_worker(request_of(resolved.plan, run))
 

@@ -45,17 +45,31 @@ class JobFile:
     def __enter__(self) -> JobFile:
         self.record.write(self.run)
         registry.add(self.run)
-        self._handlers = {number: signal.signal(number, self._leave) for number in heeded((*_ENDING, signal.SIGINT))}
-        self._handlers[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, lambda *_: None)  # nobody is there to save
+        self._handlers = {
+            number: signal.signal(number, self._leave)
+            for number in heeded((*_ENDING, signal.SIGINT))
+        }
+        self._handlers[signal.SIGUSR2] = signal.signal(
+            signal.SIGUSR2, lambda *_: None
+        )  # nobody is there to save
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if error is not None and not self.record.state.is_end:
             status = _status_of(error)
-            verdict = _verdict_of(error) + (" again" if self.record.attempts and status in _NO_RANKS else "")
-            self.end(status, f"{OURS}{verdict}", Failure(_cause_of(error, verdict), verdict), status in _STOPPED)
+            verdict = _verdict_of(error) + (
+                " again" if self.record.attempts and status in _NO_RANKS else ""
+            )
+            self.end(
+                status,
+                f"{OURS}{verdict}",
+                Failure(_cause_of(error, verdict), verdict),
+                status in _STOPPED,
+            )
 
     def starts(self) -> None:
         """Its ranks are started now."""
@@ -63,7 +77,9 @@ class JobFile:
 
     def keep_signals(self) -> list[int]:
         """From now on until the ranks have failed a signal is theirs; the list of those that this process got."""
-        self.early = self.early or []  # those that came between two starts that no failure lies between
+        self.early = (
+            self.early or []
+        )  # those that came between two starts that no failure lies between
         return self.early
 
     def failed(self, attempts: Sequence[Attempt]) -> None:
@@ -74,13 +90,23 @@ class JobFile:
         if early:
             self._leave(early[0], None)
 
-    def end(self, status: int, verdict: str, failure: Failure | None = None, stopped: bool = False) -> None:
+    def end(
+        self, status: int, verdict: str, failure: Failure | None = None, stopped: bool = False
+    ) -> None:
         """It has ended; `stopped`: by a signal to this process, which is how it is cancelled."""
-        state = JobState.CANCELLED if stopped and status not in (0, EXIT_SAVED) else JobState.of_status(status)
+        state = (
+            JobState.CANCELLED
+            if stopped and status not in (0, EXIT_SAVED)
+            else JobState.of_status(status)
+        )
         try:
             self._write(self.record.at_end(state, status, verdict, failure))
         except OSError as error:  # a full disk: what ended the run is told in any case
-            print(f"ortlaunch: {self.run.job} does not say how it ended: {error.strerror}", file=sys.stderr, flush=True)
+            print(
+                f"ortlaunch: {self.run.job} does not say how it ended: {error.strerror}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _leave(self, number: int, frame: object) -> None:
         """Nothing has begun, so that all is saved; `ortlaunch cancel` wants no second start all the same."""
@@ -89,7 +115,9 @@ class JobFile:
             return
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise PreparationStopped(EXIT_SAVED if self.saves and not self.run.cancelled.exists() else 128 + number, number)
+        raise PreparationStopped(
+            EXIT_SAVED if self.saves and not self.run.cancelled.exists() else 128 + number, number
+        )
 
     def _write(self, record: JobRecord) -> None:
         self.record = record

@@ -78,10 +78,14 @@ def note(plan: Plan) -> list[str]:
     """What `ortlaunch plan` says of a size that is not known yet."""
     found = sizes(plan.batch)
     shown = ", ".join(map(str, found if len(found) <= 12 else [*found[:8], "...", found[-1]]))
-    lines = [f"micro_size: auto: train will find it by trying, among {shown}; the plan above is for 1"]
+    lines = [
+        f"micro_size: auto: train will find it by trying, among {shown}; the plan above is for 1"
+    ]
     if plan.memory:
         parts = dict(plan.memory.by_stage)[plan.memory.chosen]
-        lines.append(f"    by the estimate each sample takes about {human(parts.activations)} of activations")
+        lines.append(
+            f"    by the estimate each sample takes about {human(parts.activations)} of activations"
+        )
     return lines
 
 
@@ -90,7 +94,10 @@ def known(recipe: Recipe, batch: BatchPlan, run: RunDir) -> int | None:
     if not run.micro_size.exists():
         return None
     before = read_json(run.micro_size)
-    same = before["global_size"] == recipe.batch.global_size and before["ranks"] == batch.data_parallel_ranks
+    same = (
+        before["global_size"] == recipe.batch.global_size
+        and before["ranks"] == batch.data_parallel_ranks
+    )
     return int(before["found"]) if same and before["found"] in sizes(batch) else None
 
 
@@ -101,19 +108,25 @@ def find(recipe: Recipe, plan: Plan, run: RunDir) -> int:
         LaunchError: a try failed for another reason than memory, or not even the smallest fits.
     """
     choices, tries = sizes(plan.batch), list[Try]()
-    print(f"micro_size: auto: trying, each size in a job of its own; logs: {run.trials}", flush=True)
+    print(
+        f"micro_size: auto: trying, each size in a job of its own; logs: {run.trials}", flush=True
+    )
     fit, miss, place = -1, len(choices), 0
     while miss - fit > 1:
         done = _try(recipe, plan, run, choices[place])
         tries.append(done)
-        print(f"  {done.size:>6}  {'fits' if done.fits else 'does not fit':13}{done.why}", flush=True)
+        print(
+            f"  {done.size:>6}  {'fits' if done.fits else 'does not fit':13}{done.why}", flush=True
+        )
         if done.fits:
             fit = place
         else:
             miss = place
         place = _next(choices, fit, miss, done.share)
     if fit < 0:
-        raise LaunchError(f"batch.micro_size: auto: not even {choices[0]} sample a rank fits: {tries[-1].why}")
+        raise LaunchError(
+            f"batch.micro_size: auto: not even {choices[0]} sample a rank fits: {tries[-1].why}"
+        )
     found = choices[fit]
     print(f"micro_size: {found}, found by trying", flush=True)
     _record(recipe, plan, run, found, tries)
@@ -123,13 +136,20 @@ def find(recipe: Recipe, plan: Plan, run: RunDir) -> int:
 def _next(choices: list[int], fit: int, miss: int, share: float | None) -> int:
     """Double while nothing failed, faster where much room is left; then halve what lies between."""
     if fit >= 0 and miss == len(choices):
-        faster = 8 if share is not None and share < MARGIN / 16 else 2  # memory grows no faster than the batch
+        faster = (
+            8 if share is not None and share < MARGIN / 16 else 2
+        )  # memory grows no faster than the batch
         return max(fit + 1, *(i for i, size in enumerate(choices) if size <= faster * choices[fit]))
     return (fit + miss) // 2
 
 
 def _record(recipe: Recipe, plan: Plan, run: RunDir, found: int, tries: list[Try]) -> None:
-    value = {"found": found, "global_size": recipe.batch.global_size, "ranks": plan.world_size, "margin": MARGIN}
+    value = {
+        "found": found,
+        "global_size": recipe.batch.global_size,
+        "ranks": plan.world_size,
+        "margin": MARGIN,
+    }
     write_json(run.micro_size, {**value, "tries": [one._asdict() for one in tries]})
 
 
@@ -154,7 +174,9 @@ def _try(recipe: Recipe, plan: Plan, run: RunDir, size: int) -> Try:
 def _write(recipe: Recipe, plan: Plan, trial: RunDir, size: int) -> Plan:
     """The folder of a try: the run's own recipe with this size, two passes a step where the batch has as many."""
     passes = min(2, plan.batch.global_samples // (size * plan.world_size))
-    batch = recipe.batch.model_copy(update={"micro_size": size, "global_size": size * passes * plan.world_size})
+    batch = recipe.batch.model_copy(
+        update={"micro_size": size, "global_size": size * passes * plan.world_size}
+    )
     data = recipe.data.model_copy(update={"evaluation": None})
     small = recipe.model_copy(update={"batch": batch, "data": data})
     tried = replace(replan(small, plan), task="try")

@@ -25,7 +25,9 @@ def print_lines(lines: Iterable[str]) -> None:
         print(line, flush=True)
 
 
-def check(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> tuple[Beginning, str | None]:
+def check(
+    resolved: ResolvedRun, run: RunDir, options: ResumeOptions
+) -> tuple[Beginning, str | None]:
     """Where the run begins, and as `finished`; what it takes is there. Nothing is written, and no plan is made.
 
     Raises:
@@ -47,7 +49,9 @@ def finished(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> str 
 def leave_finished(resolved: ResolvedRun, run: RunDir, lines: tuple[str, ...], done: str) -> int:
     """A finished run is left as it is, but for a job.json that does not record its end; returns its status."""
     job = JobRecord.read(run)
-    if job is not None and job.backend in LAUNCHERS and not job.state.is_end:  # its command was killed, its ranks ended
+    if (
+        job is not None and job.backend in LAUNCHERS and not job.state.is_end
+    ):  # its command was killed, its ranks ended
         job.at_end(JobState.SUCCEEDED, 0, f"done: {run}").write(run)
     print_lines([*lines, with_next(done, sys.argv[1:], resolved.file.recipe, run)])
     return 0
@@ -59,9 +63,13 @@ def prepare(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Request:
     if again:
         return request
     provenance.record(run, resolved.command.path)
-    print_lines([*resolved.notes, describe(resolved.plan, resolved.file.recipe), f"run folder: {run}"])
+    print_lines(
+        [*resolved.notes, describe(resolved.plan, resolved.file.recipe), f"run folder: {run}"]
+    )
     if why := foreign(run.path):
         print_lines(
-            [f"run folder: {why}: who can write there can run code as this user while the ranks start (docs/trust.md)"]
+            [
+                f"run folder: {why}: who can write there can run code as this user while the ranks start (docs/trust.md)"
+            ]
         )
     return request

@@ -29,10 +29,19 @@ def before_start(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> 
     """
     options = options.checked()
     beginning, done = check(resolved, run, options)
-    above = next(path for path in (run.path.absolute(), *run.path.absolute().parents) if path.exists())
+    above = next(
+        path for path in (run.path.absolute(), *run.path.absolute().parents) if path.exists()
+    )
     if not os.access(above, os.W_OK | os.X_OK):
-        raise PlanError(f"{run}: cannot be written: no permission to write to {above}; give another --run-dir")
-    return [*beginning.lines, *([done] if done else []), *resolved.notes, describe(resolved.plan, resolved.file.recipe)]
+        raise PlanError(
+            f"{run}: cannot be written: no permission to write to {above}; give another --run-dir"
+        )
+    return [
+        *beginning.lines,
+        *([done] if done else []),
+        *resolved.notes,
+        describe(resolved.plan, resolved.file.recipe),
+    ]
 
 
 def preview(resolved: ResolvedRun) -> ResolvedRun:

@@ -54,12 +54,16 @@ def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], End
             continue
         if ended.end.status == 0 or ended.stopped or ended.end.status in NO_FAULT or not limit:
             return _with_count(ended, failed)
-        failed.append(record_attempt(run, ended.end, len(failed) + 1, time.monotonic() - began, checkpoint))
+        failed.append(
+            record_attempt(run, ended.end, len(failed) + 1, time.monotonic() - began, checkpoint)
+        )
         file.failed(failed)
         reason = in_vain(failed, limit)
         if not reason:
             _wait(run, failed, limit)
-            reason = "not started again: its end was asked for" if run.stop_request.exists() else None
+            reason = (
+                "not started again: its end was asked for" if run.stop_request.exists() else None
+            )
         if reason:
             return ended._replace(end=ended.end.followed_by(reason))
         kept = set_aside(run)
@@ -74,7 +78,11 @@ def _is_to_go_on(run: RunDir, ended: Ended) -> bool:
     if ended.stopped or ended.end.status != EXIT_SAVED or not run.restart_request.exists():
         return False
     run.stop_request.unlink(missing_ok=True)  # else it would be for the next ranks, too
-    print(f"{ended.end.text}\nortlaunch: the ranks are started again, as was asked for", file=sys.stderr, flush=True)
+    print(
+        f"{ended.end.text}\nortlaunch: the ranks are started again, as was asked for",
+        file=sys.stderr,
+        flush=True,
+    )
     return True
 
 
@@ -95,5 +103,7 @@ def _with_count(ended: Ended, failed: Sequence[Attempt]) -> Ended:
     if not failed or ended.end.status:
         return ended
     took = duration(sum(one.seconds for one in failed))
-    said = f"{ended.end.text}, after {counted(len(failed), 'restart')} (failed attempts took {took})"
+    said = (
+        f"{ended.end.text}, after {counted(len(failed), 'restart')} (failed attempts took {took})"
+    )
     return ended._replace(end=End(0, said))

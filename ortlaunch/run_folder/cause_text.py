@@ -56,7 +56,9 @@ _CRASHES = {
 }
 CRASHES = tuple(_CRASHES)
 """Signals of a crash in native code."""
-_OUTSIDE = ("who sends signals: a person, a scheduler's limit, a watchdog; see the scheduler's log and dmesg",)
+_OUTSIDE = (
+    "who sends signals: a person, a scheduler's limit, a watchdog; see the scheduler's log and dmesg",
+)
 _AGAIN = ("start the same command with --run-dir to go on",)
 _NUMBERS = ("look at these samples", "a lower optimizer.learning_rate, a warm-up (schedule.warmup_steps), "
             "a lower train.max_grad_norm")  # fmt: skip
@@ -68,8 +70,13 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
         "a rank that is stopped (SIGSTOP, a debugger) or waits for a disk or a network keeps all others waiting",
         "where a step may truly take so long, set train.stall_seconds higher",
     ),
-    Cause.HOST_LOST: ("ssh to it, and dmesg there: is it up, and is its network?", "start it again with --run-dir"),
-    Cause.OUT_OF_MEMORY: ("batch.micro_size: auto finds by trying what fits, and keeps batch.global_size",),
+    Cause.HOST_LOST: (
+        "ssh to it, and dmesg there: is it up, and is its network?",
+        "start it again with --run-dir",
+    ),
+    Cause.OUT_OF_MEMORY: (
+        "batch.micro_size: auto finds by trying what fits, and keeps batch.global_size",
+    ),
     Cause.DISK_FULL: (
         "make room (df -h; ortlaunch's checkpoints and the cache take most)",
         "set checkpoint.keep lower",
@@ -78,16 +85,22 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
     Cause.LOSS_SPIKE: (*_NUMBERS, "train.on_spike: {action: rollback} leaves such a batch out"),
     Cause.NOT_FINITE: (*_NUMBERS, _ROLLBACK),
     Cause.LOSS_SCALE_COLLAPSE: ("precision: bf16", _NUMBERS[1], _ROLLBACK),
-    Cause.PORT_TAKEN: ("ss -ltnp names who has it; MASTER_PORT or launch.env choose another, or let ortlaunch choose",),
+    Cause.PORT_TAKEN: (
+        "ss -ltnp names who has it; MASTER_PORT or launch.env choose another, or let ortlaunch choose",
+    ),
     Cause.NO_GPU: ("nvidia-smi there", "or launch.device: cpu"),
-    Cause.OTHER_WORLD: ("give hosts and ranks in one place: the host file, or the launcher's own options",),
+    Cause.OTHER_WORLD: (
+        "give hosts and ranks in one place: the host file, or the launcher's own options",
+    ),
     Cause.INDEX_OUT_OF_RANGE: (
         "compare the labels with the number of classes (model.config.num_labels), and token ids with vocab_size",
     ),
     Cause.MISSING_MODULE: (
         "install it in this environment, on every host; a module of your own lies beside the recipe",
     ),
-    Cause.MISSING_FILE: ("relative paths begin where you run the command; every host must see the file",),
+    Cause.MISSING_FILE: (
+        "relative paths begin where you run the command; every host must see the file",
+    ),
     Cause.UNREADABLE_FILE: ("ls -l it, as the user of the run, on that host",),
     Cause.NO_LOCKS: (
         "run folder (--run-dir), ORTLAUNCH_CACHE and TMPDIR must be on disks with file locks (flock); NFS has them "
@@ -150,15 +163,17 @@ def kernel_kills(failure: Failure) -> str:
         return " (often the kernel's out-of-memory killer: see dmesg there)"
     if not failure.memory_kills:
         return ""
-    return (
-        f"; the kernel's out-of-memory killer ended {failure.memory_kills} of this control group's processes meanwhile"
-    )
+    return f"; the kernel's out-of-memory killer ended {failure.memory_kills} of this control group's processes meanwhile"
 
 
 def _filled(template: str, failure: Failure) -> str:
     absent = "no rank says why"
     if failure.who:
-        absent = f"{failure.who} ended before it began" if failure.began else f"no rank began ({failure.who})"
+        absent = (
+            f"{failure.who} ended before it began"
+            if failure.began
+            else f"no rank began ({failure.who})"
+        )
     return template.format(
         place=failure.place,
         detail=failure.detail[:400],

@@ -11,7 +11,9 @@ from typing import Any
 
 from ortlaunch.run_folder.records import as_json
 
-EMPTY = ("onnxruntime",)  # what is written as {} where there is none, so that a reader can ask it for names
+EMPTY = (
+    "onnxruntime",
+)  # what is written as {} where there is none, so that a reader can ask it for names
 
 
 @dataclass
@@ -338,4 +340,7 @@ class EngineReport:
 
     def to_json(self) -> dict[str, Any]:
         """The content of engine.json."""
-        return {name: {} if value is None and name in EMPTY else value for name, value in as_json(self).items()}
+        return {
+            name: {} if value is None and name in EMPTY else value
+            for name, value in as_json(self).items()
+        }

@@ -20,7 +20,9 @@ from ortlaunch.json_types import Json
 # Files of a checkpoint: its list of files with their checksums, and the mark that it was written to its end.
 MANIFEST = "manifest.json"
 COMPLETE = "COMPLETE"
-PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # the terminal's columns, where the command's output is one
+PROGRESS_VARIABLE = (
+    "ORTLAUNCH_PROGRESS"  # the terminal's columns, where the command's output is one
+)
 
 
 _FULL_BYTES = 1 << 20
@@ -52,7 +54,12 @@ class RunDir:
     request = _File("request.sh", "command", "what was sent to the launcher")
     commands = _File("commands.jsonl", "command", "each start's command line and commit")
     modules = _File("modules", "rank 0", "the user's code")
-    vocabulary = _File("vocabulary.json", "rank 0", "what words and classes the numbers stand for", "VocabularyRecord")
+    vocabulary = _File(
+        "vocabulary.json",
+        "rank 0",
+        "what words and classes the numbers stand for",
+        "VocabularyRecord",
+    )
     tokenizer = _File("tokenizer", "rank 0", "the tokenizer that the weights are trained with")
     hostfile = _File("hostfile", "command", "hosts and slots, for mpirun")
     store = _File("store", "command", "how ranks of one host meet, without a port")
@@ -63,32 +70,56 @@ class RunDir:
     submitted = _File("submitted.yaml", "command", "recipe of a queued run")
     job_script = _File("job.sh", "command", "batch script of a queued run")
     manifest = _File("job.yaml", "command", "manifest of a queued run")
-    logs = _File("logs", "supervisors", "`rank_00003.{out,err}` of each rank; `slurm-12.out` of a queued run")
+    logs = _File(
+        "logs", "supervisors", "`rank_00003.{out,err}` of each rank; `slurm-12.out` of a queued run"
+    )
     errors = _File("errors", "supervisors", "`rank_00003.json` of failed ranks; `stacks_00003.txt`")
-    flight_recorder = _File("errors/nccl_trace_rank_", "NCCL", "its flight recorder, with the rank's number")
-    failure_printed = _File("errors/printed", "supervisors", "empty: a rank has printed the failure")
+    flight_recorder = _File(
+        "errors/nccl_trace_rank_", "NCCL", "its flight recorder, with the rank's number"
+    )
+    failure_printed = _File(
+        "errors/printed", "supervisors", "empty: a rank has printed the failure"
+    )
     stall = _File("errors/stall.json", "supervisors", "the run stood still: who, since when")
     lost = _File("errors/lost.json", "supervisors", "a host that is lost")
-    accounts = _File("errors/accounts", "supervisors", "the rank of each record of an end, in the order of time")
-    slow_ranks = _File("slow_ranks.jsonl", "supervisors", "ranks that hold the others up, each named once")
-    attempts = _File("attempts", "command", "`1/{logs,errors}` of a failed start, once another has begun")
-    ready = _File("ready", "rank 0", "marks that the folder is prepared, under a launcher of the user's own")
+    accounts = _File(
+        "errors/accounts", "supervisors", "the rank of each record of an end, in the order of time"
+    )
+    slow_ranks = _File(
+        "slow_ranks.jsonl", "supervisors", "ranks that hold the others up, each named once"
+    )
+    attempts = _File(
+        "attempts", "command", "`1/{logs,errors}` of a failed start, once another has begun"
+    )
+    ready = _File(
+        "ready", "rank 0", "marks that the folder is prepared, under a launcher of the user's own"
+    )
     fabric = _File("fabric.json", "rank 0", "what the ranks of `ortlaunch selftest` measured")
     requests = _File("requests", "other commands", "what was requested from outside")
     stop_request = _File("requests/stop.json", "any command", "to save and stop: who requested it")
-    restart_request = _File("requests/restart.json", "other commands", "another start, beside a stop")
+    restart_request = _File(
+        "requests/restart.json", "other commands", "another start, beside a stop"
+    )
     requeue_request = _File("requests/requeue", "command", "another turn of a batch script")
     save_request = _File("requests/save.json", "other commands", "to save")
     cancelled = _File("requests/cancel", "other commands", "empty: to end without saving")
     stopped = _File("stopped.json", "rank 0", "how a stop ended", "Stopped")
     lock = _File("lock", "command", "held while the run lives")
     job = _File("job.json", "command", "state, verdict and cause; failed starts")
-    metrics = _File("metrics.jsonl", "rank 0", "a line for each logged step and each evaluation", "MetricsLine")
+    metrics = _File(
+        "metrics.jsonl", "rank 0", "a line for each logged step and each evaluation", "MetricsLine"
+    )
     steps = _File("steps.json", "rank 0", "train.epochs in steps")
-    bad_steps = _File("bad_steps.jsonl", "rank 0", "losses and gradients that were not trained on", "BadStep")
+    bad_steps = _File(
+        "bad_steps.jsonl", "rank 0", "losses and gradients that were not trained on", "BadStep"
+    )
     summary = _File("summary.json", "rank 0", "the end of the training", "Summary")
-    parity = _File("parity.jsonl", "rank 0", "steps that were compared with plain PyTorch", "ParityLine")
-    engine = _File("engine.json", "rank 0", "what really runs: engine, sharding, optimizer", "EngineReport")
+    parity = _File(
+        "parity.jsonl", "rank 0", "steps that were compared with plain PyTorch", "ParityLine"
+    )
+    engine = _File(
+        "engine.json", "rank 0", "what really runs: engine, sharding, optimizer", "EngineReport"
+    )
     memory = _File("memory.json", "rank 0", "memory, planned and measured", "MemoryReport")
     micro_size = _File("micro_size.json", "command", "the size that `micro_size: auto` found")
     trials = _File("micro_size", "command", "`8/`: a try of `micro_size: auto`, a run of its own")
@@ -106,7 +137,9 @@ class RunDir:
         "ranks",
         "`step_00000500{,.partial,.broken}/`, whole with COMPLETE",
     )
-    resume = _File("resume.json", "command", "where the last start began, and what had changed", "ResumeRecord")
+    resume = _File(
+        "resume.json", "command", "where the last start began, and what had changed", "ResumeRecord"
+    )
     saves = _File("saves.jsonl", "rank 0", "each save", "SaveLine")
     export = _File("export", "rank 0", "the trained model")
     exports = _File(
@@ -183,7 +216,11 @@ class RunDir:
 
     def exported(self, step: int, form: str) -> Path:
         """Where `ortlaunch export` writes a checkpoint as a model."""
-        return self.path / "exports" / (f"step_{step:08d}" + ("" if form == "huggingface" else f"_{form}"))
+        return (
+            self.path
+            / "exports"
+            / (f"step_{step:08d}" + ("" if form == "huggingface" else f"_{form}"))
+        )
 
     def evaluation_of(self, step: int) -> RunDir:
         """Folder of `ortlaunch evaluate`: a run of its own."""
@@ -200,7 +237,11 @@ class RunDir:
             OSError: the folder cannot be read; a run that took it for empty would begin anew.
         """
         names = os.listdir(self.checkpoints) if _exists(self.checkpoints) else []
-        found = [(int(match[1]), self.checkpoints / match[0]) for match in map(_STEP.fullmatch, names) if match]
+        found = [
+            (int(match[1]), self.checkpoints / match[0])
+            for match in map(_STEP.fullmatch, names)
+            if match
+        ]
         return sorted((step, path) for step, path in found if _exists(path / COMPLETE))
 
 
@@ -244,7 +285,9 @@ def write_text(path: Path, text: str) -> None:
         os.replace(name, path)
     except BaseException as error:
         name.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # it names the temporary file; a full disk is met in a write, which has no name
+        if isinstance(
+            error, OSError
+        ):  # it names the temporary file; a full disk is met in a write, which has no name
             error.filename = str(path)
         raise
 
@@ -281,7 +324,9 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DamagedFile(f"{path}: is damaged: no text ({error.reason} at byte {error.start})") from None
+        raise DamagedFile(
+            f"{path}: is damaged: no text ({error.reason} at byte {error.start})"
+        ) from None
 
 
 def read_json(path: Path, kind: type[Any] = dict) -> Any:
@@ -295,7 +340,9 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:
     except json.JSONDecodeError as error:
         raise DamagedFile(f"{path}: is damaged: {_no_json(path, error)}") from None
     if not isinstance(value, kind):
-        raise DamagedFile(f"{path}: is damaged: it holds no {'mapping' if kind is dict else kind.__name__}")
+        raise DamagedFile(
+            f"{path}: is damaged: it holds no {'mapping' if kind is dict else kind.__name__}"
+        )
     return _Mapping(path, value) if kind is dict else value
 
 
@@ -307,7 +354,9 @@ class _Mapping(dict[str, object]):
         self._path = path
 
     def __missing__(self, name: str) -> object:
-        raise DamagedFile(f"{self._path}: has no {name!r}: it is damaged, or of another version of ortlaunch")
+        raise DamagedFile(
+            f"{self._path}: has no {name!r}: it is damaged, or of another version of ortlaunch"
+        )
 
 
 def account(path: Path) -> Json:
@@ -326,8 +375,16 @@ def account(path: Path) -> Json:
     wrong = {name for name, kind in kinds.items() if not isinstance(found.get(name), kind)}
     signal = found.get("signal")
     record = {**found, **{name: known[name] for name in wrong}}
-    return {**record, "cause": Cause(record["cause"]), "signal": signal if isinstance(signal, int) else None}
+    return {
+        **record,
+        "cause": Cause(record["cause"]),
+        "signal": signal if isinstance(signal, int) else None,
+    }
 
 
 def _no_json(path: Path, error: json.JSONDecodeError) -> str:
-    return f"no JSON at line {error.lineno}, column {error.colno}" if path.stat().st_size else "it is empty"
+    return (
+        f"no JSON at line {error.lineno}, column {error.colno}"
+        if path.stat().st_size
+        else "it is empty"
+    )

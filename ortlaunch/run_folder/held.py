@@ -21,7 +21,9 @@ def held(run: RunDir, choose: Callable[[], int]) -> Iterator[int]:
         while True:
             step = choose()
             with contextlib.suppress(OSError):
-                fcntl.flock(stack.enter_context(open(run.checkpoint(step) / COMPLETE, "rb")), fcntl.LOCK_SH)
+                fcntl.flock(
+                    stack.enter_context(open(run.checkpoint(step) / COMPLETE, "rb")), fcntl.LOCK_SH
+                )
             if step in dict(run.complete_checkpoints()):
                 break
         yield step
@@ -30,7 +32,9 @@ def held(run: RunDir, choose: Callable[[], int]) -> Iterator[int]:
 def is_held(folder: Path) -> bool:
     """Whether a command reads this checkpoint."""
     try:
-        with open(folder / COMPLETE, "r+b") as mark:  # NFS locks exclusively only what may be written
+        with open(
+            folder / COMPLETE, "r+b"
+        ) as mark:  # NFS locks exclusively only what may be written
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

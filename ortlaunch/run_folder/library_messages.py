@@ -27,7 +27,9 @@ _CAUSES = (
     (Cause.UNREADABLE_FILE, r"PermissionError|Permission denied|Errno 13\b"),
     (Cause.NO_LOCKS, r"No locks available|Errno 37\b"),
 )
-_NATIVE = r"terminate called|what\(\):|Assertion|assert|CHECK failed|Fatal Python error|Check failed"
+_NATIVE = (
+    r"terminate called|what\(\):|Assertion|assert|CHECK failed|Fatal Python error|Check failed"
+)
 # A rank that loses its peers fails too; these words tell that the cause is elsewhere.
 _PEER_IS_GONE = (
     r"Connection closed by peer|Connection reset by peer|remote process|NCCL error|Broken pipe|Timed out waiting"

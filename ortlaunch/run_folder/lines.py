@@ -53,7 +53,9 @@ def take_line(lines: Lines, place: str, line: bytes, *names: str) -> None:
     except ValueError:  # also where it is no text
         lines.left_out.append(f"{place} is left out: no whole line of JSON")
         return
-    absent = [name for name in names if name not in value] if isinstance(value, dict) else ["mapping"]
+    absent = (
+        [name for name in names if name not in value] if isinstance(value, dict) else ["mapping"]
+    )
     if not absent and "step" in names and type(value["step"]) is not int:
         absent = ["step that is a number"]
     if absent:

@@ -71,15 +71,25 @@ def _begin(file: int, run: RunDir) -> bool:
             return True
         except OSError as error:
             if error.errno not in _HELD:
-                print(f"{run}: no file locks here ({error.strerror}): a second run in it would not be seen", flush=True)
+                print(
+                    f"{run}: no file locks here ({error.strerror}): a second run in it would not be seen",
+                    flush=True,
+                )
                 return False
         holder = _holder(file)
         if not _has_gone(holder):
-            raise PlanError(f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give another folder")
+            raise PlanError(
+                f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give another folder"
+            )
         if time.monotonic() > deadline:
-            raise PlanError(f"--run-dir {run}: {_named(holder)} has ended, but ranks of it are still alive; end them")
+            raise PlanError(
+                f"--run-dir {run}: {_named(holder)} has ended, but ranks of it are still alive; end them"
+            )
         if not told:
-            print(f"{run}: waiting for the ranks of {_named(holder)}, which was killed, to end", flush=True)
+            print(
+                f"{run}: waiting for the ranks of {_named(holder)}, which was killed, to end",
+                flush=True,
+            )
             told = True
         time.sleep(0.1)
 
@@ -120,7 +130,9 @@ def refuse_living(run: RunDir) -> None:
         holder = _holder(file)
         os.close(file)
         if holder and not _has_gone(holder):
-            raise PlanError(f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give another folder")
+            raise PlanError(
+                f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give another folder"
+            )
 
 
 def command_at(run: RunDir) -> Process | None:

@@ -40,7 +40,10 @@ def origin(
         git: of the recipe's folder, as in commands.jsonl.
     """
     world = {"ranks": batch.data_parallel_ranks, "hosts": hosts, "device": device}
-    samples = {name: getattr(batch, name) for name in ("global_samples", "micro_samples", "accumulation_steps")}
+    samples = {
+        name: getattr(batch, name)
+        for name in ("global_samples", "micro_samples", "accumulation_steps")
+    }
     code = {name: environment.get(name) for name in ("ortlaunch", "python")}
     return {
         "format": _FORMAT,
@@ -57,7 +60,9 @@ def of_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
     started = json_lines(run.commands, "git").found
     git = started[-1]["git"] if started else None
     if recipe.train.epochs is not None:  # max_steps is what they came to
-        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": None})})
+        recipe = recipe.model_copy(
+            update={"train": recipe.train.model_copy(update={"max_steps": None})}
+        )
     plan = Plan.read(run.plan)
     return origin(recipe, plan.batch, len(plan.nodes), plan.device, environment, git)
 
@@ -74,8 +79,12 @@ def read(checkpoint: Path) -> Json | None:
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """Every change, by the table; a part that one of them lacks is not compared."""
     found = changes(_filled(before["recipe"]), after["recipe"], RULES)
-    parts = [part for part in ("world", "data", "weights", "code") if part in before and part in after]
-    found += changes({part: before[part] for part in parts}, {part: after[part] for part in parts}, OTHER_RULES)
+    parts = [
+        part for part in ("world", "data", "weights", "code") if part in before and part in after
+    ]
+    found += changes(
+        {part: before[part] for part in parts}, {part: after[part] for part in parts}, OTHER_RULES
+    )
     return found + _packages(before.get("packages", {}), after.get("packages", {}))
 
 
@@ -94,7 +103,9 @@ def _filled(recipe: Mapping[str, object]) -> Mapping[str, Any]:
 
 
 def _packages(before: Mapping[str, str], after: Mapping[str, str]) -> list[Change]:
-    found = changes({"packages": before}, {"packages": after}, OTHER_RULES) if before and after else []
+    found = (
+        changes({"packages": before}, {"packages": after}, OTHER_RULES) if before and after else []
+    )
     told = [change for change in found if change.field.partition(".")[2] in _PACKAGES]
     other = len(found) - len(told)
     if other:

@@ -28,7 +28,11 @@ def as_json(record: Any) -> Any:
     """A record as JSON's mappings and lists."""
     if is_dataclass(record):
         pairs = ((each, getattr(record, each.name)) for each in fields(record))
-        return {each.name: as_json(value) for each, value in pairs if value is not None or each.default is MISSING}
+        return {
+            each.name: as_json(value)
+            for each, value in pairs
+            if value is not None or each.default is MISSING
+        }
     if isinstance(record, dict):
         return {name: as_json(value) for name, value in record.items()}
     return [as_json(value) for value in record] if isinstance(record, (list, tuple)) else record

@@ -27,7 +27,14 @@ _OTHERS = {
     "metrics.jsonl, evaluations": "EvaluationLine",
     "device.json, of format ondevice": "DeviceArtifacts",
 }
-_WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null", "Any": "any value"}
+_WORDS = {
+    "str": "text",
+    "int": "integer",
+    "float": "number",
+    "bool": "true, false",
+    "None": "null",
+    "Any": "any value",
+}
 
 
 def markdown() -> str:
@@ -66,12 +73,23 @@ def _fields(type_: ast.ClassDef) -> list[ast.AnnAssign]:
 
 def _section(types: dict[str, ast.ClassDef], name: str) -> list[str]:
     body = types[name].body
-    lines = [_plain(ast.get_docstring(types[name]) or ""), "", "| field | value | meaning |", "|---|---|---|"]
+    lines = [
+        _plain(ast.get_docstring(types[name]) or ""),
+        "",
+        "| field | value | meaning |",
+        "|---|---|---|",
+    ]
     for field, manual in zip(body, body[1:]):
-        if name == "Evaluation" and isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == "metrics":
+        if (
+            name == "Evaluation"
+            and isinstance(field, ast.AnnAssign)
+            and ast.unparse(field.target) == "metrics"
+        ):
             lines += _metrics()
         elif isinstance(field, ast.AnnAssign):
-            lines.append(f"| `{ast.unparse(field.target)}` | {_value(types, field)} | {_manual(manual)} |")
+            lines.append(
+                f"| `{ast.unparse(field.target)}` | {_value(types, field)} | {_manual(manual)} |"
+            )
     return [*lines, ""]
 
 
@@ -109,8 +127,12 @@ def _kind(types: dict[str, ast.ClassDef], form: ast.expr) -> str:
     if isinstance(form, ast.Subscript):
         inside = form.slice.elts if isinstance(form.slice, ast.Tuple) else [form.slice]
         inner = [each for each in inside if ast.unparse(each) != "..."][-1]
-        if isinstance(inner, ast.Subscript) and ast.unparse(inner).startswith("tuple[str, "):  # a mapping in JSON
+        if isinstance(inner, ast.Subscript) and ast.unparse(inner).startswith(
+            "tuple[str, "
+        ):  # a mapping in JSON
             return _kind(types, ast.Subscript(ast.Name("dict"), inner.slice))
-        return f"{'mapping' if ast.unparse(form.value) == 'dict' else 'list'} of {_kind(types, inner)}"
+        return (
+            f"{'mapping' if ast.unparse(form.value) == 'dict' else 'list'} of {_kind(types, inner)}"
+        )
     name = ast.unparse(form)
     return f"[{name}](#{name})" if name in types else _WORDS[name]

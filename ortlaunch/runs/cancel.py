@@ -39,7 +39,9 @@ def cancel(run: RunDir) -> str:
             backend(status.job.backend).cancel(status.job)
         killed = _end_rest(run, status.job.process)
     except PermissionError:
-        raise InputError(f"{run}: is a run of user {_owner(run)}; only that user or root may cancel it") from None
+        raise InputError(
+            f"{run}: is a run of user {_owner(run)}; only that user or root may cancel it"
+        ) from None
     if status.state.is_end:
         return f"nothing to cancel, for it has ended{_killed(killed)}\n{look(run)}"
     _record(run, status.job, killed)
@@ -50,7 +52,11 @@ def _cancel_queued(run: RunDir, status: Status) -> str:
     if status.state.is_end:
         return f"nothing to cancel, for it has ended\n{status}"
     job = cancel_queued(run, status.job)
-    done = "cancelled" if job.state is JobState.CANCELLED else "it ended by itself before it could be cancelled"
+    done = (
+        "cancelled"
+        if job.state is JobState.CANCELLED
+        else "it ended by itself before it could be cancelled"
+    )
     return f"{done}\n{look(run)}"
 
 
@@ -58,7 +64,9 @@ def _refuse(run: RunDir, status: Status) -> None:
     if not status.certain:
         raise InputError(elsewhere(status.job, run, "cancel"))
     if status.job.backend not in LAUNCHERS:
-        raise InputError(f"{run}: its ranks were started by a launcher of your own; end that (scancel, kill)")
+        raise InputError(
+            f"{run}: its ranks were started by a launcher of your own; end that (scancel, kill)"
+        )
 
 
 def _end_rest(run: RunDir, command: Process) -> int:
@@ -69,7 +77,9 @@ def _end_rest(run: RunDir, command: Process) -> int:
     for pid in left:
         send(pid, signal.SIGKILL)
     if not _gone(run, command, _MORE_SECONDS):
-        raise LaunchError(f"{run}: SIGKILL did not end process {', '.join(map(str, _left(run, command)))}")
+        raise LaunchError(
+            f"{run}: SIGKILL did not end process {', '.join(map(str, _left(run, command)))}"
+        )
     return len(left)
 
 
@@ -99,7 +109,11 @@ def _done(run: RunDir, job: JobRecord) -> str:
     recorded = JobRecord.read(run)
     if recorded is None or recorded.process != job.process:
         return f"ended process {job.id}, which had not begun to run here"
-    return "cancelled" if recorded.state is JobState.CANCELLED else "it ended by itself before it could be cancelled"
+    return (
+        "cancelled"
+        if recorded.state is JobState.CANCELLED
+        else "it ended by itself before it could be cancelled"
+    )
 
 
 def _killed(ranks: int) -> str:

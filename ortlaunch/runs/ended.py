@@ -64,7 +64,9 @@ def _is_in_vain(run: RunDir) -> bool:
     if run.stopped.exists() or first is None or first.get("signal") != signal.SIGUSR1:
         return False
     began = run.request.stat().st_mtime_ns
-    return all((path / COMPLETE).stat().st_mtime_ns < began for _, path in run.complete_checkpoints())
+    return all(
+        (path / COMPLETE).stat().st_mtime_ns < began for _, path in run.complete_checkpoints()
+    )
 
 
 def _was_stopped_by_a_person(run: RunDir) -> bool:

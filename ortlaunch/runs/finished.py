@@ -31,19 +31,33 @@ def _nothing_left(recipe: Recipe, run: RunDir) -> str | None:
     saved = run.complete_checkpoints()
     if wanted is None or not saved or not run.summary.exists() or not run.export.exists():
         return None
-    done = saved[-1][0]  # not the summary's: who takes the last checkpoint away wants to go on from the one before
-    if read_json(run.summary)["steps"] != done:  # of a shorter training: this one ended before its export
+    done = saved[-1][
+        0
+    ]  # not the summary's: who takes the last checkpoint away wants to go on from the one before
+    if (
+        read_json(run.summary)["steps"] != done
+    ):  # of a shorter training: this one ended before its export
         return None
     if done >= wanted:
         return f"nothing to train: {done} of {wanted} steps are done"
     early, asked = read_json(run.summary).get("stopped_early"), recipe.train.stop_after
     if early is None or asked is None:
         return None
-    same = (asked.metric, direction(asked), asked.evaluations) == (early["metric"], early["mode"], early["evaluations"])
-    return f"nothing to train: stopped early after step {done} of {wanted} (train.stop_after)" if same else None
+    same = (asked.metric, direction(asked), asked.evaluations) == (
+        early["metric"],
+        early["mode"],
+        early["evaluations"],
+    )
+    return (
+        f"nothing to train: stopped early after step {done} of {wanted} (train.stop_after)"
+        if same
+        else None
+    )
 
 
-def with_next(said: str, typed: Sequence[str], recipe: Recipe, run: RunDir, stopped: bool = False) -> str:
+def with_next(
+    said: str, typed: Sequence[str], recipe: Recipe, run: RunDir, stopped: bool = False
+) -> str:
     """The text, and where `train` was typed the whole command that continues the run.
 
     Args:

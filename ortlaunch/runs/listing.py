@@ -23,7 +23,9 @@ HEAD = f"{'state':<10} {'step':>12}  {'job':<16} {'started':<19}  folder"
 
 def line(status: Status) -> str:
     """For a person."""
-    step = "-" if status.step is None else f"{status.step}{f'/{status.steps}' if status.steps else ''}"
+    step = (
+        "-" if status.step is None else f"{status.step}{f'/{status.steps}' if status.steps else ''}"
+    )
     sure = "" if status.certain else "?"
     job = f"{status.job.backend} {status.job.id}"
     return f"{status.state.value + sure:<10} {step:>12}  {job:<16} {status.job.started[:19]}  {status.run}"

@@ -16,7 +16,11 @@ from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import SCHEDULERS, QueueState, scheduler
 
-_LAST = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)  # a job that was preempted may be queued again
+_LAST = (
+    JobState.SUCCEEDED,
+    JobState.FAILED,
+    JobState.CANCELLED,
+)  # a job that was preempted may be queued again
 _END_SECONDS = 120  # KillWait is 30 s as Slurm comes, and what is running then has to be reaped
 _POLL_SECONDS = 1.0
 
@@ -46,7 +50,10 @@ def is_prepared(run: RunDir) -> bool:
     """Whether rank 0 of this turn of the job wrote the folder: its script is touched when a turn begins."""
     if not (run.plan.exists() and run.request.exists()):
         return False
-    return not run.job_script.exists() or run.request.stat().st_mtime_ns >= run.job_script.stat().st_mtime_ns
+    return (
+        not run.job_script.exists()
+        or run.request.stat().st_mtime_ns >= run.job_script.stat().st_mtime_ns
+    )
 
 
 def cancel(run: RunDir, job: JobRecord) -> JobRecord:
@@ -59,7 +66,9 @@ def cancel(run: RunDir, job: JobRecord) -> JobRecord:
     deadline = time.monotonic() + _END_SECONDS
     while (seen := scheduler(job.backend).state(job.id)) is not None and not seen.state.is_end:
         if time.monotonic() > deadline:
-            raise LaunchError(f"{run}: job {job.id} of {job.backend} is still {seen.words} after {_END_SECONDS} s")
+            raise LaunchError(
+                f"{run}: job {job.id} of {job.backend} is still {seen.words} after {_END_SECONDS} s"
+            )
         time.sleep(_POLL_SECONDS)
     if seen is None and SCHEDULERS[job.backend].elsewhere:  # it was deleted
         job.at_end(JobState.CANCELLED, 1, "ortlaunch: cancelled").write(run)
@@ -80,8 +89,14 @@ def _ended(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
     )
     if state is JobState.SUCCEEDED:
         state = JobState.FAILED if end.status else JobState.SUCCEEDED
-    cancelled = state is JobState.CANCELLED and end.status == EXIT_SAVED  # which would mean: run me again
-    status = 128 + signal.SIGTERM if cancelled else end.status or (0 if state is JobState.SUCCEEDED else 1)
+    cancelled = (
+        state is JobState.CANCELLED and end.status == EXIT_SAVED
+    )  # which would mean: run me again
+    status = (
+        128 + signal.SIGTERM
+        if cancelled
+        else end.status or (0 if state is JobState.SUCCEEDED else 1)
+    )
     record = job.at_end(state, status, f"{job.backend} says: {words}\n{end.text}", end.failure)
     record.write(run)
     return record
@@ -89,7 +104,9 @@ def _ended(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
 
 def _ended_elsewhere(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
     """Ranks wrote their folder where this host does not see it."""
-    state, words = seen or QueueState(JobState.FAILED, "no job that it knows, so how it ended is not known")
+    state, words = seen or QueueState(
+        JobState.FAILED, "no job that it knows, so how it ended is not known"
+    )
     status = {JobState.SUCCEEDED: 0, JobState.PREEMPTED: EXIT_SAVED}.get(state, 1)
     verdict = f"{job.backend} says: {words}"
     record = job.at_end(state, status, verdict, Failure(Cause.UNKNOWN, verdict) if status else None)
@@ -99,9 +116,14 @@ def _ended_elsewhere(run: RunDir, job: JobRecord, seen: QueueState | None) -> Jo
 
 def _end_of_folder(run: RunDir, job: JobRecord) -> End:
     """What the ranks left."""
-    trained = run.summary.exists() and run.summary.stat().st_mtime >= datetime.fromisoformat(job.started).timestamp()
+    trained = (
+        run.summary.exists()
+        and run.summary.stat().st_mtime >= datetime.fromisoformat(job.started).timestamp()
+    )
     if trained:
         return End(0, f"done: {run}")
     if not is_prepared(run):
-        return End.of(1, Failure(Cause.UNKNOWN, f"no rank had begun; {run.logs} has the job's output"))
+        return End.of(
+            1, Failure(Cause.UNKNOWN, f"no rank had begun; {run.logs} has the job's output")
+        )
     return explain_end(run, 1)

@@ -27,7 +27,9 @@ def named(given: Path) -> Path:
     """The newest run of this user for `latest`, or of a run's name or folder name; anything else stays a path."""
     if given.exists() or str(given) != given.name:
         return given
-    pattern = re.compile("" if str(given) == "latest" else rf"{re.escape(str(given))}(-\d{{8}}-\d{{6}}(-\d+)?)?$")
+    pattern = re.compile(
+        "" if str(given) == "latest" else rf"{re.escape(str(given))}(-\d{{8}}-\d{{6}}(-\d+)?)?$"
+    )
     found = next((run.path for run in runs() if pattern.match(run.path.name)), None)
     if found is None:
         return given

@@ -38,7 +38,9 @@ def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
         _require_training(run, "stop")
         _ask(run, status, "stop")
     elif is_queued(status.job):
-        saved = f"it is saved after step {step}" if (step := _newest(run)) else "it has nothing to save"
+        saved = (
+            f"it is saved after step {step}" if (step := _newest(run)) else "it has nothing to save"
+        )
         raise InputError(f"{run}: waits in the queue, and {saved}; `ortlaunch cancel` takes it out")
     else:
         _wake(status, run, signal.SIGTERM)  # it measures or prepares, and reads no request
@@ -87,7 +89,9 @@ def restart(run: RunDir) -> str:
     """
     status = look(run)
     if status.state is not JobState.RUNNING:
-        raise InputError(f"{run}: {status.state.value}; only a run whose ranks train can be started again")
+        raise InputError(
+            f"{run}: {status.state.value}; only a run whose ranks train can be started again"
+        )
     _require_training(run, "restart")
     if recipe.load(run.recipe).recipe.launch.elastic is None:
         raise InputError(
@@ -96,15 +100,15 @@ def restart(run: RunDir) -> str:
         )
     by = f"`ortlaunch restart` of {getpass.getuser()} on host {socket.gethostname()}"
     _write(run, run.restart_request, by)
-    _write(run, run.stop_request, by)  # rank 0 looks twice a second; a signal would end the command, too
+    _write(
+        run, run.stop_request, by
+    )  # rank 0 looks twice a second; a signal would end the command, too
     while run.restart_request.exists():
         if look(run).state.is_end:
             raise LaunchError(f"{run}: ended and was not started again\n{look(run)}")
         time.sleep(_POLL_SECONDS)
     nodes = Plan.read(run.plan).nodes
-    return (
-        f"started again after step {_newest(run)} on {counted(len(nodes), 'host')}: {', '.join(n.host for n in nodes)}"
-    )
+    return f"started again after step {_newest(run)} on {counted(len(nodes), 'host')}: {', '.join(n.host for n in nodes)}"
 
 
 def _ask(run: RunDir, status: Status, verb: str) -> None:
@@ -118,7 +122,9 @@ def _write(run: RunDir, path: Path, by: str) -> None:
     try:
         write_request(path, by)
     except PermissionError:
-        raise InputError(f"{run}: is another user's; only that user or root may ask it for something") from None
+        raise InputError(
+            f"{run}: is another user's; only that user or root may ask it for something"
+        ) from None
 
 
 def _wake(status: Status, run: RunDir, number: int) -> None:
@@ -126,7 +132,9 @@ def _wake(status: Status, run: RunDir, number: int) -> None:
         try:
             status.job.process.send(number)
         except PermissionError:
-            raise InputError(f"{run}: is another user's; only that user or root may ask it for something") from None
+            raise InputError(
+                f"{run}: is another user's; only that user or root may ask it for something"
+            ) from None
 
 
 def _seen_end(run: RunDir, status: Status) -> End | None:
@@ -141,7 +149,9 @@ def _seen_end(run: RunDir, status: Status) -> End | None:
 
 def _require_training(run: RunDir, verb: str) -> None:
     if not run.plan.exists():
-        raise InputError(f"{run}: its ranks have not begun, and have nothing to save; `ortlaunch cancel` ends it")
+        raise InputError(
+            f"{run}: its ranks have not begun, and have nothing to save; `ortlaunch cancel` ends it"
+        )
     plan = Plan.read(run.plan)
     if not plan.traits.saves:
         raise InputError(

@@ -28,7 +28,11 @@ from ortlaunch.units import counted, duration, number
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.5
 _TAIL_BYTES = 1 << 16  # of metrics.jsonl: more than the newest line of each kind takes
-_SHOWN = {"loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s", "samples_per_second": "{:,.1f} samples/s"}
+_SHOWN = {
+    "loss": "loss {:.4f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "samples_per_second": "{:,.1f} samples/s",
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,9 @@ class Status:
     run: str
     state: JobState
     job: JobRecord  # as recorded, with the verdict that its command would have left
-    certain: bool  # False where its process is another host's, so that `state` is what was recorded last
+    certain: (
+        bool  # False where its process is another host's, so that `state` is what was recorded last
+    )
     seconds: float | None  # from its start until now, or to its end
     ranks: int | None
     ranks_begun: int
@@ -60,7 +66,11 @@ class Status:
         return "\n".join(line for line in (self._headline(), *self._lines()) if line)
 
     def _headline(self) -> str:
-        took = "" if self.seconds is None else f" {'after' if self.state.is_end else 'for'} {duration(self.seconds)}"
+        took = (
+            ""
+            if self.seconds is None
+            else f" {'after' if self.state.is_end else 'for'} {duration(self.seconds)}"
+        )
         ended = f", ended {_time(self.job.ended)}" if self.job.ended else ""
         status = "" if self.job.exit_status is None else f", exit status {self.job.exit_status}"
         where = f"launcher {self.job.backend}, process {self.job.id} on host {self.job.host}"
@@ -99,7 +109,13 @@ class Status:
         known = ((form, number(self.metrics.get(name))) for name, form in _SHOWN.items())
         values = [form.format(value) for form, value in known if value is not None]
         ago = self.logged_seconds_ago
-        when = "" if self.state.is_end else ", of an earlier start" if ago is None else f", {duration(ago)} ago"
+        when = (
+            ""
+            if self.state.is_end
+            else ", of an earlier start"
+            if ago is None
+            else f", {duration(ago)} ago"
+        )
         return ", ".join([f"step {self.step}{of}", *values]) + when
 
 
@@ -112,7 +128,9 @@ def look(run: RunDir) -> Status:
     try:
         return _look(run)
     except PermissionError as error:
-        raise InputError(f"{error.filename}: this user may not read it; ask as the user who started the run") from None
+        raise InputError(
+            f"{error.filename}: this user may not read it; ask as the user who started the run"
+        ) from None
 
 
 def wait(run: RunDir) -> Status:
@@ -179,10 +197,19 @@ def _job(run: RunDir) -> JobRecord:
     job, command = JobRecord.read(run), lock.command_at(run)
     if job is not None and queued.is_queued(job):
         return job
-    if command is not None and command.is_here and command.lives() and (job is None or job.process != command):
-        return JobRecord("local", str(command.pid), *command[1:], now(), JobState.PENDING)  # it measures, or resolves
+    if (
+        command is not None
+        and command.is_here
+        and command.lives()
+        and (job is None or job.process != command)
+    ):
+        return JobRecord(
+            "local", str(command.pid), *command[1:], now(), JobState.PENDING
+        )  # it measures, or resolves
     if job is None:
-        raise InputError(f"{run}: holds no job.json: no run was started there, or by an ortlaunch that wrote none")
+        raise InputError(
+            f"{run}: holds no job.json: no run was started there, or by an ortlaunch that wrote none"
+        )
     return job
 
 
@@ -198,7 +225,11 @@ def _found(run: RunDir, job: JobRecord) -> JobRecord:
         return written
     end = _unrecorded(run, job)
     return replace(
-        job, state=JobState.of_status(end.status), exit_status=end.status, verdict=end.text, failure=end.failure
+        job,
+        state=JobState.of_status(end.status),
+        exit_status=end.status,
+        verdict=end.text,
+        failure=end.failure,
     )
 
 
@@ -216,7 +247,11 @@ def _unrecorded(run: RunDir, job: JobRecord) -> End:
 
 def _compared_to_the_end(run: RunDir) -> bool:
     """Whether `parity`, which leaves no summary, ended by itself on rank 0 and no rank failed."""
-    if not run.plan.exists() or not Plan.read(run.plan).traits.compares or 0 not in ranks_that_began(run):
+    if (
+        not run.plan.exists()
+        or not Plan.read(run.plan).traits.compares
+        or 0 not in ranks_that_began(run)
+    ):
         return False
     return not run.spare(0).exists() and not any(run.errors.glob("rank_*.json"))
 
@@ -241,7 +276,11 @@ def _steps(run: RunDir) -> int | None:
     if not run.recipe.exists():
         return None
     given = read_resolved(run.recipe).train.max_steps
-    return given if given is not None or not run.steps.exists() else int(read_json(run.steps)["max_steps"])
+    return (
+        given
+        if given is not None or not run.steps.exists()
+        else int(read_json(run.steps)["max_steps"])
+    )
 
 
 _CONCLUSION = (VERDICT, TRY, OURS, CONTINUE)

@@ -49,7 +49,9 @@ class QueuedRun:
     options: Mapping[str, Any]  # the recipe's section `submit`
     recipe: str = ""  # its text
     restarts: int = 0  # `launch.max_restarts`
-    secrets: tuple[str, ...] = ()  # names of variables that ranks need, whose values are nowhere here
+    secrets: tuple[
+        str, ...
+    ] = ()  # names of variables that ranks need, whose values are nowhere here
 
     @property
     def headline(self) -> str:
@@ -109,7 +111,9 @@ def yaml_text(*documents: Mapping[str, object]) -> str:
         """With texts of several lines."""
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+        return dumper.represent_scalar(
+            "tag:yaml.org,2002:str", value, style="|" if "\n" in value else None
+        )
 
     Dumper.add_representer(str, text)
     return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=1 << 20)
@@ -127,7 +131,9 @@ def ask(*argv: str, what: str, seconds: float = 60) -> subprocess.CompletedProce
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"{argv[0]} does not answer within {seconds:.0f} s; is its server up?") from None
+        raise LaunchError(
+            f"{argv[0]} does not answer within {seconds:.0f} s; is its server up?"
+        ) from None
 
 
 def wanted(*argv: str, what: str) -> str:

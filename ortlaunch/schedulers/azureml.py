@@ -21,8 +21,13 @@ __all__ = ["cancel", "logs", "request", "state", "submit"]
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
 _WHAT = "submit and ask where `az extension add --name ml` was done"
 _STATES = {
-    **dict.fromkeys(("NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Paused"), JobState.PENDING),
-    **dict.fromkeys(("Running", "Finalizing", "CancelRequested", "NotResponding"), JobState.RUNNING),
+    **dict.fromkeys(
+        ("NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Paused"),
+        JobState.PENDING,
+    ),
+    **dict.fromkeys(
+        ("Running", "Finalizing", "CancelRequested", "NotResponding"), JobState.RUNNING
+    ),
     "Completed": JobState.SUCCEEDED,
     "Failed": JobState.FAILED,
     "Canceled": JobState.CANCELLED,
@@ -56,7 +61,10 @@ def description(job: QueuedRun) -> Json:
         "environment": {"image": own["environment"]} if is_image else own["environment"],
         "compute": own["compute"],
         "resources": {"instance_count": len(plan.nodes), "shm_size": own["shared_memory"]},
-        "distribution": {"type": own["distribution"], "process_count_per_instance": plan.nodes[0].slots},
+        "distribution": {
+            "type": own["distribution"],
+            "process_count_per_instance": plan.nodes[0].slots,
+        },
         "environment_variables": dict(_variables(job)),
         "inputs": dict(_inputs(job)),
         "outputs": {"runs": {"type": "uri_folder", "path": own["runs"], "mode": "rw_mount"}},
@@ -68,9 +76,7 @@ def _command(job: QueuedRun) -> str:
     into = 'cd "${{inputs.data}}" && ' if job.options["azureml"]["data"] else ""
     folder = f'"${{{{outputs.runs}}}}"/{shlex.quote(job.run.path.name)}'
     named = f"{JOB_VARIABLE}=azureml:{_place(job)}/$AZUREML_RUN_ID"
-    return (
-        f'export ORTLAUNCH_MODULES="$PWD" {named} && {into}ortlaunch train "${{{{inputs.recipe}}}}" --run-dir {folder}'
-    )
+    return f'export ORTLAUNCH_MODULES="$PWD" {named} && {into}ortlaunch train "${{{{inputs.recipe}}}}" --run-dir {folder}'
 
 
 def _variables(job: QueuedRun) -> Iterator[tuple[str, str]]:
@@ -82,7 +88,10 @@ def _variables(job: QueuedRun) -> Iterator[tuple[str, str]]:
 def _inputs(job: QueuedRun) -> Iterator[tuple[str, dict[str, str]]]:
     yield "recipe", {"type": "uri_file", "path": str(job.run.submitted), "mode": "ro_mount"}
     if job.options["azureml"]["data"]:
-        yield "data", {"type": "uri_folder", "path": job.options["azureml"]["data"], "mode": "ro_mount"}
+        yield (
+            "data",
+            {"type": "uri_folder", "path": job.options["azureml"]["data"], "mode": "ro_mount"},
+        )
 
 
 def _place(job: QueuedRun) -> str:
@@ -111,7 +120,9 @@ def submit(request: Request) -> str:
 
 def state(job: str) -> QueueState | None:
     """As the workspace says."""
-    word = wanted("az", "ml", "job", "show", *_named(job), "--query=status", "--output=tsv", what=_WHAT).strip()
+    word = wanted(
+        "az", "ml", "job", "show", *_named(job), "--query=status", "--output=tsv", what=_WHAT
+    ).strip()
     return QueueState(_STATES.get(word, JobState.RUNNING), word)
 
 

@@ -47,9 +47,16 @@ def objects(job: QueuedRun) -> list[Object]:
     own = job.options["kubernetes"]
     made = [_object("v1", "ConfigMap", job, data={"recipe.yaml": job.recipe})]
     if own["kind"] == "trainjob":
-        return [*made, _object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, spec=_trainjob(job))]
+        return [
+            *made,
+            _object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, spec=_trainjob(job)),
+        ]
     if len(job.plan.nodes) > 1:
-        names = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {_LABEL: name_of(job)}}
+        names = {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {_LABEL: name_of(job)},
+        }
         made.append(_object("v1", "Service", job, spec=names))
     return [*made, _object("batch/v1", "Job", job, spec=_job(job))]
 
@@ -58,7 +65,9 @@ def name_of(job: QueuedRun) -> str:
     """The run folder's name, as a host may be called."""
     name = re.sub("[^a-z0-9]+", "-", job.run.path.name.lower()).strip("-") or "run"
     name = name if name[0].isalpha() else f"run-{name}"
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - _TIME].rstrip('-')}{name[-_TIME:]}"
+    return (
+        name if len(name) <= _LONGEST else f"{name[: _LONGEST - _TIME].rstrip('-')}{name[-_TIME:]}"
+    )
 
 
 def _object(version: str, kind: str, job: QueuedRun, **parts: Any) -> Object:
@@ -74,7 +83,9 @@ def _job(job: QueuedRun) -> Object:
     count, pod = len(job.plan.nodes), {**_pod(job), "restartPolicy": "Never"}
     if count > 1:
         pod["subdomain"] = name_of(job)
-    pod["containers"] = [{"name": _CONTAINERS["job"], **_container(job), "volumeMounts": _mounts(job)}]
+    pod["containers"] = [
+        {"name": _CONTAINERS["job"], **_container(job), "volumeMounts": _mounts(job)}
+    ]
     return {
         "completionMode": "Indexed",
         "completions": count,
@@ -93,8 +104,15 @@ def _failures(job: QueuedRun) -> Iterator[Object]:
     if job.options["requeue"]:
         codes = {"containerName": _CONTAINERS["job"], "operator": "In", "values": [EXIT_SAVED]}
         yield {"action": "Ignore", "onExitCodes": codes}
-        yield {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    final = {"operator": "In", "values": sorted(NO_FAULT)} if job.restarts else {"operator": "NotIn", "values": [0]}
+        yield {
+            "action": "Ignore",
+            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+        }
+    final = (
+        {"operator": "In", "values": sorted(NO_FAULT)}
+        if job.restarts
+        else {"operator": "NotIn", "values": [0]}
+    )
     yield {"action": "FailJob", "onExitCodes": {"containerName": _CONTAINERS["job"], **final}}
 
 
@@ -112,7 +130,10 @@ def _trainjob(job: QueuedRun) -> Object:
         "resourcesPerNode": container.pop("resources"),
         "env": container.pop("env"),
     }
-    pod = {**_pod(job), "containers": [{"name": _CONTAINERS["trainjob"], "volumeMounts": _mounts(job)}]}
+    pod = {
+        **_pod(job),
+        "containers": [{"name": _CONTAINERS["trainjob"], "volumeMounts": _mounts(job)}],
+    }
     if own["trainer"] == "v2.2":  # whose schema does not have it
         del pod["terminationGracePeriodSeconds"]
     nodes = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
@@ -132,7 +153,10 @@ def _pod(job: QueuedRun) -> Object:
         pod["nodeSelector"] = dict(own["node_selector"])
     if own["service_account"]:
         pod["serviceAccountName"] = own["service_account"]
-    claims = [{"name": f"data-{n}", "persistentVolumeClaim": {"claimName": name}} for n, name in _claims(job)]
+    claims = [
+        {"name": f"data-{n}", "persistentVolumeClaim": {"claimName": name}}
+        for n, name in _claims(job)
+    ]
     memory = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": own["shared_memory"]}}
     pod["volumes"] = [{"name": "recipe", "configMap": {"name": name_of(job)}}, memory, *claims]
     return pod
@@ -164,9 +188,24 @@ def _command(job: QueuedRun) -> tuple[str, ...]:
     """A node's ranks; a TrainJob tells the first one's address by itself."""
     own, name, plan = job.options["kubernetes"], name_of(job), job.plan
     master = (f"--master={name}-0.{name}",) if own["kind"] == "job" and len(plan.nodes) > 1 else ()
-    node = ("python3", "-m", "ortlaunch.launch.node", f"--nodes={len(plan.nodes)}", f"--ranks={plan.nodes[0].slots}")
+    node = (
+        "python3",
+        "-m",
+        "ortlaunch.launch.node",
+        f"--nodes={len(plan.nodes)}",
+        f"--ranks={plan.nodes[0].slots}",
+    )
     folder = f"{own['runs'].rstrip('/')}/{job.run.path.name}"
-    return (*node, *master, "--", "ortlaunch", "train", f"{_RECIPE_FOLDER}/recipe.yaml", "--run-dir", folder)
+    return (
+        *node,
+        *master,
+        "--",
+        "ortlaunch",
+        "train",
+        f"{_RECIPE_FOLDER}/recipe.yaml",
+        "--run-dir",
+        folder,
+    )
 
 
 def _variables(job: QueuedRun) -> Iterator[Object]:
@@ -196,7 +235,9 @@ def submit(request: Request) -> str:
     for path, text in request.files:
         write_text(Path(path), text)
     made = wanted(*request.argv, what=_WHAT).split()
-    namespace = next(word.partition("=")[2] for word in request.argv if word.startswith("--namespace="))
+    namespace = next(
+        word.partition("=")[2] for word in request.argv if word.startswith("--namespace=")
+    )
     return f"{namespace}/{made[-1]}"
 
 
@@ -204,7 +245,13 @@ def state(job: str) -> QueueState | None:
     """By its conditions, else by its pods."""
     namespace, _, resource = job.partition("/")
     text = wanted(
-        "kubectl", "get", resource, f"--namespace={namespace}", "--output=json", "--ignore-not-found", what=_WHAT
+        "kubectl",
+        "get",
+        resource,
+        f"--namespace={namespace}",
+        "--output=json",
+        "--ignore-not-found",
+        what=_WHAT,
     )
     return seen_in(json.loads(text)) if text.strip() else None
 
@@ -212,7 +259,9 @@ def state(job: str) -> QueueState | None:
 def seen_in(found: Mapping[str, Any]) -> QueueState:
     """What `kubectl get --output=json` says of a Job or a TrainJob."""
     status = found.get("status", {})
-    conditions = {one["type"]: one for one in status.get("conditions", ()) if one["status"] == "True"}
+    conditions = {
+        one["type"]: one for one in status.get("conditions", ()) if one["status"] == "True"
+    }
     for kind in ("Complete", "SuccessCriteriaMet"):
         if kind in conditions:
             return QueueState(JobState.SUCCEEDED, kind)
@@ -223,8 +272,14 @@ def seen_in(found: Mapping[str, Any]) -> QueueState:
         return QueueState(JobState.RUNNING, "being deleted")
     if "Suspended" in conditions:
         return QueueState(JobState.PENDING, _words("Suspended", conditions["Suspended"]))
-    ready = int(status.get("ready", 0)) + sum(int(one.get("ready", 0)) for one in status.get("jobsStatus", ()))
-    return QueueState(JobState.RUNNING, "pods are ready") if ready else QueueState(JobState.PENDING, "no pod is ready")
+    ready = int(status.get("ready", 0)) + sum(
+        int(one.get("ready", 0)) for one in status.get("jobsStatus", ())
+    )
+    return (
+        QueueState(JobState.RUNNING, "pods are ready")
+        if ready
+        else QueueState(JobState.PENDING, "no pod is ready")
+    )
 
 
 def _failed(words: str) -> QueueState:
@@ -241,7 +296,12 @@ def cancel(job: str) -> None:
     """Delete it and what it reads: pods get SIGTERM and have their grace to save."""
     namespace, resource, name = job.split("/")
     rest = (f"configmap/{name}", f"service/{name}")
-    options = (f"--namespace={namespace}", "--cascade=foreground", "--wait=false", "--ignore-not-found")
+    options = (
+        f"--namespace={namespace}",
+        "--cascade=foreground",
+        "--wait=false",
+        "--ignore-not-found",
+    )
     wanted("kubectl", "delete", f"{resource}/{name}", *rest, *options, what=_WHAT)
 
 
@@ -250,5 +310,11 @@ def logs(job: str, follow: bool) -> tuple[str, ...]:
     namespace, resource, name = job.split("/")
     kind = next(kind for kind, known in _RESOURCES.items() if known == resource)
     owner = f"{_LABEL}={name}" if kind == "job" else f"jobset.sigs.k8s.io/jobset-name={name}"
-    argv = ("kubectl", "logs", f"--namespace={namespace}", f"--selector={owner},{_INDEX}", "--tail=-1")
+    argv = (
+        "kubectl",
+        "logs",
+        f"--namespace={namespace}",
+        f"--selector={owner},{_INDEX}",
+        "--tail=-1",
+    )
     return (*argv, f"--container={_CONTAINERS[kind]}", *(("--follow",) if follow else ()))

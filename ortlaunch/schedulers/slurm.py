@@ -37,7 +37,10 @@ _STATES = {
 
 def request(job: QueuedRun) -> Request:
     """sbatch and its script, which lies in the run folder."""
-    return Request(("sbatch", "--parsable", str(job.run.job_script)), files=((str(job.run.job_script), script(job)),))
+    return Request(
+        ("sbatch", "--parsable", str(job.run.job_script)),
+        files=((str(job.run.job_script), script(job)),),
+    )
 
 
 def script(job: QueuedRun) -> str:
@@ -87,14 +90,20 @@ def _options(job: QueuedRun) -> Iterator[str]:
 
 def _gpus(options: Any, count: int) -> str:
     kind = f"{options['gpu_type']}:" if options["gpu_type"] else ""
-    return f"--gres=gpu:{kind}{count}" if options["gpus"] == "gres" else f"--gpus-per-node={kind}{count}"
+    return (
+        f"--gres=gpu:{kind}{count}"
+        if options["gpus"] == "gres"
+        else f"--gpus-per-node={kind}{count}"
+    )
 
 
 def _ranks(job: QueuedRun) -> str:
     """The step of ranks: in blocks, as the plan counts them; one that fails ends the others."""
     options = ["srun --kill-on-bad-exit=1 --distribution=block --mpi=none"]
     if job.options["cpus_per_task"] is not None:
-        options.append(f"--cpus-per-task={job.options['cpus_per_task']}")  # since 22.05 a step does not inherit it
+        options.append(
+            f"--cpus-per-task={job.options['cpus_per_task']}"
+        )  # since 22.05 a step does not inherit it
     return _inside(job, " ".join(options), job.train)
 
 
@@ -110,7 +119,10 @@ def _inside(job: QueuedRun, step: str, command: tuple[str, ...]) -> str:
     container = job.options["container"]
     if container is None:
         return f"{step} \\\n    {shlex.join(command)}"
-    mounts = [*(f"{path}:{path}" for path in dict.fromkeys((job.folder, str(job.run)))), *container["mounts"]]
+    mounts = [
+        *(f"{path}:{path}" for path in dict.fromkeys((job.folder, str(job.run)))),
+        *container["mounts"],
+    ]
     folder, image = shlex.quote(job.folder), shlex.quote(container["image"])
     if container["runtime"] == "pyxis":
         into = f"--container-image={image} --container-mounts={shlex.quote(','.join(mounts))} "
@@ -133,7 +145,9 @@ fi
 def submit(request: Request) -> str:
     """Write the script and queue it."""
     if shutil.which("sbatch") is None:
-        raise MissingDependency("no sbatch here: submit on a host of the cluster; --dry-run prints the script anywhere")
+        raise MissingDependency(
+            "no sbatch here: submit on a host of the cluster; --dry-run prints the script anywhere"
+        )
     for path, text in request.files:
         write_text(Path(path), text)
     ended = ask(*request.argv, what=_WHAT)

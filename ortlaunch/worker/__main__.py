@@ -30,7 +30,9 @@ def main() -> int:
     try:
         rank = Rank.from_environ(os.environ)
         if not run.plan.exists():
-            raise LaunchError(f"no {run.plan} on this host; is the run folder on a disk that all hosts share?")
+            raise LaunchError(
+                f"no {run.plan} on this host; is the run folder on a disk that all hosts share?"
+            )
         return watch(rank, run, of_ours(run.path)(functools.partial(live, run, rank)))
     except (InputError, LaunchError) as error:
         print(f"ortlaunch: {printable(str(error))}", file=sys.stderr)
@@ -50,7 +52,9 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     progress = Progress(rank.rank, watchdog.pulse)
     progress.doing("loading libraries")
     look_rarely()
-    from ortlaunch.recipe import parse_resolved  # here, so that guardian and logs are there before pydantic is loaded
+    from ortlaunch.recipe import (
+        parse_resolved,
+    )  # here, so that guardian and logs are there before pydantic is loaded
     from ortlaunch.user_modules import make_importable
 
     texts = [path.read_text(encoding="utf-8") for path in (run.recipe, run.plan)]
@@ -69,7 +73,9 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     if recipe.engine.name == "ort":
         from ortlaunch.worker.engine.ort_settings import prepare
 
-        prepare(recipe.engine)  # imports ORTModule: before transformers, which keeps the functions that it replaces
+        prepare(
+            recipe.engine
+        )  # imports ORTModule: before transformers, which keeps the functions that it replaces
 
     from ortlaunch.worker import tasks
     from ortlaunch.worker.data import LoadedData
@@ -81,24 +87,34 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     from ortlaunch.worker.process_group.meeting import beating
     from ortlaunch.worker.session import build_session
 
-    for field, name in (("train.metric", recipe.train.metric), ("data.collate", recipe.data.collate)):
+    for field, name in (
+        ("train.metric", recipe.train.metric),
+        ("data.collate", recipe.data.collate),
+    ):
         if name:
             find(field, name)  # that it is there, before anything is trained
     data = None
     if not recipe.data.is_custom:  # whose function may want the group
-        progress.doing("reading data")  # takes as long as it takes, and fails before a group waits for it
+        progress.doing(
+            "reading data"
+        )  # takes as long as it takes, and fails before a group waits for it
         data = LoadedData(recipe, progress.tell, goes_on_with(run, recipe))
         data.read_for(plan.traits)
         if not recipe.model.traits.is_own:
             config_of(recipe, data)  # that tokenizer and labels fit into the model
     if rank.world_size > 1:
         progress.doing(MEETING)
-    with distributed.group(plan, rank, run) as group, matmul_precision(recipe.engine.matmul_precision):
+    with (
+        distributed.group(plan, rank, run) as group,
+        matmul_precision(recipe.engine.matmul_precision),
+    ):
         distributed.agree_on_files(group, run, texts)
         with beating(group, watchdog):
             session = build_session(recipe, plan, run, group, progress, data)
             session.engine.record.freed_memory = freed
-            session.engine.record.binding = bound.report(group.gather(shown(bound.cpus)), group.gather(bound.used))
+            session.engine.record.binding = bound.report(
+                group.gather(shown(bound.cpus)), group.gather(bound.used)
+            )
             look_as_usual()
             return tasks.run(session)
 

@@ -35,10 +35,16 @@ def with_steps(
         return recipe
     counts = group.gather(str(samples))
     if len(set(counts)) > 1:
-        raise InputError(f"train.epochs: ranks have different numbers of samples: {', '.join(sorted(set(counts)))}")
+        raise InputError(
+            f"train.epochs: ranks have different numbers of samples: {', '.join(sorted(set(counts)))}"
+        )
     begun = _begun(run, epochs) or {"epochs": epochs, "samples": samples}
     done, seen = (found.step, taken(run, found.samples)) if found else (0, 0)
-    steps = max(1, done, done + math.ceil(round((epochs * begun["samples"] - seen) / batch.global_samples, 6)))
+    steps = max(
+        1,
+        done,
+        done + math.ceil(round((epochs * begun["samples"] - seen) / batch.global_samples, 6)),
+    )
     if group.rank == 0:
         write_json(run.steps, {"epochs": epochs, "samples": begun["samples"], "max_steps": steps})
         if begun["samples"] != samples:

@@ -88,10 +88,14 @@ def build_session(
     batches = Batches(samples, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))
     if not measures:
         recipe = with_steps(recipe, plan.batch, run, group, len(samples), found)
-    progress.doing(exporting(group.device) if recipe.engine.name == "ort" else "building the engine")
+    progress.doing(
+        exporting(group.device) if recipe.engine.name == "ort" else "building the engine"
+    )
     engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
     engine.memory = memory
     if run.choice.exists():
         engine.record.engine = replace(engine.record.engine, **read_json(run.choice))
     give_back_freed_memory()  # an export's copies of the model
-    return Session(recipe, plan, run, group, data, batches, model, engine, found, built, progress, trained_on)
+    return Session(
+        recipe, plan, run, group, data, batches, model, engine, found, built, progress, trained_on
+    )

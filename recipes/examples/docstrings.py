@@ -7,7 +7,16 @@ import random
 import sysconfig
 from pathlib import Path
 
-PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
+PACKAGES = (
+    "asyncio",
+    "email",
+    "http",
+    "importlib",
+    "logging",
+    "multiprocessing",
+    "unittest",
+    "xml",
+)
 
 
 def docstrings(folder):
@@ -23,7 +32,11 @@ def docstrings(folder):
 
 def main():
     library = Path(sysconfig.get_paths()["stdlib"])
-    rows = [{"text": text, "label": package} for package in PACKAGES for text in docstrings(library / package)]
+    rows = [
+        {"text": text, "label": package}
+        for package in PACKAGES
+        for text in docstrings(library / package)
+    ]
     random.Random(0).shuffle(rows)
     held_out = len(rows) // 8
     Path("data").mkdir(exist_ok=True)

@@ -46,7 +46,9 @@ def _inside(shape, x, y, radius, angle):
         return torch.maximum(u.abs(), v.abs()) < 0.9 * radius
     if shape == "triangle":
         return (v > -0.6 * radius) & (1.73 * u.abs() + v < 1.1 * radius)
-    return (torch.minimum(u.abs(), v.abs()) < 0.3 * radius) & (torch.maximum(u.abs(), v.abs()) < radius)
+    return (torch.minimum(u.abs(), v.abs()) < 0.3 * radius) & (
+        torch.maximum(u.abs(), v.abs()) < radius
+    )
 
 
 def data(samples, seed=0):

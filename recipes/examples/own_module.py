@@ -15,7 +15,11 @@ class Adder(nn.Module):
     def forward(self, numbers, total=None):
         states, _ = self.memory(numbers)
         found = self.out(states[:, -1])
-        return {"sum": found} if total is None else {"loss": ((found - total) ** 2).mean(), "sum": found}
+        return (
+            {"sum": found}
+            if total is None
+            else {"loss": ((found - total) ** 2).mean(), "sum": found}
+        )
 
 
 def model(hidden=48):
@@ -29,4 +33,7 @@ def data(samples, length=20, seed=0):
     places = torch.rand(samples, length, generator=generator).argsort(1)[:, :2]
     marks.scatter_(1, places, 1.0)
     totals = (values * marks).sum(1, keepdim=True)
-    return [{"numbers": pair, "total": total} for pair, total in zip(torch.stack([values, marks], -1), totals)]
+    return [
+        {"numbers": pair, "total": total}
+        for pair, total in zip(torch.stack([values, marks], -1), totals)
+    ]

@@ -27,7 +27,9 @@ class Melodies:
 
     def __init__(self, samples, seed):
         self.samples, self.seed = samples, seed
-        self.extract = WhisperFeatureExtractor(feature_size=80, sampling_rate=RATE, chunk_length=SECONDS)
+        self.extract = WhisperFeatureExtractor(
+            feature_size=80, sampling_rate=RATE, chunk_length=SECONDS
+        )
 
     def __len__(self):
         return self.samples

@@ -29,7 +29,11 @@ class Home:
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab, self.folder, self.run = lab, folder, folder / "my run"
         self.env = {**lab.environ, **environment(folder), "PATH": lab.environ["PATH"]}
-        for name, text in (("toys.py", TOYS), ("slow_toys.py", SLOW), ("recipe.yaml", yaml.safe_dump(RECIPE))):
+        for name, text in (
+            ("toys.py", TOYS),
+            ("slow_toys.py", SLOW),
+            ("recipe.yaml", yaml.safe_dump(RECIPE)),
+        ):
             (folder / name).write_text(text)
         (folder / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
         (folder / "cache").mkdir()
@@ -45,7 +49,9 @@ class Home:
         return found
 
     def well(self, *words: str, timeout: float = 60) -> str:
-        ended = self.lab.run(LOGIN, str(COMMAND), *words, cwd=self.folder, env=self.env, timeout=timeout)
+        ended = self.lab.run(
+            LOGIN, str(COMMAND), *words, cwd=self.folder, env=self.env, timeout=timeout
+        )
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout
 

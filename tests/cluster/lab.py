@@ -18,7 +18,19 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-NEEDED = ("ip", "nft", "unshare", "nsenter", "setpriv", "sshd", "ssh-keygen", "munged", "slurmctld", "slurmd", "sbatch")
+NEEDED = (
+    "ip",
+    "nft",
+    "unshare",
+    "nsenter",
+    "setpriv",
+    "sshd",
+    "ssh-keygen",
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+)
 LOGIN = "login"
 _NAME = "ortlaunch-lab"
 _SYSTEM = "/usr/sbin:/usr/bin:/sbin:/bin"
@@ -143,11 +155,21 @@ class Lab:
     def _last_words(self) -> str:
         """What the daemons said last."""
         logs = sorted((*self.folder.glob("*.log"), *self.folder.glob("*.out")))
-        return "\n".join(f"{path.name}: {line}" for path in logs for line in path.read_text().splitlines()[-3:])
+        return "\n".join(
+            f"{path.name}: {line}" for path in logs for line in path.read_text().splitlines()[-3:]
+        )
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         """What runs a command on a host from outside the lab, in the folder where it is typed."""
-        enter = ["nsenter", "--target", str(self._inits[host]), "--net", "--uts", "--mount", "--pid"]
+        enter = [
+            "nsenter",
+            "--target",
+            str(self._inits[host]),
+            "--net",
+            "--uts",
+            "--mount",
+            "--pid",
+        ]
         return [*enter, "env", "--chdir", os.getcwd(), "setpriv", "--pdeathsig", "KILL", *argv]
 
     @property
@@ -156,13 +178,23 @@ class Lab:
         return {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": _TOOLS}
 
     def run(
-        self, host: str, *argv: str, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 120
+        self,
+        host: str,
+        *argv: str,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        timeout: float = 120,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host to its end; when the time is over all that it started on `host` is killed."""
         command = self.command(host, ["env", "--chdir", str(cwd or os.getcwd()), *argv])
         environ = self.environ if env is None else env
         process = subprocess.Popen(
-            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         try:
             out, err = process.communicate(timeout=timeout)
@@ -181,7 +213,11 @@ class Lab:
         """Drop packets that come in to these hosts from the others, as a rule of nftables selects them."""
         chain = "add chain inet lab in { type filter hook input priority 0 ; }"
         for host in hosts:
-            for words in ("add table inet lab", chain, f"add rule inet lab in iif eth0 {rule} drop"):
+            for words in (
+                "add table inet lab",
+                chain,
+                f"add rule inet lab in iif eth0 {rule} drop",
+            ):
                 done = self.run(host, "nft", words)
                 assert done.returncode == 0, done.stderr
         try:
@@ -199,14 +235,21 @@ class Lab:
         """Keys, and the files that all hosts have."""
         for name in ("user", LOGIN, *self.names):
             subprocess.run(
-                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{self.folder}/{name}.key"], check=True
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{self.folder}/{name}.key"],
+                check=True,
             )
         numbers = {LOGIN: 1, **{name: 10 + number for number, name in enumerate(self.names)}}
         also = {name: self.aliases_of(name) for name in numbers}
-        lines = [f"{_NETWORK}.{number} {' '.join((name, *also[name]))}\n" for name, number in numbers.items()]
+        lines = [
+            f"{_NETWORK}.{number} {' '.join((name, *also[name]))}\n"
+            for name, number in numbers.items()
+        ]
         self._file("hosts", "127.0.0.1 localhost\n::1 localhost\n" + "".join(lines))
         keys = {name: (self.folder / f"{name}.key.pub").read_text() for name in numbers}
-        self._file("known_hosts", "".join(f"{','.join((name, *also[name]))} {key}" for name, key in keys.items()))
+        self._file(
+            "known_hosts",
+            "".join(f"{','.join((name, *also[name]))} {key}" for name, key in keys.items()),
+        )
         self._file("ssh_config", _SSH.format(folder=self.folder))
         for name in numbers:
             # The package that is tested may be that of another folder than the environment's.
@@ -216,7 +259,9 @@ class Lab:
         (self.folder / "state").mkdir()
         self._file(
             "slurm.conf",
-            _SLURM.format(folder=self.folder, network=_NETWORK, hosts=len(self.names), cpus=self.cpus),
+            _SLURM.format(
+                folder=self.folder, network=_NETWORK, hosts=len(self.names), cpus=self.cpus
+            ),
         )
         self._file("gres.conf", f"AutoDetect=off\nName=gpu File={self.folder}/gpu[0-1]\n")
         for number in range(2):  # Slurm counts them, and nothing opens them
@@ -254,7 +299,9 @@ class Lab:
         self._outside("ip", "link", "set", "eth0", "up")
         for number, name in enumerate(self.names):
             pid, cable = str(self._inits[name]), f"to-{name}"
-            self._outside("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", pid)
+            self._outside(
+                "ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", pid
+            )
             self._outside("ip", "link", "set", cable, "master", "eth0", "up")
             inside = ["nsenter", "--target", pid, "--net", "ip"]
             _do(*inside, "address", "add", f"{_NETWORK}.{10 + number}/24", "dev", "eth0")
@@ -271,27 +318,47 @@ class Lab:
         _wait_for((self.folder / "munge.socket").exists, "munged")
         self._daemon(LOGIN, "slurmctld", "-D")
         for name in (LOGIN, *self.names):
-            self._daemon(name, shutil.which("sshd", path=_TOOLS) or "sshd", "-D", "-f", f"{self.folder}/{name}.sshd")
+            self._daemon(
+                name,
+                shutil.which("sshd", path=_TOOLS) or "sshd",
+                "-D",
+                "-f",
+                f"{self.folder}/{name}.sshd",
+            )
         for name in self.names:
             self._daemon(name, "slurmd", "-D", "-N", name)
         _wait_for(lambda: self._idle() == len(self.names), "Slurm's nodes")
 
     def _idle(self) -> int:
-        return self.run(LOGIN, "sinfo", "--noheader", "--Node", "-p", "main", "-o", "%t").stdout.split().count("idle")
+        return (
+            self.run(LOGIN, "sinfo", "--noheader", "--Node", "-p", "main", "-o", "%t")
+            .stdout.split()
+            .count("idle")
+        )
 
     def _daemon(self, host: str, *argv: str) -> None:
         clean = {"PATH": _SYSTEM, "SLURM_CONF": f"{self.folder}/slurm.conf", "LANG": "C.UTF-8"}
         with open(self.folder / f"{host}.{Path(argv[0]).name}.out", "ab") as log:
             self._started.append(
-                subprocess.Popen(self.command(host, argv), env=clean, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                subprocess.Popen(
+                    self.command(host, argv),
+                    env=clean,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
             )
 
     def _spawn(self, *argv: str) -> None:
-        self._started.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, env={**os.environ, "PATH": _TOOLS}))
+        self._started.append(
+            subprocess.Popen(argv, stdin=subprocess.DEVNULL, env={**os.environ, "PATH": _TOOLS})
+        )
 
 
 def _do(*argv: str) -> None:
-    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "PATH": _TOOLS}, check=False)
+    done = subprocess.run(
+        argv, capture_output=True, text=True, env={**os.environ, "PATH": _TOOLS}, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
 
@@ -308,7 +375,9 @@ def _clean_stale() -> None:
     """Take away folders of labs whose maker is dead; their hosts died with it."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_NAME}-*"):
         number = folder.name.rpartition("-")[2]
-        if number.isdecimal() and (int(number) == os.getpid() or not Path(f"/proc/{number}").exists()):
+        if number.isdecimal() and (
+            int(number) == os.getpid() or not Path(f"/proc/{number}").exists()
+        ):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -317,7 +386,9 @@ def shell(hosts: int) -> Iterator[Lab]:
     """A lab, and what there is to type in it."""
     began = time.monotonic()
     with Lab(hosts) as lab:
-        print(f"{hosts} hosts in {time.monotonic() - began:.1f} s; try: ssh host1, sinfo, sbatch; exit ends all")
+        print(
+            f"{hosts} hosts in {time.monotonic() - began:.1f} s; try: ssh host1, sinfo, sbatch; exit ends all"
+        )
         yield lab
 
 
@@ -330,7 +401,9 @@ def main() -> int:
     words = sys.argv[1:]
     hosts = int(words.pop(0)) if words else 2
     with shell(hosts) as lab:
-        return subprocess.run(lab.command(LOGIN, words or ["bash", "--norc"]), env=lab.environ, check=False).returncode
+        return subprocess.run(
+            lab.command(LOGIN, words or ["bash", "--norc"]), env=lab.environ, check=False
+        ).returncode
 
 
 if __name__ == "__main__":

@@ -30,9 +30,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def wrong(lab: Lab, folder: Path, *words: str, before: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def wrong(
+    lab: Lab, folder: Path, *words: str, before: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     """Findings that are not ok; all of them must fit the schema."""
-    ended = lab.run(LOGIN, *before, str(COMMAND), "doctor", *words, "--json", cwd=folder, timeout=60)
+    ended = lab.run(
+        LOGIN, *before, str(COMMAND), "doctor", *words, "--json", cwd=folder, timeout=60
+    )
     assert ended.stdout.startswith("["), ended.stderr
     findings = json.loads(ended.stdout)
     jsonschema.validate(findings, json.loads(json_schema()))
@@ -42,7 +46,9 @@ def wrong(lab: Lab, folder: Path, *words: str, before: tuple[str, ...] = ()) -> 
 
 @contextmanager
 def _taken_port(lab: Lab) -> Iterator[None]:
-    squatter = subprocess.Popen(lab.command("host1", [sys.executable, "-c", SQUATTER]), stdout=subprocess.PIPE)
+    squatter = subprocess.Popen(
+        lab.command("host1", [sys.executable, "-c", SQUATTER]), stdout=subprocess.PIPE
+    )
     assert squatter.stdout is not None
     squatter.stdout.readline()
     try:
@@ -80,7 +86,9 @@ def test_a_firewall_of_any_host(case: str, lab: Lab, folder: Path) -> None:
     (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in lab.names))
     with lab.firewall(rule, "host2"):
         found = wrong(lab, folder, "--hostfile", "hosts", *words)
-    assert [(one["host"], one["check"], one["verdict"]) for one in found] == [each[:3] for each in expected]
+    assert [(one["host"], one["check"], one["verdict"]) for one in found] == [
+        each[:3] for each in expected
+    ]
     assert all(each[3] in one["what"] for one, each in zip(found, expected)), found
 
 
@@ -97,10 +105,15 @@ def test_a_path_that_is_narrower_than_its_ends(lab: Lab, folder: Path) -> None:
     assert [(one["host"], one["check"], one["verdict"]) for one in found] == [
         ("host1", "mtu", "failed"), ("host2", "mtu", "failed"),
     ]  # fmt: skip
-    assert found[0]["what"] == "packets of 9000 B, the MTU of both interfaces, are lost on the way to host2"
+    assert (
+        found[0]["what"]
+        == "packets of 9000 B, the MTU of both interfaces, are lost on the way to host2"
+    )
 
 
-def test_a_folder_that_one_host_cannot_write_and_a_host_with_two_names(lab: Lab, folder: Path) -> None:
+def test_a_folder_that_one_host_cannot_write_and_a_host_with_two_names(
+    lab: Lab, folder: Path
+) -> None:
     """Both are found before ranks are started."""
     (folder / "hosts").write_text("host1 slots=1\nhost2 slots=1\nhost2-1 slots=1\n")
     mount = f"mount --bind '{folder}' '{folder}' && mount -o remount,ro,bind '{folder}'"

@@ -69,12 +69,22 @@ def test_a_host_is_lost_and_taken_back(home: Home) -> None:
     back = home.well("restart", home.run.name)
     assert train.wait(timeout=60) == 0, (home.folder / "said").read_text()
 
-    assert "left out:   host2                reached      failed" in (home.folder / "said").read_text()
+    assert (
+        "left out:   host2                reached      failed" in (home.folder / "said").read_text()
+    )
     assert back.endswith(" on 2 hosts: host1, host2\n")
     first = json.loads((home.run / "job.json").read_text())["attempts"][0]["checkpoint"]
     second = int(back.split()[4])
     files = [path.read_text().splitlines() for path in sorted(home.folder.glob("*.seen"))]
     both, one, again = files[:2], files[2], files[3:]
-    trained = [*both[0][:first], *both[1][:first], *one[: 2 * (second - first)], *again[0], *again[1]]
-    assert sorted(int(number) for line in trained for number in line.split()) == list(range(STEPS * SAMPLES))
+    trained = [
+        *both[0][:first],
+        *both[1][:first],
+        *one[: 2 * (second - first)],
+        *again[0],
+        *again[1],
+    ]
+    assert sorted(int(number) for line in trained for number in line.split()) == list(
+        range(STEPS * SAMPLES)
+    )
     assert home.losses() == pytest.approx(undisturbed, abs=1e-5)

@@ -15,13 +15,26 @@ from tests.e2e.runs import COMMAND, reach
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(200)]
 
 
-@pytest.mark.parametrize(("launcher", "lost"), [("torchrun", "host2"), ("mpi", "host2"), ("mpi", "host1")])
+@pytest.mark.parametrize(
+    ("launcher", "lost"), [("torchrun", "host2"), ("mpi", "host2"), ("mpi", "host1")]
+)
 def test_a_link_that_is_lost(launcher: str, lost: str, home: Home) -> None:
     """Named within 15 s, with a status that is restarted from; nothing of the run is left on either side."""
-    words = ["train", "recipe.yaml", "--hostfile", "hosts", "--launcher", launcher, "--run-dir", home.run.name]
+    words = [
+        "train",
+        "recipe.yaml",
+        "--hostfile",
+        "hosts",
+        "--launcher",
+        launcher,
+        "--run-dir",
+        home.run.name,
+    ]
     command = home.lab.command(LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words])
     before = {host: set(everything(home, host)) for host in ("host1", "host2")}
-    train = subprocess.Popen(command, env=home.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    train = subprocess.Popen(
+        command, env=home.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     reach(RunDir(home.run), 3, train)
     home.lab.link(lost, up=False)
     began = time.monotonic()
@@ -37,17 +50,37 @@ def test_a_link_that_is_lost(launcher: str, lost: str, home: Home) -> None:
         home.lab.link(lost, up=True)
     said = next((line for line in errors.splitlines() if f"on host {lost} is lost" in line), errors)
     print(f"{said} -> {named:.1f} s, nothing left {time.monotonic() - began:.1f} s")
-    assert (train.returncode, f"on host {lost} is lost, and all others" in said, named < 15) == (1, True, True)
+    assert (train.returncode, f"on host {lost} is lost, and all others" in said, named < 15) == (
+        1,
+        True,
+        True,
+    )
 
 
 def test_ranks_that_cannot_join(home: Home) -> None:
     """Where nobody looked at the hosts before, rank 0 prints after seconds that connections are missing."""
     (home.folder / "hosts").write_text("host1 slots=1\nhost2 slots=1\nhost3 slots=1\n")
-    words = ["train", "recipe.yaml", "launch.preflight=false", "batch.micro_size=8", "batch.accumulation_steps=1"]
-    words += ["batch.global_size=null", "--hostfile", "hosts", "--launcher", "torchrun", "--run-dir", "my run"]
+    words = [
+        "train",
+        "recipe.yaml",
+        "launch.preflight=false",
+        "batch.micro_size=8",
+        "batch.accumulation_steps=1",
+    ]
+    words += [
+        "batch.global_size=null",
+        "--hostfile",
+        "hosts",
+        "--launcher",
+        "torchrun",
+        "--run-dir",
+        "my run",
+    ]
     command = home.lab.command(LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words])
     with home.lab.firewall("meta l4proto tcp tcp dport 1024-65535 ct state new", "host2"):
-        train = subprocess.Popen(command, env=home.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        train = subprocess.Popen(
+            command, env=home.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         try:
             assert train.stdout is not None
             lines = []
@@ -58,7 +91,9 @@ def test_ranks_that_cannot_join(home: Home) -> None:
         finally:
             train.terminate()
             train.wait(30)
-    assert "every rank reached rank 0, and connections among the others are missing" in lines[-1], "".join(lines)
+    assert "every rank reached rank 0, and connections among the others are missing" in lines[-1], (
+        "".join(lines)
+    )
 
 
 def test_mpirun_starts_beside_the_files_of_a_killed_one(home: Home) -> None:
@@ -67,20 +102,49 @@ def test_mpirun_starts_beside_the_files_of_a_killed_one(home: Home) -> None:
         stale = home.folder / "tmp" / f"ompi.{pid}"
         stale.mkdir(parents=True)
         (stale / "pmix.login.tool").touch()
-    words = ["train", "recipe.yaml", "train.max_steps=1", "--launcher", "mpi", "--hostfile", "hosts"]
+    words = [
+        "train",
+        "recipe.yaml",
+        "train.max_steps=1",
+        "--launcher",
+        "mpi",
+        "--hostfile",
+        "hosts",
+    ]
     env = {**home.env, "TMPDIR": str(home.folder / "tmp")}
-    ended = home.lab.run(LOGIN, str(COMMAND), *words, "--run-dir", home.run.name, cwd=home.folder, env=env, timeout=120)
+    ended = home.lab.run(
+        LOGIN,
+        str(COMMAND),
+        *words,
+        "--run-dir",
+        home.run.name,
+        cwd=home.folder,
+        env=env,
+        timeout=120,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.long
 def test_a_stalled_run_whose_guardians_hear_nothing_of_each_other(home: Home) -> None:
     """UDP closed between hosts is printed; a link that is lost then is a stall, and no launcher outlives it."""
-    words = ["train", "recipe.yaml", "train.stall_seconds=12", "--hostfile", "hosts", "--launcher", "mpi"]
-    command = home.lab.command(LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words, "--run-dir", "my run"])
+    words = [
+        "train",
+        "recipe.yaml",
+        "train.stall_seconds=12",
+        "--hostfile",
+        "hosts",
+        "--launcher",
+        "mpi",
+    ]
+    command = home.lab.command(
+        LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words, "--run-dir", "my run"]
+    )
     before = {host: set(everything(home, host)) for host in ("host1", "host2")}
     with home.lab.firewall("meta l4proto udp", "host1", "host2"):
-        train = subprocess.Popen(command, env=home.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        train = subprocess.Popen(
+            command, env=home.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         try:
             assert train.stderr is not None
             told = []
@@ -114,7 +178,14 @@ def everything(home: Home, host: str) -> list[str]:
 
 def test_a_queued_run_that_is_asked(home: Home) -> None:
     """From the login node: a checkpoint, then a stop after which it is not queued again."""
-    home.well("submit", "recipe.yaml", "--run-dir", home.run.name, "launch.nodes=2", "launch.processes_per_node=1")
+    home.well(
+        "submit",
+        "recipe.yaml",
+        "--run-dir",
+        home.run.name,
+        "launch.nodes=2",
+        "launch.processes_per_node=1",
+    )
     home.reach(3)
     assert home.well("checkpoint", home.run.name).startswith("saved after step ")
     assert f"{home.run.name}: preempted" in home.well("stop", home.run.name)

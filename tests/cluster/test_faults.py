@@ -37,7 +37,9 @@ def _another_torch(lab: Lab, folder: Path) -> Iterator[None]:
     """What pip wrote about torch, as host2 sees it."""
     found = next(file for file in metadata.files("torch") or () if file.name == "METADATA").locate()
     text = Path(str(found)).read_text(encoding="utf-8")
-    (folder / "METADATA").write_text(text.replace(f"Version: {metadata.version('torch')}", "Version: 2.6.0"))
+    (folder / "METADATA").write_text(
+        text.replace(f"Version: {metadata.version('torch')}", "Version: 2.6.0")
+    )
     lab.run("host2", "mount", "--bind", str(folder / "METADATA"), str(found))
     try:
         yield
@@ -111,7 +113,9 @@ def test_a_host_that_is_not_fit(case: Case, lab: Lab, tmp_path: Path) -> None:
     findings = json.loads(seen.stdout)
     jsonschema.validate(findings, json.loads(json_schema()))
     if case.doctor is not None:
-        assert {one["check"] for one in findings if one["verdict"] == "failed"} == {said[23:36].strip()}
+        assert {one["check"] for one in findings if one["verdict"] == "failed"} == {
+            said[23:36].strip()
+        }
         assert seen.returncode == 1
 
 
@@ -122,17 +126,31 @@ def test_a_port_that_is_taken(lab: Lab, tmp_path: Path) -> None:
     """Only a launcher of another's names one (here that of pods): rank 0 says which, and nobody waits."""
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
-    squatter = subprocess.Popen(lab.command("host1", [sys.executable, "-c", SQUATTER]), stdout=subprocess.PIPE)
+    squatter = subprocess.Popen(
+        lab.command("host1", [sys.executable, "-c", SQUATTER]), stdout=subprocess.PIPE
+    )
     assert squatter.stdout is not None
     squatter.stdout.readline()
-    node = [sys.executable, "-m", "ortlaunch.launch.node", "--nodes=2", "--ranks=1", "--master=host1", "--"]
+    node = [
+        sys.executable,
+        "-m",
+        "ortlaunch.launch.node",
+        "--nodes=2",
+        "--ranks=1",
+        "--master=host1",
+        "--",
+    ]
     words = [*node, str(COMMAND), "train", "recipe.yaml", "--run-dir", "run"]
     began = time.monotonic()
-    ended = lab.run("host1", *words, cwd=tmp_path, env={**lab.environ, "JOB_COMPLETION_INDEX": "0"}, timeout=60)
+    ended = lab.run(
+        "host1", *words, cwd=tmp_path, env={**lab.environ, "JOB_COMPLETION_INDEX": "0"}, timeout=60
+    )
     took = time.monotonic() - began
     squatter.kill()
     squatter.wait()
-    said = next((line for line in ended.stderr.splitlines() if "cannot meet at" in line), ended.stderr)
+    said = next(
+        (line for line in ended.stderr.splitlines() if "cannot meet at" in line), ended.stderr
+    )
     print(f"{said} -> {took:.1f} s")
     assert ended.returncode == 1
     assert "ranks cannot meet at host1:29500 (MASTER_ADDR:MASTER_PORT of your launcher): " in said

@@ -38,7 +38,11 @@ def test_slurm_starts_ranks_on_its_hosts(lab: Lab) -> None:
     """Two tasks on the first and one on the second."""
     told = "echo $SLURM_PROCID $SLURM_LOCALID $SLURM_NODEID $(hostname) $SLURM_STEP_TASKS_PER_NODE"
     ended = lab.run(LOGIN, "srun", "--nodes=2", "--ntasks=3", "sh", "-c", told)
-    assert sorted(ended.stdout.splitlines()) == ["0 0 0 host1 2,1", "1 1 0 host1 2,1", "2 0 1 host2 2,1"]
+    assert sorted(ended.stdout.splitlines()) == [
+        "0 0 0 host1 2,1",
+        "1 1 0 host1 2,1",
+        "2 0 1 host2 2,1",
+    ]
 
 
 def test_a_lab_that_crashes_leaves_no_process(lab: Lab) -> None:
@@ -61,5 +65,7 @@ def test_a_lab_that_crashes_leaves_no_process(lab: Lab) -> None:
 
 def _mentioning(text: str) -> list[str]:
     """Command lines of living processes that name it."""
-    lines = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(
+        ["ps", "-eo", "args="], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     return [line for line in lines if text in line]

@@ -32,7 +32,9 @@ def _with(mpirun: str, folder: Path) -> tuple[Path, dict[str, str]]:
     venv, tools = folder / "venv", folder / "tools"
     subprocess.run([HERE, "-m", "venv", "--without-pip", venv], check=True)
     packages = next(venv.glob("lib/python*/site-packages"))
-    (packages / "all.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    (packages / "all.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    )
     tools.mkdir()
     (tools / "mpirun").write_text(f'#!/bin/sh\nexec {program} "$@"\n')
     (tools / "mpirun").chmod(0o755)
@@ -55,15 +57,26 @@ def test_two_hosts(mpirun: str, lab: Lab, tmp_path: Path) -> None:
     env = {**lab.environ, **environment(tmp_path), "PATH": lab.environ["PATH"], **own}
     names = (lab.folder / "hosts").read_text().replace("10.77.0.1 login", "127.0.0.1 login")
     (tmp_path / "etc_hosts").write_text(names)
-    for name in ("host1", "host2"):  # Debian's own; there the launching host's name leads to the host that asks
+    for name in (
+        "host1",
+        "host2",
+    ):  # Debian's own; there the launching host's name leads to the host that asks
         lab.run(name, "mount", "--bind", str(tmp_path / "etc_hosts"), "/etc/hosts")
     try:
-        ended = lab.run(LOGIN, str(python), "-m", "ortlaunch.cli", *words, cwd=tmp_path, env=env, timeout=60)
+        ended = lab.run(
+            LOGIN, str(python), "-m", "ortlaunch.cli", *words, cwd=tmp_path, env=env, timeout=60
+        )
     finally:
         for name in ("host1", "host2"):
             lab.run(name, "umount", "/etc/hosts")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 ranks on 2 hosts, cpu, launcher mpi" in ended.stdout
-    losses = [json.loads(line).get("loss") for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line).get("loss")
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert sum(loss is not None for loss in losses) == CUSTOM["train"]["max_steps"]
-    assert f"{own.get('TOOLS', HERE.parent)}/mpirun -n 2 " in (tmp_path / "run" / "request.sh").read_text()
+    assert (
+        f"{own.get('TOOLS', HERE.parent)}/mpirun -n 2 "
+        in (tmp_path / "run" / "request.sh").read_text()
+    )

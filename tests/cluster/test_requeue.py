@@ -23,14 +23,22 @@ def undisturbed(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 
 def submitted(home: Home, steps: int, *more: str) -> str:
     """The id of its job: two ranks on two nodes."""
-    words = ("launch.nodes=2", "launch.processes_per_node=1", f"train.max_steps={steps}", CONSTANT, *more)
+    words = (
+        "launch.nodes=2",
+        "launch.processes_per_node=1",
+        f"train.max_steps={steps}",
+        CONSTANT,
+        *more,
+    )
     return home.well("submit", "recipe.yaml", "--run-dir", home.run.name, *words).strip()
 
 
 def check(home: Home, job: str, losses: dict[int, float], steps: int) -> None:
     """It ends well, after another turn, with the same losses."""
     home.well("status", home.run.name, "--wait", timeout=220)
-    assert home.losses() == pytest.approx({step: losses[step] for step in range(1, steps + 1)}, abs=1e-5)
+    assert home.losses() == pytest.approx(
+        {step: losses[step] for step in range(1, steps + 1)}, abs=1e-5
+    )
     assert home.status()["state"] == "succeeded"
     record = home.lab.run(LOGIN, "scontrol", "show", "job", job).stdout
     assert "Restarts=0" not in record, record
@@ -52,7 +60,14 @@ def test_preemption(home: Home, undisturbed: dict[int, float]) -> None:
     """A job of a partition of higher priority takes the nodes."""
     job = submitted(home, 12, "submit.partition=main")
     home.reach(3)
-    urgent = ("--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1")
+    urgent = (
+        "--partition=urgent",
+        "--nodes=3",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap",
+        "sleep 1",
+    )
     assert home.lab.run(LOGIN, "sbatch", *urgent).returncode == 0
     check(home, job, undisturbed, 12)
 
@@ -63,7 +78,9 @@ def test_a_rank_that_was_killed(home: Home, undisturbed: dict[int, float]) -> No
     home.reach(5)
     assert home.lab.run("host2", "pkill", "-KILL", "-f", "ortlaunch.worker.*my run").returncode == 0
     home.well("status", home.run.name, "--wait", timeout=220)
-    assert home.losses() == pytest.approx({step: undisturbed[step] for step in range(1, 13)}, abs=1e-5)
+    assert home.losses() == pytest.approx(
+        {step: undisturbed[step] for step in range(1, 13)}, abs=1e-5
+    )
     said = (home.run / "logs" / f"slurm-{job}.out").read_text()
     assert "attempt 1 failed; the job is queued again (restart 1 of 1 without progress)" in said
     assert home.status()["job"]["attempts"][0]["exit_status"] == 137

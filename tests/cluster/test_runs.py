@@ -37,11 +37,18 @@ class Site:
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab, self.folder = lab, folder
-        self.env = {**lab.environ, **environment(folder), "PATH": lab.environ["PATH"], "WANDB_API_KEY": SECRET}
+        self.env = {
+            **lab.environ,
+            **environment(folder),
+            "PATH": lab.environ["PATH"],
+            "WANDB_API_KEY": SECRET,
+        }
 
     def ortlaunch(self, *words: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
         with no_secret_on_a_command_line():
-            return self.lab.run(LOGIN, str(COMMAND), *words, cwd=self.folder, env=self.env, timeout=timeout)
+            return self.lab.run(
+                LOGIN, str(COMMAND), *words, cwd=self.folder, env=self.env, timeout=timeout
+            )
 
     def well(self, *words: str) -> str:
         """Its output; it must end well."""
@@ -77,7 +84,9 @@ def curve(site: Site) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "slots"), [("mpi", (1, 2, 1)), ("torchrun", (1, 1))], ids=["mpirun-1-2-1", "torchrun-1-1"]
+    ("launcher", "slots"),
+    [("mpi", (1, 2, 1)), ("torchrun", (1, 1))],
+    ids=["mpirun-1-2-1", "torchrun-1-1"],
 )
 def test_hosts_of_a_file_train_as_one_machine(
     launcher: str, slots: tuple[int, ...], site: Site, curve: list[float]
@@ -85,7 +94,9 @@ def test_hosts_of_a_file_train_as_one_machine(
     """The same losses; hosts are named; no forwarded value is anywhere in the run folder."""
     lines = [f"host{number} slots={count}" for number, count in enumerate(slots, 1)]
     (site.folder / "hosts").write_text("\n".join(lines) + "\n")
-    out = site.well("train", "recipe.yaml", "--hostfile", "hosts", "--launcher", launcher, "--run-dir", launcher)
+    out = site.well(
+        "train", "recipe.yaml", "--hostfile", "hosts", "--launcher", launcher, "--run-dir", launcher
+    )
     assert site.losses(launcher) == pytest.approx(curve, abs=1e-5)
     assert f"{sum(slots)} ranks on {len(slots)} hosts" in out
     assert all(f"host{number}: rank" in out for number in range(1, len(slots) + 1))
@@ -94,23 +105,38 @@ def test_hosts_of_a_file_train_as_one_machine(
 
 def test_a_queued_run_trains_as_one_machine(site: Site, curve: list[float]) -> None:
     """The id alone, logs to the end, and the truth about it; unequal tasks of a job of one's own, too."""
-    out = site.well("submit", "recipe.yaml", "--run-dir", "queued", "launch.nodes=2", "launch.processes_per_node=1")
+    out = site.well(
+        "submit",
+        "recipe.yaml",
+        "--run-dir",
+        "queued",
+        "launch.nodes=2",
+        "launch.processes_per_node=1",
+    )
     number = out.strip()
     assert number.isdecimal()
     assert site.well("status", "queued").splitlines()[0].endswith(f"job {number} of slurm)")
     assert "final loss" in site.well("logs", "queued", "--follow")
     assert site.losses("queued") == pytest.approx(curve, abs=1e-5)
     status = json.loads(site.well("status", "queued", "--json"))
-    assert (status["state"], status["job"]["backend"], status["job"]["exit_status"]) == ("succeeded", "slurm", 0)
+    assert (status["state"], status["job"]["backend"], status["job"]["exit_status"]) == (
+        "succeeded",
+        "slurm",
+        0,
+    )
     assert site.well("list").splitlines()[1].split()[0] == "succeeded"
     assert not leaking(site.folder / "queued")
 
 
-def test_a_job_of_ones_own_has_unequal_tasks_and_no_forgotten_srun(site: Site, curve: list[float]) -> None:
+def test_a_job_of_ones_own_has_unequal_tasks_and_no_forgotten_srun(
+    site: Site, curve: list[float]
+) -> None:
     """Tasks 2 + 1 train, on hosts with Slurm's names; a batch script without srun is refused."""
     batch = ("launch.forward=[]", "batch.global_size=12", "batch.micro_size=4", "train.max_steps=2")
     words = [str(COMMAND), "train", "recipe.yaml", *batch, "--run-dir", "uneven"]
-    ended = site.lab.run(LOGIN, "srun", "--nodes=2", "--ntasks=3", *words, cwd=site.folder, env=site.env, timeout=200)
+    ended = site.lab.run(
+        LOGIN, "srun", "--nodes=2", "--ntasks=3", *words, cwd=site.folder, env=site.env, timeout=200
+    )
     assert ended.returncode == 0, ended.stderr
     hosts = json.loads((site.folder / "uneven" / "plan.json").read_text())["nodes"]
     assert [(host["host"], host["slots"]) for host in hosts] == [("host1", 2), ("host2", 1)]
@@ -127,7 +153,9 @@ def no_secret_on_a_command_line() -> Iterator[None]:
 
     def watch() -> None:
         while not over.wait(0.2):
-            listed = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=False).stdout
+            listed = subprocess.run(
+                ["ps", "-eo", "args="], capture_output=True, text=True, check=False
+            ).stdout
             found.update(line for line in listed.splitlines() if SECRET in line)
 
     watcher = threading.Thread(target=watch)
@@ -142,4 +170,8 @@ def no_secret_on_a_command_line() -> Iterator[None]:
 
 def leaking(folder: Path) -> list[str]:
     """Files of a run that hold the secret."""
-    return [str(path) for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    return [
+        str(path)
+        for path in folder.rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]

@@ -59,6 +59,10 @@ def test_a_slow_host_is_named(lab: Lab, tmp_path: Path, slow_host: None) -> None
     """Links are measured, and the host whose cable is slow is distinguished from its neighbours; nothing is queued."""
     found = selftest(lab, tmp_path, "--launcher", "torchrun", hosts=3)
     links = [one for one in found if one["check"] == "link" and one["verdict"] != "ok"]
-    assert [(one["host"], one["verdict"], one["what"][:5]) for one in links] == [("host2", "failed", "SLOW:")]
-    assert links[0]["figures"]["bytes_per_second"] < 2e7  # one way at 5e6, the other at what this machine can
+    assert [(one["host"], one["verdict"], one["what"][:5]) for one in links] == [
+        ("host2", "failed", "SLOW:")
+    ]
+    assert (
+        links[0]["figures"]["bytes_per_second"] < 2e7
+    )  # one way at 5e6, the other at what this machine can
     assert found[-1]["what"] == "not tested: it queues a job"

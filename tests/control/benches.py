@@ -23,11 +23,18 @@ def resolved(environ: dict[str, str] | None = None, **sections: Any) -> Resolved
     return resolve(path, (), LaunchOptions(), environ or {})
 
 
-def player(name: str, took: list[list[float]], parity: dict[str, Any] | None = None, *chosen: str) -> VariantJob:
+def player(
+    name: str, took: list[list[float]], parity: dict[str, Any] | None = None, *chosen: str
+) -> VariantJob:
     """A variant with these seconds of its steps, turn by turn."""
     found = resolve_variant(Variant(name, chosen), resolved())
     made = VariantJob(found, RunDir(f"out/{found.slug}"))
-    made.ready = {"flops_per_token": None, "peak_flops": None, "engine": {}, "first_step": {"since_launch": 3.0}}
+    made.ready = {
+        "flops_per_token": None,
+        "peak_flops": None,
+        "engine": {},
+        "first_step": {"since_launch": 3.0},
+    }
     made.turns = [{"seconds": seconds, "memory": [1 << 20]} for seconds in took]
     made.parity = parity or {"verdict": "passes", "largest": 1e-6}
     return made

@@ -50,7 +50,12 @@ GFORKER: Env = {
     "MPI_UNIVERSE_SIZE": "-1",
 }
 # Seen: rank 1 of `mpiexec -pmi-port -n 2` of MPICH, which replaces PMI_RANK and PMI_SIZE.
-PMI_PORT: Env = {"PMI_PORT": "vm:41669", "PMI_ID": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+PMI_PORT: Env = {
+    "PMI_PORT": "vm:41669",
+    "PMI_ID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+}
 # Seen: rank 0 of `torchrun --standalone --nproc-per-node 1`.
 TORCHRUN: Env = {
     "RANK": "0",

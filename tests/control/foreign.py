@@ -11,9 +11,17 @@ from ortlaunch.other_tools import Imported
 
 def config(folder: Path, **keys: Any) -> Path:
     """A config of Trainer's, of these keys beside what a recipe must have."""
-    words = {"block_size": 64, "model_name_or_path": "here", "train_file": "a.txt", "learning_rate": 0.1, **keys}
+    words = {
+        "block_size": 64,
+        "model_name_or_path": "here",
+        "train_file": "a.txt",
+        "learning_rate": 0.1,
+        **keys,
+    }
     path = folder / "config.json"
-    path.write_text(json.dumps({name: value for name, value in words.items() if value != "absent"}, indent=1))
+    path.write_text(
+        json.dumps({name: value for name, value in words.items() if value != "absent"}, indent=1)
+    )
     return path
 
 

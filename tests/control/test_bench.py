@@ -16,7 +16,14 @@ import pytest
 from ortlaunch import machine
 from ortlaunch.bench import command, measure, picture, report
 from ortlaunch.bench.measure import Length
-from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, resolve_variant, split_values, variants
+from ortlaunch.bench.variants import (
+    ENGINES,
+    Variant,
+    engine_overrides,
+    resolve_variant,
+    split_values,
+    variants,
+)
 from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.recipe.fields.engine import Engine
 from tests.control.benches import player, resolved, rows
@@ -44,7 +51,9 @@ def test_values_of_vary(text: str, values: list[str]) -> None:
 
 def test_variants_are_engines_times_values() -> None:
     """Every engine with every combination, engines next to each other; names say only what was varied."""
-    found = variants(["ort", "eager"], ["engine.memory_optimization=0,1", "optimizer.learning_rate=0.1,1.5"])
+    found = variants(
+        ["ort", "eager"], ["engine.memory_optimization=0,1", "optimizer.learning_rate=0.1,1.5"]
+    )
     assert len(found) == 8
     assert [variant.engine for variant in found[:2]] == ["ort", "eager"]
     assert found[0].name == "ort memory_optimization=0 learning_rate=0.1"
@@ -61,13 +70,17 @@ def test_an_engine_replaces_the_recipes() -> None:
     """What is ort's stays behind where another engine comes; ort never falls back in a bench."""
     before = Engine(name="auto", parity_steps=2, memory_optimization=1)
     assert engine_overrides("inductor", before) == ('engine={"name": "inductor"}',)
-    assert engine_overrides("inductor", before, parity=True) == ('engine={"name": "inductor", "parity_steps": 2}',)
+    assert engine_overrides("inductor", before, parity=True) == (
+        'engine={"name": "inductor", "parity_steps": 2}',
+    )
     assert engine_overrides("eager", before, parity=True) == ('engine={"name": "eager"}',)
     base = resolved(engine={"name": "ort", "memory_optimization": 1, "allow_fallback": True})
-    assert base.with_overrides(*Variant("eager", ()).overrides(base.file.recipe.engine)).file.recipe.engine == Engine(
-        name="eager"
-    )
-    ort = base.with_overrides(*Variant("ort", ()).overrides(base.file.recipe.engine)).file.recipe.engine
+    assert base.with_overrides(
+        *Variant("eager", ()).overrides(base.file.recipe.engine)
+    ).file.recipe.engine == Engine(name="eager")
+    ort = base.with_overrides(
+        *Variant("ort", ()).overrides(base.file.recipe.engine)
+    ).file.recipe.engine
     assert (ort.memory_optimization, ort.allow_fallback) == (1, False)
 
 
@@ -85,7 +98,10 @@ def test_a_refused_variant_says_why() -> None:
     """The recipe's rules refuse a variant alone; when all are refused, that is an error with every reason."""
     base = resolved(precision="bf16")
     refused = resolve_variant(Variant("ort", ()), base)
-    assert (refused.resolved, "precision: got bf16 with engine ort" in refused.refused) == (None, True)
+    assert (refused.resolved, "precision: got bf16 with engine ort" in refused.refused) == (
+        None,
+        True,
+    )
     assert resolve_variant(Variant("eager", ()), base).resolved is not None
     with pytest.raises(InputError) as caught:
         measure.prepared(base, ["ort"], ["seed=1,2"])
@@ -94,8 +110,16 @@ def test_a_refused_variant_says_why() -> None:
 
 def test_medians_spread_and_ratios() -> None:
     """Figures of known steps: the median of all steps of all turns, against eager with the same varied keys."""
-    ort, eager = rows(player("ort", [[1.0, 2.0], [3.0, 4.0]]), player("eager", [[5.0, 5.0], [5.0, 9.0]]))
-    assert ort["seconds"] == {"median": 2.5, "quartile_1": 1.75, "quartile_3": 3.25, "min": 1.0, "max": 4.0}
+    ort, eager = rows(
+        player("ort", [[1.0, 2.0], [3.0, 4.0]]), player("eager", [[5.0, 5.0], [5.0, 9.0]])
+    )
+    assert ort["seconds"] == {
+        "median": 2.5,
+        "quartile_1": 1.75,
+        "quartile_3": 3.25,
+        "min": 1.0,
+        "max": 4.0,
+    }
     assert (ort["samples_per_second"], eager["samples_per_second"]) == (2 / 2.5, 2 / 5.0)
     assert (ort["ratio"], eager["ratio"], ort["ratio_to"]) == (2.0, 1.0, "eager")
     text = report.table([ort, eager])
@@ -136,12 +160,17 @@ def test_mfu_is_against_the_rate_at_the_same_precision() -> None:
         one.variant = one.variant._replace(resolved=dataclasses.replace(base, work=work))
         one.ready.update(flops_per_token=2.0, peak_flops=peak)
         made.append(one)
-    assert [row["mfu"] for row in rows(*made)] == [pytest.approx(200 / 100), pytest.approx(200 / 600)]
+    assert [row["mfu"] for row in rows(*made)] == [
+        pytest.approx(200 / 100),
+        pytest.approx(200 / 600),
+    ]
 
 
 def test_the_table_has_no_column_without_a_value() -> None:
     """On a CPU there is no MFU, and a custom model has no tokens; its lines fit 100 columns."""
-    lines = report.table(rows(player("eager", [[1.0]]), player("inductor", [[123.4, 125.6, 130.2]]))).splitlines()
+    lines = report.table(
+        rows(player("eager", [[1.0]]), player("inductor", [[123.4, 125.6, 130.2]]))
+    ).splitlines()
     assert "tokens/s" not in lines[0]
     assert "MFU" not in lines[0]
     assert len(lines[1].split()) == len(lines[2].split())
@@ -153,14 +182,18 @@ def test_the_table_shows_what_lower_precision_does_to_the_loss() -> None:
     moved = {"verdict": "passes", "largest": 1e-6, "loss_from_highest": 2.5e-4}
     one = player("eager", [[1.0]], moved, "engine.matmul_precision=medium")
     text = report.table(rows(one))
-    assert "eager matmul_precision=medium: matmul_precision medium moves the loss by 2.5e-04; parity is" in text
+    assert (
+        "eager matmul_precision=medium: matmul_precision medium moves the loss by 2.5e-04; parity is"
+        in text
+    )
 
 
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the bench ends before anything is run, with what to type."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        MissingDependency, match=r'pip install "ortlaunch\[bench\]", or leave the picture out: --no-picture'
+        MissingDependency,
+        match=r'pip install "ortlaunch\[bench\]", or leave the picture out: --no-picture',
     ):
         command.bench(resolved(), ["eager"], (), Length(), None, picture=True)
     assert not Path("bench").exists()
@@ -169,7 +202,9 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     """A bar a variant, as a PNG."""
     pytest.importorskip("matplotlib")
-    picture.draw(rows(player("ort", [[1.0, 2.0]]), player("eager", [[3.0]])), "title", tmp_path / "x.png")
+    picture.draw(
+        rows(player("ort", [[1.0, 2.0]]), player("eager", [[3.0]])), "title", tmp_path / "x.png"
+    )
     assert (tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -181,7 +216,9 @@ def test_variants_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPa
     for each in made:
         each.variant = resolve_variant(each.variant, resolved(**BERT_ON_WORDS))
     assert measure._that_fits(Length(), made, said.append) == Length()
-    monkeypatch.setattr(machine, "memory_limits", lambda: [machine.MemoryLimit("a group", 1 << 30, 1 << 20)])
+    monkeypatch.setattr(
+        machine, "memory_limits", lambda: [machine.MemoryLimit("a group", 1 << 30, 1 << 20)]
+    )
     assert measure._that_fits(Length(), made, said.append).one_at_a_time
     assert "1.0 MiB are free: one at a time" in said[0]
 
@@ -217,5 +254,9 @@ def test_a_job_that_works_while_it_waits_is_told() -> None:
 def test_hardware_names_processor_and_cores() -> None:
     """What the key and bench.json say of this machine."""
     found = machine.hardware()
-    assert (found["cores"] > 0, bool(found["processor"]), found["gpus"]) == (True, True, machine._gpus())
+    assert (found["cores"] > 0, bool(found["processor"]), found["gpus"]) == (
+        True,
+        True,
+        machine._gpus(),
+    )
     json.dumps(found)

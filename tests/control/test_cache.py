@@ -38,7 +38,9 @@ def test_folders_of_the_cache_are_the_users_alone(cache: Path) -> None:
     finally:
         os.umask(before)
     assert folder == cache / "a" / "b"
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (cache, cache / "a", folder)] == [0o755] * 3
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (cache, cache / "a", folder)] == [
+        0o755
+    ] * 3
 
 
 @pytest.mark.parametrize("names", [(), ("a",), ("a", "b")])
@@ -115,7 +117,10 @@ def test_a_file_of_another_user_is_seen(cache: Path, monkeypatch: pytest.MonkeyP
     """A file that another user owns can change at any time."""
     file, record = sealed(cache)
     other = give_away(file, monkeypatch)
-    assert changed(record) in (f"{file}: belongs to user {other}", f"{record}: belongs to user {other}")
+    assert changed(record) in (
+        f"{file}: belongs to user {other}",
+        f"{record}: belongs to user {other}",
+    )
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"x.bin": 1}', '{"x.bin": {}}'])
@@ -136,10 +141,14 @@ def test_sealed_files_are_the_users_alone(cache: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in (file, record)] == [0o644] * 2
 
 
-def test_a_folder_that_cannot_be_made_where_its_parent_is_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_made_where_its_parent_is_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As in a file system that takes none."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", "/proc/nocache")
-    with pytest.raises(FileError, match=r"^/proc/nocache: cannot be made: .*; ORTLAUNCH_CACHE names another place$"):
+    with pytest.raises(
+        FileError, match=r"^/proc/nocache: cannot be made: .*; ORTLAUNCH_CACHE names another place$"
+    ):
         cache_folder("tokens")
 
 
@@ -147,8 +156,13 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose user has no entry in /etc/passwd: the cache needs a place, and the error says which."""
     for name in ("HOME", "XDG_CACHE_HOME", "ORTLAUNCH_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
-    with pytest.raises(FileError, match=r"^no folder for the cache: HOME is not set, and user .* set ORTLAUNCH_CACHE"):
+    monkeypatch.setattr(
+        Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home"))
+    )
+    with pytest.raises(
+        FileError,
+        match=r"^no folder for the cache: HOME is not set, and user .* set ORTLAUNCH_CACHE",
+    ):
         cache_root()
 
 

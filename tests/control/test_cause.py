@@ -17,11 +17,23 @@ from ortlaunch.run_folder.library_messages import cause_in, lost_a_peer
 
 PACKAGE = Path(__file__).parents[2] / "ortlaunch"
 RENDERED_BY = PACKAGE / "run_folder" / "cause_text.py"
-OF_OTHERS = (PACKAGE / "run_folder" / "library_messages.py", PACKAGE / "launch" / "mpi.py")  # mpirun --version
+OF_OTHERS = (
+    PACKAGE / "run_folder" / "library_messages.py",
+    PACKAGE / "launch" / "mpi.py",
+)  # mpirun --version
 READERS = ("diagnose", "run", "runs", "run_folder", "launch", "bench", "commands", "report", "schedulers",
            "worker/supervision")  # fmt: skip
 # Methods that look for their first argument in a text; functions of re have a pattern there.
-_METHODS = ("startswith", "endswith", "partition", "rpartition", "removeprefix", "removesuffix", "find", "index")
+_METHODS = (
+    "startswith",
+    "endswith",
+    "partition",
+    "rpartition",
+    "removeprefix",
+    "removesuffix",
+    "find",
+    "index",
+)
 _PATTERNS = ("compile", "search", "match", "fullmatch", "sub", "split", "findall", "finditer")
 
 
@@ -30,7 +42,12 @@ def failures() -> Iterator[Failure]:
     for cause in Cause:
         full = Failure(cause, "DETAIL", 1, "HOST", "WHO", 9, 7, 3, 2, 2, "FILE:1")
         of_command = replace(full, rank=None, memory_kills=None)
-        yield from (full, of_command, replace(of_command, began=0, memory_kills=0), replace(of_command, who=""))
+        yield from (
+            full,
+            of_command,
+            replace(of_command, began=0, memory_kills=0),
+            replace(of_command, who=""),
+        )
         yield from (replace(full, signal=11, memory_kills=None), Failure(cause, "DETAIL"))
 
 
@@ -48,18 +65,26 @@ def read_texts(path: Path) -> Iterator[tuple[int, str, bool]]:
                 yield from ((node.lineno, text, True) for text in literals(node.args[0]))
             elif node.func.attr in _METHODS:
                 yield from ((node.lineno, text, False) for text in literals(node.args[0]))
-        if isinstance(node, ast.Compare) and any(isinstance(each, (ast.In, ast.NotIn)) for each in node.ops):
+        if isinstance(node, ast.Compare) and any(
+            isinstance(each, (ast.In, ast.NotIn)) for each in node.ops
+        ):
             yield from ((node.lineno, text, False) for text in literals(node.left))
 
 
 def literals(node: ast.expr) -> Iterator[str]:
     """Texts of an expression; of an f-string its parts."""
-    return (each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str))
+    return (
+        each.value
+        for each in ast.walk(node)
+        if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    )
 
 
 def found_in(text: str, is_pattern: bool, messages: set[str]) -> str | None:
     """A message that the text or pattern is in."""
-    return next((each for each in messages if (re.search(text, each) if is_pattern else text in each)), None)
+    return next(
+        (each for each in messages if (re.search(text, each) if is_pattern else text in each)), None
+    )
 
 
 @functools.cache
@@ -75,7 +100,11 @@ def messages() -> dict[str, set[str]]:
         tree = tree_of(path)
         docs = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
         read = {text for _, text, _ in read_texts(path)}
-        texts = (each for each in ast.walk(tree) if isinstance(each, ast.Constant) and id(each) not in docs)
+        texts = (
+            each
+            for each in ast.walk(tree)
+            if isinstance(each, ast.Constant) and id(each) not in docs
+        )
         found[str(path)] = {
             each.value for each in texts
             if isinstance(each.value, str) and " " in each.value.strip() and each.value not in read
@@ -100,7 +129,9 @@ def test_every_cause_has_words() -> None:
 def test_a_cause_of_another_version_is_unknown() -> None:
     """A record of a later version is read."""
     assert Cause("a later one") is Cause.UNKNOWN
-    assert Failure.from_json({"cause": "crash", "signal": 11, "later": 1}) == Failure(Cause.CRASH, signal=11)
+    assert Failure.from_json({"cause": "crash", "signal": 11, "later": 1}) == Failure(
+        Cause.CRASH, signal=11
+    )
 
 
 def test_nobody_matches_a_rendered_sentence() -> None:
@@ -119,25 +150,63 @@ def test_nobody_matches_another_modules_message() -> None:
     for path in modules():
         for line, text, is_pattern in read_texts(path):
             others = said.items() if " " in text.strip() else ()
-            hits = ((other, found_in(text, is_pattern, texts)) for other, texts in others if other != str(path))
-            wrong += [f"{path}:{line}: {text!r} is in {other}: {hit!r}" for other, hit in hits if hit]
+            hits = (
+                (other, found_in(text, is_pattern, texts))
+                for other, texts in others
+                if other != str(path)
+            )
+            wrong += [
+                f"{path}:{line}: {text!r} is in {other}: {hit!r}" for other, hit in hits if hit
+            ]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
     ("text", "cause", "line"),
     [
-        ("T\nRuntimeError: DefaultCPUAllocator: can't allocate memory", Cause.OUT_OF_MEMORY, "RuntimeError: Default"),
-        ("x\ntorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB", Cause.OUT_OF_MEMORY, "torch.OutOfMemoryError"),
-        ("RuntimeException: Failed to allocate memory for requested buffer", Cause.OUT_OF_MEMORY, "RuntimeException"),
-        ("terminate called after throwing an instance of 'std::bad_alloc'", Cause.OUT_OF_MEMORY, "terminate called"),
+        (
+            "T\nRuntimeError: DefaultCPUAllocator: can't allocate memory",
+            Cause.OUT_OF_MEMORY,
+            "RuntimeError: Default",
+        ),
+        (
+            "x\ntorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB",
+            Cause.OUT_OF_MEMORY,
+            "torch.OutOfMemoryError",
+        ),
+        (
+            "RuntimeException: Failed to allocate memory for requested buffer",
+            Cause.OUT_OF_MEMORY,
+            "RuntimeException",
+        ),
+        (
+            "terminate called after throwing an instance of 'std::bad_alloc'",
+            Cause.OUT_OF_MEMORY,
+            "terminate called",
+        ),
         ("MemoryError", Cause.OUT_OF_MEMORY, "MemoryError"),
         ("OSError: [Errno 28] No space left on device: 'x'", Cause.DISK_FULL, "OSError"),
         ("OSError: [Errno 98] Address already in use", Cause.PORT_TAKEN, "OSError"),
-        ("T\n  x\nIndexError: Target 7 is out of bounds.\n", Cause.INDEX_OUT_OF_RANGE, "IndexError: Target 7"),
-        ("ModuleNotFoundError: No module named 'nowhere'", Cause.MISSING_MODULE, "ModuleNotFoundError"),
-        ("FileNotFoundError: [Errno 2] No such file: 'a.bin'", Cause.MISSING_FILE, "FileNotFoundError"),
-        ("PermissionError: [Errno 13] Permission denied: 'b'", Cause.UNREADABLE_FILE, "PermissionError"),
+        (
+            "T\n  x\nIndexError: Target 7 is out of bounds.\n",
+            Cause.INDEX_OUT_OF_RANGE,
+            "IndexError: Target 7",
+        ),
+        (
+            "ModuleNotFoundError: No module named 'nowhere'",
+            Cause.MISSING_MODULE,
+            "ModuleNotFoundError",
+        ),
+        (
+            "FileNotFoundError: [Errno 2] No such file: 'a.bin'",
+            Cause.MISSING_FILE,
+            "FileNotFoundError",
+        ),
+        (
+            "PermissionError: [Errno 13] Permission denied: 'b'",
+            Cause.UNREADABLE_FILE,
+            "PermissionError",
+        ),
         ("torch.DistStoreError: No locks available", Cause.NO_LOCKS, "torch.DistStoreError"),
     ],
 )

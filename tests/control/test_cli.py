@@ -69,7 +69,11 @@ def test_every_verb_has_help(verb: str, flag: str, ortlaunch: Run) -> None:
 def test_help_names_every_verb(ortlaunch: Run) -> None:
     """The front page has every verb and nothing that is not there; no argument at all shows it too."""
     ended = ortlaunch("--help")
-    listed = [line.split()[0] for line in ended.out.partition("Train:")[2].splitlines() if line.startswith("  ")]
+    listed = [
+        line.split()[0]
+        for line in ended.out.partition("Train:")[2].splitlines()
+        if line.startswith("  ")
+    ]
     assert set(listed) & set(VERBS) == {verb for verb in VERBS if " " not in verb}
     assert "ONNX Runtime" in ended.out
     assert ended.out.strip() in {ortlaunch().out.strip(), ortlaunch().err.strip()}
@@ -90,7 +94,9 @@ def test_schema(ortlaunch: Run) -> None:
 def test_validate(ortlaunch: Run) -> None:
     """A good recipe is one line on stdout."""
     assert ortlaunch("validate", "good.yaml") == Ended(0, "good.yaml: valid (made)\n", "")
-    assert ortlaunch("validate", "good.yaml", "name=other") == Ended(0, "good.yaml: valid (other)\n", "")
+    assert ortlaunch("validate", "good.yaml", "name=other") == Ended(
+        0, "good.yaml: valid (other)\n", ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,11 @@ def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
     assert (ended.status, ended.out) == (2, "")
     lines = ended.err.splitlines()
     assert all(line.startswith("bad.yaml:") for line in lines)
-    assert [word for word in ("presicion", "precision", "seed", "train.max_steps") if word not in ended.err] == []
+    assert [
+        word
+        for word in ("presicion", "precision", "seed", "train.max_steps")
+        if word not in ended.err
+    ] == []
     assert len(lines) == 3
     assert not Path("runs").exists()
 
@@ -122,9 +132,15 @@ def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
         (["validate", "good.yaml", "trian.max_steps=1"], "train"),
         (["validate", "good.yaml", "train.max_steps"], "train.max_steps"),
         (["plan", "good.yaml", "--hostfile", "/nope"], "/nope: cannot be read"),
-        (["plan", "good.yaml", "--include", "a"], "ortlaunch: --include and --exclude choose from a host file"),
+        (
+            ["plan", "good.yaml", "--include", "a"],
+            "ortlaunch: --include and --exclude choose from a host file",
+        ),
         *(
-            ([verb, "good.yaml", "--launcher", "srun"], "got srun; one of auto, local, torchrun, mpi")
+            (
+                [verb, "good.yaml", "--launcher", "srun"],
+                "got srun; one of auto, local, torchrun, mpi",
+            )
             for verb in ("plan", "train", "parity", "bench")
         ),
         (["plan", "good.yaml", "--nproc-per-node", "0"], "--nproc-per-node"),
@@ -132,10 +148,19 @@ def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
             ["plan", "good.yaml", "--launcher", "local", "--nproc-per-node", "2"],
             "ortlaunch: launcher local is one process",
         ),
-        (["train", "good.yaml", "launch.forward=[NOT_SET]"], "ortlaunch: launch.forward: NOT_SET is not set"),
-        (["train", "good.yaml", "--run-dir", "good.yaml"], "ortlaunch: --run-dir good.yaml: is a file"),
+        (
+            ["train", "good.yaml", "launch.forward=[NOT_SET]"],
+            "ortlaunch: launch.forward: NOT_SET is not set",
+        ),
+        (
+            ["train", "good.yaml", "--run-dir", "good.yaml"],
+            "ortlaunch: --run-dir good.yaml: is a file",
+        ),
         (["train"], "Missing argument"),
-        (["status", "absent"], "ortlaunch: absent: is neither a folder nor the name of a run; `ortlaunch list` prints"),
+        (
+            ["status", "absent"],
+            "ortlaunch: absent: is neither a folder nor the name of a run; `ortlaunch list` prints",
+        ),
         (
             ["cancel", "."],
             "ortlaunch: .: holds no job.json: no run was started there, or by an ortlaunch that wrote none",
@@ -185,16 +210,27 @@ BIG = ("bert-large/phase1", "llama2-7b/pretrain", "llama2-7b/finetune", "llama2-
 
 
 @pytest.mark.parametrize("name", BIG)
-def test_a_big_recipe_on_a_login_node(name: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_big_recipe_on_a_login_node(
+    name: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a GPU here launch.device=cuda is what to try first, and it plans; a host file is named."""
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: 0)
     path = str(ROOT / "recipes" / f"{name}.yaml")
-    assert "use launch.device=cuda if the run's hosts have GPUs, else precision: fp32" in ortlaunch("plan", path).err
+    assert (
+        "use launch.device=cuda if the run's hosts have GPUs, else precision: fp32"
+        in ortlaunch("plan", path).err
+    )
     ended = ortlaunch("plan", path, "launch.device=cuda")
     assert (ended.status, ended.err) == (0, "")
-    assert "has no GPU that CUDA_VISIBLE_DEVICES shows: planned for a host like it that has 1" in ended.out
+    assert (
+        "has no GPU that CUDA_VISIBLE_DEVICES shows: planned for a host like it that has 1"
+        in ended.out
+    )
     Path("hosts").write_text("a slots=8\nb slots=8\n")
-    assert "launch.device=cuda if those of hosts have GPUs" in ortlaunch("plan", path, "--hostfile", "hosts").err
+    assert (
+        "launch.device=cuda if those of hosts have GPUs"
+        in ortlaunch("plan", path, "--hostfile", "hosts").err
+    )
     assert ortlaunch("plan", path, "--hostfile", "hosts", "launch.device=cuda").status == 0
 
 
@@ -215,7 +251,12 @@ def test_plan_says_why_there_is_no_memory_table(
     monkeypatch.setenv("HF_HOME", str(Path("hub").resolve()))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     Path("here").mkdir()
-    config = {"model_type": "llama", "torch_dtype": "float16", "vocab_size": 32000, "hidden_size": 4096}
+    config = {
+        "model_type": "llama",
+        "torch_dtype": "float16",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+    }
     Path("here/config.json").write_text(json.dumps(config))
     ended = ortlaunch("plan", *arguments)
     assert ended.status == 0, ended.err
@@ -232,7 +273,9 @@ def test_plan_says_why_there_is_no_memory_table(
 def test_plan_tells_how_a_host_file_was_read(ortlaunch: Run) -> None:
     """Notes come first."""
     Path("hosts").write_text("localhost slots=1\n")
-    assert ortlaunch("plan", "good.yaml", "--hostfile", "hosts").out.startswith("hosts: read as DeepSpeed / Open MPI")
+    assert ortlaunch("plan", "good.yaml", "--hostfile", "hosts").out.startswith(
+        "hosts: read as DeepSpeed / Open MPI"
+    )
 
 
 def test_ten_thousand_hosts(ortlaunch: Run) -> None:
@@ -252,7 +295,9 @@ def test_dry_run(ortlaunch: Run) -> None:
     assert not Path("here").exists()
 
 
-def test_a_dry_run_refuses_what_a_run_refuses(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_refuses_what_a_run_refuses(
+    ortlaunch: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A missing data file, an unknown checkpoint, an unknown name of --allow, a folder without permission."""
     missing = {**CUSTOM, "model": {"task": "causal-lm", "config": {"model_type": "llama"}},
                "data": {**WORDS, "train": {"format": "text", "path": "none.txt"}}}  # fmt: skip
@@ -274,7 +319,9 @@ def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyP
     asked: list[ResolvedRun] = []
     monkeypatch.setattr(control, "train", lambda resolved, *_: asked.append(resolved) or 0)
     for arguments, steps in (([], 3), (["--steps", "5"], 5)):
-        assert ortlaunch("parity", "good.yaml", "engine.name=inductor", *arguments) == Ended(0, "", "")
+        assert ortlaunch("parity", "good.yaml", "engine.name=inductor", *arguments) == Ended(
+            0, "", ""
+        )
         engine = {"name": "inductor", "parity_steps": steps}
         assert asked[-1].file.recipe == Recipe.model_validate({**CUSTOM, "engine": engine})
         assert asked[-1].plan.task == "parity"
@@ -283,10 +330,15 @@ def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyP
     assert "engine.parity_steps: does nothing with engine eager" in ended.err
     ended = ortlaunch("parity", "good.yaml", "engine.name=auto")
     assert (ended.status, ended.out) == (2, "")
-    assert "engine.name: got auto, and it must be known what to compare with plain PyTorch; use ort" in ended.err
+    assert (
+        "engine.name: got auto, and it must be known what to compare with plain PyTorch; use ort"
+        in ended.err
+    )
 
 
-@pytest.mark.parametrize(("options", "status"), [([], 0), (["--json"], 0), (["--wait"], 7), (["--wait", "--json"], 7)])
+@pytest.mark.parametrize(
+    ("options", "status"), [([], 0), (["--json"], 0), (["--wait"], 7), (["--wait", "--json"], 7)]
+)
 def test_status_of_a_run_that_failed(options: list[str], status: int, ortlaunch: Run) -> None:
     """Its verdict as train said it, or one JSON object; only who waits for its end gets its exit status."""
     with JobFile(RunDir("run"), "local") as file:
@@ -296,7 +348,9 @@ def test_status_of_a_run_that_failed(options: list[str], status: int, ortlaunch:
     if "--json" in options:
         assert json.loads(ended.out)["job"]["verdict"] == "ortlaunch: rank 0 failed"
     else:
-        assert re.match(r"run: failed after 0:\d\d, exit status 7 \(started ", ended.out)  # a second may begin
+        assert re.match(
+            r"run: failed after 0:\d\d, exit status 7 \(started ", ended.out
+        )  # a second may begin
         assert ended.out.endswith("\nortlaunch: rank 0 failed\n")
 
 
@@ -304,7 +358,9 @@ def test_recipes_list(ortlaunch: Run) -> None:
     """One name a line, each of which can be shown."""
     ended = ortlaunch("recipes", "list")
     names = ended.out.splitlines()
-    assert {"bert-large/phase1", "bert-large/phase2", "bert-large/tiny", "llama2-7b/tiny"} <= set(names)
+    assert {"bert-large/phase1", "bert-large/phase2", "bert-large/tiny", "llama2-7b/tiny"} <= set(
+        names
+    )
     assert len(names) == len(list((ROOT / "recipes").rglob("*.yaml")))
 
 
@@ -328,7 +384,9 @@ def test_recipes_copy(ortlaunch: Run) -> None:
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_setup_builds_in_a_process_of_its_own(status: int, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setup_builds_in_a_process_of_its_own(
+    status: int, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The verb ends as the build does, and this process never imports torch for it."""
     sent: list[Any] = []
 
@@ -348,9 +406,14 @@ def test_the_installed_command(tmp_path: Path) -> None:
     command = str(Path(sys.executable).with_name("ortlaunch"))
     good = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
     assert (good.returncode, good.stdout, good.stderr) == (0, f"{__version__}\n", "")
-    bad = subprocess.run([command, "validate", "bad.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    bad = subprocess.run(
+        [command, "validate", "bad.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert (bad.returncode, bad.stdout, bad.stderr.startswith("bad.yaml:")) == (2, "", True)
     env = {**os.environ, "PYTHONWARNINGS": "error"}
     for name in ("ortlaunch", "ortlaunch.cli"):
         module = [sys.executable, "-m", name, "--version"]
-        assert subprocess.run(module, env=env, capture_output=True, text=True, check=False).stdout == good.stdout
+        assert (
+            subprocess.run(module, env=env, capture_output=True, text=True, check=False).stdout
+            == good.stdout
+        )

@@ -41,37 +41,61 @@ def made(folder: Path, made_recipe: Any = None, **ranks: Any) -> RunDir:
                    "traceback": "", "summary": "rank 1 on host a failed", "secondary": False, "time": 2.0,
                    "cause": "raised", "detail": "x"}  # fmt: skip
         write_json(run.error(1), {**account, **ranks})
-        write_json(run.error(0), {**account, "rank": 0, "secondary": True, "time": 1.0, "type": "RuntimeError"})
+        write_json(
+            run.error(0),
+            {**account, "rank": 0, "secondary": True, "time": 1.0, "type": "RuntimeError"},
+        )
     ended(run, text, ranks.get("exit_status", 1))
     return run
 
 
 def ended(
-    run: RunDir, text: str, status: int = 1, state: JobState = JobState.FAILED, failure: Failure | None = None
+    run: RunDir,
+    text: str,
+    status: int = 1,
+    state: JobState = JobState.FAILED,
+    failure: Failure | None = None,
 ) -> None:
-    job = JobRecord.of_this_process("torchrun", JobState.RUNNING).at_end(state, status, text, failure)
+    job = JobRecord.of_this_process("torchrun", JobState.RUNNING).at_end(
+        state, status, text, failure
+    )
     job.write(run)
 
 
 KILLED = {"type": "Signal", "signal": 9, "exit_status": 137}
 NAN = "step 3: the loss is nan on rank 1, samples 4, 5 of x"
 RANKS: dict[str, tuple[dict[str, Any], str]] = {
-    "left-early": ({"exit_status": 7}, "rank 1 on host a left by itself with exit status 7 before the end"),
-    "host-lost": ({"detail": "ssh to b ended with status 255: x"}, "ssh to b ended with status 255: x"),
+    "left-early": (
+        {"exit_status": 7},
+        "rank 1 on host a left by itself with exit status 7 before the end",
+    ),
+    "host-lost": (
+        {"detail": "ssh to b ended with status 255: x"},
+        "ssh to b ended with status 255: x",
+    ),
     "raised": ({"detail": "ValueError: planted"}, "rank 1 on host a raised ValueError: planted"),
-    "bad-input": ({"exit_status": 2, "detail": "a.jsonl:3: x", "raised_at": "b.py:1"}, "a.jsonl:3: x, at b.py:1"),
+    "bad-input": (
+        {"exit_status": 2, "detail": "a.jsonl:3: x", "raised_at": "b.py:1"},
+        "a.jsonl:3: x, at b.py:1",
+    ),
     "crash": (
         {"signal": 11, "exit_status": 139, "detail": "what(): y"},
         "rank 1 on host a crashed in native code (SIGSEGV, invalid memory access): what(): y",
     ),
-    "killed": (KILLED, "rank 1 on host a was killed (SIGKILL), and not for memory as far as its control group counts"),
+    "killed": (
+        KILLED,
+        "rank 1 on host a was killed (SIGKILL), and not for memory as far as its control group counts",
+    ),
     "out-of-memory": (
         {"detail": "RuntimeError: can't allocate"},
         "out of memory: rank 1 on host a could not allocate: RuntimeError: can't allocate",
     ),
     "not-finite": ({"detail": NAN}, NAN),
     "loss-spike": ({"detail": "step 9: the loss jumped"}, "step 9: the loss jumped"),
-    "disk-full": ({"detail": "OSError: x"}, "the disk is full, met by rank 1 on host a: OSError: x"),
+    "disk-full": (
+        {"detail": "OSError: x"},
+        "the disk is full, met by rank 1 on host a: OSError: x",
+    ),
     "missing-file": ({"detail": "'a.bin'"}, "rank 1 on host a lacks a file: 'a.bin'"),
     "no-gpu": ({"detail": "x"}, "rank 1 on host a has no GPU to train on: x"),
     "hang": ({"detail": "the run has stood still for 9 s"}, "the run has stood still for 9 s"),
@@ -97,7 +121,9 @@ def test_a_rank_that_the_kernel_ended(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("precision", "kind"), [("fp16", "loss-scale-collapse"), ("fp32", "not-finite")])
+@pytest.mark.parametrize(
+    ("precision", "kind"), [("fp16", "loss-scale-collapse"), ("fp32", "not-finite")]
+)
 def test_a_gradient_that_is_not_finite(precision: str, kind: str, tmp_path: Path) -> None:
     """Beside finite losses it is fp16's loss scale, where that is the precision."""
     chosen = recipe(engine={"name": "eager"}, precision=precision, launch={"device": "cuda"})
@@ -132,7 +158,10 @@ def test_processes_that_the_kernel_ended(tmp_path: Path) -> None:
     run = made(tmp_path)
     ended(run, "x", failure=Failure(Cause.RANK_VANISHED, who=WHO, memory_kills=1))
     assert diagnose(run).kind == "out-of-memory"
-    assert diagnose(run).verdict == "out of memory: the kernel's out-of-memory killer ended 1 of this run's processes"
+    assert (
+        diagnose(run).verdict
+        == "out of memory: the kernel's out-of-memory killer ended 1 of this run's processes"
+    )
 
 
 def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
@@ -144,7 +173,11 @@ def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
     assert any(line.startswith("->DDP") for line in rows)
     head = "what would fit, by the plan with its process (200.0 MiB): 224.0 MiB a rank is the limit there"
     assert head in rows
-    fits = {line.partition("  ")[0]: line.rpartition(", ")[2] for line in rows if line.endswith(("fit", "fits"))}
+    fits = {
+        line.partition("  ")[0]: line.rpartition(", ")[2]
+        for line in rows
+        if line.endswith(("fit", "fits"))
+    }
     assert fits["as it is"] == "does not fit"
     assert fits["batch.micro_size: 1"] == "fits"
     assert "model.gradient_checkpointing: true" in fits
@@ -155,19 +188,36 @@ def test_out_of_memory_never_says_that_it_fits(tmp_path: Path) -> None:
     """Where the plan is below the limit that the run reached, it is scaled to it."""
     limit = {"memory_limit": {"name": "control group", "bytes": 2 * (1 << 30)}}
     asked = bert(batch={"global_size": 64, "micro_size": 32})
-    rows = [line.strip() for line in diagnose(made(tmp_path, asked, cause="out-of-memory", **limit)).evidence]
-    assert any(re.search(r"\d\.\d\d times as much, for it reached the limit: 1.0 GiB a rank is", line) for line in rows)
-    assert next(line for line in rows if line.startswith("as it is")).endswith("1.0 GiB, does not fit")
+    rows = [
+        line.strip()
+        for line in diagnose(made(tmp_path, asked, cause="out-of-memory", **limit)).evidence
+    ]
+    assert any(
+        re.search(r"\d\.\d\d times as much, for it reached the limit: 1.0 GiB a rank is", line)
+        for line in rows
+    )
+    assert next(line for line in rows if line.startswith("as it is")).endswith(
+        "1.0 GiB, does not fit"
+    )
     assert any(line.startswith("batch.micro_size: 1 ") and line.endswith(", fits") for line in rows)
 
 
 def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
     """The last line stays what it was; an end that nobody has to explain gets none."""
-    run = made(tmp_path, cause="index-out-of-range", detail="IndexError: Target 7 is out of bounds.")
-    end = End(1, FIRST.removeprefix(OURS), Failure(Cause.INDEX_OUT_OF_RANGE), "Traceback\nIndexError: Target 7\n\n")
+    run = made(
+        tmp_path, cause="index-out-of-range", detail="IndexError: Target 7 is out of bounds."
+    )
+    end = End(
+        1,
+        FIRST.removeprefix(OURS),
+        Failure(Cause.INDEX_OUT_OF_RANGE),
+        "Traceback\nIndexError: Target 7\n\n",
+    )
     lines = with_verdict(run, end).splitlines()
     assert lines[0] == "Traceback"
-    assert lines[2].startswith("verdict: rank 1 on host a met a label, token or position that the model has not: Index")
+    assert lines[2].startswith(
+        "verdict: rank 1 on host a met a label, token or position that the model has not: Index"
+    )
     assert lines[3].startswith("try: compare the labels")
     assert lines[-1] == FIRST
     stopped = made(tmp_path / "other", text="x")
@@ -180,7 +230,9 @@ def test_a_message_is_printed_once(kind: str, tmp_path: Path) -> None:
     """Of a non-finite loss and of a loss spike the command prints each sentence and each advice once."""
     message = f"{NAN}\nThe run ends here."
     run = made(tmp_path, cause=kind, detail=NAN)
-    lines = with_verdict(run, End(1, "rank 1 failed", Failure(Cause(kind)), f"{message}\n\n")).splitlines()
+    lines = with_verdict(
+        run, End(1, "rank 1 failed", Failure(Cause(kind)), f"{message}\n\n")
+    ).splitlines()
     assert lines[0] == f"verdict: {NAN}"
     assert lines[1:2] == message.splitlines()[1:]
     assert [line.partition(" ")[0] for line in lines[2:]] == ["try:", "try:", "try:", "ortlaunch:"]
@@ -191,7 +243,10 @@ def test_numbers_beside_the_verdict(tmp_path: Path) -> None:
     run = made(tmp_path, type="ValueError", message="x")
     lines = [{"step": step, "loss": 2.0, "skipped_steps": step} for step in (1, 5, 9)]
     write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 10, "lo')
-    write_text(run.bad_steps, json.dumps({"step": 4, "action": "skip", "message": "step 4: the loss is nan\nw"}) + "\n")
+    write_text(
+        run.bad_steps,
+        json.dumps({"step": 4, "action": "skip", "message": "step 4: the loss is nan\nw"}) + "\n",
+    )
     write_text(run.saves, json.dumps({"step": 8, "seconds": 1.0, "error": "full"}) + "\n")
     write_text(run.errors / "nccl_trace_rank_0", "x")
     said = "\n".join(diagnose(run).evidence)

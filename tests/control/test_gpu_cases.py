@@ -48,7 +48,9 @@ def test_the_trainings_on_a_gpu_can_be_planned(part: str) -> None:
         assert ("engine ort" in refused) if known else not refused, (case.name, refused)
 
 
-def test_the_smoke_runs_on_a_gpu_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smoke_runs_on_a_gpu_can_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """27 cells and two ranks on one GPU; ort refuses by its name what it does not know."""
     smoke.write_inputs(tmp_path)
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: 1)
@@ -59,7 +61,9 @@ def test_the_smoke_runs_on_a_gpu_can_be_planned(tmp_path: Path, monkeypatch: pyt
         overrides = [word for word in words if not word.startswith("--")]
         try:
             options = LaunchOptions(None, ranks, planned_only=True)
-            plan = resolve(tmp_path / recipe, overrides, options, {"ORTLAUNCH_SHARE_GPUS": "1"}).plan
+            plan = resolve(
+                tmp_path / recipe, overrides, options, {"ORTLAUNCH_SHARE_GPUS": "1"}
+            ).plan
             assert plan.nodes[0].devices == (0,) * ranks
         except RecipeError as error:
             refused[name] = str(error)
@@ -69,14 +73,23 @@ def test_the_smoke_runs_on_a_gpu_can_be_planned(tmp_path: Path, monkeypatch: pyt
     assert all("engine ort" in why for why in refused.values())
 
 
-def test_the_runs_of_single_functions_on_a_gpu_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runs_of_single_functions_on_a_gpu_can_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Long sequences, offload, worker processes, dropout: every setting is one that the recipe knows."""
     smoke.write_inputs(tmp_path)
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: 1)
-    trainings = [words for _, runs, _ in functions.commands("cuda") for _, words in runs if words[0] == "train"]
+    trainings = [
+        words
+        for _, runs, _ in functions.commands("cuda")
+        for _, words in runs
+        if words[0] == "train"
+    ]
     assert len(trainings) > 12
     for _, recipe, *words in trainings:
-        overrides = [word for word in words if not word.startswith("--") and word != "batch.micro_size=auto"]
+        overrides = [
+            word for word in words if not word.startswith("--") and word != "batch.micro_size=auto"
+        ]
         resolve(tmp_path / recipe, overrides, LaunchOptions(planned_only=True), {})
 
 
@@ -88,9 +101,13 @@ def test_a_resumed_run_must_be_the_same_bit_for_bit(tmp_path: Path) -> None:
         for file in ("checkpoints/step_00000006/model.safetensors", "export/model.safetensors"):
             (run / file).parent.mkdir(parents=True)
             (run / file).write_bytes(b"weights")
-        records = [{"step": step, "loss": loss, "skipped_steps": 0} for step, loss in enumerate(tail)]
+        records = [
+            {"step": step, "loss": loss, "skipped_steps": 0} for step, loss in enumerate(tail)
+        ]
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
-        (run / "engine.json").write_text(json.dumps({"engine": {"used": "eager"}, "device": "cpu", "onnxruntime": {}}))
+        (run / "engine.json").write_text(
+            json.dumps({"engine": {"used": "eager"}, "device": "cpu", "onnxruntime": {}})
+        )
     ended = Ended(0, "", "", tmp_path, losses, None)
     assert smoke.trained("eager", "fp32", False, ended).why == ()
     (tmp_path / "again/export/model.safetensors").write_bytes(b"Weights")
@@ -99,15 +116,22 @@ def test_a_resumed_run_must_be_the_same_bit_for_bit(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("part", ["deepspeed", "bert", "lora", "llama", "precision", "chunked_loss", "recompute"])
+@pytest.mark.parametrize(
+    "part", ["deepspeed", "bert", "lora", "llama", "precision", "chunked_loss", "recompute"]
+)
 def test_the_benches_on_a_gpu_can_be_planned(part: str) -> None:
     """Full-size models with every engine and every varied value; nothing is refused but what ort cannot do."""
     for case in (case for case in cases(part, form("cuda", 1)) if "bench" in case.command):
         _, recipe, overrides, options = _words(case.command)
         resolved = resolve(recipe, overrides, LaunchOptions(None, 1, planned_only=True), {})
         assert resolved.plan.memory is not None
-        for variant in prepared(resolved, options["engines"].split(","), [v for v in [options.get("vary")] if v]):
-            assert not variant.refused or "engine ort" in variant.refused, (case.name, variant.refused)
+        for variant in prepared(
+            resolved, options["engines"].split(","), [v for v in [options.get("vary")] if v]
+        ):
+            assert not variant.refused or "engine ort" in variant.refused, (
+                case.name,
+                variant.refused,
+            )
 
 
 def _refusal(recipe: Path, overrides: list[str]) -> str:
@@ -120,7 +144,10 @@ def _refusal(recipe: Path, overrides: list[str]) -> str:
 
 def test_llama_is_the_whole_model_and_too_large_for_a_small_card() -> None:
     """6.7 billion weights, planned above 100 GiB: a card of 80 skips them and says so."""
-    case, shape = next(c for c in cases("llama", form("cuda", 1)) if "eager" in c.name), form("cuda", 1)
+    case, shape = (
+        next(c for c in cases("llama", form("cuda", 1)) if "eager" in c.name),
+        form("cuda", 1),
+    )
     assert "of a card, and this one has 80.0 GiB" in refusal(case, shape, 80 * 2**30)
     assert refusal(case, shape, 139 * 2**30) == ""
 
@@ -136,7 +163,10 @@ def ended(folder: Path, status: int = 0, stderr: str = "", capability: float | N
 def _trained(folder: Path, losses: list[float], used: str = "eager", skipped: int = 0) -> None:
     run = folder / "run"
     run.mkdir()
-    lines = [json.dumps({"step": i, "loss": loss, "skipped_steps": skipped}) for i, loss in enumerate(losses)]
+    lines = [
+        json.dumps({"step": i, "loss": loss, "skipped_steps": skipped})
+        for i, loss in enumerate(losses)
+    ]
     (run / "metrics.jsonl").write_text("\n".join(lines))
     (run / "engine.json").write_text(json.dumps({"engine": {"used": used}}))
 
@@ -150,16 +180,26 @@ def _trained(folder: Path, losses: list[float], used: str = "eager", skipped: in
         ({"losses": [4.0]}, "failed", "a loss differs by inf"),
         ({"losses": [4.0, 2.0], "used": "ort"}, "failed", "ran on ort"),
         ({"losses": [4.0, 2.0], "skipped": 2}, "failed", "2 steps were skipped"),
-        ({"losses": [4.0, 2.1], "skipped": 1, "precision": "fp16"}, "passed", "1 losses were compared coarsely"),
+        (
+            {"losses": [4.0, 2.1], "skipped": 1, "precision": "fp16"},
+            "passed",
+            "1 losses were compared coarsely",
+        ),
         (
             {"losses": [4.0, 2.3], "skipped": 1, "precision": "fp16"},
             "failed",
             "after a skipped step differs by 1.5e-01",
         ),
-        ({"losses": [4.0, 2.0], "skipped": 4, "precision": "fp16"}, "failed", "4 steps were skipped"),
+        (
+            {"losses": [4.0, 2.0], "skipped": 4, "precision": "fp16"},
+            "failed",
+            "4 steps were skipped",
+        ),
     ],
 )
-def test_a_curve_is_held_to_plain_pytorchs(run: dict[str, Any], status: str, why: str, tmp_path: Path) -> None:
+def test_a_curve_is_held_to_plain_pytorchs(
+    run: dict[str, Any], status: str, why: str, tmp_path: Path
+) -> None:
     """Each loss, the engine, and that no step was skipped but by fp16's first loss scale."""
     precision = run.pop("precision", "bf16")
     _trained(tmp_path, **run)
@@ -169,7 +209,8 @@ def test_a_curve_is_held_to_plain_pytorchs(run: dict[str, Any], status: str, why
 
 
 @pytest.mark.parametrize(
-    ("engine", "code", "status"), [("ort", 2, "skipped"), ("eager", 2, "failed"), ("ort", 1, "failed")]
+    ("engine", "code", "status"),
+    [("ort", 2, "skipped"), ("eager", 2, "failed"), ("ort", 1, "failed")],
 )
 def test_only_ort_may_be_refused(engine: str, code: int, status: str, tmp_path: Path) -> None:
     """It is bound to old Pythons and fp16; a run that began and ended badly has failed, and so has any other engine."""
@@ -196,7 +237,9 @@ def variant(name: str, **changes: Any) -> dict[str, Any]:
     return {**row, **changes}
 
 
-def judged(folder: Path, check: str, *variants: dict[str, Any], capability: float | None = 9.0) -> Any:
+def judged(
+    folder: Path, check: str, *variants: dict[str, Any], capability: float | None = 9.0
+) -> Any:
     """The verdict on a bench of these variants."""
     (folder / "bench" / "one").mkdir(parents=True)
     (folder / "bench" / "one" / "plan.json").write_text('{"memory": null}')
@@ -215,23 +258,70 @@ REFUSED = {"state": "refused", "reason": "engine ort: is not installed"}
 @pytest.mark.parametrize(
     ("check", "variants", "status", "why"),
     [
-        ("nothing_more", [variant("eager"), variant("ort", **REFUSED)], "passed", "ort: refused: engine ort: is not"),
+        (
+            "nothing_more",
+            [variant("eager"), variant("ort", **REFUSED)],
+            "passed",
+            "ort: refused: engine ort: is not",
+        ),
         ("nothing_more", [variant("eager", **REFUSED)], "failed", "eager: refused"),
         ("nothing_more", [variant("ort", **REFUSED)], "skipped", "is not installed"),
-        ("nothing_more", [variant("eager", state="failed", reason="Traceback\nBoom: 1")], "failed", "Boom: 1"),
+        (
+            "nothing_more",
+            [variant("eager", state="failed", reason="Traceback\nBoom: 1")],
+            "failed",
+            "Boom: 1",
+        ),
         ("nothing_more", [variant("ort", **DIFFERS)], "failed", "ort: parity: loss 3 against 2"),
-        ("nothing_more", [variant("eager", **NO_ROOM)], "passed", "eager: not compared: OutOfMemoryError"),
-        ("precision_in_force", [variant("eager p=highest"), variant("eager p=high")], "failed", "highest is in force"),
-        ("loss_in_chunks", [variant(f"eager {OFF}"), variant(f"eager {AUTO}", memory=[50])], "passed", ""),
-        ("loss_in_chunks", [variant(f"eager {OFF}"), variant(f"eager {AUTO}")], "failed", "takes no less memory"),
+        (
+            "nothing_more",
+            [variant("eager", **NO_ROOM)],
+            "passed",
+            "eager: not compared: OutOfMemoryError",
+        ),
+        (
+            "precision_in_force",
+            [variant("eager p=highest"), variant("eager p=high")],
+            "failed",
+            "highest is in force",
+        ),
+        (
+            "loss_in_chunks",
+            [variant(f"eager {OFF}"), variant(f"eager {AUTO}", memory=[50])],
+            "passed",
+            "",
+        ),
+        (
+            "loss_in_chunks",
+            [variant(f"eager {OFF}"), variant(f"eager {AUTO}")],
+            "failed",
+            "takes no less memory",
+        ),
         ("loss_in_chunks", [variant("eager chunked_loss=64")], "failed", "chunks of None rows"),
-        ("recomputed", [variant("eager g=false"), variant("eager g=true", memory=[50])], "passed", ""),
+        (
+            "recomputed",
+            [variant("eager g=false"), variant("eager g=true", memory=[50])],
+            "passed",
+            "",
+        ),
         ("recomputed", [variant("eager g=true", memory=[50])], "passed", ""),
-        ("modifier_as_asked", [variant(f"eager {FUSED}=true"), variant(f"eager {FUSED}=false")], "passed", ""),
-        ("modifier_as_asked", [variant(f"eager {FUSED}=true", **STOCK)], "failed", "the gradient norm is by DeepSpeed"),
+        (
+            "modifier_as_asked",
+            [variant(f"eager {FUSED}=true"), variant(f"eager {FUSED}=false")],
+            "passed",
+            "",
+        ),
+        (
+            "modifier_as_asked",
+            [variant(f"eager {FUSED}=true", **STOCK)],
+            "failed",
+            "the gradient norm is by DeepSpeed",
+        ),
     ],
 )
-def test_a_bench_is_judged(check: str, variants: Any, status: str, why: str, tmp_path: Path) -> None:
+def test_a_bench_is_judged(
+    check: str, variants: Any, status: str, why: str, tmp_path: Path
+) -> None:
     """Variants that failed or differ, and each part's own question."""
     verdict = judged(tmp_path, check, *variants)
     assert (verdict.status, why in " ".join(verdict.why)) == (status, True), verdict.why
@@ -243,7 +333,10 @@ def test_tf32_must_be_faster(tmp_path: Path) -> None:
     fast = variant("eager matmul_precision=highest")
     verdict = judged(tmp_path / "new", "precision_in_force", fast, slow)
     assert verdict.why == ("a matrix product at high runs at 50 TFLOP/s, 50 without",)
-    assert judged(tmp_path / "old", "precision_in_force", fast, slow, capability=7.5).status == "passed"
+    assert (
+        judged(tmp_path / "old", "precision_in_force", fast, slow, capability=7.5).status
+        == "passed"
+    )
 
 
 @pytest.mark.parametrize(("bytes_", "status"), [(105, "passed"), (120, "failed"), (80, "failed")])

@@ -138,7 +138,11 @@ def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
     Those of `if TYPE_CHECKING:` and texts given to `import_module` are among them.
     """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("import_module"):
+        if (
+            isinstance(node, ast.Call)
+            and node.args
+            and ast.unparse(node.func).endswith("import_module")
+        ):
             text = node.args[0]
             if isinstance(text, ast.Constant) and str(text.value).startswith("ortlaunch."):
                 yield str(text.value)
@@ -146,7 +150,9 @@ def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = ("ortlaunch", *package)[: 1 + len(package) - (node.level - 1)] if node.level else ()
+            above = (
+                ("ortlaunch", *package)[: 1 + len(package) - (node.level - 1)] if node.level else ()
+            )
             module = ".".join((*above, *([node.module] if node.module else [])))
             # `from ortlaunch import plan` imports a module, `from ortlaunch import __version__` the package.
             yield from (f"{module}.{name}" if is_module(f"{module}.{name}") else module
@@ -184,7 +190,10 @@ def group(module: str) -> str:
     """The line of the table for a name inside ortlaunch, such as launch for ortlaunch.launch.mpi."""
     parts = module.split(".")[1:]
     lines = {*ALLOWED, *SHARED}
-    return next((name for i in range(len(parts), 0, -1) if (name := ".".join(parts[:i])) in lines), "__init__")
+    return next(
+        (name for i in range(len(parts), 0, -1) if (name := ".".join(parts[:i])) in lines),
+        "__init__",
+    )
 
 
 @functools.cache
@@ -206,7 +215,11 @@ def forbidden(module: Path, source: str) -> set[str]:
     inside = {name for name in names if name.split(".")[0] == "ortlaunch"}
     outside = {name.split(".")[0] for name in names - inside}
     found = {name for name in inside if not {group(name), group(name).split(".")[0]} & ours}
-    return found if theirs is ANY else found | {name for name in outside - theirs if not in_standard_library(name)}
+    return (
+        found
+        if theirs is ANY
+        else found | {name for name in outside - theirs if not in_standard_library(name)}
+    )
 
 
 def circle(sources: Mapping[Path, str]) -> list[str]:
@@ -313,10 +326,22 @@ def test_a_planted_import_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "planted", "found"),
     [
-        ("resolve/resolve.py", "from ortlaunch.resolve import prepare", {"resolve.prepare", "resolve.resolve"}),
-        ("bench/turns.py", "def f():\n    from ortlaunch.run import control", {"bench.turns", "run.control"}),
+        (
+            "resolve/resolve.py",
+            "from ortlaunch.resolve import prepare",
+            {"resolve.prepare", "resolve.resolve"},
+        ),
+        (
+            "bench/turns.py",
+            "def f():\n    from ortlaunch.run import control",
+            {"bench.turns", "run.control"},
+        ),
         ("plan.py", "from .launch import failure", {"launch.failure", "plan"}),
-        ("errors.py", "if typing.TYPE_CHECKING:\n    from ortlaunch import rank", {"errors", "rank"}),
+        (
+            "errors.py",
+            "if typing.TYPE_CHECKING:\n    from ortlaunch import rank",
+            {"errors", "rank"},
+        ),
         (
             "ortmodule/tracing/symbolics.py",
             "importlib.import_module('ortlaunch.ortmodule.pipeline')",
@@ -324,7 +349,9 @@ def test_a_planted_import_is_found(module: str, source: str) -> None:
         ),
     ],
 )
-def test_a_planted_circle_is_found(module: str, planted: str, found: set[str], sources: dict[Path, str]) -> None:
+def test_a_planted_circle_is_found(
+    module: str, planted: str, found: set[str], sources: dict[Path, str]
+) -> None:
     """Of two modules, by way of others, for type checkers alone, or by a text."""
     around = circle({**sources, Path(module): f"{sources[Path(module)]}\n{planted}"})
     assert {f"ortlaunch.{name}" for name in found} <= set(around)
@@ -333,7 +360,11 @@ def test_a_planted_circle_is_found(module: str, planted: str, found: set[str], s
 
 def test_every_imported_package_is_declared(sources: dict[Path, str]) -> None:
     """What any module imports is a dependency; what only some runs need, an extra."""
-    found = {name.partition(".")[0] for source in sources.values() for name in imported(parsed(source), ())}
+    found = {
+        name.partition(".")[0]
+        for source in sources.values()
+        for name in imported(parsed(source), ())
+    }
     others = {name for name in found - {"ortlaunch"} if not in_standard_library(name)}
     packages = {DISTRIBUTIONS.get(name, name) for name in others}
     assert {"torch", "typer", "onnx", "safetensors"} <= packages
@@ -347,7 +378,10 @@ def test_lists_of_parameters_are_short(sources: dict[Path, str]) -> None:
     for module, source in sources.items():
         for node in statements(parsed(source)) if module.parts[0] != "cli" else ():
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                names = [
+                    arg.arg
+                    for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+                ]
                 if len([name for name in names if name not in ("self", "cls")]) > 6:
                     long[f"{module}:{node.name}"] = names
     assert long == {}
@@ -376,8 +410,18 @@ def test_only_the_engine_names_ort_classes(sources: dict[Path, str]) -> None:
     users = set()
     for module, source in sources.items():
         for node in ast.walk(parsed(source)) if any(name in source for name in classes) else ():
-            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-            aliases = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            name = (
+                node.id
+                if isinstance(node, ast.Name)
+                else node.attr
+                if isinstance(node, ast.Attribute)
+                else ""
+            )
+            aliases = (
+                [alias.name for alias in node.names]
+                if isinstance(node, (ast.Import, ast.ImportFrom))
+                else []
+            )
             if classes & {name, *aliases}:
                 users.add(str(module))
     allowed = {user for user in users if user.startswith(("worker/engine/", "ortmodule/"))}
@@ -391,6 +435,7 @@ def test_plan_json_is_read_by_its_type_alone(sources: dict[Path, str]) -> None:
         f"{module}:{node.lineno}"
         for module, source in sources.items()
         for node in (ast.walk(parsed(source)) if "(run.plan" in source else ())
-        if isinstance(node, ast.Call) and ast.unparse(node).startswith(("read_json(run.plan", "json.loads(run.plan"))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node).startswith(("read_json(run.plan", "json.loads(run.plan"))
     ]
     assert raw == []

@@ -70,7 +70,9 @@ print("all is light")
 def brought(stages: Any, folder: Path) -> str:
     """What a stage brings that it must not; empty where all is light."""
     command = [sys.executable, "-c", ONE_BY_ONE.format(stages=stages)]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
     return "" if ended.stdout.endswith("all is light\n") else ended.stderr
 
 

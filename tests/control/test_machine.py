@@ -31,7 +31,9 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelFiles:
         ("0::/\n", "memory.events", V2),
     ],
 )
-def test_the_kernels_count_of_kills_for_memory(groups: str, file: str, text: str, kernel: KernelFiles) -> None:
+def test_the_kernels_count_of_kills_for_memory(
+    groups: str, file: str, text: str, kernel: KernelFiles
+) -> None:
     """This control group's own count, version 1 and 2, and in a container, whose root is the group."""
     kernel.cgroup.write_text(groups)
     assert machine.oom_kills() is None
@@ -81,7 +83,9 @@ def test_a_full_group_has_nothing_left(kernel: KernelFiles) -> None:
     ("version", "folder", "line"),
     [(1, "memory/slurm/job", "4:memory:/slurm/job/step"), (2, "slurm/job", "0::/slurm/job/step")],
 )
-def test_the_tightest_limit_is_a_group_above(version: int, folder: str, line: str, kernel: KernelFiles) -> None:
+def test_the_tightest_limit_is_a_group_above(
+    version: int, folder: str, line: str, kernel: KernelFiles
+) -> None:
     """Slurm limits a job, and the process is in a group of its step below, which has no limit."""
     kernel.memory(f"{folder}/step", version, None, 0)
     kernel.memory(folder, version, 2 * GiB, GiB // 2)
@@ -95,7 +99,9 @@ def test_a_busy_machine_leaves_less_than_a_group(kernel: KernelFiles) -> None:
     kernel.memory("job", 2, 20 * GiB, 0)
     kernel.process_in("0::/job")
     assert machine.tightest_limit().size == 20 * GiB
-    assert machine.tightest_free() == machine.MemoryLimit("the memory of this machine", 24 * GiB, 16 * GiB)
+    assert machine.tightest_free() == machine.MemoryLimit(
+        "the memory of this machine", 24 * GiB, 16 * GiB
+    )
 
 
 def test_a_machine_without_control_groups(kernel: KernelFiles) -> None:
@@ -125,7 +131,13 @@ def test_visible_gpus(
     present: int, chosen: str | None, visible: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPUs are the driver's device files, as far as CUDA_VISIBLE_DEVICES shows them, up to the first wrong name."""
-    for name in (*(f"nvidia{i}" for i in range(present)), "nvidiactl", "nvidia-uvm", "nvidia-modeset", "sda"):
+    for name in (
+        *(f"nvidia{i}" for i in range(present)),
+        "nvidiactl",
+        "nvidia-uvm",
+        "nvidia-modeset",
+        "sda",
+    ):
         (tmp_path / name).touch()
     monkeypatch.setattr(machine, "DEVICES", tmp_path)
     environ = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
@@ -137,13 +149,29 @@ def test_visible_gpus(
     [
         ("0::/job/step", {"job/cpu.max": "150000 100000\n", "job/step/cpu.max": "max 100000\n"}, 2),
         ("0::/", {"cpu.max": "50000 100000\n"}, 1),
-        ("2:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "300000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 3),
-        ("2:cpu:/job", {"cpu/job/cpu.cfs_quota_us": "-1\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 8),
-        ("2:cpu:/job", {"cpu/job/cpu.cfs_quota_us": "1200000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 8),
+        (
+            "2:cpu,cpuacct:/job",
+            {"cpu/job/cpu.cfs_quota_us": "300000\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
+            3,
+        ),
+        (
+            "2:cpu:/job",
+            {"cpu/job/cpu.cfs_quota_us": "-1\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
+            8,
+        ),
+        (
+            "2:cpu:/job",
+            {"cpu/job/cpu.cfs_quota_us": "1200000\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
+            8,
+        ),
     ],
 )
 def test_cores_are_what_a_control_group_gives_time_for(
-    line: str, files: dict[str, str], cores: int, kernel: KernelFiles, monkeypatch: pytest.MonkeyPatch
+    line: str,
+    files: dict[str, str],
+    cores: int,
+    kernel: KernelFiles,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a machine with eight: a quota of this group or one above, versions 1 and 2; half a core is rounded up."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))

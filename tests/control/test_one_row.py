@@ -22,14 +22,22 @@ from tests.makers import host, plan, recipe
 
 def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module's request is what starts the ranks."""
-    with pytest.raises(ValidationError, match=r"Input should be 'auto', 'local', 'torchrun' or 'mpi'"):
+    with pytest.raises(
+        ValidationError, match=r"Input should be 'auto', 'local', 'torchrun' or 'mpi'"
+    ):
         recipe(launch={"launcher": "pigeon"})
     sent: Any = SimpleNamespace(
         check=lambda nodes, run: None,
-        request=lambda planned, run: Request(("pigeonrun", str(planned.world_size), *planned.argv, str(run))),
+        request=lambda planned, run: Request(
+            ("pigeonrun", str(planned.world_size), *planned.argv, str(run))
+        ),
     )
     monkeypatch.setitem(sys.modules, "pigeons_of_a_test", sent)
-    monkeypatch.setitem(LAUNCHERS, "pigeon", Launcher("pigeons_of_a_test", "pigeonrun", "by pigeon", note="they fly"))
+    monkeypatch.setitem(
+        LAUNCHERS,
+        "pigeon",
+        Launcher("pigeons_of_a_test", "pigeonrun", "by pigeon", note="they fly"),
+    )
     made = recipe(launch={"launcher": "pigeon", "processes_per_node": 2})
     world = resolve_world(made, LaunchOptions(), {})
     assert (world.launcher, world.ranks, "they fly" in world.notes) == ("pigeon", 2, True)

@@ -33,7 +33,9 @@ def requirements(*extras: str) -> dict[str, str]:
     project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
     asked: dict[str, list[str]] = {}
-    for line in (line for name in (groups if "*" in extras else extras or [""]) for line in groups[name]):
+    for line in (
+        line for name in (groups if "*" in extras else extras or [""]) for line in groups[name]
+    ):
         versions = re.sub(r"^[\w.-]+", "", line.partition(";")[0]).strip()
         asked.setdefault(_name(line), []).extend([versions] if versions else [])
     return {name: ",".join(versions) for name, versions in asked.items()}
@@ -56,7 +58,9 @@ def test_floors_are_what_was_run() -> None:
     floors = {name: floor[1] for name in asked if (floor := re.search(r">=([\d.]+)", asked[name]))}
     users = floors.keys() - requirements("dev").keys()
     lowest = pins("floors.txt")
-    assert {name: version(lowest[name]) for name in users} == {name: version(floors[name]) for name in users}
+    assert {name: version(lowest[name]) for name in users} == {
+        name: version(floors[name]) for name in users
+    }
     assert len(users) > 10
 
 
@@ -102,7 +106,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     # By pyproject.toml's own backend, as `pip wheel --no-build-isolation` would, but for pip's start.
-    _run([sys.executable, "-c", "from setuptools.build_meta import build_wheel; build_wheel('..')"], source)
+    _run(
+        [sys.executable, "-c", "from setuptools.build_meta import build_wheel; build_wheel('..')"],
+        source,
+    )
     _run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], folder)
     python = folder / "venv" / "bin" / "python"
     (wheel,) = folder.glob("*.whl")
@@ -123,7 +130,13 @@ def said(installed: Path) -> dict[str, str]:
 def _run(command: list[str | Path], folder: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -132,7 +145,9 @@ def _run(command: list[str | Path], folder: Path) -> str:
 def test_the_installed_package_is_typed(installed: Path) -> None:
     """Type checkers read our annotations from a wheel, and it is the wheel that is asked here."""
     python = installed / "venv" / "bin" / "python"
-    package = Path(_run([python, "-c", "import ortlaunch; print(ortlaunch.__file__)"], installed)).parent
+    package = Path(
+        _run([python, "-c", "import ortlaunch; print(ortlaunch.__file__)"], installed)
+    ).parent
     assert package.is_relative_to(installed)
     assert (package / "py.typed").is_file()
 
@@ -141,7 +156,11 @@ def test_the_wheel_says_what_it_is(installed: Path) -> None:
     """Author, licence and classifiers of pyproject.toml are in the wheel's metadata."""
     metadata = next((installed / "venv").rglob("ortlaunch-*.dist-info/METADATA")).read_text()
     lines = metadata.partition("\n\n")[0].splitlines()
-    assert {"License-Expression: MIT", "Author: The ortlaunch authors", "Classifier: Typing :: Typed"} <= set(lines)
+    assert {
+        "License-Expression: MIT",
+        "Author: The ortlaunch authors",
+        "Classifier: Typing :: Typed",
+    } <= set(lines)
 
 
 def test_the_installed_command_and_recipes(installed: Path) -> None:
@@ -175,7 +194,9 @@ def test_the_repository_holds_texts_alone() -> None:
     """A `git add -A` beside `pip download` once put 26 MB of wheels into it."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    )
     files = [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
     assert len(files) > 100
     binaries = [file.name for file in files if b"\0" in file.read_bytes()[:8192]]

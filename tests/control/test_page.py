@@ -48,7 +48,9 @@ def command(folder: Path, *words: str) -> list[str]:
 def run(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
     """One call to its end."""
     (folder / "test_long.py").write_text(text)
-    return subprocess.run(command(folder, *words), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command(folder, *words), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def cases(folder: Path) -> dict[str, Any]:
@@ -76,7 +78,9 @@ def test_results_are_kept_and_resumed(tmp_path: Path) -> None:
 
 def test_tests_without_time_are_left_for_another_call(tmp_path: Path) -> None:
     """Status 3, and the next call goes on with what has no result."""
-    text = "import time\n\n" + "".join(f"def test_{name}():\n    time.sleep(0.4)\n\n" for name in "abc")
+    text = "import time\n\n" + "".join(
+        f"def test_{name}():\n    time.sleep(0.4)\n\n" for name in "abc"
+    )
     assert run(tmp_path, text, "--minutes=0.01").returncode == page.LEFT
     first = cases(tmp_path)
     assert next(iter(first)) == "test_a"
@@ -88,7 +92,9 @@ def test_tests_without_time_are_left_for_another_call(tmp_path: Path) -> None:
 
 def test_a_stopped_call_keeps_its_results(tmp_path: Path) -> None:
     """SIGINT in the middle of a test: what ended before is there."""
-    (tmp_path / "test_long.py").write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n")
+    (tmp_path / "test_long.py").write_text(
+        "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n"
+    )
     process = subprocess.Popen(  # which hears SIGINT, also where a shell started the tests in the background
         command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509

@@ -125,7 +125,11 @@ def test_copied_into_torch(outer: Env, launcher: str) -> None:
         ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "7"}, SLURM_RANK, "Slurm"),
         ({**SLURM, "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"}, SLURM_RANK, "Slurm"),
         ({**MVAPICH, "PMI_RANK": "3", "PMI_SIZE": "4"}, Rank(3, 4, 1, 2), "MVAPICH"),
-        ({**SLURM_AROUND, **TORCHRUN, "PMI_RANK": "1", "PMI_SIZE": "2"}, Rank(0, 1, 0, 1), "torchrun"),
+        (
+            {**SLURM_AROUND, **TORCHRUN, "PMI_RANK": "1", "PMI_SIZE": "2"},
+            Rank(0, 1, 0, 1),
+            "torchrun",
+        ),
     ],
 )
 def test_pmi_beside_a_complete_set(env: Env, rank: Rank, launcher: str) -> None:
@@ -133,9 +137,7 @@ def test_pmi_beside_a_complete_set(env: Env, rank: Rank, launcher: str) -> None:
     assert detect(env) == (rank, launcher)
 
 
-READ_OPEN_MPI = (
-    "read OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=3 OMPI_COMM_WORLD_LOCAL_RANK=2 OMPI_COMM_WORLD_LOCAL_SIZE=3"
-)
+READ_OPEN_MPI = "read OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=3 OMPI_COMM_WORLD_LOCAL_RANK=2 OMPI_COMM_WORLD_LOCAL_SIZE=3"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,10 @@ READ_OPEN_MPI = (
                 "used: Slurm",
             ],
         ),
-        (OPEN_MPI, [f"Open MPI: rank 1 of 3, local rank 2 of 3; {READ_OPEN_MPI}", "used: Open MPI"]),
+        (
+            OPEN_MPI,
+            [f"Open MPI: rank 1 of 3, local rank 2 of 3; {READ_OPEN_MPI}", "used: Open MPI"],
+        ),
         (
             {**OPEN_MPI, **TORCHRUN},
             [
@@ -161,11 +166,17 @@ READ_OPEN_MPI = (
         ),
         (
             {"SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"},
-            ["Slurm: not a step of ranks: SLURM_STEP_ID is 4294967290", "used: none, so this is rank 0 of 1"],
+            [
+                "Slurm: not a step of ranks: SLURM_STEP_ID is 4294967290",
+                "used: none, so this is rank 0 of 1",
+            ],
         ),
         (
             {"SLURM_PROCID": "0"},
-            ["Slurm: not a step of ranks: SLURM_STEP_ID is not set", "used: none, so this is rank 0 of 1"],
+            [
+                "Slurm: not a step of ranks: SLURM_STEP_ID is not set",
+                "used: none, so this is rank 0 of 1",
+            ],
         ),
         (
             {"WORLD_SIZE": "4"},
@@ -190,7 +201,9 @@ def test_explain_wrong_value() -> None:
     assert lines == [f"Open MPI: unusable, {wrong}; {read}", f"error: {wrong}"]
 
 
-@pytest.mark.parametrize("env", [OPEN_MPI, HYDRA, PALS, MVAPICH, TORCHRUN, SLURM, DEEPSPEED, GFORKER])
+@pytest.mark.parametrize(
+    "env", [OPEN_MPI, HYDRA, PALS, MVAPICH, TORCHRUN, SLURM, DEEPSPEED, GFORKER]
+)
 def test_variables_are_all_that_is_read(env: Env) -> None:
     """Without VARIABLES no launcher is left, so a launcher that removes them starts from nothing."""
     assert detect({name: value for name, value in env.items() if name not in VARIABLES}) is None

@@ -141,12 +141,18 @@ def test_pmi_must_agree_wholly() -> None:
         tuple(MVAPICH),
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         ("PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-        tuple(f"SLURM_{field}" for field in ("STEP_ID", "PROCID", "NTASKS", "LOCALID", "NODEID", "TASKS_PER_NODE")),
+        tuple(
+            f"SLURM_{field}"
+            for field in ("STEP_ID", "PROCID", "NTASKS", "LOCALID", "NODEID", "TASKS_PER_NODE")
+        ),
     ],
 )
 def test_every_partial_set_is_refused(names: tuple[str, ...]) -> None:
     """No proper part of any launcher's set is ever taken for a rank; without its step, Slurm's is no set at all."""
-    whole = {name: "1" if "SIZE" in name or "NRANKS" in name or "TASKS" in name else "0" for name in names}
+    whole = {
+        name: "1" if "SIZE" in name or "NRANKS" in name or "TASKS" in name else "0"
+        for name in names
+    }
     assert Rank.from_environ(whole) == Rank(0, 1, 0, 1)
     assert detect(whole) is not None
     for count in range(1, len(names)):
@@ -172,7 +178,13 @@ UNSET = "unset the variables of the one that did not start this process"
             f"MPI_LOCALNRANKS=2; {UNSET}",
         ),
         (
-            {**OPEN_MPI, "RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"},
+            {
+                **OPEN_MPI,
+                "RANK": "1",
+                "WORLD_SIZE": "3",
+                "LOCAL_RANK": "1",
+                "LOCAL_WORLD_SIZE": "3",
+            },
             f"Open MPI and torchrun disagree: OMPI_COMM_WORLD_LOCAL_RANK=2 but LOCAL_RANK=1; {UNSET}",
         ),
         (
@@ -208,7 +220,10 @@ NOT_A_NUMBER = "is not a whole number of 0 or more; unset it or start again"
         (but(TORCH, WORLD_SIZE="٨"), f"WORLD_SIZE='٨' {NOT_A_NUMBER}"),
         (but(TORCH, WORLD_SIZE="9" * 11), f"WORLD_SIZE='99999999999' {NOT_A_NUMBER}"),
         (but(TORCH, LOCAL_RANK="one"), f"LOCAL_RANK='one' {NOT_A_NUMBER}"),
-        (but(OPEN_MPI, OMPI_COMM_WORLD_LOCAL_SIZE=" 3"), f"OMPI_COMM_WORLD_LOCAL_SIZE=' 3' {NOT_A_NUMBER}"),
+        (
+            but(OPEN_MPI, OMPI_COMM_WORLD_LOCAL_SIZE=" 3"),
+            f"OMPI_COMM_WORLD_LOCAL_SIZE=' 3' {NOT_A_NUMBER}",
+        ),
         (but(SLURM, SLURM_STEP_ID="batch"), f"SLURM_STEP_ID='batch' {NOT_A_NUMBER}"),
         (but(SLURM, SLURM_NODEID="x"), f"SLURM_NODEID='x' {NOT_A_NUMBER}"),
         ({**SLURM, "PMI_RANK": "x"}, f"PMI_RANK='x' {NOT_A_NUMBER}"),

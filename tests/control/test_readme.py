@@ -23,8 +23,15 @@ def _blocks(language: str, text: str = README) -> list[str]:
 
 
 def _commands() -> list[list[str]]:
-    lines = [line for text in (README, DOCS) for block in _blocks("sh", text) for line in block.splitlines()]
-    typed = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("ortlaunch ")]
+    lines = [
+        line
+        for text in (README, DOCS)
+        for block in _blocks("sh", text)
+        for line in block.splitlines()
+    ]
+    typed = [
+        shlex.split(line, comments=True)[1:] for line in lines if line.startswith("ortlaunch ")
+    ]
     planned = [["plan", words[1], *_overrides(words)] for words in typed if words[0] == "bench"]
     return [*typed, *planned]
 
@@ -36,7 +43,12 @@ def _overrides(words: list[str]) -> list[str]:
 
 def test_readme_and_make_train_name_the_activation():
     """After `make train` the command is found by one line, which README and the last line of `make train` have."""
-    rule = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ntrain: ")[2].partition("\n\n")[0]
+    rule = (
+        (ROOT / "Makefile")
+        .read_text(encoding="utf-8")
+        .partition("\ntrain: ")[2]
+        .partition("\n\n")[0]
+    )
     assert rule.endswith(': . $(BIN)/activate"')
     assert _blocks("sh")[0].splitlines()[-1].startswith(". .venv/bin/activate ")
 
@@ -48,10 +60,15 @@ def test_the_commands_of_the_readme_work(tmp_path):
     (tmp_path / "hosts").write_text("localhost slots=1\n")
     commands = _commands()
     assert len(commands) >= 7
-    dry = [[*words, "--dry-run"] if words[0] in ("train", "parity", "submit") else words for words in commands]
+    dry = [
+        [*words, "--dry-run"] if words[0] in ("train", "parity", "submit") else words
+        for words in commands
+    ]
     typed = json.dumps([words for words in dry if words[0] not in NOT_RUN])
     command = [sys.executable, "-c", ONE_BY_ONE, typed]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["each was run"]), done.stderr
 
 
@@ -71,7 +88,12 @@ print("each was run")
 
 def test_the_tree_of_contributing_exists() -> None:
     """Files that the tree in CONTRIBUTING.md names are there."""
-    tree = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## The tree")[2].partition("\n## ")[0]
+    tree = (
+        (ROOT / "CONTRIBUTING.md")
+        .read_text(encoding="utf-8")
+        .partition("## The tree")[2]
+        .partition("\n## ")[0]
+    )
     named = set(re.findall(r"(?<=\s)[\w/]+\.py|(?<=\s)[a-z_]+/", tree)) - {"ortlaunch/"}
     folders = [ROOT / "ortlaunch" / name for name in ("", "recipe", "ortmodule", "worker")]
     missing = [name for name in named if not any((folder / name).exists() for folder in folders)]
@@ -102,7 +124,9 @@ def test_the_readme_leads_to_every_page() -> None:
         page = waiting.pop()
         seen.add(page)
         links = re.findall(r"\]\(([\w./-]+\.md)\b", page.read_text(encoding="utf-8"))
-        waiting += [there for link in links if (there := (page.parent / link).resolve()) not in seen]
+        waiting += [
+            there for link in links if (there := (page.parent / link).resolve()) not in seen
+        ]
     assert set(PAGES) - seen == set()
 
 

@@ -31,20 +31,32 @@ def made(folder: Path, lines: list[dict[str, Any]], verdict: str = "done", **sec
     write_text(run.recipe, to_yaml(recipe(**sections)))
     write_text(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
     later = Attempt(2, 5.0, 1, Cause.RAISED, "again", "ValueError", 25, 20, 20)
-    job = JobRecord.of_this_process("local", JobState.RUNNING).at_end(JobState.SUCCEEDED, 0, verdict)
-    write_json(run.job, {**asdict(job), "state": "succeeded", "attempts": [asdict(ATTEMPT), asdict(later)]})
+    job = JobRecord.of_this_process("local", JobState.RUNNING).at_end(
+        JobState.SUCCEEDED, 0, verdict
+    )
+    write_json(
+        run.job, {**asdict(job), "state": "succeeded", "attempts": [asdict(ATTEMPT), asdict(later)]}
+    )
     write_text(run.metrics, "".join(json_text(line) + "\n" for line in lines))
     engine = engine_report("ort", onnxruntime=onnxruntime(fallbacks=3, fallback_reasons=[HOSTILE]))
     write_json(run.engine, engine.to_json())
-    planned, measured = PlannedMemory(1, 1, 2, 3, 0, 1, 4, 8), MeasuredMemory(1, 1, 2, 0, 5, 4, 2048)
+    planned, measured = (
+        PlannedMemory(1, 1, 2, 3, 0, 1, 4, 8),
+        MeasuredMemory(1, 1, 2, 0, 5, 4, 2048),
+    )
     write_json(run.memory, MemoryReport(planned, measured, "resident bytes", 0, [2048]).__dict__ | {
         "planned": asdict(planned), "measured": asdict(measured)})  # fmt: skip
-    write_text(run.commands, json.dumps({"time": "now", "argv": ["ortlaunch", "train", "HF_TOKEN=secret"]}) + "\n")
+    write_text(
+        run.commands,
+        json.dumps({"time": "now", "argv": ["ortlaunch", "train", "HF_TOKEN=secret"]}) + "\n",
+    )
     return folder
 
 
 def steps(*losses: float | None) -> list[dict[str, Any]]:
-    return [{"step": 10 * n, "loss": loss, "learning_rate": 0.1 / n} for n, loss in enumerate(losses, 1)]
+    return [
+        {"step": 10 * n, "loss": loss, "learning_rate": 0.1 / n} for n, loss in enumerate(losses, 1)
+    ]
 
 
 def page(*runs: Path, to: Path) -> ElementTree.Element:
@@ -54,12 +66,17 @@ def page(*runs: Path, to: Path) -> ElementTree.Element:
 
 def row(tree: ElementTree.Element, name: str) -> list[str]:
     """The cells of a row of a table."""
-    (cells,) = [["".join(cell.itertext()) for cell in line] for line in tree.iter("tr") if line[0].text == name]
+    (cells,) = [
+        ["".join(cell.itertext()) for cell in line]
+        for line in tree.iter("tr")
+        if line[0].text == name
+    ]
     return cells[1:]
 
 
 @pytest.mark.parametrize(
-    ("passes", "said"), [("fp32", "fp32, matrix products in float32"), ("bf16", "bf16"), ("fp16", "fp16")]
+    ("passes", "said"),
+    [("fp32", "fp32, matrix products in float32"), ("bf16", "bf16"), ("fp16", "fp16")],
 )
 def test_the_precision_of_passes(passes: str, said: str, tmp_path: Path) -> None:
     """What the setting for float32 matrices gives is not said of passes that have none."""
@@ -72,7 +89,11 @@ def test_the_precision_of_passes(passes: str, said: str, tmp_path: Path) -> None
 
 def test_a_page_of_one_run(tmp_path: Path) -> None:
     """Curves, the verdict, what fell back, memory, failed starts; where the run was taken up again."""
-    run = made(tmp_path / "one", [*steps(3.0, 2.0, 1.0), {"step": 30, "evaluation_loss": 1.5}], verdict="done: all")
+    run = made(
+        tmp_path / "one",
+        [*steps(3.0, 2.0, 1.0), {"step": 30, "evaluation_loss": 1.5}],
+        verdict="done: all",
+    )
     tree = page(run, to=tmp_path / "r.html")
     charts = [chart.get("aria-label") for chart in tree.iter("svg")]
     assert charts == ["Training loss", "Evaluation loss", "Learning rate"]
@@ -87,10 +108,19 @@ def test_a_page_of_one_run(tmp_path: Path) -> None:
 
 def test_nothing_of_a_run_becomes_markup_or_is_loaded(tmp_path: Path) -> None:
     """Texts stay texts, the policy forbids scripts and network, and secrets of recipe and command are not there."""
-    run = made(tmp_path / "<b>&", steps(1.0), verdict=HOSTILE, launch={"env": {"MY_API_KEY": "secret", "A": HOSTILE}})
+    run = made(
+        tmp_path / "<b>&",
+        steps(1.0),
+        verdict=HOSTILE,
+        launch={"env": {"MY_API_KEY": "secret", "A": HOSTILE}},
+    )
     tree = page(run, to=tmp_path / "r.html")
     assert {each.tag for each in tree.iter()} & {"script", "b", "img", "link", "iframe"} == set()
-    assert {name for each in tree.iter() for name in each.attrib} & {"src", "href", "onload"} == set()
+    assert {name for each in tree.iter() for name in each.attrib} & {
+        "src",
+        "href",
+        "onload",
+    } == set()
     assert "default-src 'none'" in (tmp_path / "r.html").read_text()
     assert row(tree, "why it ended") == [HOSTILE]
     assert "secret" not in "".join(tree.itertext())
@@ -99,12 +129,16 @@ def test_nothing_of_a_run_becomes_markup_or_is_loaded(tmp_path: Path) -> None:
 def test_runs_side_by_side(tmp_path: Path) -> None:
     """A line each, and the fields of the recipe that differ, and no others."""
     one = made(tmp_path / "a" / "run", steps(3.0, 2.0))
-    other = made(tmp_path / "b" / "run", steps(4.0, 1.0), optimizer={"name": "sgd", "learning_rate": 0.5})
+    other = made(
+        tmp_path / "b" / "run", steps(4.0, 1.0), optimizer={"name": "sgd", "learning_rate": 0.5}
+    )
     tree = page(one, other, to=tmp_path / "r.html")
     assert row(tree, "training loss") == ["2", "1"]
     assert row(tree, "optimizer.learning_rate") == ["0.1", "0.5"]
     assert "optimizer.name" not in [line[0].text for line in tree.iter("tr")]
-    assert "step 10\na/run: 3\nb/run: 4" in ["".join(title.itertext()) for title in tree.iter("title")]
+    assert "step 10\na/run: 3\nb/run: 4" in [
+        "".join(title.itertext()) for title in tree.iter("title")
+    ]
 
 
 def test_what_cannot_be_drawn_or_read_is_said(tmp_path: Path) -> None:
@@ -132,7 +166,9 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     """All of them at once, and no page; a folder given twice is an error, too."""
     run = made(tmp_path / "one", steps(1.0))
     (tmp_path / "tmp").mkdir()
-    with pytest.raises(InputError, match=r"(?s)none: is neither a folder nor.*tmp: holds no job.json"):
+    with pytest.raises(
+        InputError, match=r"(?s)none: is neither a folder nor.*tmp: holds no job.json"
+    ):
         report([run, tmp_path / "none", tmp_path / "tmp"], tmp_path / "r.html", "now")
     with pytest.raises(InputError, match="given twice"):
         report([run, run], tmp_path / "r.html", "now")

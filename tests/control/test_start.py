@@ -20,7 +20,9 @@ def test_a_module_is_started_as_by_m(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit(77)")
     command = [*start.command("mine"), "one", "--two"]
     environ = {**os.environ, "PYTHONPATH": str(installed)}
-    result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
     name, argv, path = json.loads(result.stdout)
     assert (name, argv) == ("__main__", [str(installed / "mine.py"), "one", "--two"])
     assert path[0] == str(installed)

@@ -12,20 +12,28 @@ ROOT = Path(__file__).parents[2] / "ortlaunch"
 
 def names(text: str) -> int:
     """How often code names `Any`; imports of it do not count."""
-    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(text)))
+    return sum(
+        isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(text))
+    )
 
 
-@pytest.mark.parametrize(("inside", "limit"), [(False, 10), (True, 40)], ids=["outside ortmodule", "ortmodule"])
+@pytest.mark.parametrize(
+    ("inside", "limit"), [(False, 10), (True, 40)], ids=["outside ortmodule", "ortmodule"]
+)
 def test_any_is_rare(inside: bool, limit: int) -> None:
     """Of a thousand lines so many at most name Any; ortmodule patches functions of untyped packages."""
     texts = {
-        path: path.read_text() for path in ROOT.rglob("*.py") if ("ortmodule" in path.relative_to(ROOT).parts) == inside
+        path: path.read_text()
+        for path in ROOT.rglob("*.py")
+        if ("ortmodule" in path.relative_to(ROOT).parts) == inside
     }
     found = {path: names(text) for path, text in texts.items()}
     lines = sum(text.count("\n") for text in texts.values())
     most = sorted(found, key=lambda path: -found[path])[:5]
     rate = 1000 * sum(found.values()) / lines
-    assert rate <= limit, f"{rate:.1f} of 1,000 lines; most in {[f'{path}: {found[path]}' for path in most]}"
+    assert rate <= limit, (
+        f"{rate:.1f} of 1,000 lines; most in {[f'{path}: {found[path]}' for path in most]}"
+    )
 
 
 def test_imports_are_not_counted() -> None:

@@ -42,7 +42,9 @@ def test_the_recipes_folder_comes_last(path: list[str], tmp_path: Path) -> None:
     assert path == [*before, str(tmp_path / "beside")]
 
 
-def test_the_current_folder_is_for_a_factory_that_lies_there(path: list[str], tmp_path: Path) -> None:
+def test_the_current_folder_is_for_a_factory_that_lies_there(
+    path: list[str], tmp_path: Path
+) -> None:
     """A factory's module in the current folder is found where there is none beside the recipe."""
     package(tmp_path / "here")
     before = [*path]
@@ -62,7 +64,9 @@ def test_a_module_that_is_hidden_is_told(path: list[str], tmp_path: Path) -> Non
     """An installed module of the factory's name wins, and the error names both files."""
     package(tmp_path / "beside", "json")
     with pytest.raises(InputError) as caught:
-        make_importable(recipe(model={**MINE, "factory": "json:loads"}, data=DATA), tmp_path / "beside")
+        make_importable(
+            recipe(model={**MINE, "factory": "json:loads"}, data=DATA), tmp_path / "beside"
+        )
     json = importlib.import_module("json").__file__
     assert str(caught.value) == (
         f"model.factory: 'json:loads' is {json}, which comes before your {tmp_path}/beside/json/__init__.py; "
@@ -70,7 +74,9 @@ def test_a_module_that_is_hidden_is_told(path: list[str], tmp_path: Path) -> Non
     )
 
 
-def test_a_module_that_is_installed_from_here_is_not_hidden(path: list[str], tmp_path: Path) -> None:
+def test_a_module_that_is_installed_from_here_is_not_hidden(
+    path: list[str], tmp_path: Path
+) -> None:
     """A folder that is on the path already, as after `pip install -e .`, hides nothing from itself."""
     package(tmp_path / "beside")
     path.append(str(tmp_path / "beside"))

@@ -27,15 +27,26 @@ Run = Callable[..., Ended]
 
 
 @pytest.fixture
-def ortlaunch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def ortlaunch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
     """Runs the command in a folder with a good recipe and a bad one."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(OWN_MODULE)
     Path("good.yaml").write_text(yaml.safe_dump(CUSTOM))
     Path("bert.yaml").write_text(
-        yaml.safe_dump({**CUSTOM, "name": "bert", "model": {"task": "masked-lm", "config": BERT}, "data": WORDS})
+        yaml.safe_dump(
+            {
+                **CUSTOM,
+                "name": "bert",
+                "model": {"task": "masked-lm", "config": BERT},
+                "data": WORDS,
+            }
+        )
     )
-    Path("bad.yaml").write_text(yaml.safe_dump({**CUSTOM, "presicion": "fp32", "seed": "x", "train": {}}))
+    Path("bad.yaml").write_text(
+        yaml.safe_dump({**CUSTOM, "presicion": "fp32", "seed": "x", "train": {}})
+    )
 
     def run(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["ortlaunch", *arguments])

@@ -24,10 +24,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         build()
         share_extensions(home / "cache")
     for name, lines in (("train", 400), ("held-out", 24)):
-        text = [f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(lines)]
+        text = [
+            f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(lines)
+        ]
         (home / f"{name}.txt").write_text("\n\n".join(text))
     words = [("good fine nice", 0), ("bad poor sad", 1), ("odd queer weird", 2)]
-    rows = [{"text": " ".join([kind.split()[i % 3]] * (1 + i % 4)), "label": c} for i in range(60) for kind, c in words]
+    rows = [
+        {"text": " ".join([kind.split()[i % 3]] * (1 + i % 4)), "label": c}
+        for i in range(60)
+        for kind, c in words
+    ]
     (home / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return home
 
@@ -41,7 +47,13 @@ def train(home: Path) -> Train:
         path.write_text(yaml.safe_dump(recipe))
         command = [str(COMMAND), "train", path.name, *arguments, f"--run-dir={folder}"]
         ended = subprocess.run(
-            command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=timeout, check=False
+            command,
+            cwd=home,
+            env=environment(home),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
         return Run(home / folder, ended.returncode, ended.stdout, ended.stderr)
 

@@ -26,7 +26,9 @@ def preload(device: str = "cpu") -> bool:
     """Load the libraries into the process that is copied; whether its copies can use the device."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    os.environ.update(ORTLAUNCH_PRELOADED_FOR=device, TOKENIZERS_PARALLELISM="false", PYTHONPATH=path)
+    os.environ.update(
+        ORTLAUNCH_PRELOADED_FOR=device, TOKENIZERS_PARALLELISM="false", PYTHONPATH=path
+    )
     _CONTEXT.set_forkserver_preload(["tests.e2e.preloaded"])
     process = _CONTEXT.Process(target=_try_device, args=(device,))
     process.start()
@@ -50,12 +52,16 @@ def start(
         cold: each rank loads its libraries itself.
         environment: variables beside those of this process.
     """
-    process = _CONTEXT.Process(target=_begin, args=(home, log, ranks, words, cold, {**os.environ, **environment}))
+    process = _CONTEXT.Process(
+        target=_begin, args=(home, log, ranks, words, cold, {**os.environ, **environment})
+    )
     process.start()
     return process
 
 
-def _begin(home: Path, log: Path, ranks: int, words: list[str], cold: bool, environment: dict[str, str]) -> NoReturn:
+def _begin(
+    home: Path, log: Path, ranks: int, words: list[str], cold: bool, environment: dict[str, str]
+) -> NoReturn:
     status = 1
     with contextlib.suppress(BaseException):
         os.setsid()
@@ -123,5 +129,7 @@ def _in_this_process(command: list[str], **options: Any) -> subprocess.Completed
     try:
         runpy.run_module(command[2], run_name="__main__", alter_sys=True)
     except SystemExit as error:
-        return subprocess.CompletedProcess(command, error.code if isinstance(error.code, int) else 0)
+        return subprocess.CompletedProcess(
+            command, error.code if isinstance(error.code, int) else 0
+        )
     return subprocess.CompletedProcess(command, 0)

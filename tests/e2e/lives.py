@@ -20,10 +20,14 @@ TIMEOUT = 300
 class Life:
     """One start of a run."""
 
-    def __init__(self, home: Path, name: str, recipe: str = "killed.yaml", ranks: int = 2, *words: str) -> None:
+    def __init__(
+        self, home: Path, name: str, recipe: str = "killed.yaml", ranks: int = 2, *words: str
+    ) -> None:
         self.run, self.log = RunDir(home / name), home / f"{name}.log"
         self.newest = self.complete()[-1] if self.complete() else 0
-        self.process = forked.start(home, self.log, ranks, ["train", recipe, f"--run-dir={name}", *words])
+        self.process = forked.start(
+            home, self.log, ranks, ["train", recipe, f"--run-dir={name}", *words]
+        )
         self.deadline = time.monotonic() + TIMEOUT
         self.family: list[int] = []
 
@@ -33,7 +37,11 @@ class Life:
     def wait_for(self, what: str) -> None:
         """Until there is a new checkpoint, or one that is being written."""
         while self.process.exitcode is None and time.monotonic() < self.deadline:
-            if any(self.run.checkpoints.glob("step_*.partial")) if what == "partial" else self.advanced():
+            if (
+                any(self.run.checkpoints.glob("step_*.partial"))
+                if what == "partial"
+                else self.advanced()
+            ):
                 return
             time.sleep(0.0005)
         raise AssertionError(f"waited in vain for {what}:\n{self.log.read_text()[-3000:]}")
@@ -78,7 +86,11 @@ def differences(one: RunDir, other: RunDir) -> list[str]:
     last = one.complete_checkpoints()[-1][1].name
     names = [path.relative_to(one.path) for path in (one.checkpoints / last).glob("*.safetensors")]
     names.append(Path("export/model.safetensors"))
-    found = [str(name) for name in names if (one.path / name).read_bytes() != (other.path / name).read_bytes()]
+    found = [
+        str(name)
+        for name in names
+        if (one.path / name).read_bytes() != (other.path / name).read_bytes()
+    ]
     return found + (["losses"] if losses(one) != losses(other) else [])
 
 

@@ -23,7 +23,10 @@ LAUNCHES = {
     "torchrun": ("--launcher=torchrun", "--nproc-per-node=2"),
     "mpirun": ("--launcher=mpi", "--nproc-per-node=2"),
 }
-NO_DROPOUT = ("model.config.hidden_dropout_prob=0.0", "model.config.attention_probs_dropout_prob=0.0")
+NO_DROPOUT = (
+    "model.config.hidden_dropout_prob=0.0",
+    "model.config.attention_probs_dropout_prob=0.0",
+)
 
 
 class Case(NamedTuple):
@@ -48,7 +51,12 @@ def cases(engines: tuple[str, ...] = ("eager", "inductor", "ort")) -> Iterator[C
 
 def overrides(recipe: str) -> list[str]:
     """Settings of all runs of a recipe: short, every step logged, no dropout."""
-    short = [f"train.max_steps={STEPS}", "log.every_steps=1", "batch.global_size=16", "batch.micro_size=4"]
+    short = [
+        f"train.max_steps={STEPS}",
+        "log.every_steps=1",
+        "batch.global_size=16",
+        "batch.micro_size=4",
+    ]
     return [*short, *(NO_DROPOUT if recipe.startswith("bert") else ())]
 
 
@@ -81,16 +89,26 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
 
     fields = dict(recipe.model.config)
     vocabulary = -(-len(data.tokenizer) // 8) * 8
-    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **{"vocab_size": vocabulary, **fields})
+    config = transformers.AutoConfig.for_model(
+        fields.pop("model_type"), **{"vocab_size": vocabulary, **fields}
+    )
     config.pad_token_id = data.tokenizer.pad_token_id
     torch.manual_seed(recipe.seed)
-    auto = {"pretraining": transformers.AutoModelForPreTraining, "causal-lm": transformers.AutoModelForCausalLM}
-    model = auto[recipe.model.task].from_config(config, attn_implementation="eager").train().to(device)
+    auto = {
+        "pretraining": transformers.AutoModelForPreTraining,
+        "causal-lm": transformers.AutoModelForCausalLM,
+    }
+    model = (
+        auto[recipe.model.task].from_config(config, attn_implementation="eager").train().to(device)
+    )
 
     o = recipe.optimizer
     decayed = [p for n, p in model.named_parameters() if not any(word in n for word in o.no_decay)]
     spared = [p for n, p in model.named_parameters() if any(word in n for word in o.no_decay)]
-    groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": o.weight_decay},
+        {"params": spared, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=o.learning_rate, betas=o.betas, eps=o.epsilon)
 
     losses = []
@@ -98,9 +116,13 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
         for group in optimizer.param_groups:
             group["lr"] = o.learning_rate * _factor(recipe, step)
         passes, taken = [], [batches.micro_batch(step, i, 0) for i in range(total // micro)]
-        counts = [int((batch["labels"] != -100).sum()) for batch in taken]  # a short document has fewer masked words
+        counts = [
+            int((batch["labels"] != -100).sum()) for batch in taken
+        ]  # a short document has fewer masked words
         for batch, count in zip(taken, counts):
-            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss * (count / sum(counts))
+            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss * (
+                count / sum(counts)
+            )
             loss.backward()
             passes.append(loss.item())
         if recipe.train.max_grad_norm:
@@ -114,7 +136,11 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
 def _factor(recipe, step: int) -> float:
     """The tiny recipes' schedules, written out again."""
     schedule = recipe.schedule
-    warmup = schedule.warmup_steps if schedule.warmup_steps is not None else round((schedule.warmup_ratio or 0) * STEPS)
+    warmup = (
+        schedule.warmup_steps
+        if schedule.warmup_steps is not None
+        else round((schedule.warmup_ratio or 0) * STEPS)
+    )
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / (STEPS - warmup)

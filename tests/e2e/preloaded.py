@@ -7,15 +7,29 @@ import importlib
 import os
 
 DEVICE = os.environ.get("ORTLAUNCH_PRELOADED_FOR", "cpu")
-os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", DS_ACCELERATOR=DEVICE, HF_HUB_OFFLINE="1")
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch.cuda.is_available() would start CUDA for all forks
+os.environ.update(
+    OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", DS_ACCELERATOR=DEVICE, HF_HUB_OFFLINE="1"
+)
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+    "1"  # torch.cuda.is_available() would start CUDA for all forks
+)
 
 import torch  # noqa: E402
 
-for optional in ("deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3", "onnx", "onnxruntime"):
+for optional in (
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.zero.stage3",
+    "onnx",
+    "onnxruntime",
+):
     with contextlib.suppress(ImportError):
         importlib.import_module(optional)
-for name in ("torch._inductor.compile_fx", "torch.onnx", "ortlaunch.cli", "ortlaunch.worker.session"):
+for name in (
+    "torch._inductor.compile_fx",
+    "torch.onnx",
+    "ortlaunch.cli",
+    "ortlaunch.worker.session",
+):
     importlib.import_module(name)
 importlib.import_module("ortlaunch.worker.tasks.train")
 

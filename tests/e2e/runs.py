@@ -131,7 +131,9 @@ class Run(NamedTuple):
     err: str
 
     def records(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def values(self, name: str) -> list[tuple[int, Any]]:
         """(step, value) of every record that has it."""
@@ -147,7 +149,9 @@ class Run(NamedTuple):
         return dict(json.loads((self.folder / "engine.json").read_text()))
 
     def files(self) -> set[str]:
-        return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
+        return {
+            str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()
+        }
 
 
 Train = Callable[..., Run]
@@ -168,7 +172,13 @@ FULL = merged(
     {
         **EAGER,
         "model": {"arguments": {"dropout": 0.3}},
-        "data": {"evaluation": {"format": "custom", "factory": "toys:data", "arguments": {"samples": 17, "seed": 1}}},
+        "data": {
+            "evaluation": {
+                "format": "custom",
+                "factory": "toys:data",
+                "arguments": {"samples": 17, "seed": 1},
+            }
+        },
         "train": {"max_grad_norm": 0.5, "evaluate_every_steps": 4},
         "checkpoint": {"every_steps": 5, "keep": 1},
         "log": {"trackers": ["tensorboard"]},
@@ -202,15 +212,25 @@ def ended_well(run: Run) -> Run:
     return run
 
 
-def interrupted(train: Train, home: Path, name: str, recipe: dict[str, Any], *arguments: str) -> Run:
+def interrupted(
+    train: Train, home: Path, name: str, recipe: dict[str, Any], *arguments: str
+) -> Run:
     """The run fails at step 7 and is started again."""
-    fails = {"model": {"arguments": {"dropout": 0.3, "fail_at": 1 + 6 * 16 // 4 // (1 + len(arguments) // 2)}}}
-    recipe = merged(merged(recipe, fails), {"model": {"arguments": {"mark": str(home / f"{name}.failed")}}})
+    fails = {
+        "model": {
+            "arguments": {"dropout": 0.3, "fail_at": 1 + 6 * 16 // 4 // (1 + len(arguments) // 2)}
+        }
+    }
+    recipe = merged(
+        merged(recipe, fails), {"model": {"arguments": {"mark": str(home / f"{name}.failed")}}}
+    )
     failed = train(name, recipe, *arguments)
     assert failed.status == 1
     assert "as a machine that fails" in failed.err
     assert [step for step, _ in failed.values("loss")] == [1, 2, 3, 4, 5, 6]
-    (failed.folder / "checkpoints/step_00000006").mkdir()  # as left by a machine that failed while it saved
+    (
+        failed.folder / "checkpoints/step_00000006"
+    ).mkdir()  # as left by a machine that failed while it saved
     (failed.folder / "checkpoints/step_00000006/manifest.json").write_text("{}")
     return ended_well(train(name, recipe, *arguments))
 
@@ -220,12 +240,18 @@ def exported_evaluation(run: Run, home: Path) -> float:
     import torch
     from safetensors.torch import load_model
 
-    toys = runpy.run_path(str(home / "toys.py"))  # not imported: no export of a later test is to be of this file
+    toys = runpy.run_path(
+        str(home / "toys.py")
+    )  # not imported: no export of a later test is to be of this file
     model = toys["net"](dropout=0.3).eval()
     load_model(model, str(run.folder / "export/model.safetensors"))
     samples = toys["data"](samples=17, seed=1)
     with torch.no_grad():
-        return float(model(**{name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")}))
+        return float(
+            model(
+                **{name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")}
+            )
+        )
 
 
 def exported_again(run: Run, home: Path) -> bool:
@@ -233,18 +259,35 @@ def exported_again(run: Run, home: Path) -> bool:
     again = home / f"{run.folder.name}-again"
     command = [str(COMMAND), "export", run.folder.name, f"--to={again.name}"]
     ended = subprocess.run(
-        command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=home,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    assert (ended.returncode, ended.stdout) == (0, f"export of step {run.values('loss')[-1][0]}: {again.name}\n"), ended
+    assert (ended.returncode, ended.stdout) == (
+        0,
+        f"export of step {run.values('loss')[-1][0]}: {again.name}\n",
+    ), ended
     files = [{path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
              for folder in (again, run.folder / "export")]  # fmt: skip
     return files[0] == files[1]
 
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 BERT: dict[str, Any] = {
     "name": "bert",
-    "model": {"task": "masked-lm", "config": {"model_type": "bert", **SMALL, "max_position_embeddings": 32}},
+    "model": {
+        "task": "masked-lm",
+        "config": {"model_type": "bert", **SMALL, "max_position_embeddings": 32},
+    },
     "data": {
         "train": {"format": "text", "path": ["train.txt"]},
         "evaluation": {"format": "text", "path": ["held-out.txt"]},

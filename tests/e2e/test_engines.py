@@ -40,7 +40,9 @@ def test_a_fallback_that_is_allowed_is_told(train: Train) -> None:
     assert (engine["asked"], engine["used"]) == ("ort", "eager")
     assert len(engine["fallback_reason"]) > 20
     assert run.truth()["onnxruntime"]["forward_passes"] == 0
-    assert f"FALLBACK: engine ort was asked, eager runs: {engine['fallback_reason'][:20]}" in run.out
+    assert (
+        f"FALLBACK: engine ort was asked, eager runs: {engine['fallback_reason'][:20]}" in run.out
+    )
     assert "ran on engine eager" in run.out
 
 
@@ -70,7 +72,9 @@ def precise_curve(train: Train, precision: str, zero: dict[str, int] | None) -> 
 )
 @pytest.mark.slow
 @pytest.mark.ci
-def test_lower_precision(train: Train, bf16: list[float], precision: str, zero: dict[str, int] | None) -> None:
+def test_lower_precision(
+    train: Train, bf16: list[float], precision: str, zero: dict[str, int] | None
+) -> None:
     """bf16 with and without ZeRO 2, and fp16 by autocast, train on a CPU, nearly alike."""
     assert sum(bf16[7:10]) < 0.7 * sum(bf16[:3])
     other = precise_curve(train, precision, zero)
@@ -92,7 +96,10 @@ def test_fp16_skips_steps_that_overflow(train: Train) -> None:
     assert losses[-1] < losses[0]
     ended_well(train("skips-resumed", recipe, "train.max_steps=5"))
     resumed = ended_well(train("skips-resumed", recipe))
-    assert (resumed.losses(), resumed.values("skipped_steps")) == (losses, run.values("skipped_steps"))
+    assert (resumed.losses(), resumed.values("skipped_steps")) == (
+        losses,
+        run.values("skipped_steps"),
+    )
 
 
 @pytest.mark.slow
@@ -100,7 +107,9 @@ def test_fp16_skips_steps_that_overflow(train: Train) -> None:
     ("clip", "others"),
     [pytest.param(0.7, (None, {"stage": 0}), marks=pytest.mark.ci), (None, ({"stage": 2},))],
 )
-def test_one_large_or_four_small_batches(clip: float | None, others: tuple[Any, ...], train: Train) -> None:
+def test_one_large_or_four_small_batches(
+    clip: float | None, others: tuple[Any, ...], train: Train
+) -> None:
     """The same global batch at once or in four passes, with DeepSpeed or without: one curve and one norm."""
     recipe = merged(TOY, {**EAGER, "train": {"max_grad_norm": clip, "max_steps": 8}})
     at_once = ended_well(train(f"once-{clip}", recipe, "batch.micro_size=16"))

@@ -25,11 +25,14 @@ OWN = [name for name in LEARNED if load(shipped.find(f"examples/{name}")).recipe
 
 def test_each_example_is_held_to_its_loss() -> None:
     """None is left out here."""
-    assert {f"examples/{name}" for name in LEARNED} == {name for name in shipped.names() if name.startswith("examples")}
+    assert {f"examples/{name}" for name in LEARNED} == {
+        name for name in shipped.names() if name.startswith("examples")
+    }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "own-module" else pytest.mark.slow) for name in OWN]
+    "name",
+    [pytest.param(name, marks=[] if name == "own-module" else pytest.mark.slow) for name in OWN],
 )
 def test_the_modules_of_an_example_fit_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its model takes its samples, as a batch, and every weight gets a gradient; a sample is the same each time."""
@@ -46,12 +49,17 @@ def test_the_modules_of_an_example_fit_together(name: str, monkeypatch: pytest.M
         return getattr(found, function)(**arguments)
 
     source: Any = recipe.data.train
-    samples, model = made(source.factory, source.arguments), made(str(recipe.model.factory), recipe.model.arguments)
+    samples, model = (
+        made(source.factory, source.arguments),
+        made(str(recipe.model.factory), recipe.model.arguments),
+    )
     assert len(samples) == source.arguments["samples"]
     batch, again = (collate([samples[0], samples[5]]) for _ in range(2))
     assert all(batch[key].equal(again[key]) for key in batch)
     loss_of(model(**batch)).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    assert all(
+        parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad
+    )
 
 
 @needs_ort
@@ -71,5 +79,7 @@ def test_an_example_learns(name: str, home: Path, tmp_path: Path) -> None:
 
 
 def run(*command: str | Path, cwd: Path, env: dict[str, str]) -> None:
-    done = subprocess.run(list(command), cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        list(command), cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-2000:]}"

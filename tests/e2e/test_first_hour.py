@@ -21,21 +21,48 @@ COLUMNS = 100
     [
         pytest.param("bert-large/tiny", ["engine.name=ort"], marks=pytest.mark.ci),
         ("llama2-7b/tiny", ["engine.name=eager"]),
-        ("bert-large/tiny", ["engine.name=eager", "model.gradient_checkpointing=true", "zero.stage=1"]),
+        (
+            "bert-large/tiny",
+            ["engine.name=eager", "model.gradient_checkpointing=true", "zero.stage=1"],
+        ),
         pytest.param(
-            "llama2-7b/tiny", ["engine.name=ort", "model.lora={r: 4, target_modules: all-linear}"], marks=pytest.mark.ci
+            "llama2-7b/tiny",
+            ["engine.name=ort", "model.lora={r: 4, target_modules: all-linear}"],
+            marks=pytest.mark.ci,
         ),
     ],
 )
 def test_a_shipped_recipe(recipe: str, more: list[str], home: Path, tmp_path: Path) -> None:
     """No printed line is wider than 100 columns, and the plan is near the peak, which varies by 15 % between runs."""
-    command = [str(COMMAND), "train", recipe, "--run-dir=run", "train.max_steps=6", "log.every_steps=2", *more]
+    command = [
+        str(COMMAND),
+        "train",
+        recipe,
+        "--run-dir=run",
+        "train.max_steps=6",
+        "log.every_steps=2",
+        *more,
+    ]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment(home), capture_output=True, text=True, timeout=200, check=False
+        command,
+        cwd=tmp_path,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if not line.startswith(("to continue: ", "recipe: "))]
+    lines = [
+        line
+        for line in done.stdout.splitlines()
+        if not line.startswith(("to continue: ", "recipe: "))
+    ]
     assert [line for line in lines if len(line) > COLUMNS] == []
-    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == ["step 2/6", "step 4/6", "step 6/6"]
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [
+        "step 2/6",
+        "step 4/6",
+        "step 6/6",
+    ]
     memory = json.loads((tmp_path / "run/memory.json").read_text())
     assert 0.75 <= memory["planned"]["peak"] / memory["measured"]["peak"] <= 1.25, memory

@@ -21,8 +21,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 def proof(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The command's end."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "--device=cpu", "--page", str(out), *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3500, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-m",
+        "gpu",
+        "--device=cpu",
+        "--page",
+        str(out),
+        *words,
+    ]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=3500, check=False
+    )
 
 
 @pytest.mark.ci
@@ -56,14 +69,20 @@ def test_every_part_passes(done: Path) -> None:
     passed: dict[str, int] = dict.fromkeys(PARTS, 0)
     for case in cases_of(done).values():
         passed[case["part"]] += case["status"] == "passed"
-    assert {part for part, count in passed.items() if not count} <= {*(() if INSTALLED else ("ort",))}
+    assert {part for part, count in passed.items() if not count} <= {
+        *(() if INSTALLED else ("ort",))
+    }
 
 
 def test_the_page(done: Path) -> None:
     """A section a part, and figures and parity of a bench."""
     page = (done / "page.md").read_text()
     assert all(f"## {part}\n" in page for part in PARTS)
-    row = next(line for line in page.splitlines() if line.startswith("| bert-large/tiny, fp32 | passed | eager |"))
+    row = next(
+        line
+        for line in page.splitlines()
+        if line.startswith("| bert-large/tiny, fp32 | passed | eager |")
+    )
     assert "| reference |" in row
 
 

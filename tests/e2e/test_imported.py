@@ -18,13 +18,20 @@ def test_an_imported_config_trains(train: Train) -> None:
     """Axolotl's LoRA example, whose model and data are of the hub, on a model and text of this machine: adapters on all
     linear layers, its batch, schedule and recomputation."""
     made = yaml.safe_load(import_config(CONFIG, None, None, ("data.train=python-docs",)).recipe)
-    made["model"].update(pretrained=None, config={"model_type": "llama", **SMALL, "max_position_embeddings": 32})
+    made["model"].update(
+        pretrained=None, config={"model_type": "llama", **SMALL, "max_position_embeddings": 32}
+    )
     made["data"].update(tokenizer={"train": "bpe", "vocab_size": 300}, sequence_length=32)
     made["schedule"]["warmup_steps"] = 1
-    run = ended_well(train("imported", {**made, **EAGER, "precision": "fp32", "train": {"max_steps": 3}}))
+    run = ended_well(
+        train("imported", {**made, **EAGER, "precision": "fp32", "train": {"max_steps": 3}})
+    )
     assert len(run.losses()) == 3
     truth = run.truth()
-    assert (truth["trained_parameters"] < truth["parameters"], truth["gradient_checkpointing"] is not None) == (
+    assert (
+        truth["trained_parameters"] < truth["parameters"],
+        truth["gradient_checkpointing"] is not None,
+    ) == (
         True,
         True,
     )

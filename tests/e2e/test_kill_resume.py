@@ -56,7 +56,9 @@ def net():
 def data():
     return Data()
 '''
-STEPS_A_KILL = 6  # more than a life makes on average, so that the run does not end before its last kill
+STEPS_A_KILL = (
+    6  # more than a life makes on average, so that the run does not end before its last kill
+)
 
 
 def recipe(engine: str, kills: int) -> dict[str, Any]:
@@ -77,7 +79,9 @@ def recipe(engine: str, kills: int) -> dict[str, Any]:
 
 def one_kill(home: Path, number: int, chance: random.Random) -> dict[str, Any]:
     """A life that ends by SIGKILL: while a checkpoint is written, between two, or while it starts."""
-    how = ["partial", "between", "partial", "between", "partial", "partial", "between", "starting"][number % 8]
+    how = ["partial", "between", "partial", "between", "partial", "partial", "between", "starting"][
+        number % 8
+    ]
     life, before = Life(home, "killed"), number and RunDir(home / "killed").complete_checkpoints()
     if how == "starting":
         time.sleep(chance.uniform(0.1, 4.0))
@@ -89,13 +93,23 @@ def one_kill(home: Path, number: int, chance: random.Random) -> dict[str, Any]:
         time.sleep(chance.uniform(0, 0.01 if how == "partial" else 0.4))
     life.kill()
     if life.process.exitcode != -signal.SIGKILL:
-        pytest.fail(f"kill {number}: the run had ended with {life.process.exitcode} before it was killed")
+        pytest.fail(
+            f"kill {number}: the run had ended with {life.process.exitcode} before it was killed"
+        )
     resumed = life.resumed_after()
     expected = before[-1][0] if before else 0
     if resumed != expected and not (how == "starting" and resumed == 0):
-        pytest.fail(f"kill {number}: went on from step {resumed}, and {expected} was the newest complete one")
+        pytest.fail(
+            f"kill {number}: went on from step {resumed}, and {expected} was the newest complete one"
+        )
     partial = any(life.run.checkpoints.glob("step_*.partial"))
-    return {"kill": number + 1, "how": how, "partial": partial, "from": resumed, "complete": life.complete()}
+    return {
+        "kill": number + 1,
+        "how": how,
+        "partial": partial,
+        "from": resumed,
+        "complete": life.complete(),
+    }
 
 
 @needs_ort
@@ -161,7 +175,15 @@ def test_a_save_whose_rank_dies(train: Train, home: Path) -> None:
     """The run ends, names the rank, and leaves the older checkpoint whole; the next start goes on from that."""
     (home / "dies.py").write_text(DIES)
     arguments = {"folder": str(home / "dies")}
-    recipe = merged(TOY, {**EAGER, "zero": {"stage": 1}, "checkpoint": {"every_steps": 2}, "train": {"max_steps": 6}})
+    recipe = merged(
+        TOY,
+        {
+            **EAGER,
+            "zero": {"stage": 1},
+            "checkpoint": {"every_steps": 2},
+            "train": {"max_steps": 6},
+        },
+    )
     recipe = {**recipe, "model": {"task": "custom", "factory": "dies:net", "arguments": arguments}}
     failed = train("dies", recipe, *TWO_RANKS)
     assert failed.status != 0

@@ -38,7 +38,11 @@ def eager(train: Train) -> Run:
 def adapters(run: Run) -> dict[str, torch.Tensor]:
     """The model in the last checkpoint of a run of one rank, as safetensors reads it."""
     saved = load_file(run.folder / "checkpoints/step_00000006/rank_00000.safetensors")
-    names = {key.partition(":")[2].partition("@")[0]: key for key in saved if key.startswith(("weight:", "buffer:"))}
+    names = {
+        key.partition(":")[2].partition("@")[0]: key
+        for key in saved
+        if key.startswith(("weight:", "buffer:"))
+    }
     return {name: saved[key] for name, key in names.items()}
 
 
@@ -61,11 +65,15 @@ def test_low_rank_adapters(train: Train, eager: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_adapters_are_merged_on_export(eager: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_merged_on_export(
+    eager: Run, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The export is a plain Llama whose weights are the base's plus alpha / r x B A."""
     import transformers
 
-    weights = transformers.AutoModelForCausalLM.from_pretrained(eager.folder / "export").state_dict()
+    weights = transformers.AutoModelForCausalLM.from_pretrained(
+        eager.folder / "export"
+    ).state_dict()
     monkeypatch.chdir(home)
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(home / "cache"))
     start = trained(RunDir(eager.folder), 6)[1].model.unload().state_dict()
@@ -82,7 +90,9 @@ def test_adapters_are_merged_on_export(eager: Run, home: Path, monkeypatch: pyte
 @pytest.mark.slow
 def test_adapters_on_inductor(train: Train, eager: Run) -> None:
     """torch.compile trains adapters along eager's curve."""
-    run = ended_well(train("lora-inductor", merged(LORA, {"engine": {"name": "inductor"}}), timeout=300))
+    run = ended_well(
+        train("lora-inductor", merged(LORA, {"engine": {"name": "inductor"}}), timeout=300)
+    )
     assert run.losses() == pytest.approx(eager.losses(), rel=1e-4)
 
 
@@ -102,7 +112,10 @@ def saved_names(folder: Path) -> set[str]:
 )
 def test_adapters_under_deepspeed(train: Train, eager: Run, engine: str, stage: int) -> None:
     """Two ranks: eager's curve, checkpoints of adapters only, and a run that goes on from them as if never stopped."""
-    sharded = merged(LORA, {"engine": {"name": engine}, "zero": {"stage": stage}, "checkpoint": {"every_steps": 3}})
+    sharded = merged(
+        LORA,
+        {"engine": {"name": engine}, "zero": {"stage": stage}, "checkpoint": {"every_steps": 3}},
+    )
     folder = f"lora-{engine}-{stage}"
     run = ended_well(train(folder, sharded, *TWO_RANKS))
     assert run.losses() == pytest.approx(eager.losses(), rel=1e-4)

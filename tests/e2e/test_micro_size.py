@@ -52,7 +52,9 @@ RECIPE: dict[str, Any] = {
 class Limited:
     """The command, with a limit of address space or of a control group."""
 
-    def __init__(self, folder: Path, address_space: int | None = None, group: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, address_space: int | None = None, group: Path | None = None
+    ) -> None:
         self.folder, self.address_space, self.group = folder, address_space, group
         (folder / "wide.py").write_text(MODULE)
         (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -97,8 +99,12 @@ def _address_space_of_torch() -> int:
     """What a process that has trained something small has reserved at most."""
     code = "import torch; torch.nn.Linear(4, 4)(torch.ones(1, 4)).sum().backward(); "
     code += "print(open('/proc/self/status').read())"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
-    return next(int(line.split()[1]) for line in told.splitlines() if line.startswith("VmPeak")) * 1024
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    return (
+        next(int(line.split()[1]) for line in told.splitlines() if line.startswith("VmPeak")) * 1024
+    )
 
 
 @pytest.mark.slow
@@ -111,7 +117,9 @@ def test_the_size_found_is_within_one_doubling_of_the_limit(limited: Limited) ->
     found = record["found"]
     assert 4 <= found <= 128, done.stdout
     assert f"micro_size: {found}, found by trying" in done.stdout
-    assert f"batch: 512 samples = {found} micro x {512 // found} accumulation x 1 rank" in done.stdout
+    assert (
+        f"batch: 512 samples = {found} micro x {512 // found} accumulation x 1 rank" in done.stdout
+    )
     resolved = yaml.safe_load((limited.folder / "found/recipe.yaml").read_text())
     assert resolved["batch"]["micro_size"] == found
 
@@ -121,7 +129,9 @@ def test_the_size_found_is_within_one_doubling_of_the_limit(limited: Limited) ->
     assert "resumed after step 2" in again.stdout
 
     beyond = limited("--run-dir=beyond", f"batch.micro_size={4 * found}")
-    assert beyond.returncode != 0, f"{4 * found} trains under the limit, and {found} was found\n{done.stdout}"
+    assert beyond.returncode != 0, (
+        f"{4 * found} trains under the limit, and {found} was found\n{done.stdout}"
+    )
 
 
 @pytest.mark.slow
@@ -131,7 +141,11 @@ def test_two_ranks_try_together(launcher: str, tmp_path: Path) -> None:
     """Trials start the ranks of the run; a global batch of 4 is all that there is to find."""
     run = Limited(tmp_path)
     done = run(
-        f"--launcher={launcher}", "--nproc-per-node=2", "batch.global_size=4", "zero={stage: 2}", "--run-dir=run"
+        f"--launcher={launcher}",
+        "--nproc-per-node=2",
+        "batch.global_size=4",
+        "zero={stage: 2}",
+        "--run-dir=run",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "run/micro_size.json").read_text())["found"] == 2

@@ -26,19 +26,30 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("engine", "zero"), WAYS)
-def test_a_loss_that_is_not_finite_ends_the_run(engine: str, zero: dict[str, Any], train: Train) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run(
+    engine: str, zero: dict[str, Any], train: Train
+) -> None:
     """Status 1 and one error with the rank whose sample is bad; no export, and metrics that are JSON."""
     order = Batches(OwnSamples(range(256)), BatchPlan(16, 4, 2, 2, None), 42)
     samples = order.indices(2, 1, 1)
-    data = {"train": {"format": "custom", "factory": "toys:data", "arguments": {"nan_at": samples[2]}}}
-    recipe = merged(TOY, {"data": data, "engine": {"name": engine}, "checkpoint": {"every_steps": 1}, **zero})
+    data = {
+        "train": {"format": "custom", "factory": "toys:data", "arguments": {"nan_at": samples[2]}}
+    }
+    recipe = merged(
+        TOY, {"data": data, "engine": {"name": engine}, "checkpoint": {"every_steps": 1}, **zero}
+    )
     run = train(f"nan-{engine}-{len(zero)}", recipe, *TWO_RANKS)
     assert run.status == 1
-    said = f"step 3: the loss is nan on rank 1, samples {', '.join(map(str, samples))} of data.train"
+    said = (
+        f"step 3: the loss is nan on rank 1, samples {', '.join(map(str, samples))} of data.train"
+    )
     assert said in run.err
     assert "the first parameter whose gradient is not finite: layers.0.weight" in run.err
     assert not (run.folder / "export").exists()
-    assert sorted(path.name for path in (run.folder / "checkpoints").glob("step_*"))[-1] == "step_00000002"
+    assert (
+        sorted(path.name for path in (run.folder / "checkpoints").glob("step_*"))[-1]
+        == "step_00000002"
+    )
     for line in (run.folder / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
@@ -46,7 +57,12 @@ def test_a_loss_that_is_not_finite_ends_the_run(engine: str, zero: dict[str, Any
 ANSWERS = [
     pytest.param("eager", None, "rollback", marks=[pytest.mark.slow, pytest.mark.ci]),
     *(
-        pytest.param(engine, stage, action, marks=[pytest.mark.slow, *([needs_ort] if engine == "ort" else [])])
+        pytest.param(
+            engine,
+            stage,
+            action,
+            marks=[pytest.mark.slow, *([needs_ort] if engine == "ort" else [])],
+        )
         for engine, stages in (("eager", (None, 0, 1, 2, 3)), ("ort", (None, 0, 1, 2)))
         for stage in stages
         for action in ("skip", "rollback")
@@ -58,7 +74,12 @@ ORDER = Batches(OwnSamples(range(256)), BatchPlan(16, 4, 2, 2, None), 42)
 
 @pytest.mark.parametrize(("engine", "stage", "action"), ANSWERS)
 def test_training_without_the_bad_batch(
-    engine: str, stage: int | None, action: str, train: Train, home: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str,
+    stage: int | None,
+    action: str,
+    train: Train,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two ranks that leave a batch out end with the weights of plain PyTorch without it; the bad sample is named."""
     bad = ORDER.indices(2, 1, 1)[2]
@@ -70,9 +91,14 @@ def test_training_without_the_bad_batch(
     }  # fmt: skip
     run = train(f"{action}-{engine}-{stage}", merged(TOY, sections), *TWO_RANKS)
     assert run.status == 0, run.err
-    (line,) = [json.loads(text) for text in (run.folder / "bad_steps.jsonl").read_text().splitlines()]
+    (line,) = [
+        json.loads(text) for text in (run.folder / "bad_steps.jsonl").read_text().splitlines()
+    ]
     assert (line["step"], line["action"], line["parameter"]) == (3, action, "layers.0.weight")
-    assert f"the loss is nan on rank 1, samples {', '.join(map(str, ORDER.indices(2, 1, 1)))}" in run.out
+    assert (
+        f"the loss is nan on rank 1, samples {', '.join(map(str, ORDER.indices(2, 1, 1)))}"
+        in run.out
+    )
     assert json.loads((run.folder / "summary.json").read_text())["bad_steps"] == {action: 1}
     taken = [0, 1, None, 3, 4] if action == "skip" else [0, 1, 3, 4, 5]
     expected = _plain(taken, home, monkeypatch)
@@ -80,7 +106,9 @@ def test_training_without_the_bad_batch(
         torch.testing.assert_close(value, expected[name], rtol=2e-4, atol=2e-5, msg=name)
 
 
-def _plain(steps: list[int | None], home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+def _plain(
+    steps: list[int | None], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, torch.Tensor]:
     """The weights after these batches, by plain PyTorch in this process."""
     monkeypatch.syspath_prepend(str(home))
     import toys

@@ -14,7 +14,10 @@ IN_CI = {
     Case("llama2-7b/tiny", "eager", "torchrun", 3),
     Case("llama2-7b/tiny", "inductor", "one process", None),
 }
-CASES = [pytest.param(case, id=str(case), marks=[pytest.mark.ci] if case in IN_CI else []) for case in cases()]
+CASES = [
+    pytest.param(case, id=str(case), marks=[pytest.mark.ci] if case in IN_CI else [])
+    for case in cases()
+]
 _references: dict[str, list[float]] = {}
 
 

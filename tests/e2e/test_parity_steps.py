@@ -147,7 +147,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
         (home / f"{folder}.yaml").write_text(yaml.safe_dump(merged(TOY, changes)))
         command = [str(COMMAND), verb, f"{folder}.yaml", *arguments, f"--run-dir={folder}"]
         ended = subprocess.run(
-            command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=150, check=False
+            command,
+            cwd=home,
+            env=environment(home),
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
         )
         return Run(home / folder, ended.returncode, ended.stdout, ended.stderr)
 
@@ -221,7 +227,11 @@ def test_a_wrong_operator_stops_the_run(start: Start, arguments: tuple[str, ...]
     assert run.status == 1
     assert "differ by more than 0.0001 in step 1" in run.err
     assert re.search(r"^loss: \S+ on ort, \S+ in PyTorch$", run.err, re.MULTILINE)
-    assert re.search(r"^  (first|norm|second)\.(weight|bias) +\S+  \(norm \S+ on ort, \S+ in PyTorch\)$", run.err, re.M)
+    assert re.search(
+        r"^  (first|norm|second)\.(weight|bias) +\S+  \(norm \S+ on ort, \S+ in PyTorch\)$",
+        run.err,
+        re.M,
+    )
     assert "engine.name=inductor or eager" in run.err
     assert "engine.parity_steps=0 trains without a comparison" in run.err
     assert arguments or "Traceback" not in run.err  # torchrun adds its own
@@ -281,10 +291,16 @@ def test_what_cannot_be_compared_is_said(start: Start) -> None:
 def test_a_program_is_eagers_or_ends(start: Start, verb: str, name: str, status: int) -> None:
     """What once trained another model without a word is equal to PyTorch, or the run ends with a cause."""
     run = start(
-        verb, f"program-{verb}-{name}", {"model": {"factory": "parity_toys:program", "arguments": {"name": name}}}
+        verb,
+        f"program-{verb}-{name}",
+        {"model": {"factory": "parity_toys:program", "arguments": {"name": name}}},
     )
     assert run.status == status, run.err[-3000:]
-    assert "parity: passed" in run.out if status == 0 else re.search("differ by more than|cannot run|changes", run.err)
+    assert (
+        "parity: passed" in run.out
+        if status == 0
+        else re.search("differ by more than|cannot run|changes", run.err)
+    )
 
 
 @pytest.mark.slow

@@ -92,8 +92,18 @@ class Way(NamedTuple):
     def recipe(self, size: int, dropout: float) -> dict[str, Any]:
         """Of a toy, or of a small Llama with adapters, in steps of so many samples."""
         toy = {
-            "model": {"task": "custom", "factory": "resumed_toy:net", "arguments": {"dropout": dropout}},
-            "data": {"train": {"format": "custom", "factory": "resumed_toy:data", "arguments": {"samples": SAMPLES}}},
+            "model": {
+                "task": "custom",
+                "factory": "resumed_toy:net",
+                "arguments": {"dropout": dropout},
+            },
+            "data": {
+                "train": {
+                    "format": "custom",
+                    "factory": "resumed_toy:data",
+                    "arguments": {"samples": SAMPLES},
+                }
+            },
         }
         return {
             "name": "resumed",
@@ -112,7 +122,9 @@ class Way(NamedTuple):
         }  # fmt: skip
 
 
-def train(home: Path, name: str, way: Way, ranks: int, steps: int, *words: str, size: int, dropout: float) -> list[int]:
+def train(
+    home: Path, name: str, way: Way, ranks: int, steps: int, *words: str, size: int, dropout: float
+) -> list[int]:
     """One life of a run, up to its end; the samples of its steps, in the order of the global batch."""
     (home / f"{name}.yaml").write_text(yaml.safe_dump(way.recipe(size, dropout)))
     os.environ["TAKEN"] = str(home / f"{name}.{steps}.taken")
@@ -122,12 +134,19 @@ def train(home: Path, name: str, way: Way, ranks: int, steps: int, *words: str, 
     begun = before[-1][0] if before else 0
     assert life.resumed_after() == begun
     assert json.loads(life.run.engine.read_text())["engine"]["used"] == way.engine
-    return [] if way.beside == "lora" else list(_taken(home / f"{name}.{steps}.taken", ranks, (steps - begun) * size))
+    return (
+        []
+        if way.beside == "lora"
+        else list(_taken(home / f"{name}.{steps}.taken", ranks, (steps - begun) * size))
+    )
 
 
 def _taken(path: Path, ranks: int, count: int) -> Iterator[int]:
     """Of what each rank read its last share: a rank reads a batch more when its engine is built."""
-    read = [path.with_name(f"{path.name}.{rank}").read_text().split()[-count // ranks :] for rank in range(ranks)]
+    read = [
+        path.with_name(f"{path.name}.{rank}").read_text().split()[-count // ranks :]
+        for rank in range(ranks)
+    ]
     for first in range(0, count // ranks, MICRO):
         for samples in read:
             yield from map(int, samples[first : first + MICRO])
@@ -135,7 +154,11 @@ def _taken(path: Path, ranks: int, count: int) -> Iterator[int]:
 
 # ---------------------------------------------------------------------------------------------------- the same world
 
-STEPS, SAVED, SIZE = 5, 3, 32  # 96 of 100 samples are taken then, and the next step goes on into another epoch
+STEPS, SAVED, SIZE = (
+    5,
+    3,
+    32,
+)  # 96 of 100 samples are taken then, and the next step goes on into another epoch
 SAME = [
     *(Way(engine, stage, optimizer) for engine in ("eager", "ort") for stage in (None, 1, 2)
       for optimizer in ("adamw", "fused_adam", "sgd", *(["lamb"] if stage is None else []))),
@@ -166,7 +189,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", SAME, ids=str)
-def test_the_same_world(way: Way, home: Path, record_property: Callable[[str, object], None]) -> None:
+def test_the_same_world(
+    way: Way, home: Path, record_property: Callable[[str, object], None]
+) -> None:
     """Two ranks end after the save of step 3 and start again."""
     every, name = f"checkpoint.every_steps={SAVED}", str(way).replace(" ", "-")
     whole = train(home, name, way, 2, STEPS, every, size=SIZE, dropout=0.2)
@@ -219,16 +244,28 @@ IN_CI = "ort none > eager 1 > ort 2"
 @pytest.mark.parametrize(
     "chain",
     [
-        pytest.param(line, marks=[pytest.mark.nightly, *([pytest.mark.slow, pytest.mark.ci] if line == IN_CI else [])])
+        pytest.param(
+            line,
+            marks=[
+                pytest.mark.nightly,
+                *([pytest.mark.slow, pytest.mark.ci] if line == IN_CI else []),
+            ],
+        )
         for line in OTHER.strip().splitlines()
     ],
 )
-def test_other_worlds(chain: str, home: Path, record_property: Callable[[str, object], None]) -> None:
+def test_other_worlds(
+    chain: str, home: Path, record_property: Callable[[str, object], None]
+) -> None:
     """2 ranks, 1 and 3, each with an engine and a stage: beside two ranks that nobody stopped."""
     whole, ids = _lives(home, [])
     run, taken = _lives(home, [_way(text) for text in chain.split(" > ")])
     pairs = list(zip(losses(whole), losses(run)))
-    assert [step for step, _ in losses(whole)] == [step for step, _ in losses(run)] == list(range(1, LIVES[-1][1] + 1))
+    assert (
+        [step for step, _ in losses(whole)]
+        == [step for step, _ in losses(run)]
+        == list(range(1, LIVES[-1][1] + 1))
+    )
     worst = max(abs(a - b) / a for (_, a), (_, b) in pairs)
     record_property("difference", worst)
     assert worst <= LIMIT

@@ -63,13 +63,19 @@ def test_the_run_folder(full: Run) -> None:
     }  # fmt: skip
     assert full.out.splitlines()[-2].startswith("done: full, in 0:")
     shown = [line for line in full.out.splitlines() if line.startswith("step ")]
-    assert shown == [line for line in (full.folder / "logs/rank_00000.out").read_text().splitlines() if line in shown]
+    assert shown == [
+        line
+        for line in (full.folder / "logs/rank_00000.out").read_text().splitlines()
+        if line in shown
+    ]
     assert len(shown) == 13
 
 
 def test_where_the_run_came_from(full: Run, home: Path) -> None:
     """The folder has the command, where it was typed, and the user's module as it was; outside git no commit."""
-    (line,) = [json.loads(text) for text in (full.folder / "commands.jsonl").read_text().splitlines()]
+    (line,) = [
+        json.loads(text) for text in (full.folder / "commands.jsonl").read_text().splitlines()
+    ]
     assert line["argv"][1:] == ["train", "full.yaml", "--run-dir=full"]
     assert (line["cwd"], line["recipe"], line["git"]) == (str(home), str(home / "full.yaml"), None)
     assert (full.folder / "modules/toys.py").read_text() == TOYS
@@ -79,8 +85,12 @@ def test_only_the_newest_checkpoints_are_kept(full: Run) -> None:
     """keep: 1 leaves the last; its manifest names every file with size and sum."""
     folder = full.folder / "checkpoints/step_00000010"
     manifest = json.loads((folder / "manifest.json").read_text())
-    contents = {name: (folder / name).read_bytes() for name in ("index.json", SHARD, "training.json")}
-    files = {name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in contents.items()}
+    contents = {
+        name: (folder / name).read_bytes() for name in ("index.json", SHARD, "training.json")
+    }
+    files = {
+        name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in contents.items()
+    }
     assert manifest == {"step": 10, "samples": 160, "ranks": 1, "files": files}
 
 
@@ -97,7 +107,9 @@ def test_metrics_are_of_their_declared_forms(full: Run) -> None:
 def test_metrics_of_every_step(full: Run) -> None:
     """Loss, rate, gradient norm before clipping, samples, skipped steps and time, of every logged step."""
     records = [record for record in full.records() if "loss" in record]
-    assert [record["learning_rate"] for record in records] == pytest.approx([1e-2 * (1 - i / 10) for i in range(10)])
+    assert [record["learning_rate"] for record in records] == pytest.approx(
+        [1e-2 * (1 - i / 10) for i in range(10)]
+    )
     assert [record["samples"] for record in records] == list(range(16, 161, 16))
     assert [record["skipped_steps"] for record in records] == [0] * 10
     assert all(record["gradient_norm"] > 0.5 for record in records)  # before clipping
@@ -119,10 +131,16 @@ def test_tensorboard_has_the_same_numbers(full: Run) -> None:
 
     board = EventAccumulator(str(full.folder / "tensorboard"))
     board.Reload()
-    tags = {"loss": "train/loss", "evaluation_loss": "eval/loss", "learning_rate": "train/learning_rate"}
+    tags = {
+        "loss": "train/loss",
+        "evaluation_loss": "eval/loss",
+        "learning_rate": "train/learning_rate",
+    }
     for name, tag in {**tags, "gradient_norm": "train/gradient_norm"}.items():
         written = [(event.step, event.value) for event in board.Scalars(tag)]
-        assert written == [(step, pytest.approx(value, rel=1e-6)) for step, value in full.values(name)]
+        assert written == [
+            (step, pytest.approx(value, rel=1e-6)) for step, value in full.values(name)
+        ]
 
 
 def test_a_finished_run_started_again_trains_nothing(full: Run, train: Train, home: Path) -> None:
@@ -132,10 +150,17 @@ def test_a_finished_run_started_again_trains_nothing(full: Run, train: Train, ho
         again = ended_well(train("again", FULL, f"train.max_steps={asked}"))
         assert f"nothing to train: 10 of {asked} steps are done" in again.out
         assert again.files() == full.files()
-        changed = {n for n in full.files() if (again.folder / n).read_bytes() != (full.folder / n).read_bytes()}
+        changed = {
+            n
+            for n in full.files()
+            if (again.folder / n).read_bytes() != (full.folder / n).read_bytes()
+        }
         assert changed <= {"lock"}
     job = RunDir(again.folder).job
-    write_json(job, {**read_json(job), "state": "running", "ended": None, "exit_status": None, "verdict": None})
+    write_json(
+        job,
+        {**read_json(job), "state": "running", "ended": None, "exit_status": None, "verdict": None},
+    )
     ended_well(train("again", FULL))  # whose command was killed when its ranks had all but ended
     assert (read_json(job)["state"], read_json(job)["exit_status"]) == ("succeeded", 0)
 
@@ -145,15 +170,23 @@ def test_a_checkpoint_is_evaluated(full: Run, home: Path) -> None:
     shutil.copytree(full.folder, home / "evaluated")
     before = {name: (home / "evaluated" / name).read_bytes() for name in full.files()}
     command = [str(COMMAND), "evaluate", "evaluated"]
-    subprocess.run(command, cwd=home, env=environment(home), check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        command, cwd=home, env=environment(home), check=True, capture_output=True, timeout=120
+    )
     found = json.loads((home / "evaluated/evaluations/step_00000010/evaluation.json").read_text())
-    assert found == {"step": 10, "samples": 17, "loss": pytest.approx(full.values("evaluation_loss")[-1][1], rel=1e-6)}
+    assert found == {
+        "step": 10,
+        "samples": 17,
+        "loss": pytest.approx(full.values("evaluation_loss")[-1][1], rel=1e-6),
+    }
     assert {name: (home / "evaluated" / name).read_bytes() for name in full.files()} == before
 
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_an_export_that_was_taken_away_is_written_again(full: Run, train: Train, home: Path) -> None:
+def test_an_export_that_was_taken_away_is_written_again(
+    full: Run, train: Train, home: Path
+) -> None:
     """A finished run without its export makes it from the last checkpoint; what was measured of training stays."""
     shutil.copytree(full.folder, home / "exported-again")
     shutil.rmtree(home / "exported-again/export")
@@ -183,7 +216,9 @@ def test_the_end_says_what_came_out(full: Run) -> None:
     assert lines[-6].startswith("trained 10 steps: 160 samples, 0.625 epochs, in 0:")
     assert lines[-5] == f"final loss {loss:.4f}, evaluation loss {evaluation:.4f}"
     assert lines[-4] == "export: full/export"
-    assert lines[-3] == '  safetensors.torch.load_model(your_model, "full/export/model.safetensors")'
+    assert (
+        lines[-3] == '  safetensors.torch.load_model(your_model, "full/export/model.safetensors")'
+    )
     assert lines[-1] == "to continue: ortlaunch train full.yaml --run-dir=full train.max_steps=20"
 
 
@@ -214,7 +249,11 @@ def test_a_run_on_onnx_runtime_goes_on(train: Train) -> None:
     """Resumed after step 5, with dropout inside ONNX Runtime's graph, a run is the same; each start exports once."""
     recipe = merged(
         TOY,
-        {"model": {"arguments": {"dropout": 0.3}}, "engine": {"parity_steps": 0}, "checkpoint": {"every_steps": 5}},
+        {
+            "model": {"arguments": {"dropout": 0.3}},
+            "engine": {"parity_steps": 0},
+            "checkpoint": {"every_steps": 5},
+        },
     )
     run = ended_well(train("ten", recipe))
     losses, first = run.losses(), run.truth()["onnxruntime"]
@@ -235,8 +274,17 @@ def test_names_are_the_users_models(zero: dict[str, Any] | None, train: Train) -
     """Around the model stand ORTModule and DeepSpeed, and checkpoint and export have none of their names."""
     saved = {}
     for engine in ("ort", "eager"):
-        held_out = {"evaluation": {"format": "custom", "factory": "toys:data", "arguments": {"samples": 17, "seed": 1}}}
-        recipe = merged(TOY, {"engine": {"name": engine}, "zero": zero, "train": {"max_steps": 2}, "data": held_out})
+        held_out = {
+            "evaluation": {
+                "format": "custom",
+                "factory": "toys:data",
+                "arguments": {"samples": 17, "seed": 1},
+            }
+        }
+        recipe = merged(
+            TOY,
+            {"engine": {"name": engine}, "zero": zero, "train": {"max_steps": 2}, "data": held_out},
+        )
         run = ended_well(train(f"names-{engine}-{bool(zero)}", recipe))
         last = run.folder / "checkpoints/step_00000002"
         state = json.loads((last / "index.json").read_text())
@@ -253,10 +301,14 @@ def test_names_are_the_users_models(zero: dict[str, Any] | None, train: Train) -
 @pytest.mark.ci
 def test_epochs_in_place_of_steps(train: Train) -> None:
     """Half an epoch of 256 samples in steps of 16 is 8 steps, over which the learning rate falls to nothing."""
-    recipe = merged(TOY, {**EAGER, "train": {"max_steps": None, "epochs": 0.5}, "batch": {"micro_size": None}})
+    recipe = merged(
+        TOY, {**EAGER, "train": {"max_steps": None, "epochs": 0.5}, "batch": {"micro_size": None}}
+    )
     run = ended_well(train("epochs", recipe))
     assert [step for step, _ in run.values("loss")] == list(range(1, 9))
-    assert [rate for _, rate in run.values("learning_rate")] == pytest.approx([1e-2 * (1 - i / 8) for i in range(8)])
+    assert [rate for _, rate in run.values("learning_rate")] == pytest.approx(
+        [1e-2 * (1 - i / 8) for i in range(8)]
+    )
     assert run.values("epoch") == [(step, round(step / 16, 4)) for step in range(1, 9)]
     assert "data: 256 samples; 8 steps of 16 are 128 samples, 0.5 epochs" in run.out
     assert json.loads((run.folder / "steps.json").read_text())["max_steps"] == 8
@@ -290,7 +342,9 @@ def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
 
 
 @needs_ort
-def test_the_export_is_the_trained_model(bert: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_export_is_the_trained_model(
+    bert: Run, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """transformers loads model and tokenizer from export/, and without dropout finds the run's last evaluation loss."""
     import transformers
 
@@ -320,7 +374,10 @@ def test_classes_on_onnx_runtime(train: Train) -> None:
     recipe = merged(
         BERT,
         {
-            "model": {"task": "sequence-classification", "config": {**no_dropout, "initializer_range": 0.2}},
+            "model": {
+                "task": "sequence-classification",
+                "config": {**no_dropout, "initializer_range": 0.2},
+            },
             "data": {"train": {"format": "jsonl", "path": ["labels.jsonl"]}, "sequence_length": 8},
             "train": {"max_steps": 20, "evaluate_every_steps": None},
         },
@@ -330,7 +387,11 @@ def test_classes_on_onnx_runtime(train: Train) -> None:
     assert run.losses()[0] == pytest.approx(1.1, abs=0.4)  # ln 3
     assert run.values("evaluation_loss")[-1][1] < 0.5
     assert run.truth()["attention"] == "sdpa"
-    assert json.loads((run.folder / "export/config.json").read_text())["id2label"].keys() == {"0", "1", "2"}
+    assert json.loads((run.folder / "export/config.json").read_text())["id2label"].keys() == {
+        "0",
+        "1",
+        "2",
+    }
     assert run.truth()["engine"]["used"] == "ort"
 
 
@@ -365,5 +426,7 @@ def test_a_model_of_your_own(home: Path, tmp_path: Path) -> None:
     (line,) = COMPARED.findall(run.out)
     assert len(line) <= 100
     assert "parity: step 1 is also run in plain PyTorch, once (the model is your own)\n" in run.out
-    assert [json.loads(text)["step"] for text in (folder / "parity.jsonl").read_text().splitlines()] == [1]
+    assert [
+        json.loads(text)["step"] for text in (folder / "parity.jsonl").read_text().splitlines()
+    ] == [1]
     assert "export/model.safetensors" in run.files()

@@ -38,20 +38,34 @@ def test_a_resumed_sharded_run_is_the_same_run(sharded: Run, train: Train, home:
     assert resumed.losses() == sharded.losses()
     assert resumed.values("evaluation_loss") == sharded.values("evaluation_loss")
     assert resumed.values("gradient_norm") == sharded.values("gradient_norm")
-    assert json.loads((resumed.folder / "checkpoints/step_00000010/manifest.json").read_text())["ranks"] == 2
+    assert (
+        json.loads((resumed.folder / "checkpoints/step_00000010/manifest.json").read_text())[
+            "ranks"
+        ]
+        == 2
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.ci
 def test_shards_are_whole_in_evaluation_and_export(sharded: Run, train: Train, home: Path) -> None:
     """With ZeRO 1 and 3, and evaluation samples for one rank only in the last turn, export and evaluation agree."""
-    assert {f"logs/rank_0000{rank}.{stream}" for rank in (0, 1) for stream in ("out", "err")} <= sharded.files()
-    assert json.loads((sharded.folder / "deepspeed.json").read_text())["zero_optimization"] == {"stage": 1}
-    assert (sharded.truth()["fp16_optimizer"]["applied"], sharded.truth()["fp16_optimizer"]["by"]) == (
+    assert {
+        f"logs/rank_0000{rank}.{stream}" for rank in (0, 1) for stream in ("out", "err")
+    } <= sharded.files()
+    assert json.loads((sharded.folder / "deepspeed.json").read_text())["zero_optimization"] == {
+        "stage": 1
+    }
+    assert (
+        sharded.truth()["fp16_optimizer"]["applied"],
+        sharded.truth()["fp16_optimizer"]["by"],
+    ) == (
         True,
         "ortlaunch",
     )
-    weights = ended_well(train("sharded-weights", merged(SHARDED, {"zero": {"stage": 3}}), *TWO_RANKS))
+    weights = ended_well(
+        train("sharded-weights", merged(SHARDED, {"zero": {"stage": 3}}), *TWO_RANKS)
+    )
     for name in ("parameters", "trained_parameters"):  # of the whole model, not of a rank's pieces
         assert weights.truth()[name] == sharded.truth()[name]
     assert weights.losses() == pytest.approx(sharded.losses(), rel=1e-4)
@@ -65,4 +79,6 @@ def test_shards_are_whole_in_evaluation_and_export(sharded: Run, train: Train, h
 def test_a_sharded_checkpoint_as_a_model(train: Train, home: Path) -> None:
     """transformers' folder, tokenizer included, of masters in bf16 under ZeRO 3 on two ranks."""
     changes = {**EAGER, "precision": "bf16", "zero": {"stage": 3}, "train": {"max_steps": 3}}
-    assert exported_again(ended_well(train("bf16-sharded", merged(BERT, changes), *TWO_RANKS)), home)
+    assert exported_again(
+        ended_well(train("bf16-sharded", merged(BERT, changes), *TWO_RANKS)), home
+    )

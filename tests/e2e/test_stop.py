@@ -78,7 +78,9 @@ def test_a_run_that_is_asked_to_save_and_to_stop(train: Train, home: Path) -> No
         assert said.exit_code == 0, said.output
         saved = run.complete_checkpoints()[-1][0]
         assert said.output == f"saved after step {saved}: {run.checkpoint(saved)}\n"
-        assert before < saved <= before + 3  # the step that was logged last, the one in hand, two more
+        assert (
+            before < saved <= before + 3
+        )  # the step that was logged last, the one in hand, two more
         reach(run, saved + 2, command)
         assert [step for step, _ in run.complete_checkpoints()] == [saved]
 

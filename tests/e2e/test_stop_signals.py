@@ -118,7 +118,9 @@ class Case(NamedTuple):
     @property
     def dies(self) -> bool:
         """Whether nothing is saved: SIGKILL, or mpirun itself is told to end, which kills its ranks."""
-        to_mpirun = self.launcher == "mpi" and self.target == "launcher" and self.signal in ("TERM", "INT")
+        to_mpirun = (
+            self.launcher == "mpi" and self.target == "launcher" and self.signal in ("TERM", "INT")
+        )
         return to_mpirun or self.signal == "KILL"
 
     @property
@@ -127,7 +129,11 @@ class Case(NamedTuple):
         if self.signal == "KILL":
             return (-9,) if self.target == "command" else (137,)
         if self.dies:
-            return (143, 85, 130)  # mpirun sends its ranks SIGTERM for both; they may end by themselves in time
+            return (
+                143,
+                85,
+                130,
+            )  # mpirun sends its ranks SIGTERM for both; they may end by themselves in time
         return (130,) if self.signal == "INT" else (85,)
 
 
@@ -152,10 +158,14 @@ def start(folder: Path, case: Case, lab: Lab | None) -> Victim:
     }
     (folder / "recipe.yaml").write_text(RECIPE.format(**values))
     if lab is not None:
-        before = lab.command("login", ["env", "--chdir", str(folder), "srun", "--nodes=2", "--ntasks=2"])
+        before = lab.command(
+            "login", ["env", "--chdir", str(folder), "srun", "--nodes=2", "--ntasks=2"]
+        )
         return Victim(folder, (), lab.environ, before)
     ranks = "1" if case.launcher == "local" else "2"
-    return Victim(folder, ("--nproc-per-node", ranks, "--launcher", case.launcher), dict(os.environ))
+    return Victim(
+        folder, ("--nproc-per-node", ranks, "--launcher", case.launcher), dict(os.environ)
+    )
 
 
 def is_at(run: Victim, case: Case) -> bool:
@@ -171,7 +181,9 @@ def is_at(run: Victim, case: Case) -> bool:
 def send(run: Victim, case: Case) -> None:
     """The signal, or the words of the verb."""
     if case.signal == "stop":
-        subprocess.run([*TRAIN[:3], "stop", "--no-wait", str(run.run)], check=True, capture_output=True)
+        subprocess.run(
+            [*TRAIN[:3], "stop", "--no-wait", str(run.run)], check=True, capture_output=True
+        )
         return
     target = run.who(case.target)
     if case.moment.endswith(" stopped"):
@@ -183,7 +195,10 @@ def covering(size: int) -> list[Case]:
     """As few as have each so many of their four words together that any has, and each SIGKILL in a step; greedy."""
     every = itertools.product(LAUNCHERS, SIGNALS, TARGETS, (*MOMENTS, *STATES))
     cases = [case for case in itertools.starmap(Case, every) if case.exists]
-    parts = {case: set(itertools.combinations(case, 4 if case.is_kill_in_a_step else size)) for case in cases}
+    parts = {
+        case: set(itertools.combinations(case, 4 if case.is_kill_in_a_step else size))
+        for case in cases
+    }
     left: set[Any] = set().union(*parts.values())
     chosen = []
     while left:
@@ -196,7 +211,9 @@ def covering(size: int) -> list[Case]:
 def parameters() -> list[Any]:
     """Each three of launcher, signal, target and moment once; srun's need a lab."""
     return [
-        pytest.param(case, id="-".join(case), marks=[pytest.mark.lab] if case.launcher == "srun" else [])
+        pytest.param(
+            case, id="-".join(case), marks=[pytest.mark.lab] if case.launcher == "srun" else []
+        )
         for case in covering(3)
     ]
 
@@ -205,7 +222,10 @@ def parameters() -> list[Any]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", parameters())
 def test_a_signal(
-    case: Case, tmp_path: Path, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+    case: Case,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """The exit status, the checkpoint, and that no process is left, in time."""
     lab = request.getfixturevalue("lab") if case.launcher == "srun" else None

@@ -91,12 +91,16 @@ class Run(Victim):
         folder.mkdir(parents=True)
         how = arguments.pop("how", "")
         recipe = {**RECIPE, **arguments}
-        kind, part = ("data", recipe["data"]["train"]) if how in IN_DATA else ("model", recipe["model"])
+        kind, part = (
+            ("data", recipe["data"]["train"]) if how in IN_DATA else ("model", recipe["model"])
+        )
         part = {**part, "arguments": {**part.get("arguments", {}), "how": how}}
         recipe[kind] = {"train": part} if kind == "data" else part
         (folder / "supervised_model.py").write_text(MODULE)
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        super().__init__(folder, ("--nproc-per-node", "2", "--launcher", launcher), dict(os.environ))
+        super().__init__(
+            folder, ("--nproc-per-node", "2", "--launcher", launcher), dict(os.environ)
+        )
 
     def lines(self) -> list[str]:
         return (self.folder / "output").read_text(errors="replace").splitlines()
@@ -121,7 +125,11 @@ CI = [pytest.mark.slow, pytest.mark.ci]
 @pytest.mark.parametrize(
     ("launcher", "how"),
     [
-        pytest.param(launcher, how, marks=CI if (launcher, how) == ("torchrun", "sleep") else pytest.mark.slow)
+        pytest.param(
+            launcher,
+            how,
+            marks=CI if (launcher, how) == ("torchrun", "sleep") else pytest.mark.slow,
+        )
         for launcher in ("torchrun", "mpi")
         for how in STALLS
     ],
@@ -183,7 +191,13 @@ def test_a_run_that_is_killed_finishes_by_itself(launcher: str, kills: int, tmp_
 )
 def test_a_failure_that_repeats_stops_the_second_time(launcher: str, tmp_path: Path) -> None:
     """A rank that raises in step 7, always, under `launch.max_restarts: 3`."""
-    run = Run(tmp_path / "twice", launcher, how="raise", launch={"max_restarts": 3}, checkpoint={"every_steps": 100})
+    run = Run(
+        tmp_path / "twice",
+        launcher,
+        how="raise",
+        launch={"max_restarts": 3},
+        checkpoint={"every_steps": 100},
+    )
     status, left = run.finish(200), run.left()
     last = run.lines()[-1]
     assert status == 1

@@ -86,7 +86,10 @@ def test_two_ranks_with_a_layer_in_torch(train: Train, zero: Any) -> None:
 @pytest.mark.ci
 def test_a_wrong_derivative_is_found_by_the_parity_step(train: Train) -> None:
     """One per cent too much, in the gradients of what runs as torch."""
-    planted = {"model": {"factory": "layers:wrong_in_graphs"}, "engine": {"parity_steps": 1, "parity_tolerance": 1e-3}}
+    planted = {
+        "model": {"factory": "layers:wrong_in_graphs"},
+        "engine": {"parity_steps": 1, "parity_tolerance": 1e-3},
+    }
     run = train("planted", merged(RECIPE, planted))
     assert run.status != 0
     assert "differ" in run.err

@@ -14,7 +14,17 @@ from ortlaunch.recipe import parse_resolved
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.export.export_checkpoint import trained as checkpoint_model
-from tests.e2e.runs import BERT, COMMAND, EAGER, TWO_RANKS, Run, Train, ended_well, environment, merged
+from tests.e2e.runs import (
+    BERT,
+    COMMAND,
+    EAGER,
+    TWO_RANKS,
+    Run,
+    Train,
+    ended_well,
+    environment,
+    merged,
+)
 from tests.ort import needs_ort
 
 pytestmark = [needs_ort, pytest.mark.slow]
@@ -29,7 +39,13 @@ def trained(train: Train) -> Run:
 def ortlaunch(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [str(COMMAND), *words]
     return subprocess.run(
-        command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=home,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -45,8 +61,12 @@ def exported(trained: Run, home: Path) -> Path:
 @pytest.mark.ci
 def test_an_export_is_told(trained: Run, exported: Path, home: Path) -> None:
     """exports.jsonl has how far onnxruntime and PyTorch differ; the folder is not written again."""
-    assert {"model.onnx", "config.json", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
-    (line,) = [json.loads(text) for text in (trained.folder / "exports.jsonl").read_text().splitlines()]
+    assert {"model.onnx", "config.json", "tokenizer.json"} <= {
+        path.name for path in exported.iterdir()
+    }
+    (line,) = [
+        json.loads(text) for text in (trained.folder / "exports.jsonl").read_text().splitlines()
+    ]
     assert (line["step"], line["onnx"]["outputs"]) == (6, ["logits"])
     assert line["onnx"]["largest_difference"] < 1e-4
     again = ortlaunch(home, "export", "trained", "--format=onnx")
@@ -65,7 +85,9 @@ WORLDS = [(*TWO_RANKS, "engine.name=ort"), ("engine.name=inductor",)]
 
 
 @pytest.mark.ci
-def test_one_number(trained: Run, exported: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_number(
+    trained: Run, exported: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Engines on one and two ranks, model.onnx and plain transformers: one loss, perplexity and accuracy."""
     from transformers import BertForMaskedLM
 
@@ -98,14 +120,29 @@ def test_one_number(trained: Run, exported: Path, home: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, pytest.param(3, marks=pytest.mark.ci)])
-def test_an_export_of_each_stage(stage: int, train: Train, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_of_each_stage(
+    stage: int, train: Train, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks of ZeRO 0 to 3: the run's export, the checkpoint's and model.onnx have the checkpoint's logits."""
     from transformers import AutoModelForMaskedLM
 
-    sharded = merged(BERT, {**EAGER, "zero": {"stage": stage}, "train": {"max_steps": 3, "evaluate_every_steps": None}})
+    sharded = merged(
+        BERT,
+        {
+            **EAGER,
+            "zero": {"stage": stage},
+            "train": {"max_steps": 3, "evaluate_every_steps": None},
+        },
+    )
     run = ended_well(train(f"stage{stage}", sharded, *TWO_RANKS))
-    for form in ("huggingface", "onnx", "ondevice"):  # the latter two are held against PyTorch as they are written
-        done = ortlaunch(home, "export", run.folder.name, f"--format={form}", f"--to=stage{stage}-{form}")
+    for form in (
+        "huggingface",
+        "onnx",
+        "ondevice",
+    ):  # the latter two are held against PyTorch as they are written
+        done = ortlaunch(
+            home, "export", run.folder.name, f"--format={form}", f"--to=stage{stage}-{form}"
+        )
         assert done.returncode == 0, done.stderr
     monkeypatch.chdir(home)
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(home / "cache"))
@@ -114,7 +151,9 @@ def test_an_export_of_each_stage(stage: int, train: Train, home: Path, monkeypat
     with torch.no_grad():
         expected = whole.model.eval()(input_ids=ids).logits
         for folder in (run.folder / "export", home / f"stage{stage}-huggingface"):
-            assert torch.equal(AutoModelForMaskedLM.from_pretrained(folder).eval()(input_ids=ids).logits, expected)
+            assert torch.equal(
+                AutoModelForMaskedLM.from_pretrained(folder).eval()(input_ids=ids).logits, expected
+            )
 
 
 @pytest.mark.ci
@@ -123,18 +162,35 @@ def test_adapters_alone_and_merged(train: Train, home: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForMaskedLM
 
-    adapted = {"lora": {"r": 4, "target_modules": ["query", "value"]}, "pretrained": "base/export", "config": None}
-    ended_well(train("base", merged(BERT, {**EAGER, "train": {"max_steps": 2, "evaluate_every_steps": None}})))
-    recipe = merged(BERT, {**EAGER, "zero": {"stage": 2}, "train": {"max_steps": 3, "evaluate_every_steps": None}})
+    adapted = {
+        "lora": {"r": 4, "target_modules": ["query", "value"]},
+        "pretrained": "base/export",
+        "config": None,
+    }
+    ended_well(
+        train(
+            "base", merged(BERT, {**EAGER, "train": {"max_steps": 2, "evaluate_every_steps": None}})
+        )
+    )
+    recipe = merged(
+        BERT,
+        {**EAGER, "zero": {"stage": 2}, "train": {"max_steps": 3, "evaluate_every_steps": None}},
+    )
     ended_well(train("lora", {**recipe, "model": {"task": "masked-lm", **adapted}}, *TWO_RANKS))
-    for words in (("--lora=merged", "--to=merged"), ("--lora=alone", "--to=alone"), ("--format=onnx",)):
+    for words in (
+        ("--lora=merged", "--to=merged"),
+        ("--lora=alone", "--to=alone"),
+        ("--format=onnx",),
+    ):
         done = ortlaunch(home, "export", "lora", *words)
         assert done.returncode == 0, done.stderr
     ids = torch.arange(5, 25).reshape(2, 10)
     base = AutoModelForMaskedLM.from_pretrained(home / "base/export").eval()
     with torch.no_grad():
         untouched = base(input_ids=ids).logits
-        merged_one = AutoModelForMaskedLM.from_pretrained(home / "merged").eval()(input_ids=ids).logits
+        merged_one = (
+            AutoModelForMaskedLM.from_pretrained(home / "merged").eval()(input_ids=ids).logits
+        )
         alone = peft.PeftModel.from_pretrained(base, home / "alone").eval()(input_ids=ids).logits
     torch.testing.assert_close(alone, merged_one, atol=1e-5, rtol=0)
     assert float((untouched - merged_one).abs().max()) > 1e-4
@@ -171,17 +227,25 @@ def test_a_corpus_that_changed(train: Train, home: Path) -> None:
     """Export, evaluation and a run that goes on keep the words that were trained with; without the corpus, too."""
     (home / "moving.txt").write_text((home / "train.txt").read_text())
     corpus = {"data": {"train": {"format": "text", "path": ["moving.txt"]}, "evaluation": None}}
-    recipe = merged(BERT, {**EAGER, **corpus, "train": {"max_steps": 2, "evaluate_every_steps": None}})
+    recipe = merged(
+        BERT, {**EAGER, **corpus, "train": {"max_steps": 2, "evaluate_every_steps": None}}
+    )
     run = ended_well(train("moving", recipe))
-    (home / "moving.txt").write_text("quite other words\n\n" * 40 + (home / "train.txt").read_text())
+    (home / "moving.txt").write_text(
+        "quite other words\n\n" * 40 + (home / "train.txt").read_text()
+    )
     longer = merged(recipe, {"train": {"max_steps": 4}})
     ended_well(train("moving", longer, "--allow=data"))
     (home / "moving.txt").unlink()
     done = ortlaunch(home, "export", "moving", "--step=2", "--to=moved")
     assert done.returncode == 0, done.stderr
-    measured = ortlaunch(home, "evaluate", "moving", "data.evaluation={format: text, path: [held-out.txt]}")
+    measured = ortlaunch(
+        home, "evaluate", "moving", "data.evaluation={format: text, path: [held-out.txt]}"
+    )
     assert measured.returncode == 0, measured.stderr
-    words = [(place / "tokenizer.json").read_text() for place in (run.folder / "export", home / "moved")]
+    words = [
+        (place / "tokenizer.json").read_text() for place in (run.folder / "export", home / "moved")
+    ]
     assert words[0] == words[1] == (run.folder / "tokenizer/tokenizer.json").read_text()
     assert "quite" not in json.loads(words[0])["model"]["vocab"]
 

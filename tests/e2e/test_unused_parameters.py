@@ -24,14 +24,21 @@ def recipe(engine: str = "eager", micro: int = 4, **arguments: Any) -> dict[str,
     """Decay, which would move an unused weight that got a gradient of zeros."""
     model = {"factory": "toys:partial", "arguments": arguments}
     optimizer = {"weight_decay": 0.5}
-    more = {"model": model, "engine": {"name": engine}, "optimizer": optimizer, "batch": {"micro_size": micro}}
+    more = {
+        "model": model,
+        "engine": {"name": engine},
+        "optimizer": optimizer,
+        "batch": {"micro_size": micro},
+    }
     return merged(TOY, {**more, "train": {"max_grad_norm": 1.0}})
 
 
 def same(run: Run, expected: Run) -> None:
     """Losses, norms and the weights that they come from."""
     for name in ("loss", "gradient_norm"):
-        assert [v for _, v in run.values(name)] == pytest.approx([v for _, v in expected.values(name)], rel=1e-4)
+        assert [v for _, v in run.values(name)] == pytest.approx(
+            [v for _, v in expected.values(name)], rel=1e-4
+        )
 
 
 @pytest.mark.slow
@@ -67,7 +74,10 @@ def test_averaging_by_hand_is_that_of_distributed_data_parallel(train: Train) ->
     more = {"data": {"evaluation": TOY["data"]["train"]}, "train": {"evaluate_every_steps": 5}}
     by_hand = ended_well(train("by-hand", merged(recipe(), more), *TWO_RANKS))
     by_torch = ended_well(train("by-torch", merged(recipe(freeze=True), more), *TWO_RANKS))
-    assert (len(by_hand.truth()["unused_parameters"]), by_torch.truth()["unused_parameters"]) == (3, [])
+    assert (len(by_hand.truth()["unused_parameters"]), by_torch.truth()["unused_parameters"]) == (
+        3,
+        [],
+    )
     for name in ("loss", "gradient_norm", "evaluation_loss"):
         assert by_hand.values(name) == by_torch.values(name)
 
@@ -79,6 +89,9 @@ def test_a_parameter_that_is_used_no_more_ends_the_run(train: Train) -> None:
     ended = train("no-more", recipe(until=4), *TWO_RANKS)  # two passes a step
     assert ended.status == 1
     assert "EngineError" in ended.err
-    assert "the loss of this step does not use model.spare.weight, model.spare.bias on rank" in ended.err
+    assert (
+        "the loss of this step does not use model.spare.weight, model.spare.bias on rank"
+        in ended.err
+    )
     assert "train with DeepSpeed: zero={stage: 0}" in ended.err
     assert [step for step, _ in ended.values("loss")] == [1, 2]

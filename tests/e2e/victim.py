@@ -56,7 +56,13 @@ def wait(condition: Callable[[], object], seconds: float, every: float = 0.02) -
 class Victim:
     """One run in a folder, which holds its recipe; `before` is what its command is started by."""
 
-    def __init__(self, folder: Path, words: Sequence[str], environ: dict[str, str], before: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        words: Sequence[str],
+        environ: dict[str, str],
+        before: Sequence[str] = (),
+    ) -> None:
         self.folder, self.run = folder, folder / "run"
         self.output = open(folder / "output", "wb")  # noqa: SIM115
         self.command = subprocess.Popen(
@@ -67,7 +73,9 @@ class Victim:
 
     def ranks(self) -> list[Process]:
         """Processes of ranks, below their guardians; in the order of their ids."""
-        workers = {pid: one for pid, one in processes(self.folder).items() if _WORKER.search(one.words)}
+        workers = {
+            pid: one for pid, one in processes(self.folder).items() if _WORKER.search(one.words)
+        }
         workers = {pid: one for pid, one in workers.items() if not _LAUNCHER.search(one.words)}
         return [workers[pid] for pid in sorted(workers) if workers[pid].parent in workers]
 
@@ -76,7 +84,9 @@ class Victim:
         if target == "command":
             return self.command.pid
         if target == "launcher":
-            return next(pid for pid, one in processes(self.folder).items() if _LAUNCHER.search(one.words))
+            return next(
+                pid for pid, one in processes(self.folder).items() if _LAUNCHER.search(one.words)
+            )
         return self.ranks()[-1].pid if target == "rank" else self.ranks()[-1].parent
 
     def steps(self) -> int:

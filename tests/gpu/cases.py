@@ -19,7 +19,9 @@ from tests.gpu.verdicts import Ended, Verdict
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "{folder}"  # stands in a command for the case's own folder
 STEPS = 20
-PLAIN_CURVE = "import json; from tests.e2e.parity import reference; print(json.dumps(reference({!r}, {!r})))"
+PLAIN_CURVE = (
+    "import json; from tests.e2e.parity import reference; print(json.dumps(reference({!r}, {!r})))"
+)
 
 
 class Case(NamedTuple):
@@ -30,7 +32,9 @@ class Case(NamedTuple):
     command: tuple[str, ...]
     judge: Callable[[Ended], Verdict]
     recipe: tuple[str, ...] = ()  # recipe and overrides: must fit into the card's memory
-    forked: tuple[smoke.Command, ...] = ()  # several commands of ortlaunch, copies of a loaded process, instead
+    forked: tuple[
+        smoke.Command, ...
+    ] = ()  # several commands of ortlaunch, copies of a loaded process, instead
     reference: str = ""  # `smoke`, or a recipe whose curve of plain PyTorch it is compared with
 
     @property
@@ -124,14 +128,25 @@ def _engine(part: str, form: Form) -> Iterator[Case]:
                 yield _curve(part, recipe, form, part, stage, precision)
 
 
-def _curve(part: str, recipe: str, form: Form, engine: str, stage: int | None, precision: str, *more: str) -> Case:
+def _curve(
+    part: str, recipe: str, form: Form, engine: str, stage: int | None, precision: str, *more: str
+) -> Case:
     from tests.e2e.parity import overrides
 
     zero = "zero=null" if stage is None else f"zero={{stage: {stage}}}"
     scale = (smoke.LOW_SCALE,) if stage is not None and precision == "fp16" else ()
-    settings = (*overrides(recipe), f"engine={{name: {engine}}}", zero, *scale, f"precision={precision}", *more)
+    settings = (
+        *overrides(recipe),
+        f"engine={{name: {engine}}}",
+        zero,
+        *scale,
+        f"precision={precision}",
+        *more,
+    )
     command = _ortlaunch("train", form, _recipe(recipe), *settings, f"--run-dir={FOLDER}/run")
-    name = ", ".join([recipe, "no DeepSpeed" if stage is None else f"ZeRO {stage}", precision, *more])
+    name = ", ".join(
+        [recipe, "no DeepSpeed" if stage is None else f"ZeRO {stage}", precision, *more]
+    )
     return Case(part, name, command, partial(verdicts.curve, engine, precision), reference=recipe)
 
 
@@ -145,7 +160,13 @@ def _bench(
     """One `ortlaunch bench`: variants one after the other, each alone on the card."""
     recipe = _recipe(recipe[0]), *recipe[1:]
     engines = engines or (form.varied if vary else ",".join(_ENGINES))
-    length = ("--rounds=1", f"--steps={form.steps}", "--one-at-a-time", "--no-picture", f"--out={FOLDER}/bench")
+    length = (
+        "--rounds=1",
+        f"--steps={form.steps}",
+        "--one-at-a-time",
+        "--no-picture",
+        f"--out={FOLDER}/bench",
+    )
     varied = (f"--vary={vary}",) if vary else ()
     command = _ortlaunch("bench", form, *recipe, f"--engines={engines}", *varied, *length)
     return Case(*case, command, partial(verdicts.bench, check), recipe)
@@ -156,11 +177,18 @@ def _deepspeed(part: str, form: Form) -> Iterator[Case]:
     recipe = form.curves[-1]
     for precision in form.precisions["eager"]:
         for fused in ("true", "false"):
-            yield _curve(part, recipe, form, "eager", 2, precision, f"zero.fused_gradient_norm={fused}")
+            yield _curve(
+                part, recipe, form, "eager", 2, precision, f"zero.fused_gradient_norm={fused}"
+            )
     settings = (*form.bert, "engine={name: eager}", "optimizer.name=fused_adam", "zero={stage: 2}")
     varied = "zero.fused_gradient_norm=true,false"
     yield _bench(
-        (part, f"{form.bert[0]}, ZeRO 2"), form, settings, verdicts.modifier_as_asked, engines="eager", vary=varied
+        (part, f"{form.bert[0]}, ZeRO 2"),
+        form,
+        settings,
+        verdicts.modifier_as_asked,
+        engines="eager",
+        vary=varied,
     )
 
 
@@ -175,22 +203,36 @@ def _llama(part: str, form: Form) -> Iterator[Case]:
     what = (_LORA,) if part == "lora" else ("model.gradient_checkpointing=true",)
     for engine in _ENGINES:
         precision = "fp32" if form.device == "cpu" else "fp16" if engine == "ort" else "bf16"
-        settings = (*form.llama, *what, "zero={stage: 2}", f"engine={{name: {engine}}}", f"precision={precision}")
+        settings = (
+            *form.llama,
+            *what,
+            "zero={stage: 2}",
+            f"engine={{name: {engine}}}",
+            f"precision={precision}",
+        )
         yield _bench(
-            (part, f"{form.llama[0]}, {engine}, {precision}"), form, settings, verdicts.nothing_more, engines=engine
+            (part, f"{form.llama[0]}, {engine}, {precision}"),
+            form,
+            settings,
+            verdicts.nothing_more,
+            engines=engine,
         )
 
 
 def _precision(part: str, form: Form) -> Iterator[Case]:
     settings = (*form.bert, "engine={name: eager}", "precision=fp32")
     vary = f"engine.matmul_precision={form.matmul}"
-    yield _bench((part, f"{form.bert[0]}, fp32"), form, settings, verdicts.precision_in_force, vary=vary)
+    yield _bench(
+        (part, f"{form.bert[0]}, fp32"), form, settings, verdicts.precision_in_force, vary=vary
+    )
 
 
 def _chunked_loss(part: str, form: Form) -> Iterator[Case]:
     settings = (*form.llama, form.few_layers, "engine={name: eager}", "zero=null", "precision=fp32")
     vary = f"engine.chunked_loss={form.chunks}"
-    yield _bench((part, f"{form.llama[0]}, fp32"), form, settings, verdicts.loss_in_chunks, vary=vary)
+    yield _bench(
+        (part, f"{form.llama[0]}, fp32"), form, settings, verdicts.loss_in_chunks, vary=vary
+    )
 
 
 def _recompute(part: str, form: Form) -> Iterator[Case]:
@@ -207,14 +249,24 @@ def _memory(part: str, form: Form) -> Iterator[Case]:
         precision = "bf16"
         zero = "null" if stage is None else f"{{stage: {stage}}}"
         optimizer = "optimizer.name=fused_adam"  # LAMB is not for ZeRO
-        settings = (*form.bert[1:], "engine={name: eager}", f"zero={zero}", f"precision={precision}", optimizer)
+        settings = (
+            *form.bert[1:],
+            "engine={name: eager}",
+            f"zero={zero}",
+            f"precision={precision}",
+            optimizer,
+        )
         recipe = (_recipe(form.bert[0]), *settings, "train.max_steps=3")
         command = _ortlaunch("train", form, *recipe, f"--run-dir={FOLDER}/run")
-        name = f"{form.bert[0]}, {'no DeepSpeed' if stage is None else f'ZeRO {stage}'}, {precision}"
+        name = (
+            f"{form.bert[0]}, {'no DeepSpeed' if stage is None else f'ZeRO {stage}'}, {precision}"
+        )
         yield Case(part, name, command, verdicts.memory, recipe)
 
 
-PARTS: dict[str, Callable[[str, Form], Iterator[Case]]] = {  # in the order of value: a borrowed GPU may be taken back
+PARTS: dict[
+    str, Callable[[str, Form], Iterator[Case]]
+] = {  # in the order of value: a borrowed GPU may be taken back
     "smoke": _forked,
     "eager": _engine,
     "deepspeed": _deepspeed,

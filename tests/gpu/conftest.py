@@ -63,7 +63,9 @@ def device(pytestconfig: pytest.Config, results: Results) -> str:
     """The one of --device, which must be here."""
     device: str = pytestconfig.getoption("--device")
     if device == "cuda" and results.machine["memory"] is None:
-        pytest.exit("torch sees no CUDA device here; add --device cpu for a rehearsal", returncode=2)
+        pytest.exit(
+            "torch sees no CUDA device here; add --device cpu for a rehearsal", returncode=2
+        )
     return device
 
 
@@ -105,7 +107,12 @@ def losses_of(
             assert status == 0, log[-3000:]
             return smoke.losses_of(folder / "run")
         done = subprocess.run(
-            cases.plain_curve(name, device), cwd=cases.ROOT, capture_output=True, text=True, timeout=900, check=True
+            cases.plain_curve(name, device),
+            cwd=cases.ROOT,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=True,
         )
         return list(json.loads(done.stdout.splitlines()[-1]))
 

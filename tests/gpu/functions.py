@@ -36,19 +36,36 @@ def commands(device: str) -> Iterator[tuple[str, tuple[Command, ...], Any]]:
         graphs = ("engine.save_onnx=graphs",) if engine == "ort" else ()
         plain = _train("cpu", *_LONG, "zero=null", "engine={name: eager}", "--run-dir=plain")
         run = _train(device, *_LONG, *zero, *graphs, "--run-dir=run")
-        yield f"{_POSITIONS} positions, {engine}, {half}, ZeRO 2", (plain, run), partial(positions, engine, half)
+        yield (
+            f"{_POSITIONS} positions, {engine}, {half}, ZeRO 2",
+            (plain, run),
+            partial(positions, engine, half),
+        )
     eager = ("engine={name: eager}", "zero=null")
     for name, words in (
         ("saves beside training", ("checkpoint.async=true",)),
         ("worker processes read batches", ("data.workers=2",)),
         ("dropout", ("model.config.attention_dropout=0.2",)),
-        ("optimizer on the CPU, ZeRO 2", ("zero={stage: 2, offload: {optimizer: cpu, pin_memory: true}}",)),
-        ("weights on the CPU, ZeRO 3", ("zero={stage: 3, offload: {optimizer: cpu, parameters: cpu}}",)),
+        (
+            "optimizer on the CPU, ZeRO 2",
+            ("zero={stage: 2, offload: {optimizer: cpu, pin_memory: true}}",),
+        ),
+        (
+            "weights on the CPU, ZeRO 3",
+            ("zero={stage: 3, offload: {optimizer: cpu, parameters: cpu}}",),
+        ),
     ):
-        runs = _train(device, *eager, *words, "--run-dir=run"), _train(device, *eager, *words, *_RESUME)
+        runs = (
+            _train(device, *eager, *words, "--run-dir=run"),
+            _train(device, *eager, *words, *_RESUME),
+        )
         yield f"{name}, resumed", runs, resumed
     ort = ("engine={name: ort}", "zero=null", "model.config.attention_dropout=0.2")
-    yield "dropout, ort, resumed", (_train(device, *ort, "--run-dir=run"), _train(device, *ort, *_RESUME)), resumed
+    yield (
+        "dropout, ort, resumed",
+        (_train(device, *ort, "--run-dir=run"), _train(device, *ort, *_RESUME)),
+        resumed,
+    )
     yield "doctor", ((0, ("doctor", "smoke.yaml", f"--device={device}")),), ends_well
     yield "micro_size: auto", (_largest_batch(device),), largest_batch
 
@@ -63,7 +80,12 @@ def _largest_batch(device: str) -> Command:
     if device == "cpu":
         return 0, ("train", "smoke.yaml", f"launch.device={device}", *auto)
     recipe = str(ROOT / "recipes/bert-large/phase1.yaml")
-    settings = ("data.train=python-docs", "batch.global_size=4096", "precision=bf16", f"launch.device={device}")
+    settings = (
+        "data.train=python-docs",
+        "batch.global_size=4096",
+        "precision=bf16",
+        f"launch.device={device}",
+    )
     return 0, ("train", recipe, *settings, *auto)
 
 
@@ -97,18 +119,29 @@ def positions(engine: str, precision: str, ended: Ended) -> Verdict:
     complaints = [f"the first loss differs by {largest:.1e}"] if largest > _FIRST_LOSS else []
     if engine == "ort":
         complaints += _products(ended.folder / "graphs", precision)
-    return judged(complaints, [{"difference": largest, "tolerance": _FIRST_LOSS, "last_loss": losses[-1]}])
+    return judged(
+        complaints, [{"difference": largest, "tolerance": _FIRST_LOSS, "last_loss": losses[-1]}]
+    )
 
 
 def _products(folder: Path, precision: str) -> Iterator[str]:
     """Products of the graph that ran, by the types of what goes in and comes out."""
     import onnx
 
-    graph = onnx.load(str(next(folder.glob("*execution_model_training.onnx"))), load_external_data=False).graph
-    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info, *graph.output)}
+    graph = onnx.load(
+        str(next(folder.glob("*execution_model_training.onnx"))), load_external_data=False
+    ).graph
+    types = {
+        value.name: value.type.tensor_type.elem_type
+        for value in (*graph.input, *graph.value_info, *graph.output)
+    }
     types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
     products = [node for node in graph.node if node.op_type in _PRODUCTS]
-    exact = [node for node in products if _FLOAT in [types.get(name) for name in (*node.input, *node.output)]]
+    exact = [
+        node
+        for node in products
+        if _FLOAT in [types.get(name) for name in (*node.input, *node.output)]
+    ]
     if precision == "fp16" and exact:
         yield f"{len(exact)} of {len(products)} products are float32, such as {exact[0].name}"
     if not products or (precision == "fp32" and len(exact) != len(products)):
@@ -122,4 +155,6 @@ def largest_batch(ended: Ended) -> Verdict:
     record = json.loads((ended.folder / "run/micro_size.json").read_text())
     out = [one for one in record["tries"] if one["share"] is None]
     complaints = ["no try ran out of memory"] if ended.capability is not None and not out else []
-    return judged(complaints, [], (f"{record['found']} a micro batch, found in {len(record['tries'])} tries",))
+    return judged(
+        complaints, [], (f"{record['found']} a micro batch, found in {len(record['tries'])} tries",)
+    )

@@ -48,7 +48,9 @@ RECIPE: dict[str, Any] = {
     "log": {"every_steps": 1},
 }  # fmt: skip
 
-Command = tuple[int, tuple[str, ...]]  # ranks (0: it starts them itself) and the words of one `ortlaunch`
+Command = tuple[
+    int, tuple[str, ...]
+]  # ranks (0: it starts them itself) and the words of one `ortlaunch`
 
 
 # ------------------------------------------------------------------------------------------------------- commands
@@ -71,7 +73,9 @@ def reference() -> tuple[Command, ...]:
 def _cells(device: str, engine: str) -> Iterator[tuple[str, tuple[Command, ...], Any]]:
     for precision in _precisions(device, engine):
         for stage in _stages(device, engine):
-            yield _one_rank(device, engine, precision, stage, first=(precision, stage) == ("fp32", None))
+            yield _one_rank(
+                device, engine, precision, stage, first=(precision, stage) == ("fp32", None)
+            )
 
 
 def _precisions(device: str, engine: str) -> tuple[str, ...]:
@@ -111,17 +115,30 @@ def _two_ranks(device: str, stage: int | None) -> tuple[str, tuple[Command, ...]
     found = [_train(*settings, ranks=2), _again(*settings, ranks=2)]
     if stage == 2:
         found.append(_again(*settings, name="one"))
-    return f"two ranks on one device, {_sharding(stage, 2)}", tuple(found), partial(trained, "eager", "fp32", False)
+    return (
+        f"two ranks on one device, {_sharding(stage, 2)}",
+        tuple(found),
+        partial(trained, "eager", "fp32", False),
+    )
 
 
 def _sharding(stage: int | None, ranks: int) -> str:
     return f"ZeRO {stage}" if stage else "DDP" if ranks > 1 else "no DeepSpeed"
 
 
-def _train(device: str, engine: str, precision: str, stage: int | None, *more: str, ranks: int = 1) -> Command:
+def _train(
+    device: str, engine: str, precision: str, stage: int | None, *more: str, ranks: int = 1
+) -> Command:
     zero = "zero=null" if stage is None else f"zero={{stage: {stage}}}"
     scale = (LOW_SCALE,) if stage is not None and precision == "fp16" else ()
-    settings = (f"launch.device={device}", f"engine.name={engine}", f"precision={precision}", zero, *scale, *more)
+    settings = (
+        f"launch.device={device}",
+        f"engine.name={engine}",
+        f"precision={precision}",
+        zero,
+        *scale,
+        *more,
+    )
     return ranks, ("train", "smoke.yaml", *settings, *(() if more else ("--run-dir=run",)))
 
 
@@ -133,14 +150,22 @@ def _again(*settings: Any, name: str = "again", ranks: int = 1) -> Command:
 # ------------------------------------------------------------------------------------------------------------ runs
 
 
-def run(sequence: tuple[Command, ...], folder: Path, seconds: float, cold: bool) -> tuple[int, str, str]:
+def run(
+    sequence: tuple[Command, ...], folder: Path, seconds: float, cold: bool
+) -> tuple[int, str, str]:
     """Run the commands, one after another, in a folder: the first failing one's status, and all output.
 
     Raises:
         TimeoutExpired: they were not done in so many seconds.
     """
-    deadline, gpu = time.monotonic() + seconds, os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    one = {"ORTLAUNCH_SHARE_GPUS": "1", "CUDA_VISIBLE_DEVICES": gpu}  # two ranks share it where there are more, too
+    deadline, gpu = (
+        time.monotonic() + seconds,
+        os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+    )
+    one = {
+        "ORTLAUNCH_SHARE_GPUS": "1",
+        "CUDA_VISIBLE_DEVICES": gpu,
+    }  # two ranks share it where there are more, too
     folder.mkdir()
     write_inputs(folder)
     log = ""
@@ -193,13 +218,22 @@ def trained(engine: str, precision: str, first: bool, ended: Ended) -> Verdict:
     complaints += [
         *([f"ran on {report['engine']['used']}"] if report["engine"]["used"] != engine else []),
         *_wrong_device(report, ended.capability is not None),
-        *([] if losses[-1] < losses[0] else [f"the loss rose from {losses[0]:.4f} to {losses[-1]:.4f}"]),
-        *(f"after the resume: {what}" for what in differences(run, again, _rounding(engine, precision, ended))),
+        *(
+            []
+            if losses[-1] < losses[0]
+            else [f"the loss rose from {losses[0]:.4f} to {losses[-1]:.4f}"]
+        ),
+        *(
+            f"after the resume: {what}"
+            for what in differences(run, again, _rounding(engine, precision, ended))
+        ),
         *_other_world(run, ended.folder / "one"),
         *(_wrong_outputs(ended) if first else []),
     ]
     graph = (report["onnxruntime"] or {}).get("training_graph") or {}
-    nodes = ", ".join(f"{count} {provider}" for provider, count in graph.get("nodes_by_provider", {}).items())
+    nodes = ", ".join(
+        f"{count} {provider}" for provider, count in graph.get("nodes_by_provider", {}).items()
+    )
     return judged(complaints, [{**row, "nodes": nodes or None}], notes)
 
 
@@ -240,8 +274,12 @@ def differences(run: Path, again: Path, rounding: float = 0.0) -> list[str]:
     if not names:
         return [f"no tensors in {_LAST}"]
     names.append(Path("export/model.safetensors"))
-    found = [str(name) for name in names if (run / name).read_bytes() != (again / name).read_bytes()]
-    return [f"{', '.join(found)} differ; losses by at most {largest:.1e}"] if found or largest else []
+    found = [
+        str(name) for name in names if (run / name).read_bytes() != (again / name).read_bytes()
+    ]
+    return (
+        [f"{', '.join(found)} differ; losses by at most {largest:.1e}"] if found or largest else []
+    )
 
 
 def _other_world(run: Path, one: Path) -> Iterator[str]:
@@ -254,11 +292,17 @@ def _other_world(run: Path, one: Path) -> Iterator[str]:
 def _wrong_outputs(ended: Ended) -> Iterator[str]:
     """Of evaluate, export and generate."""
     run = ended.folder / "run"
-    (at_end,) = (line["evaluation_loss"] for line in _lines(run / "metrics.jsonl") if "evaluation_loss" in line)
+    (at_end,) = (
+        line["evaluation_loss"]
+        for line in _lines(run / "metrics.jsonl")
+        if "evaluation_loss" in line
+    )
     again = json.loads((run / f"evaluations/step_{STEPS:08}/evaluation.json").read_text())["loss"]
     if difference([again], [at_end]) > _OTHER_WORLD:
         yield f"evaluate measured a loss of {again:.5f}, and the run's end {at_end:.5f}"
-    if (ended.folder / "exported/model.safetensors").read_bytes() != (run / "export/model.safetensors").read_bytes():
+    if (ended.folder / "exported/model.safetensors").read_bytes() != (
+        run / "export/model.safetensors"
+    ).read_bytes():
         yield "export differs from the one that the run wrote"
     generated = ended.stdout.rpartition("$ ortlaunch generate")[2].partition("$ ortlaunch")[0]
     if not generated.rpartition("The value of")[2].strip():

@@ -15,7 +15,17 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.units import human
-from tests.gpu.cases import FOLDER, PARTS, ROOT, Case, Form, cases, form, plan_command, planned_bytes
+from tests.gpu.cases import (
+    FOLDER,
+    PARTS,
+    ROOT,
+    Case,
+    Form,
+    cases,
+    form,
+    plan_command,
+    planned_bytes,
+)
 from tests.gpu.smoke import run
 from tests.gpu.verdicts import FAILED, SKIPPED, Ended, Verdict
 from tests.page import CASE_SECONDS, Results
@@ -44,7 +54,9 @@ def test_gpu(
     """The case's commands end as its judge wants them to."""
     record_property("part", case.part)
     record_property("case", case.name)
-    if refused := refusal(case, form(device, request.config.getoption("--ranks")), results.machine["memory"]):
+    if refused := refusal(
+        case, form(device, request.config.getoption("--ranks")), results.machine["memory"]
+    ):
         pytest.skip(refused)
     if case.part == "ort" or case.name.startswith(("ort, ", "dropout, ort")):
         request.getfixturevalue("extensions")
@@ -55,14 +67,18 @@ def test_gpu(
             output = run(case.forked, folder, seconds, request.getfixturevalue("cold"))
         else:
             folder.mkdir()
-            output = in_process([word.replace(FOLDER, str(folder)) for word in case.command], tmp_path, seconds)
+            output = in_process(
+                [word.replace(FOLDER, str(folder)) for word in case.command], tmp_path, seconds
+            )
         verdict = judged(case, Ended(*output, folder, reference, results.machine["capability"]))
     except subprocess.TimeoutExpired:
         results.out_of_time(f"was not done in {seconds:.0f} s")
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # checkpoints of a BERT-large are gigabytes
     for row in verdict.rows:
-        record_property("row", {name: value for name, value in row.items() if name not in NOT_SHOWN})
+        record_property(
+            "row", {name: value for name, value in row.items() if name not in NOT_SHOWN}
+        )
     if verdict.status == SKIPPED:
         pytest.skip("; ".join(verdict.why))
     if verdict.status == FAILED:
@@ -83,13 +99,17 @@ def refusal(case: Case, shape: Form, memory: int | None) -> str:
     """Why a case is not started: a card that is too small; else an empty text."""
     if case.recipe and memory is not None:
         status, stdout, _ = in_process(plan_command(case, shape), ROOT, 60)
-        planned = planned_bytes(stdout) if status == 0 else None  # what is wrong with it, its own run will say
+        planned = (
+            planned_bytes(stdout) if status == 0 else None
+        )  # what is wrong with it, its own run will say
         if planned is not None and planned > memory:
             return f"the plan takes {human(planned)} of a card, and this one has {human(memory)}"
     return ""
 
 
-def in_process(command: list[str] | tuple[str, ...], folder: Path, seconds: float) -> tuple[int, str, str]:
+def in_process(
+    command: list[str] | tuple[str, ...], folder: Path, seconds: float
+) -> tuple[int, str, str]:
     """Exit status and output; a command that is late is ended as by a launcher, so that its ranks end with it."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -69,28 +69,51 @@ def curve(engine: str, precision: str, ended: Ended) -> Verdict:
         return _ended_badly(ended)
     run = ended.folder / "run"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    complaints, row, notes = near([record for record in records if "loss" in record], precision, ended)
+    complaints, row, notes = near(
+        [record for record in records if "loss" in record], precision, ended
+    )
     used = json.loads((run / "engine.json").read_text())["engine"]["used"]
     return judged([*complaints, *([f"ran on {used}"] if used != engine else [])], [row], notes)
 
 
-def near(records: list[Row], precision: str, ended: Ended) -> tuple[list[str], Row, tuple[str, ...]]:
+def near(
+    records: list[Row], precision: str, ended: Ended
+) -> tuple[list[str], Row, tuple[str, ...]]:
     """Complaints, figures and notes of a curve beside the reference's.
 
     GradScaler begins at 65,536 and skips a step or two in fp16, which moves what follows: that is compared coarsely.
     """
-    losses, skips = [record["loss"] for record in records], [record.get("skipped_steps", 0) for record in records]
+    losses, skips = (
+        [record["loss"] for record in records],
+        [record.get("skipped_steps", 0) for record in records],
+    )
     plain, tolerance = ended.reference, TOLERANCE[precision]
     exact = next((place for place, count in enumerate(skips, 1) if count), len(losses))
     largest = difference(losses[:exact], plain[:exact]) if len(losses) == len(plain) else math.inf
     rest, skipped = difference(losses[exact:], plain[exact : len(losses)]), max(skips, default=0)
     complaints = [
-        *([f"a loss differs by {largest:.1e}; {tolerance:g} is allowed"] if largest > tolerance else []),
+        *(
+            [f"a loss differs by {largest:.1e}; {tolerance:g} is allowed"]
+            if largest > tolerance
+            else []
+        ),
         *([f"a loss after a skipped step differs by {rest:.1e}"] if rest > AFTER_SKIP else []),
-        *([f"{skipped} steps were skipped"] if skipped > (MOST_SKIPPED if precision == "fp16" else 0) else []),
+        *(
+            [f"{skipped} steps were skipped"]
+            if skipped > (MOST_SKIPPED if precision == "fp16" else 0)
+            else []
+        ),
     ]
-    notes = (f"{skipped} skipped steps: {len(losses) - exact} losses were compared coarsely",) if skipped else ()
-    return complaints, {"difference": largest, "tolerance": tolerance, "last_loss": losses[-1]}, notes
+    notes = (
+        (f"{skipped} skipped steps: {len(losses) - exact} losses were compared coarsely",)
+        if skipped
+        else ()
+    )
+    return (
+        complaints,
+        {"difference": largest, "tolerance": tolerance, "last_loss": losses[-1]},
+        notes,
+    )
 
 
 def difference(losses: list[float], plain: list[float]) -> float:
@@ -107,13 +130,21 @@ def bench(check: Check, ended: Ended) -> Verdict:
     """Every variant measured and equal to plain PyTorch, but for what engine ort refuses; and the part's check."""
     report = ended.folder / "bench" / "bench.json"
     if not report.exists():
-        return Verdict(SKIPPED, (ended.last_words,)) if _refused_for_ort(ended) else _ended_badly(ended)
+        return (
+            Verdict(SKIPPED, (ended.last_words,))
+            if _refused_for_ort(ended)
+            else _ended_badly(ended)
+        )
     variants = json.loads(report.read_text())["variants"]
     rows = [_row(v, ended.folder) for v in variants if v["state"] == "measured"]
     refused = [v for v in variants if v["state"] == "refused"]
-    complaints = [f"{v['name']}: {v['state']}: {_short(v['reason'])}" for v in variants if _is_failure(v)]
+    complaints = [
+        f"{v['name']}: {v['state']}: {_short(v['reason'])}" for v in variants if _is_failure(v)
+    ]
     complaints += [f"{row['variant']}: parity: {row['why']}" for row in rows if _differs(row)]
-    notes = [f"{v['name']}: refused: {_short(v['reason'])}" for v in refused if v["engine"] == "ort"]
+    notes = [
+        f"{v['name']}: refused: {_short(v['reason'])}" for v in refused if v["engine"] == "ort"
+    ]
     notes += [f"{row['variant']}: not compared: {row['why']}" for row in rows if _had_no_room(row)]
     if not rows and not complaints:
         return Verdict(SKIPPED, tuple(notes))
@@ -121,7 +152,9 @@ def bench(check: Check, ended: Ended) -> Verdict:
 
 
 def _is_failure(variant: Row) -> bool:
-    return variant["state"] == "failed" or (variant["state"] == "refused" and variant["engine"] != "ort")
+    return variant["state"] == "failed" or (
+        variant["state"] == "refused" and variant["engine"] != "ort"
+    )
 
 
 def _differs(row: Row) -> bool:
@@ -191,10 +224,15 @@ def precision_in_force(ended: Ended, rows: list[Row]) -> list[str]:
         for row in rows if not row["variant"].endswith(f"matmul_precision={row['matmul']}")
     ]  # fmt: skip
     if ended.capability is not None and ended.capability >= TF32_CAPABILITY:
-        rates = {word: max((r["peak_flops"] for r in rows if r["matmul"] == word), default=0) for word in _words(rows)}
+        rates = {
+            word: max((r["peak_flops"] for r in rows if r["matmul"] == word), default=0)
+            for word in _words(rows)
+        }
         exact, fast = rates.get("highest", 0), rates.get("high", 0)
         if fast < TF32_GAIN * exact:
-            complaints.append(f"a matrix product at high runs at {fast / 1e12:.0f} TFLOP/s, {exact / 1e12:.0f} without")
+            complaints.append(
+                f"a matrix product at high runs at {fast / 1e12:.0f} TFLOP/s, {exact / 1e12:.0f} without"
+            )
     return [*nothing_more(ended, rows), *complaints]
 
 
@@ -205,10 +243,14 @@ def _words(rows: list[Row]) -> set[str]:
 def less_memory(ended: Ended, rows: list[Row]) -> list[str]:
     """The second of an engine's two variants takes less of the card than the first; a CPU's peak is too coarse."""
     complaints = nothing_more(ended, rows)
-    for engine in dict.fromkeys(row["used"] for row in rows) if ended.capability is not None else ():
+    for engine in (
+        dict.fromkeys(row["used"] for row in rows) if ended.capability is not None else ()
+    ):
         pair = [row for row in rows if row["used"] == engine]
         if len(pair) == 2 and pair[1]["memory"] >= pair[0]["memory"]:
-            complaints.append(f"{pair[1]['variant']} takes no less memory than {pair[0]['variant']}")
+            complaints.append(
+                f"{pair[1]['variant']} takes no less memory than {pair[0]['variant']}"
+            )
     return complaints
 
 
@@ -245,4 +287,6 @@ def memory(ended: Ended) -> Verdict:
         "planned_model": planned["model"], "model": measured["model"], "ratio": ratio, "planned": planned["peak"],
         "memory": measured["peak"],
     }  # fmt: skip
-    return judged([f"weights, gradients and optimizer are {ratio:.2f} x the plan"] if wrong else [], [row])
+    return judged(
+        [f"weights, gradients and optimizer are {ratio:.2f} x the plan"] if wrong else [], [row]
+    )

@@ -46,9 +46,15 @@ def live(run: RunDir, rank: Rank, *_: object) -> int:
 
 def _stop(run: RunDir, rank: Rank, step: int, asked: Ask) -> int:
     _agree(run, rank)
-    by = json.loads(run.stop_request.read_text())["by"] if run.stop_request.exists() else asked.signal.name
+    by = (
+        json.loads(run.stop_request.read_text())["by"]
+        if run.stop_request.exists()
+        else asked.signal.name
+    )
     if rank.rank == 0:
-        write_json(run.stopped, {"step": step, "steps": 9, "by": by, "exit_status": asked.exit_status})
+        write_json(
+            run.stopped, {"step": step, "steps": 9, "by": by, "exit_status": asked.exit_status}
+        )
     return asked.exit_status
 
 

@@ -51,15 +51,21 @@ def data():
 def folder_with(path: Path, **sections: Any) -> Path:
     """A folder with the model and its recipe."""
     (path / "mine.py").write_text(MODULE)
-    (path / "recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, "name": "tiny", "train": {"max_steps": 4}, **sections}))
+    (path / "recipe.yaml").write_text(
+        yaml.safe_dump({**CUSTOM, "name": "tiny", "train": {"max_steps": 4}, **sections})
+    )
     return path
 
 
-def bench(folder: Path, *words: str, timeout: float = 240, **environ: str) -> subprocess.CompletedProcess[str]:
+def bench(
+    folder: Path, *words: str, timeout: float = 240, **environ: str
+) -> subprocess.CompletedProcess[str]:
     """`ortlaunch bench recipe.yaml` into the folder's out/, with a cache of its own."""
     options = ("--out=out", *(() if "--no-picture" in words else PICTURE))
     command = ("bench", "recipe.yaml", *words, *options)
-    return ortlaunch(folder, *command, timeout=timeout, **{"ORTLAUNCH_CACHE": own_cache(folder), **environ})
+    return ortlaunch(
+        folder, *command, timeout=timeout, **{"ORTLAUNCH_CACHE": own_cache(folder), **environ}
+    )
 
 
 def own_cache(folder: Path, name: str = "cache") -> str:
@@ -95,7 +101,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_turns_are_taken_in_order(measured: tuple[Path, str]) -> None:
     """A B A B A B, and no turn begins before the one before it has ended: by the ranks' own clocks."""
     rows = [row for row in report_of(measured[0])["variants"] if row["state"] == "measured"]
-    turns = sorted((turn["begun"], turn["ended"], row["name"]) for row in rows for turn in row["turns"])
+    turns = sorted(
+        (turn["begun"], turn["ended"], row["name"]) for row in rows for turn in row["turns"]
+    )
     names = [name for _, _, name in turns]
     assert names == [row["name"] for row in rows] * 3
     assert len(set(names)) == 2
@@ -113,7 +121,9 @@ def test_a_waiting_job_sleeps(measured: tuple[Path, str]) -> None:
     rows = report_of(measured[0])["variants"]
     waits = [turn["waited"] for row in rows if row["state"] == "measured" for turn in row["turns"]]
     assert sum(wait["seconds"] for wait in waits) > 1
-    assert sum(wait["processor_seconds"] for wait in waits) < 0.1 * sum(wait["seconds"] for wait in waits)
+    assert sum(wait["processor_seconds"] for wait in waits) < 0.1 * sum(
+        wait["seconds"] for wait in waits
+    )
 
 
 def test_figures_follow_from_the_steps(measured: tuple[Path, str]) -> None:
@@ -123,7 +133,10 @@ def test_figures_follow_from_the_steps(measured: tuple[Path, str]) -> None:
     assert first["seconds"]["median"] == pytest.approx((took[2] + took[3]) / 2)
     assert (first["seconds"]["min"], first["seconds"]["max"]) == (took[0], took[-1])
     assert first["samples_per_second"] == pytest.approx(2 / first["seconds"]["median"])
-    assert (first["tokens_per_second"], first["mfu"]) == (None, None)  # a custom model's samples have no tokens
+    assert (first["tokens_per_second"], first["mfu"]) == (
+        None,
+        None,
+    )  # a custom model's samples have no tokens
     assert 50e6 < first["memory"][0] < 4e9
     assert 0 < first["first_step"]["since_model"] < first["first_step"]["since_launch"] < 120
     assert first["parity"] == {"verdict": "reference"}
@@ -173,11 +186,21 @@ def test_no_process_is_left(measured: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.ci), signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.ci), signal.SIGTERM]
+)
 def test_a_stopped_bench_leaves_no_process(number: int, tmp_path: Path) -> None:
     """Ctrl-C between turns ends every job; the exit status is the signal's."""
     folder = folder_with(tmp_path)
-    command = [sys.executable, "-m", "ortlaunch.cli", "bench", "recipe.yaml", "--engines=eager", "--rounds=100000"]
+    command = [
+        sys.executable,
+        "-m",
+        "ortlaunch.cli",
+        "bench",
+        "recipe.yaml",
+        "--engines=eager",
+        "--rounds=100000",
+    ]
     words = ["--vary=seed=1,2", "--no-picture", f"--out={tmp_path / 'out'}"]
     process = subprocess.Popen(
         [*command, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -228,13 +251,21 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     """Each variant is started again for each turn, and no job waits for another's."""
     folder = folder_with(tmp_path)
     ended = bench(
-        folder, "--engines=eager", "--vary=seed=1,2", "--rounds=2", "--steps=1", "--one-at-a-time", "--no-picture"
+        folder,
+        "--engines=eager",
+        "--vary=seed=1,2",
+        "--rounds=2",
+        "--steps=1",
+        "--one-at-a-time",
+        "--no-picture",
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = report_of(folder)["variants"]
     assert [len(row["turns"]) for row in rows] == [2, 2]
     assert ended.stdout.count("first step") >= 4
-    assert all(turn["waited"]["seconds"] < 1 for row in rows for turn in row["turns"])  # nobody waited for another
+    assert all(
+        turn["waited"]["seconds"] < 1 for row in rows for turn in row["turns"]
+    )  # nobody waited for another
 
 
 @pytest.mark.slow
@@ -251,7 +282,9 @@ def test_all_engines(tmp_path: Path) -> None:
     assert rows["ort"]["truth"]["engine"]["used"] == "ort"
     best = max(rows.values(), key=lambda row: row["samples_per_second"])["name"]
     assert f"engine.name: auto will take {best} for this recipe on this machine" in ended.stdout
-    planned = ortlaunch(folder, "plan", "recipe.yaml", "engine.name=auto", ORTLAUNCH_CACHE=own_cache(folder))
+    planned = ortlaunch(
+        folder, "plan", "recipe.yaml", "engine.name=auto", ORTLAUNCH_CACHE=own_cache(folder)
+    )
     assert f"engine auto: {best}: measured" in planned.stdout
     assert "(cached)" in planned.stdout
 
@@ -261,7 +294,9 @@ def test_two_ranks_and_a_model_that_ort_cannot_run(tmp_path: Path) -> None:
     """Under torchrun, ort and eager; where ONNX Runtime cannot run the model, it says so and eager is measured."""
     folder = folder_with(tmp_path)
     vary = "--vary=model.arguments={odd: false},{odd: true}"
-    ended = bench(folder, "--engines=ort,eager", vary, "--rounds=2", "--steps=2", "--nproc-per-node=2")
+    ended = bench(
+        folder, "--engines=ort,eager", vary, "--rounds=2", "--steps=2", "--nproc-per-node=2"
+    )
     assert ended.returncode == 1, ended.stdout + ended.stderr
     rows = report_of(folder)["variants"]
     assert [(row["engine"], row["state"]) for row in rows] == [
@@ -279,7 +314,10 @@ def test_auto_measures_once_and_takes_the_fastest(tmp_path: Path) -> None:
     """The first training measures, and trains that though the file has changed; the second takes what is remembered, a
     run that goes on its own.
     """
-    folder, cache = folder_with(tmp_path, engine={"name": "auto"}), {"ORTLAUNCH_CACHE": own_cache(tmp_path)}
+    folder, cache = (
+        folder_with(tmp_path, engine={"name": "auto"}),
+        {"ORTLAUNCH_CACHE": own_cache(tmp_path)},
+    )
     command = [ORTLAUNCH, "train", "recipe.yaml", "--run-dir=one"]
     with subprocess.Popen(
         command, cwd=folder, env={**os.environ, **cache, **noting_opens(folder)}, text=True,
@@ -289,7 +327,9 @@ def test_auto_measures_once_and_takes_the_fastest(tmp_path: Path) -> None:
             time.sleep(0.1)
         recipe = (folder / "recipe.yaml").read_text()
         (folder / "recipe.yaml").write_text(recipe.replace("max_steps: 4", "max_steps: 99"))
-        first = subprocess.CompletedProcess(command, process.wait(), *process.communicate(timeout=240))
+        first = subprocess.CompletedProcess(
+            command, process.wait(), *process.communicate(timeout=240)
+        )
     (folder / "recipe.yaml").write_text(recipe)
     assert opened(folder) == ["recipe.yaml"]
     assert "\n  max_steps: 4\n" in (folder / "one" / "recipe.yaml").read_text()
@@ -303,7 +343,9 @@ def test_auto_measures_once_and_takes_the_fastest(tmp_path: Path) -> None:
     assert set(truth["measured"]) == {"ort", "inductor", "eager"}
     assert f"engine auto: {best}: measured" in first.stdout
 
-    second = ortlaunch(folder, "train", "recipe.yaml", "--run-dir=two", "train.max_steps=2", timeout=60, **cache)
+    second = ortlaunch(
+        folder, "train", "recipe.yaml", "--run-dir=two", "train.max_steps=2", timeout=60, **cache
+    )
     assert second.returncode == 0, second.stderr
     assert f"engine auto: {best}: {truth['why']} (cached)" in second.stdout
     assert len(list((folder / "bench").iterdir())) == 1

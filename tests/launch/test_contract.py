@@ -22,7 +22,8 @@ from tests.makers import host, plan, recipe
 
 MPICH = os.environ.get("ORTLAUNCH_TEST_MPICH") or shutil.which("mpiexec.hydra") or ""
 needs_mpich = pytest.mark.skipif(
-    not MPICH, reason="no MPICH here: put mpiexec.hydra on PATH, or name its mpiexec in ORTLAUNCH_TEST_MPICH"
+    not MPICH,
+    reason="no MPICH here: put mpiexec.hydra on PATH, or name its mpiexec in ORTLAUNCH_TEST_MPICH",
 )
 
 # In place of the worker: says which rank it is, by the code that the worker uses.
@@ -59,7 +60,11 @@ def test_every_rank_is_the_planned_one(
     told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(ranks)]
     assert tuple(Rank(*one["rank"]) for one in told) == made.ranks
     for one in told:
-        assert (one["launcher"], one["SECRET"], one["NOTE"]) == (SETS[launcher], "s3cret-value", "two words")
+        assert (one["launcher"], one["SECRET"], one["NOTE"]) == (
+            SETS[launcher],
+            "s3cret-value",
+            "two words",
+        )
         assert not one["argv"], "the secret stands on a command line"
 
 
@@ -72,7 +77,11 @@ def test_one_process_is_the_planned_rank(tmp_path: Path) -> None:
     starter = backend("local")
     made = dataclasses.replace(made, env=(("NOTE", ""),))
     assert starter.wait(starter.submit(starter.request(made, RunDir(tmp_path)))) == 0
-    assert (Rank(*json.loads((tmp_path / "told-0").read_text())["rank"]),) == made.ranks == (Rank(0, 1, 0, 1),)
+    assert (
+        (Rank(*json.loads((tmp_path / "told-0").read_text())["rank"]),)
+        == made.ranks
+        == (Rank(0, 1, 0, 1),)
+    )
 
 
 def environments(hosts: tuple[Host, ...]) -> dict[str, list[dict[str, str]]]:
@@ -82,12 +91,18 @@ def environments(hosts: tuple[Host, ...]) -> dict[str, list[dict[str, str]]]:
     node = [number for number, one in enumerate(hosts) for _ in range(one.slots)]
     fields = {
         "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+        "Open MPI": tuple(
+            f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        ),
         "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         "PALS": ("PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-        "MVAPICH": tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+        "MVAPICH": tuple(
+            f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        ),
     }
-    found = {name: [dict(zip(names, map(str, rank))) for rank in ranks] for name, names in fields.items()}
+    found = {
+        name: [dict(zip(names, map(str, rank))) for rank in ranks] for name, names in fields.items()
+    }
     found["Slurm"] = [
         {"SLURM_PROCID": str(rank.rank), "SLURM_NTASKS": str(rank.world_size), "SLURM_LOCALID": str(rank.local_rank),
          "SLURM_TASKS_PER_NODE": layout, "SLURM_NODEID": str(node[rank.rank]), "SLURM_STEP_ID": "0"}
@@ -110,14 +125,24 @@ def test_ranks_of_several_hosts(launcher: str, hosts: tuple[Host, ...]) -> None:
 def start(launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Two ranks of the command, started by the user's own launcher."""
     argv = {
-        "torchrun": [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2", "--no-python"],
+        "torchrun": [
+            str(Path(sys.executable).with_name("torchrun")),
+            "--nproc-per-node=2",
+            "--no-python",
+        ],
         "mpi": ["mpirun", "-n", "2", "--host", "localhost:2", "--bind-to", "none"],
     }[launcher]
     if launcher == "mpi":
         argv[0] = mpi.find_mpirun()
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    root = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     command, env = [*argv, ORTLAUNCH, "train", RECIPE], {**os.environ, **root}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize("launcher", TORCHRUN_FIRST)
@@ -147,7 +172,9 @@ def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
         pytest.param("mpi", 2, marks=needs_mpi, id="mpi, where its peer would end first"),
     ],
 )
-def test_inside_a_launcher_the_failing_rank_speaks(launcher: str, guardian_sleeps: float, tmp_path: Path) -> None:
+def test_inside_a_launcher_the_failing_rank_speaks(
+    launcher: str, guardian_sleeps: float, tmp_path: Path
+) -> None:
     """No command of ours around the ranks can tell the cause: the rank does, once, with traceback and host."""
     write_recipe(tmp_path, fails=True, guardian_sleeps=guardian_sleeps)
     result = start(launcher, tmp_path)
@@ -173,7 +200,9 @@ def test_a_world_that_is_not_the_plans(tmp_path: Path) -> None:
     fewer = request._replace(argv=(request.argv[0], "-n", "2", *request.argv[3:]))
     starter = backend("mpi")
     assert starter.wait(starter.submit(fewer)) != 0
-    record = first_failure(run)  # of either rank: mpirun ends the other, perhaps before it wrote its own
+    record = first_failure(
+        run
+    )  # of either rank: mpirun ends the other, perhaps before it wrote its own
     assert record is not None
     assert record["message"] == (
         "the plan has 3 ranks, the launcher started 2; nothing was trained, for a smaller world is another training"

@@ -48,7 +48,10 @@ log: {every_steps: 1}
 """
 ENDS = {
     "exit 7": (7, ("rank 1 on host", "SystemExit", "exit status 7")),
-    "raise": (1, ('raise ValueError("planted")', "ValueError: planted", "rank 1 on host", "exit status 1")),
+    "raise": (
+        1,
+        ('raise ValueError("planted")', "ValueError: planted", "rank 1 on host", "exit status 1"),
+    ),
     "kill": (137, ("rank 1 on host", "SIGKILL", "exit status 137")),
     "leave with 0": (1, ("rank 1 on host", "before the end", "exit status 1")),
     "kill the guardian": (137, ("rank 1 on host", "disappeared")),
@@ -115,9 +118,14 @@ def wait_for_steps(folder: Path, count: int) -> None:
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     ("how", "launcher"),
-    [*((how, "torchrun") for how in ENDS), *(pytest.param(how, "mpi", marks=needs_mpi) for how in ("raise", "kill"))],
+    [
+        *((how, "torchrun") for how in ENDS),
+        *(pytest.param(how, "mpi", marks=needs_mpi) for how in ("raise", "kill")),
+    ],
 )
-def test_a_failing_rank_is_named_and_its_status_kept(start, tmp_path: Path, how: str, launcher: str):
+def test_a_failing_rank_is_named_and_its_status_kept(
+    start, tmp_path: Path, how: str, launcher: str
+):
     """The command's status is the first failing rank's, the cause is printed last, and nothing is left."""
     status, words = ENDS[how]
     process = start(launcher, how, torch=False)
@@ -133,7 +141,11 @@ def test_a_failing_rank_is_named_and_its_status_kept(start, tmp_path: Path, how:
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
-    ("how", "said"), [("raise ValueError('planted')", "    raise ValueError('planted')"), ("os.abort()", "a last word")]
+    ("how", "said"),
+    [
+        ("raise ValueError('planted')", "    raise ValueError('planted')"),
+        ("os.abort()", "a last word"),
+    ],
 )
 def test_what_ends_rank_0_is_printed_once(how: str, said: str, tmp_path: Path):
     """Its output and its traceback are on the terminal once, and so are they in its log; the verdict is a line."""
@@ -142,7 +154,9 @@ def test_what_ends_rank_0_is_printed_once(how: str, said: str, tmp_path: Path):
     )
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("HOW", "x"))
     command = [sys.executable, "-m", "ortlaunch.cli", "train", "recipe.yaml", "--run-dir", "run"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=80, check=False)
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=80, check=False
+    )
     assert ended.returncode in (1, 128 + signal.SIGABRT)
     assert (ended.stdout + ended.stderr).count(said) == 1, ended.stderr
     assert (tmp_path / "run/logs/rank_00000.err").read_text().count(said) == 1
@@ -204,9 +218,12 @@ NAMES = {"torchrun": "torchrun", "mpi": "mpirun"}
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
-    ("how", "steps"), [("slow", 0), pytest.param("slow", 2, marks=pytest.mark.slow), ("ignore SIGTERM", 2)]
+    ("how", "steps"),
+    [("slow", 0), pytest.param("slow", 2, marks=pytest.mark.slow), ("ignore SIGTERM", 2)],
 )
-def test_a_killed_launcher_leaves_no_orphan(start, tmp_path: Path, launcher: str, how: str, steps: int):
+def test_a_killed_launcher_leaves_no_orphan(
+    start, tmp_path: Path, launcher: str, how: str, steps: int
+):
     """After `kill -9` of torchrun or mpirun, at any time, the command outlives all and says who was."""
     process = start(launcher, how, torch=False)
     wait_for_steps(tmp_path, steps) if steps else None
@@ -241,7 +258,11 @@ def test_a_terminated_launcher_is_no_failure_of_its_ranks(start, tmp_path: Path,
     os.kill(found, signal.SIGTERM)
     _, errors = process.communicate(timeout=40)
     assert process.returncode in ((143, 85) if launcher == "mpi" else (85,)), errors
-    said = "no rank had failed before" if process.returncode == 143 else "stopped by SIGTERM, saved after step"
+    said = (
+        "no rank had failed before"
+        if process.returncode == 143
+        else "stopped by SIGTERM, saved after step"
+    )
     assert "SIGTERM" in errors
     assert said in errors
 
@@ -273,7 +294,9 @@ def test_a_second_run_in_the_folder_is_refused(start, tmp_path: Path):
     _, errors = second.communicate(timeout=40)
     assert second.returncode == 2, errors
     (line,) = errors.splitlines()
-    assert line.startswith(f"ortlaunch: --run-dir {tmp_path / 'run'}: process {process.pid} on host ")
+    assert line.startswith(
+        f"ortlaunch: --run-dir {tmp_path / 'run'}: process {process.pid} on host "
+    )
     steps = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     wait_for_steps(tmp_path, steps + 3)
 
@@ -284,7 +307,9 @@ def small_disk(tmp_path: Path):
     folder = tmp_path / "run"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)],
+        capture_output=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip("only root can mount a small disk")

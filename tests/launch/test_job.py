@@ -27,10 +27,14 @@ def test_a_program_that_is_not_there() -> None:
         ("import os; os.kill(os.getpid(), 15)", 143, JobState.FAILED),
     ],
 )
-def test_the_status_is_the_commands_own(code: str, status: int, state: JobState, tmp_path: Path) -> None:
+def test_the_status_is_the_commands_own(
+    code: str, status: int, state: JobState, tmp_path: Path
+) -> None:
     """Files first, then the command with its environment; its status is a shell's."""
     check = f"import os; assert (os.environ['A'], open({str(tmp_path / 'f')!r}).read()) == ('1', 'text')\n"
-    request = Request((sys.executable, "-c", check + code), (("A", "1"),), ((str(tmp_path / "f"), "text"),))
+    request = Request(
+        (sys.executable, "-c", check + code), (("A", "1"),), ((str(tmp_path / "f"), "text"),)
+    )
     job = processes.submit(request)
     assert processes.wait(job) == status
     assert (processes.state(job), job.signal) == (state, None)
@@ -70,12 +74,16 @@ def test_cancel_ends_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert in_group(job.process.pid) == []
 
 
-def test_a_launcher_that_waits_for_a_lost_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_waits_for_a_lost_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """mpirun would wait for its daemon there for ever: it is ended, and where it does not listen killed."""
     monkeypatch.setattr(processes, "_LOST_SECONDS", 0.3)
     deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
     (tmp_path / "stall.json").touch()
     given_up = ((str(tmp_path / "lost.json"), 60.0), (str(tmp_path / "stall.json"), 0.3))
     began = time.monotonic()
-    status = processes.wait(processes.submit(Request((sys.executable, "-c", deaf), given_up=given_up)))
+    status = processes.wait(
+        processes.submit(Request((sys.executable, "-c", deaf), given_up=given_up))
+    )
     assert (status in (137, 143), time.monotonic() - began < 20) == (True, True)

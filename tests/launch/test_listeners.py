@@ -64,11 +64,19 @@ def two_ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def train(started: list[subprocess.Popen[bytes]], folder: Path, *command: str) -> int:
     """Start a command that trains in `run`, wait for its first steps; its process."""
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    root = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     with open(folder / "said", "wb") as said:
         started.append(
             subprocess.Popen(
-                [*command, "--run-dir=run"], cwd=folder, env={**os.environ, **root}, stdout=said, stderr=said
+                [*command, "--run-dir=run"],
+                cwd=folder,
+                env={**os.environ, **root},
+                stdout=said,
+                stderr=said,
             )
         )
     deadline, metrics = time.monotonic() + 60, folder / "run" / "metrics.jsonl"
@@ -80,7 +88,11 @@ def train(started: list[subprocess.Popen[bytes]], folder: Path, *command: str) -
 
 
 def open_to_others(parent: int) -> set[tuple[str, str]]:
-    return {(name, address) for name, address in listeners(parent) if address.partition(":")[0] not in LOOPBACK}
+    return {
+        (name, address)
+        for name, address in listeners(parent)
+        if address.partition(":")[0] not in LOOPBACK
+    }
 
 
 @pytest.mark.slow
@@ -93,7 +105,15 @@ def test_ranks_of_one_host_open_no_port(
 
     Ranks meet in the run folder: MPI, which would open ports of its own, is not loaded.
     """
-    parent = train(two_ranks, tmp_path, ORTLAUNCH, "train", RECIPE, f"--launcher={launcher}", "--nproc-per-node=2")
+    parent = train(
+        two_ranks,
+        tmp_path,
+        ORTLAUNCH,
+        "train",
+        RECIPE,
+        f"--launcher={launcher}",
+        "--nproc-per-node=2",
+    )
     assert listeners(parent) != set()  # gloo's, so that the looking is seen to find
     assert {one for one in open_to_others(parent) if one[0] not in OPEN_MPI_OWN} == set()
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in descendants(parent)]
@@ -102,10 +122,20 @@ def test_ranks_of_one_host_open_no_port(
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_ranks_under_the_users_torchrun_open_no_port(two_ranks: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
+def test_ranks_under_the_users_torchrun_open_no_port(
+    two_ranks: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
     """Under a torchrun of the user's own, whose store is open, the ranks' own store and gloo are not."""
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    words = (torchrun, "--standalone", "--nproc-per-node=2", "--no-python", ORTLAUNCH, "train", RECIPE)
+    words = (
+        torchrun,
+        "--standalone",
+        "--nproc-per-node=2",
+        "--no-python",
+        ORTLAUNCH,
+        "train",
+        RECIPE,
+    )
     parent = train(two_ranks, tmp_path, *words)
     ranks = {one for pid in descendants(parent) if pid != parent for one in listeners(pid)}
     assert ranks != set()

@@ -25,7 +25,9 @@ def test_what_a_terminal_would_obey_is_printed_as_text(capfd: pytest.CaptureFixt
 _LOST = ("> /dev/full", ">&-")
 
 
-@pytest.mark.parametrize("output", ["| head -1 > /dev/null", *(pytest.param(o, marks=pytest.mark.slow) for o in _LOST)])
+@pytest.mark.parametrize(
+    "output", ["| head -1 > /dev/null", *(pytest.param(o, marks=pytest.mark.slow) for o in _LOST)]
+)
 def test_a_run_goes_on_where_nobody_reads_its_output(output: str, tmp_path: Path) -> None:
     """`| head -1`, a full disk, a closed stream: it trains to its end, and says on stderr that it is not heard."""
     (tmp_path / "mine.py").write_text(
@@ -37,7 +39,12 @@ def test_a_run_goes_on_where_nobody_reads_its_output(output: str, tmp_path: Path
     (tmp_path / "good.yaml").write_text(yaml.safe_dump(CUSTOM))
     typed = f"{ORTLAUNCH} train good.yaml --run-dir run {output}; exit ${{PIPESTATUS[0]}}"
     ended = subprocess.run(
-        ["bash", "-c", typed], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        ["bash", "-c", typed],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     assert list((tmp_path / "run" / "export").iterdir())

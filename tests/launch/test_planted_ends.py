@@ -169,7 +169,11 @@ def parameters() -> list[Any]:
     nightly, lab = [pytest.mark.nightly], [pytest.mark.lab, pytest.mark.slow]
     in_ci = [*nightly, pytest.mark.slow, pytest.mark.ci]
     return [
-        pytest.param(case, id=case.name, marks=lab if case.place else in_ci if case.name in IN_CI else nightly)
+        pytest.param(
+            case,
+            id=case.name,
+            marks=lab if case.place else in_ci if case.name in IN_CI else nightly,
+        )
         for case in CASES
     ]
 
@@ -177,7 +181,10 @@ def parameters() -> list[Any]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", parameters())
 def test_a_planted_end(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+    case: Case,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """`diagnose` has the true cause with its rank or sample, and `train` printed it when it failed."""
     # The registry of runs is there: where this case has no run folder, `run` must not name another test's.
@@ -198,7 +205,9 @@ def test_a_planted_end(
         assert verdict.partition(": ")[2][:40] in output or verdict in output
 
 
-def plant(case: Case, folder: Path, launcher: str) -> tuple[int | None, str, subprocess.CompletedProcess[str]]:
+def plant(
+    case: Case, folder: Path, launcher: str
+) -> tuple[int | None, str, subprocess.CompletedProcess[str]]:
     """One run: its exit status and output, and what `diagnose` prints of it in the same place."""
     (folder / "planted.py").write_text(MODULE)
     (folder / "bad-hosts").write_text("host1 slots=two\n")
@@ -227,7 +236,9 @@ def plant(case: Case, folder: Path, launcher: str) -> tuple[int | None, str, sub
         except subprocess.TimeoutExpired:
             pass
         finally:
-            subprocess.run([COMMAND, "cancel", "run"], cwd=folder, capture_output=True, check=False, timeout=60)
+            subprocess.run(
+                [COMMAND, "cancel", "run"], cwd=folder, capture_output=True, check=False, timeout=60
+            )
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -236,7 +247,9 @@ def plant(case: Case, folder: Path, launcher: str) -> tuple[int | None, str, sub
         return process.returncode, output.read_text(errors="replace"), diagnosis
 
 
-def _another_world(argv: list[str], environ: dict[str, str], folder: Path) -> tuple[list[str], dict[str, str]]:
+def _another_world(
+    argv: list[str], environ: dict[str, str], folder: Path
+) -> tuple[list[str], dict[str, str]]:
     """The run folder of 2 ranks, and a plan that says 3: as if the launcher had started fewer."""
     hook = folder / "hook"
     hook.mkdir()
@@ -262,7 +275,9 @@ def _place(place: str, folder: Path) -> Iterator[list[str]]:
     """A small disk at the run folder, or a prefix that puts the command into a control group with a limit."""
     if place == "small disk":
         (folder / "run").mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder / "run")], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder / "run")], check=True
+        )
         try:
             yield []
         finally:
@@ -277,11 +292,17 @@ def _place(place: str, folder: Path) -> Iterator[list[str]]:
 @contextmanager
 def limited(size: int) -> Iterator[Path]:
     """A control group with a memory limit."""
-    top = next(top for top in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if top.is_dir())
+    top = next(
+        top for top in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if top.is_dir()
+    )
     group = top / f"ortlaunch-planted-{os.getpid()}"
     group.mkdir()
     try:
-        limit = next(group / name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).exists())
+        limit = next(
+            group / name
+            for name in ("memory.limit_in_bytes", "memory.max")
+            if (group / name).exists()
+        )
         limit.write_text(str(size))
         yield group
     finally:

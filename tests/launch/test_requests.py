@@ -68,28 +68,44 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_torchrun_on_several_hosts() -> None:
     """An agent on each host, counted in the plan's order; values of forwarded variables are nowhere."""
     request = backend("torchrun").request(made("torchrun", (host("a", 2), host("me@b", 2))), RUN)
-    assert request.argv == ("/venv/bin/python", start.__file__, "ortlaunch.launch.over_ssh", "runs/x/agents.json")
+    assert request.argv == (
+        "/venv/bin/python",
+        start.__file__,
+        "ortlaunch.launch.over_ssh",
+        "runs/x/agents.json",
+    )
     files = dict(request.files)
     work = json.loads(files["runs/x/agents.json"])
     assert [agent["host"] for agent in work["agents"]] == ["a", "me@b"]
-    assert [agent["argv"][3:5] for agent in work["agents"]] == [["--nnodes=2", "--nproc-per-node=2"]] * 2
-    assert [agent["argv"][8] for agent in work["agents"]] == ["--local-addr=00000.a", "--local-addr=00001.me@b"]
+    assert [agent["argv"][3:5] for agent in work["agents"]] == [
+        ["--nnodes=2", "--nproc-per-node=2"]
+    ] * 2
+    assert [agent["argv"][8] for agent in work["agents"]] == [
+        "--local-addr=00000.a",
+        "--local-addr=00001.me@b",
+    ]
     assert work["agents"][0]["argv"][-4:] == [*WORKER, "runs/x"]
     assert set(NAMES) - {"NCCL_DEBUG", "NOTE"} <= set(work["forward"])
     assert (files["runs/x/rendezvous"], files["runs/x/meeting"]) == ("", "")
     assert "s3cret" not in str(request)
 
 
-@pytest.mark.parametrize(("hosts", "module"), [(64, "torch.distributed.run"), (65, "ortlaunch.launch.node")])
+@pytest.mark.parametrize(
+    ("hosts", "module"), [(64, "torch.distributed.run"), (65, "ortlaunch.launch.node")]
+)
 def test_many_hosts_need_no_rendezvous(hosts: int, module: str) -> None:
     """torchrun's file grows with the square of the hosts: 512 simulated ones had not met within 240 s."""
-    request = backend("torchrun").request(made("torchrun", tuple(host(f"n{at}", 2) for at in range(hosts))), RUN)
+    request = backend("torchrun").request(
+        made("torchrun", tuple(host(f"n{at}", 2) for at in range(hosts))), RUN
+    )
     agents = json.loads(dict(request.files)["runs/x/agents.json"])["agents"]
     assert {agent["argv"][2] for agent in agents} == {module}
     assert len({tuple(agent["argv"]) for agent in agents}) == hosts
 
 
-def test_ranks_of_many_hosts_are_the_planned_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_many_hosts_are_the_planned_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two hosts through their agents, started without torchrun: each process finds its planned rank."""
     monkeypatch.setattr(torchrun, "MOST_RENDEZVOUS_HOSTS", 1)
     script = "import os, pathlib, sys; from ortlaunch.rank import Rank; rank = Rank.from_environ(os.environ); "
@@ -125,7 +141,8 @@ def test_a_host_that_ssh_loses_is_the_cause(tmp_path: Path) -> None:
     ssh.chmod(0o755)
     write_text(run.plan, made("torchrun", (host("localhost", 1), host("far", 1))).to_json())
     agents = [
-        {"host": name, "argv": [sys.executable, "-c", "import time; time.sleep(30)"]} for name in ("localhost", "far")
+        {"host": name, "argv": [sys.executable, "-c", "import time; time.sleep(30)"]}
+        for name in ("localhost", "far")
     ]
     write_json(run.agents, {"agents": agents, "env": {}, "forward": []})
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -141,7 +158,9 @@ def test_a_host_that_ssh_loses_is_the_cause(tmp_path: Path) -> None:
 
 def test_torchrun_takes_equal_hosts() -> None:
     """It documents no others."""
-    with pytest.raises(PlanError, match="they have 1 and 2 slots; make them equal, or use launcher mpi"):
+    with pytest.raises(
+        PlanError, match="they have 1 and 2 slots; make them equal, or use launcher mpi"
+    ):
         backend("torchrun").request(made("torchrun"), RUN)
 
 
@@ -149,7 +168,10 @@ def test_local() -> None:
     """One process is the worker's own command."""
     request = backend("local").request(made("local", (host("localhost", 1),)), RUN)
     assert request == Request((*WORKER, "runs/x"), ENV, stop=STOP)
-    assert str(request) == f"NCCL_DEBUG=WARN NOTE='two words' /venv/bin/python {start.__file__} ortlaunch.worker runs/x"
+    assert (
+        str(request)
+        == f"NCCL_DEBUG=WARN NOTE='two words' /venv/bin/python {start.__file__} ortlaunch.worker runs/x"
+    )
 
 
 GRACE = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "62")  # launch.grace_seconds, and a moment
@@ -175,7 +197,10 @@ def test_torchrun() -> None:
         *WORKER,
         "runs/x",
     )
-    torch = (("TORCHELASTIC_ERROR_FILE", "runs/x/launcher_error.json"), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"))
+    torch = (
+        ("TORCHELASTIC_ERROR_FILE", "runs/x/launcher_error.json"),
+        ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),
+    )
     env = tuple(sorted((*ENV, ("OMP_NUM_THREADS", "2"), *torch, GRACE)))
     files = ((f"{private}/rendezvous", ""), ("runs/x/store", ""))
     assert request == Request(argv, env, files, tells_ranks=False, stop=STOP, private=str(private))
@@ -222,14 +247,29 @@ def test_torchrun_keeps_the_recipes_threads() -> None:
 def test_open_mpi(installed: Any) -> None:
     """Open MPI: slots from a host file of its dialect, no binding, variables by name."""
     installed("Open MPI")
-    argv = (MPIRUN, "-n", "3", "--hostfile", "runs/x/hostfile", "--map-by", "slot", "--bind-to", "none")
+    argv = (
+        MPIRUN,
+        "-n",
+        "3",
+        "--hostfile",
+        "runs/x/hostfile",
+        "--map-by",
+        "slot",
+        "--bind-to",
+        "none",
+    )
     names = tuple(word for name in (ABI, *NAMES) for word in ("-x", name))
     hostfile = ("runs/x/hostfile", "a slots=2\nme@b slots=1\n")
     request = backend("mpi").request(made("mpi"), RUN)
     private = str(private_folder(RUN))
     env = ((ABI, "openmpi"), *ENV, *((name, private) for name in SESSION_FOLDERS))
     assert request == Request(
-        (*argv, *names, *WORKER, "runs/x"), env, (hostfile,), stop=STOP, given_up=GIVEN_UP, private=private
+        (*argv, *names, *WORKER, "runs/x"),
+        env,
+        (hostfile,),
+        stop=STOP,
+        given_up=GIVEN_UP,
+        private=private,
     )
 
 
@@ -265,25 +305,44 @@ def test_other_hosts_are_told_where_open_mpi_is(
 def test_open_mpi_takes_no_comma(installed: Any) -> None:
     """Its list of host files is split there, and it ended with status 250 and no word of that."""
     installed("Open MPI")
-    with pytest.raises(PlanError, match=r"^--run-dir runs/a,b: mpirun would read two host files at the comma; give a"):
+    with pytest.raises(
+        PlanError,
+        match=r"^--run-dir runs/a,b: mpirun would read two host files at the comma; give a",
+    ):
         mpi.request(made("mpi"), RunDir("runs/a,b"))
 
 
 def test_mpich(installed: Any) -> None:
     """MPICH, Intel MPI and MVAPICH: Hydra's options and host file, all names in one list."""
     installed("MPICH", root=True)
-    argv = (MPIRUN, "-n", "3", "-f", "runs/x/hostfile", "-bind-to", "none", "-genvlist", ",".join((ABI, *NAMES)))
+    argv = (
+        MPIRUN,
+        "-n",
+        "3",
+        "-f",
+        "runs/x/hostfile",
+        "-bind-to",
+        "none",
+        "-genvlist",
+        ",".join((ABI, *NAMES)),
+    )
     hostfile = ("runs/x/hostfile", "a:2\nb:1 user=me\n")
     request = backend("mpi").request(made("mpi"), RUN)
     assert request == Request(
-        (*argv, *WORKER, "runs/x"), ((ABI, "mpich"), *ENV), (hostfile,), stop=STOP, given_up=GIVEN_UP
+        (*argv, *WORKER, "runs/x"),
+        ((ABI, "mpich"), *ENV),
+        (hostfile,),
+        stop=STOP,
+        given_up=GIVEN_UP,
     )
 
 
 def test_mpich_names_this_host_by_address(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else Hydra's proxies look up the host's name, which leads to themselves on Debian; alone it takes none."""
     installed("MPICH")
-    assert "-localhost" not in backend("mpi").request(made("mpi", (host("localhost", 2),)), RUN).argv
+    assert (
+        "-localhost" not in backend("mpi").request(made("mpi", (host("localhost", 2),)), RUN).argv
+    )
     monkeypatch.setattr(mpi, "_own_address", lambda plan: "10.0.0.9")
     argv = backend("mpi").request(made("mpi"), RUN).argv
     assert argv[argv.index("-localhost") + 1] == "10.0.0.9"
@@ -293,7 +352,17 @@ def test_mpich_without_variables(installed: Any) -> None:
     """An empty list of names is left out: Hydra would take the next word for it."""
     installed("MPICH")
     request = backend("mpi").request(plan(recipe(), [host("a", 1)], "mpi", WORKER), RUN)
-    assert request.argv == (MPIRUN, "-n", "1", "-f", "runs/x/hostfile", "-bind-to", "none", *WORKER, "runs/x")
+    assert request.argv == (
+        MPIRUN,
+        "-n",
+        "1",
+        "-f",
+        "runs/x/hostfile",
+        "-bind-to",
+        "none",
+        *WORKER,
+        "runs/x",
+    )
 
 
 def test_mpich_takes_no_ipv6(installed: Any) -> None:
@@ -301,7 +370,9 @@ def test_mpich_takes_no_ipv6(installed: Any) -> None:
     installed("MPICH")
     with pytest.raises(PlanError) as caught:
         backend("mpi").request(made("mpi", (host("root@fd00::1", 1),)), RUN)
-    message = "fd00::1: the host files of MPICH and Intel MPI take no IPv6 address; give the host a name"
+    message = (
+        "fd00::1: the host files of MPICH and Intel MPI take no IPv6 address; give the host a name"
+    )
     assert str(caught.value) == message
 
 
@@ -339,9 +410,13 @@ def test_a_request_is_what_a_person_would_type(tmp_path: Path) -> None:
     code = "import os, sys; print(sys.argv[1:], os.environ['ODD'], open('sub/file').read())"
     (tmp_path / "sub").mkdir()
     request = Request(
-        (sys.executable, "-c", code, "it's", "$HOME"), (("ODD", "a 'b' $c"),), (("sub/file", "one $x\n`two`\n"),)
+        (sys.executable, "-c", code, "it's", "$HOME"),
+        (("ODD", "a 'b' $c"),),
+        (("sub/file", "one $x\n`two`\n"),),
     )
-    result = subprocess.run(["bash", "-c", str(request)], cwd=tmp_path, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        ["bash", "-c", str(request)], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert result.stdout == """["it's", '$HOME'] a 'b' $c one $x\n`two`\n\n"""
 
 
@@ -401,9 +476,15 @@ def test_where_mpirun_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("launcher", ["local", *LAUNCHERS])
 def test_a_dry_run_prints_what_a_real_run_sends(launcher: str, tmp_path: Path) -> None:
     """`--dry-run` writes nothing and prints the request.sh of the real run; secrets are in neither."""
-    write_recipe(tmp_path, train={"max_steps": 1}, launch={"env": {"NOTE": "two words"}, "forward": ["API_KEY"]})
+    write_recipe(
+        tmp_path,
+        train={"max_steps": 1},
+        launch={"env": {"NOTE": "two words"}, "forward": ["API_KEY"]},
+    )
     command = ["train", RECIPE, "--launcher", launcher, "--run-dir", "run"]
-    program = (ORTLAUNCH,) if launcher == "local" else (sys.executable, light.__file__)  # one has torch
+    program = (
+        (ORTLAUNCH,) if launcher == "local" else (sys.executable, light.__file__)
+    )  # one has torch
     dry = ortlaunch(tmp_path, *command, "--dry-run", command=program, API_KEY="s3cret")
     noted = "launcher mpi: mpirun itself listens" if launcher == "mpi" else ""
     assert (dry.returncode, noted in dry.stderr, (tmp_path / "run").exists()) == (0, True, False)
@@ -412,7 +493,12 @@ def test_a_dry_run_prints_what_a_real_run_sends(launcher: str, tmp_path: Path) -
     assert real.returncode == 0, real.stderr
     assert (tmp_path / "run" / "request.sh").read_text() == dry.stdout
     status = look(RunDir(tmp_path / "run"))
-    assert (status.state, real.stdout.endswith(f"{status.job.verdict}\n")) == (JobState.SUCCEEDED, True)
-    found = subprocess.run(["grep", "-rl", "s3cret", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (status.state, real.stdout.endswith(f"{status.job.verdict}\n")) == (
+        JobState.SUCCEEDED,
+        True,
+    )
+    found = subprocess.run(
+        ["grep", "-rl", "s3cret", "run"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert (found.stdout, "s3cret" in dry.stdout + real.stdout + real.stderr) == ("", False)
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["env"] == {"NOTE": "two words"}

@@ -9,8 +9,20 @@ import pytest
 from tests.launch.tiny import RECIPE, needs_mpi, ortlaunch, write_recipe
 
 # Imported on the way by Python, by the command, by torchrun or by a rank; the last two are optional packages.
-NAMES = ("runpy", "random", "typer", "yaml", "torch", "numpy", "sitecustomize", "apex", "flash_attn")
-PLANTED = "import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\nraise SystemExit(77)\n"
+NAMES = (
+    "runpy",
+    "random",
+    "typer",
+    "yaml",
+    "torch",
+    "numpy",
+    "sitecustomize",
+    "apex",
+    "flash_attn",
+)
+PLANTED = (
+    "import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\nraise SystemExit(77)\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +42,13 @@ def test_files_around_a_run_are_not_run(launcher: str, tmp_path: Path) -> None:
             (folder / f"{name}.py").write_text(PLANTED)
     write_recipe(beside)
     ranks = "1" if launcher == "local" else "2"
-    words = ("train", f"../beside/{RECIPE}", f"--launcher={launcher}", f"--nproc-per-node={ranks}", "--run-dir=run")
+    words = (
+        "train",
+        f"../beside/{RECIPE}",
+        f"--launcher={launcher}",
+        f"--nproc-per-node={ranks}",
+        "--run-dir=run",
+    )
     result = ortlaunch(here, *words)
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.ran")) == []
     assert result.returncode == 0, result.stderr

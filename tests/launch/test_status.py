@@ -35,22 +35,46 @@ def test_status_and_cancel(launcher: str, tmp_path: Path) -> None:
     """From its start to its cancelled end the folder tells the truth, and nothing of it is left alive."""
     write_recipe(tmp_path, train={"max_steps": 1_000_000}, log={"every_steps": 1})
     run, ranks = RunDir(tmp_path / "run"), 1 if launcher == "local" else 2
-    words = ["train", RECIPE, "--launcher", launcher, "--nproc-per-node", str(ranks), "--run-dir", str(run)]
+    words = [
+        "train",
+        RECIPE,
+        "--launcher",
+        launcher,
+        "--nproc-per-node",
+        str(ranks),
+        "--run-dir",
+        str(run),
+    ]
     command = [sys.executable, light.__file__, *words]
-    train = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    train = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
         begun = until(run, lambda _: True)
         assert (begun.state in (JobState.PENDING, JobState.RUNNING), begun.step) == (True, None)
         going = until(run, lambda found: found.step is not None and found.ranks_begun == ranks)
         assert (going.state, going.ranks, going.ranks_begun) == (JobState.RUNNING, ranks, ranks)
-        assert (going.job.backend, going.job.id, going.steps) == (launcher, str(train.pid), 1_000_000)
+        assert (going.job.backend, going.job.id, going.steps) == (
+            launcher,
+            str(train.pid),
+            1_000_000,
+        )
         ended = ortlaunch(tmp_path, "cancel", str(run))
-        assert (ended.returncode, ended.stdout.startswith(f"cancelled\n{run}: cancelled")) == (0, True), ended
+        assert (ended.returncode, ended.stdout.startswith(f"cancelled\n{run}: cancelled")) == (
+            0,
+            True,
+        ), ended
         _, errors = train.communicate(timeout=10)
         found = look(run)
-        assert (train.returncode, found.state, found.job.exit_status) == (143, JobState.CANCELLED, 143)
+        assert (train.returncode, found.state, found.job.exit_status) == (
+            143,
+            JobState.CANCELLED,
+            143,
+        )
         assert str(found.job.verdict).splitlines()[-1] == errors.splitlines()[-1]
         assert (processes_of(tmp_path), found.alive) == ([], ())
     finally:
-        for pid in [train.pid, *processes_of(tmp_path)] if train.poll() is None else processes_of(tmp_path):
+        for pid in (
+            [train.pid, *processes_of(tmp_path)] if train.poll() is None else processes_of(tmp_path)
+        ):
             os.kill(pid, signal.SIGKILL)

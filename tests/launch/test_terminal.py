@@ -22,7 +22,12 @@ def typed(folder: Path, *arguments: str, timeout: float = 60, status: int = 0) -
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "90"}
     command = subprocess.Popen(
-        [ORTLAUNCH, *arguments], cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+        [ORTLAUNCH, *arguments],
+        cwd=folder,
+        env=environment,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
     )
     os.close(theirs)
     shown, deadline = b"", time.monotonic() + timeout
@@ -60,7 +65,11 @@ def test_a_run_in_a_terminal(launcher: str, tmp_path: Path) -> None:
     assert bars
     assert max(map(len, bars)) < 90
     stay = [line.rpartition(ERASE)[2] for line in shown.split("\n")]
-    assert [line.split("  ")[0] for line in stay if line.startswith("step ")] == ["step 2/6", "step 4/6", "step 6/6"]
+    assert [line.split("  ")[0] for line in stay if line.startswith("step ")] == [
+        "step 2/6",
+        "step 4/6",
+        "step 6/6",
+    ]
     assert stay[-3].startswith("done: run, in ")
     for log in (tmp_path / "run/logs").iterdir():
         assert re.findall(r"[\r\x1b]|training +\d|\.\.\.$", log.read_text(), re.MULTILINE) == []
@@ -71,11 +80,20 @@ def test_a_run_in_a_terminal(launcher: str, tmp_path: Path) -> None:
 def test_the_live_line_of_a_killed_rank_is_erased(tmp_path: Path) -> None:
     """The first line after it, which says how the run ended, has a line of its own."""
     recipe = write_recipe(tmp_path, train={"max_steps": 400}, log={"every_steps": 2})
-    text, kill = (tmp_path / "mine.py").read_text(), "os.kill(os.getppid(), signal.SIGKILL), time.sleep(9)"
-    counted = f"        self.count = getattr(self, 'count', 0) + 1\n        self.count < 9 or ({kill})\n"
-    text = text.replace("    def forward(self, x, y):\n", f"    def forward(self, x, y):\n{counted}")
+    text, kill = (
+        (tmp_path / "mine.py").read_text(),
+        "os.kill(os.getppid(), signal.SIGKILL), time.sleep(9)",
+    )
+    counted = (
+        f"        self.count = getattr(self, 'count', 0) + 1\n        self.count < 9 or ({kill})\n"
+    )
+    text = text.replace(
+        "    def forward(self, x, y):\n", f"    def forward(self, x, y):\n{counted}"
+    )
     (tmp_path / "mine.py").write_text(f"import time\n{text}")
     shown = typed(tmp_path, "train", str(recipe), "--run-dir=run", status=137)
     assert f"{ERASE}training " in shown
-    assert [line for line in shown.split("\n") if line.rpartition(ERASE)[2].startswith("training ")] == []
+    assert [
+        line for line in shown.split("\n") if line.rpartition(ERASE)[2].startswith("training ")
+    ] == []
     assert "disappeared without an error record" in shown

@@ -32,7 +32,10 @@ def _lacking_for_mpi() -> str:
 NO_MPI = _lacking_for_mpi()
 needs_mpi = pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
 LAUNCHERS = ("torchrun", pytest.param("mpi", marks=needs_mpi))
-TORCHRUN_FIRST = ("torchrun", pytest.param("mpi", marks=[needs_mpi, pytest.mark.slow, pytest.mark.ci]))  # mpi is CI's
+TORCHRUN_FIRST = (
+    "torchrun",
+    pytest.param("mpi", marks=[needs_mpi, pytest.mark.slow, pytest.mark.ci]),
+)  # mpi is CI's
 MODULE = """
 import os
 import signal
@@ -61,7 +64,9 @@ def data():
 """
 
 
-def write_recipe(folder: Path, fails: bool = False, guardian_sleeps: float = 0, **sections: Any) -> Path:
+def write_recipe(
+    folder: Path, fails: bool = False, guardian_sleeps: float = 0, **sections: Any
+) -> Path:
     """Write the module and its recipe, whose rank 1 may fail, its guardian asleep for some seconds; the recipe."""
     (folder / "mine.py").write_text(MODULE)
     model = {**CUSTOM["model"], "arguments": {"fails": fails, "guardian_sleeps": guardian_sleeps}}
@@ -71,7 +76,11 @@ def write_recipe(folder: Path, fails: bool = False, guardian_sleeps: float = 0, 
 
 
 def ortlaunch(
-    folder: Path, *arguments: str, timeout: float = 60, command: tuple[str, ...] = (ORTLAUNCH,), **environ: str
+    folder: Path,
+    *arguments: str,
+    timeout: float = 60,
+    command: tuple[str, ...] = (ORTLAUNCH,),
+    **environ: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run the command in a folder, as a user does."""
     return subprocess.run(

@@ -65,7 +65,11 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     numbers = itertools.count()
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+        [sys.executable, "-c", _SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
     ) as server:
         assert server.stdin is not None
         assert server.stdout is not None

@@ -24,9 +24,13 @@ from tests.makers import recipe
 IDS = torch.arange(32).reshape(4, 8) % 30
 
 
-def wrapped(module: nn.Module, threads: int = 1, allow_fallback: bool = False, **settings: Any) -> Any:
+def wrapped(
+    module: nn.Module, threads: int = 1, allow_fallback: bool = False, **settings: Any
+) -> Any:
     """An ORTModule with these settings of a recipe."""
-    return ORTModule(module, settings_of(Engine(**settings), threads=threads, allow_fallback=allow_fallback))
+    return ORTModule(
+        module, settings_of(Engine(**settings), threads=threads, allow_fallback=allow_fallback)
+    )
 
 
 def manager_of(module: Any, training: bool = True) -> Any:
@@ -39,7 +43,9 @@ def training_graph(module: Any) -> Any:
     return manager_of(module)._onnx_models.optimized_model.graph
 
 
-def python(code: str, *arguments: str, timeout: float = 120, **environ: str) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str, *arguments: str, timeout: float = 120, **environ: str
+) -> subprocess.CompletedProcess[str]:
     """A fresh process that runs this code."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -55,7 +61,9 @@ def same(ours: nn.Module, eager: nn.Module, atol: float = 1e-6) -> None:
     """Gradients and buffers are eager's."""
     theirs = dict(eager.named_parameters())
     for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=atol, msg=name)
+        torch.testing.assert_close(
+            parameter.grad, theirs[name].grad, rtol=1e-4, atol=atol, msg=name
+        )
     others = dict(eager.named_buffers())
     for name, buffer in ours.named_buffers():
         torch.testing.assert_close(buffer, others[name], rtol=1e-5, atol=1e-6, msg=name)
@@ -80,7 +88,9 @@ class Checkpointed(Layers):
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.utils.checkpoint.checkpoint(lambda y: torch.relu(self.first(y)), x, use_reentrant=self.reentrant)
+        hidden = torch.utils.checkpoint.checkpoint(
+            lambda y: torch.relu(self.first(y)), x, use_reentrant=self.reentrant
+        )
         return self.second(hidden).square().mean()
 
 
@@ -102,7 +112,11 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.first, self.norm = nn.Embedding(30, 16), nn.Linear(16, 32), nn.LayerNorm(32)
+        self.words, self.first, self.norm = (
+            nn.Embedding(30, 16),
+            nn.Linear(16, 32),
+            nn.LayerNorm(32),
+        )
         self.second, self.last = nn.Linear(32, 16), nn.Linear(16, 1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -121,7 +135,9 @@ def language_model(family: str, attention: str, dropout: float = 0.0) -> LossMod
         config = transformers.BertConfig(**sizes, **drops)
         kind = transformers.AutoModelForMaskedLM
     else:
-        config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, attention_dropout=dropout, use_cache=False)
+        config = transformers.LlamaConfig(
+            **sizes, num_key_value_heads=2, attention_dropout=dropout, use_cache=False
+        )
         kind = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     return LossModule(kind.from_config(config, attn_implementation=attention))

@@ -23,7 +23,9 @@ TOLERANCE = 2e-5
 """Of the norm of each value."""
 
 
-def run(program: Program, model: nn.Module, on_ort: bool, seed: int = 0, **settings: Any) -> dict[str, Any]:
+def run(
+    program: Program, model: nn.Module, on_ort: bool, seed: int = 0, **settings: Any
+) -> dict[str, Any]:
     """The program's values, with the gradients, weights and buffers that it leaves, of a copy of `model`."""
     model = copy.deepcopy(model)
     wrapped = ORTModule(model, Settings(**{"threads": 1, **settings})) if on_ort else model
@@ -38,17 +40,27 @@ def run(program: Program, model: nn.Module, on_ort: bool, seed: int = 0, **setti
     return values
 
 
-def compare(program: Program, model: nn.Module, tolerance: float = TOLERANCE, seed: int = 0, **settings: Any) -> None:
+def compare(
+    program: Program, model: nn.Module, tolerance: float = TOLERANCE, seed: int = 0, **settings: Any
+) -> None:
     """Fails unless every value of the program on ORTModule is eager PyTorch's."""
     expected = run(program, model, False, seed)
     values = run(program, model, True, seed, **settings)
     assert values.keys() == expected.keys()
-    wrong = [text for name in expected if (text := _difference(expected[name], values[name], tolerance, name))]
+    wrong = [
+        text
+        for name in expected
+        if (text := _difference(expected[name], values[name], tolerance, name))
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 def refuse(
-    program: Program, model: nn.Module, message: str, error: type[Exception] = Exception, **settings: Any
+    program: Program,
+    model: nn.Module,
+    message: str,
+    error: type[Exception] = Exception,
+    **settings: Any,
 ) -> None:
     """Fails unless ORTModule ends the program with `message`, a regular expression, where eager PyTorch runs it."""
     run(program, model, False)
@@ -70,4 +82,8 @@ def _difference(expected: Any, value: Any, tolerance: float, name: str) -> str:
         return f"{name}: eager has the shape {tuple(one.shape)}, ort {tuple(other.shape)}"
     error = (other - one).norm().item()
     # Not `error > ...`: a nan is a difference.
-    return "" if error <= tolerance * one.norm().item() + 1e-7 else f"{name}: eager {expected}, ort {value}"
+    return (
+        ""
+        if error <= tolerance * one.norm().item() + 1e-7
+        else f"{name}: eager {expected}, ort {value}"
+    )

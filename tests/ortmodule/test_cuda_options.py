@@ -41,7 +41,12 @@ def test_print_memory_stats() -> None:
 def test_conv_algorithm_search() -> None:
     """It goes to ORT's provider, under cuDNN's names."""
     assert "does nothing on CPU: it is cuDNN's" in refused(conv_algorithm_search="exhaustive")
-    assert cuda_provider(stepped(Words(), conv_algorithm_search="exhaustive"))["cudnn_conv_algo_search"] == "EXHAUSTIVE"
+    assert (
+        cuda_provider(stepped(Words(), conv_algorithm_search="exhaustive"))[
+            "cudnn_conv_algo_search"
+        ]
+        == "EXHAUSTIVE"
+    )
     assert cuda_provider(stepped(Words()))["cudnn_conv_algo_search"] == "HEURISTIC"
 
 
@@ -76,7 +81,9 @@ def test_tuning_results(tmp_path: Path) -> None:
 def test_triton() -> None:
     """It is refused by a build of ORT without Triton."""
     assert "does nothing on CPU: Triton writes kernels for GPUs" in refused(triton=True)
-    with pytest.raises(EngineError, match=r"engine\.triton: the installed ONNX Runtime was built without Triton"):
+    with pytest.raises(
+        EngineError, match=r"engine\.triton: the installed ONNX Runtime was built without Triton"
+    ):
         prepare(Engine(triton=True), {})
 
 
@@ -84,12 +91,16 @@ def test_triton_config() -> None:
     """It becomes the file that ORT reads."""
     assert "does nothing without triton: true" in refused(triton_config={"min_nodes": 3})
     assert "unknown key; valid here: ops" in refused(triton=True, triton_config={"nodes": 3})
-    assert "must be none, scalar or all" in refused(triton=True, triton_config={"initializer": "some"})
+    assert "must be none, scalar or all" in refused(
+        triton=True, triton_config={"initializer": "some"}
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ORTMODULE_TRITON_CONFIG_FILE", "")
         for name in ("triton", "triton.language"):  # ORT's package imports it for its kernels
             patch.setitem(sys.modules, name, MagicMock())
-        options.set_attributes(stepped(Words()), Settings(triton=True, triton_config={"min_nodes": 3}))
+        options.set_attributes(
+            stepped(Words()), Settings(triton=True, triton_config={"min_nodes": 3})
+        )
         read = importlib.import_module("onnxruntime.training.ort_triton").get_config()
     assert json.loads(read)["min_nodes"] == 3
 
@@ -105,9 +116,16 @@ def test_flash_attention() -> None:
 @pytest.mark.ci
 def test_efficient_attention(witness: Witness) -> None:
     """It registers ORT's graph optimizer, and ends the run where that finds nothing."""
-    assert "does nothing on CPU: torch has that kernel for CUDA only" in refused(efficient_attention=True)
-    assert registered_in_a_new_process(efficient_attention=True) == "optimize_graph_for_aten_efficient_attention"
-    with pytest.raises(EngineError, match=r"Settings\.efficient_attention: ONNX Runtime found nothing to replace"):
+    assert "does nothing on CPU: torch has that kernel for CUDA only" in refused(
+        efficient_attention=True
+    )
+    assert (
+        registered_in_a_new_process(efficient_attention=True)
+        == "optimize_graph_for_aten_efficient_attention"
+    )
+    with pytest.raises(
+        EngineError, match=r"Settings\.efficient_attention: ONNX Runtime found nothing to replace"
+    ):
         options.require_effect(Settings(efficient_attention=True), witness.graphs)
 
 

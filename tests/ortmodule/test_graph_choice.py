@@ -25,11 +25,15 @@ X, Y = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
 
 def normed() -> nn.Module:
     """BatchNorm, and dropout of everything: what is random in training is known."""
-    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(1.0), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(1.0), nn.Linear(8, 3)
+    )
 
 
 def dropped() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 64, bias=False), nn.Dropout(0.5), nn.Linear(64, 3, bias=False))
+    return nn.Sequential(
+        nn.Linear(8, 64, bias=False), nn.Dropout(0.5), nn.Linear(64, 3, bias=False)
+    )
 
 
 def mixed() -> nn.Module:
@@ -37,7 +41,9 @@ def mixed() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def stepped(w: Any, m: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+def stepped(
+    w: Any, m: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor
+) -> torch.Tensor:
     optimizer.zero_grad()
     loss = w(x).square().mean()
     loss.backward()
@@ -163,7 +169,12 @@ def a_flag_of_the_wrapper(w: Any, m: nn.Module) -> Values:
     with torch.no_grad():
         two = w(X)
     w.training = True
-    return {"one": one, "two": two, "flags": [layer.training for layer in m.modules()], "own": w.training}
+    return {
+        "one": one,
+        "two": two,
+        "flags": [layer.training for layer in m.modules()],
+        "own": w.training,
+    }
 
 
 class Reading(nn.Module):
@@ -238,7 +249,10 @@ PROGRAMS: dict[str, tuple[Program, Any]] = {
     "checkpointed masks": (checkpointed_masks, dropped),
     "reads the grad mode": (reads_the_grad_mode, Reading),
     "attention in evaluation": (attention_in_evaluation, attention),
-    "checkpointed plainly": (checkpointed_plainly, lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))),
+    "checkpointed plainly": (
+        checkpointed_plainly,
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)),
+    ),
 }
 
 
@@ -262,7 +276,9 @@ def test_other_masks_in_a_recomputed_pass_are_refused() -> None:
     """With ONNX Runtime's own dropout the second pass would have other masks."""
     module = wrapped(dropped(), memory_optimization=1)
     out = torch.utils.checkpoint.checkpoint(module, X.clone().requires_grad_(), use_reentrant=True)
-    with pytest.raises(RuntimeError, match="Dropout would draw other random numbers than in the first pass"):
+    with pytest.raises(
+        RuntimeError, match="Dropout would draw other random numbers than in the first pass"
+    ):
         out.sum().backward()
 
 
@@ -308,7 +324,9 @@ class Optional(nn.Module):
         super().__init__()
         self.layer, self.factor = nn.Linear(8, 8), 1.0
 
-    def forward(self, x: Any, mask: Any = None, other: Any = None, double: bool = False) -> torch.Tensor:
+    def forward(
+        self, x: Any, mask: Any = None, other: Any = None, double: bool = False
+    ) -> torch.Tensor:
         y = self.layer(x) * self.factor
         if mask is not None:
             y = y * mask
@@ -331,7 +349,8 @@ def test_arguments_in_turns(name: str) -> None:
 
     def calls(w: Any, m: nn.Module) -> Values:
         losses = {
-            str(place): w(*args, **kwargs).square().mean() for place, (args, kwargs) in enumerate(2 * CALLS[name])
+            str(place): w(*args, **kwargs).square().mean()
+            for place, (args, kwargs) in enumerate(2 * CALLS[name])
         }
         sum(losses.values()).backward()
         return losses
@@ -348,7 +367,11 @@ def backward_twice(w: Any, m: nn.Module) -> Values:
 
 def test_backward_twice_is_refused() -> None:
     """Torch's own sentence and the remedy."""
-    refuse(backward_twice, mixed(), "Trying to backward through the graph a second time.*Call the module again")
+    refuse(
+        backward_twice,
+        mixed(),
+        "Trying to backward through the graph a second time.*Call the module again",
+    )
 
 
 # --------------------------------------------------------------------------------------------- the last few graphs
@@ -372,7 +395,9 @@ def freezing_in_turns(w: Any, m: Any, step: int) -> Any:
     return w(X)
 
 
-@pytest.mark.parametrize("turn", [flags_in_turns, none_in_turns, values_in_turns, freezing_in_turns])
+@pytest.mark.parametrize(
+    "turn", [flags_in_turns, none_in_turns, values_in_turns, freezing_in_turns]
+)
 def test_the_last_few_graphs_are_kept(turn: Any) -> None:
     """What comes in turns is exported once each, and stays eager PyTorch's."""
     before = tally.exports
@@ -406,7 +431,10 @@ def test_dropped_graphs_are_freed_and_reported() -> None:
         module(X)
     gc.collect()
     assert (first(), agent()) == (None, None)
-    assert any(note.startswith(f"{2 * graphs.KEPT} graphs were exported of one model") for note in tally.notes)
+    assert any(
+        note.startswith(f"{2 * graphs.KEPT} graphs were exported of one model")
+        for note in tally.notes
+    )
 
 
 def test_replaced_weights_are_followed() -> None:
@@ -444,7 +472,9 @@ def test_lightning_validates_in_between(averaged: bool, tmp_path: Path) -> None:
             return loss
 
         def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
-            self.values[f"validation {self.global_step}.{index}"] = self.holder(batch[0]).square().mean()
+            self.values[f"validation {self.global_step}.{index}"] = (
+                self.holder(batch[0]).square().mean()
+            )
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.1)

@@ -34,8 +34,17 @@ class Casts(nn.Module):
         self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.linear(ids.float().reshape(-1, 8)).half().transpose(0, 1).float().transpose(0, 1)
-        return self.norm(nn.functional.gelu(hidden).half().float()).half().reshape(-1).float().square().mean()
+        hidden = (
+            self.linear(ids.float().reshape(-1, 8)).half().transpose(0, 1).float().transpose(0, 1)
+        )
+        return (
+            self.norm(nn.functional.gelu(hidden).half().float())
+            .half()
+            .reshape(-1)
+            .float()
+            .square()
+            .mean()
+        )
 
 
 class Doubled(torch.autograd.Function):
@@ -101,12 +110,16 @@ def memory_optimization(witness: Witness, tmp_path: Path, capfd: Any) -> None:
 
 
 def memory_optimization_config(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    known = manager_of(stepped(Words()))._runtime_inspector.memory_ob.cluster_id_combination_to_saving_symbolics_map
+    known = manager_of(
+        stepped(Words())
+    )._runtime_inspector.memory_ob.cluster_id_combination_to_saving_symbolics_map
     kept = witness.graphs[-1]
     cluster = next(iter(known)).split(",")[0].rsplit(":", 1)[0]
     recomputed = executed(witness, Words(), memory_optimization_config=[f"{cluster}:-1"])
     assert size(recomputed.backward) > size(kept.backward)
-    assert "chooses the subgraphs itself" in refused(memory_optimization=1, memory_optimization_config=["A:1:-1"])
+    assert "chooses the subgraphs itself" in refused(
+        memory_optimization=1, memory_optimization_config=["A:1:-1"]
+    )
     assert "write cluster:strategy:count" in refused(memory_optimization_config=["A"])
 
 
@@ -125,19 +138,27 @@ def compute_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
 
 
 def sparsity_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    assert "without compute_optimizer: true" in refused(sparsity_optimizer=True, compute_optimizer=False)
-    off, on = (executed(witness, FewLabels(), sparsity_optimizer=wanted) for wanted in (False, None))
+    assert "without compute_optimizer: true" in refused(
+        sparsity_optimizer=True, compute_optimizer=False
+    )
+    off, on = (
+        executed(witness, FewLabels(), sparsity_optimizer=wanted) for wanted in (False, None)
+    )
     if extensions.interop_refusal():
         refuses_without_interop(sparsity_optimizer=True)
     assert on.forward["ShrunkenGather"] > off.forward["ShrunkenGather"] == 0
 
 
 def print_input_density(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    assert "without sparsity_optimizer" in refused(print_input_density=True, sparsity_optimizer=False)
+    assert "without sparsity_optimizer" in refused(
+        print_input_density=True, sparsity_optimizer=False
+    )
     if extensions.interop_refusal():
         refuses_without_interop(print_input_density=True)
         return
-    silent, printing = (executed(witness, FewLabels(), print_input_density=wanted) for wanted in (False, True))
+    silent, printing = (
+        executed(witness, FewLabels(), print_input_density=wanted) for wanted in (False, True)
+    )
     assert size(printing.python) > size(silent.python)
     assert "label tensor density" in capfd.readouterr().out
 
@@ -156,18 +177,28 @@ def torch_matmul(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     on, off = (executed(witness, Wide(), torch_matmul=wanted) for wanted in (True, False))
     assert {"linear", "matmul", "tensordot"} & on.aten.keys()
     assert not {"linear", "matmul", "tensordot"} & off.aten.keys()
-    assert "does nothing with memory optimization" in refused(torch_matmul=True, memory_optimization=1)
-    assert "whose graph has no weights" in refused(torch_matmul=True, memory_efficient_grad_management=True)
+    assert "does nothing with memory optimization" in refused(
+        torch_matmul=True, memory_optimization=1
+    )
+    assert "whose graph has no weights" in refused(
+        torch_matmul=True, memory_efficient_grad_management=True
+    )
     assert "does nothing on cuda" in refused("cuda", torch_matmul=True)
 
 
 def matmul_precision(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "hardware", lambda: {"processor": "another maker's"})
-        highest, medium = (executed(witness, Wide(), matmul_precision=word) for word in ("highest", "medium"))
+        highest, medium = (
+            executed(witness, Wide(), matmul_precision=word) for word in ("highest", "medium")
+        )
     assert {"linear", "matmul", "tensordot"} & medium.aten.keys()
     assert not {"linear", "matmul", "tensordot"} & highest.aten.keys()
-    for field in ({"torch_matmul": False}, {"memory_optimization": 1}, {"memory_efficient_grad_management": True}):
+    for field in (
+        {"torch_matmul": False},
+        {"memory_optimization": 1},
+        {"memory_efficient_grad_management": True},
+    ):
         assert "the products are ONNX Runtime's own" in refused(matmul_precision="medium", **field)
         assert "the products are" not in refused("cuda", matmul_precision="medium", **field)
 
@@ -225,7 +256,10 @@ def save_onnx(witness: Witness, tmp_path: Path, capfd: Any) -> None:
 
 
 def cast_propagation(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    built = {name: nodes_built(cast_propagation=name) for name in ("flood_fill", "insert_and_reduce", "none")}
+    built = {
+        name: nodes_built(cast_propagation=name)
+        for name in ("flood_fill", "insert_and_reduce", "none")
+    }
     assert len(set(map(tuple, built.values()))) == 3
     assert "moves the casts of autocast" in refused(cast_propagation="none")
 
@@ -242,7 +276,9 @@ def nodes_built(**settings: Any) -> list[str]:
 
 
 def refuses_without_interop(**settings: Any) -> None:
-    with pytest.raises(EngineError, match=rf"engine\.{next(iter(settings))}: needs .* torch_interop_utils"):
+    with pytest.raises(
+        EngineError, match=rf"engine\.{next(iter(settings))}: needs .* torch_interop_utils"
+    ):
         prepare(Engine(**settings), {})
 
 
@@ -289,22 +325,32 @@ def test_every_field_of_the_engine_is_in_the_table() -> None:
     assert set(FIELDS) == set(Engine.model_fields)
     for place in (check for check in FIELDS.values() if isinstance(check, str)):
         path, _, test = place.partition("::")
-        assert f"def {test}(" in (Path(__file__).parents[2] / path).read_text(encoding="utf-8"), place
+        assert f"def {test}(" in (Path(__file__).parents[2] / path).read_text(encoding="utf-8"), (
+            place
+        )
 
 
 @pytest.mark.parametrize("field", [field for field, check in FIELDS.items() if callable(check)])
-def test_the_field_changes_something_or_is_refused(field: str, witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def test_the_field_changes_something_or_is_refused(
+    field: str, witness: Witness, tmp_path: Path, capfd: Any
+) -> None:
     """Nodes of the executed graph, files, output, a session's options: never just a variable."""
     check = FIELDS[field]
     assert callable(check)
     check(witness, tmp_path, capfd)
 
 
-def test_no_copy_for_the_export_where_two_would_not_fit(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_for_the_export_where_two_would_not_fit(
+    witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """deepcopy_before_export: null looks at parameters and free memory, and says what it saw."""
     size = sum(parameter.numel() * 4 for parameter in Copied().parameters())
     for free, used in ((2 * size - 1, False), (2 * size, True)):
-        monkeypatch.setattr(machine, "memory_limits", lambda free=free: [machine.MemoryLimit("a group", 1 << 30, free)])
+        monkeypatch.setattr(
+            machine,
+            "memory_limits",
+            lambda free=free: [machine.MemoryLimit("a group", 1 << 30, free)],
+        )
         Copied.copies = 0
         stepped(Copied())
         assert (Copied.copies > 0) == used
@@ -320,7 +366,9 @@ def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:
     assert options._limit_of(Words(), 4).free < alone / 2
 
 
-def test_a_variable_from_outside_changes_nothing(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_from_outside_changes_nothing(
+    witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The recipe's value is passed for every setting, also at its default."""
     plain = executed(witness, Words())
     for name in ("ORTMODULE_ENABLE_COMPUTE_OPTIMIZER", "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT"):
@@ -333,5 +381,7 @@ def test_a_variable_from_outside_changes_nothing(witness: Witness, monkeypatch: 
 
 def test_a_host_whose_environment_contradicts_is_refused() -> None:
     """Another host's shell may set what the launching host's does not."""
-    with pytest.raises(EngineError, match=r"LEVEL=1 on this host contradicts engine.memory_optimization \(0\)"):
+    with pytest.raises(
+        EngineError, match=r"LEVEL=1 on this host contradicts engine.memory_optimization \(0\)"
+    ):
         prepare(Engine(), {"ORTMODULE_MEMORY_OPT_LEVEL": "1"})

@@ -56,17 +56,25 @@ def test_losses_are_eagers(
 def test_importing_it_is_light() -> None:
     """Neither a recipe nor torch comes with `from ortlaunch.ortmodule import Settings`, no recipe with ORTModule."""
     code = "import sys; from ortlaunch.ortmodule import {}; print(*sorted(sys.modules))"
-    for name, absent in (("Settings", {"torch", "pydantic", "ortlaunch.recipe"}), ("ORTModule", {"ortlaunch.recipe"})):
-        done = subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True, check=True)
+    for name, absent in (
+        ("Settings", {"torch", "pydantic", "ortlaunch.recipe"}),
+        ("ORTModule", {"ortlaunch.recipe"}),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(name)], capture_output=True, text=True, check=True
+        )
         assert not absent & set(done.stdout.split())
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("opset", 13), ("log_level", "loud"), ("memory_optimization", 3), ("custom_autograd", "yes")]
+    ("setting", "value"),
+    [("opset", 13), ("log_level", "loud"), ("memory_optimization", 3), ("custom_autograd", "yes")],
 )
 def test_a_wrong_setting_is_refused(setting: str, value: Any) -> None:
     """With its value and what it may be."""
-    with pytest.raises(SettingError, match=rf"Settings\.{setting}: got {value!r}; it must be one of "):
+    with pytest.raises(
+        SettingError, match=rf"Settings\.{setting}: got {value!r}; it must be one of "
+    ):
         Settings(**{setting: value})
 
 
@@ -75,5 +83,7 @@ def test_a_setting_that_comes_too_late_is_refused(built: None) -> None:
     import torch
 
     ORTModule(torch.nn.Linear(1, 1))
-    with pytest.raises(SettingError, match=r"efficient_attention: is read when ORTModule is imported.* with False"):
+    with pytest.raises(
+        SettingError, match=r"efficient_attention: is read when ORTModule is imported.* with False"
+    ):
         ORTModule(torch.nn.Linear(1, 1), Settings(efficient_attention=True))

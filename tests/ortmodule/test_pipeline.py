@@ -13,7 +13,13 @@ pytestmark = [needs_ort]
 ALL = (*compat._BEFORE_IMPORT, *compat._AFTER_IMPORT, *REPAIRS)
 STEPS = {
     name
-    for table in (pipeline._CONTEXTS, pipeline._TRACE, pipeline._PASSES, pipeline._GRADIENTS, pipeline._VERDICTS)
+    for table in (
+        pipeline._CONTEXTS,
+        pipeline._TRACE,
+        pipeline._PASSES,
+        pipeline._GRADIENTS,
+        pipeline._VERDICTS,
+    )
     for name, _ in table
 }
 
@@ -23,6 +29,8 @@ def test_every_step_is_a_repairs_and_every_repair_does_something() -> None:
     names = [repair.name for repair in ALL]
     assert len(names) == len(set(names))
     assert STEPS - set(names) == set()
-    idle = {repair.name for repair in ALL if repair.install is Repair._field_defaults["install"]} - STEPS
+    idle = {
+        repair.name for repair in ALL if repair.install is Repair._field_defaults["install"]
+    } - STEPS
     # Which pipeline._traced and attention_forms.attention read by name.
     assert idle == {"ignore_ort_export_cache", "export_sdpa_dropout"}

@@ -48,7 +48,13 @@ class Flexible(nn.Module):
         self.linear = nn.Linear(4, 3)
 
     def forward(
-        self, x: torch.Tensor, *more: Any, bias: Any = None, scale: Any = 1, flags: Any = (), **rest: Any
+        self,
+        x: torch.Tensor,
+        *more: Any,
+        bias: Any = None,
+        scale: Any = 1,
+        flags: Any = (),
+        **rest: Any,
     ) -> Any:
         y = self.linear(x.to(self.linear.weight.dtype) if x.dim() == 2 else x.mean(1))
         if bias is not None:
@@ -63,7 +69,10 @@ class Flexible(nn.Module):
 
 
 X, Y = torch.randn(2, 4), torch.randn(5, 4)
-FIRST: tuple[tuple[Any, ...], dict[str, Any]] = ((X,), {"bias": torch.ones(3), "scale": 2, "flags": [True]})
+FIRST: tuple[tuple[Any, ...], dict[str, Any]] = (
+    (X,),
+    {"bias": torch.ones(3), "scale": 2, "flags": [True]},
+)
 CHANGES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "a keyword argument more": ((X,), {**FIRST[1], "other": torch.tensor(3.0)}),
     "a positional argument more": ((X, torch.tensor(3.0)), FIRST[1]),
@@ -204,7 +213,8 @@ def test_transformers_checkpointing_becomes_recomputation(reentrant: bool) -> No
     ids = torch.arange(24).reshape(2, 12)
     eager, module = copy.deepcopy(model), wrapped(model)
     ours, theirs = (
-        given(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids) for given in (module, eager.train())
+        given(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
+        for given in (module, eager.train())
     )
     ours.backward()
     theirs.backward()
@@ -299,11 +309,15 @@ def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(registry, "_not_applied", {})
     changed = f"{source_guard.TRANSITION}._export_model"
     monkeypatch.setitem(source_guard.KNOWN, changed, "0" * 16)
-    monkeypatch.setattr(repairs, "REPAIRS", [repair for repair in REPAIRS if changed in repair.sources])
+    monkeypatch.setattr(
+        repairs, "REPAIRS", [repair for repair in REPAIRS if changed in repair.sources]
+    )
     apply_repairs()
     assert registry.applied() == ()
     assert "skip_frozen_gradients" in registry.not_applied()
-    assert set(registry.not_applied().values()) == {f"the source of {changed} is not that of 1.19.2"}
+    assert set(registry.not_applied().values()) == {
+        f"the source of {changed} is not that of 1.19.2"
+    }
     monkeypatch.setattr(registry, "_not_applied", {})
     monkeypatch.setattr("onnxruntime.__version__", "1.20.0")
     apply_repairs()

@@ -36,7 +36,11 @@ for settings in json.loads(sys.argv[2]):
 @pytest.mark.parametrize("skipped", ["nothing", "skip_ignored_labels"])
 def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None, fresh: Run) -> None:
     """Stock ORTModule walks through None where compute or sparsity optimization is off."""
-    done = fresh(WITHOUT_REPAIR, skipped, json.dumps([{"compute_optimizer": False}, {"sparsity_optimizer": False}]))
+    done = fresh(
+        WITHOUT_REPAIR,
+        skipped,
+        json.dumps([{"compute_optimizer": False}, {"sparsity_optimizer": False}]),
+    )
     if skipped == "nothing":
         assert done.returncode == 0, done.stderr
     else:

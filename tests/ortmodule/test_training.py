@@ -83,14 +83,17 @@ def trained(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
 def graph_gradients(module: Any) -> list[str]:
     """Names of the gradients that ORT's training graph computes."""
     outputs = training_graph(module).output
-    return sorted(output.name.replace("_original_module.", "").replace("_grad", "") for output in outputs)
+    return sorted(
+        output.name.replace("_original_module.", "").replace("_grad", "") for output in outputs
+    )
 
 
 # ------------------------------------------------------------------------------------------- it trains like eager
 
 
 @pytest.mark.parametrize(
-    ("family", "attention"), [("bert", "eager"), ("bert", "sdpa"), ("llama", "sdpa"), ("llama", "eager")]
+    ("family", "attention"),
+    [("bert", "eager"), ("bert", "sdpa"), ("llama", "sdpa"), ("llama", "eager")],
 )
 def test_training_equals_eager(witness: Witness, family: str, attention: str) -> None:
     """Six AdamW steps give eager's losses, the first step eager's gradients, and every pass is ORT's."""
@@ -251,10 +254,15 @@ def test_settings_hold_for_one_module_and_leave_the_environment_alone(witness: W
     special(x).backward()
     assert dict(os.environ) == before
     options = [manager_of(module)._runtime_options for module in (plain, special)]
-    assert [(o.onnx_opset_version, int(o.memory_optimization_level)) for o in options] == [(17, 0), (18, 1)]
+    assert [(o.onnx_opset_version, int(o.memory_optimization_level)) for o in options] == [
+        (17, 0),
+        (18, 1),
+    ]
 
 
-def test_wrapping_and_training_print_nothing(witness: Witness, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrapping_and_training_print_nothing(
+    witness: Witness, capfd: pytest.CaptureFixture[str]
+) -> None:
     """ORT's table of features and the exporter's warnings stay away at the default level."""
     model = language_model("llama", "sdpa")
     capfd.readouterr()
@@ -271,8 +279,14 @@ class Detached(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden, target = self.linear(x), self.other(x)
-        missed = (hidden - target.detach()).square().mean() + 0.25 * (hidden.detach() - target).square().mean()
-        return missed + (hidden * hidden.detach()).sum() + (hidden * self.other.weight.data.mean()).sum()
+        missed = (hidden - target.detach()).square().mean() + 0.25 * (
+            hidden.detach() - target
+        ).square().mean()
+        return (
+            missed
+            + (hidden * hidden.detach()).sum()
+            + (hidden * self.other.weight.data.mean()).sum()
+        )
 
 
 def test_no_gradient_goes_through_detach(built: None) -> None:

@@ -20,7 +20,16 @@ from ortlaunch.ortmodule.build import cuda_libraries
 from ortlaunch.ortmodule.module import _on_its_device
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
-from tests.ortmodule.modules import IDS, Reverse, Words, executed, language_model, manager_of, stepped, wrapped
+from tests.ortmodule.modules import (
+    IDS,
+    Reverse,
+    Words,
+    executed,
+    language_model,
+    manager_of,
+    stepped,
+    wrapped,
+)
 
 pytestmark = needs_ort
 
@@ -52,7 +61,10 @@ def profiling(witness: Witness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def with_profile(manager: Any) -> Any:
         session_options, providers, provider_options = configure(manager)
-        session_options.enable_profiling, session_options.profile_file_prefix = True, str(tmp_path / "profile")
+        session_options.enable_profiling, session_options.profile_file_prefix = (
+            True,
+            str(tmp_path / "profile"),
+        )
         return session_options, providers, provider_options
 
     monkeypatch.setattr(GraphExecutionManager, "_get_session_config", with_profile)
@@ -62,7 +74,11 @@ def profiled(module: Any, training: bool = True) -> Counter[str]:
     """Nodes by operator that ORT itself says it has run."""
     session = manager_of(module, training)._execution_agent._inference_session
     events = json.loads(Path(session.end_profiling()).read_text())
-    nodes = [event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")]
+    nodes = [
+        event
+        for event in events
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")
+    ]
     return Counter(event["args"]["op_name"] for event in nodes)
 
 
@@ -118,7 +134,9 @@ def test_a_restart_keeps_what_was_built(witness: Witness) -> None:
     assert witness.counts()["nodes_run"] == counts["training_graph"]["forward_nodes"] > 0
 
 
-def test_each_node_is_counted_on_its_execution_provider(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_node_is_counted_on_its_execution_provider(
+    witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ORT's own format has the provider of each node of a graph with a Python function, which runs on afterwards."""
     placed, is_efficient = [], witnesses._is_memory_efficient
 
@@ -141,10 +159,15 @@ def test_each_node_is_counted_on_its_execution_provider(witness: Witness, monkey
 
 def test_a_session_that_is_not_on_its_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """ORT computes on the CPU where its CUDA provider does not load; the error has the library and the command."""
-    monkeypatch.setattr(cuda_libraries, "check", lambda: 'libcudnn.so.8. Type: pip install "ortlaunch[ort-cuda]"')
+    monkeypatch.setattr(
+        cuda_libraries, "check", lambda: 'libcudnn.so.8. Type: pip install "ortlaunch[ort-cuda]"'
+    )
     session = SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
     manager = SimpleNamespace(
-        _device=torch.device("cuda", 0), _execution_agent=SimpleNamespace(_inference_session=session)
+        _device=torch.device("cuda", 0),
+        _execution_agent=SimpleNamespace(_inference_session=session),
     )
-    with pytest.raises(EngineError, match=r"session runs on CPUExecutionProvider: libcudnn.so.8. Type: pip install"):
+    with pytest.raises(
+        EngineError, match=r"session runs on CPUExecutionProvider: libcudnn.so.8. Type: pip install"
+    ):
         _on_its_device(lambda manager: None, manager)

@@ -18,7 +18,11 @@ from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Layers, same
 
-pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    needs_ort,
+    pytest.mark.usefixtures("built", "seeded"),
+    pytest.mark.filterwarnings("ignore"),
+]
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -69,7 +73,12 @@ def test_ortmodule_is_a_class() -> None:
     module = Regression(copy.deepcopy(expected))
     assert not isinstance(expected, ORTModule)
     assert isinstance(ORTModule(bert()), ORTModule)
-    for one in (module, copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+    for one in (
+        module,
+        copy.copy(module),
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+    ):
         assert isinstance(one, Regression)
         assert isinstance(one, ORTModule)
         assert isinstance(one, Base)
@@ -82,7 +91,9 @@ def test_ortmodule_is_a_class() -> None:
 def assigned(module: Any, model: nn.Module) -> torch.Tensor:
     """A pass with weights that take the place of the model's."""
     module(X)
-    module.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()}, assign=True)
+    module.load_state_dict(
+        {name: value * 1.5 for name, value in model.state_dict().items()}, assign=True
+    )
     return module(X)
 
 
@@ -109,7 +120,9 @@ def with_trainer(wrap: Any, folder: Path) -> dict[str, Any]:
     pytest.importorskip("accelerate")
     draw = torch.Generator().manual_seed(1)
     model = bert()
-    samples = [{"input_ids": torch.randint(99, (16,), generator=draw), "labels": i % 2} for i in range(60)]
+    samples = [
+        {"input_ids": torch.randint(99, (16,), generator=draw), "labels": i % 2} for i in range(60)
+    ]
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=20, learning_rate=3e-3, logging_steps=1, eval_strategy="steps", eval_steps=2,
         save_steps=2, save_total_limit=2, load_best_model_at_end=True, metric_for_best_model="eval_loss",
@@ -117,13 +130,19 @@ def with_trainer(wrap: Any, folder: Path) -> dict[str, Any]:
     )  # fmt: skip
     stopping = transformers.EarlyStoppingCallback(3)
     trainer = transformers.Trainer(
-        wrap(model), arguments, train_dataset=samples[:40], eval_dataset=samples[40:], callbacks=[stopping]
+        wrap(model),
+        arguments,
+        train_dataset=samples[:40],
+        eval_dataset=samples[40:],
+        callbacks=[stopping],
     )
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     return {
         "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
-        "evaluated": [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line],
+        "evaluated": [
+            line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line
+        ],
         "steps": (trainer.state.best_global_step, trainer.state.global_step),
         "files": sorted(os.listdir(best)),
         "weight": model.classifier.weight.detach().clone(),
@@ -135,7 +154,10 @@ def with_trainer(wrap: Any, folder: Path) -> dict[str, Any]:
 @pytest.mark.ci
 def test_trainer_evaluates_keeps_the_best_and_stops_early(tmp_path: Path, witness: Witness) -> None:
     """Losses, evaluations, best step, last step, the best weights and the files of a checkpoint are eager's."""
-    eager, ours = with_trainer(lambda model: model, tmp_path / "eager"), with_trainer(ORTModule, tmp_path / "ours")
+    eager, ours = (
+        with_trainer(lambda model: model, tmp_path / "eager"),
+        with_trainer(ORTModule, tmp_path / "ours"),
+    )
     assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)
     assert ours["evaluated"] == pytest.approx(eager["evaluated"], rel=1e-5)
     assert (ours["steps"], ours["files"]) == (eager["steps"], eager["files"])
@@ -152,7 +174,9 @@ def with_accelerate(wrap: Any, folder: Path) -> dict[str, Any]:
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 1))
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     x = torch.randn(26 * 8, 8)
-    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+    batches = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8
+    )
     model, batches = wrap(net), list(batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -176,12 +200,20 @@ def with_accelerate(wrap: Any, folder: Path) -> dict[str, Any]:
     accelerator.load_state(str(folder))
     assert passes(20, 26) == losses[20:]
     unwrapped = accelerator.unwrap_model(model)
-    return {"losses": losses, "keys": list(accelerator.get_state_dict(model)), "model": unwrapped, "net": net}
+    return {
+        "losses": losses,
+        "keys": list(accelerator.get_state_dict(model)),
+        "model": unwrapped,
+        "net": net,
+    }
 
 
 def test_accelerate_accumulates_clips_and_goes_on(tmp_path: Path) -> None:
     """Losses are eager's, also after load_state; `unwrap_model(...).module` is the model, with its own keys."""
-    eager, ours = with_accelerate(lambda net: net, tmp_path / "eager"), with_accelerate(ORTModule, tmp_path / "ours")
+    eager, ours = (
+        with_accelerate(lambda net: net, tmp_path / "eager"),
+        with_accelerate(ORTModule, tmp_path / "ours"),
+    )
     assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)
     assert ours["keys"] == eager["keys"]
     assert ours["model"].module is ours["net"]

@@ -21,7 +21,9 @@ STEPS = 300
 def main(rank: int, folder: Path) -> None:
     """Ask as the plan says: {rank: {step: what}}."""
     plan = json.loads((folder / "plan.json").read_text())[str(rank)]
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2
+    )
     group, decided = DistributedContext(Rank(rank, 2, rank, 2), torch.device("cpu")), []
     with agreement(group) as agreed:
         for step in range(STEPS):

@@ -55,7 +55,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.frozen = nn.Linear(7, 7).requires_grad_(False)
-        self.layers = nn.Sequential(nn.Linear(7, 301), nn.GELU(), nn.Linear(301, 33), nn.GELU(), nn.Linear(33, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(7, 301), nn.GELU(), nn.Linear(301, 33), nn.GELU(), nn.Linear(33, 1)
+        )
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
 
@@ -108,7 +110,11 @@ def weights(stepper: Stepper) -> list[float]:
     for part in named.parts:
         kept = [value for _, value in sorted(named.optimizer.state[part.master].items())]
         for value in (part.master, *(value for value in kept if isinstance(value, torch.Tensor))):
-            mine = value.detach().reshape(-1)[part.offset : part.offset + part.count] if value.dim() else value
+            mine = (
+                value.detach().reshape(-1)[part.offset : part.offset + part.count]
+                if value.dim()
+                else value
+            )
             found.append(float(mine.double().mul(torch.arange(1, mine.numel() + 1)).sum()))
     return found
 
@@ -118,7 +124,9 @@ def close(stepper: Stepper) -> None:
         stepper.engine.destroy()
 
 
-def interrupted(way: tuple[int | None, str, str], folder: Path, group: DistributedContext) -> dict[str, Any]:
+def interrupted(
+    way: tuple[int | None, str, str], folder: Path, group: DistributedContext
+) -> dict[str, Any]:
     """A training in one piece, and in two, by a checkpoint in this folder."""
     found: dict[str, Any] = {}
     straight = build(way, group)
@@ -135,7 +143,9 @@ def interrupted(way: tuple[int | None, str, str], folder: Path, group: Distribut
     return found
 
 
-def beside(way: tuple[int | None, str, str], folder: Path, group: DistributedContext) -> dict[str, Any]:
+def beside(
+    way: tuple[int | None, str, str], folder: Path, group: DistributedContext
+) -> dict[str, Any]:
     """The same where training goes on, and all-reduces, while the checkpoint is written on a channel of its own."""
     run, apart, straight = RunDir(folder), group.apart(), build(way, group)
     losses = steps(straight, group, range(SAVED))
@@ -171,7 +181,9 @@ def main() -> None:
     group = DistributedContext(Rank(rank, size, rank, size), torch.device("cpu"))
     folder, file = Path(sys.argv[1]), Path(sys.argv[2])
     if size == 2:
-        found = {name: interrupted(way, folder / name, group) for name, way in {**WAYS, **ALONE}.items()}
+        found = {
+            name: interrupted(way, folder / name, group) for name, way in {**WAYS, **ALONE}.items()
+        }
         found["async"] = beside(WAYS["zero 1"], folder / "async", group)
     else:
         found = {f"{saved} -> {name}": resumed(way, folder / saved, group, []) for saved in WAYS

@@ -29,11 +29,15 @@ def samples(count: int, family: str) -> list[dict[str, Tensor]]:
     """Words of which two of three count, and for BERT the label of a pair of sentences."""
     made = []
     for index in range(count):
-        ids = torch.randint(SIZES["vocab_size"], (LENGTH,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(
+            SIZES["vocab_size"], (LENGTH,), generator=torch.Generator().manual_seed(index)
+        )
         labels = ids.clone()
         labels[2::3] = -100
         pair = {"next_sentence_label": torch.tensor(1)} if family == "bert" else {}
-        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, **pair})
+        made.append(
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, **pair}
+        )
     return made
 
 
@@ -43,7 +47,11 @@ def model(family: str) -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family.partition("-")[0], **SIZES, **OWN[family])
-    kind = transformers.AutoModelForPreTraining if family == "bert" else transformers.AutoModelForCausalLM
+    kind = (
+        transformers.AutoModelForPreTraining
+        if family == "bert"
+        else transformers.AutoModelForCausalLM
+    )
     made: nn.Module = kind.from_config(config, attn_implementation="eager")
     return made.train()
 
@@ -88,9 +96,13 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
     true_loss, gradients = exact(family, rows)
     after = dict(module.named_parameters())
     apart = {
-        name: float(((before[name] - after[name].detach().double()) / RATE - gradient).norm() / gradient.norm())
+        name: float(
+            ((before[name] - after[name].detach().double()) / RATE - gradient).norm()
+            / gradient.norm()
+        )
         for name, gradient in gradients.items()
-        if gradient.norm() > 1e-3 * max(each.norm() for each in gradients.values())  # the rest is rounding
+        if gradient.norm()
+        > 1e-3 * max(each.norm() for each in gradients.values())  # the rest is rounding
     }
     truth = engine.report().to_json()
     found = {

@@ -30,7 +30,13 @@ def alone() -> Iterator[None]:
 def world(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What DeepSpeed asks for; and what its ZeRO 3 replaces in torch, for good, comes back for other tests."""
     monkeypatch.setattr(nn.functional, "linear", nn.functional.linear)
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    ranks = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     for name, value in {**ranks, "DS_ACCELERATOR": "cpu"}.items():
         monkeypatch.setenv(name, value)
 

@@ -31,13 +31,19 @@ class Hub:
         if path == "/api/repos/create":
             self.created.append(json.loads(body))
             return (
-                (self.refuses, {"error": "no rights"}) if self.refuses else (200, {"url": f"{self.address}/me/model"})
+                (self.refuses, {"error": "no rights"})
+                if self.refuses
+                else (200, {"url": f"{self.address}/me/model"})
             )
         if path == "/api/validate-yaml":
             return 200, {"warnings": [], "errors": []}
         if "/preupload/" in path:
             names = [each["path"] for each in json.loads(body)["files"]]
-            return 200, {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
+            return 200, {
+                "files": [
+                    {"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names
+                ]
+            }
         if "/commit/" in path:
             lines = [json.loads(line) for line in body.splitlines()]
             files = [line["value"] for line in lines if line["key"] == "file"]

@@ -39,11 +39,15 @@ def trained(make: Make) -> list[float]:
         x, y = torch.tensor(random.normal(size=(16, 6))), torch.tensor(random.normal(size=(16, 2)))
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * (1 - step / STEPS)
-        loss = 50 * ((net(x) - y) ** 2).mean()  # gradients far above the norm at which timm would clip
+        loss = (
+            50 * ((net(x) - y) ** 2).mean()
+        )  # gradients far above the norm at which timm would clip
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return [float(value) for parameter in net.parameters() for value in parameter.detach().flatten()]
+    return [
+        float(value) for parameter in net.parameters() for value in parameter.detach().flatten()
+    ]
 
 
 def _of_timm(folder: Path) -> Any:
@@ -57,7 +61,13 @@ def _of_timm(folder: Path) -> Any:
 if __name__ == "__main__":
     lamb = _of_timm(Path(sys.argv[1]))
     found = {
-        str(always): trained(lambda groups: lamb(groups, always_adapt=always, max_grad_norm=None, **SETTINGS))  # noqa: B023
+        str(always): trained(
+            lambda groups: lamb(groups, always_adapt=always, max_grad_norm=None, **SETTINGS)
+        )  # noqa: B023
         for always in (False, True)
     }
-    print(json.dumps({name: [float(f"{value:.12g}") for value in values] for name, values in found.items()}))
+    print(
+        json.dumps(
+            {name: [float(f"{value:.12g}") for value in values] for name, values in found.items()}
+        )
+    )

@@ -42,7 +42,9 @@ class NoData:
 
 def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
     """Be one rank of a case, and write its memory record."""
-    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))
+    os.environ.update(
+        DS_ACCELERATOR="cpu", RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank)
+    )
     store = torch.distributed.FileStore(str(folder / "store"), RANKS)
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
@@ -73,7 +75,9 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
     (folder / f"{rank}.json").write_text(
         json.dumps({**as_json(record), "saved": saved, "share": settled.memory.checkpoint // RANKS})
     )
-    os._exit(0)  # freeing a DistributedDataParallel now can wait for ever: see worker/process_group/distributed.py
+    os._exit(
+        0
+    )  # freeing a DistributedDataParallel now can wait for ever: see worker/process_group/distributed.py
 
 
 def fork(rank: int, folder: Path, sections: dict[str, Any]) -> int:

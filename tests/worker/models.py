@@ -12,7 +12,12 @@ from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.model.model import LossModule, build_model
 from tests import makers
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 BERT = {"model_type": "bert", **SMALL, "max_position_embeddings": 32}
 LLAMA = {"model_type": "llama", **SMALL, "max_position_embeddings": 32}
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
@@ -23,14 +28,18 @@ BLOOM = {"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2}  #
 WORDPIECE, BPE = {"train": "wordpiece", "vocab_size": 400}, {"train": "bpe", "vocab_size": 400}
 
 
-def recipe(task: str, model: dict[str, Any], data: dict[str, Any] | None = None, **more: Any) -> Recipe:
+def recipe(
+    task: str, model: dict[str, Any], data: dict[str, Any] | None = None, **more: Any
+) -> Recipe:
     """A recipe on the built-in corpus."""
     words = BPE if task == "causal-lm" else WORDPIECE
     data = {"train": "python-docs", "tokenizer": words, "sequence_length": 32, **(data or {})}
     return makers.recipe(model={"task": task, **model}, data=data, **more)
 
 
-def built(task: str, config: dict[str, Any], data: dict[str, Any] | None = None, **more: Any) -> Any:
+def built(
+    task: str, config: dict[str, Any], data: dict[str, Any] | None = None, **more: Any
+) -> Any:
     """The transformers model."""
     chosen = recipe(task, {"config": config, **more}, data)
     return build_model(chosen, LoadedData(chosen)).model

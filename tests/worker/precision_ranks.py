@@ -46,7 +46,11 @@ def main() -> None:
     """Every run in turn, in the group of the first."""
     rank, found = Rank.from_environ(os.environ), []
     folder, joined = Path(sys.argv[1]), distributed.group
-    runs = [(name, word, RunDir(folder / f"{name}-{i}")) for name in sys.argv[3:] for i, word in enumerate(WORDS)]
+    runs = [
+        (name, word, RunDir(folder / f"{name}-{i}"))
+        for name in sys.argv[3:]
+        for i, word in enumerate(WORDS)
+    ]
     torch.set_num_threads(1)
 
     def look(session: Any) -> None:
@@ -71,7 +75,10 @@ def main() -> None:
         distributed.group, tasks.run = again, look
         for _, _, run in runs:
             worker.live(run, rank, Watchdog(rank, run))
-            found[-1] = [{**json.loads(text), "after": torch.get_float32_matmul_precision()} for text in found[-1]]
+            found[-1] = [
+                {**json.loads(text), "after": torch.get_float32_matmul_precision()}
+                for text in found[-1]
+            ]
         if group.rank == 0:
             Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
         leave()

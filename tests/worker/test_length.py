@@ -31,13 +31,18 @@ def steps(run: RunDir, samples: int, **sections: Any) -> int:
     """What a recipe with these sections is settled to."""
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     there = newest(run)
-    return with_steps(recipe(**sections), BATCH, run, group, samples, there and CompleteCheckpoint(*there)).train.steps
+    return with_steps(
+        recipe(**sections), BATCH, run, group, samples, there and CompleteCheckpoint(*there)
+    ).train.steps
 
 
 @pytest.mark.parametrize(
-    ("epochs", "samples", "expected"), [(1, 160, 10), (3, 100, 19), (0.5, 160, 5), (0.01, 16, 1), (0.1 + 0.2, 160, 3)]
+    ("epochs", "samples", "expected"),
+    [(1, 160, 10), (3, 100, 19), (0.5, 160, 5), (0.01, 16, 1), (0.1 + 0.2, 160, 3)],
 )
-def test_epochs_are_as_many_steps_as_they_take(epochs: float, samples: int, expected: int, tmp_path: Path) -> None:
+def test_epochs_are_as_many_steps_as_they_take(
+    epochs: float, samples: int, expected: int, tmp_path: Path
+) -> None:
     """Every sample is seen at least as often as asked; a part of a step is a step."""
     run = RunDir(tmp_path)
     assert steps(run, samples, train={"epochs": epochs}) == expected
@@ -50,7 +55,9 @@ def test_steps_that_were_given_are_taken(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_goes_on_keeps_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_goes_on_keeps_its_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Data that has grown changes nothing, and it is said; more epochs do; a run without checkpoint begins anew."""
     run, three = RunDir(tmp_path), {"train": {"epochs": 3}}
     assert [steps(run, 160, **three), steps(run, 320, **three)] == [30, 60]
@@ -91,14 +98,19 @@ def test_a_finished_run_keeps_its_steps_with_smaller_batches(tmp_path: Path) -> 
 
 def test_a_warm_up_longer_than_the_epochs(tmp_path: Path) -> None:
     """Known only now, and told with both."""
-    with pytest.raises(InputError, match=r"schedule.warmup_steps: got 11, and train.epochs: 1 are 10 steps"):
+    with pytest.raises(
+        InputError, match=r"schedule.warmup_steps: got 11, and train.epochs: 1 are 10 steps"
+    ):
         steps(RunDir(tmp_path), 160, train={"epochs": 1}, schedule={"warmup_steps": 11})
 
 
 def test_a_warm_up_that_reaches_into_the_decay_of_the_epochs(tmp_path: Path) -> None:
     """As the recipe's rule says for max_steps."""
     schedule = {"name": "wsd", "warmup_steps": 9, "decay_ratio": 0.2}
-    with pytest.raises(InputError, match=r"warmup_steps: got 9, and .* are 10 steps, the last 2 of them wsd's decay"):
+    with pytest.raises(
+        InputError,
+        match=r"warmup_steps: got 9, and .* are 10 steps, the last 2 of them wsd's decay",
+    ):
         steps(RunDir(tmp_path), 160, train={"epochs": 1}, schedule=schedule)
 
 

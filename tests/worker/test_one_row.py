@@ -22,7 +22,13 @@ from ortlaunch.worker import __main__ as worker
 from ortlaunch.worker.supervision.watchdog import Watchdog
 from tests.makers import BERT, bert, plan
 
-SMALL = {**BERT, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SMALL = {
+    **BERT,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
 
 
 class LabelCount:
@@ -39,7 +45,10 @@ class LabelCount:
 
 
 FAKE = Metric(
-    "How many labels there were.", "max", "labels {:.0f}", {"masked-lm": Measure(f"{__name__}:LabelCount", False)}
+    "How many labels there were.",
+    "max",
+    "labels {:.0f}",
+    {"masked-lm": Measure(f"{__name__}:LabelCount", False)},
 )
 
 
@@ -59,7 +68,11 @@ def small(tmp_path: Path, task: str = "masked-lm", **sections: Any) -> Recipe:
     text = tmp_path / "words.txt"
     text.write_text("\n\n".join(f"the cat {i} saw a dog {i % 3} times" for i in range(40)))
     corpus = {"format": "text", "path": [str(text)]}
-    data = {"train": corpus, "evaluation": corpus, "tokenizer": {"train": "wordpiece", "vocab_size": 400}}
+    data = {
+        "train": corpus,
+        "evaluation": corpus,
+        "tokenizer": {"train": "wordpiece", "vocab_size": 400},
+    }
     return bert(
         model={"task": task, "config": SMALL},
         data={**data, "sequence_length": 16},
@@ -68,7 +81,9 @@ def small(tmp_path: Path, task: str = "masked-lm", **sections: Any) -> Recipe:
     )
 
 
-def test_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A row of METRICS: metrics.jsonl, the log, evaluation.json, docs/run-folder.md and keep_best have it."""
     assert "label_count" not in markdown()
     monkeypatch.setitem(METRICS, "label_count", FAKE)
@@ -79,10 +94,17 @@ def test_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert count > 0
     assert f"labels {count:.0f}" in capsys.readouterr().out
     best = read_json(run.summary)["best"]
-    assert (best["metric"], best["value"], best["step"]) == ("label_count", count, 1)  # more is better, and none was
+    assert (best["metric"], best["value"], best["step"]) == (
+        "label_count",
+        count,
+        1,
+    )  # more is better, and none was
     run_of(run.path, recipe, "evaluate")
     assert read_json(run.evaluation)["label_count"] == count
-    assert "| `label_count` | number or absent | How many labels there were. Of masked-lm. Best: max. |" in markdown()
+    assert (
+        "| `label_count` | number or absent | How many labels there were. Of masked-lm. Best: max. |"
+        in markdown()
+    )
 
 
 def test_a_model_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,13 @@ class Case(NamedTuple):
     chunk: str = "off"
 
     def __str__(self) -> str:
-        sharding = f"ZeRO {self.zero}" if self.zero != "none" else "DDP" if self.ranks > 1 else "no DeepSpeed"
+        sharding = (
+            f"ZeRO {self.zero}"
+            if self.zero != "none"
+            else "DDP"
+            if self.ranks > 1
+            else "no DeepSpeed"
+        )
         chunks = "" if self.chunk == "off" else f", chunks of {self.chunk}"
         return f"{self.engine}, {self.ranks} rank{'s' * (self.ranks > 1)}, micro size {self.micro}, {sharding}{chunks}"
 
@@ -50,7 +56,9 @@ def samples() -> list[dict[str, Any]]:
 
     made = []
     for index in range(GLOBAL):
-        ids = torch.randint(CONFIG["vocab_size"], (LENGTH,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(
+            CONFIG["vocab_size"], (LENGTH,), generator=torch.Generator().manual_seed(index)
+        )
         labels = ids.clone()
         labels[: index + 1] = -100
         made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
@@ -78,7 +86,9 @@ def reference() -> dict[str, list[float]]:
         loss = plain(**batch).loss
         loss.backward()
         found["loss"].append(loss.item())
-        found["norm"].append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in plain.parameters())))
+        found["norm"].append(
+            math.sqrt(sum(float(p.grad.double().square().sum()) for p in plain.parameters()))
+        )
         with torch.no_grad():
             for parameter in plain.parameters():
                 parameter.sub_(RATE * parameter.grad)
@@ -102,11 +112,16 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
         batch={"global_size": GLOBAL, "micro_size": case.micro},
         optimizer={"name": "sgd", "learning_rate": RATE},
         schedule={"name": "constant"},
-        engine={"name": case.engine, "chunked_loss": int(case.chunk) if case.chunk.isdigit() else case.chunk},
+        engine={
+            "name": case.engine,
+            "chunked_loss": int(case.chunk) if case.chunk.isdigit() else case.chunk,
+        },
         zero=None if case.zero == "none" else {"stage": int(case.zero)},
         train={"max_steps": STEPS},
     )
-    planned = plan(made, [host("localhost", case.ranks)], launcher="torchrun" if case.ranks > 1 else "local")
+    planned = plan(
+        made, [host("localhost", case.ranks)], launcher="torchrun" if case.ranks > 1 else "local"
+    )
     batches = Batches(OwnSamples(samples()), planned.batch, made.seed)
     trained = LossModule(model())
     engine = build_engine(made, planned, trained, group, batches.micro_batch(0, 0, group.rank))
@@ -118,7 +133,10 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
         found["loss"].append(group.mean(float(loss)))
         found["norm"].append(stepped.gradient_norm)
     truth = engine.report().to_json()
-    ran = {"ort": lambda: truth["onnxruntime"]["backward_passes"], "inductor": lambda: truth["inductor"]["graphs"]}
+    ran = {
+        "ort": lambda: truth["onnxruntime"]["backward_passes"],
+        "inductor": lambda: truth["inductor"]["graphs"],
+    }
     if case.zero != "none":
         engine.stepper.engine.destroy()  # type: ignore[attr-defined]
     return {**found, "ran": ran.get(case.engine, lambda: 1)()}

@@ -41,7 +41,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(7, 301), nn.GELU(), nn.Linear(301, 33), nn.GELU(), nn.Linear(33, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(7, 301), nn.GELU(), nn.Linear(301, 33), nn.GELU(), nn.Linear(33, 1)
+        )
         self.unused = nn.Linear(5, 3)
         self.scale = nn.Parameter(torch.ones(1))
 
@@ -69,8 +71,12 @@ def train(case: dict[str, Any], ours: bool) -> dict[str, Any]:
         config["data_types"] = {"grad_accum_dtype": case["sums"]}
     scalar = [net.scale]
     rest = [p for p in net.parameters() if p is not net.scale]
-    optimizer = torch.optim.AdamW([{"params": rest}, {"params": scalar, "weight_decay": 0.0}], lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False)
+    optimizer = torch.optim.AdamW(
+        [{"params": rest}, {"params": scalar, "weight_decay": 0.0}], lr=1e-2
+    )
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=optimizer, config=config, dist_init_required=False
+    )
     applied = gradient_norm.fuse_gradient_norm(engine.optimizer) if ours else None
     measured = counted(gradient_norm)
     dtype = torch.bfloat16 if case["precision"] == "bf16" else torch.float32
@@ -128,7 +134,10 @@ def main() -> None:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute to compile
     torch.distributed.init_process_group("gloo")
-    found = {name: {way: train(case, way == "ours") for way in ("stock", "ours")} for name, case in CASES.items()}
+    found = {
+        name: {way: train(case, way == "ours") for way in ("stock", "ours")}
+        for name, case in CASES.items()
+    }
     if torch.distributed.get_rank() == 0:
         with open(sys.argv[1], "w", encoding="utf-8") as file:
             json.dump(found, file)

@@ -88,11 +88,15 @@ def _tried_sizes() -> Iterator[dict[str, Any]]:
             yield {name: size for name, size in known.items() if name not in left_out}
 
 
-def _sized(task: str, family: str, kind: str, sizes: dict[str, Any]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def _sized(
+    task: str, family: str, kind: str, sizes: dict[str, Any]
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     import transformers
 
     made_by = getattr(transformers, kind)
-    config = _config(made_by.config_class or type(transformers.AutoConfig.for_model(family)), family, sizes)
+    config = _config(
+        made_by.config_class or type(transformers.AutoConfig.for_model(family)), family, sizes
+    )
     config.num_labels = 3
     if hasattr(config, "problem_type"):
         config.problem_type = None
@@ -123,14 +127,23 @@ def _config(kind: Any, family: str, sizes: dict[str, Any]) -> Any:
 
 def _known(plain: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     """Which of the sizes a config has, also in the configs that it holds."""
-    known = {name: size for name, size in sizes.items() if name == "num_labels" or _has(plain, name, size)}
+    known = {
+        name: size
+        for name, size in sizes.items()
+        if name == "num_labels" or _has(plain, name, size)
+    }
     if hasattr(plain, "kv_lora_rank"):
-        known["num_key_value_heads"] = sizes.get("num_attention_heads", 4)  # each head has its own, made of few numbers
+        known["num_key_value_heads"] = sizes.get(
+            "num_attention_heads", 4
+        )  # each head has its own, made of few numbers
     for name in getattr(plain, "sub_configs", {}):
         inner = getattr(plain, name, None) or _default(plain.sub_configs[name])
         if inner is not None:
             found = {key: size for key, size in _known(inner, sizes).items() if key != "num_labels"}
-            known[name] = {**({"model_type": inner.model_type} if inner.model_type else {}), **found}
+            known[name] = {
+                **({"model_type": inner.model_type} if inner.model_type else {}),
+                **found,
+            }
     return known
 
 
@@ -147,7 +160,9 @@ def _merged(known: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     for name, value in own.items():
         if isinstance(value, dict) and isinstance(known.get(name), dict):
             kind = known[name].get("model_type")
-            found[name] = _merged(known[name], value) if value.get("model_type", kind) == kind else value
+            found[name] = (
+                _merged(known[name], value) if value.get("model_type", kind) == kind else value
+            )
     return found
 
 
@@ -166,7 +181,9 @@ def _draw_nothing(config: Any) -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             _draw_nothing(value)
-        elif any(word in name for word in ("drop", "jitter", "mask_time_prob", "mask_feature_prob")):
+        elif any(
+            word in name for word in ("drop", "jitter", "mask_time_prob", "mask_feature_prob")
+        ):
             if isinstance(value, float):
                 setattr(config, name, 0.0)
             elif isinstance(value, (list, tuple)) and all(isinstance(v, float) for v in value):

@@ -55,7 +55,9 @@ def _plain(name: str) -> Callable[[], Case]:
 
 
 def _spatial(dims: int, sizes: tuple[int, ...]) -> dict[str, Callable[[], Case]]:
-    def layer(name: str, *args: Any, of: tuple[int, ...] = sizes, **settings: Any) -> Callable[[], Case]:
+    def layer(
+        name: str, *args: Any, of: tuple[int, ...] = sizes, **settings: Any
+    ) -> Callable[[], Case]:
         return lambda: (getattr(nn, name)(*args, **settings), [x(*of)])
 
     n = f"{dims}d"
@@ -85,7 +87,9 @@ def _spatial(dims: int, sizes: tuple[int, ...]) -> dict[str, Callable[[], Case]]
     found[f"MaxUnpool{n}"] = lambda: (_Unpool(dims), [x(*sizes)])
     if dims > 1:
         found[f"FractionalMaxPool{n}"] = lambda: (
-            getattr(nn, f"FractionalMaxPool{n}")(2, output_size=4, _random_samples=torch.rand(sizes[0], 4, dims)),
+            getattr(nn, f"FractionalMaxPool{n}")(
+                2, output_size=4, _random_samples=torch.rand(sizes[0], 4, dims)
+            ),
             [x(*sizes)],
         )
     return found
@@ -125,14 +129,20 @@ def _others() -> dict[str, Callable[[], Case]]:
         "LazyLinear": lambda: (nn.LazyLinear(5), [x()]),
         "Linear": lambda: (nn.Linear(6, 5), [x()]),
         "LocalResponseNorm": lambda: (nn.LocalResponseNorm(2), [x(*images)]),
-        "MultiheadAttention": lambda: (nn.MultiheadAttention(8, 2, batch_first=True), [x(2, 5, 8)] * 3),
+        "MultiheadAttention": lambda: (
+            nn.MultiheadAttention(8, 2, batch_first=True),
+            [x(2, 5, 8)] * 3,
+        ),
         "PairwiseDistance": lambda: (nn.PairwiseDistance(), [x(), x()]),
         "PixelShuffle": lambda: (nn.PixelShuffle(2), [x(*images)]),
         "PixelUnshuffle": lambda: (nn.PixelUnshuffle(2), [x(*images)]),
         "RMSNorm": lambda: (nn.RMSNorm(6), [x()]),
         "Softmax2d": lambda: (nn.Softmax2d(), [x(*images)]),
         "Threshold": lambda: (nn.Threshold(0.1, 2.0), [x()]),
-        "Transformer": lambda: (_transformer(nn.Transformer, 8, 2, 1, 1, 16), [x(2, 5, 8), x(2, 3, 8)]),
+        "Transformer": lambda: (
+            _transformer(nn.Transformer, 8, 2, 1, 1, 16),
+            [x(2, 5, 8), x(2, 3, 8)],
+        ),
         "TransformerDecoder": lambda: (
             nn.TransformerDecoder(_transformer(nn.TransformerDecoderLayer, 8, 2, 16), 2),
             [x(2, 5, 8), x(2, 3, 8)],
@@ -145,13 +155,19 @@ def _others() -> dict[str, Callable[[], Case]]:
             nn.TransformerEncoder(_transformer(nn.TransformerEncoderLayer, 8, 2, 16), 2),
             [x(2, 5, 8)],
         ),
-        "TransformerEncoderLayer": lambda: (_transformer(nn.TransformerEncoderLayer, 8, 2, 16), [x(2, 5, 8)]),
+        "TransformerEncoderLayer": lambda: (
+            _transformer(nn.TransformerEncoderLayer, 8, 2, 16),
+            [x(2, 5, 8)],
+        ),
         "Unflatten": lambda: (nn.Unflatten(1, (2, 3)), [x()]),
         "Upsample nearest": lambda: (nn.Upsample(scale_factor=2), [x(*images)]),
         "Upsample linear": lambda: (nn.Upsample(scale_factor=2, mode="linear"), [x(3, 4, 12)]),
         "Upsample bilinear": lambda: (nn.Upsample(scale_factor=2, mode="bilinear"), [x(*images)]),
         "Upsample bicubic": lambda: (nn.Upsample(scale_factor=2, mode="bicubic"), [x(*images)]),
-        "Upsample trilinear": lambda: (nn.Upsample(scale_factor=2, mode="trilinear"), [x(*_SIZES[3])]),
+        "Upsample trilinear": lambda: (
+            nn.Upsample(scale_factor=2, mode="trilinear"),
+            [x(*_SIZES[3])],
+        ),
         "UpsamplingBilinear2d": lambda: (nn.UpsamplingBilinear2d(scale_factor=2), [x(*images)]),
         "UpsamplingNearest2d": lambda: (nn.UpsamplingNearest2d(scale_factor=2), [x(*images)]),
         "spectral_norm": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5)), [x()]),
@@ -169,18 +185,35 @@ def _losses() -> dict[str, Callable[[], Case]]:
     many = torch.tensor([[3, 0, -1, 1, 2, 4]] * 4)
     binary = (torch.arange(24).reshape(4, 6) % 2).float()
     found: dict[str, Callable[[], Case]] = {
-        "AdaptiveLogSoftmaxWithLoss": lambda: (_Second(nn.AdaptiveLogSoftmaxWithLoss(6, 8, [2, 5])), [x(), classes]),
+        "AdaptiveLogSoftmaxWithLoss": lambda: (
+            _Second(nn.AdaptiveLogSoftmaxWithLoss(6, 8, [2, 5])),
+            [x(), classes],
+        ),
         "BCELoss": lambda: (_Sigmoid(nn.BCELoss()), [x(), binary]),
         "BCEWithLogitsLoss": lambda: (nn.BCEWithLogitsLoss(), [x(), binary]),
-        "BCEWithLogitsLoss weighted": lambda: (nn.BCEWithLogitsLoss(pos_weight=torch.full((6,), 2.0)), [x(), binary]),
+        "BCEWithLogitsLoss weighted": lambda: (
+            nn.BCEWithLogitsLoss(pos_weight=torch.full((6,), 2.0)),
+            [x(), binary],
+        ),
         "CTCLoss": lambda: (
             _Log(nn.CTCLoss()),
-            [x(9, 2, 6), torch.tensor([[1, 2, 3], [2, 2, 4]]), torch.tensor([9, 9]), torch.tensor([3, 2])],
+            [
+                x(9, 2, 6),
+                torch.tensor([[1, 2, 3], [2, 2, 4]]),
+                torch.tensor([9, 9]),
+                torch.tensor([3, 2]),
+            ],
         ),
         "CosineEmbeddingLoss": lambda: (nn.CosineEmbeddingLoss(), [x(), x(), signs]),
         "CrossEntropyLoss": lambda: (nn.CrossEntropyLoss(), [x(), classes]),
-        "CrossEntropyLoss weighted": lambda: (nn.CrossEntropyLoss(torch.rand(6) + 0.5), [x(), classes]),
-        "CrossEntropyLoss smoothed": lambda: (nn.CrossEntropyLoss(label_smoothing=0.1), [x(), classes]),
+        "CrossEntropyLoss weighted": lambda: (
+            nn.CrossEntropyLoss(torch.rand(6) + 0.5),
+            [x(), classes],
+        ),
+        "CrossEntropyLoss smoothed": lambda: (
+            nn.CrossEntropyLoss(label_smoothing=0.1),
+            [x(), classes],
+        ),
         "GaussianNLLLoss": lambda: (_Variance(nn.GaussianNLLLoss()), [x(), x(), x()]),
         "HingeEmbeddingLoss": lambda: (nn.HingeEmbeddingLoss(), [x(4), signs]),
         "HuberLoss": lambda: (nn.HuberLoss(), [x(), x()]),
@@ -197,7 +230,10 @@ def _losses() -> dict[str, Callable[[], Case]]:
         "SmoothL1Loss": lambda: (nn.SmoothL1Loss(), [x(), x()]),
         "SoftMarginLoss": lambda: (nn.SoftMarginLoss(), [x(4), signs]),
         "TripletMarginLoss": lambda: (nn.TripletMarginLoss(), [x(), x(), x()]),
-        "TripletMarginWithDistanceLoss": lambda: (nn.TripletMarginWithDistanceLoss(), [x(), x(), x()]),
+        "TripletMarginWithDistanceLoss": lambda: (
+            nn.TripletMarginWithDistanceLoss(),
+            [x(), x(), x()],
+        ),
     }
     return {name: case for name, case in found.items() if hasattr(nn, name.split()[0])}
 
@@ -239,7 +275,10 @@ def _recurrent() -> dict[str, Callable[[], Case]]:
     for name in ("RNN", "LSTM", "GRU"):
         kind = getattr(nn, name)
         found[name] = lambda kind=kind: (kind(4, 5, batch_first=True), [x(2, 6, 4)])
-        found[f"{name} two layers"] = lambda kind=kind: (kind(4, 5, 2, batch_first=True), [x(2, 6, 4)])
+        found[f"{name} two layers"] = lambda kind=kind: (
+            kind(4, 5, 2, batch_first=True),
+            [x(2, 6, 4)],
+        )
         found[f"{name} bidirectional"] = lambda kind=kind: (
             kind(4, 5, 2, batch_first=True, bidirectional=True),
             [x(2, 6, 4)],

@@ -48,28 +48,39 @@ class GraphAttention(nn.Module):
 
     def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         h, (source, target) = self.node(nodes).view(-1, 2, 4), edges.unbind()
-        scores = functional.leaky_relu((torch.cat([h[source], h[target]], -1) * self.edge).sum(-1), 0.2)
+        scores = functional.leaky_relu(
+            (torch.cat([h[source], h[target]], -1) * self.edge).sum(-1), 0.2
+        )
         spots = target.unsqueeze(-1).expand_as(scores)
         most = torch.full((len(nodes), 2), -1e9).scatter_reduce(0, spots, scores, "amax")
         weights = (scores - most.gather(0, spots)).exp()
         total = torch.zeros(len(nodes), 2).scatter_add(0, spots, weights)
         weights = weights / total.gather(0, spots).clamp(min=1e-9)
         out = torch.zeros_like(h).index_add(0, target, h[source] * weights.unsqueeze(-1))
-        return functional.elu(out.flatten(1)).square().mean() + 0.01 * most.clamp(min=-9).square().mean()
+        return (
+            functional.elu(out.flatten(1)).square().mean()
+            + 0.01 * most.clamp(min=-9).square().mean()
+        )
 
 
 class PictureVAE(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 6))
-        self.up = nn.Sequential(nn.Linear(3, 64), nn.Unflatten(1, (4, 4, 4)), nn.ConvTranspose2d(4, 1, 4, 2, 1))
+        self.down = nn.Sequential(
+            nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 6)
+        )
+        self.up = nn.Sequential(
+            nn.Linear(3, 64), nn.Unflatten(1, (4, 4, 4)), nn.ConvTranspose2d(4, 1, 4, 2, 1)
+        )
 
     def forward(self, picture: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         mean, wide = self.down(picture).chunk(2, -1)
         seen = self.up(mean + noise * (0.5 * wide).exp())
         gap = -0.5 * (1 + wide - mean.pow(2) - wide.exp()).sum(-1)
         return (
-            functional.binary_cross_entropy_with_logits(seen * 30, picture, reduction="sum") / len(picture) + gap.mean()
+            functional.binary_cross_entropy_with_logits(seen * 30, picture, reduction="sum")
+            / len(picture)
+            + gap.mean()
         )
 
 
@@ -83,7 +94,9 @@ class Triplets(nn.Module):
         far = torch.cdist(h, h)
         same = kind[:, None] == kind[None]
         hardest = far.masked_fill(~same, 0).amax(1) - far.masked_fill(same, 9.0).amin(1)
-        plain = functional.pairwise_distance(h[::2], h[1::2]) + functional.cosine_similarity(h[::2], h[1::2])
+        plain = functional.pairwise_distance(h[::2], h[1::2]) + functional.cosine_similarity(
+            h[::2], h[1::2]
+        )
         return (
             functional.relu(hardest + 0.2).mean()
             + functional.triplet_margin_loss(h, h.roll(1, 0), h.flip(0))
@@ -101,13 +114,18 @@ class Halves(nn.Module):
         high = functional.relu6(self.one(picture))
         low = self.two(functional.interpolate(high, scale_factor=0.5, mode="nearest"))
         wide = functional.interpolate(low, size=high.shape[-2:], mode="nearest")
-        return functional.cross_entropy(self.out(torch.cat([high, wide], 1)), kind, torch.tensor([0.3, 1.0]))
+        return functional.cross_entropy(
+            self.out(torch.cat([high, wide], 1)), kind, torch.tensor([0.3, 1.0])
+        )
 
 
 class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts = nn.Linear(8, 4, bias=False), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.gate, self.experts = (
+            nn.Linear(8, 4, bias=False),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(4)),
+        )
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         shares = self.gate(given).softmax(-1)
@@ -135,7 +153,10 @@ class Rotary(nn.Module):
         angle = place[:, None] * 10000 ** (-torch.arange(0, 4, 2) / 4)
         q = self.turned(self.query(h).view(*words.shape, 4, 4).transpose(1, 2), angle)
         key, value = self.key_value(h).view(*words.shape, 1, 8).transpose(1, 2).chunk(2, -1)
-        scores = q @ self.turned(key, angle).mT / math.sqrt(4) - self.slopes * (place[:, None] - place).abs()
+        scores = (
+            q @ self.turned(key, angle).mT / math.sqrt(4)
+            - self.slopes * (place[:, None] - place).abs()
+        )
         scores = scores.masked_fill(place[:, None] < place, float("-inf"))
         out = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
         scores = out @ self.words.weight.T
@@ -143,15 +164,17 @@ class Rotary(nn.Module):
 
     def turned(self, h: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
         one, two = h[..., ::2], h[..., 1::2]
-        return torch.stack([one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()], -1).flatten(
-            -2
-        )
+        return torch.stack(
+            [one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()], -1
+        ).flatten(-2)
 
 
 class Coupling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.nets = nn.ModuleList(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(3))
+        self.nets = nn.ModuleList(
+            nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(3)
+        )
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         one, two, volume = given[:, :2], given[:, 2:], torch.zeros(len(given))
@@ -166,15 +189,24 @@ class Coupling(nn.Module):
 class Tags(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.steps, self.first = nn.Embedding(20, 4), nn.Parameter(x(4, 4)), nn.Parameter(x(4))
+        self.words, self.steps, self.first = (
+            nn.Embedding(20, 4),
+            nn.Parameter(x(4, 4)),
+            nn.Parameter(x(4)),
+        )
 
-    def forward(self, words: torch.Tensor, tags: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, words: torch.Tensor, tags: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
         scores, inside = self.words(words), torch.arange(words.shape[1]) < lengths[:, None]
         alpha = self.first + scores[:, 0]
         for place in range(1, 6):
             later = (alpha[:, :, None] + self.steps).logsumexp(1) + scores[:, place]
             alpha = torch.where(inside[:, place, None], later, alpha)
-        gold = scores.gather(-1, tags[..., None]).squeeze(-1).masked_fill(~inside, 0).sum(-1) + self.first[tags[:, 0]]
+        gold = (
+            scores.gather(-1, tags[..., None]).squeeze(-1).masked_fill(~inside, 0).sum(-1)
+            + self.first[tags[:, 0]]
+        )
         gold = gold + (self.steps[tags[:, :-1], tags[:, 1:]] * inside[:, 1:]).sum(-1)
         return (alpha.logsumexp(-1) - gold).mean()
 
@@ -200,12 +232,18 @@ class Ode(nn.Module):
 class Sets(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.power, self.out = nn.Linear(4, 6), nn.Parameter(torch.tensor([3.0])), nn.Linear(12, 1)
+        self.one, self.power, self.out = (
+            nn.Linear(4, 6),
+            nn.Parameter(torch.tensor([3.0])),
+            nn.Linear(12, 1),
+        )
 
     def forward(self, given: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
         h, weight = self.one(given).relu(), inside.unsqueeze(-1)
         mean = (h * weight).sum(1) / weight.sum(1).clamp(min=1)
-        general = (h.clamp(min=1e-6).pow(self.power) * weight).mean(1).clamp(min=1e-6).pow(1 / self.power)
+        general = (
+            (h.clamp(min=1e-6).pow(self.power) * weight).mean(1).clamp(min=1e-6).pow(1 / self.power)
+        )
         return self.out(torch.cat([mean, general], -1)).squeeze(-1).square().mean()
 
 
@@ -236,13 +274,22 @@ class Table(nn.Module):
 class Clip(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.scale = nn.Linear(8, 4), nn.Linear(6, 4, bias=False), nn.Parameter(torch.tensor(2.6))
+        self.one, self.two, self.scale = (
+            nn.Linear(8, 4),
+            nn.Linear(6, 4, bias=False),
+            nn.Parameter(torch.tensor(2.6)),
+        )
 
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        one, two = functional.normalize(self.one(first), dim=-1), functional.normalize(self.two(second), dim=-1)
+        one, two = (
+            functional.normalize(self.one(first), dim=-1),
+            functional.normalize(self.two(second), dim=-1),
+        )
         scores = self.scale.exp().clamp(max=100) * one @ two.t()
         kind = torch.arange(len(first))
-        return (functional.cross_entropy(scores, kind) + functional.cross_entropy(scores.t(), kind)) / 2
+        return (
+            functional.cross_entropy(scores, kind) + functional.cross_entropy(scores.t(), kind)
+        ) / 2
 
 
 class Dlrm(nn.Module):
@@ -251,9 +298,13 @@ class Dlrm(nn.Module):
         self.bags = nn.ModuleList(nn.EmbeddingBag(30, 4, mode="sum") for _ in range(3))
         self.dense, self.out = nn.Linear(4, 4), nn.Linear(10, 1)
 
-    def forward(self, dense: torch.Tensor, items: torch.Tensor, clicked: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, dense: torch.Tensor, items: torch.Tensor, clicked: torch.Tensor
+    ) -> torch.Tensor:
         dense = self.dense(dense).relu()
-        all_ = torch.stack([dense, *(bag(given) for bag, given in zip(self.bags, items.unbind()))], 1)
+        all_ = torch.stack(
+            [dense, *(bag(given) for bag, given in zip(self.bags, items.unbind()))], 1
+        )
         row, column = torch.tril_indices(4, 4, -1)
         pairs = torch.bmm(all_, all_.transpose(1, 2))[:, row, column]
         scores = self.out(torch.cat([dense, pairs], 1)).squeeze(1)
@@ -304,9 +355,15 @@ class Codes(nn.Module):
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         h = self.one(given)
-        far = h.pow(2).sum(1, keepdim=True) - 2 * h @ self.codes.weight.t() + self.codes.weight.pow(2).sum(1)
+        far = (
+            h.pow(2).sum(1, keepdim=True)
+            - 2 * h @ self.codes.weight.t()
+            + self.codes.weight.pow(2).sum(1)
+        )
         chosen = self.codes(far.argmin(1))
-        loss = functional.mse_loss(chosen, h.detach()) + 0.25 * functional.mse_loss(h, chosen.detach())
+        loss = functional.mse_loss(chosen, h.detach()) + 0.25 * functional.mse_loss(
+            h, chosen.detach()
+        )
         return functional.mse_loss(self.out(h + (chosen - h).detach()), given) + loss
 
 

@@ -62,7 +62,9 @@ class PackedLSTM(nn.Module):
 
     def forward(self, given: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         packed = rnn.pack_padded_sequence(given, lengths, batch_first=True)
-        return rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=given.shape[1])[0]
+        return rnn.pad_packed_sequence(
+            self.lstm(packed)[0], batch_first=True, total_length=given.shape[1]
+        )[0]
 
 
 class Speech(nn.Module):
@@ -72,7 +74,9 @@ class Speech(nn.Module):
         self.gru, self.out = nn.GRU(12, 6, batch_first=True, bidirectional=True), nn.Linear(12, 9)
 
     def forward(self, sound: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        logs = self.out(self.gru(self.first(sound).transpose(1, 2))[0]).log_softmax(-1).transpose(0, 1)
+        logs = (
+            self.out(self.gru(self.first(sound).transpose(1, 2))[0]).log_softmax(-1).transpose(0, 1)
+        )
         lengths = torch.full((2,), 20), torch.full((2,), 5)
         return functional.ctc_loss(logs, words, *lengths)
 
@@ -80,20 +84,31 @@ class Speech(nn.Module):
 class Picture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Mish(), nn.Conv2d(8, 8, 3, groups=4))
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Mish(), nn.Conv2d(8, 8, 3, groups=4)
+        )
         self.out = nn.Linear(8 * 5, 5)
 
     def forward(self, picture: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
         h = self.layers(picture)
-        pooled = [functional.adaptive_avg_pool2d(h, 2).flatten(1), functional.adaptive_max_pool2d(h, 1).flatten(1)]
+        pooled = [
+            functional.adaptive_avg_pool2d(h, 2).flatten(1),
+            functional.adaptive_max_pool2d(h, 1).flatten(1),
+        ]
         return functional.cross_entropy(self.out(torch.cat(pooled, 1)), kind, label_smoothing=0.1)
 
 
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.InstanceNorm2d(8, affine=True), nn.ELU())
-        self.up, self.skip, self.out = nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(3, 8, 1), nn.Conv2d(24, 1, 1)
+        self.down = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1), nn.InstanceNorm2d(8, affine=True), nn.ELU()
+        )
+        self.up, self.skip, self.out = (
+            nn.ConvTranspose2d(8, 8, 2, 2),
+            nn.Conv2d(3, 8, 1),
+            nn.Conv2d(24, 1, 1),
+        )
 
     def forward(self, picture: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         low = self.down(picture)
@@ -129,7 +144,9 @@ class Spectral(nn.Module):
 class Critic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)), nn.PReLU(), nn.Linear(8, 1))
+        self.layers = nn.Sequential(
+            parametrizations.spectral_norm(nn.Linear(8, 8)), nn.PReLU(), nn.Linear(8, 1)
+        )
 
     def forward(self, given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return functional.huber_loss(self.layers(given), wanted, delta=0.5)
@@ -142,11 +159,15 @@ class Graph(nn.Module):
 
     def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         h, (source, target) = self.node(nodes), edges.unbind()
-        scores = functional.leaky_relu(self.score(torch.cat([h[source], h[target]], -1)).squeeze(-1), 0.2)
+        scores = functional.leaky_relu(
+            self.score(torch.cat([h[source], h[target]], -1)).squeeze(-1), 0.2
+        )
         most = torch.full((len(nodes),), -1e9).scatter_reduce(0, target, scores, "amax")
         weights = (scores - most[target]).exp()
         total = torch.zeros(len(nodes)).index_add(0, target, weights)
-        mixed = torch.zeros_like(h).index_add(0, target, h[source] * (weights / total[target]).unsqueeze(-1))
+        mixed = torch.zeros_like(h).index_add(
+            0, target, h[source] * (weights / total[target]).unsqueeze(-1)
+        )
         return mixed.square().mean()
 
 
@@ -169,7 +190,11 @@ class Flow(nn.Module):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         low = self.scale.tril() + 3 * torch.eye(4)
         z = torch.linalg.solve_triangular(low, (given @ self.mix).T, upper=False).T
-        return 0.5 * z.square().sum(-1).mean() - torch.linalg.slogdet(self.mix)[1] + low.diagonal().abs().log().sum()
+        return (
+            0.5 * z.square().sum(-1).mean()
+            - torch.linalg.slogdet(self.mix)[1]
+            + low.diagonal().abs().log().sum()
+        )
 
 
 class Filter(nn.Module):
@@ -183,8 +208,15 @@ class Filter(nn.Module):
         for row in seen.unbind(1):
             spread, mean = self.step @ spread @ self.step.T + noise, mean @ self.step.T
             gain = spread @ torch.linalg.inv(spread + torch.eye(3))
-            loss = loss + torch.linalg.cholesky(spread).diagonal().log().sum() + (row - mean).square().mean()
-            mean, spread = mean + torch.einsum("ij,bj->bi", gain, row - mean), spread - gain @ spread
+            loss = (
+                loss
+                + torch.linalg.cholesky(spread).diagonal().log().sum()
+                + (row - mean).square().mean()
+            )
+            mean, spread = (
+                mean + torch.einsum("ij,bj->bi", gain, row - mean),
+                spread - gain @ spread,
+            )
         return loss
 
 
@@ -193,7 +225,9 @@ class Clicks(nn.Module):
         super().__init__()
         self.items, self.out = nn.EmbeddingBag(50, 6, mode="mean"), nn.Linear(6, 5)
 
-    def forward(self, items: torch.Tensor, starts: torch.Tensor, clicked: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, items: torch.Tensor, starts: torch.Tensor, clicked: torch.Tensor
+    ) -> torch.Tensor:
         seen = self.out(self.items(items, starts)).sigmoid().cumprod(-1)
         return functional.binary_cross_entropy(seen.mean(-1), clicked)
 
@@ -246,7 +280,9 @@ class Shuffle(nn.Module):
 class Wave(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(parametrizations.weight_norm(nn.Conv1d(4, 8, 2, dilation=2**i)) for i in range(3))
+        self.layers = nn.ModuleList(
+            parametrizations.weight_norm(nn.Conv1d(4, 8, 2, dilation=2**i)) for i in range(3)
+        )
         self.out = nn.Conv1d(4, 4, 1)
 
     def forward(self, sound: torch.Tensor) -> torch.Tensor:
@@ -276,5 +312,9 @@ class Variational(nn.Module):
         mean, wide = self.one(given).chunk(2, -1)
         wide = functional.softplus(wide)
         known = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
-        gap = torch.distributions.kl_divergence(torch.distributions.Normal(mean, wide), known).sum(-1).mean()
+        gap = (
+            torch.distributions.kl_divergence(torch.distributions.Normal(mean, wide), known)
+            .sum(-1)
+            .mean()
+        )
         return functional.mse_loss(self.out(mean), given) + 0.1 * gap

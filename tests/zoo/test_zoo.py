@@ -40,7 +40,10 @@ KNOWN = {
     *((task, "reformer") for task in ("masked-lm", "causal-lm", "sequence-classification")),
     *((task, "phimoe") for task in ("causal-lm", "sequence-classification")),
     *((task, "zamba2") for task in ("causal-lm", "sequence-classification")),
-    *(("causal-lm", name) for name in ("bailing_hybrid", "blt", "gemma3n_text", "musicgen", "musicgen_melody")),
+    *(
+        ("causal-lm", name)
+        for name in ("bailing_hybrid", "blt", "gemma3n_text", "musicgen", "musicgen_melody")
+    ),
     ("sequence-classification", "t5gemma2"),
     ("image-classification", "hgnet_v2"),
     *(("speech-seq2seq", name) for name in ("seamless_m4t_v2", "vibevoice_asr")),
@@ -76,7 +79,9 @@ def _imported() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("kind", "name"), parameters())
-def test_it_trains_as_in_eager(kind: str, name: str, record_property: Callable[[str, object], None]) -> None:
+def test_it_trains_as_in_eager(
+    kind: str, name: str, record_property: Callable[[str, object], None]
+) -> None:
     """Losses, gradients and buffers of three steps."""
     record_property("part", TITLES[kind])
     record_property("case", name)
@@ -94,7 +99,9 @@ def test_it_trains_as_in_eager(kind: str, name: str, record_property: Callable[[
 def test_no_layer_is_forgotten() -> None:
     """Every class of torch.nn is a case, or is listed as none."""
     classes = {
-        name for name in dir(nn) if isinstance(getattr(nn, name), type) and issubclass(getattr(nn, name), nn.Module)
+        name
+        for name in dir(nn)
+        if isinstance(getattr(nn, name), type) and issubclass(getattr(nn, name), nn.Module)
     }
     tried = {name.split()[0] for name in layers.cases()}
     assert classes - tried <= layers.NO_CASE
@@ -113,5 +120,9 @@ def in_child(make: Callable[[], Any]) -> dict[str, Any]:
     with os.fdopen(read, "rb") as pipe:
         text = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    late = f"no result in {SECONDS} s" if status == -signal.SIGALRM else f"the process ended with {status}"
+    late = (
+        f"no result in {SECONDS} s"
+        if status == -signal.SIGALRM
+        else f"the process ended with {status}"
+    )
     return dict(json.loads(text)) if text and not status else {"state": "ended", "why": late}

@@ -12,7 +12,14 @@ from torch import nn
 Batch = dict[str, torch.Tensor]
 
 _STAGES = {"hidden_sizes": (16, 24, 32, 48), "depths": (1, 1, 1, 1)}
-_SWIN = {"image_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4)}
+_SWIN = {
+    "image_size": 32,
+    "patch_size": 2,
+    "window_size": 4,
+    "embed_dim": 16,
+    "depths": (2, 1),
+    "num_heads": (2, 4),
+}
 _PYRAMID = {
     **_STAGES,
     "image_size": 64,
@@ -23,14 +30,22 @@ _PYRAMID = {
 _GEMMA = {"layer_types": ["sliding_attention", "full_attention"]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _AUDIO_TOKEN = {"audio_token_id": 97}
-_WAVES = {"hidden_size": 16, "num_filters": 8, "downsampling_ratios": (4, 4, 4), "depths": (1, 1, 1, 1)}
+_WAVES = {
+    "hidden_size": 16,
+    "num_filters": 8,
+    "downsampling_ratios": (4, 4, 4),
+    "depths": (1, 1, 1, 1),
+}
 _PARAKEET = {"model_type": "parakeet_encoder", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
              "intermediate_size": 64, "num_mel_bins": 16, "subsampling_conv_channels": 16,
              "max_position_embeddings": 64}  # fmt: skip
 
 # What a config cannot be made without.
 NEEDED: dict[str, dict[str, Any]] = {
-    "speech-encoder-decoder": {"encoder": {"model_type": "wav2vec2"}, "decoder": {"model_type": "bert"}},
+    "speech-encoder-decoder": {
+        "encoder": {"model_type": "wav2vec2"},
+        "decoder": {"model_type": "bert"},
+    },
 }
 # Why a class cannot be trained as it is, where its error would not say it.
 UNTRAINED = {"shieldgemma2": "the class computes no loss"}
@@ -139,7 +154,11 @@ def _text(task: str, takes: set[str]) -> Batch:
     ids[:, -1] = 2  # the end, by which some find the sentence
     ids[-1, -4:] = torch.tensor([2, 0, 0, 0])
     mask[-1, -3:] = 0
-    labels = torch.arange(rows) % 3 if task == "sequence-classification" else ids.masked_fill(mask == 0, -100)
+    labels = (
+        torch.arange(rows) % 3
+        if task == "sequence-classification"
+        else ids.masked_fill(mask == 0, -100)
+    )
     given = {"input_ids": ids, "labels": labels}
     return {**given, "attention_mask": mask} if "attention_mask" in takes else given
 
@@ -160,7 +179,11 @@ def _sound(takes: set[str], config: Any, frames: int) -> Batch:
     sizes = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "d_model")
     bins = next(getattr(inner, size) for size in sizes if hasattr(inner, size))
     given = {"input_features": torch.randn(2, frames, bins)}
-    return {**given, "attention_mask": torch.ones(2, frames, dtype=torch.long)} if "attention_mask" in takes else given
+    return (
+        {**given, "attention_mask": torch.ones(2, frames, dtype=torch.long)}
+        if "attention_mask" in takes
+        else given
+    )
 
 
 def _speech(takes: set[str], config: Any, model: nn.Module) -> Batch:
@@ -218,12 +241,19 @@ def _dia(config: Any, model: nn.Module) -> Batch:
 def _codes(config: Any, model: nn.Module) -> Batch:
     """Several codes for each moment, and the text's."""
     ids = _ids(2, 12, config.num_codebooks + 1)
-    return {"input_ids": ids, "attention_mask": torch.ones(2, 12, dtype=torch.long), "labels": ids[..., 0].contiguous()}
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones(2, 12, dtype=torch.long),
+        "labels": ids[..., 0].contiguous(),
+    }
 
 
 def _musicgen(config: Any, model: nn.Module) -> Batch:
     ids = _ids(2 * config.num_codebooks, 12)
-    return {"input_ids": ids, "labels": ids.reshape(2, config.num_codebooks, 12).transpose(1, 2).contiguous()}
+    return {
+        "input_ids": ids,
+        "labels": ids.reshape(2, config.num_codebooks, 12).transpose(1, 2).contiguous(),
+    }
 
 
 def _pixels(config: Any, model: nn.Module) -> Batch:
@@ -242,7 +272,10 @@ def _patches(config: Any, model: nn.Module) -> Batch:
 
 def _stacked(config: Any, model: nn.Module) -> Batch:
     """Several moments in one."""
-    return {"input_features": torch.randn(2, 40, 4 * config.encoder_config.num_mel_bins), "labels": _ids(2, 4)}
+    return {
+        "input_features": torch.randn(2, 40, 4 * config.encoder_config.num_mel_bins),
+        "labels": _ids(2, 4),
+    }
 
 
 _OWN_BATCHES: dict[str, dict[str, Callable[[Any, Any], Batch]]] = {
@@ -253,7 +286,9 @@ _OWN_BATCHES: dict[str, dict[str, Callable[[Any, Any], Batch]]] = {
         "dia": _dia,
         "fun_asr_nano": _with_sound(_masked("time first", 12, 112)),
         "granite_speech": _with_sound(lambda config: {"input_features": torch.randn(2, 30, 16)}),
-        "granite_speech_plus": _with_sound(lambda config: {"input_features": torch.randn(2, 30, 16)}),
+        "granite_speech_plus": _with_sound(
+            lambda config: {"input_features": torch.randn(2, 30, 16)}
+        ),
         "kyutai_speech_to_text": _codes,
         "qwen3_asr": _with_sound(_masked("bins first", 200, 16)),
         "vibevoice": _with_sound(_wave),

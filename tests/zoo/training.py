@@ -25,8 +25,14 @@ class Net(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         # Sizes as they are: what is a label stays what it is, and only the first number gets a gradient.
-        given = [v * self.scale if not i and v.is_floating_point() else v for i, v in enumerate(inputs)]
-        found = [v for v in tree_leaves(self.layer(*given)) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        given = [
+            v * self.scale if not i and v.is_floating_point() else v for i, v in enumerate(inputs)
+        ]
+        found = [
+            v
+            for v in tree_leaves(self.layer(*given))
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+        ]
         losses = [(v.sin() + v.square()).mean() for v in found]
         return torch.stack(losses).sum() * self.scale
 
@@ -63,7 +69,9 @@ def tried(make: Callable[[], Any]) -> dict[str, Any]:
     operators = {name: found.forward for name, found in torch_calls.made().items()}
     near = exact and all(mine <= max(LIMIT, 4 * eager) for mine, eager in exact)
     state = "trains" if worst <= LIMIT or near else "differs"
-    before = plain_export(model, inputs) if operators and type(model).__module__.endswith("nets") else ""
+    before = (
+        plain_export(model, inputs) if operators and type(model).__module__.endswith("nets") else ""
+    )
     calls = [f"{name.removeprefix('aten.')} {count}" for name, count in operators.items()]
     advised_layers = [f"as the error says, torch_modules: {', '.join(named)}"] if named else []
     shown = [*advised_layers, *calls[:6], *([f"{len(calls) - 6} more"] if len(calls) > 6 else [])]
@@ -134,12 +142,16 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-3))
 
 
-def bound(model: nn.Module, inputs: Any, ours: Sequence[Any], theirs: Sequence[Any]) -> list[tuple[float, float]]:
+def bound(
+    model: nn.Module, inputs: Any, ours: Sequence[Any], theirs: Sequence[Any]
+) -> list[tuple[float, float]]:
     """How far ours and eager's are from float64, one after the other; nothing where that does not run."""
     for module in model.modules():  # torch has no grouped products of such numbers
         if hasattr(getattr(module, "config", None), "_experts_implementation"):
             module.config._experts_implementation = "eager"
-    wide = tree_map(lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, inputs)
+    wide = tree_map(
+        lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, inputs
+    )
     try:
         exact = steps(model.double(), model, wide)
     except Exception:
@@ -148,5 +160,9 @@ def bound(model: nn.Module, inputs: Any, ours: Sequence[Any], theirs: Sequence[A
 
 
 def brief(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("frame #")]
+    lines = [
+        line.strip()
+        for line in str(error).splitlines()
+        if line.strip() and not line.startswith("frame #")
+    ]
     return f"{type(error).__name__}: {lines[-1][:300] if lines else ''}"

@@ -30,14 +30,18 @@ def doctor(
     overrides: Overrides = None,
     options: Any = None,
     run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="A folder that must be shared; the current one by default.")
+        Path | None,
+        typer.Option("--run-dir", help="A folder that must be shared; the current one by default."),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="cuda: GPUs are counted beside the slots. The recipe's by default."),
+        typer.Option(
+            "--device", help="cuda: GPUs are counted beside the slots. The recipe's by default."
+        ),
     ] = None,
     interface: Annotated[
-        str | None, typer.Option("--interface", help="A network interface that every host must have.")
+        str | None,
+        typer.Option("--interface", help="A network interface that every host must have."),
     ] = None,
     port: PortOption = 0,
     ports: PortsOption = None,

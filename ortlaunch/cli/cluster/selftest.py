@@ -9,7 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ortlaunch.cli.options import FindingsAsJson, Overrides, PortOption, PortsOption, port_range, with_launch_options
+from ortlaunch.cli.options import (
+    FindingsAsJson,
+    Overrides,
+    PortOption,
+    PortsOption,
+    port_range,
+    with_launch_options,
+)
 
 
 @with_launch_options
@@ -20,10 +27,16 @@ def selftest(
     ports: PortsOption = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", help="A new folder for the runs, which all hosts share; selftest-TIME by default."),
+        typer.Option(
+            "--dir",
+            help="A new folder for the runs, which all hosts share; selftest-TIME by default.",
+        ),
     ] = None,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Queue a job without a question, where this place has Slurm.")
+        bool,
+        typer.Option(
+            "--yes", "-y", help="Queue a job without a question, where this place has Slurm."
+        ),
     ] = False,
     json: FindingsAsJson = False,
 ) -> None:
@@ -39,7 +52,9 @@ def selftest(
     from ortlaunch.doctor.finding import FAILED, as_json, summary
     from ortlaunch.process import heeded
 
-    for number in heeded((signal.SIGTERM, signal.SIGHUP)):  # as Ctrl-C: what was started ends, a job is cancelled
+    for number in heeded(
+        (signal.SIGTERM, signal.SIGHUP)
+    ):  # as Ctrl-C: what was started ends, a job is cancelled
         signal.signal(number, lambda given, _: sys.exit(128 + given))
 
     def may_queue(question: str) -> bool:

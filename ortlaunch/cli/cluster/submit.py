@@ -14,7 +14,10 @@ def submit(
     overrides: Overrides = None,
     scheduler: Annotated[
         str | None,
-        typer.Option("--scheduler", help="slurm, kubernetes or azureml; the recipe's submit.scheduler by default."),
+        typer.Option(
+            "--scheduler",
+            help="slurm, kubernetes or azureml; the recipe's submit.scheduler by default.",
+        ),
     ] = None,
     run_dir: RunDirOption = None,
     dry_run: DryRun = False,
@@ -31,8 +34,14 @@ def submit(
     from ortlaunch.schedulers import SCHEDULERS
 
     if scheduler is not None and scheduler not in SCHEDULERS:
-        raise typer.BadParameter(f"got {scheduler}; one of {', '.join(SCHEDULERS)}", param_hint="--scheduler")
-    given = (*(overrides or ()), *([f"submit.scheduler={scheduler}"] if scheduler else []), "launch.launcher=auto")
+        raise typer.BadParameter(
+            f"got {scheduler}; one of {', '.join(SCHEDULERS)}", param_hint="--scheduler"
+        )
+    given = (
+        *(overrides or ()),
+        *([f"submit.scheduler={scheduler}"] if scheduler else []),
+        "launch.launcher=auto",
+    )
     resolved = resolve(recipe, given, LaunchOptions(planned_only=True, declared=True), os.environ)
     name = resolved.file.recipe.submit.scheduler
     run = run_folder(run_dir, resolved, os.environ)

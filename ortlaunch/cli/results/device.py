@@ -9,21 +9,32 @@ from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.options import Overrides
 from ortlaunch.errors import InputError
 
-app = typer.Typer(cls=Verbs, help="Train on a device, and average what several devices learned.", no_args_is_help=True)
+app = typer.Typer(
+    cls=Verbs,
+    help="Train on a device, and average what several devices learned.",
+    no_args_is_help=True,
+)
 
 Artifacts = Annotated[
     Path,
     typer.Argument(
-        metavar="ARTIFACTS", help="Folder that `ortlaunch export --format ondevice` wrote.", show_default=False
+        metavar="ARTIFACTS",
+        help="Folder that `ortlaunch export --format ondevice` wrote.",
+        show_default=False,
     ),
 ]
 Checkpoint = Annotated[
     Path | None,
-    typer.Option("--checkpoint", help="Weights to begin with; the artifacts' own checkpoint if not."),
+    typer.Option(
+        "--checkpoint", help="Weights to begin with; the artifacts' own checkpoint if not."
+    ),
 ]
 To = Annotated[
     Path | None,
-    typer.Option("--to", help="File of the result, new or a checkpoint; the artifacts' own, in place, if not."),
+    typer.Option(
+        "--to",
+        help="File of the result, new or a checkpoint; the artifacts' own, in place, if not.",
+    ),
 ]
 
 
@@ -34,7 +45,8 @@ def train(
     checkpoint: Checkpoint = None,
     to: To = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Of this training; all up to train.max_steps if not.")
+        int | None,
+        typer.Option("--steps", min=1, help="Of this training; all up to train.max_steps if not."),
     ] = None,
 ) -> None:
     """Train a checkpoint on data.train, by ONNX Runtime alone; it goes on where its steps ended."""
@@ -46,7 +58,9 @@ def train(
 
 
 @app.command(cls=Verb, short_help="Measure a checkpoint on data.evaluation.")
-def evaluate(artifacts: Artifacts, overrides: Overrides = None, checkpoint: Checkpoint = None) -> None:
+def evaluate(
+    artifacts: Artifacts, overrides: Overrides = None, checkpoint: Checkpoint = None
+) -> None:
     """Measure a checkpoint on data.evaluation, as `ortlaunch evaluate` does; into ARTIFACTS/evaluation.json."""
     from ortlaunch.commands import device
     from ortlaunch.tasks import DeviceRequest
@@ -65,7 +79,9 @@ def export(
     from ortlaunch.commands import device
     from ortlaunch.tasks import DeviceRequest
 
-    raise typer.Exit(device.export(DeviceRequest("export", str(artifacts), _text(checkpoint), str(to))))
+    raise typer.Exit(
+        device.export(DeviceRequest("export", str(artifacts), _text(checkpoint), str(to)))
+    )
 
 
 @app.command(cls=Verb, short_help="Average the weights of clients' checkpoints.")
@@ -77,14 +93,20 @@ def average(
     to: To = None,
     weights: Annotated[
         str | None,
-        typer.Option("--weights", metavar="W,W,...", help="Of each client; the samples that it trained on if not."),
+        typer.Option(
+            "--weights",
+            metavar="W,W,...",
+            help="Of each client; the samples that it trained on if not.",
+        ),
     ] = None,
 ) -> None:
     """Average the weights of clients' checkpoints, each by its samples: federated averaging."""
     from ortlaunch.commands import device
     from ortlaunch.tasks import DeviceRequest
 
-    request = DeviceRequest("average", str(artifacts), to=_text(to), checkpoints=tuple(map(str, checkpoints)))
+    request = DeviceRequest(
+        "average", str(artifacts), to=_text(to), checkpoints=tuple(map(str, checkpoints))
+    )
     raise typer.Exit(device.average(request._replace(weights=_numbers(weights))))
 
 

@@ -23,12 +23,19 @@ def evaluate(
         ),
     ],
     overrides: Overrides = None,
-    step: Annotated[int | None, typer.Option("--step", min=1, help="Which checkpoint; the newest if not.")] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=1, help="Which checkpoint; the newest if not.")
+    ] = None,
     recipe: Annotated[
         Path | None,
-        typer.Option("--recipe", help="For a MODEL in no run folder: whose task and data.evaluation are taken."),
+        typer.Option(
+            "--recipe",
+            help="For a MODEL in no run folder: whose task and data.evaluation are taken.",
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For a MODEL: print its numbers as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For a MODEL: print its numbers as JSON.")
+    ] = False,
     options: Any = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -38,9 +45,17 @@ def evaluate(
     from ortlaunch.run_folder.folder import RunDir
 
     if evaluate_model.is_model(run):
-        _of_a_model("--step" if step else "--dry-run" if dry_run else None, run, "is a model, and has no checkpoints")
+        _of_a_model(
+            "--step" if step else "--dry-run" if dry_run else None,
+            run,
+            "is a model, and has no checkpoints",
+        )
         raise typer.Exit(evaluate_model.evaluate(run, recipe, tuple(overrides or ()), as_json))
-    _of_a_model("--recipe" if recipe else "--json" if as_json else None, run, "is no model; that is for a MODEL")
+    _of_a_model(
+        "--recipe" if recipe else "--json" if as_json else None,
+        run,
+        "is no model; that is for a MODEL",
+    )
     what = RunDir(run), step, tuple(overrides or ())
     if dry_run:
         typer.echo(evaluations.dry_run(*what, options))

@@ -10,19 +10,34 @@ from ortlaunch.cli.runs.status import RunFolder
 
 def export(
     run: RunFolder,
-    step: Annotated[int | None, typer.Option("--step", min=1, help="Which checkpoint; the newest if not.")] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="A new folder; RUN/exports/step_N if not.")] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=1, help="Which checkpoint; the newest if not.")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="A new folder; RUN/exports/step_N if not.")
+    ] = None,
     form: Annotated[
         str,
-        typer.Option("--format", help="huggingface; onnx or ondevice (to train on), both held against PyTorch."),
+        typer.Option(
+            "--format",
+            help="huggingface; onnx or ondevice (to train on), both held against PyTorch.",
+        ),
     ] = "huggingface",
     push: Annotated[
         str | None,
-        typer.Option("--push", metavar="OWNER/NAME", help="Upload it to this model repository, with a model card."),
+        typer.Option(
+            "--push",
+            metavar="OWNER/NAME",
+            help="Upload it to this model repository, with a model card.",
+        ),
     ] = None,
     lora: Annotated[
         str | None,
-        typer.Option("--lora", metavar="merged|alone", help="Adapters; as the recipe's model.lora.merge says if not."),
+        typer.Option(
+            "--lora",
+            metavar="merged|alone",
+            help="Adapters; as the recipe's model.lora.merge says if not.",
+        ),
     ] = None,
 ) -> None:
     """Write a checkpoint of a run as a model for others, without starting the run; on one process, on the CPU.

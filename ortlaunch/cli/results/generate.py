@@ -18,18 +18,26 @@ def generate(
             callback=by_name,
         ),
     ],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on with.", show_default=False)],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="Text to go on with.", show_default=False)
+    ],
     step: Annotated[
         int | None,
         typer.Option("--step", min=1, help="Which checkpoint; the newest, or its export, if not."),
     ] = None,
-    tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="At most so many tokens more.")] = 50,
+    tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="At most so many tokens more.")
+    ] = 50,
     temperature: Annotated[
         float,
-        typer.Option("--temperature", min=0.0, help="Draw tokens at this one; 0: the likeliest each time."),
+        typer.Option(
+            "--temperature", min=0.0, help="Draw tokens at this one; 0: the likeliest each time."
+        ),
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the draws.")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")
+    ] = False,
 ) -> None:
     """Go on with a prompt, by a causal model, on the CPU: on stdout the prompt and what follows it.
 
@@ -39,4 +47,6 @@ def generate(
     from ortlaunch.commands.generate import generate as write
     from ortlaunch.tasks import GenerationRequest
 
-    raise typer.Exit(write(GenerationRequest(str(model), prompt, step, tokens, temperature, seed, raw)))
+    raise typer.Exit(
+        write(GenerationRequest(str(model), prompt, step, tokens, temperature, seed, raw))
+    )

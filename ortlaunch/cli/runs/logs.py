@@ -11,7 +11,9 @@ from ortlaunch.cli.runs.status import RunFolder
 def logs(
     run: RunFolder,
     rank: Annotated[int, typer.Option("--rank", min=0, help="Whose output.")] = 0,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")
+    ] = False,
 ) -> None:
     """Print what a run's rank 0 says, or another's; for a queued run its job's output.
 
@@ -24,7 +26,9 @@ def logs(
 
 
 def list_runs(
-    json: Annotated[bool, typer.Option("--json", help="As JSON: what `status --json` says of each.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="As JSON: what `status --json` says of each.")
+    ] = False,
     every: Annotated[bool, typer.Option("--all", help="All of them, not the newest 20.")] = False,
 ) -> None:
     """List the runs that this user has started or queued, the newest first: state, step, job, folder."""

@@ -11,11 +11,18 @@ from ortlaunch.cli.runs.status import by_name
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN", help="Run folders, or names of runs; several are compared.", show_default=False),
+        typer.Argument(
+            metavar="RUN",
+            help="Run folders, or names of runs; several are compared.",
+            show_default=False,
+        ),
     ],
     to: Annotated[
         Path | None,
-        typer.Option("--to", help="The page; report.html in the run's folder if not, of several runs in this one."),
+        typer.Option(
+            "--to",
+            help="The page; report.html in the run's folder if not, of several runs in this one.",
+        ),
     ] = None,
 ) -> None:
     """Write one HTML page of runs: curves, engine, memory, checkpoints, and where their recipes differ.

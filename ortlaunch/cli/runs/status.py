@@ -27,7 +27,9 @@ RunFolder = Annotated[
 def status(
     run: RunFolder,
     json: Annotated[bool, typer.Option("--json", help="All that is known, as JSON.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for its end; the exit status is then the run's.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for its end; the exit status is then the run's.")
+    ] = False,
 ) -> None:
     """Say how a run goes or went: state, ranks, last step, loss, speed; once it has ended its verdict.
 

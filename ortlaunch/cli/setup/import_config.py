@@ -10,18 +10,28 @@ from ortlaunch.cli.options import Overrides, shipped_recipes
 
 def import_config(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="The other tool's YAML or JSON.", show_default=False)
+        Path,
+        typer.Argument(metavar="CONFIG", help="The other tool's YAML or JSON.", show_default=False),
     ],
     overrides: Overrides = None,
     tool: Annotated[
         str | None,
-        typer.Option("--from", help="hf-trainer, axolotl, llama-factory or deepspeed; guessed where that is clear."),
+        typer.Option(
+            "--from",
+            help="hf-trainer, axolotl, llama-factory or deepspeed; guessed where that is clear.",
+        ),
     ] = None,
     base: Annotated[
         Path | None,
-        typer.Option("--base", help="A recipe that has what the config does not say.", autocompletion=shipped_recipes),
+        typer.Option(
+            "--base",
+            help="A recipe that has what the config does not say.",
+            autocompletion=shipped_recipes,
+        ),
     ] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="The new recipe; CONFIG-recipe.yaml here if not.")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="The new recipe; CONFIG-recipe.yaml here if not.")
+    ] = None,
 ) -> None:
     """Turn another tool's config into a recipe, and say what became of each of its keys.
 

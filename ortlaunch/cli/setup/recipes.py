@@ -9,7 +9,10 @@ from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.options import shipped_recipes
 
 app = typer.Typer(cls=Verbs, help="The shipped recipes: list, show, copy.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="As `ortlaunch recipes list` names it.", autocompletion=shipped_recipes)]
+Name = Annotated[
+    str,
+    typer.Argument(help="As `ortlaunch recipes list` names it.", autocompletion=shipped_recipes),
+]
 
 
 @app.command("list", cls=Verb)

@@ -6,11 +6,16 @@ import typer
 
 
 def schema(
-    markdown: Annotated[bool, typer.Option("--markdown", help="The same as a page to read: docs/recipe.md.")] = False,
-    run_folder: Annotated[
-        bool, typer.Option("--run-folder", help="What a run writes, field by field: docs/run-folder.md.")
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="The same as a page to read: docs/recipe.md.")
     ] = False,
-    doctor: Annotated[bool, typer.Option("--doctor", help="Of what `ortlaunch doctor --json` prints.")] = False,
+    run_folder: Annotated[
+        bool,
+        typer.Option("--run-folder", help="What a run writes, field by field: docs/run-folder.md."),
+    ] = False,
+    doctor: Annotated[
+        bool, typer.Option("--doctor", help="Of what `ortlaunch doctor --json` prints.")
+    ] = False,
 ) -> None:
     """Print the recipe's JSON schema, for editors: every field with its manual."""
     if doctor:

@@ -15,22 +15,33 @@ def bench(
     recipe: RecipePath,
     overrides: Overrides = None,
     engines: Annotated[
-        str | None, typer.Option("--engines", help="Engines to compare, as ort,eager; all three by default.")
+        str | None,
+        typer.Option("--engines", help="Engines to compare, as ort,eager; all three by default."),
     ] = None,
     vary: Annotated[
         list[str] | None,
-        typer.Option("--vary", help="A key and its values, as engine.memory_optimization=0,1; again for another key."),
+        typer.Option(
+            "--vary",
+            help="A key and its values, as engine.memory_optimization=0,1; again for another key.",
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of each variant.")] = 5,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps measured in a turn.")] = 4,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Optimizer steps measured in a turn.")
+    ] = 4,
     one_at_a_time: Annotated[
         bool,
         typer.Option(
-            "--one-at-a-time", help="Start each variant again for every turn, where memory does not hold all of them."
+            "--one-at-a-time",
+            help="Start each variant again for every turn, where memory does not hold all of them.",
         ),
     ] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder to write; bench/NAME-TIME by default.")] = None,
-    picture: Annotated[bool, typer.Option("--picture/--no-picture", help="bench.png (needs matplotlib).")] = True,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder to write; bench/NAME-TIME by default.")
+    ] = None,
+    picture: Annotated[
+        bool, typer.Option("--picture/--no-picture", help="bench.png (needs matplotlib).")
+    ] = True,
     options: Any = None,
 ) -> None:
     """Measure engines and options side by side: speed, memory, time to first step, equality with plain PyTorch."""

@@ -12,7 +12,9 @@ from ortlaunch.cli.training.train import start
 def parity(
     recipe: RecipePath,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare, with optimizer steps between.")] = 3,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Steps to compare, with optimizer steps between.")
+    ] = 3,
     options: Any = None,
     run_dir: RunDirOption = None,
     dry_run: DryRun = False,

@@ -14,7 +14,9 @@ def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
     options: Any = None,
-    json: Annotated[bool, typer.Option("--json", help="The whole plan as JSON, stable for diffs.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="The whole plan as JSON, stable for diffs.")
+    ] = False,
     diff: Annotated[
         Path | None,
         typer.Option(
@@ -31,7 +33,9 @@ def plan(
     from ortlaunch.run.preview import dry_run, preview, size_notes
     from ortlaunch.run_folder.folder import RunDir
 
-    resolved = preview(resolve(recipe, overrides or (), options._replace(planned_only=True), os.environ))
+    resolved = preview(
+        resolve(recipe, overrides or (), options._replace(planned_only=True), os.environ)
+    )
     if diff is not None:
         from ortlaunch.commands.plan_diff import Here, differences, other_plan
 

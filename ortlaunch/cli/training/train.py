@@ -52,7 +52,9 @@ def start(
     if dry_run:
         resolved = preview.preview(resolved)
         run = run_folder(run_dir, resolved, os.environ)
-        print(*preview.before_start(resolved, run, ResumeOptions(*resume)), sep="\n", file=sys.stderr)
+        print(
+            *preview.before_start(resolved, run, ResumeOptions(*resume)), sep="\n", file=sys.stderr
+        )
         typer.echo(preview.dry_run(resolved, run))
         return
     from ortlaunch.run import control

@@ -12,7 +12,10 @@ def validate(
     recipe: RecipePath,
     overrides: Overrides = None,
     elsewhere: Annotated[
-        bool, typer.Option("--elsewhere", help="For another machine: files that are missing here are notes.")
+        bool,
+        typer.Option(
+            "--elsewhere", help="For another machine: files that are missing here are notes."
+        ),
     ] = False,
 ) -> None:
     """Check a recipe; all errors at once, each with its location.
@@ -32,7 +35,13 @@ def validate(
     )
     lines = [loaded.explain(problem) for problem in missing]
     if lines and not elsewhere and loaded.recipe.launch.nodes in (None, 1):
-        raise RecipeError([*lines, "if they exist on the machine that trains: ortlaunch validate --elsewhere"])
+        raise RecipeError(
+            [*lines, "if they exist on the machine that trains: ortlaunch validate --elsewhere"]
+        )
     lines += map(loaded.explain, inputs.doubtful(loaded.recipe))
-    auto = "; engine auto: measured when training starts" if loaded.recipe.engine.name == "auto" else ""
+    auto = (
+        "; engine auto: measured when training starts"
+        if loaded.recipe.engine.name == "auto"
+        else ""
+    )
     typer.echo("\n".join([f"{recipe}: valid ({loaded.recipe.name}{auto})", *lines]))

@@ -37,19 +37,27 @@ def _with_arguments(default_export: AnyFunction) -> AnyFunction:
     @functools.wraps(default_export)
     def export(g: Any, /, *given: Any, **other: object) -> Any:
         name, function, cconv, size, kinds, ranks, *args = given
-        takes = frozenset(i for i, arg in enumerate(args) if cconv[i] == "d" and arg.type().scalarType() == "Bool")
+        takes = frozenset(
+            i for i, arg in enumerate(args) if cconv[i] == "d" and arg.type().scalarType() == "Bool"
+        )
         gives = frozenset(i for i, kind in enumerate(kinds) if kind == Kind.BOOL)
-        if not takes and not gives and function.__module__ == torch_calls.__name__:  # it copies what it saves
+        if (
+            not takes and not gives and function.__module__ == torch_calls.__name__
+        ):  # it copies what it saves
             return default_export(g, *given, **other)
         function = _called(function, takes, gives)
-        if takes or gives:  # ORT keeps functions by name; it recomputes those that it knows by theirs
+        if (
+            takes or gives
+        ):  # ORT keeps functions by name; it recomputes those that it knows by theirs
             name = f"{name}[bool {sorted(takes)} {sorted(gives)}]"
         kinds = [Kind.UINT8 if kind == Kind.BOOL else kind for kind in kinds]
         outputs = default_export(g, name, function, cconv, size, kinds, ranks, *args, **other)
         if not gives:
             return outputs
         values = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-        values = [g.op("Cast", v, to_i=Kind.BOOL.value) if i in gives else v for i, v in enumerate(values)]
+        values = [
+            g.op("Cast", v, to_i=Kind.BOOL.value) if i in gives else v for i, v in enumerate(values)
+        ]
         return tuple(values) if isinstance(outputs, (list, tuple)) else values[0]
 
     return export
@@ -84,17 +92,25 @@ def _called(function: Any, takes: frozenset[int], gives: frozenset[int]) -> Any:
     if function.setup_context is torch.autograd.Function.setup_context:
         steps: dict[str, AnyFunction] = {"forward": forward}
     else:
-        steps = {"forward": lambda *args: left(function.forward(*entered(args))), "setup_context": set_up}
+        steps = {
+            "forward": lambda *args: left(function.forward(*entered(args))),
+            "setup_context": set_up,
+        }
     members = {
         **{name: staticmethod(step) for name, step in steps.items()},
         "backward": staticmethod(function.backward),
         "__module__": function.__module__,
         "__qualname__": function.__qualname__,
     }
-    schema = {name: staticmethod(getattr(function, name)) for name in _SCHEMA if hasattr(function, name)}
+    schema = {
+        name: staticmethod(getattr(function, name)) for name in _SCHEMA if hasattr(function, name)
+    }
     # ORT registers nothing but classes of torch.autograd.Function's own kind.
     return types.new_class(
-        function.__name__, (torch.autograd.Function,), {}, lambda body: body.update(members, **schema)
+        function.__name__,
+        (torch.autograd.Function,),
+        {},
+        lambda body: body.update(members, **schema),
     )
 
 

@@ -78,7 +78,11 @@ class Gradients:
         pending = [value]
         while pending:
             found = pending[-1]
-            ask = [] if found.unique() in self._known else [i for i in _given(found) if i.unique() not in self._known]
+            ask = (
+                []
+                if found.unique() in self._known
+                else [i for i in _given(found) if i.unique() not in self._known]
+            )
             if ask:
                 pending += ask
                 continue
@@ -114,7 +118,9 @@ class Gradients:
     def _cut(self, node: torch.Node) -> list[torch.Value]:
         """Inputs of an operator that ORT derives, whose gradient it leaves out or takes for another."""
         name, inputs = _name(node), list(node.inputs())
-        if name == "Pow" and not _is_scalar(inputs[1]):  # that of a power that is broadcast is not summed up
+        if name == "Pow" and not _is_scalar(
+            inputs[1]
+        ):  # that of a power that is broadcast is not summed up
             return inputs
         if name in ("ScatterElements", "ScatterND") and "reduction" in node.attributeNames():
             return {"none": [], "add": inputs[:1]}.get(_text(node, "reduction", "none"), inputs)
@@ -125,13 +131,17 @@ def is_valid(node: torch.Node) -> bool:
     """Whether ONNX has what the exporter wrote: it writes a LayerNorm without weights, and negative dimensions."""
     if _name(node) == "Transpose" and "perm" in node.attributeNames():
         return min(getattr(node, "is")("perm"), default=0) >= 0
-    return _name(node) != "LayerNormalization" or not any(given.node().mustBeNone() for given in node.inputs())
+    return _name(node) != "LayerNormalization" or not any(
+        given.node().mustBeNone() for given in node.inputs()
+    )
 
 
 def _is_derived(node: torch.Node, device: str) -> bool:
     """Also by what ORT's builders and kernels of gradients do not know of their operator."""
     name = _name(node)
-    if name == "LeakyRelu" and "alpha" in node.attributeNames():  # it looks at the sign of what came out
+    if (
+        name == "LeakyRelu" and "alpha" in node.attributeNames()
+    ):  # it looks at the sign of what came out
         return bool(node.f("alpha") >= 0)
     if name in ("GRU", "LSTM"):
         return _text(node, "direction", "forward") == "forward"
@@ -141,7 +151,10 @@ def _is_derived(node: torch.Node, device: str) -> bool:
         return "keepdims" not in node.attributeNames() or bool(node.i("keepdims"))
     if name == "Pad":
         return _text(node, "mode", "constant") == "constant"
-    if name in ("AveragePool", "MaxPool"):  # of other ranks, or with places, a wrong shape or the end of the process
+    if name in (
+        "AveragePool",
+        "MaxPool",
+    ):  # of other ranks, or with places, a wrong shape or the end of the process
         return _rank(node) == 4 and node.outputsSize() == 1
     if name == "ConvTranspose":
         return device != "cpu"
@@ -164,7 +177,9 @@ def _given(value: torch.Value) -> list[torch.Value]:
     """What a value is computed of, as far as a gradient goes that way."""
     node = value.node()
     if any(True for _ in node.blocks()):  # an If, whose branches take what they want from around it
-        return [given for block in node.blocks() for inner in block.nodes() for given in inner.inputs()]
+        return [
+            given for block in node.blocks() for inner in block.nodes() for given in inner.inputs()
+        ]
     stops = _EVERY if _is_cast_to_number(node) or _is_detached(node) else STOPS.get(_name(node), ())
     return [given for place, given in enumerate(node.inputs()) if place not in stops]
 
@@ -174,7 +189,11 @@ def _is_scalar(value: torch.Value) -> bool:
     node = value.node()
     while node.kind() == "onnx::Cast":
         node = node.input().node()
-    number = node.t("value") if node.kind() == "onnx::Constant" and "value" in node.attributeNames() else torch.zeros(0)
+    number = (
+        node.t("value")
+        if node.kind() == "onnx::Constant" and "value" in node.attributeNames()
+        else torch.zeros(0)
+    )
     return bool(number.numel() == 1 and number.item() != 0)
 
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 def without_frozen(export: Export, model: onnx.ModelProto, names: list[str]) -> list[str]:
     """ORT computes a gradient for every frozen parameter in every step, and throws it away."""
-    frozen = {name for name, parameter in export.module.named_parameters() if not parameter.requires_grad}
+    frozen = {
+        name for name, parameter in export.module.named_parameters() if not parameter.requires_grad
+    }
     return [name for name in names if name not in frozen]
 
 
@@ -36,11 +38,26 @@ def reached(graph: onnx.GraphProto, outputs: Iterable[str] | None = None) -> set
             reached.add(name)
             node = makers.get(name)
             if node is not None and not ends_gradients(node, name):
-                pending += [given for place, given in enumerate(node.input) if place not in STOPS.get(node.op_type, ())]
+                pending += [
+                    given
+                    for place, given in enumerate(node.input)
+                    if place not in STOPS.get(node.op_type, ())
+                ]
     return reached
 
 
-_NUMBERS = {"ArgMax", "ArgMin", "NonZero", "Shape", "Size", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
+_NUMBERS = {
+    "ArgMax",
+    "ArgMin",
+    "NonZero",
+    "Shape",
+    "Size",
+    "Equal",
+    "Greater",
+    "GreaterOrEqual",
+    "Less",
+    "LessOrEqual",
+}
 _OPERATORS = {b"argmax", b"bitwise_or", b"clone"}
 
 
@@ -48,4 +65,6 @@ def ends_gradients(node: onnx.NodeProto, output: str) -> bool:
     """Whether a node makes whole numbers or truths, or what `detach` is exported to (ATen's clone: exact_forms.py)."""
     if node.op_type == "TopK" and output != node.output[0]:
         return True
-    return node.op_type in _NUMBERS or any(a.name == "operator" and a.s in _OPERATORS for a in node.attribute)
+    return node.op_type in _NUMBERS or any(
+        a.name == "operator" and a.s in _OPERATORS for a in node.attribute
+    )

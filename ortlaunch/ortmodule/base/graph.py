@@ -56,9 +56,15 @@ class Graph:
 
     def describe(self) -> Json:
         """For engine.json: totals, the most frequent operators, and every call out of ORT."""
-        halves = {"forward": self.forward, "backward": self.backward} if self.training else {"forward": self.forward}
+        halves = (
+            {"forward": self.forward, "backward": self.backward}
+            if self.training
+            else {"forward": self.forward}
+        )
         nodes = {f"{half}_nodes": size(ops) for half, ops in halves.items()}
-        frequent = {f"{half}_operators": dict(ops.most_common(_MOST)) for half, ops in halves.items()}
+        frequent = {
+            f"{half}_operators": dict(ops.most_common(_MOST)) for half, ops in halves.items()
+        }
         placed = {"provider": self.provider, "nodes_by_provider": self.nodes_by_provider}
         return {**nodes, **placed, **frequent, **self._calls()}
 
@@ -116,7 +122,10 @@ def _called(nodes: Sequence[onnx.NodeProto], attribute: str, *kinds: str) -> Cou
 
 
 def _attribute(node: onnx.NodeProto, name: str) -> str:
-    return next((str(attribute.s.decode()) for attribute in node.attribute if attribute.name == name), node.op_type)
+    return next(
+        (str(attribute.s.decode()) for attribute in node.attribute if attribute.name == name),
+        node.op_type,
+    )
 
 
 def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:

@@ -31,7 +31,9 @@ class GraphInfo(Protocol):
     onnx_graph_input_names: list[str]
     onnx_graph_input_names_require_grad: list[str]
     onnx_graph_input_names_user_defined: list[str]
-    onnx_graph_input_data_accessor_user_defined: dict[str, Callable[[Args, Kwargs], torch.Tensor | None]]
+    onnx_graph_input_data_accessor_user_defined: dict[
+        str, Callable[[Args, Kwargs], torch.Tensor | None]
+    ]
     onnx_graph_input_const_as_tensor: dict[str, torch.Tensor]
     onnx_graph_input_shapes: list[list[int]]
     module_forward_output_schema: object
@@ -188,5 +190,7 @@ class ShapeInference(Protocol):
     def _get_shape(self, node: onnx.NodeProto, index: int) -> list[Any]: ...
     def _get_sympy_shape(self, node: onnx.NodeProto, index: int) -> list[Any]: ...
     def _update_computed_dims(self, dims: Sequence[object]) -> None: ...
-    def _new_symbolic_dim_from_output(self, node: onnx.NodeProto, output: int = 0, dim: int = 0) -> Any: ...
+    def _new_symbolic_dim_from_output(
+        self, node: onnx.NodeProto, output: int = 0, dim: int = 0
+    ) -> Any: ...
     def _broadcast_shapes(self, first: Sequence[object], second: Sequence[object]) -> list[Any]: ...

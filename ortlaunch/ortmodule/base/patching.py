@@ -41,7 +41,9 @@ def wrap_method(owner: object, method: str, around: AnyFunction) -> None:
 
 def replace_ort_export(export: AnyFunction) -> None:
     """Let `export` be `torch.onnx.export` for ORT, its only caller here; everybody else's stays as it is."""
-    caller: Any = importlib.import_module("onnxruntime.training.ortmodule._graph_transition_manager")
+    caller: Any = importlib.import_module(
+        "onnxruntime.training.ortmodule._graph_transition_manager"
+    )
     caller.torch = ModuleView(caller.torch, onnx=ModuleView(caller.torch.onnx, export=export))
 
 

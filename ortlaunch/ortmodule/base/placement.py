@@ -27,7 +27,9 @@ def nodes_by_provider(model: str, session: OrtSession) -> dict[str, int]:
         session: an onnxruntime.InferenceSession, or its binding.
     """
     import onnxruntime
-    from onnxruntime.tools.ort_format_model.ort_flatbuffers_py.fbs.InferenceSession import InferenceSession as Saved
+    from onnxruntime.tools.ort_format_model.ort_flatbuffers_py.fbs.InferenceSession import (
+        InferenceSession as Saved,
+    )
 
     options = onnxruntime.SessionOptions()
     providers = [
@@ -42,4 +44,6 @@ def nodes_by_provider(model: str, session: OrtSession) -> dict[str, int]:
         onnxruntime.InferenceSession(model, options, providers=providers)
         graph = Saved.GetRootAs(Path(options.optimized_model_filepath).read_bytes()).Model().Graph()
     nodes = [graph.Nodes(place) for place in range(graph.NodesLength())]
-    return dict(Counter(node.ExecutionProviderType().decode() for node in nodes if node.OpType() != _YIELD))
+    return dict(
+        Counter(node.ExecutionProviderType().decode() for node in nodes if node.OpType() != _YIELD)
+    )

@@ -91,13 +91,18 @@ class Settings:
         for setting, valid in _VALID.items():
             value = getattr(self, setting)
             if value not in valid:
-                raise SettingError(setting, f"got {value!r}; it must be one of {', '.join(map(str, valid))}")
+                raise SettingError(
+                    setting, f"got {value!r}; it must be one of {', '.join(map(str, valid))}"
+                )
         if isinstance(self.torch_operators, str) and self.torch_operators not in ("auto", "off"):
             raise SettingError(
-                "torch_operators", f"got {self.torch_operators!r}; it must be auto, off or a list of names"
+                "torch_operators",
+                f"got {self.torch_operators!r}; it must be auto, off or a list of names",
             )
         if isinstance(self.torch_modules, str):
-            raise SettingError("torch_modules", f"got {self.torch_modules!r}; it must be a list of paths")
+            raise SettingError(
+                "torch_modules", f"got {self.torch_modules!r}; it must be a list of paths"
+            )
 
 
 _VALID: dict[str, tuple[object, ...]] = {

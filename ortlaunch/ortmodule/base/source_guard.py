@@ -63,7 +63,9 @@ TORCH = {
         "CheckpointFunction.apply(function, preserve, *args)",
         "_checkpoint_without_reentrant_generator(",
     ),
-    "torch.onnx.symbolic_opset14:scaled_dot_product_attention": ('g.op(\n            "Dropout",\n',),
+    "torch.onnx.symbolic_opset14:scaled_dot_product_attention": (
+        'g.op(\n            "Dropout",\n',
+    ),
 }
 _DIGITS = 16
 
@@ -103,7 +105,9 @@ def source(function: str) -> str:
     try:
         text = inspect.getsource(_module(module))
         node: Any = ast.parse(text)
-        if hasattr(_module(module), path) and path not in {getattr(child, "name", None) for child in node.body}:
+        if hasattr(_module(module), path) and path not in {
+            getattr(child, "name", None) for child in node.body
+        }:
             return inspect.getsource(getattr(_module(module), path))
         for name in path.split("."):
             node = next(child for child in node.body if getattr(child, "name", None) == name)

@@ -67,7 +67,11 @@ def made() -> dict[str, Calls]:
 
 def share() -> float:
     """Of the time of ORT's passes, what calls of torch take."""
-    return sum(counted.seconds for counted in calls.values()) / passes.seconds if passes.seconds else 0.0
+    return (
+        sum(counted.seconds for counted in calls.values()) / passes.seconds
+        if passes.seconds
+        else 0.0
+    )
 
 
 def restart() -> None:
@@ -141,7 +145,9 @@ def as_function(
         with _timed(Calls() if exporting else counted), _noting_errors(), around():
             counted.forward += not exporting
             outputs = _run(ctx, run, inputs, kept, own)
-            ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+            ctx.mark_non_differentiable(
+                *(output for output in outputs if not output.is_floating_point())
+            )
         return outputs if len(outputs) > 1 else outputs[0]
 
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -153,7 +159,9 @@ def as_function(
     title = f"{name}_{next(_numbers)}"
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     place = {"__module__": __name__, "__qualname__": title}
-    return types.new_class(title, (torch.autograd.Function,), {}, lambda body: body.update(members, **place))
+    return types.new_class(
+        title, (torch.autograd.Function,), {}, lambda body: body.update(members, **place)
+    )
 
 
 @contextlib.contextmanager
@@ -166,17 +174,25 @@ def _timed(counted: Calls) -> Iterator[None]:
 
 
 def _run(
-    ctx: Any, run: Function, inputs: Sequence[torch.Tensor], kept: frozenset[int], own: Sequence[torch.Tensor]
+    ctx: Any,
+    run: Function,
+    inputs: Sequence[torch.Tensor],
+    kept: frozenset[int],
+    own: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
     number = len(inputs) - len(own)
-    wanted = [needed and given.is_floating_point() for needed, given in zip(ctx.needs_input_grad, inputs)]
+    wanted = [
+        needed and given.is_floating_point() for needed, given in zip(ctx.needs_input_grad, inputs)
+    ]
     places = set(map(_place, inputs))
     ctx.leaves, ctx.results, ctx.wanted = (), (), wanted
     with torch.autocast(inputs[0].device.type if inputs else "cpu", enabled=False):
         if not any(wanted):
             with torch.no_grad():
                 return tuple(_own(result, places) for result in run(*inputs[:number]))
-        leaves = [given.detach().requires_grad_(want) for given, want in zip(inputs[:number], wanted)]
+        leaves = [
+            given.detach().requires_grad_(want) for given, want in zip(inputs[:number], wanted)
+        ]
         saved = _SavedCopies({_place(given) for i, given in enumerate(inputs) if i not in kept})
         with torch.enable_grad(), saved:
             results = tuple(run(*leaves))
@@ -196,7 +212,13 @@ class _SavedCopies(torch.autograd.graph.saved_tensors_hooks):
             if place not in passing:
                 self.places.add(place)
                 return tensor
-            key = (place, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            key = (
+                place,
+                tensor.storage_offset(),
+                tuple(tensor.shape),
+                tensor.stride(),
+                tensor.dtype,
+            )
             if key not in copies:
                 copies[key] = tensor.detach().clone()
             return copies[key]
@@ -213,7 +235,10 @@ def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
     plain = tensor.detach()
     if plain.layout != torch.strided:
         plain = plain.to_dense()
-    whole = plain.is_contiguous() and plain.numel() * plain.element_size() == plain.untyped_storage().nbytes()
+    whole = (
+        plain.is_contiguous()
+        and plain.numel() * plain.element_size() == plain.untyped_storage().nbytes()
+    )
     if not whole or _place(plain) in taken:
         plain = plain.clone(memory_format=torch.contiguous_format)
     taken.add(_place(plain))
@@ -233,8 +258,15 @@ def _derive(ctx: Any, given: Sequence[torch.Tensor | None]) -> tuple[torch.Tenso
         found = iter(torch.autograd.grad(results, leaves, gradients, allow_unused=True))
     ctx.results = ()
     taken = {_place(g) for g in given if g is not None} | set(map(_place, ctx.leaves))
-    return tuple(_gradient(next(found), leaf, taken) if want else None for leaf, want in zip(ctx.leaves, ctx.wanted))
+    return tuple(
+        _gradient(next(found), leaf, taken) if want else None
+        for leaf, want in zip(ctx.leaves, ctx.wanted)
+    )
 
 
 def _gradient(found: torch.Tensor | None, leaf: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    return torch.zeros_like(leaf, memory_format=torch.contiguous_format) if found is None else _own(found, taken)
+    return (
+        torch.zeros_like(leaf, memory_format=torch.contiguous_format)
+        if found is None
+        else _own(found, taken)
+    )

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     import onnx
 
 _RESULTS = {
-    **dict.fromkeys(("And", "Equal", "Greater", "IsInf", "IsNaN", "Less", "Not", "Or", "Xor"), "bool"),
+    **dict.fromkeys(
+        ("And", "Equal", "Greater", "IsInf", "IsNaN", "Less", "Not", "Or", "Xor"), "bool"
+    ),
     **dict.fromkeys(("ArgMax", "ArgMin", "NonZero", "Shape", "Size"), "int64"),
     **dict.fromkeys(("GreaterOrEqual", "LessOrEqual"), "bool"),
 }
@@ -29,7 +31,8 @@ def has_kernel(node: onnx.NodeProto, types: Mapping[str, str], opset: int) -> bo
     needed = {*kinds[:1], *(kind for kind in kinds if kind != "int64")} - {""}
     version = 1 if node.domain else opset
     return any(
-        first <= version <= (last or version) and any("any" in kernel or needed <= kernel for kernel in kernels)
+        first <= version <= (last or version)
+        and any("any" in kernel or needed <= kernel for kernel in kernels)
         for first, last, kernels in _table().get((node.domain, node.op_type), ())
     )
 
@@ -49,7 +52,9 @@ def types_of(graph: onnx.GraphProto) -> dict[str, str]:
 
 def _inferred(node: onnx.NodeProto, types: Mapping[str, str]) -> str:
     """Type of a node's first output: by its operator, by an attribute, or of the first input that is not bool."""
-    stated = (_name(one.t.data_type or one.i) for one in node.attribute if one.name in ("value", "to"))
+    stated = (
+        _name(one.t.data_type or one.i) for one in node.attribute if one.name in ("value", "to")
+    )
     given = (types[name] for name in node.input if types.get(name, "bool") != "bool")
     return _RESULTS.get(node.op_type) or next(stated, "") or next(given, "")
 
@@ -69,8 +74,14 @@ def _table() -> dict[tuple[str, str], list[tuple[int, int, list[set[str]]]]]:
             domain, name, versions, kernels = line.split(" ", 3)
             first, _, last = versions.rstrip("+").partition("-")
             types = [
-                {kind for constraint in kernel.split() for kind in constraint.partition("=")[2].split(",")}
+                {
+                    kind
+                    for constraint in kernel.split()
+                    for kind in constraint.partition("=")[2].split(",")
+                }
                 for kernel in kernels.split(" | ")
             ]
-            table.setdefault((domain.strip("-"), name), []).append((int(first), int(last or 0), types))
+            table.setdefault((domain.strip("-"), name), []).append(
+                (int(first), int(last or 0), types)
+            )
     return table

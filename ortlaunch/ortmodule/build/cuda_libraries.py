@@ -24,7 +24,9 @@ from typing import NamedTuple
 from ortlaunch import start
 
 PROVIDER = "CUDAExecutionProvider"
-_CHECK_SECONDS = 300  # a first use may compile kernels for a GPU that the wheel has no machine code for
+_CHECK_SECONDS = (
+    300  # a first use may compile kernels for a GPU that the wheel has no machine code for
+)
 
 
 class Library(NamedTuple):
@@ -48,7 +50,9 @@ LIBRARIES = (
 
 def missing() -> list[Library]:
     """Libraries that are neither in an installed package nor where the dynamic linker looks; nothing is loaded."""
-    return [library for library in LIBRARIES if _installed(library) is None and not _in_system(library)]
+    return [
+        library for library in LIBRARIES if _installed(library) is None and not _in_system(library)
+    ]
 
 
 def hint(absent: list[Library]) -> str:
@@ -76,15 +80,20 @@ def check() -> str:
         return f"the CUDA libraries of onnxruntime-training are not installed ({names}). Type: {hint(absent)}"
     command = start.command("ortlaunch.ortmodule.build.cuda_libraries")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"one Relu of ONNX Runtime on CUDA was not computed in {_CHECK_SECONDS} s"
     if done.returncode == 0:
         return ""
     output = done.stdout + done.stderr
-    ending = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+    ending = (
+        f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+    )
     causes = (
-        re.findall(r"CUDA failure \d+: [^;\n]*|.*Failed to load library.*", output) + output.strip().splitlines()[-1:]
+        re.findall(r"CUDA failure \d+: [^;\n]*|.*Failed to load library.*", output)
+        + output.strip().splitlines()[-1:]
     )
     return f"ONNX Runtime cannot compute on this GPU ({ending}): {causes[0].strip() if causes else 'no message'}"
 
@@ -116,8 +125,13 @@ def _folders() -> Iterator[Path]:
 
 def _in_system(library: Library) -> bool:
     """Whether the dynamic linker finds it: in LD_LIBRARY_PATH, the wheel's own run path, or its cache."""
-    folders = [*filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)), "/usr/local/cuda-11.8/lib"]
-    return any(Path(folder, library.name).exists() for folder in folders) or _in_linker_cache(library)
+    folders = [
+        *filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)),
+        "/usr/local/cuda-11.8/lib",
+    ]
+    return any(Path(folder, library.name).exists() for folder in folders) or _in_linker_cache(
+        library
+    )
 
 
 def _in_linker_cache(library: Library) -> bool:

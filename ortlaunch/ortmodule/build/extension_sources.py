@@ -81,7 +81,10 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
         "aten_op_executor.cc": (
             ("#include <torch/torch.h>", _EXECUTOR_INCLUDES),
             ("void ExecuteATenOperator(", _OWN_MEMORY + "void ExecuteATenOperator("),
-            ("at::toDLPack(tensor.is_contiguous() ? tensor : tensor.contiguous())", "own_memory(tensor, arguments)"),
+            (
+                "at::toDLPack(tensor.is_contiguous() ? tensor : tensor.contiguous())",
+                "own_memory(tensor, arguments)",
+            ),
         ),
     },
     "torch_interop_utils": {
@@ -154,13 +157,21 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
             ("  auto saved_for = py_fn->cdata.lock();\n", "  auto saved_for = cdata;\n"),
         ),
         "torch_interop_utils.cc": (
-            ('#include "ctx_pool.h"\n', "".join(f'#include "{name}.cc"\n' for name in _INTEROP_FILES)),
+            (
+                '#include "ctx_pool.h"\n',
+                "".join(f'#include "{name}.cc"\n' for name in _INTEROP_FILES),
+            ),
         ),
         "setup.py": (
             (
                 "".join(
                     f'    "{name}.cc",\n'
-                    for name in ("ctx_pool", "custom_function_bw", "custom_function_fw", "custom_function_shared")
+                    for name in (
+                        "ctx_pool",
+                        "custom_function_bw",
+                        "custom_function_fw",
+                        "custom_function_shared",
+                    )
                 ),
                 "",
             ),

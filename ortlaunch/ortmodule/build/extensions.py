@@ -101,7 +101,9 @@ def _unbuilt() -> list[str]:
 
 def damage() -> list[str]:
     """What is wrong with extensions that were built and are no longer what the compiler made."""
-    return [why for name in wanted() if (cache_dir() / f"{name}.so").exists() and (why := _damage(name))]
+    return [
+        why for name in wanted() if (cache_dir() / f"{name}.so").exists() and (why := _damage(name))
+    ]
 
 
 def _damage(name: str) -> str:
@@ -155,11 +157,16 @@ def _say_and_build() -> None:
         return
     for why in damage():
         print(f"{why}; built anew")
-    print(f"building {', '.join(names)} for torch {_torch_version()} and {ort_package()} {ORT_VERSION} ...", flush=True)
+    print(
+        f"building {', '.join(names)} for torch {_torch_version()} and {ort_package()} {ORT_VERSION} ...",
+        flush=True,
+    )
     build()
     print(f"built in {time.monotonic() - start:.0f} s: {folder}")
     if interop_refusal():
-        print(f"without {INTEROP}: engine ort refuses custom autograd functions, because {interop_refusal()}")
+        print(
+            f"without {INTEROP}: engine ort refuses custom autograd functions, because {interop_refusal()}"
+        )
 
 
 # ---------------------------------------------------------------------------------------- what is installed
@@ -214,7 +221,9 @@ def _cuda_versions() -> tuple[str, str] | None:
     if ort_package() != "onnxruntime-training":
         return None
     torch_cuda = _constant(_package("torch") / "version.py", "cuda")
-    ort_cuda = _constant(_package("onnxruntime") / "capi" / "build_and_package_info.py", "cuda_version")
+    ort_cuda = _constant(
+        _package("onnxruntime") / "capi" / "build_and_package_info.py", "cuda_version"
+    )
     return (torch_cuda, ort_cuda) if torch_cuda and ort_cuda else None
 
 
@@ -224,7 +233,9 @@ def _key() -> str:
     cuda = _cuda_versions()
     gpus = (re.sub(r"[^\w.+]+", "-", _architectures(cuda[0])),) if cuda else ()
     platform = sysconfig.get_platform()
-    return "_".join((python, f"torch-{_torch_version()}", ort, platform, extension_sources.revision(), *gpus))
+    return "_".join(
+        (python, f"torch-{_torch_version()}", ort, platform, extension_sources.revision(), *gpus)
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the build
@@ -262,15 +273,25 @@ def _compile(names: list[str], folder: Path) -> None:
     """Compile all of them side by side in a temporary folder, then publish each into `folder`."""
     with tempfile.TemporaryDirectory(prefix="ortlaunch-") as temporary:
         works = {name: Path(temporary) / name for name in names}
-        failed = {name: problem for name, work in works.items() if (problem := _copy_sources(name, work))}
+        failed = {
+            name: problem for name, work in works.items() if (problem := _copy_sources(name, work))
+        }
         started = {name: _start(work) for name, work in works.items() if name not in failed}
-        failed.update({name: _failure(name, works[name]) for name, process in started.items() if process.wait() != 0})
+        failed.update(
+            {
+                name: _failure(name, works[name])
+                for name, process in started.items()
+                if process.wait() != 0
+            }
+        )
         required = [problem for name, problem in failed.items() if name != INTEROP]
         if required:
             raise MissingDependency(required[0])
         for name in names:
             if name in failed:
-                (folder / f"{name}.refused").write_text(_refusal(failed[name], folder / f"{name}.log"))
+                (folder / f"{name}.refused").write_text(
+                    _refusal(failed[name], folder / f"{name}.log")
+                )
             else:
                 _publish(next(works[name].glob(f"build/lib*/{name}*.so")), folder / f"{name}.so")
 
@@ -282,7 +303,9 @@ def _copy_sources(name: str, work: Path) -> str:
     try:
         extension_sources.adapt(name, work)
     except extension_sources.UnknownSource as error:
-        return f"{error}. Type: pip install --force-reinstall --no-deps {ort_package()}=={ORT_VERSION}"
+        return (
+            f"{error}. Type: pip install --force-reinstall --no-deps {ort_package()}=={ORT_VERSION}"
+        )
     return ""
 
 
@@ -299,10 +322,15 @@ def _start(work: Path) -> subprocess.Popen[bytes]:
 
 
 def _build_environment() -> dict[str, str]:
-    values = {"PATH": _search_path(), "MAX_JOBS": os.environ.get("MAX_JOBS") or str(machine.cores())}
+    values = {
+        "PATH": _search_path(),
+        "MAX_JOBS": os.environ.get("MAX_JOBS") or str(machine.cores()),
+    }
     # Newer setuptools take CFLAGS instead of Python's own flags, older ones add them: say all of them.
     # Both CPU extensions only forward calls, so that -O1 costs nothing. The others' own -O3 comes later and wins.
-    values["CFLAGS"] = f"{sysconfig.get_config_var('CFLAGS') or ''} {os.environ.get('CFLAGS', '')} -O1 -g0"
+    values["CFLAGS"] = (
+        f"{sysconfig.get_config_var('CFLAGS') or ''} {os.environ.get('CFLAGS', '')} -O1 -g0"
+    )
     cuda = _cuda_versions()
     if cuda is not None:
         # What torch_cpp_extensions/install.py sets for their setup.py.
@@ -310,7 +338,9 @@ def _build_environment() -> dict[str, str]:
         values["TORCH_CUDA_ARCH_LIST"] = _architectures(cuda[0])
         values["CUDA_HOME"] = cuda_libraries.toolkit(_search_path())
         # Searched last: for toolkits without the headers of cuBLAS, cuSPARSE and cuSOLVER.
-        values["CPATH"] = os.pathsep.join(filter(None, (os.environ.get("CPATH"), *cuda_libraries.headers(cuda[0]))))
+        values["CPATH"] = os.pathsep.join(
+            filter(None, (os.environ.get("CPATH"), *cuda_libraries.headers(cuda[0])))
+        )
         values["ONNXRUNTIME_ROCM_VERSION"] = ""
         values["ONNXRUNTIME_CUDA_NVCC_EXTRA_ARGS"] = "-lineinfo,-O3,--use_fast_math,--threads,0"
     return values
@@ -338,7 +368,9 @@ def _failure(name: str, work: Path) -> str:
     log = (work / "build.log").read_text(errors="replace")
     compiler, _, traceback = log.partition("Traceback (most recent call last):")
     lines = compiler.splitlines()[-30:] + traceback.strip().splitlines()[-1:]
-    return f"building {name} for torch {_torch_version()} failed. The last lines:\n" + "\n".join(lines)
+    return f"building {name} for torch {_torch_version()} failed. The last lines:\n" + "\n".join(
+        lines
+    )
 
 
 def _refusal(problem: str, log: Path) -> str:

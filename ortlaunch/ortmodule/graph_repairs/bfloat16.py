@@ -57,7 +57,9 @@ def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
         complete(manager._onnx_models.optimized_model)
 
 
-def complete(model: onnx.ModelProto, has_kernel: Callable[..., bool] = cuda_kernels.has_kernel) -> None:
+def complete(
+    model: onnx.ModelProto, has_kernel: Callable[..., bool] = cuda_kernels.has_kernel
+) -> None:
     """Give every node of an onnx.ModelProto that takes or makes bfloat16 a kernel.
 
     Raises:
@@ -72,7 +74,9 @@ def complete(model: onnx.ModelProto, has_kernel: Callable[..., bool] = cuda_kern
             rewriting.nodes.append(node)
             continue
         replaced.add(node.op_type)
-        if node.op_type in _ATEN and (node.op_type != "QuickGelu" or [one.f for one in node.attribute] == [1]):
+        if node.op_type in _ATEN and (
+            node.op_type != "QuickGelu" or [one.f for one in node.attribute] == [1]
+        ):
             operator, rest = _ATEN[node.op_type]
             rewriting.call(operator, [*node.input, *rest], node.output)
         elif has_kernel(node, {**types, **dict.fromkeys(halves, "float")}, opset):
@@ -100,9 +104,13 @@ def _in_float32(rewriting: Rewriting, node: onnx.NodeProto, halves: set[str]) ->
     for place, name in enumerate(node.input):
         if name in halves:
             node.input[place] = f"{node.output[0]}_float_{place}"
-            rewriting.nodes.append(helper.make_node("Cast", [name], [node.input[place]], to=TensorProto.FLOAT))
+            rewriting.nodes.append(
+                helper.make_node("Cast", [name], [node.input[place]], to=TensorProto.FLOAT)
+            )
     for place, name in enumerate(node.output):
         if name in halves:
             node.output[place] = f"{name}_float"
-            after.append(helper.make_node("Cast", [node.output[place]], [name], to=TensorProto.BFLOAT16))
+            after.append(
+                helper.make_node("Cast", [node.output[place]], [name], to=TensorProto.BFLOAT16)
+            )
     rewriting.nodes += [node, *after]

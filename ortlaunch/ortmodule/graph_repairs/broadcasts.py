@@ -22,7 +22,14 @@ from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
 if TYPE_CHECKING:
     import onnx
 
-    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, GraphInfo, Kwargs, Manager, ShapeInference
+    from ortlaunch.ortmodule.base.ort_types import (
+        AnyFunction,
+        Args,
+        GraphInfo,
+        Kwargs,
+        Manager,
+        ShapeInference,
+    )
 
 _SIZES = "ortlaunch.sizes"
 _BROADCASTING = {
@@ -34,7 +41,9 @@ Shapes = Mapping[str, Sequence[object] | None]
 
 def keep_broadcast_sizes() -> None:
     """ORT's gradient of a broadcast is that of equal sizes, unless a size of 1 is written in the graph."""
-    inference = importlib.import_module("onnxruntime.tools.symbolic_shape_infer").SymbolicShapeInference
+    inference = importlib.import_module(
+        "onnxruntime.tools.symbolic_shape_infer"
+    ).SymbolicShapeInference
     patching.wrap_method(inference, "_broadcast_shapes", _broadcast)
     patching.wrap_method(inference, "_check_merged_dims", _merged_where_equal)
     patching.wrap_method(inference, "_onnx_infer_single_node", _with_broadcast_sizes)
@@ -44,13 +53,22 @@ def keep_broadcast_sizes() -> None:
 def note_sizes(export: Export, model: onnx.ModelProto) -> None:
     """Write the sizes of this batch into the graph, under the names that its inputs' dimensions have."""
     names = export.info.onnx_graph_input_names
-    given = {name: value for name, value in zip(names, export.inputs) if isinstance(value, torch.Tensor)}
-    sizes = {f"{name}_dim{i}": size for name, value in given.items() for i, size in enumerate(value.shape)}
+    given = {
+        name: value for name, value in zip(names, export.inputs) if isinstance(value, torch.Tensor)
+    }
+    sizes = {
+        f"{name}_dim{i}": size
+        for name, value in given.items()
+        for i, size in enumerate(value.shape)
+    }
     model.metadata_props.add(key=_SIZES, value=json.dumps(sizes))
 
 
 def _broadcast(
-    original: AnyFunction, inference: ShapeInference, first: Sequence[object], second: Sequence[object]
+    original: AnyFunction,
+    inference: ShapeInference,
+    first: Sequence[object],
+    second: Sequence[object],
 ) -> list[object]:
     rank = max(len(first), len(second))
     pairs = zip([1] * (rank - len(first)) + list(first), [1] * (rank - len(second)) + list(second))
@@ -62,13 +80,18 @@ def _broadcast(
 
 
 def _merged_where_equal(
-    original: AnyFunction, inference: ShapeInference, dims: Sequence[object], allow_broadcast: bool = True
+    original: AnyFunction,
+    inference: ShapeInference,
+    dims: Sequence[object],
+    allow_broadcast: bool = True,
 ) -> None:
     if not allow_broadcast or _are_equal(inference, [dim for dim in dims if dim not in (0, 1)]):
         original(inference, dims, allow_broadcast=allow_broadcast)
 
 
-def _with_broadcast_sizes(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto) -> None:
+def _with_broadcast_sizes(
+    original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
+) -> None:
     """What the single node's inference leaves open, which ORT would fill in by merging the sizes."""
     original(inference, node)
     if node.op_type not in _BROADCASTING or node.output[0] not in inference.known_vi_:
@@ -135,7 +158,9 @@ def _with_hidden_shapes(original: AnyFunction, model: onnx.ModelProto) -> object
     known.update({tensor.name: list(tensor.dims) for tensor in graph.initializer})
     fixed = {tensor.name for tensor in graph.initializer if tensor.name not in values}
     for node in graph.node:
-        if node.op_type in ("Constant", "ConstantOfShape", "Shape") or (node.input and fixed.issuperset(node.input)):
+        if node.op_type in ("Constant", "ConstantOfShape", "Shape") or (
+            node.input and fixed.issuperset(node.input)
+        ):
             fixed.update(node.output)
         for place in _unsure(node, known):
             nodes += hide(node, place)
@@ -165,7 +190,11 @@ def _spread(node: onnx.NodeProto, known: Shapes) -> list[int]:
     if node.op_type != "Where":
         return []
     size = known.get(node.output[0])
-    return [place for place in (1, 2) if size is None or "" in size or known.get(node.input[place]) != size]
+    return [
+        place
+        for place in (1, 2)
+        if size is None or "" in size or known.get(node.input[place]) != size
+    ]
 
 
 def _expand(node: onnx.NodeProto, places: Sequence[int], known: Shapes) -> list[onnx.NodeProto]:
@@ -174,7 +203,9 @@ def _expand(node: onnx.NodeProto, places: Sequence[int], known: Shapes) -> list[
 
     nodes, shape = [], f"{node.output[0]}_ortlaunch_shape"
     size = known.get(node.output[0])
-    whole = next((name for name in node.input if size is not None and known.get(name) == size), None)
+    whole = next(
+        (name for name in node.input if size is not None and known.get(name) == size), None
+    )
     if whole is None:  # the result itself says what it is
         whole = f"{node.output[0]}_ortlaunch_whole"
         nodes.append(NodeProto())
@@ -192,7 +223,11 @@ def _expand(node: onnx.NodeProto, places: Sequence[int], known: Shapes) -> list[
 
 def _dims(value: onnx.ValueInfoProto) -> list[str | int] | None:
     found = value.type.tensor_type
-    return [dim.dim_value or dim.dim_param for dim in found.shape.dim] if found.HasField("shape") else None
+    return (
+        [dim.dim_value or dim.dim_param for dim in found.shape.dim]
+        if found.HasField("shape")
+        else None
+    )
 
 
 def _unsure(node: onnx.NodeProto, known: Shapes) -> list[int]:
@@ -229,10 +264,16 @@ def apart(manager: Manager, args: Args, kwargs: Kwargs) -> bool:
     return any(_are_apart(info, group, args, kwargs) for group in _groups(info))
 
 
-def _are_apart(info: GraphInfo, group: Sequence[tuple[str, int]], args: Args, kwargs: Kwargs) -> bool:
+def _are_apart(
+    info: GraphInfo, group: Sequence[tuple[str, int]], args: Args, kwargs: Kwargs
+) -> bool:
     read = info.onnx_graph_input_data_accessor_user_defined
     given = [(read[name](args, kwargs), axis) for name, axis in group]
-    ones = [value.shape[axis] == 1 for value, axis in given if isinstance(value, torch.Tensor) and value.dim() > axis]
+    ones = [
+        value.shape[axis] == 1
+        for value, axis in given
+        if isinstance(value, torch.Tensor) and value.dim() > axis
+    ]
     return any(ones) and not all(ones)
 
 
@@ -245,5 +286,7 @@ def _groups(info: GraphInfo) -> list[list[tuple[str, int]]]:
             for axis, dim in enumerate(value.type.tensor_type.shape.dim):
                 if dim.dim_param and value.name in info.onnx_graph_input_data_accessor_user_defined:
                     places.setdefault(dim.dim_param, []).append((value.name, axis))
-        found = vars(info)["_ortlaunch_equal"] = [group for group in places.values() if len(group) > 1]
+        found = vars(info)["_ortlaunch_equal"] = [
+            group for group in places.values() if len(group) > 1
+        ]
     return found

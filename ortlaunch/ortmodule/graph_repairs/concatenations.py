@@ -51,8 +51,14 @@ def keep_constants_apart(export: Export, model: onnx.ModelProto) -> None:
         replace_nodes(graph, _with_slices(graph, places, export.info.onnx_graph_input_names[0]))
 
 
-def _with_slices(graph: onnx.GraphProto, places: set[tuple[str, int]], given: str) -> list[onnx.NodeProto]:
-    made = [node for node in graph.node if node.op_type == "Constant" and node.attribute[0].name == "value"]
+def _with_slices(
+    graph: onnx.GraphProto, places: set[tuple[str, int]], given: str
+) -> list[onnx.NodeProto]:
+    made = [
+        node
+        for node in graph.node
+        if node.op_type == "Constant" and node.attribute[0].name == "value"
+    ]
     constants = {node.output[0]: node.attribute[0].t.dims for node in made}
     constants.update({tensor.name: tensor.dims for tensor in graph.initializer})
     nodes: list[onnx.NodeProto] = []
@@ -63,7 +69,10 @@ def _with_slices(graph: onnx.GraphProto, places: set[tuple[str, int]], given: st
                 if name in constants:
                     nodes += _constant(name, whole, _BEFORE - len(nodes), constants[name], given)
                 else:
-                    nodes += [_numbers(f"{whole}_begin", _BEFORE - len(nodes)), *_slice(name, whole, whole)]
+                    nodes += [
+                        _numbers(f"{whole}_begin", _BEFORE - len(nodes)),
+                        *_slice(name, whole, whole),
+                    ]
         nodes.append(node)
     return nodes
 
@@ -72,10 +81,16 @@ def _slice(name: str, whole: str, to: str) -> list[onnx.NodeProto]:
     from onnx import helper
 
     given = [name, f"{whole}_begin", f"{whole}_end", f"{whole}_axis"]
-    return [_numbers(given[2], _BEHIND), _numbers(given[3], 0), helper.make_node("Slice", given, [to])]
+    return [
+        _numbers(given[2], _BEHIND),
+        _numbers(given[3], 0),
+        helper.make_node("Slice", given, [to]),
+    ]
 
 
-def _constant(name: str, whole: str, begin: int, dims: Sequence[int], given: str) -> list[onnx.NodeProto]:
+def _constant(
+    name: str, whole: str, begin: int, dims: Sequence[int], given: str
+) -> list[onnx.NodeProto]:
     """From a place that only a pass knows, or ORT would compute the slice, and make one of equal ones."""
     from onnx import helper
 
@@ -106,15 +121,18 @@ def use_weights_once(export: Export, model: onnx.ModelProto) -> None:
             if name in weights and name in node.input[:place]:
                 node.input[place] = f"{node.output[0]}_ortlaunch_{place}"
                 names = name, f"{node.input[place]}_minus", node.input[place]
-                nodes += [helper.make_node("Neg", [given], [made]) for given, made in zip(names, names[1:])]
+                nodes += [
+                    helper.make_node("Neg", [given], [made])
+                    for given, made in zip(names, names[1:])
+                ]
         nodes.append(node)
     replace_nodes(model.graph, nodes)
 
 
 def _weights(export: Export) -> set[str]:
-    return {name for name, weight in export.module.named_parameters() if weight.requires_grad}.union(
-        export.info.onnx_graph_input_names_require_grad
-    )
+    return {
+        name for name, weight in export.module.named_parameters() if weight.requires_grad
+    }.union(export.info.onnx_graph_input_names_require_grad)
 
 
 def _trained(export: Export, graph: onnx.GraphProto) -> set[str]:
@@ -133,7 +151,9 @@ def padding_exactly(export: Export) -> AbstractContextManager[Any]:
     plain = parts.pad
 
     @functools.wraps(plain)
-    def pad(x: Any, amounts: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
+    def pad(
+        x: Any, amounts: Sequence[int], mode: str = "constant", value: float | None = None
+    ) -> Any:
         if mode != "constant" or torch.is_complex(x):
             return plain(x, amounts, mode, value)
         x = _cropped(x, amounts)
@@ -144,7 +164,9 @@ def padding_exactly(export: Export) -> AbstractContextManager[Any]:
             axis = x.dim() - 1 - place // 2
             one = torch.full_like(x.sum(axis, keepdim=True, dtype=x.dtype), int(value or 0))
             before, after = (
-                [one.expand([count if dim == axis else -1 for dim in range(x.dim())])] if count else []
+                [one.expand([count if dim == axis else -1 for dim in range(x.dim())])]
+                if count
+                else []
                 for count in amounts[place : place + 2]
             )
             x = torch.cat([*before, x, *after], axis) if before or after else x

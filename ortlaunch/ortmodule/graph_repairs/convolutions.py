@@ -28,7 +28,9 @@ def _in_two_dimensions(graph: onnx.GraphProto) -> None:
     nodes = []
     for node in graph.node:
         _pad_openly(node)
-        given = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+        given = {
+            attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute
+        }
         if node.op_type != "Conv" or given.get("group", 1) == 1 or len(given["kernel_shape"]) == 2:
             nodes.append(node)
             continue
@@ -36,17 +38,30 @@ def _in_two_dimensions(graph: onnx.GraphProto) -> None:
             raise RuntimeError(
                 f"{node.name} is a Conv3d with groups, whose gradient on ONNX Runtime's CPU overwrites other tensors"
             )
-        place, (values, weight, *bias), (output,) = f"{node.output[0]}_ortlaunch", node.input, node.output
+        place, (values, weight, *bias), (output,) = (
+            f"{node.output[0]}_ortlaunch",
+            node.input,
+            node.output,
+        )
         begin, end = given.get("pads", [0, 0])
-        wide = {"kernel_shape": [1, *given["kernel_shape"]], "pads": [0, begin, 0, end], "group": given["group"]}
+        wide = {
+            "kernel_shape": [1, *given["kernel_shape"]],
+            "pads": [0, begin, 0, end],
+            "group": given["group"],
+        }
         wide.update({name: [1, *given[name]] for name in ("strides", "dilations") if name in given})
         nodes += [
             helper.make_node(
-                "Constant", [], [f"{place}_axis"], value=helper.make_tensor("", TensorProto.INT64, [1], [2])
+                "Constant",
+                [],
+                [f"{place}_axis"],
+                value=helper.make_tensor("", TensorProto.INT64, [1], [2]),
             ),
             helper.make_node("Unsqueeze", [values, f"{place}_axis"], [f"{place}_x"]),
             helper.make_node("Unsqueeze", [weight, f"{place}_axis"], [f"{place}_w"]),
-            helper.make_node("Conv", [f"{place}_x", f"{place}_w", *bias], [f"{place}_y"], node.name, **wide),
+            helper.make_node(
+                "Conv", [f"{place}_x", f"{place}_w", *bias], [f"{place}_y"], node.name, **wide
+            ),
             helper.make_node("Squeeze", [f"{place}_y", f"{place}_axis"], [output]),
         ]
     if len(nodes) != len(graph.node):
@@ -61,8 +76,13 @@ def _pad_openly(node: onnx.NodeProto) -> None:
     if node.op_type != "Conv" or given.get("auto_pad") != b"SAME_UPPER":
         return
     kernel = given["kernel_shape"]
-    total = [spread * (size - 1) for spread, size in zip(given.get("dilations", [1] * len(kernel)), kernel)]  # stride 1
+    total = [
+        spread * (size - 1)
+        for spread, size in zip(given.get("dilations", [1] * len(kernel)), kernel)
+    ]  # stride 1
     kept = [attribute for attribute in node.attribute if attribute.name not in ("auto_pad", "pads")]
-    kept.append(helper.make_attribute("pads", [n // 2 for n in total] + [n - n // 2 for n in total]))
+    kept.append(
+        helper.make_attribute("pads", [n // 2 for n in total] + [n - n // 2 for n in total])
+    )
     del node.attribute[:]
     node.attribute.extend(kept)

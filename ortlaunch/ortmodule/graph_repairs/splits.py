@@ -34,7 +34,11 @@ def _with_parts(original: AnyFunction, model: onnx.ModelProto) -> object:
     inferred = original(model)
     graph = inferred.graph
     values = (*graph.input, *graph.value_info, *graph.output)
-    ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in values if v.type.tensor_type.HasField("shape")}
+    ranks = {
+        v.name: len(v.type.tensor_type.shape.dim)
+        for v in values
+        if v.type.tensor_type.HasField("shape")
+    }
     derived = reached(graph)
     uses: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
@@ -49,7 +53,10 @@ def _with_parts(original: AnyFunction, model: onnx.ModelProto) -> object:
 
 
 def _parts(
-    node: onnx.NodeProto, ranks: Mapping[str, int], derived: set[str], uses: Mapping[str, list[onnx.NodeProto]]
+    node: onnx.NodeProto,
+    ranks: Mapping[str, int],
+    derived: set[str],
+    uses: Mapping[str, list[onnx.NodeProto]],
 ) -> list[onnx.NodeProto]:
     rank = ranks.get(node.input[0]) if node.input else None
     if rank is None:
@@ -91,7 +98,9 @@ def _zero_if_filled(split: onnx.NodeProto, axis: int, made: str) -> list[onnx.No
         _constant(f"{made}_axis", [axis]),
         _node("Gather", [f"{made}_shape", f"{made}_axis"], f"{made}_size"),
         _node("Sub", [f"{made}_size", f"{made}_total"], f"{made}_rest"),
-        _node("Add", [f"{made}_rest", f"{made}_rest"], f"{made}_index"),  # -1 would be an index of one element
+        _node(
+            "Add", [f"{made}_rest", f"{made}_rest"], f"{made}_index"
+        ),  # -1 would be an index of one element
         _constant(f"{made}_zero", [0]),
         _node("Gather", [f"{made}_zero", f"{made}_index"], f"{made}_filled"),
         _node("Identity", [f"{made}_filled"], made),

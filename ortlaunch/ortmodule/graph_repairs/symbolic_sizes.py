@@ -50,27 +50,41 @@ def _sliced(original: AnyFunction, inference: ShapeInference, node: onnx.NodePro
         _give_new_sizes(inference, node, 0, inference._try_get_value(node, 3))
 
 
-def _split(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto, *args: object) -> None:
+def _split(
+    original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto, *args: object
+) -> None:
     """Parts of a size that follows from others, as of a batch in two."""
     try:
         original(inference, node, *args)
     except TypeError:  # of SymPy: a formula is no integer
         for output in range(len(node.output)):
-            _give_new_sizes(inference, node, output, [one.i for one in node.attribute if one.name == "axis"])
+            _give_new_sizes(
+                inference, node, output, [one.i for one in node.attribute if one.name == "axis"]
+            )
 
 
-def _give_new_sizes(inference: ShapeInference, node: onnx.NodeProto, output: int, axes: Any) -> None:
+def _give_new_sizes(
+    inference: ShapeInference, node: onnx.NodeProto, output: int, axes: Any
+) -> None:
     """Let an output have the first input's shape, with sizes along `axes` that nothing is known of."""
     shape = inference._get_shape(node, 0)
     for axis in axes:
-        shape[axis] = str(inference._new_symbolic_dim_from_output(node, output, int(axis) % len(shape)))
+        shape[axis] = str(
+            inference._new_symbolic_dim_from_output(node, output, int(axis) % len(shape))
+        )
     made = inference.known_vi_[node.output[output]]
     kind = inference.known_vi_[node.input[0]].type.tensor_type.elem_type
-    made.CopyFrom(importlib.import_module("onnx").helper.make_tensor_value_info(made.name, kind, shape))
+    made.CopyFrom(
+        importlib.import_module("onnx").helper.make_tensor_value_info(made.name, kind, shape)
+    )
 
 
 def _valued(
-    original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto, *args: object, **kwargs: object
+    original: AnyFunction,
+    inference: ShapeInference,
+    node: onnx.NodeProto,
+    *args: object,
+    **kwargs: object,
 ) -> list[object]:
     """Constants as numbers that sizes may be made of, which an infinite one and nan are not."""
     try:
@@ -96,5 +110,9 @@ def _named(original: AnyFunction, inference: ShapeInference, *args: object) -> A
         node = vars(inference).get("_ortlaunch_node")
         if node is None:
             raise
-        torchs = [attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"]
-        raise ShapeInferenceError(torchs[0] if node.op_type == "ATen" and torchs else node.op_type, error) from error
+        torchs = [
+            attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"
+        ]
+        raise ShapeInferenceError(
+            torchs[0] if node.op_type == "ATen" and torchs else node.op_type, error
+        ) from error

@@ -34,13 +34,17 @@ def _with_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> object:
     inferred = original(model)
     graph, nodes = inferred.graph, []
     values = (*graph.input, *graph.value_info, *graph.output)
-    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values if _has_shape(value)}
+    ranks = {
+        value.name: len(value.type.tensor_type.shape.dim) for value in values if _has_shape(value)
+    }
     ranks.update({tensor.name: len(tensor.dims) for tensor in graph.initializer})
     products = {node.output[0] for node in graph.node if node.op_type in ("MatMul", "Transpose")}
     for node in graph.node:
         if node.op_type == "MatMul":
             nodes += _as_matrices(node, ranks)
-        elif node.op_type == "Gather" and node.input[0] in products and ranks.get(node.input[1]) == 0:
+        elif (
+            node.op_type == "Gather" and node.input[0] in products and ranks.get(node.input[1]) == 0
+        ):
             nodes += _of_one_place(node)
         else:
             if node.op_type in ("ReduceSum", "ReduceMean") and ranks.get(node.output[0]) == 0:
@@ -66,7 +70,11 @@ def _as_matrices(node: onnx.NodeProto, ranks: Mapping[str, int]) -> list[onnx.No
         before += _changed("Unsqueeze", node.input[place], name, [_NEW_AXIS[place]])
         node.input[place] = name
     result, node.output[0] = node.output[0], f"{node.output[0]}_ortlaunch_product"
-    return [*before, node, *_changed("Squeeze", node.output[0], result, [_OF_PRODUCT[place] for place in vectors])]
+    return [
+        *before,
+        node,
+        *_changed("Squeeze", node.output[0], result, [_OF_PRODUCT[place] for place in vectors]),
+    ]
 
 
 def _list_no_axes(node: onnx.NodeProto) -> None:

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, GraphInfo, Manager
 
-_SAME_VALUES = {"Cast", "Expand", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+_SAME_VALUES = {
+    "Cast",
+    "Expand",
+    "Identity",
+    "Reshape",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "Transpose",
+    "Unsqueeze",
+}
 _SIZES = {"Shape", "Size"}
 _TWICE = (
     "ONNX Runtime's graph has no derivative of its gradients, and this loss was computed of them (create_graph=True): "
@@ -103,12 +113,16 @@ def _facts(manager: Manager) -> _Facts:
 # ------------------------------------------------------------------------------------------------ unused outputs
 
 
-def _without_unused(manager: Manager, gradients: Gradients, found: Gradients) -> tuple[torch.Tensor | None, ...]:
+def _without_unused(
+    manager: Manager, gradients: Gradients, found: Gradients
+) -> tuple[torch.Tensor | None, ...]:
     """None for what only outputs without a gradient depend on."""
     if all(gradient is not None for gradient in gradients):
         return tuple(found)
     outputs = _facts(manager).reached
-    used = set[str]().union(*(names for names, gradient in zip(outputs, gradients) if gradient is not None))
+    used = set[str]().union(
+        *(names for names, gradient in zip(outputs, gradients) if gradient is not None)
+    )
     names = _info(manager).onnx_graph_input_names
     return tuple(gradient if name in used else None for name, gradient in zip(names, found))
 
@@ -116,7 +130,9 @@ def _without_unused(manager: Manager, gradients: Gradients, found: Gradients) ->
 # ----------------------------------------------------------------------------------------------- changed tensors
 
 
-def _saved(names: Sequence[str], inputs: Sequence[torch.Tensor], places: Sequence[int]) -> Iterator[_Saved]:
+def _saved(
+    names: Sequence[str], inputs: Sequence[torch.Tensor], places: Sequence[int]
+) -> Iterator[_Saved]:
     for place in places:
         tensor = inputs[place]
         if not tensor.is_inference():
@@ -161,7 +177,9 @@ def _before(end: onnx.NodeProto, makers: dict[str, onnx.NodeProto]) -> set[int]:
     waiting = [end]
     while waiting:
         node = waiting.pop()
-        new = [makers[name] for name in node.input if name in makers and id(makers[name]) not in found]
+        new = [
+            makers[name] for name in node.input if name in makers and id(makers[name]) not in found
+        ]
         found.update(map(id, new))
         waiting += new
     return found
@@ -173,5 +191,9 @@ def _before(end: onnx.NodeProto, makers: dict[str, onnx.NodeProto]) -> set[int]:
 def _once_differentiable(found: Gradients) -> tuple[torch.Tensor | None, ...]:
     """Gradients whose own derivative is an error."""
     made = [gradient for gradient in found if gradient is not None]
-    marked = iter(torch._C._functions.DelayedError(_TWICE, len(made))(*(g.detach().requires_grad_() for g in made)))
+    marked = iter(
+        torch._C._functions.DelayedError(_TWICE, len(made))(
+            *(g.detach().requires_grad_() for g in made)
+        )
+    )
     return tuple(None if gradient is None else next(marked) for gradient in found)

@@ -50,7 +50,11 @@ def buffers_kept(export: Export) -> Iterator[None]:
     module = export.module
     changed: dict[str, int] = {}
     try:
-        with kept_modes(module), kept_buffers(module, changed), _frozen_norms_written_out(export.training):
+        with (
+            kept_modes(module),
+            kept_buffers(module, changed),
+            _frozen_norms_written_out(export.training),
+        ):
             yield
     except Exception:
         with contextlib.suppress(EngineError):  # it may be of what changes a buffer
@@ -80,10 +84,15 @@ def with_each_mode(export: AnyFunction) -> AnyFunction:
     @functools.wraps(export)
     def export_as_it_is(module: nn.Module, *args: object, **kwargs: object) -> object:
         gradients = grad_mode.at_start(True)
-        if kwargs["training"] != modes.TRAINING or (gradients and all(layer.training for layer in module.modules())):
+        if kwargs["training"] != modes.TRAINING or (
+            gradients and all(layer.training for layer in module.modules())
+        ):
             return export(module, *args, **kwargs)
         exporter: Any = importlib.import_module(f"{PACKAGE}._custom_autograd_function_exporter")
-        asked, exporter._get_training_mode = exporter._get_training_mode, lambda: gradients  # it knows no third mode
+        asked, exporter._get_training_mode = (
+            exporter._get_training_mode,
+            lambda: gradients,
+        )  # it knows no third mode
         try:
             return export(module, *args, **{**kwargs, "training": modes.PRESERVE})
         finally:
@@ -105,7 +114,11 @@ def _frozen_norms_written_out(training: bool) -> Iterator[None]:
         y = (x - norm.running_mean.view(shape)) * scale.view(shape)
         return y * norm.weight.view(shape) + norm.bias.view(shape) if norm.affine else y
 
-    with mock.patch.object(_BatchNorm, "forward", written_out) if training else contextlib.nullcontext():
+    with (
+        mock.patch.object(_BatchNorm, "forward", written_out)
+        if training
+        else contextlib.nullcontext()
+    ):
         yield
 
 
@@ -141,7 +154,9 @@ def kept_buffers(module: nn.Module, changed: dict[str, int] | None = None) -> It
     }
     passes: list[None] = []
     # A copy that ORT makes of the module takes the hook along.
-    hook = module.register_forward_pre_hook(lambda who, _: passes.append(None) if who is module else None)
+    hook = module.register_forward_pre_hook(
+        lambda who, _: passes.append(None) if who is module else None
+    )
     try:
         yield
     finally:
@@ -175,13 +190,19 @@ def _layers(export: Export, changed: dict[str, int]) -> list[str]:
         OnceMore: its layer can run as torch.
     """
     module, outer = export.module, torch_modules.paths(export)
-    changed = {name: count for name, count in changed.items() if not torch_modules.inside(name, outer)}
+    changed = {
+        name: count for name, count in changed.items() if not torch_modules.inside(name, outer)
+    }
     layers = sorted({name.rpartition(".")[0] for name in changed})
     for path in layers:
         layer, name = module.get_submodule(path), _plain(path)
         if not isinstance(layer, _BatchNorm):
-            buffers = ", ".join(_plain(buffer) for buffer in changed if buffer.startswith(f"{path}."))
-            why = f"a forward pass changes the model's {buffers}, and ONNX Runtime's graph would not"
+            buffers = ", ".join(
+                _plain(buffer) for buffer in changed if buffer.startswith(f"{path}.")
+            )
+            why = (
+                f"a forward pass changes the model's {buffers}, and ONNX Runtime's graph would not"
+            )
             raise torch_modules.instead(export, path, why)
         if layer.momentum is None:
             why = f"{name} is a BatchNorm with momentum=None, and ONNX Runtime's cannot average over all batches"
@@ -205,7 +226,9 @@ def _put_out_sizes(model: onnx.ModelProto, layers: list[str]) -> None:
         if f"{path}.running_var" not in normalized:
             raise EngineError(f"{path} is a BatchNorm inside a branch of ONNX Runtime's graph")
         name = f"{_SIZE}{path}"
-        model.graph.node.append(helper.make_node("Size", [normalized[f"{path}.running_var"]], [name]))
+        model.graph.node.append(
+            helper.make_node("Size", [normalized[f"{path}.running_var"]], [name])
+        )
         model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.INT64, []))
 
 
@@ -215,8 +238,12 @@ def _norm_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 
 def _refuse_frozen_nodes(model: onnx.ModelProto) -> None:
     for node in _norm_nodes(model):
-        if not any(attribute.name == "training_mode" and attribute.i for attribute in node.attribute):
-            raise EngineError(f"{node.name} is frozen batch normalization, which ONNX Runtime would train")
+        if not any(
+            attribute.name == "training_mode" and attribute.i for attribute in node.attribute
+        ):
+            raise EngineError(
+                f"{node.name} is frozen batch normalization, which ONNX Runtime would train"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ in each pass
@@ -227,7 +254,9 @@ def _keeping_sizes(original: AnyFunction, info: GraphInfo, outputs: list[str]) -
     return original(info, outputs)
 
 
-def _with_exact_statistics(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> object:
+def _with_exact_statistics(
+    original: AnyFunction, manager: Manager, *args: object, **kwargs: object
+) -> object:
     norms = _norms(manager)
     if not norms:
         return original(manager, *args, **kwargs)
@@ -237,7 +266,9 @@ def _with_exact_statistics(original: AnyFunction, manager: Manager, *args: objec
     layers = seen_of(transition).get("batch_norms", [])
     info = transition._post_export_processed_model_info
     sizes = (
-        info._ortlaunch_outputs[len(info._ortlaunch_outputs) - len(layers) :] if manager._device.type == "cpu" else []
+        info._ortlaunch_outputs[len(info._ortlaunch_outputs) - len(layers) :]
+        if manager._device.type == "cpu"
+        else []
     )
     with torch.no_grad():
         for path, size in zip(layers, sizes):

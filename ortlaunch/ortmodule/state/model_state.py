@@ -19,7 +19,16 @@ from torch import nn
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.state.buffers import kept_buffers
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
-from ortlaunch.ortmodule.tracing.python_state import ENVIRONMENT, GLOBAL, GONE, Reads, Values, drawn, noted, same
+from ortlaunch.ortmodule.tracing.python_state import (
+    ENVIRONMENT,
+    GLOBAL,
+    GONE,
+    Reads,
+    Values,
+    drawn,
+    noted,
+    same,
+)
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.export import Facts
@@ -47,7 +56,9 @@ def _refuse_memory(module: nn.Module, reads: Reads, inputs: Any) -> None:
     """Whether a pass goes on from what another one left: a value read, then changed, and changed by a second pass."""
     after = Values(module, reads.places)
     changed = {
-        place for place, value in after.frozen.items() if not (value is GONE or same(reads.places[place], value))
+        place
+        for place, value in after.frozen.items()
+        if not (value is GONE or same(reads.places[place], value))
     }
     if not changed:
         return
@@ -63,7 +74,9 @@ def _refuse_memory(module: nn.Module, reads: Reads, inputs: Any) -> None:
 
 def _refuse_backward_hooks(module: nn.Module, outer: list[str]) -> None:
     for path, layer in module.named_modules():
-        if not torch_modules.inside(path, outer) and any(getattr(layer, hooks, None) for hooks in _BACKWARD):
+        if not torch_modules.inside(path, outer) and any(
+            getattr(layer, hooks, None) for hooks in _BACKWARD
+        ):
             raise RuntimeError(
                 f"{_plain(path) or 'the model'} has a backward hook, which ONNX Runtime's graph would never call; "
                 "hooks of parameters are called, and those of layers in Settings.torch_modules"
@@ -88,7 +101,11 @@ def _nothing_drawn() -> Iterator[None]:
 def _told(holder: str, name: str) -> str:
     if holder.startswith(GLOBAL):
         return f"{holder.removeprefix(GLOBAL)}.{name}"
-    return f"{ENVIRONMENT} {name}" if holder == ENVIRONMENT else f"the model's {_plain(f'{holder}.{name}')}"
+    return (
+        f"{ENVIRONMENT} {name}"
+        if holder == ENVIRONMENT
+        else f"the model's {_plain(f'{holder}.{name}')}"
+    )
 
 
 def _plain(path: str) -> str:
@@ -108,11 +125,17 @@ class TracedState:
         groups = [getattr(layer, part) for layer in module.modules() for part in _PARTS]
         self._empty = [group for group in groups if not group]  # most of them, and quick to ask
         # With the objects, because an id is another's once its object is gone.
-        self._parts = [(group, tuple(map(id, group.values())), tuple(group.values())) for group in groups if group]
+        self._parts = [
+            (group, tuple(map(id, group.values())), tuple(group.values()))
+            for group in groups
+            if group
+        ]
 
     def replaced(self) -> bool:
         """Whether a weight, buffer, layer or hook is another object."""
-        return any(self._empty) or any(tuple(map(id, group.values())) != ids for group, ids, _ in self._parts)
+        return any(self._empty) or any(
+            tuple(map(id, group.values())) != ids for group, ids, _ in self._parts
+        )
 
     def changed(self) -> str:
         """Which of the values that a pass reads is not as it was; empty for none."""

@@ -27,7 +27,9 @@ def _typed(original: AnyFunction, info: GraphInfo, outputs: Sequence[torch.Tenso
     if not hasattr(info, _TYPES):
         setattr(info, _TYPES, _types(info._post_export_processed_model.graph))
     types = getattr(info, _TYPES)
-    return original(info, [output.to(kind) if kind else output for output, kind in zip(outputs, types)])
+    return original(
+        info, [output.to(kind) if kind else output for output, kind in zip(outputs, types)]
+    )
 
 
 def _types(graph: onnx.GraphProto) -> list[torch.dtype | None]:

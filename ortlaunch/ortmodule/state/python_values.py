@@ -41,11 +41,25 @@ _TAKEN = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _
           _T.__array__, _T.is_nonzero, torch.is_nonzero, torch.equal, _T.equal, torch.allclose,
           _T.allclose}  # fmt: skip
 _TORCH = str(Path(torch.__file__).parent)
-_NOT_THE_USERS = (f"{_TORCH}/", str(Path(__file__).parents[1]), f"{Path(_TORCH).parent}/onnxruntime/")
+_NOT_THE_USERS = (
+    f"{_TORCH}/",
+    str(Path(__file__).parents[1]),
+    f"{Path(_TORCH).parent}/onnxruntime/",
+)
 _LOOKS_AT_MASK = "_detect_is_causal_mask"
-_BETWEEN = (grad_mode.__file__, aliases.__file__, str(Path(__file__).with_name("weight_changes.py")))
+_BETWEEN = (
+    grad_mode.__file__,
+    aliases.__file__,
+    str(Path(__file__).with_name("weight_changes.py")),
+)
 # Own looks at a batch, and torch's checks of a distribution's parameters.
-_QUIET = (str(Path(__file__).parents[1]), f"{_TORCH}/distributions", f"{_TORCH}/onnx", f"{_TORCH}/jit", "onnxruntime")
+_QUIET = (
+    str(Path(__file__).parents[1]),
+    f"{_TORCH}/distributions",
+    f"{_TORCH}/onnx",
+    f"{_TORCH}/jit",
+    "onnxruntime",
+)
 
 
 # ------------------------------------------------------------------------------------------------ in the export
@@ -55,7 +69,9 @@ _QUIET = (str(Path(__file__).parents[1]), f"{_TORCH}/distributions", f"{_TORCH}/
 def watched(export: Export) -> Iterator[None]:
     """Note where the model takes values and sizes into Python: a trace makes the first batch's of them constants."""
     info, seen = export.info, export.seen
-    numbers = [name in info.onnx_graph_input_const_as_tensor for name in info.onnx_graph_input_names]
+    numbers = [
+        name in info.onnx_graph_input_const_as_tensor for name in info.onnx_graph_input_names
+    ]
     with _Watch(export.module, numbers, torch_modules.paths(export)) as watch:
         seen["made"] = watch.made
         yield
@@ -81,7 +97,20 @@ class _Places:
 
 
 _CONSTANT, _BUFFER, _ONE, _SIZE, _VALUE = range(5)
-_COMPARED = {_T.__gt__, _T.__lt__, _T.__ge__, _T.__le__, _T.__eq__, _T.__ne__, _T.gt, _T.lt, _T.ge, _T.le, _T.eq, _T.ne}
+_COMPARED = {
+    _T.__gt__,
+    _T.__lt__,
+    _T.__ge__,
+    _T.__le__,
+    _T.__eq__,
+    _T.__ne__,
+    _T.gt,
+    _T.lt,
+    _T.ge,
+    _T.le,
+    _T.eq,
+    _T.ne,
+}
 _DRAWN = ("rand", "normal_", "bernoulli", "multinomial", "uniform_", "exponential_", "dropout")
 
 
@@ -100,7 +129,11 @@ class _Watch(TorchFunctionMode):
         """Values, with the line of the model's that made each."""
         self._module, self._numbers = module, numbers
         # What is seen of a layer that runs as torch is not its call: the model calls its methods.
-        layers = [(path, layer) for path, layer in module.named_modules() if not torch_modules.inside(path, whole)]
+        layers = [
+            (path, layer)
+            for path, layer in module.named_modules()
+            if not torch_modules.inside(path, whole)
+        ]
         self._paths = {id(layer): path.partition(".")[2] for path, layer in layers}
 
     def __enter__(self) -> _Watch:
@@ -114,7 +147,9 @@ class _Watch(TorchFunctionMode):
 
     def _begin(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self._kinds.update(dict.fromkeys(module.buffers(), _BUFFER))
-        self._kinds.update({tensor: _CONSTANT for tensor, number in zip(inputs, self._numbers) if number})
+        self._kinds.update(
+            {tensor: _CONSTANT for tensor, number in zip(inputs, self._numbers) if number}
+        )
 
     def __torch_function__(
         self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -133,14 +168,25 @@ class _Watch(TorchFunctionMode):
         elif func is torch.normal or getattr(func, "__name__", "").startswith(_DRAWN):
             kind = _VALUE
         if (func in _TAKEN or func is _T.__len__) and kind != _CONSTANT:
-            self._note((self.places.buffers, self.places.ones, self.places.sizes, self.places.decisions)[kind - 1])
+            self._note(
+                (self.places.buffers, self.places.ones, self.places.sizes, self.places.decisions)[
+                    kind - 1
+                ]
+            )
         changed = changed_since(given, versions)
-        for tensor in (*changed, *tensors(list(result) if isinstance(result, torch.Size) else result)):
+        for tensor in (
+            *changed,
+            *tensors(list(result) if isinstance(result, torch.Size) else result),
+        ):
             self._kinds[tensor] = kind
         if kind == _VALUE:
             frame = user_frame()
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            self.made.update((tensor, line) for tensor in tensors(result) if not any(tensor is one for one in given))
+            self.made.update(
+                (tensor, line)
+                for tensor in tensors(result)
+                if not any(tensor is one for one in given)
+            )
         return result
 
     def _note(self, places: set[str]) -> None:
@@ -149,7 +195,10 @@ class _Watch(TorchFunctionMode):
             frame = frame.f_back
         if any(part in frame.f_code.co_filename for part in _QUIET):
             return
-        asked, sizes = frame.f_code.co_filename, places is self.places.sizes or places is self.places.ones
+        asked, sizes = (
+            frame.f_code.co_filename,
+            places is self.places.sizes or places is self.places.ones,
+        )
         if sizes and asked.startswith(_TORCH) and _only_checks(asked, frame.f_lineno):
             return  # as nn.GRU's, of the sizes that it is given
         masked = False
@@ -204,16 +253,16 @@ def judge(export: Export) -> None:
     """Refuse what would stay the first batch's, or say it where that is allowed."""
     seen = export.seen
     if "checks" in seen:
-        tally.note(f"checked in the first batch only, because {_listed(seen['checks'])} takes values into Python")
+        tally.note(
+            f"checked in the first batch only, because {_listed(seen['checks'])} takes values into Python"
+        )
     if "decisions" in seen:
         what = f"the model takes values of tensors into Python at {_listed(seen['decisions'])}"
         if not settings_of(export.options).allow_traced_values:
             mend = "Use torch.where or another function of torch's in their place"
             if "masks" in seen:
                 where = _listed(seen["masks"])
-                mend = (
-                    f"Give is_causal=True or False (a decoder: tgt_is_causal=) at {where}, or torch looks at the mask"
-                )
+                mend = f"Give is_causal=True or False (a decoder: tgt_is_causal=) at {where}, or torch looks at the mask"
             raise RuntimeError(
                 f"{what}: ONNX Runtime's graph would hold those of the first batch. {mend}, or "
                 f"Settings.allow_traced_values=True where they never change, or {_layer(seen)}"
@@ -250,12 +299,18 @@ def fixed_buffers(manager: Manager) -> list[tuple[int, int]] | None:
     """
     if "buffers" not in seen_of(manager._graph_transition_manager):
         return None
-    layers = [layer for layer in manager._flattened_module.modules() if not isinstance(layer, _BatchNorm)]
+    layers = [
+        layer for layer in manager._flattened_module.modules() if not isinstance(layer, _BatchNorm)
+    ]
     return [(id(b), b._version) for layer in layers for b in layer.buffers(recurse=False)]
 
 
 def tell_again(transition: Transition) -> None:
     """Say why a batch of other sizes, or a changed buffer, takes another export."""
     seen = seen_of(transition)
-    places = _listed([place for kind in ("sizes", "ones", "buffers") for place in seen.get(kind, [])])
-    tally.note(f"exported again for other sizes or buffers, which the model takes into Python at {places}")
+    places = _listed(
+        [place for kind in ("sizes", "ones", "buffers") for place in seen.get(kind, [])]
+    )
+    tally.note(
+        f"exported again for other sizes or buffers, which the model takes into Python at {places}"
+    )

@@ -78,14 +78,18 @@ def install() -> None:
 
 def without_compile(model: nn.Module) -> nn.Module:
     """The model itself of what `torch.compile(model)` returns."""
-    inner: nn.Module = vars(model)["_modules"]["_orig_mod"] if type(model).__name__ == "OptimizedModule" else model
+    inner: nn.Module = (
+        vars(model)["_modules"]["_orig_mod"] if type(model).__name__ == "OptimizedModule" else model
+    )
     return inner
 
 
 @contextlib.contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
     """While open, layers that torch.compile has compiled run as they are written."""
-    compiled = [layer for layer in module.modules() if vars(layer).get("_compiled_call_impl") is not None]
+    compiled = [
+        layer for layer in module.modules() if vars(layer).get("_compiled_call_impl") is not None
+    ]
     wrapped = [layer for layer in module.modules() if type(layer).__name__ == "OptimizedModule"]
     if compiled or wrapped:
         tally.note("layers compiled by torch.compile run in ONNX Runtime's graph, uncompiled")
@@ -102,7 +106,9 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
 def refuse_weights(module: nn.Module) -> None:
     """Raise RuntimeError where a weight is complex or its gradient sparse, which ONNX Runtime's graph has not."""
     for path, layer in module.named_modules():
-        if getattr(layer, "sparse", False) is True and isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+        if getattr(layer, "sparse", False) is True and isinstance(
+            layer, (nn.Embedding, nn.EmbeddingBag)
+        ):
             raise RuntimeError(
                 f"{path.partition('.')[2]} has a sparse gradient, and ONNX Runtime's are dense: write sparse=False, "
                 f"with an optimizer for dense gradients, or {_EAGER}"
@@ -115,7 +121,9 @@ def refuse_weights(module: nn.Module) -> None:
             )
 
 
-def _naming_causes(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> object:
+def _naming_causes(
+    original: AnyFunction, manager: Manager, *args: object, **kwargs: object
+) -> object:
     try:
         return original(manager, *args, **kwargs)
     except Exception as error:
@@ -142,5 +150,9 @@ def _sentence(manager: Manager, text: str) -> str:
 def _line(text: str) -> str:
     """The innermost line of the user's in a traceback."""
     found = re.findall(r'File "(.+?)", line (\d+)', text)
-    places = [(file, line) for file, line in found if not file.startswith(_OURS) and "site-packages" not in file]
+    places = [
+        (file, line)
+        for file, line in found
+        if not file.startswith(_OURS) and "site-packages" not in file
+    ]
     return f" (at {places[-1][0]}:{places[-1][1]})" if places else ""

@@ -42,7 +42,9 @@ def weights_kept(export: Export) -> Iterator[None]:
     seen = _Seen()
     writes = _Writes(seen, weights)
 
-    def begin(module: nn.Module, _: object) -> None:  # a copy that ORT makes of the module takes the hook along
+    def begin(
+        module: nn.Module, _: object
+    ) -> None:  # a copy that ORT makes of the module takes the hook along
         seen.objects.update((id(weight), name) for name, weight in module.named_parameters())
         seen.memory.update((_memory(weight), name) for name, weight in module.named_parameters())
         seen.layers.update((id(layer), _plain(path)) for path, layer in module.named_modules())
@@ -118,14 +120,20 @@ class _Writes(TorchDispatchMode):
         """Of changed weights, before."""
 
     def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> object:
         kwargs = kwargs or {}
         for tensor in _written(func._schema, args, kwargs) if func._schema.is_mutable else ():
             name = self._seen.memory.get(_memory(tensor))
             if name is not None and not torch_modules.is_running():
                 _refuse(name, self._seen.layers)
-            if name is not None and name not in self.values:  # of the model's own: the pass may be one of a copy
+            if (
+                name is not None and name not in self.values
+            ):  # of the model's own: the pass may be one of a copy
                 self.values[name] = self._weights[name].detach().clone()
         return func(*args, **kwargs)
 
@@ -148,4 +156,6 @@ def _listed(value: object) -> Sequence[object]:
 def _memory(tensor: torch.Tensor) -> int:
     """Identifies what a tensor shares with its views."""
     with torch._C.DisableTorchFunction():
-        return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
+        return (
+            int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
+        )

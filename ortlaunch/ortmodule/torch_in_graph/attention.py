@@ -40,7 +40,9 @@ def is_fused(inputs: Sequence[Any], device: str, learns_mask: bool) -> bool:
         return False
     if sizes[0][2] * sizes[1][2] < machine.FUSED_ATTENTION_SCORES or sizes[1][3] != sizes[2][3]:
         return False
-    return device != "cpu" or not dropout.toIValue()  # torch has no fused kernel for CPUs with dropout
+    return (
+        device != "cpu" or not dropout.toIValue()
+    )  # torch has no fused kernel for CPUs with dropout
 
 
 @contextlib.contextmanager

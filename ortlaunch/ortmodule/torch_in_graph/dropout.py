@@ -29,12 +29,16 @@ def dropout(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch
     """(x with a share p of its elements dropped and the others scaled up, 1 where an element is kept as uint8)."""
     if not train:
         return x.clone(), torch.ones_like(x, dtype=torch.uint8)
-    numbers = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    numbers = (
+        torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    )
     kept = (numbers[: x.numel()] >= _dropped(p) - _STEPS // 2).view(torch.uint8).view(x.shape)
     return (x * kept).mul_(_scale(p)), kept
 
 
-def dropout_backward(gradient: torch.Tensor, kept: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+def dropout_backward(
+    gradient: torch.Tensor, kept: torch.Tensor, p: float, train: bool
+) -> torch.Tensor:
     """The gradient of what went in, from that of what came out."""
     return (gradient * kept).mul_(_scale(p)) if train else gradient.clone()
 

@@ -28,10 +28,20 @@ def calling_chunked_loss(export: AnyFunction) -> AnyFunction:
     return registered(export, lambda: {OPERATOR: _symbolic})
 
 
-def _symbolic(g: GraphContext, hidden: torch.Value, weight: torch.Value, *rest: torch.Value) -> Sequence[torch.Value]:
+def _symbolic(
+    g: GraphContext, hidden: torch.Value, weight: torch.Value, *rest: torch.Value
+) -> Sequence[torch.Value]:
     own, exact = type_of(hidden), torch.promote_types(type_of(hidden), torch.float32)
     _register_gradient([own, type_of(weight)])
-    outputs = g.op("org.pytorch.aten::ATen", hidden, weight, *rest, operator_s=OPERATOR, overload_name_s="", outputs=5)
+    outputs = g.op(
+        "org.pytorch.aten::ATen",
+        hidden,
+        weight,
+        *rest,
+        operator_s=OPERATOR,
+        overload_name_s="",
+        outputs=5,
+    )
     for output, dtype in zip(outputs, (exact, own, exact, exact, exact)):
         sizes: Any = [] if output is outputs[0] else None  # unknown
         output.setType(hidden.type().with_dtype(dtype).with_sizes(sizes))

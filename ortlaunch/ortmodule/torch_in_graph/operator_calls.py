@@ -53,19 +53,25 @@ class Call:
     def line(self) -> str:
         """` at FILE:LINE` of the user's code that calls it; empty where the trace does not know."""
         places = re.findall(r"^(.+?)\((\d+)\): ", str(self._node.sourceRange()), re.MULTILINE)
-        users = [f" at {file}:{line}" for file, line in places if not file.startswith(_NOT_THE_USERS)]
+        users = [
+            f" at {file}:{line}" for file, line in places if not file.startswith(_NOT_THE_USERS)
+        ]
         return users[0] if users else ""
 
     def is_complex(self) -> bool:
         """Whether a complex tensor goes in or comes out: in ORT's graph it is one of real numbers, in pairs."""
-        return any(_kind(value) in _COMPLEX for value in (*self._old, *self._outputs, *self._listed()))
+        return any(
+            _kind(value) in _COMPLEX for value in (*self._old, *self._outputs, *self._listed())
+        )
 
     def _listed(self) -> Iterator[Any]:
         for value in self._old:
             if value.node().kind() == "prim::ListConstruct":
                 yield from value.node().inputs()
 
-    def write(self, context: GraphContext, gradients: Any, draws: bool = False, before: Any = None) -> Any:
+    def write(
+        self, context: GraphContext, gradients: Any, draws: bool = False, before: Any = None
+    ) -> Any:
         """Put the call into the graph; its outputs there.
 
         draws: the operator draws random numbers, which have no gradient, and may be given no tensor.
@@ -81,14 +87,18 @@ class Call:
         run = self._function(gradients, draws, kinds)
         if draws:
             self._tensors.append(before or context.op("Constant", value_t=torch.zeros(1)))
-        kept = frozenset(i for i, value in enumerate(self._tensors) if value.node().kind() == "prim::Param")
+        kept = frozenset(
+            i for i, value in enumerate(self._tensors) if value.node().kind() == "prim::Param"
+        )
         function = as_function(self.name.replace("::", "."), run, kept)
         values = self._emit(context, function, kinds, ranks)
         if self._lists:
             return context.op("prim::ListConstruct", *values)
         return values[0] if len(values) == 1 else tuple(values)
 
-    def _emit(self, context: GraphContext, function: Any, kinds: list[torch.dtype], ranks: list[int]) -> list[Any]:
+    def _emit(
+        self, context: GraphContext, function: Any, kinds: list[torch.dtype], ranks: list[int]
+    ) -> list[Any]:
         exporter: Any = importlib.import_module(_EXPORTER)
         codes = [exporter.pytorch_type_to_onnx_dtype(_NAMES[kind]) for kind in kinds]
         name = f"{function.__module__}.{function.__qualname__}"
@@ -112,7 +122,9 @@ class Call:
         schema = operator._schema.arguments
         if operator._schema.is_mutable:
             raise NotCallable(f"{self.name} changes a tensor in place")
-        builds = [self._argument(old, new, arg) for old, new, arg in zip(self._old, self._inputs, schema)]
+        builds = [
+            self._argument(old, new, arg) for old, new, arg in zip(self._old, self._inputs, schema)
+        ]
         names = [arg.name if arg.kwarg_only else "" for arg in schema]
         pairs = [_is_complex(output) for output in self._outputs]
         if not self._tensors and not draws:
@@ -122,7 +134,9 @@ class Call:
         place = f"{self.name}{self.line()}"
 
         def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
-            tensors = [tensor if derives else tensor.detach() for tensor, derives in zip(inputs, derived)]
+            tensors = [
+                tensor if derives else tensor.detach() for tensor, derives in zip(inputs, derived)
+            ]
             given = [build(tensors) for build in builds]
             args = [value for value, name in zip(given, names) if not name]
             kwargs = {name: value for value, name in zip(given, names) if name}
@@ -134,7 +148,10 @@ class Call:
                     f"{place} returns {len(results)} tensors, and {len(pairs)} in the first batch: ONNX "
                     "Runtime's graph has that many"
                 )
-            real = [torch.view_as_real(r.resolve_conj()) if pair else r for r, pair in zip(results, pairs)]
+            real = [
+                torch.view_as_real(r.resolve_conj()) if pair else r
+                for r, pair in zip(results, pairs)
+            ]
             return [result.to(kind) for result, kind in zip(real, kinds)]
 
         return run
@@ -148,8 +165,13 @@ class Call:
         overloads = [getattr(packet, overload) for overload in packet.overloads()]
         if self._schema_text:
             wanted = torch._C.parse_schema(self._schema_text)
-            overloads = [one for one in overloads if one._schema.overload_name == wanted.overload_name]
-        for scalars in (False, True):  # an overload for numbers goes before one for tensors without dimensions
+            overloads = [
+                one for one in overloads if one._schema.overload_name == wanted.overload_name
+            ]
+        for scalars in (
+            False,
+            True,
+        ):  # an overload for numbers goes before one for tensors without dimensions
             for one in overloads:
                 if self._fits(one._schema, scalars):
                     return one
@@ -160,12 +182,17 @@ class Call:
             return False
         if any(not arg.has_default_value() for arg in schema.arguments[len(self._old) :]):
             return False
-        return all(_fits(old, str(arg.type), scalars) for old, arg in zip(self._old, schema.arguments))
+        return all(
+            _fits(old, str(arg.type), scalars) for old, arg in zip(self._old, schema.arguments)
+        )
 
     def _argument(self, old: Any, new: Any, arg: GraphContext) -> Build:
         kind = str(arg.type)
         if old.node().kind() == "prim::ListConstruct":
-            inner = [self._one(o, n, _inside(kind)) for o, n in zip(old.node().inputs(), new.node().inputs())]
+            inner = [
+                self._one(o, n, _inside(kind))
+                for o, n in zip(old.node().inputs(), new.node().inputs())
+            ]
             return lambda tensors: [build(tensors) for build in inner]
         return self._one(old, new, kind)
 
@@ -191,7 +218,9 @@ class Call:
         if _is_complex(old):
             return lambda tensors: torch.view_as_complex(tensors[place].contiguous())
         dtype = _KINDS.get(_kind(old) or "")
-        if dtype and _kind(new) != _kind(old):  # the exporter's form of what made it has another type
+        if dtype and _kind(new) != _kind(
+            old
+        ):  # the exporter's form of what made it has another type
             return lambda tensors: tensors[place].to(dtype)
         return lambda tensors: tensors[place]
 
@@ -199,7 +228,9 @@ class Call:
 def _unpacked(tensors: Any) -> list[Any]:
     """What the traced graph takes out of a list of tensors; nothing where it uses the list as a whole."""
     users = [use.user for use in tensors.uses()]
-    return list(users[0].outputs()) if [user.kind() for user in users] == ["prim::ListUnpack"] else []
+    return (
+        list(users[0].outputs()) if [user.kind() for user in users] == ["prim::ListUnpack"] else []
+    )
 
 
 def _constantly(value: Any) -> Build:
@@ -221,7 +252,9 @@ def _fits(old: Any, kind: str, scalars: bool) -> bool:
     if old.node().kind() == "prim::ListConstruct":
         return listed
     if "Tensor" in kind:
-        return not listed and (scalars or not (old.node().kind() == "prim::Constant" and _is_number(old)))
+        return not listed and (
+            scalars or not (old.node().kind() == "prim::Constant" and _is_number(old))
+        )
     return not listed or old.node().kind() != "prim::Constant" or not _is_number(old)
 
 
@@ -245,7 +278,9 @@ def _is_none(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str | None:
-    found: str | None = value.type().scalarType() if isinstance(value.type(), torch._C.TensorType) else None
+    found: str | None = (
+        value.type().scalarType() if isinstance(value.type(), torch._C.TensorType) else None
+    )
     return found
 
 

@@ -73,9 +73,15 @@ class Operator(NamedTuple):
 
 OPERATORS = (
     # Shapes and indices
-    Operator("unflatten", attention_forms.unflatten, "ORT's shape inference ends (nn.MultiheadAttention)"),
-    Operator("index", index_forms.index, "several index tensors: negative ones, masks of more dimensions"),
-    Operator("index_put", index_forms.index_put, "no broadcast of values; keeps one of repeated places"),
+    Operator(
+        "unflatten", attention_forms.unflatten, "ORT's shape inference ends (nn.MultiheadAttention)"
+    ),
+    Operator(
+        "index", index_forms.index, "several index tensors: negative ones, masks of more dimensions"
+    ),
+    Operator(
+        "index_put", index_forms.index_put, "no broadcast of values; keeps one of repeated places"
+    ),
     Operator("scatter_add", index_forms.scatter_add, "no gradient of what it adds to"),
     Operator("index_add", TORCH, "keeps one of repeated places"),
     Operator("index_copy", TORCH, "ends at a negative dimension"),
@@ -87,7 +93,11 @@ OPERATORS = (
     Operator("diff", index_forms.diff, "has no form"),
     Operator("cumsum", index_forms.cumsum, "of truths: ends the export"),
     # Types and gradients
-    Operator("to", exact_forms.casting("to", 9), "a cast to the type that a tensor has: ORT fails to remove it"),
+    Operator(
+        "to",
+        exact_forms.casting("to", 9),
+        "a cast to the type that a tensor has: ORT fails to remove it",
+    ),
     Operator("log_softmax", exact_forms.casting("log_softmax", 13), "as `to`"),
     Operator("detach", exact_forms.detach, "is left out: the gradient goes through"),
     # Functions of each element
@@ -98,13 +108,17 @@ OPERATORS = (
     Operator("log10", TORCH, "as `addcmul`", _is_number),
     Operator("nan_to_num", TORCH, "as `addcmul`", _is_number),
     Operator("one_hot", TORCH, "of a number: ORT's shape inference ends", _is_number),
-    Operator("clamp", exact_forms.clamp, "its gradient is a product, in which infinity becomes nan"),
+    Operator(
+        "clamp", exact_forms.clamp, "its gradient is a product, in which infinity becomes nan"
+    ),
     Operator("clamp_min", exact_forms.clamp_min, "as `clamp`"),
     Operator("clamp_max", exact_forms.clamp_max, "as `clamp`"),
     Operator("gelu", exact_forms.gelu, "of bfloat16: has no kernel"),
     Operator("relu6", TORCH, "has a gradient at its bounds"),
     Operator("hardtanh", TORCH, "has a gradient at its bounds"),
-    Operator("maximum", TORCH, "as `clamp`; of equal numbers each has the whole gradient", _are_floats),
+    Operator(
+        "maximum", TORCH, "as `clamp`; of equal numbers each has the whole gradient", _are_floats
+    ),
     Operator("minimum", TORCH, "as `maximum`", _are_floats),
     Operator("log1p", TORCH, "log(1 + x): nothing of a small x"),
     Operator("log_sigmoid", TORCH, "the logarithm of a sigmoid that is 0 from -88 on"),
@@ -116,14 +130,28 @@ OPERATORS = (
     Operator("linalg_vector_norm", TORCH, "of other orders: nan at zero", _has_rare_order),
     Operator("cdist", TORCH, "nan behind equal vectors"),
     Operator("cosine_similarity", TORCH, "nan behind vanishing vectors; a dimension too many"),
-    Operator("pairwise_distance", TORCH, "nan behind equal vectors; p = 1 and 3 without absolute values"),
+    Operator(
+        "pairwise_distance", TORCH, "nan behind equal vectors; p = 1 and 3 without absolute values"
+    ),
     Operator("binary_cross_entropy_with_logits", TORCH, "infinity from a score of 17 on"),
     # Layers
-    Operator("scaled_dot_product_attention", attention_forms.attention, "dropout without a mask; rows of nan"),
+    Operator(
+        "scaled_dot_product_attention",
+        attention_forms.attention,
+        "dropout without a mask; rows of nan",
+    ),
     Operator("embedding_bag", TORCH, "other sums"),
-    *(Operator(name, TORCH, "without a batch: ORT's shape inference ends", _is_unbatched) for name in _POOLS),
     *(
-        Operator(f"upsample_{name}", TORCH, "ORT's gradient takes the sizes' quotient for the scale", _has_fraction)
+        Operator(name, TORCH, "without a batch: ORT's shape inference ends", _is_unbatched)
+        for name in _POOLS
+    ),
+    *(
+        Operator(
+            f"upsample_{name}",
+            TORCH,
+            "ORT's gradient takes the sizes' quotient for the scale",
+            _has_fraction,
+        )
         for name in _UPSAMPLES
     ),
 )

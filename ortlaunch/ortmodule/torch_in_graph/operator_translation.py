@@ -34,7 +34,14 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
-_NEVER = {"aten::detach", "aten::size", "aten::ScalarImplicit", "aten::Int", "aten::IntImplicit", "aten::Bool"}
+_NEVER = {
+    "aten::detach",
+    "aten::size",
+    "aten::ScalarImplicit",
+    "aten::Int",
+    "aten::IntImplicit",
+    "aten::Bool",
+}
 _ROUNDS = 8
 _FEW = 3
 _FAILED = (
@@ -51,7 +58,11 @@ def install() -> None:
         wrap_method(owner(TRAINING), step, _trying_again)
     wrap_method(owner(EVALUATION), "_create_execution_agent", _forgetting_call)
     wrap_method(owner(TRANSITION), "get_post_processed_model", _noting_call)
-    for agent, step in (("Training", "forward"), ("Training", "backward"), ("Inference", "forward")):
+    for agent, step in (
+        ("Training", "forward"),
+        ("Training", "backward"),
+        ("Inference", "forward"),
+    ):
         wrap_method(owner(f"_execution_agent:{agent}Agent"), f"run_{step}", _telling_errors)
 
 
@@ -64,8 +75,13 @@ def kept(export: Export) -> Iterator[None]:
     translator = _Translator(export, names, able, able and asked == "auto")
     exporter = _exporter()
     with contextlib.ExitStack() as patches:
-        for name, around in (("_run_symbolic_function", translator.translate), ("_optimize_graph", translator.noting)):
-            patches.enter_context(mock.patch.object(exporter, name, _around(getattr(exporter, name), around)))
+        for name, around in (
+            ("_run_symbolic_function", translator.translate),
+            ("_optimize_graph", translator.noting),
+        ):
+            patches.enter_context(
+                mock.patch.object(exporter, name, _around(getattr(exporter, name), around))
+            )
         yield
 
 
@@ -75,7 +91,9 @@ def _full(name: str) -> str:
 
 def _exporter() -> Any:
     moved = "torch.onnx._internal.torchscript_exporter"
-    return importlib.import_module(f"{moved}.utils" if importlib.util.find_spec(moved) else "torch.onnx.utils")
+    return importlib.import_module(
+        f"{moved}.utils" if importlib.util.find_spec(moved) else "torch.onnx.utils"
+    )
 
 
 def _around(original: AnyFunction, method: AnyFunction) -> AnyFunction:
@@ -92,7 +110,9 @@ class _Translator:
         self._device = export.device.type
         self._drawn: Any = None
         """The random numbers that the graph draws last: the next ones come after them, as in eager PyTorch."""
-        self._makers: dict[str, dict[str, str]] = vars(export.options).setdefault("_ortlaunch_makers", {})
+        self._makers: dict[str, dict[str, str]] = vars(export.options).setdefault(
+            "_ortlaunch_makers", {}
+        )
         parameters = {name: p.requires_grad for name, p in export.module.named_parameters()}
         buffers = {name for name, _ in export.module.named_buffers()}
         inputs = set(export.info.onnx_graph_input_names_require_grad)
@@ -121,14 +141,18 @@ class _Translator:
         call = operator_calls.Call(node, inputs, self._schemas)
         if name.rstrip("_") in _NEVER and not call.is_complex():
             return plainly()
-        context = importlib.import_module(_JIT).GraphContext(graph, block, _opset(), node, {}, env, known, new)
+        context = importlib.import_module(_JIT).GraphContext(
+            graph, block, _opset(), node, {}, env, known, new
+        )
         if self._able and self._by_rule and name.rstrip("_") in DRAWING:
             with contextlib.suppress(operator_calls.NotCallable):
                 self._drawn = call.write(context, self._gradients, draws=True, before=self._drawn)
                 return self._drawn
         asked = name.rstrip("_") in self._names or call.is_complex()
         if self._by_rule:
-            asked = asked or is_torchs(name.rstrip("_"), call.given()) or self._is_fused(call, inputs)
+            asked = (
+                asked or is_torchs(name.rstrip("_"), call.given()) or self._is_fused(call, inputs)
+            )
         if self._able and asked:
             return self._instead(call, context, None)
         before = len(new)
@@ -164,7 +188,9 @@ class _Translator:
                 f"engine.torch_operators=auto, or a list with it. {extensions.interop_refusal()}".rstrip()
             )
 
-    def _instead(self, call: Any, context: GraphContext, error: Exception | None, outputs: Any = None) -> Any:
+    def _instead(
+        self, call: Any, context: GraphContext, error: Exception | None, outputs: Any = None
+    ) -> Any:
         try:
             return call.write(context, self._gradients)
         except operator_calls.NotCallable as why:
@@ -184,7 +210,9 @@ def _is_trained(parameters: dict[str, bool], others: set[str], name: str) -> boo
 def _operator(node: torch.Node) -> str:
     """Its name in ONNX, or torch's of an ATen node."""
     name = str(node.kind()).rpartition("::")[2]
-    return str(node.s("operator")) if name == "ATen" and "operator" in node.attributeNames() else name
+    return (
+        str(node.s("operator")) if name == "ATen" and "operator" in node.attributeNames() else name
+    )
 
 
 def _nodes(block: Any) -> Iterator[Any]:
@@ -252,7 +280,9 @@ def _trying_again(original: AnyFunction, manager: Manager, *args: Any) -> Any:
             return _built(manager, original.__name__)
         except Exception as error:
             named = {found for pattern in _FAILED for found in re.findall(pattern, str(error))}
-            blamed = _leave_optimizer(manager, str(error), *args) or _blame(manager._runtime_options, named, str(error))
+            blamed = _leave_optimizer(manager, str(error), *args) or _blame(
+                manager._runtime_options, named, str(error)
+            )
             if not blamed:
                 raise
             _export_anew(manager, original.__name__)
@@ -264,7 +294,9 @@ def _leave_optimizer(manager: Manager, message: str, *configs: Any) -> bool:
     options = manager._runtime_options
     if "compute_optimizer" not in message or not options.enable_compute_optimizer:
         return False
-    tally.note("compute_optimizer is off: ONNX Runtime's ends at a shape of this model that is known in a pass only")
+    tally.note(
+        "compute_optimizer is off: ONNX Runtime's ends at a shape of this model that is known in a pass only"
+    )
     for one in (options, *configs):
         one.enable_compute_optimizer = False
     return True
@@ -282,7 +314,9 @@ def _blame(options: Any, named: set[str], message: str) -> set[str]:
     makers: dict[str, dict[str, str]] = vars(options).get("_ortlaunch_makers", {})
     new = {maker for name in named for maker in makers.get(name, ())} - _blamed_so_far(options)
     if new:
-        tally.note(f"exported once more with {', '.join(sorted(new))} as torch's: {message.splitlines()[-1][:200]}")
+        tally.note(
+            f"exported once more with {', '.join(sorted(new))} as torch's: {message.splitlines()[-1][:200]}"
+        )
     _blamed_so_far(options).update(new)
     return new
 

@@ -53,8 +53,12 @@ def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
     if manager._device.type != "cpu":
         return
     products = torch_products(settings_of(manager))
-    if products and manager._runtime_options.memory_optimizer_is_enabled():  # the model's own checkpoints became it
-        tally.note("torch_matmul is off: ONNX Runtime's recomputation knows its own matrix products only")
+    if (
+        products and manager._runtime_options.memory_optimizer_is_enabled()
+    ):  # the model's own checkpoints became it
+        tally.note(
+            "torch_matmul is off: ONNX Runtime's recomputation knows its own matrix products only"
+        )
         products = False
     recomputes = manager._runtime_options.memory_optimizer_is_enabled()
     replace(manager._onnx_models.optimized_model.graph, products, recomputes)
@@ -74,11 +78,17 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
         "GeluGrad": _gelu_gradient,
         "LayerNormalizationGrad": _norm_gradient,
         **({} if recomputes else {"Dropout": _dropout, "DropoutGrad": _dropout_gradient}),
-        **(dict.fromkeys(("MatMul", "FusedMatMul", "Gemm"), _product) if products and _wide(graph) else {}),
+        **(
+            dict.fromkeys(("MatMul", "FusedMatMul", "Gemm"), _product)
+            if products and _wide(graph)
+            else {}
+        ),
     }
     for node in graph.node:
         kernel = kernels.get(node.op_type)
-        if not rewriting.made.intersection(node.output) and not (kernel and kernel(rewriting, node)):
+        if not rewriting.made.intersection(node.output) and not (
+            kernel and kernel(rewriting, node)
+        ):
             rewriting.nodes.append(node)
     replace_nodes(graph, rewriting.living())
     graph.value_info.extend(rewriting.unknown_values())
@@ -88,7 +98,9 @@ class Rewriting:
     """A graph as it was, and the nodes of the one that takes its place."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
-        self.types = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
+        self.types = {
+            v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)
+        }
         self.outputs = {value.name for value in graph.output}
         self.makers = {name: node for node in graph.node for name in node.output}
         self.users: dict[str, list[onnx.NodeProto]] = {}
@@ -107,9 +119,12 @@ class Rewriting:
 
         name = f"{outputs[0]}_{operator}"
         names = [
-            value if isinstance(value, str) else self._constant(f"{name}_{i}", value) for i, value in enumerate(inputs)
+            value if isinstance(value, str) else self._constant(f"{name}_{i}", value)
+            for i, value in enumerate(inputs)
         ]
-        node = helper.make_node("ATen", names, outputs, name, None, "org.pytorch.aten", operator=operator)
+        node = helper.make_node(
+            "ATen", names, outputs, name, None, "org.pytorch.aten", operator=operator
+        )
         self.nodes.append(node)
         self.made.update(outputs)
 
@@ -124,8 +139,12 @@ class Rewriting:
         from onnx import TensorProto, helper
 
         values = value if isinstance(value, list) else [value]
-        kind = {bool: TensorProto.BOOL, float: TensorProto.FLOAT}.get(type(values[0]), TensorProto.INT64)
-        tensor = helper.make_tensor(name, kind, [len(values)] if isinstance(value, list) else [], values)
+        kind = {bool: TensorProto.BOOL, float: TensorProto.FLOAT}.get(
+            type(values[0]), TensorProto.INT64
+        )
+        tensor = helper.make_tensor(
+            name, kind, [len(values)] if isinstance(value, list) else [], values
+        )
         self.nodes.append(helper.make_node("Constant", [], [name], name, value=tensor))
         return name
 
@@ -139,7 +158,9 @@ class Rewriting:
     def living(self) -> list[onnx.NodeProto]:
         """The nodes, without transposes that nothing takes any more."""
         used = {name for node in self.nodes for name in node.input} | self.outputs
-        return [node for node in self.nodes if node.op_type != "Transpose" or node.output[0] in used]
+        return [
+            node for node in self.nodes if node.op_type != "Transpose" or node.output[0] in used
+        ]
 
     def unknown_values(self, kind: int = 1) -> list[onnx.ValueInfoProto]:
         """Types of what torch's operators put out, which ORT could not infer: `kind` (ONNX's number), or masks'."""
@@ -147,7 +168,9 @@ class Rewriting:
 
         unknown = sorted(name for name in self.made - self.types.keys() if name)
         kinds = [TensorProto.UINT8 if name in self.masks else kind for name in unknown]
-        return [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(unknown, kinds)]
+        return [
+            helper.make_tensor_value_info(name, kind, None) for name, kind in zip(unknown, kinds)
+        ]
 
 
 def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
@@ -165,7 +188,10 @@ def _input(node: onnx.NodeProto, place: int) -> str:
 
 def _fits(graph: Rewriting, forward: onnx.NodeProto) -> bool:
     """Scores of one row a label, unweighted."""
-    return not _input(forward, 2) and 2 in (graph.rank(forward.input[0]), graph.rank(forward.output[1]))
+    return not _input(forward, 2) and 2 in (
+        graph.rank(forward.input[0]),
+        graph.rank(forward.output[1]),
+    )
 
 
 def _loss(graph: Rewriting, node: onnx.NodeProto) -> bool:
@@ -181,10 +207,22 @@ def _loss(graph: Rewriting, node: onnx.NodeProto) -> bool:
 def _loss_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     gradient, logs, labels = node.input[:3]
     forward = graph.makers.get(logs)
-    if forward is None or forward.op_type != "SoftmaxCrossEntropyLossInternal" or not _fits(graph, forward):
+    if (
+        forward is None
+        or forward.op_type != "SoftmaxCrossEntropyLossInternal"
+        or not _fits(graph, forward)
+    ):
         return False
     of_labels = f"{node.output[0]}_of_labels"
-    inputs = [gradient, logs, labels, "", _reduction(forward), _input(node, 4) or _IGNORED, _total(forward)]
+    inputs = [
+        gradient,
+        logs,
+        labels,
+        "",
+        _reduction(forward),
+        _input(node, 4) or _IGNORED,
+        _total(forward),
+    ]
     graph.call("nll_loss_backward", inputs, [of_labels])
     graph.call("_log_softmax_backward_data", [of_labels, logs, 1, _FLOAT], [node.output[0]])
     return True
@@ -206,11 +244,19 @@ def _dropout(graph: Rewriting, node: onnx.NodeProto) -> bool:
     known = graph.types.get(node.input[0])
     mask = node.output[1] if len(node.output) > 1 else f"{node.output[0]}_mask"
     only_gradient = all(user.op_type == "DropoutGrad" for user in graph.users.get(mask, ()))
-    if (known is not None and known.elem_type != 1) or mask in graph.outputs or not (only_gradient and _input(node, 2)):
+    if (
+        (known is not None and known.elem_type != 1)
+        or mask in graph.outputs
+        or not (only_gradient and _input(node, 2))
+    ):
         return False
     dropout.define_operators()
     graph.masks.add(_bytes(mask))
-    graph.call(dropout.FORWARD, [node.input[0], _input(node, 1) or 0.5, node.input[2]], [node.output[0], _bytes(mask)])
+    graph.call(
+        dropout.FORWARD,
+        [node.input[0], _input(node, 1) or 0.5, node.input[2]],
+        [node.output[0], _bytes(mask)],
+    )
     return True
 
 
@@ -231,7 +277,9 @@ def _bytes(mask: str) -> str:
 
 def _function(graph: Rewriting, node: onnx.NodeProto, operator: str, *options: str) -> bool:
     known = graph.types.get(node.input[0])
-    if known is not None and known.elem_type != 1:  # what comes next must know its type, and float32 is what it is told
+    if (
+        known is not None and known.elem_type != 1
+    ):  # what comes next must know its type, and float32 is what it is told
         return False
     graph.call(operator, [*node.input, *options], node.output)
     return True
@@ -248,7 +296,16 @@ def _norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     last = _attributes(node).get("axis", -1) in (-1, (graph.rank(x) or 0) - 1)
     if not (last and graph.rank(scale) == 1 and len(node.output) == 3 and all(node.output)):
         return False
-    inputs = [gradient, x, graph.shape(scale, f"{node.output[0]}_shape"), mean, inverse, scale, scale, [True] * 3]
+    inputs = [
+        gradient,
+        x,
+        graph.shape(scale, f"{node.output[0]}_shape"),
+        mean,
+        inverse,
+        scale,
+        scale,
+        [True] * 3,
+    ]
     graph.call("native_layer_norm_backward", inputs, node.output)
     return True
 
@@ -268,7 +325,11 @@ def _product(graph: Rewriting, node: onnx.NodeProto) -> bool:
     a, b = node.input[:2]
     settings = _attributes(node)
     ranks = (2, 2) if node.op_type == "Gemm" else (graph.rank(a), graph.rank(b))
-    plain = settings.get("alpha", 1.0) == 1.0 and not settings.get("transBatchA") and not settings.get("transBatchB")
+    plain = (
+        settings.get("alpha", 1.0) == 1.0
+        and not settings.get("transBatchA")
+        and not settings.get("transBatchB")
+    )
     if ranks[1] != 2 or _input(node, 2) or not plain or (settings.get("transA") and ranks[0] != 2):
         return False
     b, over_b = _untransposed(graph, b, settings.get("transB", 0))
@@ -288,6 +349,10 @@ def _product(graph: Rewriting, node: onnx.NodeProto) -> bool:
 def _untransposed(graph: Rewriting, name: str, transposed: int) -> tuple[str, bool]:
     """A matrix before its transposes, and whether it is to be taken transposed."""
     over = bool(transposed)
-    while name not in graph.made and name in graph.makers and graph.makers[name].op_type == "Transpose":
+    while (
+        name not in graph.made
+        and name in graph.makers
+        and graph.makers[name].op_type == "Transpose"
+    ):
         name, over = graph.makers[name].input[0], not over
     return name, over

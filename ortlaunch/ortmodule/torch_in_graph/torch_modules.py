@@ -47,15 +47,21 @@ def paths(export: Export) -> list[str]:
     """The layers of the flattened module that run as torch: the outermost of those asked for or found."""
     found: set[str] = set(chosen(export.options))
     if _by_rule(export.options):
-        found.update(path for path, layer in export.module.named_modules() if type(layer) in _NO_TRACE)
+        found.update(
+            path for path, layer in export.module.named_modules() if type(layer) in _NO_TRACE
+        )
     layers = [path for path, _ in export.module.named_modules() if path]
     for pattern in settings_of(export.options).torch_modules:
         named = [path for path in layers if _is_named(path, pattern)]
         if not named:
             some = ", ".join(path.partition(".")[2] for path in layers[1:7])
-            raise SettingError("torch_modules", f"{pattern} names no layer of the model; it has {some}, ...")
+            raise SettingError(
+                "torch_modules", f"{pattern} names no layer of the model; it has {some}, ..."
+            )
         found.update(named)
-    return sorted(path for path in found if not any(path.startswith(f"{outer}.") for outer in found))
+    return sorted(
+        path for path in found if not any(path.startswith(f"{outer}.") for outer in found)
+    )
 
 
 def chosen(options: RuntimeOptions) -> set[str]:
@@ -143,7 +149,11 @@ def _unseen() -> Iterator[None]:
 
 
 def _as_node(
-    path: str, layer: nn.Module, plain: AnyFunction, arguments: tuple[Args, Kwargs], before: torch.Tensor | None
+    path: str,
+    layer: nn.Module,
+    plain: AnyFunction,
+    arguments: tuple[Args, Kwargs],
+    before: torch.Tensor | None,
 ) -> tuple[object, torch.Tensor]:
     """Call a layer as a custom autograd function, which a trace takes for one node; its result, and a tensor of it.
 
@@ -166,9 +176,13 @@ def _as_node(
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         values = list(rest)
         for place, tensor in zip(places, tensors):
-            values[place] = tensor.clone() if tensor.requires_grad else tensor  # it may change what it is given
+            values[place] = (
+                tensor.clone() if tensor.requires_grad else tensor
+            )  # it may change what it is given
             if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(outside)  # not called in the graph's own backward pass
+                tensor.register_post_accumulate_grad_hook(
+                    outside
+                )  # not called in the graph's own backward pass
         inner_args, inner_kwargs = tree_unflatten(values, form)
         module = held()
         assert module is not None, f"{path} is gone"
@@ -176,12 +190,16 @@ def _as_node(
         with torch.autocast(*casts):
             outputs = result.taken(plain(module, *inner_args, **inner_kwargs))
         if before != [value._version for value in values if isinstance(value, torch.Tensor)]:
-            raise RuntimeError(f"{path} changes a tensor that it is given, which ONNX Runtime's graph would not see")
+            raise RuntimeError(
+                f"{path} changes a tensor that it is given, which ONNX Runtime's graph would not see"
+            )
         return outputs
 
     tensors = [*(given[place] for place in places), *([] if before is None else [before.detach()])]
     kept = frozenset(range(len(tensors), len(tensors) + len(weights)))
-    function = as_function(f"module {path}".replace(" ", "."), run, kept, own=weights, around=_quiet)
+    function = as_function(
+        f"module {path}".replace(" ", "."), run, kept, own=weights, around=_quiet
+    )
     outputs = function.apply(*tensors, *weights)
     return result.restored(outputs), outputs[0] if isinstance(outputs, tuple) else outputs
 

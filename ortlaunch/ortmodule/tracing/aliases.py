@@ -19,7 +19,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule.base.torch_calls import getter, untraced
-from ortlaunch.ortmodule.tracing.grad_mode import CHANGED, CHANGED_WEIGHT, Export, tensors, versions_of
+from ortlaunch.ortmodule.tracing.grad_mode import (
+    CHANGED,
+    CHANGED_WEIGHT,
+    Export,
+    tensors,
+    versions_of,
+)
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
@@ -88,7 +94,9 @@ class _Aliases(TorchFunctionMode):
         self._known = WeakTensorKeyDictionary()
 
     def __enter__(self) -> _Aliases:
-        self._hook = self._model.register_forward_hook(lambda model, given, output: self._current(output))
+        self._hook = self._model.register_forward_hook(
+            lambda model, given, output: self._current(output)
+        )
         super().__enter__()
         return self
 
@@ -123,7 +131,9 @@ class _Aliases(TorchFunctionMode):
         alias = self._known.get(tensor)
         return alias is not None and bool(alias.views)
 
-    def _copied(self, tensor: Tensor, value: Tensor, source: Tensor, *rest: bool, **named: bool) -> Tensor:
+    def _copied(
+        self, tensor: Tensor, value: Tensor, source: Tensor, *rest: bool, **named: bool
+    ) -> Tensor:
         """`view.copy_(source)`: torch's exporter takes the whole for the view afterwards."""
         new = source.to(value.dtype).expand(value.shape)
         with untraced():
@@ -163,7 +173,9 @@ class _Aliases(TorchFunctionMode):
                     source, memory = self._source(tensor, value)
                     views = (*source.views, _again(func, args, kwargs, value, place))
                     obstacle = source.obstacle or _obstacle(func, value, output)
-                    self._known[output] = _Alias(source.memory, memory, views, obstacle, changes=memory.changes)
+                    self._known[output] = _Alias(
+                        source.memory, memory, views, obstacle, changes=memory.changes
+                    )
                     break
 
     def _source(self, tensor: Tensor, value: Tensor) -> tuple[_Alias, _Memory]:
@@ -184,7 +196,9 @@ class _Aliases(TorchFunctionMode):
             return
         if memory.weight:
             raise RuntimeError(CHANGED_WEIGHT)
-        if not torch.is_grad_enabled() and memory.whole.requires_grad:  # as the model sees it: grad_mode.py
+        if (
+            not torch.is_grad_enabled() and memory.whole.requires_grad
+        ):  # as the model sees it: grad_mode.py
             raise RuntimeError(CHANGED)
         memory.changes += 1
         alias.changes, alias.value = memory.changes, None if value is tensor else value
@@ -195,11 +209,15 @@ class _Aliases(TorchFunctionMode):
             first.held = memory
 
 
-def _targets(changed: Sequence[tuple[Tensor, Tensor]], result: object) -> list[tuple[Tensor, Tensor]]:
+def _targets(
+    changed: Sequence[tuple[Tensor, Tensor]], result: object
+) -> list[tuple[Tensor, Tensor]]:
     """Through which tensors a call changed memory: of several that share it, the one that it returns, or the first."""
     targets: list[tuple[Tensor, Tensor]] = []
     made = tensors(result)
-    for tensor, value in sorted(changed, key=lambda pair: not any(pair[1] is output for output in made)):
+    for tensor, value in sorted(
+        changed, key=lambda pair: not any(pair[1] is output for output in made)
+    ):
         if not any(_share(value, other) for _, other in targets):
             targets.append((tensor, value))
     return targets
@@ -217,7 +235,9 @@ def _again(func: AnyFunction, args: Args, kwargs: Kwargs, old: Tensor, place: in
     """The same view of another tensor."""
 
     def view(new: Tensor) -> Tensor:
-        given, named = tree_map_only(Tensor, lambda tensor: new if tensor is old else tensor, (args, kwargs))
+        given, named = tree_map_only(
+            Tensor, lambda tensor: new if tensor is old else tensor, (args, kwargs)
+        )
         output: Tensor = tree_leaves(func(*given, **named))[place]
         return output
 
@@ -230,7 +250,11 @@ def _obstacle(func: AnyFunction, source: Tensor, output: Tensor) -> str:
         return "one of them is detached"
     if name == "apply":
         return "one of them is a custom autograd function's"
-    return "one of them reads it in another form" if source.dtype != output.dtype or name == "as_strided" else ""
+    return (
+        "one of them reads it in another form"
+        if source.dtype != output.dtype or name == "as_strided"
+        else ""
+    )
 
 
 def _through(views: Sequence[View], value: Tensor) -> Tensor:
@@ -249,8 +273,12 @@ def _written(memory: _Memory) -> Tensor:
             )
         if alias.views:
             sizes = memory.whole.shape
-            places = _through(alias.views, torch.arange(memory.whole.numel(), device=value.device).view(sizes))
-            memory.whole = memory.whole.flatten().scatter(0, places.flatten(), value.flatten()).view(sizes)
+            places = _through(
+                alias.views, torch.arange(memory.whole.numel(), device=value.device).view(sizes)
+            )
+            memory.whole = (
+                memory.whole.flatten().scatter(0, places.flatten(), value.flatten()).view(sizes)
+            )
         else:
             memory.whole = value
     memory.pending.clear()

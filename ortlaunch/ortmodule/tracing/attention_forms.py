@@ -38,7 +38,9 @@ def attention(g: Any, query: Any, key: Any, value: Any, mask: Any, dropout: Any,
         mask = filled
         own["IsNaN"] = lambda weights: empty
     attended = form(GraphWriter(g, own), query, key, value, mask, dropout, *rest)
-    if "IsNaN" not in own or "IsNaN" in inspect.getsource(form):  # torch 2.7 and later look for empty rows
+    if "IsNaN" not in own or "IsNaN" in inspect.getsource(
+        form
+    ):  # torch 2.7 and later look for empty rows
         return attended
     zero = g.op("Constant", value_t=torch.tensor(0.0, dtype=type_of(query)))
     return g.op("Where", empty, zero, attended)
@@ -94,7 +96,9 @@ def unflatten(g: Any, tensor: Any, dim: Any, sizes: Any) -> Any:
     rank = symbolic_helper._get_tensor_rank(tensor)
     place = symbolic_helper._maybe_get_const(dim, "i")
     if rank is None or not isinstance(place, int):
-        return importlib.import_module("torch.onnx.symbolic_opset13").unflatten(g, tensor, dim, sizes)
+        return importlib.import_module("torch.onnx.symbolic_opset13").unflatten(
+            g, tensor, dim, sizes
+        )
     place %= rank
     shape = g.op("Shape", tensor)
 

@@ -70,6 +70,12 @@ def _plain_checkpoints() -> Iterator[None]:
 def recompute(export: Export) -> None:
     """ORT's recomputation, at level 1, takes the place of the model's checkpoints."""
     options = export.options
-    if export.training and export.seen.get("checkpointed") and not options.memory_optimizer_is_enabled():
+    if (
+        export.training
+        and export.seen.get("checkpointed")
+        and not options.memory_optimizer_is_enabled()
+    ):
         options.memory_optimization_level, options.recompute_probe_config = 1, "1:1"
-        tally.note("the model's gradient checkpointing became ONNX Runtime's recomputation: memory_optimization: 1")
+        tally.note(
+            "the model's gradient checkpointing became ONNX Runtime's recomputation: memory_optimization: 1"
+        )

@@ -63,7 +63,9 @@ def forget_failed_import() -> bool:
     """`import onnxruntime.training` alone, as for its FusedAdam: on torch 2.9 and later its import of ORTModule fails
     without a word, and has replaced `checkpoint` of torch and DeepSpeed by then; a stand-in of a stand-in hands their
     own arguments on to the layer."""
-    found = [_take_back(name) for name in ("torch.utils.checkpoint", "deepspeed") if name in sys.modules]
+    found = [
+        _take_back(name) for name in ("torch.utils.checkpoint", "deepspeed") if name in sys.modules
+    ]
     return any(found)
 
 
@@ -128,7 +130,9 @@ def skip_padding_hook() -> bool:
     """On CUDA ORT marks padding with a Python operator, which takes torch_interop_utils."""
     if not extensions.interop_refusal():
         return False
-    manager = importlib.import_module(f"{_ORTMODULE}._graph_transition_manager").GraphTransitionManager
+    manager = importlib.import_module(
+        f"{_ORTMODULE}._graph_transition_manager"
+    ).GraphTransitionManager
     manager._add_check_embedding_sparsity_hook = staticmethod(lambda *args: [])
     return True
 
@@ -160,7 +164,9 @@ def restore_convolution_symbolics() -> bool:
 
 def follow_chunk_sizes() -> None:
     """Every torch: ORT's export of `chunk` lets the exporter take the first batch's sizes for constants."""
-    registered = importlib.import_module(f"{_ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
+    registered = importlib.import_module(
+        f"{_ORTMODULE}._custom_op_symbolic_registry"
+    ).CustomOpSymbolicRegistry
     forms = importlib.import_module("ortlaunch.ortmodule.tracing.part_forms")
     registered.register("ConstantChunk", "prim", forms.constant_chunk)
 
@@ -243,8 +249,12 @@ def _load(name: str) -> None:
 def _require_extensions() -> None:
     missing = extensions.missing()
     if missing:
-        why = "; ".join([f"{', '.join(missing)} not in {extensions.cache_dir()}", *extensions.damage()])
-        raise MissingDependency(f"ORT's torch extensions are not built for this stack ({why}). Type: ortlaunch setup")
+        why = "; ".join(
+            [f"{', '.join(missing)} not in {extensions.cache_dir()}", *extensions.damage()]
+        )
+        raise MissingDependency(
+            f"ORT's torch extensions are not built for this stack ({why}). Type: ortlaunch setup"
+        )
 
 
 def _nvtx_works() -> bool:

@@ -90,7 +90,11 @@ def _gathered(seen: Facts, printing: bool) -> Callable[[Loss], Loss]:
 
 
 def _without(
-    scores: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor, ignore_index: int, printing: bool
+    scores: torch.Tensor,
+    labels: torch.Tensor,
+    counts: torch.Tensor,
+    ignore_index: int,
+    printing: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if printing:  # ORT's operator prints in every step, and is the sign for ORT to do the same
         from onnxruntime.training.ortmodule._runtime_inspector import FlagAndPrintDensity
@@ -116,7 +120,11 @@ def shrink(export: Export, model: onnx.ModelProto) -> None:
 
 
 def _rows(name: str, makers: Mapping[str, onnx.NodeProto]) -> bool:
-    for kind in ("Squeeze", "Transpose", "NonZero"):  # as `nonzero().squeeze(1)` is exported: one index a row
+    for kind in (
+        "Squeeze",
+        "Transpose",
+        "NonZero",
+    ):  # as `nonzero().squeeze(1)` is exported: one index a row
         if name not in makers or makers[name].op_type != kind:
             return False
         name = makers[name].input[0]
@@ -140,9 +148,13 @@ def _written_out(plain: Loss) -> Loss:
         smoothing: float,
     ) -> object:
         likely = labels.is_floating_point()
-        if scores.dim() == 1 and not likely:  # one sample: ONNX Runtime's form of it aborts the process
+        if (
+            scores.dim() == 1 and not likely
+        ):  # one sample: ONNX Runtime's form of it aborts the process
             reduction = reduction or _SUM  # without a reduction it is the same value
-            return loss(scores.unsqueeze(0), labels.unsqueeze(0), weight, reduction, ignore_index, smoothing)
+            return loss(
+                scores.unsqueeze(0), labels.unsqueeze(0), weight, reduction, ignore_index, smoothing
+            )
         if not (likely or smoothing):
             return plain(scores, labels, weight, reduction, ignore_index, smoothing)
         axis = min(scores.dim() - 1, 1)

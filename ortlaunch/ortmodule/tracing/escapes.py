@@ -48,7 +48,9 @@ class StaleTensor(torch.Tensor):
     def __torch_function__(
         cls, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        raise RuntimeError(next(one.message for one in tree_leaves((args, kwargs)) if isinstance(one, StaleTensor)))
+        raise RuntimeError(
+            next(one.message for one in tree_leaves((args, kwargs)) if isinstance(one, StaleTensor))
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch has an argument of its own
         return f"StaleTensor({self.message!r})"
@@ -117,7 +119,9 @@ def _find(module: nn.Module, made: Mapping[torch.Tensor, str]) -> list[Kept]:
     return found
 
 
-def _replace(module: nn.Module, objects: Sequence[object], stale: Stale, found: list[Kept], deep: int) -> None:
+def _replace(
+    module: nn.Module, objects: Sequence[object], stale: Stale, found: list[Kept], deep: int
+) -> None:
     """Note, for each container of one of `objects`, what takes the place of the object there.
 
     stale: by the id of an object it and its line, or it and what takes its place.
@@ -136,11 +140,19 @@ def _replaced(module: nn.Module, holder: Any, stale: Stale, inner: Stale | None)
     if isinstance(holder, types.CellType):
         items: Any = {"cell_contents": holder.cell_contents}
     else:
-        items = holder if isinstance(holder, (dict, list, deque, tuple)) else getattr(holder, "__dict__", None)
+        items = (
+            holder
+            if isinstance(holder, (dict, list, deque, tuple))
+            else getattr(holder, "__dict__", None)
+        )
     if items is None or (isinstance(items, tuple) and inner is None):
         raise RuntimeError(_message(f"a {type(holder).__name__}", "one of its lines"))
     places = list(items.items() if isinstance(items, dict) else enumerate(items))
-    new = {key: _stale(module, holder, items, key, stale[id(value)]) for key, value in places if id(value) in stale}
+    new = {
+        key: _stale(module, holder, items, key, stale[id(value)])
+        for key, value in places
+        if id(value) in stale
+    }
     if isinstance(items, tuple) and inner is not None:
         inner[id(items)] = items, _typed(items, tuple(new.get(key, value) for key, value in places))
         return []
@@ -148,7 +160,9 @@ def _replaced(module: nn.Module, holder: Any, stale: Stale, inner: Stale | None)
     return [(container, key, value) for key, value in new.items()]
 
 
-def _stale(module: nn.Module, holder: object, items: object, key: Any, entry: tuple[object, object]) -> object:
+def _stale(
+    module: nn.Module, holder: object, items: object, key: Any, entry: tuple[object, object]
+) -> object:
     """What takes the place of an object under a key of a container."""
     if not isinstance(entry[1], str):
         return entry[1]

@@ -95,7 +95,9 @@ def _stop_gradient_at_copies() -> None:
     c: Any = importlib.import_module("onnxruntime.capi._pybind_state")
     clone = "org.pytorch.aten::ATen::clone::"
     c.register_custom_stop_gradient_edges(clone, {0})
-    c.register_gradient_definition(clone, _no_gradient())  # which ORT wants of a weight's copy all the same
+    c.register_gradient_definition(
+        clone, _no_gradient()
+    )  # which ORT wants of a weight's copy all the same
 
 
 def _no_gradient() -> Any:

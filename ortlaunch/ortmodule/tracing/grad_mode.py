@@ -63,7 +63,10 @@ def following_grad_mode(export: Export) -> Export:
 
     @functools.wraps(export)
     def export_with_grad_mode(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
-        with _GradMode(model, kwargs["training"] == torch.onnx.TrainingMode.TRAINING) as mode, mode.told():
+        with (
+            _GradMode(model, kwargs["training"] == torch.onnx.TrainingMode.TRAINING) as mode,
+            mode.told(),
+        ):
             return export(model, *args, **kwargs)
 
     return export_with_grad_mode
@@ -84,7 +87,9 @@ class _GradMode(TorchFunctionMode):
         self._training = training and begin
         self._enabled = begin  # for the model; gradients are off for torch throughout an export
         self._trained = WeakTensorKeyDictionary()
-        self._stopped = WeakTensorKeyDictionary()  # made of trained ones with gradients off; each with its detached one
+        self._stopped = (
+            WeakTensorKeyDictionary()
+        )  # made of trained ones with gradients off; each with its detached one
         for tensor in (*model.parameters(), *model.buffers()):
             self._trained[tensor] = tensor.requires_grad
 
@@ -93,7 +98,9 @@ class _GradMode(TorchFunctionMode):
         """While open, what no function mode sees is seen: whether gradients are on is asked, and custom functions."""
         plain = vars(torch.autograd.Function)["apply"]
 
-        def applied(function: type[torch.autograd.Function], /, *args: object, **kwargs: object) -> object:
+        def applied(
+            function: type[torch.autograd.Function], /, *args: object, **kwargs: object
+        ) -> object:
             def apply(*args: object, **kwargs: object) -> object:
                 if has_torch_function(given):
                     return handle_torch_function(apply, given, *args, **kwargs)
@@ -133,12 +140,16 @@ class _GradMode(TorchFunctionMode):
         if func == getter("requires_grad") and args[0] in self._trained:
             return self._trained[args[0]] and args[0] not in self._stopped
         if func is _T.register_hook and self._has_gradient(args[0]):
-            raise RuntimeError("the forward pass gives a tensor a hook, and ONNX Runtime's backward pass calls none")
+            raise RuntimeError(
+                "the forward pass gives a tensor a hook, and ONNX Runtime's backward pass calls none"
+            )
         if func == getter("data"):
             func, args = _T.detach, args[:1]  # a trace has .data as a constant
         if any(isinstance(value, complex) for value in args) and (given := tensors(args)):
             # A trace refuses Python's complex numbers, as 1j * x has.
-            args = tuple(_complex(value, given[0]) if isinstance(value, complex) else value for value in args)
+            args = tuple(
+                _complex(value, given[0]) if isinstance(value, complex) else value for value in args
+            )
         if func in _SCATTER:  # torch's exporter knows none of True and False
             args = tuple(int(value) if isinstance(value, bool) else value for value in args)
         return self._call(func, args, kwargs or {})
@@ -207,11 +218,16 @@ def _differentiable(tensor: torch.Tensor) -> bool:
 
 def _complex(value: complex, like: torch.Tensor) -> torch.Tensor:
     """Computed in the graph, for ONNX has no complex constants."""
-    parts = [like.new_zeros((), dtype=torch.get_default_dtype()) + part for part in (value.real, value.imag)]
+    parts = [
+        like.new_zeros((), dtype=torch.get_default_dtype()) + part
+        for part in (value.real, value.imag)
+    ]
     return torch.complex(parts[0], parts[1])
 
 
-CHANGED_WEIGHT = "a weight is changed in the forward pass, which ONNX Runtime's graph would leave out"
+CHANGED_WEIGHT = (
+    "a weight is changed in the forward pass, which ONNX Runtime's graph would leave out"
+)
 CHANGED = (
     "a tensor with a gradient is changed in place under torch.no_grad(), or one made there is changed outside: "
     "ONNX Runtime's gradient would be another than PyTorch's; write the change without a trailing underscore"

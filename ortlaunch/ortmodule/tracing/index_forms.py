@@ -77,15 +77,23 @@ def _are_broadcast(g: Any, masked: bool) -> bool:
 def _require_sums(g: Any) -> None:
     """Refuse an opset whose Scatter has no reduction; torch's forms keep one value of several there."""
     if g.opset < 16:
-        raise RuntimeError(f"sums at indices take Settings.opset 16 or newer, and this export is of {g.opset}")
+        raise RuntimeError(
+            f"sums at indices take Settings.opset 16 or newer, and this export is of {g.opset}"
+        )
 
 
 def scatter_add(g: Any, into: Any, *args: Any) -> Any:
     """Added up apart: ORT's gradient of a Scatter that adds leaves out the places that it adds to."""
     _require_sums(g)
-    zeros = g.op("ConstantOfShape", g.op("Shape", into), value_t=torch.zeros(1, dtype=type_of(into)))
+    zeros = g.op(
+        "ConstantOfShape", g.op("Shape", into), value_t=torch.zeros(1, dtype=type_of(into))
+    )
     zeros.setType(into.type())
-    return g.op("Add", into, importlib.import_module("torch.onnx.symbolic_opset16").scatter_add(g, zeros, *args))
+    return g.op(
+        "Add",
+        into,
+        importlib.import_module("torch.onnx.symbolic_opset16").scatter_add(g, zeros, *args),
+    )
 
 
 def diff(g: Any, x: Any, times: Any, dim: Any, before: Any, after: Any) -> Any:
@@ -98,7 +106,9 @@ def diff(g: Any, x: Any, times: Any, dim: Any, before: Any, after: Any) -> Any:
     minus = "Xor" if is_bool(x) else "Sub"
     for _ in range(symbolic_helper._get_const(times, "i", "n")):
         later = symbolic_helper._slice_helper(g, x, axes=[axis], starts=[1], ends=[sys.maxsize])
-        x = g.op(minus, later, symbolic_helper._slice_helper(g, x, axes=[axis], starts=[0], ends=[-1]))
+        x = g.op(
+            minus, later, symbolic_helper._slice_helper(g, x, axes=[axis], starts=[0], ends=[-1])
+        )
     return x
 
 

@@ -22,7 +22,9 @@ def constant_chunk(g: Any, x: Any, chunks: int, dim: int, number: int = 0) -> li
 
     number: of parts, where it is not `chunks`.
     """
-    each = g.op("Div", g.op("Add", _size(g, x, dim), integers(g, [chunks - 1])), integers(g, [chunks]))
+    each = g.op(
+        "Div", g.op("Add", _size(g, x, dim), integers(g, [chunks - 1])), integers(g, [chunks])
+    )
     return _parts(g, x, each, dim, number or chunks)
 
 
@@ -51,9 +53,17 @@ def _parts(g: Any, x: Any, each: Any, dim: int, number: int) -> list[Any]:
     """
     rest = g.op("Sub", _size(g, x, dim), g.op("Mul", each, integers(g, [number - 1])))
     last = g.op("Min", each, rest)
-    if number > 1:  # fewer parts: a whole last one is too much for the dimension, so that Split fails
+    if (
+        number > 1
+    ):  # fewer parts: a whole last one is too much for the dimension, so that Split fails
         last = g.op("Where", g.op("Less", rest, integers(g, [1])), each, last)
-    split = g.op("Split", x, g.op("Concat", *[each] * (number - 1), last, axis_i=0), axis_i=dim, outputs=number)
+    split = g.op(
+        "Split",
+        x,
+        g.op("Concat", *[each] * (number - 1), last, axis_i=0),
+        axis_i=dim,
+        outputs=number,
+    )
     made: list[Any] = list(split) if number > 1 else [split]
     for part in made:
         part.setType(x.type().with_sizes([None] * x.type().dim()))

@@ -33,7 +33,9 @@ _NUMBERS = (bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, t
 _KINDS = (*_NUMBERS, type(None), list, tuple, set, frozenset, dict, torch.Tensor, numpy.ndarray)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _WHOLE = (*_NUMBERS, type(None), *_FUNCTIONS)  # the same object is the same value
-_KEEPING = {name for name, value in vars(nn.Module()).items() if not isinstance(value, (bool, type(None)))}
+_KEEPING = {
+    name for name, value in vars(nn.Module()).items() if not isinstance(value, (bool, type(None)))
+}
 _KEEPING.add("_compiled_call_impl")
 _NOT_THE_MODELS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}"
 GONE = object()
@@ -68,7 +70,9 @@ class Reads:
 @contextlib.contextmanager
 def noted(module: nn.Module) -> Iterator[Reads]:
     """Yields what passes of `module` in the with-block read."""
-    paths = {id(layer): path for path, layer in module.named_modules() if path}  # that without is ORT's
+    paths = {
+        id(layer): path for path, layer in module.named_modules() if path
+    }  # that without is ORT's
     reads = Reads()
     written: set[Place] = set()
     codes: set[types.CodeType] = set()
@@ -99,7 +103,9 @@ def noted(module: nn.Module) -> Iterator[Reads]:
             return
         codes.add(code)
         if not code.co_filename.startswith(_NOT_THE_MODELS):
-            reads.names.update(code.co_names, (word for word in code.co_consts if isinstance(word, str)))
+            reads.names.update(
+                code.co_names, (word for word in code.co_consts if isinstance(word, str))
+            )
             if _is_users(code.co_filename):
                 for place, value in _globals(code.co_names, frame.f_globals, set()):
                     reads.places.setdefault(place, frozen(value))
@@ -145,7 +151,9 @@ def _environment(reads: Reads, running: list[None]) -> Iterator[None]:
         yield
 
 
-def _globals(names: Iterable[str], namespace: Mapping[str, object], seen: set[int]) -> Iterator[tuple[Place, object]]:
+def _globals(
+    names: Iterable[str], namespace: Mapping[str, object], seen: set[int]
+) -> Iterator[tuple[Place, object]]:
     """Those of `names` that are the module's, or of modules of the user's that it names."""
     module = namespace.get("__name__")
     if id(namespace) in seen or vars(sys.modules.get(str(module), object)) is not namespace:
@@ -169,7 +177,9 @@ def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
     if isinstance(value, (*_WHOLE, StaleTensor)) or not deep:
         return value
     if isinstance(value, nn.Parameter) and value.requires_grad:
-        return value  # an input of the graph, which a step changes; a trace takes none for a constant
+        return (
+            value  # an input of the graph, which a step changes; a trace takes none for a constant
+        )
     if isinstance(value, torch.Tensor):
         return value, None if value.is_inference() else value._version
     if isinstance(value, numpy.ndarray):
@@ -182,7 +192,9 @@ def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
         return frozenset(value)
     if isinstance(value, Mapping):
         items, who = list(value.items()), type(value)
-    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, types.ModuleType, enum.Enum)):
+    elif hasattr(value, "__dict__") and not isinstance(
+        value, (nn.Module, types.ModuleType, enum.Enum)
+    ):
         if isinstance(value, type) and not _is_settings(value):
             return value
         items = [item for item in vars(value).items() if names is None or item[0] in names]
@@ -218,13 +230,17 @@ def same(one: object, other: object) -> bool:
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, frozenset):
         return bool(one == other)
-    return isinstance(one, _NUMBERS) and type(one) is type(other) and repr(one) == repr(other)  # nan is not nan
+    return (
+        isinstance(one, _NUMBERS) and type(one) is type(other) and repr(one) == repr(other)
+    )  # nan is not nan
 
 
 class Values:
     """What stood at places when this was made."""
 
-    def __init__(self, module: nn.Module, places: Iterable[Place], names: set[str] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, places: Iterable[Place], names: set[str] | None = None
+    ) -> None:
         layers = dict(module.named_modules())
         self._names = names
         self._stood = []
@@ -252,7 +268,9 @@ class Values:
         return found
 
 
-def _holders(layers: dict[str, nn.Module], holder: str, name: str) -> tuple[Mapping[str, object], Mapping[str, object]]:
+def _holders(
+    layers: dict[str, nn.Module], holder: str, name: str
+) -> tuple[Mapping[str, object], Mapping[str, object]]:
     """Where to look: first among a layer's own attributes, then in its class."""
     if holder.startswith(GLOBAL):
         module = sys.modules.get(holder.removeprefix(GLOBAL))
@@ -279,4 +297,8 @@ def _installed() -> tuple[str, ...]:
 def _is_users(file: object) -> bool:
     """Whether what a module or code object says of its file names one of the user's, or ortlaunch's own."""
     # torch.ops says that its file is `_ops.py`, in no folder.
-    return isinstance(file, str) and os.path.isabs(file) and not os.path.realpath(file).startswith(_installed())
+    return (
+        isinstance(file, str)
+        and os.path.isabs(file)
+        and not os.path.realpath(file).startswith(_installed())
+    )

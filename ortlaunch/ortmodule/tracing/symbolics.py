@@ -82,5 +82,7 @@ def constants(value: Any) -> list[float]:
     parts = list(value.node().inputs()) if value.node().kind() == "prim::ListConstruct" else [value]
     found = [part.toIValue() if part.node().kind() == "prim::Constant" else None for part in parts]
     found = [one.tolist() if isinstance(one, torch.Tensor) else one for one in found]
-    flat = [number for one in found for number in (one if isinstance(one, (list, tuple)) else [one])]
+    flat = [
+        number for one in found for number in (one if isinstance(one, (list, tuple)) else [one])
+    ]
     return [float(number) for number in flat if isinstance(number, (int, float))]

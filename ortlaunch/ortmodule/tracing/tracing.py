@@ -25,13 +25,17 @@ def without_weights(export: AnyFunction) -> AnyFunction:
 
     @functools.wraps(export)
     def export_without_weights(*args: object, **kwargs: object) -> object:
-        with mock.patch.object(torch._C, _INFERENCE, functools.partial(_inferred, getattr(torch._C, _INFERENCE))):
+        with mock.patch.object(
+            torch._C, _INFERENCE, functools.partial(_inferred, getattr(torch._C, _INFERENCE))
+        ):
             return export(*args, **kwargs)
 
     return export_without_weights
 
 
-def _inferred(infer: Callable[..., None], graph: object, weights: dict[str, object], opset: int) -> None:
+def _inferred(
+    infer: Callable[..., None], graph: object, weights: dict[str, object], opset: int
+) -> None:
     """Small ones stay: a buffer's numbers may be the sizes of a view."""
     infer(graph, {name: weight for name, weight in weights.items() if not _is_large(weight)}, opset)
 

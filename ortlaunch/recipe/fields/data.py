@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
-from ortlaunch.recipe.fields.section import LIST, MAPPING, MOST, WORD, OneOrMore, Positive, Section, Text, tuple_of
+from ortlaunch.recipe.fields.section import (
+    LIST,
+    MAPPING,
+    MOST,
+    WORD,
+    OneOrMore,
+    Positive,
+    Section,
+    Text,
+    tuple_of,
+)
 
 
 def _kind(value: object) -> str:
@@ -139,7 +149,9 @@ class Data(Section):
     sequence_length: Annotated[int, Field(ge=8, le=MOST)] | None = None
     """Tokens a sample, the same for all: shorter texts are padded, longer ones cut. So all steps run one graph, which
     ONNX Runtime and torch.compile plan and keep memory for once; null only for custom data."""
-    bucket_lengths: Annotated[tuple[BucketLength, ...], BeforeValidator(tuple_of), Field(max_length=3)] | None = None
+    bucket_lengths: (
+        Annotated[tuple[BucketLength, ...], BeforeValidator(tuple_of), Field(max_length=3)] | None
+    ) = None
     """Up to three lengths below `sequence_length`, for chats and texts with labels, as [64, 128]: a step's samples are
     dealt out to its passes and ranks by their lengths, and each micro batch is padded to the shortest length that holds
     it. For padding that costs more than more shapes do: inductor compiles each, ONNX Runtime and GPUs keep memory for
@@ -184,12 +196,19 @@ class Data(Section):
     @property
     def lengths(self) -> Sequence[int]:
         """Those below `sequence_length` that a micro batch may be padded to, ascending."""
-        return range(8, self.sequence_length or 0, 8) if self.padding == "longest" else self.bucket_lengths or ()
+        return (
+            range(8, self.sequence_length or 0, 8)
+            if self.padding == "longest"
+            else self.bucket_lengths or ()
+        )
 
     def sources(self) -> Iterator[tuple[str, str | Corpus]]:
         """Every source with its key in the recipe."""
         for number, part in enumerate(self.parts):
-            yield f"data.train[{number}].source" if isinstance(self.train, tuple) else "data.train", part.source
+            yield (
+                f"data.train[{number}].source" if isinstance(self.train, tuple) else "data.train",
+                part.source,
+            )
         if self.evaluation is not None:
             yield "data.evaluation", self.evaluation
 

@@ -115,11 +115,20 @@ def _offloads(zero: Zero) -> Iterator[Problem]:
         least = 3 if name == "parameters" or device == "nvme" else 1
         if device and zero.stage < least:
             paths = (f"zero.offload.{name}", "zero.stage")
-            yield paths, f"got {device} with ZeRO {zero.stage}; DeepSpeed offloads so from stage {least} on"
+            yield (
+                paths,
+                f"got {device} with ZeRO {zero.stage}; DeepSpeed offloads so from stage {least} on",
+            )
     if not any(devices.values()):
-        yield ("zero.offload",), "offloads nothing; give optimizer: cpu or parameters: cpu, or write null"
+        yield (
+            ("zero.offload",),
+            "offloads nothing; give optimizer: cpu or parameters: cpu, or write null",
+        )
     elif "nvme" in devices.values() and not offload.nvme_path:
-        yield ("zero.offload.nvme_path",), "is missing: nvme needs a folder on a fast local disk of every host"
+        yield (
+            ("zero.offload.nvme_path",),
+            "is missing: nvme needs a folder on a fast local disk of every host",
+        )
     elif offload.nvme_path and "nvme" not in devices.values():
         yield ("zero.offload.nvme_path",), "does nothing without nvme; leave it out"
 
@@ -137,7 +146,10 @@ def _settings(settings: dict[str, Any], section: str) -> Iterator[Problem]:
             guess = closest(key, known)
             yield path, "unknown DeepSpeed key" + (f"; did you mean {guess}?" if guess else "")
         elif value == "auto":
-            yield path, "got auto, which only Hugging Face's Trainer fills in; leave it out for DeepSpeed's default"
+            yield (
+                path,
+                "got auto, which only Hugging Face's Trainer fills in; leave it out for DeepSpeed's default",
+            )
         elif isinstance(value, dict):
             yield from _settings(value, name)
         elif name in NESTED and value is not None:

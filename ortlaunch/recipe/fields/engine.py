@@ -9,7 +9,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ortlaunch.recipe.fields.section import CountOrAuto, OperatorsOrWord, Positive, RowsOrWord, Section, Text, Words
+from ortlaunch.recipe.fields.section import (
+    CountOrAuto,
+    OperatorsOrWord,
+    Positive,
+    RowsOrWord,
+    Section,
+    Text,
+    Words,
+)
 
 
 class Engine(Section):

@@ -21,7 +21,11 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """Models inside Optional, Union and Annotated; those of a list's items are no section."""
     if typing.get_origin(annotation) is tuple:
         return
-    if typing.get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if (
+        typing.get_origin(annotation) is None
+        and isinstance(annotation, type)
+        and issubclass(annotation, BaseModel)
+    ):
         yield annotation
     for argument in typing.get_args(annotation):
         yield from models_in(argument)
@@ -31,7 +35,9 @@ def items_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """Models of the items of a list."""
     inside = typing.get_args(annotation)
     for argument in inside:
-        yield from models_in(argument) if typing.get_origin(annotation) is tuple else items_in(argument)
+        yield from (
+            models_in(argument) if typing.get_origin(annotation) is tuple else items_in(argument)
+        )
 
 
 def section_at(path: KeyPath) -> type[BaseModel] | None:
@@ -95,7 +101,11 @@ def choices(path: KeyPath) -> tuple[str, ...]:
                 yield from inside(argument)
 
     info = _info(path)
-    return tuple(name for each in (info.annotation, *info.metadata) for name in inside(each)) if info else ()
+    return (
+        tuple(name for each in (info.annotation, *info.metadata) for name in inside(each))
+        if info
+        else ()
+    )
 
 
 @functools.cache
@@ -104,10 +114,18 @@ def manual() -> dict[tuple[str, str], str]:
     found = {}
     modules = (best, models, data, engine, launch, schedule, submit)
     sources = [ast.parse(inspect.getsource(module)) for module in modules]
-    for section in (node for source in sources for node in source.body if isinstance(node, ast.ClassDef)):
+    for section in (
+        node for source in sources for node in source.body if isinstance(node, ast.ClassDef)
+    ):
         for above, text in zip(section.body, section.body[1:]):
-            if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(text, ast.Expr):
-                found[section.name, above.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+            if (
+                isinstance(above, ast.AnnAssign)
+                and isinstance(above.target, ast.Name)
+                and isinstance(text, ast.Expr)
+            ):
+                found[section.name, above.target.id] = " ".join(
+                    str(ast.literal_eval(text.value)).split()
+                )
     return found
 
 
@@ -117,7 +135,11 @@ def description(path: KeyPath) -> str:
         return ""
     parent, model = section_at(path[:-1]), section_at(path)
     text = manual().get((parent.__name__, path[-1])) if parent else None
-    return " ".join((text or (model.__doc__ if model else None) or "").split()).split(". ")[0].rstrip(".")
+    return (
+        " ".join((text or (model.__doc__ if model else None) or "").split())
+        .split(". ")[0]
+        .rstrip(".")
+    )
 
 
 @functools.cache
@@ -127,7 +149,9 @@ def everywhere() -> dict[str, str]:
     for path in _paths(Recipe, ()):
         found.setdefault(str(path[-1]), []).append(dotted(path))
     vague = ("r", "dropout", "split", "subset", "revision", "keep")
-    return {name: paths[0] for name, paths in found.items() if len(paths) == 1 and name not in vague}
+    return {
+        name: paths[0] for name, paths in found.items() if len(paths) == 1 and name not in vague
+    }
 
 
 def _paths(model: type[BaseModel], prefix: KeyPath) -> Iterator[KeyPath]:

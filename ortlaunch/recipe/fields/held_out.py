@@ -19,7 +19,11 @@ def no_evaluation(source: object, data: Data) -> str:
     """The error, for a recipe that has none; its words can be typed as they are."""
     trained = data.parts[0].source
     kind = _BUILT_IN[trained] if isinstance(trained, str) else trained
-    words = {key: value for key, value in kind.model_dump().items() if key in chosen(kind) and key not in _PLACES}
+    words = {
+        key: value
+        for key, value in kind.model_dump().items()
+        if key in chosen(kind) and key not in _PLACES
+    }
     if kind.format == "hub":
         words["split"] = "test"
     elif kind.factory is not None:

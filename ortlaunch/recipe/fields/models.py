@@ -277,7 +277,9 @@ class Log(Section):
     ranks: Literal["first", "all"] = "first"
     """Whose output the terminal shows while they run: rank 0's, or every line of all behind `HOST rank N: `. Each rank
     has its own logs in the run folder, and the error of any is shown at the end."""
-    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(tuple_of)] = ()
+    trackers: Annotated[
+        tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(tuple_of)
+    ] = ()
     """Where metrics go beside metrics.jsonl; each needs the extra of its name. W&B and MLflow take account and server
     from their own variables (`WANDB_*`, `MLFLOW_*`; `WANDB_MODE=offline` works). One that fails never ends a run."""
     project: str | None = None

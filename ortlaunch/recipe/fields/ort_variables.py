@@ -42,7 +42,9 @@ FIELDS = {
     "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": Variable("memory_efficient_grad_management", _flag),
     "ORTMODULE_PRINT_INPUT_DENSITY": Variable("print_input_density", _flag),
     "ORTMODULE_PRINT_MEMORY_STATS": Variable("print_memory_stats", _flag),
-    "ORTMODULE_FALLBACK_POLICY": Variable("allow_fallback", {"FALLBACK_DISABLE": False}.__getitem__),
+    "ORTMODULE_FALLBACK_POLICY": Variable(
+        "allow_fallback", {"FALLBACK_DISABLE": False}.__getitem__
+    ),
     "ORTMODULE_USE_TRITON": Variable("triton", _flag),
     "ORTMODULE_TRITON_CONFIG_FILE": Variable("triton_config", _no_value),
     "ORTMODULE_USE_FLASH_ATTENTION": Variable("flash_attention", _flag),
@@ -51,7 +53,9 @@ FIELDS = {
     "ORTMODULE_MAX_TUNING_DURATION_MS": Variable("tuning_duration_ms", int),
     "ORTMODULE_TUNING_RESULTS_PATH": Variable("tuning_results", str),
     "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": Variable("deepcopy_before_export", _flag),
-    "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": Variable("custom_autograd", {"0": "inline", "1": "python"}.__getitem__),
+    "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": Variable(
+        "custom_autograd", {"0": "inline", "1": "python"}.__getitem__
+    ),
     "ORTMODULE_LOG_LEVEL": Variable("log_level", str.lower),
     "ORTMODULE_SAVE_ONNX_PATH": Variable("save_onnx", str),
 }
@@ -113,7 +117,11 @@ def _without_field(name: str) -> str:
         return f"{LEFT_OUT[name]}; take it out"
     known = {_core(variable): variable for variable in FIELDS}
     guess = known.get(closest(_core(name), known) or "")
-    meant = f"; did you mean {guess}? That is engine.{FIELDS[guess].field}" if guess else "; take it out"
+    meant = (
+        f"; did you mean {guess}? That is engine.{FIELDS[guess].field}"
+        if guess
+        else "; take it out"
+    )
     return f"is no variable of ORTModule 1.19.2{meant}"
 
 
@@ -125,4 +133,6 @@ def _core(name: str) -> str:
 def in_recipes_words(text: str) -> str:
     """`Settings.opset=17` is `engine.opset=17`, with YAML's true and false."""
     text = text.replace("transformers: attn_implementation='eager'", "model.attention=eager")
-    return re.sub(r"\bSettings\.(\w+)(=True|=False)?", lambda m: f"engine.{m[1]}{(m[2] or '').lower()}", text)
+    return re.sub(
+        r"\bSettings\.(\w+)(=True|=False)?", lambda m: f"engine.{m[1]}{(m[2] or '').lower()}", text
+    )

@@ -23,14 +23,19 @@ def config_of(name: str) -> dict[str, Any] | None:
 def _counts(config: dict[str, Any]) -> bool:
     """Whether its sizes are sizes; a damaged file would be counted wrongly, or not at all."""
     sizes = [
-        value for key, value in config.items() if key.endswith(("_size", "_layers", "_heads")) and value is not None
+        value
+        for key, value in config.items()
+        if key.endswith(("_size", "_layers", "_heads")) and value is not None
     ]
     return all(isinstance(value, int) and 0 < value <= MOST for value in sizes)
 
 
 def _snapshot(name: str) -> Path | None:
     """Where huggingface_hub keeps what the main branch of a repository was when it was last asked for."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    home = (
+        os.environ.get("HF_HOME")
+        or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    )
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
     model = cache / f"models--{name.replace('/', '--')}"
     with contextlib.suppress(OSError, ValueError):

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticKnownError, core_schema
 
 # Branches of "a word, a mapping or a list" and of "a number or auto", as they appear in pydantic's locations.
@@ -34,7 +42,14 @@ OneOrMore = Annotated[
     tuple[Text, ...],
     BeforeValidator(_tuple_of_one_or_more),
     Field(min_length=1),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            ]
+        }
+    ),
 ]
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -88,7 +103,9 @@ class NameIn:
         if isinstance(value, str) and value in self.names:
             return value
         *first, last = map(repr, self.names)
-        raise PydanticKnownError("literal_error", {"expected": " or ".join([", ".join(first), last])})
+        raise PydanticKnownError(
+            "literal_error", {"expected": " or ".join([", ".join(first), last])}
+        )
 
 
 class Section(BaseModel):
@@ -110,4 +127,8 @@ DOES_NOTHING = "does nothing with {}, which takes {}; leave it out, or write nul
 def chosen(section: BaseModel) -> set[str]:
     """Fields with another value than their default: a resolved recipe writes all of them."""
     defaults = type(section).model_fields
-    return {name for name in section.model_fields_set if getattr(section, name) != defaults[name].default}
+    return {
+        name
+        for name in section.model_fields_set
+        if getattr(section, name) != defaults[name].default
+    }

@@ -44,7 +44,11 @@ def _nested(key: str, section: KeyPath) -> Advice | None:
     first, dot, rest = key.partition(".")
     if not dot or first not in names_in(section):
         return None
-    return Advice(f"keys nest in a file: write `{first}:`, and `{rest}:` in it", (*section, *keys(key)), sure=True)
+    return Advice(
+        f"keys nest in a file: write `{first}:`, and `{rest}:` in it",
+        (*section, *keys(key)),
+        sure=True,
+    )
 
 
 def _foreign(key: str, section: KeyPath) -> Advice | None:
@@ -78,11 +82,15 @@ def _elsewhere(key: str, section: KeyPath) -> Advice | None:
 def _nearest(key: str, section: KeyPath) -> Advice | None:
     """The most similar key: of this section rather than of another one, of ours rather than of another tool."""
     options = [
-        (likeness(key, name) + 0.1, Advice(f"did you mean {dotted((*section, name))}?", (*section, name), sure=True))
+        (
+            likeness(key, name) + 0.1,
+            Advice(f"did you mean {dotted((*section, name))}?", (*section, name), sure=True),
+        )
         for name in names_in(section)
     ]
     options += [
-        (likeness(key, name), Advice(f"did you mean {path}?", keys(path))) for name, path in everywhere().items()
+        (likeness(key, name), Advice(f"did you mean {path}?", keys(path)))
+        for name, path in everywhere().items()
     ]
     for name in FOREIGN:
         like = 0.0 if "." in name else likeness(key, name) - 0.05

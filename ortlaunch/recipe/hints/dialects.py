@@ -21,15 +21,15 @@ class Foreign(NamedTuple):
 
 
 _EPOCHS = "train.epochs"
-_PACKED = (
-    "none: causal-lm samples of text are always packed (data.attend_across_documents: whether they see each other)"
-)
+_PACKED = "none: causal-lm samples of text are always packed (data.attend_across_documents: whether they see each other)"
 _RESUME = "the command line option --run-dir with the folder of the run to continue"
 _CHECKPOINTING = "model.gradient_checkpointing"
 _RAW_ZERO = "zero.stage, and zero.deepspeed for raw settings"
 _STREAMS = "none: data is read once and cached"
 _QUANTIZED = "precision (there is no quantized training)"
-_WHOLE = "zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence parallelism)"
+_WHOLE = (
+    "zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence parallelism)"
+)
 
 DIALECTS: dict[str, dict[str, str]] = {
     "Megatron": {
@@ -266,8 +266,14 @@ DIALECTS: dict[str, dict[str, str]] = {
         "ntasks": "launch.nodes and launch.processes_per_node",
         "gres": "submit.gpus: gres",
         "job_name": "name",
-        **{name: f"submit.{name}" for name in ("partition", "account", "qos", "constraint", "reservation")},
-        **{f"launch.{name}": f"submit.{name}" for name in ("time", "cpus_per_task", "nodelist", "exclusive")},
+        **{
+            name: f"submit.{name}"
+            for name in ("partition", "account", "qos", "constraint", "reservation")
+        },
+        **{
+            f"launch.{name}": f"submit.{name}"
+            for name in ("time", "cpus_per_task", "nodelist", "exclusive")
+        },
         "launch.mem": "submit.memory",
         "launch.queue": "submit.partition",
         "walltime": "submit.time",

@@ -23,7 +23,12 @@ _KINDS = {
     "model_type": "a mapping",
     "tuple_type": "a list",
 }
-_BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+_BOUNDS = {
+    "greater_than": ">",
+    "greater_than_equal": ">=",
+    "less_than": "<",
+    "less_than_equal": "<=",
+}
 _CORPUS = "{format: text, path: [corpus/*.txt]}"
 EXAMPLES: dict[KeyPath, str] = {
     ("model",): "{task: masked-lm, pretrained: bert-base-uncased}",
@@ -98,15 +103,27 @@ def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
     if kind == "literal_error":
         words = choices(path)
         guess = closest(raw, words) if len(words) > 1 else None
-        return "it must be " + " or ".join(filter(None, (", ".join(words[:-1]), words[-1]))) + _guess(guess)
+        return (
+            "it must be "
+            + " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+            + _guess(guess)
+        )
     if kind in _BOUNDS:
         return f"it must be {_BOUNDS[kind]} {next(iter(context.values()))}"
     if _KINDS.get(kind) == "a mapping" and raw in choices((*path, "name")):
         return f"it must be a mapping, as {EXAMPLES[path]}; on the command line: {dotted(path)}.name={raw}"
     if kind in _KINDS:
-        about = f", as {EXAMPLES[path]}" if path in EXAMPLES else f": {description(path)}" if description(path) else ""
+        about = (
+            f", as {EXAMPLES[path]}"
+            if path in EXAMPLES
+            else f": {description(path)}"
+            if description(path)
+            else ""
+        )
         words = choices(path) if "number" in _KINDS[kind] else ()
-        return f"it must be {' or '.join((_KINDS[kind], *words))}{about}{_guess(closest(raw, words))}"
+        return (
+            f"it must be {' or '.join((_KINDS[kind], *words))}{about}{_guess(closest(raw, words))}"
+        )
     if kind in ("missing", "too_short", "too_long", "string_too_short"):
         return f"write it as {EXAMPLES[path]}" if path in EXAMPLES else "it must not be empty"
     if kind == "string_too_long":

@@ -40,7 +40,12 @@ def settle(tree: Tree) -> Named:
         path = next(_unknown(tree), None)
     if path is not None:
         more = sum(1 for _ in _unknown(tree))
-        problems.append(Line(tree.where(path), f"{dotted(path)}: unknown key, like {more - 1} more; is this a recipe?"))
+        problems.append(
+            Line(
+                tree.where(path),
+                f"{dotted(path)}: unknown key, like {more - 1} more; is this a recipe?",
+            )
+        )
         tree = replace(tree, children={})
         doubtful.append(("extends",))  # whatever is missing now was not looked at
     return Named(_without_empty(tree), problems, doubtful)
@@ -55,8 +60,12 @@ def _unknown(tree: Tree, model: type[BaseModel] = Recipe, path: KeyPath = ()) ->
             for section in models_in(info.annotation):
                 yield from _unknown(child, section, (*path, key))
         elif child.kind == "list":
-            for (number, item), section in itertools.product(child.children.items(), items_in(info.annotation)):
-                yield from _unknown(item, section, (*path, key, number)) if item.kind == "mapping" else ()
+            for (number, item), section in itertools.product(
+                child.children.items(), items_in(info.annotation)
+            ):
+                yield from (
+                    _unknown(item, section, (*path, key, number)) if item.kind == "mapping" else ()
+                )
 
 
 def _moved(tree: Tree, path: KeyPath, advice: Advice) -> Tree:

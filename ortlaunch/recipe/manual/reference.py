@@ -20,7 +20,13 @@ Made by `ortlaunch schema --markdown > docs/recipe.md`; a test holds it to the c
 A recipe is a YAML file. Any field can be set on the command line by its dotted path: `train.max_steps=50`,
 `engine.name=eager`, `zero.stage=1`. What must be given is **required**, in a file that extends no other.
 """
-_WORDS = {"string": "text", "object": "mapping", "boolean": "true, false", "array": "list", "null": "null"}
+_WORDS = {
+    "string": "text",
+    "object": "mapping",
+    "boolean": "true, false",
+    "array": "list",
+    "null": "null",
+}
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -39,7 +45,9 @@ def markdown() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _sections(whole: dict[str, Any], place: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def _sections(
+    whole: dict[str, Any], place: dict[str, Any], prefix: str
+) -> Iterator[tuple[str, str]]:
     """(dotted path, name in $defs) of each section, depth first."""
     for field, schema in place["properties"].items():
         for name, mark in _references(schema):
@@ -61,13 +69,17 @@ def _branches(schema: dict[str, Any]) -> list[dict[str, Any]]:
     return [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
 
 
-def _table(whole: dict[str, Any], section: dict[str, Any], sections: dict[str, list[str]]) -> list[str]:
+def _table(
+    whole: dict[str, Any], section: dict[str, Any], sections: dict[str, list[str]]
+) -> list[str]:
     required = section.get("required", ())
     lines = ["| field | value | default | meaning |", "|---|---|---|---|"]
     for field, schema in section["properties"].items():
         default = "**required**" if field in required else _default(schema)
         own = [schema, *(whole["$defs"][name] for name, _ in _references(schema))]
-        manual = next(each["description"] for each in own if "description" in each).replace("|", "\\|")
+        manual = next(each["description"] for each in own if "description" in each).replace(
+            "|", "\\|"
+        )
         lines.append(f"| `{field}` | {_kind(schema, sections)} | {default} | {manual} |")
     return lines
 

@@ -27,7 +27,9 @@ def json_schema() -> str:
     """
     whole = document()
     for section in (whole, *whole["$defs"].values()):
-        section["properties"] = {name: _or_null(field) for name, field in section["properties"].items()}
+        section["properties"] = {
+            name: _or_null(field) for name, field in section["properties"].items()
+        }
     for section in whole["$defs"].values():
         section.pop("required", None)
     whole["anyOf"] = [{"required": ["extends"]}, {"required": whole.pop("required")}]
@@ -57,7 +59,10 @@ def _or_null(field: dict[str, Any]) -> dict[str, Any]:
     if kinds:
         return {**field, kinds: [*field[kinds], *([] if _NULL in field[kinds] else [_NULL])]}
     if "$ref" in field:
-        return {"anyOf": [{"$ref": field["$ref"]}, _NULL], **{key: field[key] for key in field if key != "$ref"}}
+        return {
+            "anyOf": [{"$ref": field["$ref"]}, _NULL],
+            **{key: field[key] for key in field if key != "$ref"},
+        }
     words = {"enum": [*field["enum"], None]} if "enum" in field else {}
     return {**field, "type": [field["type"], "null"], **words}
 
@@ -68,4 +73,8 @@ def _tidy(value: Any) -> Any:
         return [_tidy(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {key: _tidy(item) for key, item in value.items() if not (key == "additionalProperties" and item is True)}
+    return {
+        key: _tidy(item)
+        for key, item in value.items()
+        if not (key == "additionalProperties" and item is True)
+    }

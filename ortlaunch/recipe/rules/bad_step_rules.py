@@ -22,8 +22,18 @@ def bad_step_rules(recipe: Recipe) -> Iterator[Problem]:
         limit = getattr(train, name)
         if limit != Train.model_fields[name].default and action not in actions(train):
             paths = (f"train.{name}", "train.on_nonfinite", "train.on_spike")
-            yield paths, f"got {limit}, and nothing is answered by {action}; set train.on_nonfinite: {action}, too"
+            yield (
+                paths,
+                f"got {limit}, and nothing is answered by {action}; set train.on_nonfinite: {action}, too",
+            )
     raw = recipe.zero.deepspeed.get("bf16") if recipe.zero else None
-    if isinstance(raw, dict) and raw.get("check_grad_overflow") is False and actions(train) != {"stop"}:
+    if (
+        isinstance(raw, dict)
+        and raw.get("check_grad_overflow") is False
+        and actions(train) != {"stop"}
+    ):
         paths = ("zero.deepspeed", "train.on_nonfinite", "train.on_spike")
-        yield paths, "has bf16.check_grad_overflow: false, with which DeepSpeed takes steps that are bad; leave it out"
+        yield (
+            paths,
+            "has bf16.check_grad_overflow: false, with which DeepSpeed takes steps that are bad; leave it out",
+        )

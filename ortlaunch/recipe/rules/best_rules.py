@@ -18,7 +18,10 @@ def evaluates_with_scores(recipe: Recipe) -> bool:
 def best_rules(recipe: Recipe) -> Iterator[Problem]:
     """A metric that the task has not, and evaluations that there are none of."""
     if recipe.train.metric is not None and recipe.data.evaluation is None:
-        yield ("train.metric", "data.evaluation"), "does nothing without data.evaluation; give that corpus"
+        yield (
+            ("train.metric", "data.evaluation"),
+            "does nothing without data.evaluation; give that corpus",
+        )
     for path, asked in (
         ("checkpoint.keep_best", recipe.checkpoint.keep_best),
         ("train.stop_after", recipe.train.stop_after),
@@ -34,4 +37,7 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
             message = f"is missing: give min or max, for {asked.metric} is a number of your own"
             yield (f"{path}.mode", f"{path}.metric"), message
         if recipe.train.evaluate_every_steps is None:
-            yield (path, "train.evaluate_every_steps"), "does nothing without train.evaluate_every_steps; give that too"
+            yield (
+                (path, "train.evaluate_every_steps"),
+                "does nothing without train.evaluate_every_steps; give that too",
+            )

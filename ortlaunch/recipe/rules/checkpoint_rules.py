@@ -12,4 +12,7 @@ def checkpoint_rules(recipe: Recipe) -> Iterator[Problem]:
     """What is given and would do nothing."""
     given = recipe.checkpoint
     if given.keep is None and given.keep_every is not None:
-        yield ("checkpoint.keep_every", "checkpoint.keep"), "does nothing beside keep: null, which keeps all; keep one"
+        yield (
+            ("checkpoint.keep_every", "checkpoint.keep"),
+            "does nothing beside keep: null, which keeps all; keep one",
+        )

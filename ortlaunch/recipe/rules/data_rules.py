@@ -19,7 +19,13 @@ _FORMAT_FIELDS = {
     "hub": ("name", "subset", "revision", "split", *_COLUMNS),
     "custom": ("factory", "arguments"),
 }
-_FORMAT_NEEDS = {"text": "path", "jsonl": "path", "parquet": "path", "hub": "name", "custom": "factory"}
+_FORMAT_NEEDS = {
+    "text": "path",
+    "jsonl": "path",
+    "parquet": "path",
+    "hub": "name",
+    "custom": "factory",
+}
 # A block of a mixture has 65,536 samples (worker/data/mixture.py); each source has one of them at least.
 _SMALLEST_SHARE = 1 / 65_536
 
@@ -47,7 +53,10 @@ def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
     if getattr(corpus, needed) is None:
         yield (f"{path}.{needed}", kind), f"is missing: format {corpus.format} takes {needed}"
     for key in sorted(chosen(corpus) - {"format"} - set(takes)):
-        yield (f"{path}.{key}", kind), DOES_NOTHING.format(f"format {corpus.format}", ", ".join(takes))
+        yield (
+            (f"{path}.{key}", kind),
+            DOES_NOTHING.format(f"format {corpus.format}", ", ".join(takes)),
+        )
     yield from function(f"{path}.factory", corpus.factory)
     pair = [key for key in ("prompt_column", "response_column") if getattr(corpus, key)]
     if corpus.messages_column and pair:
@@ -83,14 +92,26 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
         yield paths, "is of another kind than data.train: both custom, or neither"
     for key in ("tokenizer", "sequence_length"):
         if own and getattr(data, key) is not None:
-            yield (f"data.{key}", "data.train.format"), "does nothing with custom data: its factory makes the tensors"
+            yield (
+                (f"data.{key}", "data.train.format"),
+                "does nothing with custom data: its factory makes the tensors",
+            )
         if not own and getattr(data, key) is None:
-            yield (f"data.{key}", "data.train.format"), "is missing: text needs a tokenizer and a sequence_length"
+            yield (
+                (f"data.{key}", "data.train.format"),
+                "is missing: text needs a tokenizer and a sequence_length",
+            )
     if data.masked_lm is not None and (own or traits.predicts != "masked"):
         paths = ("data.masked_lm", "model.task", "data.train.format")
-        yield paths, f"is for the tasks masked-lm and pretraining on text, not for {'custom data' if own else task}"
+        yield (
+            paths,
+            f"is for the tasks masked-lm and pretraining on text, not for {'custom data' if own else task}",
+        )
     if data.collate is not None and not own:
-        yield ("data.collate", "data.train.format"), "is for custom data: what text becomes is known"
+        yield (
+            ("data.collate", "data.train.format"),
+            "is for custom data: what text becomes is known",
+        )
     for key, source in data.sources():
         labels = isinstance(source, Corpus) and source.format != "text"
         if traits.label and not labels:
@@ -104,7 +125,10 @@ def _chats(data: Data, task: str) -> Iterator[Problem]:
     for key in chats if MODEL_TASKS[task].predicts != "next" else ():
         yield (key, "model.task"), f"holds chats, which are for task causal-lm, not for {task}"
     if data.chat_template is not None and not chats:
-        yield ("data.chat_template", "data.train"), "does nothing without chats: no source has a messages_column"
+        yield (
+            ("data.chat_template", "data.train"),
+            "does nothing without chats: no source has a messages_column",
+        )
     if chats and isinstance(data.tokenizer, TokenizerTraining) and data.chat_template is None:
         paths = ("data.chat_template", "data.tokenizer.train", chats[0])
         yield paths, "is missing: a tokenizer that is trained here has no chat template of its own"
@@ -122,11 +146,17 @@ def _packing(data: Data, task: str) -> Iterator[Problem]:
 
 
 def _buckets(data: Data, task: str) -> Iterator[Problem]:
-    path, lengths = "data.bucket_lengths" if data.bucket_lengths else "data.padding", data.bucket_lengths
+    path, lengths = (
+        "data.bucket_lengths" if data.bucket_lengths else "data.padding",
+        data.bucket_lengths,
+    )
     if lengths is None and data.padding == "fixed":
         return
     if not MODEL_TASKS[task].label and not any(is_chat(source) for _, source in data.sources()):
-        yield (path, "model.task"), f"does nothing for {task} on text, whose samples are windows without padding"
+        yield (
+            (path, "model.task"),
+            f"does nothing for {task} on text, whose samples are windows without padding",
+        )
     if lengths is None:
         return
     if data.padding == "longest":
@@ -134,14 +164,20 @@ def _buckets(data: Data, task: str) -> Iterator[Problem]:
     most = data.sequence_length or MOST
     if list(lengths) != sorted(set(lengths)) or not lengths or lengths[-1] >= most:
         shown = ", ".join(map(str, lengths))
-        yield (path, "data.sequence_length"), f"got {shown}; they must rise, below sequence_length: {most}"
+        yield (
+            (path, "data.sequence_length"),
+            f"got {shown}; they must rise, below sequence_length: {most}",
+        )
 
 
 def _words(data: Data, task: str) -> Iterator[Problem]:
     """The tokenizer, and the words that are masked."""
     tokenizer, length = data.tokenizer, data.sequence_length
     if tokenizer in ("wordpiece", "bpe"):
-        yield ("data.tokenizer",), f"got {tokenizer}; to train one write {{train: {tokenizer}, vocab_size: 30522}}"
+        yield (
+            ("data.tokenizer",),
+            f"got {tokenizer}; to train one write {{train: {tokenizer}, vocab_size: 30522}}",
+        )
     trained = isinstance(tokenizer, TokenizerTraining) and tokenizer.train
     if trained == "bpe" and MODEL_TASKS[task].predicts == "masked":
         paths = ("data.tokenizer.train", "model.task")
@@ -149,4 +185,7 @@ def _words(data: Data, task: str) -> Iterator[Problem]:
     most = data.masked_lm.max_predictions if data.masked_lm else None
     if most and length and most >= length:
         paths = ("data.masked_lm.max_predictions", "data.sequence_length")
-        yield paths, f"got {most}, and a sequence has {length} tokens; BERT takes 20 of 128, 80 of 512"
+        yield (
+            paths,
+            f"got {most}, and a sequence has {length} tokens; BERT takes 20 of 128, 80 of 512",
+        )

@@ -35,7 +35,10 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
     """Every rule about settings of the engine that the recipe breaks."""
     if recipe.engine.matmul_precision != "highest" and recipe.format.is_narrow:
         path = ("engine.matmul_precision", "precision")
-        yield path, f"does nothing with {recipe.precision}: it is about products of float32 numbers; leave it out"
+        yield (
+            path,
+            f"does nothing with {recipe.precision}: it is about products of float32 numbers; leave it out",
+        )
     yield from _onednn(recipe)
     yield from _chunked_loss(recipe)
     if recipe.engine.name != "ort":
@@ -53,10 +56,16 @@ def _chunked_loss(recipe: Recipe) -> Iterator[Problem]:
         return
     if not recipe.model.traits.predicts:
         path = ("engine.chunked_loss", "model.task")
-        yield path, f"does nothing with task {recipe.model.task}, which has no head over a vocabulary; leave it out"
+        yield (
+            path,
+            f"does nothing with task {recipe.model.task}, which has no head over a vocabulary; leave it out",
+        )
     if recipe.zero and recipe.zero.stage == 3:
         path = ("engine.chunked_loss", "zero.stage")
-        yield path, "does nothing with ZeRO 3, which keeps the head's weight in pieces; leave it out"
+        yield (
+            path,
+            "does nothing with ZeRO 3, which keeps the head's weight in pieces; leave it out",
+        )
 
 
 def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
@@ -69,12 +78,18 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
     if device != "cpu":
         if recipe.engine.torch_matmul is not None:
             path = ("engine.torch_matmul", "launch.device")
-            yield path, f"does nothing on {device}: it is for ONNX Runtime's CPU kernels; leave it out"
+            yield (
+                path,
+                f"does nothing on {device}: it is for ONNX Runtime's CPU kernels; leave it out",
+            )
         return
     own = ort_multiplies(recipe)
     if recipe.engine.matmul_precision != "highest" and own:
         path = ("engine.matmul_precision", "launch.device")
-        yield path, f"does nothing with {own}: the products are ONNX Runtime's own, which are float32; leave one out"
+        yield (
+            path,
+            f"does nothing with {own}: the products are ONNX Runtime's own, which are float32; leave one out",
+        )
     for name, why in CUDA_ONLY.items():
         if getattr(recipe.engine, name) != type(recipe.engine).model_fields[name].default:
             yield (f"engine.{name}", "launch.device"), f"does nothing on CPU: {why}; leave it out"
@@ -87,12 +102,21 @@ def _onednn(recipe: Recipe) -> Iterator[Problem]:
         return
     if recipe.format.is_narrow:
         path = ("engine.onednn", "precision")
-        yield path, f"does nothing with {recipe.precision}: it is about products of float32 numbers; leave it out"
+        yield (
+            path,
+            f"does nothing with {recipe.precision}: it is about products of float32 numbers; leave it out",
+        )
     if engine.matmul_precision != "highest":
         path = ("engine.onednn", "engine.matmul_precision")
-        yield path, f"does nothing with matmul_precision {engine.matmul_precision}, which is oneDNN's; leave one out"
+        yield (
+            path,
+            f"does nothing with matmul_precision {engine.matmul_precision}, which is oneDNN's; leave one out",
+        )
     if engine.onednn and engine.name == "ort" and (own := ort_multiplies(recipe)):
-        yield ("engine.onednn",), f"does nothing with {own}: the products are ONNX Runtime's own; leave one out"
+        yield (
+            ("engine.onednn",),
+            f"does nothing with {own}: the products are ONNX Runtime's own; leave one out",
+        )
 
 
 def ort_multiplies(recipe: Recipe) -> str:
@@ -102,7 +126,11 @@ def ort_multiplies(recipe: Recipe) -> str:
         return "torch_matmul: false"
     if recipe.model.gradient_checkpointing:
         return "model.gradient_checkpointing, which becomes memory_optimization"
-    fields = ("memory_optimization", "memory_optimization_config", "memory_efficient_grad_management")
+    fields = (
+        "memory_optimization",
+        "memory_optimization_config",
+        "memory_efficient_grad_management",
+    )
     return next((name for name in fields if getattr(engine, name)), "")
 
 
@@ -117,7 +145,10 @@ def _pairs(recipe: Recipe) -> Iterator[Problem]:
     for name in ("efficient_attention", "flash_attention"):
         if getattr(engine, name) and recipe.model.attention == "sdpa":
             paths = (f"engine.{name}", "model.attention")
-            yield paths, "does nothing with attention sdpa: it replaces attention that is written out; use eager"
+            yield (
+                paths,
+                "does nothing with attention sdpa: it replaces attention that is written out; use eager",
+            )
 
 
 def _memory(recipe: Recipe) -> Iterator[Problem]:
@@ -134,7 +165,9 @@ def _memory(recipe: Recipe) -> Iterator[Problem]:
             ("model.gradient_checkpointing", "engine.memory_optimization_config"),
             "does nothing beside memory_optimization_config, which names what is recomputed; leave one out",
         )
-    if engine.torch_matmul and (checkpointing or engine.memory_optimization or engine.memory_optimization_config):
+    if engine.torch_matmul and (
+        checkpointing or engine.memory_optimization or engine.memory_optimization_config
+    ):
         yield (
             ("engine.torch_matmul", "engine.memory_optimization", "model.gradient_checkpointing"),
             "does nothing with memory optimization, which recomputes ONNX Runtime's own matrix products; leave it out",
@@ -160,7 +193,9 @@ def _memory(recipe: Recipe) -> Iterator[Problem]:
 def _precision(recipe: Recipe) -> Iterator[Problem]:
     for name in ("cast_propagation", "cast_propagation_level"):
         default = type(recipe.engine).model_fields[name].default
-        if getattr(recipe.engine, name) == default or (recipe.format.scales_loss and recipe.zero is None):
+        if getattr(recipe.engine, name) == default or (
+            recipe.format.scales_loss and recipe.zero is None
+        ):
             continue
         how = "DeepSpeed, whose weights are 16 bits wide" if recipe.zero else recipe.precision
         message = f"does nothing with {how}: it moves the casts of autocast, which is fp16 without DeepSpeed"
@@ -171,7 +206,10 @@ def _triton(recipe: Recipe) -> Iterator[Problem]:
     config = recipe.engine.triton_config or {}
     for key in config:
         if key not in _TRITON_KEYS:
-            yield (f"engine.triton_config.{key}",), f"unknown key; valid here: {', '.join(_TRITON_KEYS)}"
+            yield (
+                (f"engine.triton_config.{key}",),
+                f"unknown key; valid here: {', '.join(_TRITON_KEYS)}",
+            )
     chosen = config.get("initializer", "scalar")
     if chosen not in ("none", "scalar", "all"):
         yield ("engine.triton_config.initializer",), f"got {chosen}; it must be none, scalar or all"

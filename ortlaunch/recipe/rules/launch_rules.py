@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from ortlaunch.recipe.fields.models import Recipe
 
 # What the launcher itself tells every rank.
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -50,10 +57,16 @@ def _variables(recipe: Recipe) -> Iterator[Problem]:
                 "launch.forward",
             )
         elif name in launch.forward:
-            yield ("launch.forward", f"launch.env.{name}"), f"got {name}, which launch.env sets; keep one"
+            yield (
+                ("launch.forward", f"launch.env.{name}"),
+                f"got {name}, which launch.env sets; keep one",
+            )
     for name in launch.forward:
         if not _VARIABLE.fullmatch(name):
-            yield ("launch.forward",), f"got {name}; give the name of a variable only, without its value"
+            yield (
+                ("launch.forward",),
+                f"got {name}; give the name of a variable only, without its value",
+            )
 
 
 def _elastic(recipe: Recipe) -> Iterator[Problem]:
@@ -62,7 +75,10 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
     nodes = launch.elastic
     assert nodes is not None
     if nodes.min > nodes.max:
-        yield ("launch.nodes.min", "launch.nodes.max"), f"got {nodes.min}, which is over max ({nodes.max})"
+        yield (
+            ("launch.nodes.min", "launch.nodes.max"),
+            f"got {nodes.min}, which is over max ({nodes.max})",
+        )
     launcher = LAUNCHERS.get(launch.launcher)
     if launcher and not launcher.sees_lost_hosts:
         yield (
@@ -80,9 +96,19 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
             ("launch.preflight", "launch.nodes"),
             "got false with launch.nodes {min, max}, which finds by it the hosts that are there; leave it out",
         )
-    if batch.global_size is None or not isinstance(batch.micro_size, int) or batch.accumulation_steps is not None:
+    if (
+        batch.global_size is None
+        or not isinstance(batch.micro_size, int)
+        or batch.accumulation_steps is not None
+    ):
         yield (
-            ("batch", "batch.global_size", "batch.micro_size", "batch.accumulation_steps", "launch.nodes"),
+            (
+                "batch",
+                "batch.global_size",
+                "batch.micro_size",
+                "batch.accumulation_steps",
+                "launch.nodes",
+            ),
             "with launch.nodes {min, max} the global batch is kept by accumulation: give global_size and micro_size as "
             "numbers, and leave accumulation_steps out",
         )

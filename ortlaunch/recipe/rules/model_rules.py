@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.recipe.fields.data import TokenizerTraining
-from ortlaunch.recipe.fields.families import COMMON_DEFAULTS, FAMILIES, LINEAR_LAYERS, complete, known_fields
+from ortlaunch.recipe.fields.families import (
+    COMMON_DEFAULTS,
+    FAMILIES,
+    LINEAR_LAYERS,
+    complete,
+    known_fields,
+)
 from ortlaunch.recipe.fields.models import Model, Recipe
 from ortlaunch.recipe.fields.section import MOST
 from ortlaunch.recipe.text.place import Problem
@@ -20,7 +26,10 @@ _COUNTS = (
     "max_position_embeddings", "type_vocab_size", "head_dim", "num_labels",
 )  # fmt: skip
 MOST_CLASSES = 1_000_000  # transformers' config names each
-_MOST = {"num_hidden_layers": 10_000, "num_labels": MOST_CLASSES}  # the plan counts the tensors of each layer
+_MOST = {
+    "num_hidden_layers": 10_000,
+    "num_labels": MOST_CLASSES,
+}  # the plan counts the tensors of each layer
 _CONFIG = "model.config"
 
 
@@ -47,14 +56,26 @@ def _builder(model: Model) -> Iterator[Problem]:
     """What builds the model: a factory, or transformers."""
     if model.traits.is_own:
         if not model.factory:
-            yield ("model.factory", "model.task"), 'is missing: task custom takes factory: "package.module:function"'
+            yield (
+                ("model.factory", "model.task"),
+                'is missing: task custom takes factory: "package.module:function"',
+            )
         for name in ("pretrained", "config", "lora"):
             if getattr(model, name) is not None:
-                yield (f"model.{name}", "model.task"), "does nothing with task custom: the factory builds the model"
+                yield (
+                    (f"model.{name}", "model.task"),
+                    "does nothing with task custom: the factory builds the model",
+                )
         if model.allow_partial:
-            yield ("model.allow_partial", "model.task"), "does nothing with task custom: the factory builds the model"
+            yield (
+                ("model.allow_partial", "model.task"),
+                "does nothing with task custom: the factory builds the model",
+            )
         if model.attention != "auto":
-            yield ("model.attention", "model.task"), "does nothing with task custom: the factory builds the model"
+            yield (
+                ("model.attention", "model.task"),
+                "does nothing with task custom: the factory builds the model",
+            )
         return
     if model.factory or model.arguments:
         name = "factory" if model.factory else "arguments"
@@ -74,7 +95,10 @@ def _config(config: dict[str, Any], pretrained: bool) -> Iterator[Problem]:
     if kind is not None and not isinstance(kind, str):
         yield (f"{_CONFIG}.model_type",), f"got {kind!r}; it must be a word, as bert or llama"
     elif kind is None and config and not pretrained:
-        yield (_CONFIG, f"{_CONFIG}.model_type"), "lacks model_type (as bert or llama), which says what the rest means"
+        yield (
+            (_CONFIG, f"{_CONFIG}.model_type"),
+            "lacks model_type (as bert or llama), which says what the rest means",
+        )
     elif kind not in FAMILIES and isinstance(kind, str):
         family = next((name for name in FAMILIES if name == kind.lower()), None)
         if family:
@@ -89,7 +113,11 @@ def _field(key: str, value: object, family: str) -> Iterator[Problem]:
         return
     if key not in known:
         guess = closest(key, known)
-        advice = f"did you mean {guess}?" if guess else f"transformers' {family} config has no such field"
+        advice = (
+            f"did you mean {guess}?"
+            if guess
+            else f"transformers' {family} config has no such field"
+        )
         yield (f"{_CONFIG}.{key}",), f"unknown key; {advice}"
         return
     wanted = _wanted(key, value, {**COMMON_DEFAULTS, **FAMILIES[family]}.get(key))
@@ -107,7 +135,11 @@ def _wanted(key: str, value: Any, default: object) -> str | None:
     if isinstance(default, int) or key in _COUNTS:
         least, most = (1 if key in _COUNTS else 0), _MOST.get(key, MOST)
         fits = number and isinstance(value, int) and least <= value <= most
-        return None if fits else f"a whole number from {least}{f' to {most}' if number and value > most else ''}"
+        return (
+            None
+            if fits
+            else f"a whole number from {least}{f' to {most}' if number and value > most else ''}"
+        )
     if "dropout" in key:
         return None if number and 0 <= value < 1 else "a number from 0, below 1"
     if isinstance(default, float):
@@ -128,16 +160,26 @@ def _task(model: Model) -> Iterator[Problem]:
     if family == "llama" and traits.predicts == "masked":
         yield paths, f"got {model.task} with llama, which predicts the next token; use causal-lm"
     if traits.label == "number" and config.get("num_labels", 1) != 1:
-        yield (f"{_CONFIG}.num_labels", "model.task"), f"got {config['num_labels']}; {model.task} has one output"
+        yield (
+            (f"{_CONFIG}.num_labels", "model.task"),
+            f"got {config['num_labels']}; {model.task} has one output",
+        )
     if family == "bert" and traits.predicts == "next" and not config.get("is_decoder"):
-        yield paths, "got causal-lm with bert, which sees the words it should predict; use masked-lm or pretraining"
+        yield (
+            paths,
+            "got causal-lm with bert, which sees the words it should predict; use masked-lm or pretraining",
+        )
 
 
 def _shape(recipe: Recipe) -> Iterator[Problem]:
     full = complete(recipe.model.config)
     if full is None or recipe.model.pretrained:
         return
-    hidden, heads, groups = full["hidden_size"], full["num_attention_heads"], full.get("num_key_value_heads")
+    hidden, heads, groups = (
+        full["hidden_size"],
+        full["num_attention_heads"],
+        full.get("num_key_value_heads"),
+    )
     if full.get("head_dim") is None and hidden % heads:
         yield (
             (f"{_CONFIG}.num_attention_heads", f"{_CONFIG}.hidden_size"),
@@ -160,7 +202,9 @@ def _fit(recipe: Recipe, full: dict[str, Any]) -> Iterator[Problem]:
             f"got {length}, and the model has max_position_embeddings: {positions}; make one fit the other",
         )
     tokenizer = recipe.data.tokenizer
-    if not isinstance(tokenizer, TokenizerTraining) or "vocab_size" not in (recipe.model.config or {}):
+    if not isinstance(tokenizer, TokenizerTraining) or "vocab_size" not in (
+        recipe.model.config or {}
+    ):
         return
     if tokenizer.vocab_size > full["vocab_size"]:
         yield (
@@ -173,7 +217,11 @@ def _lora(model: Model) -> Iterator[Problem]:
     layers = LINEAR_LAYERS.get(str((model.config or {}).get("model_type")))
     if model.lora is None or layers is None:
         return
-    absent = [name for name in model.lora.target_modules if name.split(".")[-1] not in (*layers, "all-linear")]
+    absent = [
+        name
+        for name in model.lora.target_modules
+        if name.split(".")[-1] not in (*layers, "all-linear")
+    ]
     if absent:
         guess = closest(absent[0], layers)
         yield (

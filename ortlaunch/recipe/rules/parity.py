@@ -33,7 +33,9 @@ def compared_steps(recipe: Recipe, model_type: str | None = None) -> Compared:
     family = model_type or _family(recipe)
     if family in FAMILIES:
         return Compared(0, f"ortlaunch's tests train {family} on ONNX Runtime")
-    return Compared(1, f"ortlaunch's tests train no {family or 'model of this kind'} on ONNX Runtime")
+    return Compared(
+        1, f"ortlaunch's tests train no {family or 'model of this kind'} on ONNX Runtime"
+    )
 
 
 def _family(recipe: Recipe) -> str | None:

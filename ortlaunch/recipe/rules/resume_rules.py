@@ -32,7 +32,9 @@ def _optimizer(before: Any, after: Any) -> Rule:
     states = [OPTIMIZERS[name].state for name in (before, after) if name in OPTIMIZERS]
     if len(states) == 2 and states[0] == states[1]:
         return Rule(EFFECT, why="the same numbers by another code")
-    return Rule(REFUSED, "optimizer", "its state begins anew where the checkpoint has none of its kind")
+    return Rule(
+        REFUSED, "optimizer", "its state begins anew where the checkpoint has none of its kind"
+    )
 
 
 RuleOf = Rule | Callable[[Any, Any], Rule]
@@ -52,51 +54,132 @@ RULES: dict[str, RuleOf] = {
     "model.gradient_checkpointing": Rule(EFFECT, why="the same numbers in other memory"),
     **_all(_MODEL, "lora lora.r lora.alpha lora.dropout lora.target_modules", "model"),
     "model.lora.merge": Rule(EFFECT, why="it is of the export alone"),
-    **_all(_DATA, "train train.format train.path train.name train.subset train.revision train.split", "data"),
-    **_all(_DATA, "train.document train.text_column train.label_column train.factory train.arguments", "data"),
+    **_all(
+        _DATA,
+        "train train.format train.path train.name train.subset train.revision train.split",
+        "data",
+    ),
+    **_all(
+        _DATA,
+        "train.document train.text_column train.label_column train.factory train.arguments",
+        "data",
+    ),
     **_all(_DATA, "train.messages_column train.prompt_column train.response_column", "data"),
     **_all(_DATA, "chat_template attend_across_documents", "data"),
-    **dict.fromkeys(("data.bucket_lengths", "data.padding"), Rule(EFFECT, why="the same samples, with less padding")),
+    **dict.fromkeys(
+        ("data.bucket_lengths", "data.padding"),
+        Rule(EFFECT, why="the same samples, with less padding"),
+    ),
     "data.evaluation": _EFFECT,
     **_all(_DATA, "tokenizer tokenizer.train tokenizer.vocab_size sequence_length", "data"),
-    **_all(_DATA, "masked_lm masked_lm.probability masked_lm.max_predictions masked_lm.whole_words", "data"),
+    **_all(
+        _DATA,
+        "masked_lm masked_lm.probability masked_lm.max_predictions masked_lm.whole_words",
+        "data",
+    ),
     "data.collate": _DATA,
     "data.workers": Rule(EFFECT, why="what samples draw at random may be drawn otherwise"),
     **_all(
         _EFFECT, "global_size micro_size accumulation_steps", "batch"
     ),  # world.global_samples tells what comes of it
     "optimizer.name": _optimizer,
-    **_all(_EFFECT, "learning_rate betas epsilon momentum weight_decay no_decay always_adapt", "optimizer"),
-    **_all(_EFFECT, "name warmup_steps warmup_ratio minimum_ratio power decay_ratio decay_type", "schedule"),
-    "precision": Rule(REFUSED, "precision", "the weights are float32 in any, and the steps are not the same"),
+    **_all(
+        _EFFECT,
+        "learning_rate betas epsilon momentum weight_decay no_decay always_adapt",
+        "optimizer",
+    ),
+    **_all(
+        _EFFECT,
+        "name warmup_steps warmup_ratio minimum_ratio power decay_ratio decay_type",
+        "schedule",
+    ),
+    "precision": Rule(
+        REFUSED, "precision", "the weights are float32 in any, and the steps are not the same"
+    ),
     **_all(_EFFECT, "name allow_fallback memory_optimization memory_optimization_config", "engine"),
-    **_all(_EFFECT, "memory_efficient_grad_management compute_optimizer sparsity_optimizer opset", "engine"),
-    **_all(_EFFECT, "print_input_density custom_autograd allow_traced_values parity_steps", "engine"),
-    **_all(_EFFECT, "parity_tolerance deepcopy_before_export log_level save_onnx print_memory_stats", "engine"),
-    **_all(_EFFECT, "cast_propagation cast_propagation_level conv_algorithm_search triton triton_config", "engine"),
-    **_all(_EFFECT, "flash_attention efficient_attention tuning tuning_duration_ms tuning_results", "engine"),
-    **_all(_EFFECT, "matmul_precision onednn chunked_loss torch_matmul torch_operators torch_modules", "engine"),
+    **_all(
+        _EFFECT,
+        "memory_efficient_grad_management compute_optimizer sparsity_optimizer opset",
+        "engine",
+    ),
+    **_all(
+        _EFFECT, "print_input_density custom_autograd allow_traced_values parity_steps", "engine"
+    ),
+    **_all(
+        _EFFECT,
+        "parity_tolerance deepcopy_before_export log_level save_onnx print_memory_stats",
+        "engine",
+    ),
+    **_all(
+        _EFFECT,
+        "cast_propagation cast_propagation_level conv_algorithm_search triton triton_config",
+        "engine",
+    ),
+    **_all(
+        _EFFECT,
+        "flash_attention efficient_attention tuning tuning_duration_ms tuning_results",
+        "engine",
+    ),
+    **_all(
+        _EFFECT,
+        "matmul_precision onednn chunked_loss torch_matmul torch_operators torch_modules",
+        "engine",
+    ),
     **_all(_EFFECT, "zero zero.stage zero.fused_gradient_norm zero.deepspeed zero.offload"),
     **_all(_EFFECT, "optimizer parameters nvme_path pin_memory", "zero.offload"),
     **_all(Rule(EFFECT, why="the schedule runs over the new length"), "max_steps epochs", "train"),
-    **_all(_EFFECT, "max_grad_norm evaluate_every_steps on_nonfinite max_skips max_rollbacks stall_seconds", "train"),
+    **_all(
+        _EFFECT,
+        "max_grad_norm evaluate_every_steps on_nonfinite max_skips max_rollbacks stall_seconds",
+        "train",
+    ),
     **_all(_EFFECT, "on_spike on_spike.action on_spike.deviations on_spike.window", "train"),
     **_all(_EFFECT, "hook metric stop_after stop_after.evaluations", "train"),
-    **_all(Rule(EFFECT, why="the best is found anew"), "stop_after.metric stop_after.mode", "train"),
+    **_all(
+        Rule(EFFECT, why="the best is found anew"), "stop_after.metric stop_after.mode", "train"
+    ),
     "train.loss_weight": Rule(REFUSED, "loss", "what is minimized is another mean"),
     **_all(_EFFECT, "every_minutes every_steps keep keep_every on_failure async", "checkpoint"),
     **_all(_EFFECT, "keep_best keep_best.export", "checkpoint"),
-    **_all(Rule(EFFECT, why="the best is found anew"), "keep_best.metric keep_best.mode", "checkpoint"),
-    **_all(_EFFECT, "launcher device nodes processes_per_node interface preflight max_restarts env forward", "launch"),
+    **_all(
+        Rule(EFFECT, why="the best is found anew"), "keep_best.metric keep_best.mode", "checkpoint"
+    ),
+    **_all(
+        _EFFECT,
+        "launcher device nodes processes_per_node interface preflight max_restarts env forward",
+        "launch",
+    ),
     **_all(_EFFECT, "grace_seconds nodes.min nodes.max binding", "launch"),
     **_all(_EFFECT, "every_steps ranks trackers project", "log"),
-    **_all(_EFFECT, "scheduler partition account qos reservation time gpus gpu_type cpus_per_task memory", "submit"),
-    **_all(_EFFECT, "constraint nodelist exclude exclusive dependency begin mail_user mail_type requeue", "submit"),
-    **_all(_EFFECT, "signal_seconds container container.runtime container.image container.mounts", "submit"),
+    **_all(
+        _EFFECT,
+        "scheduler partition account qos reservation time gpus gpu_type cpus_per_task memory",
+        "submit",
+    ),
+    **_all(
+        _EFFECT,
+        "constraint nodelist exclude exclusive dependency begin mail_user mail_type requeue",
+        "submit",
+    ),
+    **_all(
+        _EFFECT,
+        "signal_seconds container container.runtime container.image container.mounts",
+        "submit",
+    ),
     **_all(_EFFECT, "setup options kubernetes azureml", "submit"),
-    **_all(_EFFECT, "kind image runs volumes workdir namespace queue runtime secret gpu cpu", "submit.kubernetes"),
-    **_all(_EFFECT, "memory shared_memory node_selector service_account trainer", "submit.kubernetes"),
-    **_all(_EFFECT, "compute environment runs data code distribution experiment shared_memory", "submit.azureml"),
+    **_all(
+        _EFFECT,
+        "kind image runs volumes workdir namespace queue runtime secret gpu cpu",
+        "submit.kubernetes",
+    ),
+    **_all(
+        _EFFECT, "memory shared_memory node_selector service_account trainer", "submit.kubernetes"
+    ),
+    **_all(
+        _EFFECT,
+        "compute environment runs data code distribution experiment shared_memory",
+        "submit.azureml",
+    ),
     **_all(_EFFECT, "workspace resource_group", "submit.azureml"),
 }
 # What is no field of the recipe: the settled world, the data as they were read, code and packages.
@@ -106,17 +189,31 @@ OTHER_RULES: dict[str, RuleOf] = {
     "data.samples": Rule(REFUSED, "data", "as many were read then"),
     "data.fingerprint": Rule(REFUSED, "data", "the samples themselves are others"),
     "data.order": Rule(
-        REFUSED, "data", "in the epoch that it was in, some samples would come twice and some not at all"
+        REFUSED,
+        "data",
+        "in the epoch that it was in, some samples would come twice and some not at all",
     ),
-    "weights.frozen": Rule(REFUSED, "model", "what is not trained is not in a checkpoint, and was other weights then"),
+    "weights.frozen": Rule(
+        REFUSED, "model", "what is not trained is not in a checkpoint, and was other weights then"
+    ),
     **_all(_EFFECT, "ortlaunch commit dirty python", "code"),
     "packages": _EFFECT,
 }
 # Of no effect on an evaluation, which takes no step; of the data, but for what the run made of them.
-_STEPS = ("batch", "world", "optimizer", "schedule", "train.max_steps", "train.epochs", "data.order")
+_STEPS = (
+    "batch",
+    "world",
+    "optimizer",
+    "schedule",
+    "train.max_steps",
+    "train.epochs",
+    "data.order",
+)
 _TRAINED_ON = ("data.train", "data.samples", "data.fingerprint")
 _OTHER_MODEL = Rule(REFUSED, why="the weights are of another model")
-_OTHER_WORDS = Rule(REFUSED, why="its words and labels may be made of these data, and the run keeps none")
+_OTHER_WORDS = Rule(
+    REFUSED, why="its words and labels may be made of these data, and the run keeps none"
+)
 NAMES = ("data", "loss", "model", "optimizer", "precision")  # of --allow
 
 
@@ -139,7 +236,11 @@ class Change(NamedTuple):
         name = self.rule.allow
         if not name:
             return REFUSED
-        return f"{EFFECT}, by --allow {name}" if name in allowed else f"{REFUSED} without --allow {name}"
+        return (
+            f"{EFFECT}, by --allow {name}"
+            if name in allowed
+            else f"{REFUSED} without --allow {name}"
+        )
 
     def is_refused(self, allowed: tuple[str, ...]) -> bool:
         """Whether nobody has allowed it."""
@@ -152,12 +253,21 @@ def _as_written(value: Any) -> str:
         value = {key: each for key, each in value.items() if each not in (None, {}, [])}
     single = isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str)
     text = value[0] if single else value
-    return repr(text) if isinstance(text, (str, int, float)) and not isinstance(text, bool) else in_line(text)
+    return (
+        repr(text)
+        if isinstance(text, (str, int, float)) and not isinstance(text, bool)
+        else in_line(text)
+    )
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any], rules: Mapping[str, RuleOf]) -> list[Change]:
+def changes(
+    before: Mapping[str, Any], after: Mapping[str, Any], rules: Mapping[str, RuleOf]
+) -> list[Change]:
     """Every leaf that differs, in the order of `before`, each with its rule."""
-    return [Change(field, old, new, rule_of(field, rules, old, new)) for field, old, new in leaves(before, after)]
+    return [
+        Change(field, old, new, rule_of(field, rules, old, new))
+        for field, old, new in leaves(before, after)
+    ]
 
 
 def of_evaluation(found: list[Change], keeps_vocabulary: bool) -> list[Change]:
@@ -168,14 +278,20 @@ def of_evaluation(found: list[Change], keeps_vocabulary: bool) -> list[Change]:
             without its run folder.
     """
     hidden = (*_STEPS, *_TRAINED_ON) if keeps_vocabulary else _STEPS
-    return [change._replace(rule=_rule_here(change)) for change in found if not _is_below(change.field, hidden)]
+    return [
+        change._replace(rule=_rule_here(change))
+        for change in found
+        if not _is_below(change.field, hidden)
+    ]
 
 
 def _rule_here(change: Change) -> Rule:
     if _is_below(change.field, _TRAINED_ON):
         return _OTHER_WORDS
     refused = change.rule.verdict == REFUSED
-    return _OTHER_MODEL if change.rule.allow == "model" else Rule(EFFECT) if refused else change.rule
+    return (
+        _OTHER_MODEL if change.rule.allow == "model" else Rule(EFFECT) if refused else change.rule
+    )
 
 
 def _is_below(field: str, names: tuple[str, ...]) -> bool:

@@ -57,7 +57,9 @@ def device_rules(recipe: Recipe, device: str, hosts: str = "the run's hosts") ->
     yield from engine_device_rules(recipe, device)
     if device != "cpu":
         return
-    found = recipe.launch.device == "auto"  # most often on a login node, where the hosts of the run have GPUs
+    found = (
+        recipe.launch.device == "auto"
+    )  # most often on a login node, where the hosts of the run have GPUs
     cpu = "CPU (launch.device is auto, and this host shows no GPU)" if found else "CPU"
     use = f"use launch.device=cuda if {hosts} have GPUs, else" if found else "use"
     if recipe.engine.name == "ort" and recipe.format.is_narrow:
@@ -76,7 +78,9 @@ def device_rules(recipe: Recipe, device: str, hosts: str = "the run's hosts") ->
 def task_rules(recipe: Recipe, task: str) -> Iterator[Problem]:
     """Rules about what the ranks are to do, which the command says."""
     if TASKS[task].compares and recipe.engine.name == "auto":
-        message = "got auto, and it must be known what to compare with plain PyTorch; use ort or inductor"
+        message = (
+            "got auto, and it must be known what to compare with plain PyTorch; use ort or inductor"
+        )
         yield ("engine.name",), message
 
 
@@ -97,7 +101,9 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
     if total is None:
         return
     shown = " x ".join(
-        f"{name} ({value})" for name, value in (("micro_size", micro), ("accumulation_steps", steps)) if value
+        f"{name} ({value})"
+        for name, value in (("micro_size", micro), ("accumulation_steps", steps))
+        if value
     )
     if total % per_rank:
         yield (
@@ -106,7 +112,9 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
         )
     elif launch.processes_per_node:
         ranks = (nodes * launch.processes_per_node for nodes in launch.node_counts)
-        broken = (_batch_on(total, per_rank, shown, each, exact=bool(micro and steps)) for each in ranks)
+        broken = (
+            _batch_on(total, per_rank, shown, each, exact=bool(micro and steps)) for each in ranks
+        )
         yield from itertools.islice(itertools.chain.from_iterable(broken), 1)
 
 
@@ -135,10 +143,19 @@ def _batch_on(total: int, per_rank: int, shown: str, ranks: int, exact: bool) ->
     )
     of_ranks = counted(ranks, "rank")
     if exact and total != per_rank * ranks:
-        yield paths, f"got {total}, but {shown} x {of_ranks} = {per_rank * ranks}; leave one of the three out"
+        yield (
+            paths,
+            f"got {total}, but {shown} x {of_ranks} = {per_rank * ranks}; leave one of the three out",
+        )
     elif total % (per_rank * ranks):
-        near, unit = _near_multiples(total, per_rank * ranks), f"{shown} x {of_ranks} = {per_rank * ranks}"
-        yield paths, f"got {total}, which is not a multiple of {unit if shown else of_ranks}; {near}"
+        near, unit = (
+            _near_multiples(total, per_rank * ranks),
+            f"{shown} x {of_ranks} = {per_rank * ranks}",
+        )
+        yield (
+            paths,
+            f"got {total}, which is not a multiple of {unit if shown else of_ranks}; {near}",
+        )
 
 
 def _near_multiples(total: int, unit: int) -> str:
@@ -151,7 +168,10 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     takes = optimizer.traits.fields
     of_some = {field for traits in OPTIMIZERS.values() for field in traits.fields}
     for key in sorted(of_some & chosen(optimizer) - set(takes)):
-        yield (f"optimizer.{key}", "optimizer.name"), DOES_NOTHING.format(optimizer.name, " and ".join(takes))
+        yield (
+            (f"optimizer.{key}", "optimizer.name"),
+            DOES_NOTHING.format(optimizer.name, " and ".join(takes)),
+        )
     if optimizer.traits.needs_whole_tensors and zero is not None and zero.stage > 0:
         yield (
             ("optimizer.name", "zero.stage"),
@@ -166,7 +186,10 @@ def _engine(recipe: Recipe) -> Iterator[Problem]:
     if engine.name == "auto":  # the engine that is chosen keeps the rules
         if recipe.batch.micro_size == "auto":
             paths = ("engine.name", "batch.micro_size")
-            yield paths, "got auto beside micro_size: auto, and each is measured with the other fixed; give one of them"
+            yield (
+                paths,
+                "got auto beside micro_size: auto, and each is measured with the other fixed; give one of them",
+            )
         return
     if engine.name != "ort":
         for key in sorted(chosen(engine) - {*_EVERY_ENGINES, *_PARITY}):
@@ -190,7 +213,10 @@ def _parity(recipe: Recipe) -> Iterator[Problem]:
             yield (f"engine.{key}", "engine.name"), message
     elif engine.name != "auto" and not compared_steps(recipe).steps:
         for key in set(asked) - {"parity_steps"}:
-            yield (f"engine.{key}", "engine.parity_steps"), "does nothing without engine.parity_steps; give that too"
+            yield (
+                (f"engine.{key}", "engine.parity_steps"),
+                "does nothing without engine.parity_steps; give that too",
+            )
     elif engine.parity_steps != "auto" and recipe.zero and recipe.zero.stage == 3:
         yield (
             ("engine.parity_steps", "zero.stage"),
@@ -202,10 +228,16 @@ def _parity(recipe: Recipe) -> Iterator[Problem]:
 def _train(recipe: Recipe) -> Iterator[Problem]:
     steps, epochs = recipe.train.max_steps, recipe.train.epochs
     if steps is None and epochs is None:
-        yield ("train.max_steps", "train.epochs"), "is missing: say how long, in max_steps or in epochs"
+        yield (
+            ("train.max_steps", "train.epochs"),
+            "is missing: say how long, in max_steps or in epochs",
+        )
     if steps is not None and epochs is not None:
         paths = ("train.epochs", "train.max_steps")
-        yield paths, f"got {epochs:g} beside max_steps: {steps}; keep one, and write null in place of the other"
+        yield (
+            paths,
+            f"got {epochs:g} beside max_steps: {steps}; keep one, and write null in place of the other",
+        )
     yield from function("train.hook", recipe.train.hook)
     yield from function("train.metric", recipe.train.metric)
     if recipe.train.loss_weight is not None and not recipe.data.is_custom:

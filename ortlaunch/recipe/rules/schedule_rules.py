@@ -21,7 +21,10 @@ def schedule_rules(recipe: Recipe) -> Iterator[Problem]:
     """Every rule of the section that the recipe breaks."""
     schedule = recipe.schedule
     if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
-        yield ("schedule.warmup_ratio", "schedule.warmup_steps"), "is given beside warmup_steps; keep one"
+        yield (
+            ("schedule.warmup_ratio", "schedule.warmup_steps"),
+            "is given beside warmup_steps; keep one",
+        )
     steps = recipe.train.max_steps
     if schedule.warmup_steps is not None and steps is not None and schedule.warmup_steps > steps:
         yield (
@@ -36,9 +39,15 @@ def schedule_rules(recipe: Recipe) -> Iterator[Problem]:
 def _without_effect(schedule: Schedule) -> Iterator[Problem]:
     """Fields of another schedule than the one that is named."""
     for field, names in _TAKEN_BY.items():
-        if getattr(schedule, field) != Schedule.model_fields[field].default and schedule.name not in names:
+        if (
+            getattr(schedule, field) != Schedule.model_fields[field].default
+            and schedule.name not in names
+        ):
             what = "polynomial's exponent" if field == "power" else f"for {', '.join(names)}"
-            yield (f"schedule.{field}", "schedule.name"), f"does nothing with {schedule.name}: it is {what}"
+            yield (
+                (f"schedule.{field}", "schedule.name"),
+                f"does nothing with {schedule.name}: it is {what}",
+            )
 
 
 def _overlap(schedule: Schedule, steps: int | None) -> Iterator[Problem]:

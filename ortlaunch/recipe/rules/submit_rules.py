@@ -20,7 +20,9 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
     submit = recipe.submit
     for path, value in _texts(submit.model_dump(exclude={"setup"}), "submit"):
         if found := CONTROL.search(value) or re.search(r"[\t\r\n]", value):
-            told = f"has {found[0]!r}, a control character, which would end a line of the job's script"
+            told = (
+                f"has {found[0]!r}, a control character, which would end a line of the job's script"
+            )
             yield (path,), f"{told}; write it on one line, without such characters"
     for line in submit.setup:
         name = _EXPORT.match(line)
@@ -32,12 +34,18 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
             )
     for option in submit.options:
         if not option.startswith("-"):
-            yield ("submit.options",), f"got {option!r}; write one option of sbatch, as --switches=1"
+            yield (
+                ("submit.options",),
+                f"got {option!r}; write one option of sbatch, as --switches=1",
+            )
         elif re.match(r"--array\b|-a", option):
             what = "would start several tasks in one run folder; submit each with a --run-dir of its own"
             yield ("submit.options",), f"got {option!r}, which {what}"
     if submit.gpu_type is not None and recipe.launch.device == "cpu":
-        yield ("submit.gpu_type", "launch.device"), "asks for GPUs, and launch.device is cpu; leave one of them out"
+        yield (
+            ("submit.gpu_type", "launch.device"),
+            "asks for GPUs, and launch.device is cpu; leave one of them out",
+        )
     yield from _of_pods(recipe)
     if submit.scheduler == "azureml" and recipe.launch.forward:
         yield (
@@ -63,12 +71,21 @@ def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
 def _of_pods(recipe: Recipe) -> Iterator[Problem]:
     submit, forward = recipe.submit, recipe.launch.forward
     if submit.scheduler in ("kubernetes", "azureml") and getattr(submit, submit.scheduler) is None:
-        needs = "image, runs and volumes" if submit.scheduler == "kubernetes" else "compute and environment"
-        yield ("submit.scheduler",), f"is {submit.scheduler}, which takes submit.{submit.scheduler} with {needs}"
+        needs = (
+            "image, runs and volumes"
+            if submit.scheduler == "kubernetes"
+            else "compute and environment"
+        )
+        yield (
+            ("submit.scheduler",),
+            f"is {submit.scheduler}, which takes submit.{submit.scheduler} with {needs}",
+        )
     pods = submit.kubernetes
     if pods is None:
         return
-    if not any(f"{pods.runs}/".startswith(f"{path.rstrip('/')}/") for path in pods.volumes.values()):
+    if not any(
+        f"{pods.runs}/".startswith(f"{path.rstrip('/')}/") for path in pods.volumes.values()
+    ):
         paths = ", ".join(pods.volumes.values())
         yield (
             ("submit.kubernetes.runs",),

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 Key = str | int
 KeyPath = tuple[Key, ...]
-Problem = tuple[tuple[str, ...], str]  # dotted paths involved, the first is where it is reported; what is wrong
+Problem = tuple[
+    tuple[str, ...], str
+]  # dotted paths involved, the first is where it is reported; what is wrong
 # Names whose values are never shown; pad_token and the like are words of a tokenizer.
 SECRET = re.compile(
     r"((?<!PAD_|BOS_|EOS_|UNK_|SEP_|CLS_)(?<!MASK_)TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$",
@@ -22,7 +24,10 @@ HIDDEN = "(not shown)"
 def without_secrets(value: Any) -> Any:
     """Plain values without those of keys that name a secret, for what is passed on."""
     if isinstance(value, Mapping):
-        return {k: HIDDEN if SECRET.search(str(k)) and item else without_secrets(item) for k, item in value.items()}
+        return {
+            k: HIDDEN if SECRET.search(str(k)) and item else without_secrets(item)
+            for k, item in value.items()
+        }
     return [without_secrets(item) for item in value] if isinstance(value, list) else value
 
 
@@ -45,7 +50,9 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         # A newline or an escape sequence in a key or a value must not break the report into pieces.
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in f"{self.place}: {self.text}")
+        return "".join(
+            c if c.isprintable() else repr(c)[1:-1] for c in f"{self.place}: {self.text}"
+        )
 
 
 class SourceError(Exception):
@@ -65,12 +72,16 @@ def in_reading_order(lines: Iterable[Line], first: str) -> list[Line]:
 
 def dotted(path: KeyPath) -> str:
     """`("data", "train", "path", 0)` -> `data.train.path[0]`."""
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key or repr(key)}" for key in path)[1:]
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key or repr(key)}" for key in path)[
+        1:
+    ]
 
 
 def keys(path: str) -> KeyPath:
     """`data.train[0].weight` -> `("data", "train", 0, "weight")`."""
-    return tuple(int(key[1:-1]) if key[0] == "[" else key for key in re.findall(r"[^.\[]+|\[[0-9]+\]", path))
+    return tuple(
+        int(key[1:-1]) if key[0] == "[" else key for key in re.findall(r"[^.\[]+|\[[0-9]+\]", path)
+    )
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

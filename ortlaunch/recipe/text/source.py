@@ -23,12 +23,19 @@ def read(path: Path, problems: list[Line], seen: Sequence[Path] = ()) -> Tree:
     """
     tree = parse(text_of(path), str(path), problems)
     if tree.kind == "scalar" and tree.raw is None:
-        raise SourceError(tree.place, "the recipe is empty; `ortlaunch recipes list` names some to start from")
+        raise SourceError(
+            tree.place, "the recipe is empty; `ortlaunch recipes list` names some to start from"
+        )
     if tree.kind != "mapping":
         what = "a list" if tree.kind == "list" else "a single value"
-        raise SourceError(tree.place, f"a recipe is a mapping of `key: value` lines, this is {what}")
+        raise SourceError(
+            tree.place, f"a recipe is a mapping of `key: value` lines, this is {what}"
+        )
     base = tree.find(("extends",))
-    left_out = ("extends", *(key for key in tree.children if str(key).startswith(("x-", "."))))  # of anchors alone
+    left_out = (
+        "extends",
+        *(key for key in tree.children if str(key).startswith(("x-", "."))),
+    )  # of anchors alone
     for key in left_out:
         tree = tree.without((key,))
     return tree if base is None else merge(_read_base(base, path, problems, seen), tree)
@@ -43,13 +50,17 @@ def text_of(path: Path) -> str:
     try:
         data = _bytes(path)
     except (OSError, ValueError) as error:
-        raise SourceError(Place(str(path)), f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise SourceError(
+            Place(str(path)), f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = data[: error.start]
         place = Place(str(path), before.count(b"\n") + 1, error.start - before.rfind(b"\n"))
-        raise SourceError(place, f"is not UTF-8 text (byte {data[error.start]:#x}); save it as UTF-8") from None
+        raise SourceError(
+            place, f"is not UTF-8 text (byte {data[error.start]:#x}); save it as UTF-8"
+        ) from None
 
 
 def _bytes(path: Path) -> bytes:
@@ -57,11 +68,15 @@ def _bytes(path: Path) -> bytes:
     kind = path.stat().st_mode
     if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # opening a folder says so itself
         what = "a pipe" if stat.S_ISFIFO(kind) else "a device or a socket"
-        raise SourceError(Place(str(path)), f"is {what}; a recipe is a regular file, which is read more than once")
+        raise SourceError(
+            Place(str(path)), f"is {what}; a recipe is a regular file, which is read more than once"
+        )
     with path.open("rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        raise SourceError(Place(str(path), 1, 1), f"has over {_MAX_BYTES:,} bytes, too many for a recipe")
+        raise SourceError(
+            Place(str(path), 1, 1), f"has over {_MAX_BYTES:,} bytes, too many for a recipe"
+        )
     return data
 
 
@@ -73,14 +88,20 @@ def _read_base(base: Tree, path: Path, problems: list[Line], seen: Sequence[Path
     target = path.parent / base.scalar
     try:
         here, there, found = path.resolve(), target.resolve(), target.is_file()
-    except (OSError, ValueError, RuntimeError):  # a name too long, a null character, a loop of links
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # a name too long, a null character, a loop of links
         found = False
     if not found:
         raise SourceError(place, f"extends: no file {target} (the path is relative to {path})")
     if there in (here, *seen):
         raise SourceError(place, f"extends: {base.scalar} leads back to itself")
     if len(seen) >= _MAX_CHAIN:
-        raise SourceError(place, f"extends: {_MAX_CHAIN} recipes extend each other up to here; merge some of them")
+        raise SourceError(
+            place, f"extends: {_MAX_CHAIN} recipes extend each other up to here; merge some of them"
+        )
     return read(target, problems, (*seen, here))
 
 
@@ -91,7 +112,9 @@ def override(tree: Tree, assignments: Iterable[str], problems: list[Line]) -> Tr
         place = Place(f"override {path + '=...' if SECRET.search(path.strip()) else assignment!r}")
         names = tuple(name.strip() for name in path.split("."))
         if not equals or not all(names) or path.startswith("-"):
-            problems.append(Line(place, "write it as key.path=value, for example train.max_steps=100"))
+            problems.append(
+                Line(place, "write it as key.path=value, for example train.max_steps=100")
+            )
             continue
         found: list[Line] = []
         try:

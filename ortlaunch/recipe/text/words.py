@@ -78,7 +78,11 @@ def likeness(word: str, candidate: str) -> float:
     """From 0, nothing in common, to 1; what cannot reach a half by its letters alone is 0."""
     one, other = normal(word), normal(candidate)
     shared = sum((Counter(one) & Counter(other)).values())
-    return difflib.SequenceMatcher(None, one, other).ratio() if 4 * shared >= len(one) + len(other) else 0.0
+    return (
+        difflib.SequenceMatcher(None, one, other).ratio()
+        if 4 * shared >= len(one) + len(other)
+        else 0.0
+    )
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:

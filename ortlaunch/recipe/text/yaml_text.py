@@ -13,7 +13,9 @@ from ortlaunch.recipe.text.place import Key, KeyPath, Line, Place, SourceError, 
 from ortlaunch.recipe.text.tree import Tree, merge
 
 # PyYAML follows YAML 1.1, where a number has a point and a signed exponent: `1e-5` and `1.5e3` are words there.
-_FLOAT = re.compile(r"^[-+]?(?=[0-9_.]*[.eE])([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$")
+_FLOAT = re.compile(
+    r"^[-+]?(?=[0-9_.]*[.eE])([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$"
+)
 # `24:00:00` is 86400 in YAML 1.1 and `010` is 8: nobody who writes a recipe means that.
 _SURPRISING = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-9]+)+(\.[0-9]*)?)")
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -45,7 +47,11 @@ def parse(text: str, source: str, problems: list[Line], within: KeyPath = ()) ->
     except SourceError as error:
         place, what = error.line
         raise SourceError(place, f"{dotted(within)}: {what}" if within else what) from None
-    return Tree(Place(source, 1, 1)) if node is None else _Builder(loader, source, problems, within).build(node)
+    return (
+        Tree(Place(source, 1, 1))
+        if node is None
+        else _Builder(loader, source, problems, within).build(node)
+    )
 
 
 def _composed(text: str, source: str) -> tuple[Any, yaml.Node | None]:
@@ -73,14 +79,20 @@ def _explained(error: yaml.MarkedYAMLError, source: str, text: str) -> SourceErr
     blank = re.search(r":\xa0", text)
     if blank:
         place = Place(
-            source, text.count("\n", 0, blank.start()) + 1, blank.start() - text.rfind("\n", 0, blank.start())
+            source,
+            text.count("\n", 0, blank.start()) + 1,
+            blank.start() - text.rfind("\n", 0, blank.start()),
         )
-        return SourceError(place, "is not YAML: a no-break space follows this colon; write a plain space")
+        return SourceError(
+            place, "is not YAML: a no-break space follows this colon; write a plain space"
+        )
     found, opened = error.problem_mark or error.context_mark, error.context_mark
     lines = text.splitlines()
     line = lines[found.line] if found and found.line < len(lines) else ""
     same_line = bool(found and opened and found.line == opened.line)
-    at_opening, what, hint = _diagnosis(error.problem or "syntax error", error.context or "", line, same_line)
+    at_opening, what, hint = _diagnosis(
+        error.problem or "syntax error", error.context or "", line, same_line
+    )
     mark = opened if at_opening and opened else found
     place = Place(source, mark.line + 1, mark.column + 1) if mark else Place(source, 1, 1)
     return SourceError(place, f"is not YAML: {what}" + (f"; {hint}" if hint else ""))
@@ -91,7 +103,11 @@ def _diagnosis(what: str, context: str, line: str, same_line: bool) -> tuple[boo
     if "quoted" in context and "unexpected" in what:
         return True, "this quote is never closed", "close it at the end of the value"
     if "quoted" in context:
-        return True, what, "in double quotes a backslash means something: use single quotes, or / in a path"
+        return (
+            True,
+            what,
+            "in double quotes a backslash means something: use single quotes, or / in a path",
+        )
     if "flow" in context and not same_line:
         bracket = "{" if "mapping" in context else "["
         return True, f"this {bracket} is never closed", "close it, or add the comma that is missing"
@@ -100,11 +116,19 @@ def _diagnosis(what: str, context: str, line: str, same_line: bool) -> tuple[boo
     if "\t" in line:
         return False, what, "this line holds a tab: indent with spaces"
     if "another document" in what or "<document start>" in what:
-        return False, "a second document begins here", "a recipe is one, without `---` between its lines"
+        return (
+            False,
+            "a second document begins here",
+            "a recipe is one, without `---` between its lines",
+        )
     if "mapping values are not allowed" in what:
         return False, what, "quote a value that contains ': ', and check the indentation"
     if "alias" in what + context or "cannot start any token" in what:
-        return "alias" in context, what, "quote a value that begins with `*`, `@`, `%` or a backquote"
+        return (
+            "alias" in context,
+            what,
+            "quote a value that begins with `*`, `@`, `%` or a backquote",
+        )
     if "':'" in what:
         return False, what, "write `key: value`, with a space after the colon"
     if "block" in what + context:
@@ -128,7 +152,12 @@ def dump(value: Any) -> str:
 def in_line(value: Any) -> str:
     """A value on one line, as a recipe or the command line may have it."""
     text: str = yaml.dump(
-        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
+        value,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=True,
+        width=math.inf,
     )
     return text.removesuffix("...\n").rstrip()
 
@@ -149,7 +178,9 @@ class _Builder:
         self.values += 1
         if any(node is parent for parent in self.open):
             raise self.refused(node, "this anchor contains itself")
-        if len(self.open) > _MAX_DEPTH or self.values > _MAX_VALUES:  # also what a few aliases of aliases unfold to
+        if (
+            len(self.open) > _MAX_DEPTH or self.values > _MAX_VALUES
+        ):  # also what a few aliases of aliases unfold to
             raise self.refused(node, "is nested too deeply, or unfolds to too much, for a recipe")
         if isinstance(node, yaml.ScalarNode):
             return Tree(self.place(node), self.scalar(node), node.value, quoted=bool(node.style))
@@ -165,7 +196,10 @@ class _Builder:
         return SourceError(self.place(node), f"{dotted(self.path)}: {text}" if self.path else text)
 
     def no_tag(self, node: yaml.Node) -> SourceError:
-        return self.refused(node, f"the tag {node.tag.replace(_LIBRARY, '!!')} means nothing in a recipe; leave it out")
+        return self.refused(
+            node,
+            f"the tag {node.tag.replace(_LIBRARY, '!!')} means nothing in a recipe; leave it out",
+        )
 
     def sequence(self, node: yaml.Node) -> Tree:
         children: dict[Key, Tree] = {i: self.build(child) for i, child in enumerate(node.value)}
@@ -220,9 +254,13 @@ class _Builder:
             value = self.loader.construct_object(node, deep=True)
             f"{value}".encode()  # fails for half a surrogate pair, and for an integer of thousands of digits
         except (yaml.YAMLError, ValueError, LookupError, AttributeError):
-            raise self.refused(node, f"cannot read {text[:80]!r}; quote it if it is meant as a word") from None
+            raise self.refused(
+                node, f"cannot read {text[:80]!r}; quote it if it is meant as a word"
+            ) from None
         if isinstance(value, str) and "\0" in value:
-            raise self.refused(node, "holds a null character, which no file name and no variable can; remove it")
+            raise self.refused(
+                node, "holds a null character, which no file name and no variable can; remove it"
+            )
         return self.finite(node, value)
 
     def finite(self, node: yaml.Node, value: Any) -> Any:

@@ -11,7 +11,9 @@ class Background:
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(work,), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def _run(self, work: Callable[[], object]) -> None:

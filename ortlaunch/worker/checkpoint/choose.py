@@ -63,17 +63,27 @@ def _elsewhere(requested: ResumeRecord, group: DistributedContext) -> CompleteCh
         lines.append(f"{path} is damaged: {wrong}")
         if group.rank == 0:
             print(f"  skipped: {lines[-1]}", flush=True)
-    raise CheckpointError("\n".join([*lines, f"No whole checkpoint was found in {requested.source}"]))
+    raise CheckpointError(
+        "\n".join([*lines, f"No whole checkpoint was found in {requested.source}"])
+    )
 
 
 def _older(folder: Path) -> list[tuple[int, Path]]:
     """Complete ones beside a checkpoint, older than that."""
     found = RunDir(folder.parents[1]).complete_checkpoints()
-    return found[: [path for _, path in found].index(folder)] if folder in [path for _, path in found] else []
+    return (
+        found[: [path for _, path in found].index(folder)]
+        if folder in [path for _, path in found]
+        else []
+    )
 
 
 def explain(
-    run: RunDir, recipe: Recipe, found: CompleteCheckpoint, identity: Mapping[str, Any], group: DistributedContext
+    run: RunDir,
+    recipe: Recipe,
+    found: CompleteCheckpoint,
+    identity: Mapping[str, Any],
+    group: DistributedContext,
 ) -> None:
     """Say what the control side could not know: its data, and all of another checkpoint than it had looked at.
 
@@ -95,7 +105,13 @@ def explain(
         changes = [change for change in changes if change.field in unknown]
     allow = requested.allow
     if group.rank == 0:
-        print(*(f"  changed: {change.line(allow)}" for change in changes), sep="\n", end="\n" if changes else "")
+        print(
+            *(f"  changed: {change.line(allow)}" for change in changes),
+            sep="\n",
+            end="\n" if changes else "",
+        )
     refused = [change.line(allow) for change in changes if change.is_refused(allow)]
     if refused:
-        raise CheckpointError("\n  ".join([f"{found.folder} was written by another training:", *refused]))
+        raise CheckpointError(
+            "\n  ".join([f"{found.folder} was written by another training:", *refused])
+        )

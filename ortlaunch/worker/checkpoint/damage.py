@@ -13,7 +13,11 @@ from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json
 from ortlaunch.worker.checkpoint.manifest import File, newest, sum_of, sum_up
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
-_ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # other errors of reading say nothing of a file
+_ABSENT = (
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+)  # other errors of reading say nothing of a file
 _ASIDE = re.compile(r"step_(\d+)\.broken\d*")
 
 
@@ -40,7 +44,9 @@ def set_aside_damaged(run: RunDir, group: DistributedContext) -> None:
         group.barrier()
     if _restored(run, group):
         return
-    if broken := sorted(path.name for path in run.checkpoints.glob("step_*.broken*")):  # also an earlier start's
+    if broken := sorted(
+        path.name for path in run.checkpoints.glob("step_*.broken*")
+    ):  # also an earlier start's
         raise CheckpointError(
             "\n".join([*lines, f"No whole checkpoint is left in {run.checkpoints}, but {', '.join(broken)}; "
                                 "give a new --run-dir to begin anew"])
@@ -57,8 +63,14 @@ def newest_of_all(run: RunDir, group: DistributedContext) -> tuple[int, Path] | 
 
 def _restored(run: RunDir, group: DistributedContext) -> bool:
     """Give the newest whole one of those set aside its name back (collective); whether there was one."""
-    paths = [(match, path) for path in run.checkpoints.glob("step_*") if (match := _ASIDE.fullmatch(path.name))]
-    names = [path.name for match, path in sorted(paths, key=lambda pair: (int(pair[0][1]), pair[1].name))]
+    paths = [
+        (match, path)
+        for path in run.checkpoints.glob("step_*")
+        if (match := _ASIDE.fullmatch(path.name))
+    ]
+    names = [
+        path.name for match, path in sorted(paths, key=lambda pair: (int(pair[0][1]), pair[1].name))
+    ]
     for name in reversed(json.loads(group.gather(json.dumps(names))[0])):
         aside, folder = run.checkpoints / name, run.checkpoints / name.partition(".")[0]
         if damage(aside, group):
@@ -79,7 +91,11 @@ def damage(folder: Path, group: DistributedContext) -> str:
     """
     mine, unread = list[str](), ""
     try:
-        mine = [wrong] if (wrong := _damage_of_manifest(folder)) else _damage_of_files(folder, group.rank, group.size)
+        mine = (
+            [wrong]
+            if (wrong := _damage_of_manifest(folder))
+            else _damage_of_files(folder, group.rank, group.size)
+        )
     except OSError as error:
         unread = f"{error.filename or folder}: {error.strerror}"
     found = [json.loads(text) for text in group.gather(json.dumps([mine, unread]))]
@@ -93,12 +109,16 @@ def damage(folder: Path, group: DistributedContext) -> str:
 
 def _damage_of_files(folder: Path, rank: int, ranks: int) -> list[str]:
     files = sorted(read_json(folder / MANIFEST)["files"].items())
-    return [wrong for name, file in files[rank::ranks] if (wrong := _difference(folder / name, file))]
+    return [
+        wrong for name, file in files[rank::ranks] if (wrong := _difference(folder / name, file))
+    ]
 
 
 def _damage_of_manifest(folder: Path) -> str:
     try:
-        whole = (folder / COMPLETE).read_text(encoding="utf-8").strip() == str(sum_of(folder / MANIFEST))
+        whole = (folder / COMPLETE).read_text(encoding="utf-8").strip() == str(
+            sum_of(folder / MANIFEST)
+        )
     except (*_ABSENT, ValueError) as error:
         return f"{MANIFEST} or {COMPLETE} cannot be read: {error}"
     return "" if whole else f"{MANIFEST} is not as it was written"
@@ -110,11 +130,15 @@ def _difference(path: Path, file: File) -> str:
             size = os.fstat(opened.fileno()).st_size
             if size != file["bytes"]:
                 return f"{path.name} has {size:,} bytes of {file['bytes']:,}"
-            return "" if sum_up(opened) == file["crc32"] else f"{path.name} is not as it was written"
+            return (
+                "" if sum_up(opened) == file["crc32"] else f"{path.name} is not as it was written"
+            )
     except _ABSENT as error:
         return f"{path.name}: {error.strerror}"
 
 
 def _free_name(folder: Path) -> Path:
-    names = (folder.with_name(f"{folder.name}.broken{number or ''}") for number in itertools.count())
+    names = (
+        folder.with_name(f"{folder.name}.broken{number or ''}") for number in itertools.count()
+    )
     return next(name for name in names if not name.exists())

@@ -66,14 +66,18 @@ class Shards:
         """
         pieces = self.pieces.get((kind, part.name), [])
         at, end = part.start, part.start + part.count
-        for start, entry in pieces[max(bisect.bisect_right([start for start, _ in pieces], at) - 1, 0) :]:
+        for start, entry in pieces[
+            max(bisect.bisect_right([start for start, _ in pieces], at) - 1, 0) :
+        ]:
             if at >= end or start > at:
                 break
             count = min(end, start + entry.elements) - at
             into[at - part.start :][:count].copy_(read_range(entry, at - start, count))
             at += count
         if at < end:
-            raise CheckpointError(f"{self.folder} lacks the {kind} of {part.name} from element {at:,} on")
+            raise CheckpointError(
+                f"{self.folder} lacks the {kind} of {part.name} from element {at:,} on"
+            )
 
 
 def _index_of(folder: Path) -> Json:
@@ -84,7 +88,9 @@ def _index_of(folder: Path) -> Json:
             f"{folder / INDEX} is no index of a checkpoint, and nothing else is read: {error}"
         ) from None
     if index.get("format") != FORMAT:
-        raise CheckpointError(f"{folder} is of format {index.get('format')!r}, and this version reads {FORMAT!r}")
+        raise CheckpointError(
+            f"{folder} is of format {index.get('format')!r}, and this version reads {FORMAT!r}"
+        )
     return index
 
 
@@ -100,7 +106,9 @@ def load(folder: Path, named: NamedState, group: DistributedContext) -> Json:
     for part in named.parts:
         _fill(shards, WEIGHT, part, part.master)
     noted = _load_optimizer(shards, named)
-    _load_buffers(shards.buffers[group.rank if len(shards.buffers) == group.size else 0], named.buffers)
+    _load_buffers(
+        shards.buffers[group.rank if len(shards.buffers) == group.size else 0], named.buffers
+    )
     noted += _load_scale(shards.index["loss_scale"], named)
     named.refresh()
     group.print_all(noted)
@@ -119,16 +127,25 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     _require_same_model(shards.index, trained_shapes(model), buffers)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            _fill(shards, WEIGHT, ParameterRange(name, 0, parameter.numel(), parameter, 0, {}), parameter)
+            _fill(
+                shards,
+                WEIGHT,
+                ParameterRange(name, 0, parameter.numel(), parameter, 0, {}),
+                parameter,
+            )
     _load_buffers(shards.buffers[0], buffers)
 
 
-def _require_same_model(index: Json, shapes: dict[str, tuple[int, ...]], buffers: dict[str, torch.Tensor]) -> None:
+def _require_same_model(
+    index: Json, shapes: dict[str, tuple[int, ...]], buffers: dict[str, torch.Tensor]
+) -> None:
     there = {**index["weights"], **index["buffers"]}
     here = {**shapes, **{name: value.shape for name, value in buffers.items()}}
     lost, unknown = sorted(here.keys() - there), sorted(there.keys() - here)
     if lost or unknown:
-        raise CheckpointError(f"the checkpoint is of another model: it lacks {lost}, and has {unknown} besides")
+        raise CheckpointError(
+            f"the checkpoint is of another model: it lacks {lost}, and has {unknown} besides"
+        )
     for name, shape in here.items():
         if list(shape) != there[name]:
             raise CheckpointError(
@@ -159,13 +176,19 @@ def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
     wanted = tensor_kinds(named.optimizer.param_groups[0])
     if kinds and wanted and not kinds.intersection(wanted):
         there = shards.index["optimizer"]["class"]
-        return [f"the checkpoint has the state of {there}; {type(named.optimizer).__name__} begins with none"]
+        return [
+            f"the checkpoint has the state of {there}; {type(named.optimizer).__name__} begins with none"
+        ]
     return []
 
 
-def _load_master(shards: Shards, parts: list[ParameterRange], optimizer: torch.optim.Optimizer) -> None:
+def _load_master(
+    shards: Shards, parts: list[ParameterRange], optimizer: torch.optim.Optimizer
+) -> None:
     master, group = parts[0].master, parts[0].group
-    before = optimizer.state.pop(master, {})  # after a rollback; a checkpoint may be older than the first step
+    before = optimizer.state.pop(
+        master, {}
+    )  # after a rollback; a checkpoint may be older than the first step
     state: Json = {}
     for kind in tensor_kinds(group):
         there = [part for part in parts if shards.has(kind, part.name)]
@@ -173,7 +196,11 @@ def _load_master(shards: Shards, parts: list[ParameterRange], optimizer: torch.o
             state[kind] = _zeros(before.get(kind), master)
         for part in there:
             _fill(shards, kind, part, state[kind])
-    steps = [step for part in parts if (step := shards.numbers.get("step", {}).get(part.name)) is not None]
+    steps = [
+        step
+        for part in parts
+        if (step := shards.numbers.get("step", {}).get(part.name)) is not None
+    ]
     if state and steps and "betas" in group:
         if counts_by_group(optimizer):
             group["step"] = int(max(steps))
@@ -186,7 +213,10 @@ def _load_master(shards: Shards, parts: list[ParameterRange], optimizer: torch.o
 
 def _zeros(before: object, master: torch.Tensor) -> torch.Tensor:
     """As large as the master weights; in the memory that was the optimizer's own, if any."""
-    if isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (master.shape, master.dtype):
+    if isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (
+        master.shape,
+        master.dtype,
+    ):
         return before.zero_()
     return torch.zeros_like(master)
 

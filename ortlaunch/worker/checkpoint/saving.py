@@ -48,14 +48,20 @@ class Saving:
         self.made_by = {**origin.of_run(run, recipe), **identity} if run.plan.exists() else {}
         self.policy = recipe.checkpoint
         self.last_step = recipe.train.steps  # earlier where train.stop_after says so
-        self.completed: Callable[[int], object] = lambda step: None  # told of each complete checkpoint
+        self.completed: Callable[[int], object] = lambda step: (
+            None
+        )  # told of each complete checkpoint
         self.best: int | None = None
         """The step of the best checkpoint, which stays (checkpoint.keep_best)."""
         self.tried = time.monotonic()
         chosen = getattr(self.policy, "async")
-        self.beside = group.apart() if (group.device.type == "cuda" if chosen is None else chosen) else None
+        self.beside = (
+            group.apart() if (group.device.type == "cuda" if chosen is None else chosen) else None
+        )
         """The ranks on a channel of their own, where saves are written beside training."""
-        self.background: tuple[int, float, Background] | None = None  # step, seconds that training waited, the thread
+        self.background: tuple[int, float, Background] | None = (
+            None  # step, seconds that training waited, the thread
+        )
         self.by_clock = False
         if group.rank == 0:
             self._tell_untold()
@@ -64,7 +70,10 @@ class Saving:
         """An earlier start died between a checkpoint's last byte and its line."""
         for step in saves.untold(self.run):
             saves.record(self.run, SaveLine(step, None))
-            print(f"the checkpoint of step {step} is whole, and an earlier start could not say so any more", flush=True)
+            print(
+                f"the checkpoint of step {step} is whole, and an earlier start could not say so any more",
+                flush=True,
+            )
 
     def is_due(self, step: int) -> bool:
         """Whether one is to be written after this step, by their number; the last step's always is."""
@@ -74,7 +83,11 @@ class Saving:
     def ask_in_time(self, agreed: Agreement) -> None:
         """Rank 0 asks all ranks for one when its clock says so."""
         minutes = self.policy.every_minutes
-        if minutes is not None and self.group.rank == 0 and time.monotonic() - self.tried >= 60 * minutes:
+        if (
+            minutes is not None
+            and self.group.rank == 0
+            and time.monotonic() - self.tried >= 60 * minutes
+        ):
             agreed.ask(Ask.SAVE)
             self.by_clock = True
         if self.background is not None and self.background[2].has_ended():
@@ -142,7 +155,10 @@ class Saving:
         if last:
             raise LastSaveError(str(error))
         if self.group.rank == 0:
-            print(f"NOT SAVED: {error}; training goes on (checkpoint.on_failure: continue)", flush=True)
+            print(
+                f"NOT SAVED: {error}; training goes on (checkpoint.on_failure: continue)",
+                flush=True,
+            )
 
     def answers(self, asked: Ask) -> bool:
         """Whether the save that was just made is the one that a person waits for: whole, or asked for by the clock."""
@@ -160,17 +176,26 @@ class Saving:
 
     def _completed(self, step: int) -> None:
         self.completed(step)
-        if step == self.next_best:  # the one before it goes now, not while this one was being written
+        if (
+            step == self.next_best
+        ):  # the one before it goes now, not while this one was being written
             self.best = step
         self._prune()
 
     def _prune(self) -> None:
         """Take away what need not stay."""
         if self.group.rank == 0:
-            prune(self.run, self.policy.keep, self.policy.keep_every, () if self.best is None else (self.best,))
+            prune(
+                self.run,
+                self.policy.keep,
+                self.policy.keep_every,
+                () if self.best is None else (self.best,),
+            )
 
 
-def prune(run: RunDir, keep: int | None, keep_every: int | None, needed: tuple[int, ...] = ()) -> None:
+def prune(
+    run: RunDir, keep: int | None, keep_every: int | None, needed: tuple[int, ...] = ()
+) -> None:
     """Take away what `checkpoint.keep` and `keep_every` do not keep, and nobody needs."""
     if keep is None:
         return

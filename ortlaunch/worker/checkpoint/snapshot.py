@@ -22,7 +22,12 @@ from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker.checkpoint.manifest import File
 from ortlaunch.worker.checkpoint.tensor_file import write_tensors
-from ortlaunch.worker.model.named_state import NamedState, ParameterRange, counts_by_group, tensor_kinds
+from ortlaunch.worker.model.named_state import (
+    NamedState,
+    ParameterRange,
+    counts_by_group,
+    tensor_kinds,
+)
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 FORMAT, INDEX, WEIGHT, BUFFER = "ortlaunch 1", "index.json", "weight", "buffer"
@@ -46,7 +51,10 @@ class Snapshot:
 
     def copied(self) -> Snapshot:
         """The same in memory of the host, which training does not change."""
-        copies = [(key, shape, torch.empty_like(flat, device="cpu").copy_(flat)) for key, shape, flat in self.tensors]
+        copies = [
+            (key, shape, torch.empty_like(flat, device="cpu").copy_(flat))
+            for key, shape, flat in self.tensors
+        ]
         return replace(self, tensors=copies)
 
     def write(self, folder: Path) -> dict[str, File]:
@@ -54,7 +62,9 @@ class Snapshot:
         name = file_of(self.rank)
         if self.rank == 0:
             write_json(folder / INDEX, self.index)
-        return {name: write_tensors(folder / name, self.tensors, {"numbers": json.dumps(self.numbers)})}
+        return {
+            name: write_tensors(folder / name, self.tensors, {"numbers": json.dumps(self.numbers)})
+        }
 
 
 def take(named: NamedState, state: dict[str, object], group: DistributedContext) -> Snapshot:
@@ -69,7 +79,11 @@ def take(named: NamedState, state: dict[str, object], group: DistributedContext)
     for part in parts:
         tensors.append(_entry(WEIGHT, part, part.master, named))
         for kind, value in _state_of(part, named.optimizer):
-            if isinstance(value, torch.Tensor) and value.shape == part.master.shape and kind != "step":
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == part.master.shape
+                and kind != "step"
+            ):
                 tensors.append(_entry(kind, part, value, named))
             else:
                 numbers.setdefault(kind, {})[part.name] = _number(kind, part, value)
@@ -84,7 +98,10 @@ def _index(named: NamedState, state: dict[str, object], ranks: int) -> dict[str,
         "state": state,
         "weights": {name: list(shape) for name, shape in named.shapes.items()},
         "buffers": {name: list(value.shape) for name, value in named.buffers.items()},
-        "optimizer": {"class": type(named.optimizer).__name__, "tensors": list(tensor_kinds(group))},
+        "optimizer": {
+            "class": type(named.optimizer).__name__,
+            "tensors": list(tensor_kinds(group)),
+        },
         "loss_scale": named.loss_scale.read() if named.loss_scale else None,
     }
 
@@ -96,7 +113,11 @@ def _share(parts: list[ParameterRange], rank: int, ranks: int) -> list[Parameter
     for part in parts:
         begin, end = max(first - before, 0), min(last - before, part.count)
         if begin < end:
-            found.append(ParameterRange(part.name, begin, end - begin, part.master, part.offset + begin, part.group))
+            found.append(
+                ParameterRange(
+                    part.name, begin, end - begin, part.master, part.offset + begin, part.group
+                )
+            )
         before += part.count
     return found
 
@@ -118,9 +139,15 @@ def _buffers(named: NamedState) -> Iterator[Entry]:
         yield f"{BUFFER}:{name}@0", tuple(value.shape), value.detach().reshape(-1)
 
 
-def _state_of(part: ParameterRange, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
+def _state_of(
+    part: ParameterRange, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, object]]:
     """What the optimizer keeps for a part, by its names."""
-    kept = {name: value for name, value in optimizer.state.get(part.master, {}).items() if value is not None}
+    kept = {
+        name: value
+        for name, value in optimizer.state.get(part.master, {}).items()
+        if value is not None
+    }
     if kept and counts_by_group(optimizer) and "step" in part.group:
         kept["step"] = part.group["step"]
     yield from kept.items()
@@ -130,4 +157,6 @@ def _number(kind: str, part: ParameterRange, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise CheckpointError(f"the optimizer's {kind} of {part.name} is neither a number nor as large as it") from None
+        raise CheckpointError(
+            f"the optimizer's {kind} of {part.name} is neither a number nor as large as it"
+        ) from None

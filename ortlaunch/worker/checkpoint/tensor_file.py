@@ -25,7 +25,9 @@ _DTYPES = {
 }  # fmt: skip
 _NAMED = {name: dtype for dtype, name in _DTYPES.items()}
 _BLOCK = 1 << 24
-_FLUSHED_BYTES = 1 << 30  # of a file, then the next are written: many at once on a slow disk look like a hang
+_FLUSHED_BYTES = (
+    1 << 30
+)  # of a file, then the next are written: many at once on a slow disk look like a hang
 _LONGEST_HEADER = 1 << 30
 
 
@@ -48,7 +50,11 @@ def write_tensors(
     described: dict[str, object] = dict(header)
     for key, shape, tensor in tensors:
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        described[key] = {"dtype": _name_of(key, tensor.dtype), "shape": list(shape), "data_offsets": [begin, end]}
+        described[key] = {
+            "dtype": _name_of(key, tensor.dtype),
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)
     head, size = struct.pack("<Q", len(text)) + text, 8 + len(text) + end
@@ -103,9 +109,13 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         if not isinstance(header, dict):
             raise ValueError("the header is not a JSON object")
         metadata = header.pop("__metadata__", {})
-        return {key: _entry(path, 8 + length, size, entry) for key, entry in header.items()}, metadata
+        return {
+            key: _entry(path, 8 + length, size, entry) for key, entry in header.items()
+        }, metadata
     except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise CheckpointError(f"{path} is no safetensors file, and nothing else is read: {error}") from None
+        raise CheckpointError(
+            f"{path} is no safetensors file, and nothing else is read: {error}"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 

@@ -15,7 +15,14 @@ from pathlib import Path
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.json_types import Json
-from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json, write_json, write_text
+from ortlaunch.run_folder.folder import (
+    COMPLETE,
+    MANIFEST,
+    RunDir,
+    read_json,
+    write_json,
+    write_text,
+)
 from ortlaunch.run_folder.origin import ORIGIN
 from ortlaunch.units import human
 from ortlaunch.worker.checkpoint.manifest import File, newest, sum_of, sum_up
@@ -24,7 +31,9 @@ from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
-def save(run: RunDir, made_by: Json, group: DistributedContext, stepper: Stepper, step: int, state: Json) -> Path:
+def save(
+    run: RunDir, made_by: Json, group: DistributedContext, stepper: Stepper, step: int, state: Json
+) -> Path:
     """Write the checkpoint after `step` steps (collective).
 
     Args:
@@ -33,11 +42,18 @@ def save(run: RunDir, made_by: Json, group: DistributedContext, stepper: Stepper
     Raises:
         CheckpointError: it could not be written; what was there before is as it was.
     """
-    return write(run, made_by, group, snapshot(run, group, stepper, step, state), step, state["samples"])
+    return write(
+        run, made_by, group, snapshot(run, group, stepper, step, state), step, state["samples"]
+    )
 
 
 def snapshot(
-    run: RunDir, group: DistributedContext, stepper: Stepper, step: int, state: dict[str, object], copied: bool = False
+    run: RunDir,
+    group: DistributedContext,
+    stepper: Stepper,
+    step: int,
+    state: dict[str, object],
+    copied: bool = False,
 ) -> Snapshot:
     """What the checkpoint of this step will hold (collective); `copied`: training may go on before it is written.
 
@@ -51,7 +67,9 @@ def snapshot(
     return found[0]
 
 
-def write(run: RunDir, made_by: Json, group: DistributedContext, taken: Snapshot, step: int, samples: int) -> Path:
+def write(
+    run: RunDir, made_by: Json, group: DistributedContext, taken: Snapshot, step: int, samples: int
+) -> Path:
     """Write what was taken, whole or not at all (collective); arguments and errors as of `save`."""
     folder, partial = run.checkpoint(step), run.partial(step)
     with _agreed(run, group, partial):
@@ -64,11 +82,19 @@ def write(run: RunDir, made_by: Json, group: DistributedContext, taken: Snapshot
     written = {name for found in group.gather(json.dumps(files)) for name in json.loads(found)}
     with _agreed(run, group, partial):
         if group.rank == 0:
-            files.update(_flushed(partial, [name for name in _files_in(partial) if name not in written]))
-    files = {name: file for found in group.gather(json.dumps(files)) for name, file in json.loads(found).items()}
+            files.update(
+                _flushed(partial, [name for name in _files_in(partial) if name not in written])
+            )
+    files = {
+        name: file
+        for found in group.gather(json.dumps(files))
+        for name, file in json.loads(found).items()
+    }
     with _agreed(run, group, partial):
         if group.rank == 0:
-            _complete(run, step, {"step": step, "samples": samples, "ranks": group.size, "files": files})
+            _complete(
+                run, step, {"step": step, "samples": samples, "ranks": group.size, "files": files}
+            )
     return folder
 
 

@@ -50,7 +50,9 @@ __all__ = [
 class LoadedData:
     """The training and evaluation samples of a recipe, with their tokenizer and the names of their classes."""
 
-    def __init__(self, recipe: Recipe, tell: Tell = silent, vocabulary: Vocabulary | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, tell: Tell = silent, vocabulary: Vocabulary | None = None
+    ) -> None:
         """Read all, or, with weights that are there already, each part when it is asked for.
 
         Args:
@@ -59,7 +61,11 @@ class LoadedData:
         """
         self._recipe, self._tell, self._vocabulary = recipe, tell, vocabulary
         self.tokenizer = load_tokenizer(recipe.data, vocabulary.tokenizer if vocabulary else None)
-        self.label_names = [] if vocabulary else number_labels(self.train, self.evaluation, labels_of_model(recipe))
+        self.label_names = (
+            []
+            if vocabulary
+            else number_labels(self.train, self.evaluation, labels_of_model(recipe))
+        )
         if vocabulary is None:
             self.class_names = self.label_names or class_names(self.train, self.evaluation)
         else:
@@ -76,7 +82,9 @@ class LoadedData:
         source, tell = self._recipe.data.evaluation, self._tell
         if source is None:
             return None
-        return self._numbered(make_samples(self._recipe, source, self.tokenizer, tell=tell, key="data.evaluation"))
+        return self._numbered(
+            make_samples(self._recipe, source, self.tokenizer, tell=tell, key="data.evaluation")
+        )
 
     def _numbered(self, samples: Samples) -> Samples:
         if self._vocabulary is not None:
@@ -110,7 +118,10 @@ class LoadedData:
 
 
 def load_data(
-    recipe: Recipe, group: DistributedContext, data: LoadedData | None = None, vocabulary: Vocabulary | None = None
+    recipe: Recipe,
+    group: DistributedContext,
+    data: LoadedData | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> LoadedData:
     """The data of a recipe, or `data` (collective); rank 0 says what any rank found changed in the cache."""
     data = data or LoadedData(recipe, vocabulary=vocabulary)
@@ -133,7 +144,9 @@ def reader(recipe: Recipe, device: str) -> Reader:
     """
     workers = recipe.data.workers
     if workers is None:
-        return Reader(0 if device == "cuda" and not recipe.data.is_custom else None, device == "cuda")
+        return Reader(
+            0 if device == "cuda" and not recipe.data.is_custom else None, device == "cuda"
+        )
     return Reader(workers or None, device == "cuda")
 
 
@@ -165,7 +178,10 @@ def make_samples(
     if traits.label:
         return OF_ROWS[traits.label](source, tokenizer, length, tell)
     if is_chat(source):
-        pad = next((each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0)
+        pad = next(
+            (each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None),
+            0,
+        )
         return Conversations(tokenized_chats(source, tokenizer, tell), length, pad, key)
     pretrained = traits.predicts == "next" and isinstance(recipe.data.tokenizer, str)
     begin = begin_of_text(tokenizer) if pretrained else []
@@ -173,11 +189,15 @@ def make_samples(
     documents = tokenized_documents(source, tokenizer, end_of_text=end, begin=begin, tell=tell)
     samples: Samples = _of_text(recipe, documents, tokenizer, seed)
     if len(samples) == 0:
-        raise DataError(f"{named(source)}: has {len(documents.tokens)} tokens, fewer than one sample of {length}")
+        raise DataError(
+            f"{named(source)}: has {len(documents.tokens)} tokens, fewer than one sample of {length}"
+        )
     return samples
 
 
-def _of_text(recipe: Recipe, documents: Documents, tokenizer: PreTrainedTokenizerBase, seed: int) -> Samples:
+def _of_text(
+    recipe: Recipe, documents: Documents, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Samples:
     length, traits = recipe.data.sequence_length or 0, recipe.model.traits
     if traits.predicts != "masked":
         if not recipe.data.attend_across_documents:

@@ -43,7 +43,9 @@ class Reader(NamedTuple):
 class Ahead:
     """One rank's micro batches, in order."""
 
-    def __init__(self, read: Read, places: Callable[[int, int], Places], passes: int, reader: Reader) -> None:
+    def __init__(
+        self, read: Read, places: Callable[[int, int], Places], passes: int, reader: Reader
+    ) -> None:
         """places: of a step (from 0) and pass."""
         self._read, self._places, self._passes, self._reader = read, places, passes, reader
         self._source: Iterator[Any] | None = None
@@ -88,11 +90,15 @@ class Ahead:
 def _by_thread(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterator[Batch]:
     def one(places: Places) -> Batch:
         batch = read(places)
-        return {name: value.pin_memory() for name, value in batch.items()} if reader.pinned else batch
+        return (
+            {name: value.pin_memory() for name, value in batch.items()} if reader.pinned else batch
+        )
 
     thread = ThreadPoolExecutor(1)
     try:
-        waiting = collections.deque(thread.submit(one, each) for each in itertools.islice(ahead, _THREADS_OWN))
+        waiting = collections.deque(
+            thread.submit(one, each) for each in itertools.islice(ahead, _THREADS_OWN)
+        )
         while True:
             found = waiting.popleft().result()
             waiting.append(thread.submit(one, next(ahead)))
@@ -137,7 +143,9 @@ class _Reads(Dataset[Batch | OrtlaunchError]):
             samples = ", ".join(str(index) for index, _ in places)
             where = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             what = f"{type(error).__name__}: {error}"
-            return HookError(f"data.workers: reading samples {samples} of data.train raised {what}\n{where}")
+            return HookError(
+                f"data.workers: reading samples {samples} of data.train raised {what}\n{where}"
+            )
 
 
 def _be_left_alone(rank: int) -> Callable[[int], None]:
@@ -153,7 +161,9 @@ def _be_left_alone(rank: int) -> Callable[[int], None]:
 
 def seed_sample(seed: int, index: int, epoch: int) -> None:
     """What a sample draws at random is a function of these, whichever process reads it."""
-    drawn = int.from_bytes(hashlib.blake2b(f"{seed} {epoch} {index}".encode(), digest_size=7).digest(), "big")
+    drawn = int.from_bytes(
+        hashlib.blake2b(f"{seed} {epoch} {index}".encode(), digest_size=7).digest(), "big"
+    )
     torch.manual_seed(drawn)
     random.seed(drawn)
     np.random.seed(drawn % (1 << 32))

@@ -22,18 +22,31 @@ class Batches:
     """Micro batches by step; the order of samples depends on the seed alone."""
 
     def __init__(
-        self, samples: Samples, batch: BatchPlan, seed: int, buckets: Sequence[int] = (), stack: Stack = collate
+        self,
+        samples: Samples,
+        batch: BatchPlan,
+        seed: int,
+        buckets: Sequence[int] = (),
+        stack: Stack = collate,
     ) -> None:
         """buckets: lengths that padded samples are cut to, a step's samples being dealt out by theirs.
 
         stack: samples -> a batch.
         """
-        self.samples, self.batch, self.seed, self.buckets, self._stack = samples, batch, seed, buckets, stack
+        self.samples, self.batch, self.seed, self.buckets, self._stack = (
+            samples,
+            batch,
+            seed,
+            buckets,
+            stack,
+        )
         self._dealt: tuple[int, list[tuple[int, int]]] | None = None
         self._ahead: tuple[int, Ahead] | None = None  # of a rank
         self.left_out = LeftOut()
         self._step, self._seen = 0, 0
-        self.order = samples.order(seed) if isinstance(samples, Mixture) else Order(len(samples), seed)
+        self.order = (
+            samples.order(seed) if isinstance(samples, Mixture) else Order(len(samples), seed)
+        )
 
     def go_on(self, step: int, seen: int) -> None:
         """Step `step` follows on `seen` samples, whatever the global batch was before it."""
@@ -46,7 +59,9 @@ class Batches:
 
     def stretch(self, step: int) -> tuple[int, int]:
         """Where the samples of step `step` (from 0) are in the order of all epochs: first, and after the last."""
-        return self.left_out.place(self._seen, (step - self._step) * self.batch.global_samples), self.seen(step + 1)
+        return self.left_out.place(
+            self._seen, (step - self._step) * self.batch.global_samples
+        ), self.seen(step + 1)
 
     def holds(self, places: list[int], samples: list[int]) -> bool:
         """Whether the places from the first to before the second have all of these samples."""
@@ -66,7 +81,10 @@ class Batches:
             return
         read = self._read_drawn if reader.workers else self._read
         ahead = Ahead(
-            read, lambda step, number: self._places(step, number, rank), self.batch.accumulation_steps, reader
+            read,
+            lambda step, number: self._places(step, number, rank),
+            self.batch.accumulation_steps,
+            reader,
         )
         self._ahead = rank, ahead
         try:
@@ -102,7 +120,9 @@ class Batches:
 
     def indices_of_step(self, step: int) -> list[int]:
         """Those of all passes and ranks."""
-        passes = itertools.product(range(self.batch.accumulation_steps), range(self.batch.data_parallel_ranks))
+        passes = itertools.product(
+            range(self.batch.accumulation_steps), range(self.batch.data_parallel_ranks)
+        )
         return [index for number, rank in passes for index in self.indices(step, number, rank)]
 
     def _places(self, step: int, accumulation: int, rank: int) -> list[tuple[int, int]]:

@@ -35,7 +35,9 @@ def chats_read(source: str | Corpus) -> Iterator[tuple[Chat, float]]:
         yield from _built_in()
         return
     for row in rows(source):
-        messages = _messages(row, source.messages_column) if source.messages_column else _pair(row, source)
+        messages = (
+            _messages(row, source.messages_column) if source.messages_column else _pair(row, source)
+        )
         yield Chat(messages, row.place), row.share
 
 
@@ -48,19 +50,27 @@ def _messages(row: Row, column: str) -> list[Json]:
     found = value(row, column)
     if not isinstance(found, list) or not found:
         raise DataError(f"{row.place}: {column} is {found!r:.80}; it must be a list of messages")
-    messages = [_message(row, f"message {number} of {column}", each) for number, each in enumerate(found, 1)]
+    messages = [
+        _message(row, f"message {number} of {column}", each) for number, each in enumerate(found, 1)
+    ]
     if all(each["role"] != "assistant" for each in messages):
         roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
-        raise DataError(f"{row.place}: {column} has no message of role assistant, and nothing to learn; it has {roles}")
+        raise DataError(
+            f"{row.place}: {column} has no message of role assistant, and nothing to learn; it has {roles}"
+        )
     return messages
 
 
 def _message(row: Row, name: str, message: Any) -> Json:
     if not isinstance(message, dict):
-        raise DataError(f"{row.place}: {name} is {message!r:.80}; it must have a role and a content")
+        raise DataError(
+            f"{row.place}: {name} is {message!r:.80}; it must have a role and a content"
+        )
     for key in ("role", "content"):
         if key not in message:
-            raise DataError(f"{row.place}: {name} has no {key!r}; it has {', '.join(map(str, message)) or 'nothing'}")
+            raise DataError(
+                f"{row.place}: {name} has no {key!r}; it has {', '.join(map(str, message)) or 'nothing'}"
+            )
         if not isinstance(message[key], str):
             raise DataError(f"{row.place}: {name}: {key} is {message[key]!r:.80}; it must be text")
     return {key: each for key, each in message.items() if each is not None}
@@ -84,7 +94,10 @@ def _built_in() -> Iterator[tuple[Chat, float]]:
     for name, (text, share) in zip(sorted(topics), documents_read("python-docs")):
         parts = [part.strip() for part in text.split("\n\n") if part.strip()]
         for first in range(0, len(parts), _TURNS):
-            asked = [f"What does Python's reference say about {name!r}, part {first + 1}?", *["Go on."] * (_TURNS - 1)]
+            asked = [
+                f"What does Python's reference say about {name!r}, part {first + 1}?",
+                *["Go on."] * (_TURNS - 1),
+            ]
             turns = zip(asked, parts[first : first + _TURNS])
             messages = [
                 {"role": role, "content": content}

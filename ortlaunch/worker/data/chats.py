@@ -40,7 +40,9 @@ class Rendered(NamedTuple):
     """First letter of each, and after the last."""
 
 
-def tokenized_chats(source: str | Corpus, tokenizer: PreTrainedTokenizerBase, tell: Tell) -> Documents:
+def tokenized_chats(
+    source: str | Corpus, tokenizer: PreTrainedTokenizerBase, tell: Tell
+) -> Documents:
     """A chat each, the tokens of answers with the bit ANSWER.
 
     Raises:
@@ -60,9 +62,14 @@ def tokenized_chats(source: str | Corpus, tokenizer: PreTrainedTokenizerBase, te
 
 def _marked(encoded: Any, answers: list[tuple[int, int]]) -> Sequence[int]:
     """From the first token that has a letter of an answer to the last that has one."""
-    ids, places = np.array(encoded.ids, np.uint32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
+    ids, places = (
+        np.array(encoded.ids, np.uint32),
+        np.array(encoded.offsets, np.int64).reshape(-1, 2),
+    )
     for first, after in answers:
-        (inside,) = np.nonzero((places[:, 1] > first) & (places[:, 0] < after) & (places[:, 1] > places[:, 0]))
+        (inside,) = np.nonzero(
+            (places[:, 1] > first) & (places[:, 0] < after) & (places[:, 1] > places[:, 0])
+        )
         if len(inside):
             ids[inside[0] : inside[-1] + 1] |= np.uint32(ANSWER)
     found: Sequence[int] = ids.tolist()
@@ -74,7 +81,9 @@ class _Template:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
-            raise DataError("data.tokenizer: does not tell where its tokens are in a text, as fast tokenizers do")
+            raise DataError(
+                "data.tokenizer: does not tell where its tokens are in a text, as fast tokenizers do"
+            )
         if not tokenizer.chat_template:
             raise DataError(
                 "data.tokenizer has no chat template; give one, as its model's card has it: data.chat_template, a "
@@ -83,7 +92,9 @@ class _Template:
         self.tokenizer, self.text = tokenizer, str(tokenizer.get_chat_template())
         self.marks = _MARKED.search(self.text) is not None
         added = tokenizer.added_tokens_decoder.values()
-        self.end_marks = tuple({*tokenizer.all_special_tokens, *(str(each) for each in added if each.special)})
+        self.end_marks = tuple(
+            {*tokenizer.all_special_tokens, *(str(each) for each in added if each.special)}
+        )
 
     def render(self, chat: Chat) -> Rendered:
         """A chat, with its answers.
@@ -111,14 +122,18 @@ class _Template:
             conversations=[chat.messages], chat_template=self.text, return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,  # type: ignore[arg-type]  # variables of the template
         )  # fmt: skip
-        texts, answers = cast("tuple[list[str], list[list[tuple[int, int]]]]", rendered)  # annotated as str
+        texts, answers = cast(
+            "tuple[list[str], list[list[tuple[int, int]]]]", rendered
+        )  # annotated as str
         return Rendered(texts[0], [(first, after) for first, after in answers[0]])
 
     def _compared(self, chat: Chat) -> Rendered:
         messages = chat.messages
         whole = self._text(messages)
         answers = [
-            self._answer(whole, chat, number) for number, each in enumerate(messages) if each["role"] == "assistant"
+            self._answer(whole, chat, number)
+            for number, each in enumerate(messages)
+            if each["role"] == "assistant"
         ]
         return Rendered(whole, answers)
 
@@ -151,10 +166,14 @@ class Conversations:
         self.tokens, self.ends = documents
         self.length, self.pad = length, pad
         sizes = np.diff(self.ends, prepend=0)
-        self.kept = np.flatnonzero(_has_answer(self.tokens, self.ends - sizes, np.minimum(sizes, length)))
+        self.kept = np.flatnonzero(
+            _has_answer(self.tokens, self.ends - sizes, np.minimum(sizes, length))
+        )
         cut, without = int((sizes > length).sum()), len(sizes) - len(self.kept)
         if not len(self.kept):
-            raise DataError(f"{name}: no chat has an answer within its first {length} tokens (data.sequence_length)")
+            raise DataError(
+                f"{name}: no chat has an answer within its first {length} tokens (data.sequence_length)"
+            )
         if cut or without:
             note(f"{name}: {cut:,} of {len(sizes):,} chats are longer than data.sequence_length ({length}) and cut off"
                  + (f"; {without:,} are left out, whose answers are all behind that" if without else ""))  # fmt: skip
@@ -170,16 +189,24 @@ class Conversations:
     def sample(self, index: int, epoch: int) -> dict[str, torch.Tensor]:
         chat = int(self.kept[index])
         begin = int(self.ends[chat - 1]) if chat else 0
-        marked = self.tokens[begin : min(int(self.ends[chat]), begin + self.length)].astype(np.int64)
+        marked = self.tokens[begin : min(int(self.ends[chat]), begin + self.length)].astype(
+            np.int64
+        )
         found, empty = len(marked), self.length - len(marked)
         ids = np.pad(marked & (ANSWER - 1), (0, empty), constant_values=self.pad)
-        labels = np.pad(np.where(marked & ANSWER, marked & (ANSWER - 1), IGNORED), (0, empty), constant_values=IGNORED)
+        labels = np.pad(
+            np.where(marked & ANSWER, marked & (ANSWER - 1), IGNORED),
+            (0, empty),
+            constant_values=IGNORED,
+        )
         mask = (np.arange(self.length) < found).astype(np.int64)
         tensors = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         return {name: torch.from_numpy(value) for name, value in tensors.items()}
 
 
-def _has_answer(tokens: Tokens, begins: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _has_answer(
+    tokens: Tokens, begins: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> NDArray[np.bool_]:
     """Of each chat, whether so many of its tokens have one of an answer, the first aside, which nothing predicts."""
     found = np.zeros(len(begins), bool)
     (long,) = np.nonzero(sizes > 1)
@@ -187,6 +214,8 @@ def _has_answer(tokens: Tokens, begins: NDArray[np.int64], sizes: NDArray[np.int
         chats = long[first : first + _CHATS_AT_ONCE]
         begin, after = begins[chats] + 1, begins[chats] + sizes[chats]
         read = tokens[begin[0] : after[-1]] >= ANSWER
-        spans = np.stack([begin, after], axis=1).ravel()[:-1] - begin[0]  # the last one goes up to the end
+        spans = (
+            np.stack([begin, after], axis=1).ravel()[:-1] - begin[0]
+        )  # the last one goes up to the end
         found[chats] = np.logical_or.reduceat(read, spans)[::2]
     return found

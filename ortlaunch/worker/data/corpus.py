@@ -15,7 +15,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data.reading import LONGEST_TEXT, SPLIT, DataError, MissingData, Row, names_of_numbers, read_file
+from ortlaunch.worker.data.reading import (
+    LONGEST_TEXT,
+    SPLIT,
+    DataError,
+    MissingData,
+    Row,
+    names_of_numbers,
+    read_file,
+)
 
 
 def documents(source: str | Corpus) -> Iterator[str]:
@@ -31,7 +39,9 @@ def documents_read(source: str | Corpus, lists: bool = False) -> Iterator[tuple[
     if isinstance(source, str):
         from pydoc_data.topics import topics
 
-        yield from ((topics[name], number / len(topics)) for number, name in enumerate(sorted(topics), 1))
+        yield from (
+            (topics[name], number / len(topics)) for number, name in enumerate(sorted(topics), 1)
+        )
         return
     column = source.text_column if source.format != "text" else "text"
     for row in rows(source):
@@ -51,7 +61,9 @@ def value(row: Row, column: str) -> Any:
         DataError: it has no such column, or a text there that no tokenizer could take.
     """
     if column not in row.values:
-        raise DataError(f"{row.place}: no column {column!r}; it has {', '.join(sorted(row.values))}")
+        raise DataError(
+            f"{row.place}: no column {column!r}; it has {', '.join(sorted(row.values))}"
+        )
     found = row.values[column]
     if isinstance(found, str) and len(found) > LONGEST_TEXT:
         told = f"{column} has {len(found):,} characters, more than {LONGEST_TEXT:,}"
@@ -83,11 +95,16 @@ def _of_the_hub(source: Corpus) -> Iterator[Row]:
             source.name, source.subset, split=source.split, revision=source.revision, streaming=True
         )
         names = names_of_numbers(found.features.to_dict() if found.features else {})
-        yield from (Row(row, f"{named(source)}: row {number}", 0.0, names) for number, row in enumerate(found, 1))
+        yield from (
+            Row(row, f"{named(source)}: row {number}", 0.0, names)
+            for number, row in enumerate(found, 1)
+        )
     except StopIteration:  # `datasets` looks for a first row of JSON
         raise DataError(f"{named(source)}: has no rows") from None
     except (OSError, ValueError) as error:  # pyarrow's and the hub's errors are among these
-        raise DataError(f"{named(source)}: cannot be read: {(str(error) or repr(error)).splitlines()[0]}") from error
+        raise DataError(
+            f"{named(source)}: cannot be read: {(str(error) or repr(error)).splitlines()[0]}"
+        ) from error
 
 
 def files(source: Corpus) -> list[str]:
@@ -98,9 +115,13 @@ def files(source: Corpus) -> list[str]:
     """
     found: list[str] = []
     for pattern in source.path or ():
-        matches = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+        matches = sorted(
+            path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)
+        )
         if not matches:
-            raise MissingData(f"{named(source)}: {pattern!r} matches no file (seen from {os.getcwd()})")
+            raise MissingData(
+                f"{named(source)}: {pattern!r} matches no file (seen from {os.getcwd()})"
+            )
         found += matches
     return found
 
@@ -117,11 +138,25 @@ def fingerprint(source: str | Corpus) -> str:
     if isinstance(source, str):
         parts = [source, sys.version]
     elif source.format == "hub":
-        parts = [str(source.name), str(source.subset), source.split, _columns(source), _commit(source)]
+        parts = [
+            str(source.name),
+            str(source.subset),
+            source.split,
+            _columns(source),
+            _commit(source),
+        ]
     else:
         stats = ((path, os.stat(path)) for path in files(source))
-        kind = source.format if source.document == "paragraph" else f"{source.format} by {source.document}"
-        parts = [kind, _columns(source), *(f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in stats)]
+        kind = (
+            source.format
+            if source.document == "paragraph"
+            else f"{source.format} by {source.document}"
+        )
+        parts = [
+            kind,
+            _columns(source),
+            *(f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in stats),
+        ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -133,12 +168,18 @@ def _columns(source: Corpus) -> str:
 
 def _commit(source: Corpus) -> str:
     """The commit of a hub data set; of a folder's, what its files were when they were last written."""
-    if source.revision and re.fullmatch(r"[0-9a-f]{40}", source.revision) and not os.path.isdir(str(source.name)):
+    if (
+        source.revision
+        and re.fullmatch(r"[0-9a-f]{40}", source.revision)
+        and not os.path.isdir(str(source.name))
+    ):
         return source.revision  # never another
     import datasets
 
     try:
-        found: str = datasets.load_dataset_builder(source.name, source.subset, revision=source.revision).hash
+        found: str = datasets.load_dataset_builder(
+            source.name, source.subset, revision=source.revision
+        ).hash
     except (OSError, ValueError) as error:
         reason = (str(error) or repr(error)).splitlines()[0]
         mend = "to train offline, give the commit as data.*.revision"

@@ -28,11 +28,22 @@ def _order(samples: Samples) -> str:
 def _fingerprint(samples: object) -> str | None:
     if isinstance(samples, Mixture):
         parts = [_fingerprint(part) for part in samples.parts]
-        return None if None in parts else hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+        return (
+            None
+            if None in parts
+            else hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+        )
     if hasattr(samples, "tokens"):
-        tokens, found = samples.tokens, hashlib.blake2b(str(len(samples.tokens)).encode(), digest_size=8)
+        tokens, found = (
+            samples.tokens,
+            hashlib.blake2b(str(len(samples.tokens)).encode(), digest_size=8),
+        )
         for start in np.linspace(0, max(0, len(tokens) - _TOKENS), _PIECES, dtype=np.int64):
-            found.update(np.ascontiguousarray(tokens[int(start) : int(start) + _TOKENS]).astype(np.int64).tobytes())
+            found.update(
+                np.ascontiguousarray(tokens[int(start) : int(start) + _TOKENS])
+                .astype(np.int64)
+                .tobytes()
+            )
         return found.hexdigest()
     if hasattr(samples, "some"):
         return hashlib.blake2b(repr(samples.some()).encode(), digest_size=8).hexdigest()

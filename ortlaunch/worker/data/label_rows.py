@@ -92,7 +92,9 @@ def labelled_rows(source: Corpus, read: Read, found: SourceSummary) -> Iterator[
         names = row.names.get(source.label_column)
         if names and names not in found.names:
             found.names.append(names)
-        yield LabelledRow(text, [part for label in labels for part in found.number(label, row.place)], row.share)
+        yield LabelledRow(
+            text, [part for label in labels for part in found.number(label, row.place)], row.share
+        )
     if row is None:
         raise DataError(f"{named(source)}: has no rows")
 
@@ -108,7 +110,9 @@ def scored(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:
     label = value(row, source.label_column)
     # A bool is an int, and no number.
     if type(label) not in (int, float) or not math.isfinite(label):
-        raise DataError(f"{row.place}: {source.label_column} is {label!r:.80}; sequence-regression takes a number")
+        raise DataError(
+            f"{row.place}: {source.label_column} is {label!r:.80}; sequence-regression takes a number"
+        )
     return _text(row, source), [float(label)]
 
 
@@ -117,7 +121,9 @@ def tagged(row: Row, source: Corpus, first: Any) -> tuple[list[str], list[Any]]:
     words, tags = value(row, source.text_column), value(row, source.label_column)
     for name, found in ((source.text_column, words), (source.label_column, tags)):
         if not isinstance(found, list) or not found:
-            raise DataError(f"{row.place}: {name} is {found!r:.80}; token-classification takes a list, one a word")
+            raise DataError(
+                f"{row.place}: {name} is {found!r:.80}; token-classification takes a list, one a word"
+            )
     if len(words) != len(tags):
         raise DataError(
             f"{row.place}: {source.text_column} has {len(words)} words, and {source.label_column} {len(tags)} tags"
@@ -125,14 +131,18 @@ def tagged(row: Row, source: Corpus, first: Any) -> tuple[list[str], list[Any]]:
     wrong = next((word for word in words if not isinstance(word, str) or not word.strip()), None)
     if wrong is not None:
         raise DataError(f"{row.place}: {source.text_column} has {wrong!r:.80}; it must be a word")
-    return words, [_class(row, source.label_column, tag, tags[0] if first is None else first) for tag in tags]
+    return words, [
+        _class(row, source.label_column, tag, tags[0] if first is None else first) for tag in tags
+    ]
 
 
 def _class(row: Row, column: str, label: Any, first: Any) -> int | str:
     """A label, if it is one, and of one kind with the first."""
     # A bool is an int, and no class.
     if label == "" or type(label) not in (int, str) or (isinstance(label, int) and label < 0):
-        raise DataError(f"{row.place}: {column} is {label!r:.80}; a class is a word, or an integer from 0")
+        raise DataError(
+            f"{row.place}: {column} is {label!r:.80}; a class is a word, or an integer from 0"
+        )
     if first is not None and type(label) is not type(first):
         raise DataError(
             f"{row.place}: {column} is {label!r}, and the first row's is {first!r}; give words alone, or numbers alone"

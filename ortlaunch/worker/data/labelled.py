@@ -31,7 +31,15 @@ from ortlaunch.worker.data.label_rows import (
 )
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Sample, Samples
-from ortlaunch.worker.data.tokens import Documents, Tell, Work, plain_backend, silent, stored, vocabulary_of
+from ortlaunch.worker.data.tokens import (
+    Documents,
+    Tell,
+    Work,
+    plain_backend,
+    silent,
+    stored,
+    vocabulary_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,13 +58,19 @@ class LabelledTexts:
     """Numbers behind the tokens of a row."""
 
     def __init__(
-        self, source: str | Corpus, tokenizer: PreTrainedTokenizerBase, length: int, tell: Tell = silent
+        self,
+        source: str | Corpus,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        tell: Tell = silent,
     ) -> None:
         assert isinstance(source, Corpus)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if tokenizer.pad_token is None:
-            raise DataError("data.tokenizer: has neither a token for padding nor one for the end of a text")
+            raise DataError(
+                "data.tokenizer: has neither a token for padding nor one for the end of a text"
+            )
         self.source, self.length, self._tell = source, length, tell
         self._pad, self._on_the_left = tokenizer.pad_token_id, tokenizer.padding_side == "left"
         self._with_mask = "attention_mask" in tokenizer.model_input_names
@@ -66,7 +80,9 @@ class LabelledTexts:
         of_all = json.loads(_text_of(self._documents, len(self)))
         self.labels: list[Any] = of_all["labels"]  # each once; words until `number_labels`
         self.counts: list[int] = of_all["counts"]  # of rows, or words, by label
-        self.largest: tuple[int, str] = tuple(of_all["largest"])  # label that is a number, and where it is
+        self.largest: tuple[int, str] = tuple(
+            of_all["largest"]
+        )  # label that is a number, and where it is
         self.names = [tuple(names) for names in of_all["names"]]  # of labels that are numbers
 
     def __len__(self) -> int:
@@ -79,7 +95,9 @@ class LabelledTexts:
             yield row, row.share
         yield json.dumps({**vars(found), "labels": [*found.labels]}), 1.0
 
-    def _encoder(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[list[Any]], Iterator[Sequence[int]]]:
+    def _encoder(
+        self, tokenizer: PreTrainedTokenizerBase
+    ) -> Callable[[list[Any]], Iterator[Sequence[int]]]:
         """Rows -> documents; by a copy, for a call changes what a fast tokenizer is saved with."""
         own = functools.cache(lambda: copy.deepcopy(tokenizer) if tokenizer.is_fast else tokenizer)
 
@@ -91,11 +109,15 @@ class LabelledTexts:
 
         return encode
 
-    def _encoded(self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]) -> Iterator[Sequence[int]]:
+    def _encoded(
+        self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]
+    ) -> Iterator[Sequence[int]]:
         found = self._called(tokenizer, rows)["input_ids"]
         return ([*ids, *row.numbers] for ids, row in zip(found, rows))
 
-    def _called(self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow], **options: Any) -> Any:
+    def _called(
+        self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow], **options: Any
+    ) -> Any:
         """As the tokenizer has texts that are cut, before they are padded."""
         return tokenizer(
             [row.text for row in rows], truncation=True, max_length=self.length,
@@ -149,10 +171,15 @@ class LabelledTexts:
         step = max(1, len(self) // _SOME)
 
         def items() -> Iterator[tuple[str, float]]:
-            chosen = itertools.islice(labelled_rows(self.source, self.read, SourceSummary()), 0, None, step)
+            chosen = itertools.islice(
+                labelled_rows(self.source, self.read, SourceSummary()), 0, None, step
+            )
             return ((json.dumps([row.text, row.numbers]), row.share) for row in chosen)
 
-        found = stored(Work(f"some {step} {self._key}", items, lambda texts: map(str.encode, texts)), self._tell)
+        found = stored(
+            Work(f"some {step} {self._key}", items, lambda texts: map(str.encode, texts)),
+            self._tell,
+        )
         pairs = (json.loads(_text_of(found, number)) for number in range(len(found.ends)))
         return [(text, self._label(numbers)) for text, numbers in pairs]
 
@@ -177,21 +204,36 @@ class TaggedWords(LabelledTexts):
     varies = True
 
     def __init__(
-        self, source: str | Corpus, tokenizer: PreTrainedTokenizerBase, length: int, tell: Tell = silent
+        self,
+        source: str | Corpus,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        tell: Tell = silent,
     ) -> None:
         if not tokenizer.is_fast:
-            raise DataError("data.tokenizer: does not tell which word a piece is of, as fast tokenizers do")
+            raise DataError(
+                "data.tokenizer: does not tell which word a piece is of, as fast tokenizers do"
+            )
         super().__init__(source, tokenizer, length, tell)
 
-    def _encoded(self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]) -> Iterator[Sequence[int]]:
+    def _encoded(
+        self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]
+    ) -> Iterator[Sequence[int]]:
         """Behind the tokens a number for each: 0, or of a word's first piece one more than its tag's."""
         try:
             found = self._called(tokenizer, rows, is_split_into_words=True)
-        except (AssertionError, ValueError) as error:  # as of byte-level ones without add_prefix_space
-            raise DataError(f"data.tokenizer: takes no lists of words: {' '.join(str(error).split())}") from None
+        except (
+            AssertionError,
+            ValueError,
+        ) as error:  # as of byte-level ones without add_prefix_space
+            raise DataError(
+                f"data.tokenizer: takes no lists of words: {' '.join(str(error).split())}"
+            ) from None
         for number, row in enumerate(rows):
             words = found.word_ids(number)
-            begins = (word is not None and word != before for before, word in zip([None, *words], words))
+            begins = (
+                word is not None and word != before for before, word in zip([None, *words], words)
+            )
             tags = (row.numbers[word] + 1 if first else 0 for first, word in zip(begins, words))
             yield [*found["input_ids"][number], *tags]
 
@@ -212,7 +254,9 @@ def _decides(tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.is_fast:
         known = plain_backend(tokenizer).to_str()  # of its own say where it last cut and padded
     else:
-        given = json.dumps(tokenizer.init_kwargs, sort_keys=True, default=lambda each: type(each).__name__)
+        given = json.dumps(
+            tokenizer.init_kwargs, sort_keys=True, default=lambda each: type(each).__name__
+        )
         known = f"{given} {tokenizer.special_tokens_map} {tokenizer.added_tokens_decoder} {vocabulary_of(tokenizer)}"
     special = getattr(tokenizer, "split_special_tokens", False)
     return f"{type(tokenizer).__name__} {tokenizer.truncation_side} {special} {known}"
@@ -250,15 +294,22 @@ def number_labels(
     if not _are_words(*parts, *held_out):
         return []
     words = sorted({word for part in parts for word in part.all_labels()})
-    if known and {word for part in (*parts, *held_out) for word in part.all_labels()} <= known.keys():
+    if (
+        known
+        and {word for part in (*parts, *held_out) for word in part.all_labels()} <= known.keys()
+    ):
         for part in (*parts, *held_out):
             part.renumber(known)
         return sorted(known, key=known.__getitem__)
     if len(words) == 1:
-        raise DataError(f"data.train: every label is {words[0]!r}, and there is nothing to tell apart")
+        raise DataError(
+            f"data.train: every label is {words[0]!r}, and there is nothing to tell apart"
+        )
     unknown = sorted({word for part in held_out for word in part.all_labels()} - set(words))
     if unknown:
-        raise DataError(f"data.evaluation: label {unknown[0]!r} is in no row of data.train, which has {len(words)}")
+        raise DataError(
+            f"data.evaluation: label {unknown[0]!r} is in no row of data.train, which has {len(words)}"
+        )
     numbers = {word: number for number, word in enumerate(words)}
     for part in (*parts, *held_out):
         part.renumber(numbers)
@@ -285,14 +336,18 @@ def number_as_trained(samples: Samples, known: Mapping[str, int]) -> None:
 
 def _labelled(samples: Samples | None) -> list[LabelledTexts]:
     """Those of a mixture, or these alone."""
-    return [part for part in getattr(samples, "parts", [samples]) if isinstance(part, LabelledTexts)]
+    return [
+        part for part in getattr(samples, "parts", [samples]) if isinstance(part, LabelledTexts)
+    ]
 
 
 def _are_words(*parts: LabelledTexts) -> bool:
     """Whether labels are words, in all."""
     kinds = {type(label) for part in parts for label in part.all_labels()}
     if len(kinds) > 1:
-        raise DataError("data: labels are words in one source and numbers in another; give words alone, or numbers")
+        raise DataError(
+            "data: labels are words in one source and numbers in another; give words alone, or numbers"
+        )
     return kinds == {str}
 
 
@@ -311,11 +366,17 @@ def class_lines(train: Samples, names: Sequence[str], classes: int) -> Iterator[
         counts.update(dict(zip(part.labels, part.counts)))
     unit = "word" if isinstance(parts[0], TaggedWords) else "row"
     total = max(classes, len(names))
-    yield f"classes: {total:,}" + (f" ({', '.join(names[:_SHOWN])}{_more(len(names))})" if names else "")
+    yield f"classes: {total:,}" + (
+        f" ({', '.join(names[:_SHOWN])}{_more(len(names))})" if names else ""
+    )
     absent = (number for number in range(total) if number not in counts)
     single = [number for number, count in counts.items() if count == 1]
     for found, size, words in (
-        (list(itertools.islice(absent, _SHOWN)), total - len(counts), f"no training {unit} has class"),
+        (
+            list(itertools.islice(absent, _SHOWN)),
+            total - len(counts),
+            f"no training {unit} has class",
+        ),
         (sorted(single)[:_SHOWN], len(single), f"a single training {unit} has class"),
     ):
         if found:
@@ -333,7 +394,11 @@ def class_names(train: Samples, evaluation: Samples | None) -> list[str]:
     Raises:
         DataError: two sources have other names for the same numbers.
     """
-    parts = [part for part in (*_labelled(train), *_labelled(evaluation)) if not isinstance(part, ScoredTexts)]
+    parts = [
+        part
+        for part in (*_labelled(train), *_labelled(evaluation))
+        if not isinstance(part, ScoredTexts)
+    ]
     found = list(dict.fromkeys(names for part in parts for names in part.names))
     if len(found) > 1:
         one, other = (", ".join(names) for names in found[:2])

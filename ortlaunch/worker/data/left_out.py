@@ -18,13 +18,17 @@ def recorded(run: RunDir) -> Iterator[BadStep]:
         DamagedFile: a line before it cannot be read, and which samples it left out is not known.
     """
     known = [each.name for each in fields(BadStep)]
-    lines = json_lines(run.bad_steps, *(each.name for each in fields(BadStep) if each.default is MISSING))
+    lines = json_lines(
+        run.bad_steps, *(each.name for each in fields(BadStep) if each.default is MISSING)
+    )
     if lines.left_out:
         raise DamagedFile(
             f"{run.bad_steps}: it says which samples are not trained on, and is damaged: {'; '.join(lines.left_out)}; "
             "take the line away if they may be trained on"
         )
-    yield from (BadStep(**{name: line[name] for name in known if name in line}) for line in lines.found)
+    yield from (
+        BadStep(**{name: line[name] for name in known if name in line}) for line in lines.found
+    )
 
 
 def taken(run: RunDir, seen: int) -> int:
@@ -40,13 +44,18 @@ class LeftOut:
     """Places (from 0, epoch after epoch) that are passed over."""
 
     def __init__(self) -> None:
-        self._stretches: list[tuple[int, int]] = []  # [first, after), ascending, apart from each other
+        self._stretches: list[
+            tuple[int, int]
+        ] = []  # [first, after), ascending, apart from each other
 
     def add(self, first: int, after: int) -> None:
         """Pass over the places from `first` to before `after`."""
         apart = [each for each in self._stretches if each[1] < first or each[0] > after]
         joined = [each for each in self._stretches if each not in apart]
-        whole = (min([first, *(each[0] for each in joined)]), max([after, *(each[1] for each in joined)]))
+        whole = (
+            min([first, *(each[0] for each in joined)]),
+            max([after, *(each[1] for each in joined)]),
+        )
         self._stretches = sorted([*apart, whole])
 
     def before(self, place: int) -> int:

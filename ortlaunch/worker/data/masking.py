@@ -55,13 +55,21 @@ class Masking:
     """`data.masked_lm`, for a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: MaskedLm) -> None:
-        missing = [name for name in ("cls_token", "sep_token", "mask_token") if getattr(tokenizer, name) is None]
+        missing = [
+            name
+            for name in ("cls_token", "sep_token", "mask_token")
+            if getattr(tokenizer, name) is None
+        ]
         if missing:
             raise DataError(
                 f"data.tokenizer has no {', '.join(missing)}, which masked language models need; train wordpiece"
             )
         self.words, self.settings = len(tokenizer), settings
-        self.cls, self.sep, self.mask_id = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
+        self.cls, self.sep, self.mask_id = (
+            tokenizer.cls_token_id,
+            tokenizer.sep_token_id,
+            tokenizer.mask_token_id,
+        )
         self.goes_on = _pieces(tokenizer) if settings.whole_words else None
 
     def predictions(self, tokens: int) -> int:
@@ -77,14 +85,22 @@ class Masking:
         """
         length = ids.shape[1]
         turns = random[:, :length].copy()
-        turns[(ids == self.cls) | (ids == self.sep) | (np.arange(length) >= np.array(sizes)[:, None])] = _NEVER
+        turns[
+            (ids == self.cls) | (ids == self.sep) | (np.arange(length) >= np.array(sizes)[:, None])
+        ] = _NEVER
         counts = [self.predictions(size) for size in sizes]
-        chosen = _lowest(turns, counts) if self.goes_on is None else self._whole_words(ids, turns, counts)
+        chosen = (
+            _lowest(turns, counts)
+            if self.goes_on is None
+            else self._whole_words(ids, turns, counts)
+        )
         rows, places = chosen.nonzero()
         words = ids[rows, places]
         labels[rows, places] = words
         fate = random[rows, length + places]
-        others = ((fate - 0.9) * (10 * self.words)).astype(np.int64)  # what is left of the number, rounded down
+        others = ((fate - 0.9) * (10 * self.words)).astype(
+            np.int64
+        )  # what is left of the number, rounded down
         ids[rows, places] = np.where(fate < 0.8, self.mask_id, np.where(fate < 0.9, words, others))
 
     def _whole_words(self, ids: _Ints, turns: _Floats, counts: list[int]) -> _Bools:

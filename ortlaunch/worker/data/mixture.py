@@ -89,7 +89,9 @@ class MixedOrder:
         self.seed, self.counts = seed, shares(weights)
         self.orders = [Order(size, source_seed(seed, number)) for number, size in enumerate(sizes)]
         self.begins = [0, *itertools.accumulate(sizes[:-1])]
-        self._blocks: dict[int, tuple[_Ints, _Ints]] = {}  # this one, and the next where a batch reaches into it
+        self._blocks: dict[
+            int, tuple[_Ints, _Ints]
+        ] = {}  # this one, and the next where a batch reaches into it
 
     def at(self, places: list[int]) -> list[tuple[int, int]]:
         """(sample, epoch of its source) at each of these places."""
@@ -98,15 +100,21 @@ class MixedOrder:
     def _at(self, block: int, within: int) -> tuple[int, int]:
         sources, before = self._block(block)
         number = int(sources[within])
-        ((index, epoch),) = self.orders[number].at([block * int(self.counts[number]) + int(before[within])])
+        ((index, epoch),) = self.orders[number].at(
+            [block * int(self.counts[number]) + int(before[within])]
+        )
         return self.begins[number] + index, epoch
 
     def _block(self, block: int) -> tuple[_Ints, _Ints]:
         """Which source is at each place of a block, and how many places before it in the block are the same one's."""
         if block not in self._blocks:
-            self._blocks = {number: known for number, known in self._blocks.items() if number == block - 1}
+            self._blocks = {
+                number: known for number, known in self._blocks.items() if number == block - 1
+            }
             places = np.arange(BLOCK)
-            sources = np.repeat(np.arange(len(self.counts)), self.counts)[permutation(BLOCK, self.seed, block)(places)]
+            sources = np.repeat(np.arange(len(self.counts)), self.counts)[
+                permutation(BLOCK, self.seed, block)(places)
+            ]
             before = np.empty_like(places)
             begins = np.cumsum(self.counts) - self.counts
             before[np.argsort(sources, kind="stable")] = places - np.repeat(begins, self.counts)

@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 SHUFFLE, FEISTEL = "shuffle", "feistel"  # what a checkpoint calls them
 _MOST_SHUFFLED = 1 << 16  # with few samples a network of eight rounds would prefer some orders
 _ROUNDS = 8
-_FIRST, _SECOND = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)  # MurmurHash3's finalizer
+_FIRST, _SECOND = (
+    np.uint64(0xFF51AFD7ED558CCD),
+    np.uint64(0xC4CEB9FE1A85EC53),
+)  # MurmurHash3's finalizer
 _HALF, _DROPPED = np.uint64(32), np.uint64(24)
 
 
@@ -37,7 +40,9 @@ class Order:
 
     def __init__(self, samples: int, seed: int) -> None:
         self.samples, self.seed = samples, seed
-        self._epochs: dict[int, Permutation] = {}  # this one, and the next where a batch reaches into it
+        self._epochs: dict[
+            int, Permutation
+        ] = {}  # this one, and the next where a batch reaches into it
 
     def at(self, places: list[int]) -> list[tuple[int, int]]:
         """(sample, epoch) at each of these places, which count on from epoch to epoch."""
@@ -50,7 +55,9 @@ class Order:
 
     def _epoch(self, epoch: int) -> Permutation:
         if epoch not in self._epochs:
-            self._epochs = {number: known for number, known in self._epochs.items() if number == epoch - 1}
+            self._epochs = {
+                number: known for number, known in self._epochs.items() if number == epoch - 1
+            }
             self._epochs[epoch] = permutation(self.samples, self.seed, epoch)
         return self._epochs[epoch]
 
@@ -59,7 +66,9 @@ def permutation(samples: int, seed: int, epoch: int) -> Permutation:
     """Of the places 0 to `samples` - 1, in this epoch."""
     if order_name(samples) == FEISTEL:
         return Feistel(samples, seed, epoch)
-    order: NDArray[np.int64] = np.random.Generator(np.random.Philox([seed, epoch])).permutation(samples)
+    order: NDArray[np.int64] = np.random.Generator(np.random.Philox([seed, epoch])).permutation(
+        samples
+    )
     return lambda places: order[places]
 
 
@@ -68,7 +77,11 @@ class Feistel:
 
     def __init__(self, samples: int, seed: int, epoch: int) -> None:
         across = math.isqrt(samples - 1) + 1
-        self.samples, self.across, self.down = np.uint64(samples), np.uint64(across), np.uint64(-(-samples // across))
+        self.samples, self.across, self.down = (
+            np.uint64(samples),
+            np.uint64(across),
+            np.uint64(-(-samples // across)),
+        )
         self.keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -26,7 +26,9 @@ def find(key: str, target: str) -> Any:
         found = getattr(import_module(module), function, None)
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):
-            raise MissingCode(f"{key}: no module {module!r} beside the recipe, in this folder or installed") from None
+            raise MissingCode(
+                f"{key}: no module {module!r} beside the recipe, in this folder or installed"
+            ) from None
         raise
     if not callable(found):
         raise DataError(f"{key}: module {module!r} has no function {function!r}")
@@ -43,7 +45,9 @@ def call(key: str, target: str, arguments: Json) -> Any:
     try:
         inspect.signature(found).bind(**arguments)
     except TypeError as error:
-        raise DataError(f"{key}: {target}{inspect.signature(found)} and its `arguments` differ: {error}") from None
+        raise DataError(
+            f"{key}: {target}{inspect.signature(found)} and its `arguments` differ: {error}"
+        ) from None
     return found(**arguments)
 
 
@@ -56,11 +60,15 @@ class OwnCollate:
     def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
         found = self.function(samples)
         if not isinstance(found, Mapping) or not found:
-            raise DataError(f"data.collate: {self.name} returned {type(found).__name__}; it must be names to tensors")
+            raise DataError(
+                f"data.collate: {self.name} returned {type(found).__name__}; it must be names to tensors"
+            )
         try:
             return {str(name): torch.as_tensor(value) for name, value in found.items()}
         except (TypeError, ValueError, RuntimeError) as error:  # all three are torch's
-            raise DataError(f"data.collate: {self.name} returned what becomes no tensor: {error}") from None
+            raise DataError(
+                f"data.collate: {self.name} returned what becomes no tensor: {error}"
+            ) from None
 
 
 class OwnSamples:

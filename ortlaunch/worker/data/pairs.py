@@ -26,7 +26,9 @@ class SentencePairs(MaskedSamples):
     Numbers of 8 bytes a document are held in memory.
     """
 
-    def __init__(self, documents: Documents, length: int, masking: Masking, pad: int, seed: int) -> None:
+    def __init__(
+        self, documents: Documents, length: int, masking: Masking, pad: int, seed: int
+    ) -> None:
         self.tokens, self.ends = documents
         self.length, self.masking, self.pad, self.seed = length, masking, pad, seed
         self.body = length - 3
@@ -62,7 +64,10 @@ class SentencePairs(MaskedSamples):
             attention[row, :end], segments[row, cut + 2 : end] = 1, 1
             ends.append(end)
         self.masking.mask(ids, labels, ends, random[:, 2 + _DRAWS :])
-        return {**dict(zip(_NAMES, torch.from_numpy(found))), "next_sentence_label": torch.tensor(unrelated)}
+        return {
+            **dict(zip(_NAMES, torch.from_numpy(found))),
+            "next_sentence_label": torch.tensor(unrelated),
+        }
 
     def _join(self, ids: _Ints, *segments: tuple[int, int]) -> int:
         """[CLS] first [SEP] second [SEP]: tokens from a place on, and how many. How long that is."""

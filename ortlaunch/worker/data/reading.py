@@ -21,7 +21,11 @@ from ortlaunch.cause import Cause
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 
-_OPENED: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_OPENED: dict[str, Callable[[BinaryIO], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
 _BY_DATASETS = (".zst", ".lz4", ".zip")
 _LOADER = {"text": "text", "jsonl": "json"}
 _LETTERS_AT_ONCE, _ROWS_AT_ONCE = 1 << 20, 1000
@@ -71,15 +75,27 @@ def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row
         if os.path.getsize(path) == 0:
             raise DataError(f"{path}: is empty; leave it out")
         kind = document if form == "text" else form
-        rows = _by_datasets(path, form, document) if path.endswith(_BY_DATASETS) else _READERS[kind](path)
+        rows = (
+            _by_datasets(path, form, document)
+            if path.endswith(_BY_DATASETS)
+            else _READERS[kind](path)
+        )
         first = next(rows, None)
         if first is None:
             raise DataError(f"{path}: has no rows; leave it out")
         yield first
         yield from rows
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}:{_line_without_text(path)}: is not UTF-8: {error.reason}{_guess(path)}") from None
-    except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:  # pyarrow's are among these
+        raise DataError(
+            f"{path}:{_line_without_text(path)}: is not UTF-8: {error.reason}{_guess(path)}"
+        ) from None
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        zlib.error,
+        lzma.LZMAError,
+    ) as error:  # pyarrow's are among these
         reason = getattr(error, "strerror", None) or (str(error) or repr(error)).splitlines()[0]
         raise DataError(f"{path}: cannot be read as {form}: {reason}") from error
 
@@ -116,7 +132,9 @@ def _paragraphs(path: str) -> Iterator[Row]:
                 line += paragraph.count("\n") + 2
             if len(rest) > _LONGEST_PARAGRAPH:
                 mend = "`document: line` makes a document of each line, `document: file` of the whole file"
-                raise DataError(f"{path}:{line}: no blank line ends this paragraph of {len(rest):,} characters; {mend}")
+                raise DataError(
+                    f"{path}:{line}: no blank line ends this paragraph of {len(rest):,} characters; {mend}"
+                )
     if rest:
         yield Row({"text": rest}, f"{path}:{line}", 1.0)
 
@@ -135,9 +153,13 @@ def _whole(path: str) -> Iterator[Row]:
 
 def _jsonl(path: str) -> Iterator[Row]:
     with _TextFile(path) as file:
-        for number, line in enumerate(iter(functools.partial(file.bytes.readline, _LONGEST_ROW + 1), b""), 1):
+        for number, line in enumerate(
+            iter(functools.partial(file.bytes.readline, _LONGEST_ROW + 1), b""), 1
+        ):
             if len(line) > _LONGEST_ROW:
-                raise DataError(f"{path}:{number}: this row is longer than {_LONGEST_ROW:,} bytes; {SPLIT}")
+                raise DataError(
+                    f"{path}:{number}: this row is longer than {_LONGEST_ROW:,} bytes; {SPLIT}"
+                )
             text = (line.removeprefix(_MARK) if number == 1 else line).decode("utf-8").rstrip()
             if text:
                 yield Row(_object(text, f"{path}:{number}"), f"{path}:{number}", file.share)
@@ -147,9 +169,13 @@ def _object(text: str, place: str) -> Json:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{place}:{error.colno}: is no JSON: {error.msg}; a line must be a whole object") from None
+        raise DataError(
+            f"{place}:{error.colno}: is no JSON: {error.msg}; a line must be a whole object"
+        ) from None
     if not isinstance(found, dict):
-        raise DataError(f'{place}: is a {type(found).__name__}; a line must be an object, as {{"text": "..."}}')
+        raise DataError(
+            f'{place}: is a {type(found).__name__}; a line must be an object, as {{"text": "..."}}'
+        )
     if "\\ud" in text or "\\uD" in text:
         _refuse_half_pairs(found, place)
     return found
@@ -202,7 +228,9 @@ def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
     by = "document" if document == "file" else document
     options: Json = {"sample_by": by} if form == "text" else {}
     try:
-        found = datasets.load_dataset(_LOADER[form], data_files=[path], split="train", streaming=True, **options)
+        found = datasets.load_dataset(
+            _LOADER[form], data_files=[path], split="train", streaming=True, **options
+        )
         yield from (Row(values, f"{path}: row {number}") for number, values in enumerate(found, 1))
     except RuntimeError as error:  # of a loop in which `datasets` looked for a first row
         raise DataError(f"{path}: has no rows") from error

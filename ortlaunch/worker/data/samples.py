@@ -33,10 +33,13 @@ def cut_padding(batch: dict[str, torch.Tensor], buckets: Sequence[int]) -> dict[
         return batch
     whole, needed = mask.shape[1], int(mask.sum(1).max())
     length = next((bucket for bucket in buckets if bucket >= needed), whole)
-    on_the_left = mask[:, 0].sum() < mask[:, -1].sum()  # some tokenizers pad there; an empty text has no side
+    on_the_left = (
+        mask[:, 0].sum() < mask[:, -1].sum()
+    )  # some tokenizers pad there; an empty text has no side
     kept = slice(whole - length, whole) if on_the_left else slice(length)
     return {
-        name: value[:, kept].contiguous() if value.shape[1:2] == (whole,) else value for name, value in batch.items()
+        name: value[:, kept].contiguous() if value.shape[1:2] == (whole,) else value
+        for name, value in batch.items()
     }
 
 
@@ -47,9 +50,13 @@ def collate(samples: list[Sample]) -> dict[str, torch.Tensor]:
         try:
             values = [torch.as_tensor(sample[name]) for sample in samples]
         except KeyError:
-            raise DataError(f"samples of one batch differ in their names: not all have {name!r}") from None
+            raise DataError(
+                f"samples of one batch differ in their names: not all have {name!r}"
+            ) from None
         except (TypeError, ValueError, RuntimeError) as error:  # all three are torch's
-            raise DataError(f"{name!r} of a sample is no tensor, nor what becomes one: {error}") from None
+            raise DataError(
+                f"{name!r} of a sample is no tensor, nor what becomes one: {error}"
+            ) from None
         shapes = sorted({tuple(value.shape) for value in values})
         if len(shapes) > 1:
             raise DataError(

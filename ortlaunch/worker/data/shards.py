@@ -44,7 +44,9 @@ class _Joined:
         start, stop, _ = place.indices(len(self))
         stop = max(start, stop)
         numbers = range(start // self.size, max(start, stop - 1) // self.size + 1)
-        parts = [self.shards[n][max(0, start - n * self.size) : stop - n * self.size] for n in numbers]
+        parts = [
+            self.shards[n][max(0, start - n * self.size) : stop - n * self.size] for n in numbers
+        ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -56,7 +58,11 @@ def joined(base: Path) -> Tokens:
 
 def mapped(path: Path, dtype: type[_Scalar]) -> NDArray[_Scalar]:
     """A file as an array; a plain one, for slices of a memmap take five times as long."""
-    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray) if path.stat().st_size else np.zeros(0, dtype)
+    return (
+        np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+        if path.stat().st_size
+        else np.zeros(0, dtype)
+    )
 
 
 def shard_paths(base: Path) -> list[Path]:
@@ -98,7 +104,9 @@ class ShardWriter:
     def write(self, ids: _Ints) -> None:
         """Some tokens, (tokens,) uint32."""
         while len(ids) >= self.room:
-            self.file.write(ids[: self.room].data)  # tofile says nothing of a full disk but how much it wrote
+            self.file.write(
+                ids[: self.room].data
+            )  # tofile says nothing of a full disk but how much it wrote
             self.file.close()
             seal(own_seal(self._path), [self._path])
             ids, self.room, self.number = ids[self.room :], SHARD, self.number + 1

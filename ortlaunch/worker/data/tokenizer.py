@@ -55,7 +55,9 @@ def _template(given: str) -> str:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise InputError(f"data.chat_template: cannot read {given}: {why}; a template itself has {{{{ }}}}") from None
+        raise InputError(
+            f"data.chat_template: cannot read {given}: {why}; a template itself has {{{{ }}}}"
+        ) from None
 
 
 def _loaded(data: Data, kept: Path | None) -> Any:
@@ -75,7 +77,9 @@ def _loaded(data: Data, kept: Path | None) -> Any:
 def _trained(data: Data, training: TokenizerTraining) -> Path:
     """Folder of the tokenizer trained on the corpus; trained by whoever comes first on this machine."""
     corpus = " ".join(fingerprint(part.source) for part in data.parts)
-    key = hashlib.sha256(f"{corpus} {training.train} {training.vocab_size}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{corpus} {training.train} {training.vocab_size}".encode()).hexdigest()[
+        :16
+    ]
     folder = cache_folder("tokenizers") / key
     with FileLock(f"{folder}.lock"):
         renew(folder.with_suffix(".seal"), lambda: _train_into(folder, data, training))
@@ -107,7 +111,9 @@ def _wordpiece(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
 
     special, counts = list(_BERT_WORDS.values()), Counter[str]()
     found = _wordpiece_vocabulary(_counting(_texts(data), counts), 0, [], None)
-    letters = sorted((c for c in counts if c in found), key=lambda c: (-counts[c], c))[:_MOST_LETTERS]
+    letters = sorted((c for c in counts if c in found), key=lambda c: (-counts[c], c))[
+        :_MOST_LETTERS
+    ]
     pieces = [f"##{c}" for c in sorted(letters) if f"##{c}" in found]
     vocabulary = _wordpiece_vocabulary(_texts(data), vocab_size, special + pieces, letters)
     tokenizer = _bert_like(models.WordPiece(vocabulary, unk_token="[UNK]"))
@@ -115,7 +121,9 @@ def _wordpiece(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
     ends = [(word, vocabulary[word]) for word in ("[SEP]", "[CLS]")]
     tokenizer.post_processor = processors.BertProcessing(*ends)
     names = ["input_ids", "token_type_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, **_BERT_WORDS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_input_names=names, **_BERT_WORDS
+    )
 
 
 def _wordpiece_vocabulary(
@@ -170,4 +178,6 @@ def _bpe(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
     )
     tokenizer.train_from_iterator(_texts(data), trainer)
     names = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, **_LLAMA_WORDS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_input_names=names, **_LLAMA_WORDS
+    )

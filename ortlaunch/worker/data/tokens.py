@@ -27,7 +27,15 @@ from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.run_folder.folder import read_json, write_json
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
-from ortlaunch.worker.data.shards import SHARD, ShardWriter, Tokens, joined, mapped, shard_paths, wrong
+from ortlaunch.worker.data.shards import (
+    SHARD,
+    ShardWriter,
+    Tokens,
+    joined,
+    mapped,
+    shard_paths,
+    wrong,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,7 +93,9 @@ class Written(NamedTuple):
 
 def begin_of_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer itself puts before a text, as Llama's <s>; its models have seen no text without."""
-    whole, alone = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    whole, alone = (
+        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
+    )
     starts = (start for start in range(len(whole)) if whole[start : start + len(alone)] == alone)
     begin: list[int] = whole[: next(starts, 0)]
     return begin
@@ -122,7 +132,11 @@ def tokenized_documents(
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """All that a tokenizer does to a text, as text."""
-    return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
+    return (
+        tokenizer.backend_tokenizer.to_str()
+        if tokenizer.is_fast
+        else str(sorted(tokenizer.get_vocab().items()))
+    )
 
 
 def stored(work: Work, tell: Tell = silent) -> Documents:
@@ -130,7 +144,9 @@ def stored(work: Work, tell: Tell = silent) -> Documents:
     base = cache_folder("tokens") / hashlib.sha256(f"{SHARD} {work.key}".encode()).hexdigest()[:16]
     with _alone(base, tell):
         renew(base.with_suffix(".seal"), lambda: _write_tokens(base, work, tell))
-        base.with_suffix(".written").unlink(missing_ok=True)  # not before: sealing, too, may be cut off
+        base.with_suffix(".written").unlink(
+            missing_ok=True
+        )  # not before: sealing, too, may be cut off
     return Documents(joined(base), mapped(base.with_suffix(".ends"), np.int64))
 
 
@@ -171,19 +187,29 @@ def _written(base: Path, ends: Path, note: Path) -> Written:
 
 
 def _write(
-    tokens: ShardWriter, after: IO[bytes], note: Path, done: Written, encoded: Iterable[Encoded], tell: Tell
+    tokens: ShardWriter,
+    after: IO[bytes],
+    note: Path,
+    done: Written,
+    encoded: Iterable[Encoded],
+    tell: Tell,
 ) -> None:
     began, before, saved, told = time.monotonic(), done.tokens, time.monotonic(), 0.0
     for ids, sizes, chunk in encoded:
         tokens.write(ids)
         after.write((done.tokens + np.cumsum(sizes, dtype=np.int64)).data)
-        done, now = Written(done.documents + len(chunk.items), done.tokens + len(ids)), time.monotonic()
+        done, now = (
+            Written(done.documents + len(chunk.items), done.tokens + len(ids)),
+            time.monotonic(),
+        )
         if now - saved >= _SAVE_SECONDS:
             _save(tokens, after, note, done)
             saved = now
         if now - told >= _TELL_SECONDS:
             rate = (done.tokens - before) / max(now - began, 1e-9)
-            tell(f"tokenizing {chunk.share:4.0%}: {done.documents:,} documents, {done.tokens:,} tokens, {rate:,.0f}/s")
+            tell(
+                f"tokenizing {chunk.share:4.0%}: {done.documents:,} documents, {done.tokens:,} tokens, {rate:,.0f}/s"
+            )
             told = now
     _save(tokens, after, note, done)
 
@@ -196,7 +222,9 @@ def _save(tokens: ShardWriter, after: IO[bytes], note: Path, done: Written) -> N
     write_json(note, done._asdict())
 
 
-def _encoded(chunks: Iterator[Chunk], encode: Callable[[list[Any]], Iterable[Sequence[int]]]) -> Iterator[Encoded]:
+def _encoded(
+    chunks: Iterator[Chunk], encode: Callable[[list[Any]], Iterable[Sequence[int]]]
+) -> Iterator[Encoded]:
     """Token ids of each chunk; while one is tokenized the next is read."""
 
     def ids_of(chunk: Chunk) -> Encoded:
@@ -222,10 +250,16 @@ def _encoded(chunks: Iterator[Chunk], encode: Callable[[list[Any]], Iterable[Seq
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterable[Sequence[int]]]:
     """Texts -> token ids without special ones; a copy, for the tokenizer's own may cut off or pad."""
     if not tokenizer.is_fast:
-        options: Json = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        options: Json = {
+            "add_special_tokens": False,
+            "return_attention_mask": False,
+            "verbose": False,
+        }
         return lambda texts: tokenizer(texts, **options)["input_ids"]
     backend = plain_backend(tokenizer)
-    return lambda texts: (found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False))
+    return lambda texts: (
+        found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)
+    )
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -81,10 +81,16 @@ def of_config(config: PreTrainedConfig | None, task: str) -> Vocabulary:
     return Vocabulary(None, numbers, config.num_labels or 0)
 
 
-def keep(run: RunDir, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, labels: list[str], classes: int) -> None:
+def keep(
+    run: RunDir, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, labels: list[str], classes: int
+) -> None:
     """Write what is trained with, unless that is there since checkpoints were written (rank 0)."""
     record = VocabularyRecord(trained_tokenizer=_asked(recipe.data), labels=labels, classes=classes)
-    if run.complete_checkpoints() and run.vocabulary.exists() and read_json(run.vocabulary) == as_json(record):
+    if (
+        run.complete_checkpoints()
+        and run.vocabulary.exists()
+        and read_json(run.vocabulary) == as_json(record)
+    ):
         return
     shutil.rmtree(run.tokenizer, ignore_errors=True)
     if tokenizer is not None:

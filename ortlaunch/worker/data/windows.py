@@ -44,8 +44,12 @@ class SeparateDocuments:
 
     def sample(self, index: int, epoch: int) -> Sample:
         first, after = index * self.length, (index + 1) * self.length
-        known, last = (int(np.searchsorted(self.ends, place, side="right")) for place in (first, after))
-        begins = [place for place in (self.ends[known:last] - first).tolist() if 0 < place < self.length]
+        known, last = (
+            int(np.searchsorted(self.ends, place, side="right")) for place in (first, after)
+        )
+        begins = [
+            place for place in (self.ends[known:last] - first).tolist() if 0 < place < self.length
+        ]
         places = torch.arange(self.length)
         begun = torch.zeros(self.length, dtype=torch.int64)
         begun[begins] = places[begins]

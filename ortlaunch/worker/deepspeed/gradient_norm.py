@@ -69,7 +69,10 @@ def _peculiarities(optimizer: Sharded) -> list[tuple[bool, str]]:
         (optimizer.cpu_offload, "with CPU offload DeepSpeed measures gradients as it copies them"),
         (optimizer.has_moe_layers, "it is not made for mixtures of experts"),
         (optimizer.model_parallel_group is not None, "it is not made for model parallelism"),
-        (any(getattr(p, "ds_pipe_replicated", False) for p in parameters), "it is not made for pipeline parallelism"),
+        (
+            any(getattr(p, "ds_pipe_replicated", False) for p in parameters),
+            "it is not made for pipeline parallelism",
+        ),
         (not {p.dtype for p in parameters} <= _DTYPES, "it is for float32, float16 and bfloat16"),
         (not {p.device.type for p in parameters} <= {"cpu", "cuda"}, "it is for CPU and CUDA"),
     ]
@@ -87,9 +90,13 @@ class _FusedPass:
         optimizer, sums = self.optimizer, []
         self.left = []
         for i in range(len(optimizer.bit16_groups)):
-            gradients = [gradient for gradient in optimizer.averaged_gradients[i] if gradient is not None]
+            gradients = [
+                gradient for gradient in optimizer.averaged_gradients[i] if gradient is not None
+            ]
             counted, others = _counted(gradients, optimizer.params_in_partition[i])
-            squares = [sum_of_squares(tensors) if tensors else None for tensors in (counted, others)]
+            squares = [
+                sum_of_squares(tensors) if tensors else None for tensors in (counted, others)
+            ]
             if squares[0] is not None:
                 self.left.append((_State(counted), squares[0]))
             sums += [square for square in squares if square is not None]
@@ -106,7 +113,10 @@ class _FusedPass:
         return torch.stack(sums).isfinite().all().logical_not().reshape(1)
 
     def get_grad_norm_direct(
-        self, gradients: Sequence[Tensor], params: Sequence[torch.nn.Parameter], norm_type: float = 2
+        self,
+        gradients: Sequence[Tensor],
+        params: Sequence[torch.nn.Parameter],
+        norm_type: float = 2,
     ) -> Tensor:
         """Norm of a parameter group over all ranks: a float32 scalar, -1 where it is inf or nan, as DeepSpeed says."""
         optimizer = self.optimizer
@@ -128,7 +138,11 @@ class _FusedPass:
             if state.is_of(counted):
                 del self.left[i]
                 return squares
-        return sum_of_squares(counted) if counted else torch.zeros((), dtype=torch.float64, device=self._device())
+        return (
+            sum_of_squares(counted)
+            if counted
+            else torch.zeros((), dtype=torch.float64, device=self._device())
+        )
 
     def _device(self) -> torch.device:
         from deepspeed.accelerator import get_accelerator
@@ -149,7 +163,9 @@ class _State:
         )
 
 
-def _counted(gradients: Sequence[Tensor], params: Sequence[torch.nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
+def _counted(
+    gradients: Sequence[Tensor], params: Sequence[torch.nn.Parameter]
+) -> tuple[list[Tensor], list[Tensor]]:
     """(gradients of parameters, padding): the norm is of the first, an inf counts in both."""
     real = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
     padding = [gradient for gradient in gradients if getattr(gradient, "_zero_padding", False)]

@@ -56,7 +56,9 @@ def named_state(engine: Any, model: nn.Module, rank: int) -> NamedState:
 def _masters(optimizer: Unsharded, model: nn.Module, rank: int) -> list[ParameterRange]:
     """No ZeRO in fp16 or bf16: one float32 copy of each parameter."""
     pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups)
-    masters = {weight: master for weights, copies in pairs for weight, master in zip(weights, copies)}
+    masters = {
+        weight: master for weights, copies in pairs for weight, master in zip(weights, copies)
+    }
     return whole_parts(model.named_parameters(), optimizer.optimizer, masters)
 
 
@@ -73,7 +75,9 @@ def _fragments(optimizer: Sharded, model: nn.Module, rank: int) -> Iterator[Para
         if mapping is not None:
             here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
             group = optimizer.optimizer.param_groups[mapping.param_group_index]
-            yield ParameterRange(name, here.start, here.numel, group["params"][0], there.start, group)
+            yield ParameterRange(
+                name, here.start, here.numel, group["params"][0], there.start, group
+            )
 
 
 def _partitions(optimizer: Partitioned, model: nn.Module, rank: int) -> Iterator[ParameterRange]:
@@ -121,7 +125,10 @@ def _loss_scale(optimizer: object) -> LossScale | None:
 
 
 def _read_scale(kept: Any) -> Numbers:
-    return {"scale": kept.cur_scale, **{name: getattr(kept, name) for name in _COUNTERS if hasattr(kept, name)}}
+    return {
+        "scale": kept.cur_scale,
+        **{name: getattr(kept, name) for name in _COUNTERS if hasattr(kept, name)},
+    }
 
 
 def _write_scale(kept: Any, numbers: Numbers) -> None:

@@ -26,7 +26,10 @@ _CHANGES = {
         "_has_inf_or_nan": "d3252aef4efb2f28",
         "scaled_global_norm": "d8f83b0eae6c1634",
     },
-    "0.16.3": {"get_grad_norm_direct": "2b14249a2e6c577d", "scaled_global_norm": "eeaf1a2751741401"},
+    "0.16.3": {
+        "get_grad_norm_direct": "2b14249a2e6c577d",
+        "scaled_global_norm": "eeaf1a2751741401",
+    },
     "0.16.6": {"get_grad_norm_direct": "cad2fa322292007f"},
     "0.17.0": {"step": "31af948dc0b7d65f"},
     "0.17.1": {
@@ -80,8 +83,12 @@ def _differing(found: dict[str, str], whole: dict[str, str]) -> list[str]:
 def installed(optimizer: type, names: set[str]) -> dict[str, str]:
     """Fingerprints of the optimizer's methods, and of functions of its module, that have a source."""
     module = sys.modules[optimizer.__module__]
-    functions = {name: getattr(optimizer, name, None) or getattr(module, name, None) for name in names}
-    return {name: fingerprint(function) for name, function in functions.items() if function is not None}
+    functions = {
+        name: getattr(optimizer, name, None) or getattr(module, name, None) for name in names
+    }
+    return {
+        name: fingerprint(function) for name, function in functions.items() if function is not None
+    }
 
 
 def fingerprint(function: Any) -> str:
@@ -96,5 +103,7 @@ def fingerprint(function: Any) -> str:
 if __name__ == "__main__":
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    for name, value in sorted(installed(DeepSpeedZeroOptimizer, set().union(*known_sources().values())).items()):
+    for name, value in sorted(
+        installed(DeepSpeedZeroOptimizer, set().union(*known_sources().values())).items()
+    ):
         print(name, value)

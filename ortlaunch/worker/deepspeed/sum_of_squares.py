@@ -14,7 +14,9 @@ from torch import Tensor
 
 _ROW = 256  # elements summed in float32 on CPU: at worst (all equal) 4e-7 off float64; 512 save a tenth and give 9e-7
 _BLOCK = 2**20  # elements cast at once, so that the cast stays in the cache
-_SMALLEST_MEAN = 1e-30  # of squares: below, float32's underflow at 1e-38 would show in the seventh digit
+_SMALLEST_MEAN = (
+    1e-30  # of squares: below, float32's underflow at 1e-38 would show in the seventh digit
+)
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
@@ -48,7 +50,12 @@ def _on_cpu(tensors: Sequence[Tensor]) -> Tensor:
 
 def _on_accelerator(tensors: Sequence[Tensor]) -> Tensor:
     """One kernel over all tensors, which itself sums pieces of 64k elements in a tree."""
-    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)).double().square().sum()
+    return (
+        torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+        .double()
+        .square()
+        .sum()
+    )
 
 
 def _in_double(tensors: Sequence[Tensor]) -> Tensor:

@@ -33,7 +33,10 @@ class Sharded(Protocol):
     params_in_partition: Sequence[Sequence[torch.nn.Parameter]]
 
     def get_grad_norm_direct(
-        self, gradients: Sequence[Tensor], params: Sequence[torch.nn.Parameter], norm_type: float = 2
+        self,
+        gradients: Sequence[Tensor],
+        params: Sequence[torch.nn.Parameter],
+        norm_type: float = 2,
     ) -> Tensor: ...
     def update_lp_params(self) -> None: ...
 

@@ -40,7 +40,9 @@ LIMIT = 1e-4  # of the largest difference of the loss, or of a logit
 _MOST = 2**31 - 2**20  # bytes that a graph may have while its gradient is made: protobuf's 2 GiB
 
 
-def ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) -> DeviceArtifacts:
+def ondevice(
+    recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData
+) -> DeviceArtifacts:
     """All that `ortlaunch device` needs, into an existing folder.
 
     Raises:
@@ -52,14 +54,20 @@ def ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData
     whole, place = trained.float(), DeviceFolder(folder)
     size = sum(parameter.numel() * parameter.element_size() for parameter in whole.parameters())
     if size > _MOST:
-        raise InputError(f"--format ondevice: the weights take {size:,} bytes; ONNX Runtime derives graphs below 2 GiB")
+        raise InputError(
+            f"--format ondevice: the weights take {size:,} bytes; ONNX Runtime derives graphs below 2 GiB"
+        )
     batches = graph.labelled_batches(recipe, whole, data)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         forward = graph.export(whole, batches, Path(scratch) / "forward.onnx")
         _generate(made, recipe, forward, folder)
-    worst = largest(_difference(place, graph.WithLoss(whole, tuple(batch)), batch) for batch in batches)
+    worst = largest(
+        _difference(place, graph.WithLoss(whole, tuple(batch)), batch) for batch in batches
+    )
     if not worst <= LIMIT:  # nan, too
-        raise EngineError(f"ONNX Runtime's answers differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}")
+        raise EngineError(
+            f"ONNX Runtime's answers differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}"
+        )
     told = _description(recipe, forward, worst)
     write_json(place.description, as_json(told))
     write_text(place.recipe, to_yaml(recipe))
@@ -96,7 +104,9 @@ def _generate(made: Any, recipe: Recipe, forward: Forward, folder: Path) -> None
                 optimizer=_optimizer(recipe), artifact_directory=str(folder),
             )  # fmt: skip
         except RuntimeError as error:
-            raise EngineError(f"--format ondevice: ONNX Runtime derives no gradient of this model: {error}") from error
+            raise EngineError(
+                f"--format ondevice: ONNX Runtime derives no gradient of this model: {error}"
+            ) from error
     path = DeviceFolder(folder).optimizer
     model = onnx.load(str(path))
     for node in model.graph.node:
@@ -114,7 +124,12 @@ def _optimizer(recipe: Recipe) -> object:
     clip = None if norm is None else optim.ClipGradNorm(norm)
     if chosen.traits.on_device == "SGD":
         return optim.SGD(clip_grad=clip)
-    return optim.AdamW(betas=tuple(chosen.betas), eps=chosen.epsilon, weight_decay=chosen.weight_decay, clip_grad=clip)
+    return optim.AdamW(
+        betas=tuple(chosen.betas),
+        eps=chosen.epsilon,
+        weight_decay=chosen.weight_decay,
+        clip_grad=clip,
+    )
 
 
 def _notes(recipe: Recipe, forward: Forward) -> list[str]:
@@ -124,9 +139,13 @@ def _notes(recipe: Recipe, forward: Forward) -> list[str]:
         found.append(chosen.traits.on_device_note)
     decays = chosen.traits.on_device == "AdamW"
     if not decays and (chosen.momentum or chosen.weight_decay):
-        found.append("optimizer: ONNX Runtime's SGD for devices has no momentum and no weight_decay")
+        found.append(
+            "optimizer: ONNX Runtime's SGD for devices has no momentum and no weight_decay"
+        )
     if decays and chosen.weight_decay and chosen.no_decay:
-        found.append("optimizer: weight_decay holds for all weights; no_decay is not known on devices")
+        found.append(
+            "optimizer: weight_decay holds for all weights; no_decay is not known on devices"
+        )
     if not recipe.data.attend_across_documents:
         found.append(
             "data: the graphs have no mask of documents; give them each document in a row of its own, with "
@@ -142,7 +161,10 @@ def _difference(place: DeviceFolder, module: graph.WithLoss, batch: Batch) -> fl
     """The largest of loss and logits, without dropout."""
     expected = module.eval()(*batch.values())
     found = Device(place, place.checkpoint).evaluate(batch)
-    return largest(float((torch.from_numpy(one) - other).abs().max()) for one, other in zip(found.values(), expected))
+    return largest(
+        float((torch.from_numpy(one) - other).abs().max())
+        for one, other in zip(found.values(), expected)
+    )
 
 
 def _description(recipe: Recipe, forward: Forward, worst: float) -> DeviceArtifacts:
@@ -152,7 +174,9 @@ def _description(recipe: Recipe, forward: Forward, worst: float) -> DeviceArtifa
         opset=graph.OPSET,
         inputs=list(forward.inputs),
         outputs=list(forward.outputs),
-        parameters=[DeviceParameter(name, forward.shapes[name], trained) for name, trained in named.items()],
+        parameters=[
+            DeviceParameter(name, forward.shapes[name], trained) for name, trained in named.items()
+        ],
         optimizer=used,
         largest_difference=worst,
         limit=LIMIT,

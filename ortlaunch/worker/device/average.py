@@ -12,12 +12,23 @@ from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.json_types import Json
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import read_json
-from ortlaunch.worker.device.device import AVERAGED, SAMPLES, STEPS, Device, load_state, number, require, save_state
+from ortlaunch.worker.device.device import (
+    AVERAGED,
+    SAMPLES,
+    STEPS,
+    Device,
+    load_state,
+    number,
+    require,
+    save_state,
+)
 
 Weights = Json
 
 
-def average(place: DeviceFolder, checkpoints: list[Path], weights: Sequence[float] | None, to: Path) -> None:
+def average(
+    place: DeviceFolder, checkpoints: list[Path], weights: Sequence[float] | None, to: Path
+) -> None:
     """Write the mean of the trained weights, without any optimizer's state; what is frozen must be equal.
 
     weights: of each client; None: the samples that it trained on since the last average.
@@ -29,7 +40,11 @@ def average(place: DeviceFolder, checkpoints: list[Path], weights: Sequence[floa
     require()
     states = [load_state(path) for path in checkpoints]
     wanted = read_json(place.description)["parameters"]
-    wrong = [line for path, state in zip(checkpoints, states) for line in _differences(path, state, wanted)]
+    wrong = [
+        line
+        for path, state in zip(checkpoints, states)
+        for line in _differences(path, state, wanted)
+    ]
     if wrong:
         raise CheckpointError("\n".join(wrong))
     _require_same_frozen(checkpoints, states, wanted)
@@ -37,7 +52,10 @@ def average(place: DeviceFolder, checkpoints: list[Path], weights: Sequence[floa
     device = Device(place, checkpoints[0])  # only a state that a living module has takes weights
     for parameter in (each for each in wanted if each["trained"]):
         name = parameter["name"]
-        mean = sum(part * state.parameters[name].data.astype(np.float64) for part, state in zip(parts, states))
+        mean = sum(
+            part * state.parameters[name].data.astype(np.float64)
+            for part, state in zip(parts, states)
+        )
         device.state.parameters[name] = np.asarray(mean, dtype=np.float32)
     properties = device.state.properties
     properties[STEPS] = max(number(state, STEPS) for state in states)
@@ -46,7 +64,9 @@ def average(place: DeviceFolder, checkpoints: list[Path], weights: Sequence[floa
     save_state(device.state, to, with_optimizer=False)
     told = "\n".join(f"  {part:7.2%}  {path}" for part, path in zip(parts, checkpoints))
     trained = sum(each["trained"] for each in wanted)
-    print(f"{told}\naverage of {len(states)} checkpoints, {trained} trained of {len(wanted)} weights: {to}")
+    print(
+        f"{told}\naverage of {len(states)} checkpoints, {trained} trained of {len(wanted)} weights: {to}"
+    )
 
 
 def _differences(path: Path, state: Any, wanted: list[Weights]) -> Iterator[str]:
@@ -72,14 +92,20 @@ def _require_same_frozen(checkpoints: list[Path], states: list[Any], wanted: lis
         first = states[0].parameters[name].data
         for path, state in zip(checkpoints[1:], states[1:]):
             if not np.array_equal(first, state.parameters[name].data):
-                raise CheckpointError(f"{path}: {name} is not trained, and is not that of {checkpoints[0]}")
+                raise CheckpointError(
+                    f"{path}: {name} is not trained, and is not that of {checkpoints[0]}"
+                )
 
 
-def _parts(checkpoints: list[Path], states: list[Any], weights: Sequence[float] | None) -> list[float]:
+def _parts(
+    checkpoints: list[Path], states: list[Any], weights: Sequence[float] | None
+) -> list[float]:
     """Of each client in the mean, 1 in all."""
     given = [float(number(state, SAMPLES)) for state in states] if weights is None else weights
     for path, weight in zip(checkpoints, given):
         if not 0 < weight < float("inf"):
             told = "trained on no sample since the last average; give all clients a weight with --weights"
-            raise InputError(f"{path} {told if weights is None else f'got weight {weight:g}; a weight is above 0'}")
+            raise InputError(
+                f"{path} {told if weights is None else f'got weight {weight:g}; a weight is above 0'}"
+            )
     return [weight / sum(given) for weight in given]

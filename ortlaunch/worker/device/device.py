@@ -57,7 +57,9 @@ class Device:
         """Write the graph that gives everything but the loss; its outputs."""
         wanted = [name for name in self.outputs if name != "loss"]
         if not wanted:
-            raise InputError("the model returns its loss alone; let its forward return a mapping with its outputs, too")
+            raise InputError(
+                "the model returns its loss alone; let its forward return a mapping with its outputs, too"
+            )
         self.module.export_model_for_inferencing(path, wanted)
         return wanted
 
@@ -91,7 +93,9 @@ def load_state(path: Path) -> Any:
     try:
         return CheckpointState.load_checkpoint(path)
     except Exception as error:  # onnxruntime has a class for each, all of them its own
-        raise CheckpointError(f"{path} is no checkpoint of onnxruntime's: {str(error).splitlines()[-1]}") from None
+        raise CheckpointError(
+            f"{path} is no checkpoint of onnxruntime's: {str(error).splitlines()[-1]}"
+        ) from None
 
 
 def save_state(state: Any, path: Path, with_optimizer: bool) -> None:

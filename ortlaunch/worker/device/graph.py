@@ -41,7 +41,9 @@ class WithLoss(nn.Module):
         """The same, each under its name."""
         output = self.model(**dict(zip(self.inputs, tensors)))
         pairs = output.items() if isinstance(output, Mapping) else ()
-        others = {name: value for name, value in pairs if isinstance(value, torch.Tensor) and value.dim()}
+        others = {
+            name: value for name, value in pairs if isinstance(value, torch.Tensor) and value.dim()
+        }
         return {"loss": loss_of(output), **others}
 
 
@@ -66,7 +68,9 @@ def labelled_batches(recipe: Recipe, whole: LossModule, data: LoadedData) -> lis
     samples = data.evaluation or data.train
     few = stack_of(recipe)([samples.sample(index % len(samples), epoch=0) for index in range(3)])
     model: Any = whole.model
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's has no names
+    model = (
+        model.get_base_model() if hasattr(model, "get_base_model") else model
+    )  # peft's has no names
     taken = inspect.signature(model.forward).parameters
     if recipe.model.traits.is_own:
         wild = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
@@ -75,7 +79,11 @@ def labelled_batches(recipe: Recipe, whole: LossModule, data: LoadedData) -> lis
     found = []
     for batch in real_batches(model, data):
         rows, length = batch["input_ids"].shape
-        labels = {name: _cut(few[name], rows, length, few["input_ids"].size(1)) for name in LABELS if name in few}
+        labels = {
+            name: _cut(few[name], rows, length, few["input_ids"].size(1))
+            for name in LABELS
+            if name in few
+        }
         both = {**batch, **labels}
         found.append({name: both[name] for name in taken if name in both})
     return found
@@ -83,7 +91,11 @@ def labelled_batches(recipe: Recipe, whole: LossModule, data: LoadedData) -> lis
 
 def _cut(labels: torch.Tensor, rows: int, length: int, whole: int) -> torch.Tensor:
     """Labels of a smaller batch, one of each text counted: the mean over none is no number."""
-    labels = labels[:rows, :length].clone() if labels.dim() > 1 and labels.size(1) == whole else labels[:rows].clone()
+    labels = (
+        labels[:rows, :length].clone()
+        if labels.dim() > 1 and labels.size(1) == whole
+        else labels[:rows].clone()
+    )
     if labels.dim() > 1 and not labels.is_floating_point():
         labels[:, 1] = 0
     return labels
@@ -100,7 +112,9 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
     _require_no_statistics(module)
     inputs, outputs = _axes(batches), _axes([module.named(*batch.values()) for batch in batches])
     with warnings.catch_warnings(), torch.random.fork_rng():
-        warnings.simplefilter("ignore")  # of what tracing cannot see; the comparison shows whether it mattered
+        warnings.simplefilter(
+            "ignore"
+        )  # of what tracing cannot see; the comparison shows whether it mattered
         try:
             torch.onnx.export(
                 module, tuple(batches[0].values()), str(path), input_names=[*inputs], output_names=[*outputs],
@@ -108,7 +122,9 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
                 training=torch.onnx.TrainingMode.TRAINING,
             )  # fmt: skip
         except Exception as error:  # whatever the exporter raises is a reason
-            raise EngineError(f"--format ondevice: the model does not export: {str(error).splitlines()[0]}") from error
+            raise EngineError(
+                f"--format ondevice: the model does not export: {str(error).splitlines()[0]}"
+            ) from error
     _write_sizes(path, batches)
     return _sorted(module, Forward(path, inputs, outputs, [], [], [], {}))
 
@@ -139,7 +155,12 @@ def _open_sizes(batches: list[Batch]) -> dict[tuple[int, int], str]:
     """The names of the sizes that differ between two batches, as the graph's inputs have them."""
     pairs, axes = dict[tuple[int, int], str](), _axes(batches)
     for name, value in batches[0].items():
-        pairs.update({(value.size(axis), batches[1][name].size(axis)): word for axis, word in axes[name].items()})
+        pairs.update(
+            {
+                (value.size(axis), batches[1][name].size(axis)): word
+                for axis, word in axes[name].items()
+            }
+        )
     return pairs
 
 
@@ -154,21 +175,31 @@ def _values(model: Any, names: list[str], batch: Batch) -> Json:
     whole.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in given)
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(whole.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return dict(zip(names, session.run(names, {name: value.numpy() for name, value in batch.items()})))
+    session = onnxruntime.InferenceSession(
+        whole.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return dict(
+        zip(names, session.run(names, {name: value.numpy() for name, value in batch.items()}))
+    )
 
 
 def _require_no_statistics(module: nn.Module) -> None:
-    kept = [name for name, part in module.named_modules() if getattr(part, "track_running_stats", False)]
+    kept = [
+        name for name, part in module.named_modules() if getattr(part, "track_running_stats", False)
+    ]
     if kept:
-        raise InputError(f"--format ondevice: {kept[0]} keeps statistics of batches, which a device does not update")
+        raise InputError(
+            f"--format ondevice: {kept[0]} keeps statistics of batches, which a device does not update"
+        )
 
 
 def _axes(batches: list[Batch]) -> Axes:
     """Axis 0 is the batch; others whose size differs between the first two batches follow the text's length."""
     (long, short), found = batches[:2], Axes()
     for name, value in long.items():
-        open_ones = [axis for axis in range(1, value.dim()) if value.size(axis) != short[name].size(axis)]
+        open_ones = [
+            axis for axis in range(1, value.dim()) if value.size(axis) != short[name].size(axis)
+        ]
         found[name] = {0: "batch", **dict.fromkeys(open_ones, "length")} if value.dim() else {}
     return found
 
@@ -186,12 +217,18 @@ def _sorted(module: WithLoss, forward: Forward) -> Forward:
     for parameter in module.parameters():
         names = [name for name in aliases[id(parameter)] if name in there]
         if len(names) > 1:
-            raise EngineError(f"--format ondevice: the exporter wrote one weight as {' and '.join(names)}")
+            raise EngineError(
+                f"--format ondevice: the exporter wrote one weight as {' and '.join(names)}"
+            )
         if parameter.requires_grad and used.isdisjoint(names):
             forward.unused.append(aliases[id(parameter)][0])
-        (forward.trained if parameter.requires_grad and used & {*names} else forward.frozen).extend(names)
+        (forward.trained if parameter.requires_grad and used & {*names} else forward.frozen).extend(
+            names
+        )
     if not forward.trained:
-        raise InputError("--format ondevice: the model has nothing to train; its loss uses no trained parameter")
+        raise InputError(
+            "--format ondevice: the model has nothing to train; its loss uses no trained parameter"
+        )
     return forward
 
 

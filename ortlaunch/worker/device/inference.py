@@ -33,10 +33,14 @@ def export(place: DeviceFolder, checkpoint: Path, to: Path) -> None:
     outputs = device.save_for_inference(partial / "model.onnx")
     worst = _difference(device, place, partial / "model.onnx", outputs)
     if not worst <= LIMIT:  # nan, too
-        raise EngineError(f"model.onnx and {place.eval} differ by {worst:.3g}; the limit is {LIMIT:g}")
+        raise EngineError(
+            f"model.onnx and {place.eval} differ by {worst:.3g}; the limit is {LIMIT:g}"
+        )
     _copy_surroundings(place, partial)
     partial.replace(to)
-    print(f"{', '.join(outputs)} differ from the evaluation graph's by at most {worst:.2g} (limit {LIMIT:g})")
+    print(
+        f"{', '.join(outputs)} differ from the evaluation graph's by at most {worst:.2g} (limit {LIMIT:g})"
+    )
     print(f"model for onnxruntime: {to / 'model.onnx'}")
 
 
@@ -59,7 +63,9 @@ def _made_up(device: Device, place: DeviceFolder) -> Batch:
     found = {}
     for name in device.inputs:
         shape = [_SIZES.get(axis.dim_param, axis.dim_value) for axis in named[name].shape.dim]
-        dtype = torch.from_numpy(np.zeros(1, onnx.helper.tensor_dtype_to_np_dtype(named[name].elem_type))).dtype
+        dtype = torch.from_numpy(
+            np.zeros(1, onnx.helper.tensor_dtype_to_np_dtype(named[name].elem_type))
+        ).dtype
         numbers = torch.randn(shape, generator=generator)
         found[name] = numbers.to(dtype) if dtype.is_floating_point else (numbers > 0).to(dtype)
         found[name][..., 0] = 1  # no text is all padding, nor without a label

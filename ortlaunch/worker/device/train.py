@@ -14,7 +14,16 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.units import counted
 from ortlaunch.worker.data import Batches, LoadedData, stack_of
-from ortlaunch.worker.device.device import AVERAGED, SAMPLES, STEPS, Device, load_state, number, require, save_state
+from ortlaunch.worker.device.device import (
+    AVERAGED,
+    SAMPLES,
+    STEPS,
+    Device,
+    load_state,
+    number,
+    require,
+    save_state,
+)
 from ortlaunch.worker.engine.schedule import factor
 
 
@@ -26,7 +35,14 @@ class _Span(NamedTuple):
     total: int
 
 
-def train(place: DeviceFolder, recipe: Recipe, data: LoadedData, checkpoint: Path, to: Path, steps: int | None) -> None:
+def train(
+    place: DeviceFolder,
+    recipe: Recipe,
+    data: LoadedData,
+    checkpoint: Path,
+    to: Path,
+    steps: int | None,
+) -> None:
     """Train up to `train.max_steps`, or `steps` of them, and save.
 
     Raises:
@@ -41,13 +57,22 @@ def train(place: DeviceFolder, recipe: Recipe, data: LoadedData, checkpoint: Pat
     device = Device(place, checkpoint, trains=True)
     if steps is not None and span.first + steps > span.last:
         left = counted(span.last - span.first, "step")
-        print(f"--steps {steps}: {left} of {span.total} left; for more: {_more(recipe, span.first + steps)}")
-    print(f"steps {span.first + 1} to {span.last} of {span.total}, each one pass over {micro} samples", flush=True)
+        print(
+            f"--steps {steps}: {left} of {span.total} left; for more: {_more(recipe, span.first + steps)}"
+        )
+    print(
+        f"steps {span.first + 1} to {span.last} of {span.total}, each one pass over {micro} samples",
+        flush=True,
+    )
     plan = BatchPlan(micro, micro, 1, 1, None)
-    losses = _take(device, recipe, Batches(data.train, plan, recipe.seed, stack=stack_of(recipe)), span)
+    losses = _take(
+        device, recipe, Batches(data.train, plan, recipe.seed, stack=stack_of(recipe)), span
+    )
     _count(device.state, span, micro)
     save_state(device.state, to, with_optimizer=True)
-    print(f"trained {len(losses)} steps, {len(losses) * micro} samples, loss {losses[0]:.4f} to {losses[-1]:.4f}: {to}")
+    print(
+        f"trained {len(losses)} steps, {len(losses) * micro} samples, loss {losses[0]:.4f} to {losses[-1]:.4f}: {to}"
+    )
 
 
 def _span(recipe: Recipe, samples: int, micro: int, checkpoint: Path, steps: int | None) -> _Span:
@@ -55,13 +80,17 @@ def _span(recipe: Recipe, samples: int, micro: int, checkpoint: Path, steps: int
     if total is None:
         total = max(1, math.ceil(round((recipe.train.epochs or 0.0) * samples / micro, 6)))
     if first >= total:
-        raise InputError(f"{checkpoint} has {first} steps of {total}; for more: {_more(recipe, 2 * total)}")
+        raise InputError(
+            f"{checkpoint} has {first} steps of {total}; for more: {_more(recipe, 2 * total)}"
+        )
     return _Span(first, total if steps is None else min(first + steps, total), total)
 
 
 def _more(recipe: Recipe, steps: int) -> str:
     """What to type for so many steps."""
-    return f"train.max_steps={steps}" + (" train.epochs=null" if recipe.train.epochs is not None else "")
+    return f"train.max_steps={steps}" + (
+        " train.epochs=null" if recipe.train.epochs is not None else ""
+    )
 
 
 def _take(device: Device, recipe: Recipe, batches: Batches, span: _Span) -> list[float]:

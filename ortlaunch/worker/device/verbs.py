@@ -13,7 +13,11 @@ from ortlaunch.user_modules import make_importable
 
 def run(request: DeviceRequest) -> None:
     """Do the requested one."""
-    place, checkpoint, to = DeviceFolder(request.artifacts), Path(request.checkpoint or ""), Path(request.to or "")
+    place, checkpoint, to = (
+        DeviceFolder(request.artifacts),
+        Path(request.checkpoint or ""),
+        Path(request.to or ""),
+    )
     if request.verb == "average":
         from ortlaunch.worker.device.average import average
 
@@ -27,7 +31,9 @@ def run(request: DeviceRequest) -> None:
         _with_data(request.verb, place, recipe, (checkpoint, to), request.steps)
 
 
-def _with_data(verb: str, place: DeviceFolder, recipe: Recipe, paths: tuple[Path, Path], steps: int | None) -> None:
+def _with_data(
+    verb: str, place: DeviceFolder, recipe: Recipe, paths: tuple[Path, Path], steps: int | None
+) -> None:
     from transformers import AutoConfig
 
     from ortlaunch.worker.data import LoadedData
@@ -37,9 +43,13 @@ def _with_data(verb: str, place: DeviceFolder, recipe: Recipe, paths: tuple[Path
     from ortlaunch.worker.model.model import refuse_too_small
 
     make_importable(recipe, place.path.absolute())
-    config = AutoConfig.from_pretrained(str(place)) if (place.path / "config.json").exists() else None
+    config = (
+        AutoConfig.from_pretrained(str(place)) if (place.path / "config.json").exists() else None
+    )
     data = LoadedData(recipe, vocabulary=of_config(config, recipe.model.task))
-    _ = data.train if verb == "train" else data.evaluation  # and no more: the rest may not be on a device
+    _ = (
+        data.train if verb == "train" else data.evaluation
+    )  # and no more: the rest may not be on a device
     for note in take_notes():
         print(note)
     if config is not None:

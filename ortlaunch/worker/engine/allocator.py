@@ -38,7 +38,11 @@ def keep_freed_memory(environ: MutableMapping[str, str]) -> str:
     pages = _choose_pages(environ)
     libc = ctypes.CDLL(None)
     done = libc.mallopt(_MMAP_THRESHOLD, _LARGEST) and libc.mallopt(_TRIM_THRESHOLD, _NEVER)
-    return f"{KEPT}; larger ones {pages}" if done else "given back as glibc sees fit: it refused another way"
+    return (
+        f"{KEPT}; larger ones {pages}"
+        if done
+        else "given back as glibc sees fit: it refused another way"
+    )
 
 
 def _choose_pages(environ: MutableMapping[str, str]) -> str:

@@ -28,7 +28,9 @@ class Averaging:
     def __init__(self, model: nn.Module, group: DistributedContext) -> None:
         self.group = group
         ids = [group.device.index] if group.device.type == "cuda" else None
-        self.module = nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        self.module = nn.parallel.DistributedDataParallel(
+            model, device_ids=ids, gradient_as_bucket_view=True
+        )
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.unused: tuple[str, ...] = ()
         """Trained parameters that got no gradient on some rank in the first pass: if any, averaging is by hand."""
@@ -53,7 +55,9 @@ class Averaging:
 
     def _look(self) -> None:
         found = [name for name, parameter in self.trained.items() if parameter.grad is None]
-        anywhere = {name for text in self.group.gather("\n".join(found)) for name in text.split("\n")}
+        anywhere = {
+            name for text in self.group.gather("\n".join(found)) for name in text.split("\n")
+        }
         self.unused, self._looked = tuple(name for name in self.trained if name in anywhere), True
         if self.unused and self.group.rank == 0:
             print(
@@ -70,7 +74,9 @@ class Averaging:
         under_way: list[torch.distributed.Work] = []
         for parameter, by_some in zip(self.trained.values(), used.tolist()):
             if by_some:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = (
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                )
                 parameter.grad /= self.group.size
                 under_way.append(dist.all_reduce(parameter.grad, async_op=True))
         for work in under_way:
@@ -83,7 +89,11 @@ class Averaging:
         except RuntimeError as error:
             numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             names = list(self.trained)
-            missing = [names[int(number)] for number in numbers[1].split()] if numbers else ["some parameters"]
+            missing = (
+                [names[int(number)] for number in numbers[1].split()]
+                if numbers
+                else ["some parameters"]
+            )
             raise EngineError(
                 f"the loss of this step does not use {_listed(missing)} on rank {self.group.rank}, and that of the "
                 "first step did, so that gradients could not be averaged; use every trained parameter in every pass "

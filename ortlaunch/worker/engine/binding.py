@@ -70,7 +70,9 @@ def bind(asked: str, plan: Plan, rank: Rank, environ: MutableMapping[str, str]) 
     if threads > len(found.cpus):
         why = f"{_THREADS} is {threads}, and a rank would have {len(found.cpus)} cores"
         if asked != "auto":
-            raise LaunchError(f"launch.binding is {asked}, {why}; lower it, or set launch.binding=none")
+            raise LaunchError(
+                f"launch.binding is {asked}, {why}; lower it, or set launch.binding=none"
+            )
         return Bound(asked, "none", tuple(sorted(allowed)), None, why)
     os.sched_setaffinity(0, found.cpus)
     environ[_THREADS] = str(threads)
@@ -125,7 +127,9 @@ def _dealt(cpus: Sequence[Cpu], cores: Sequence[tuple[int, int]], rank: Rank) ->
     return [cpu.number for cpu in cpus[local * each : (local + 1) * each]]
 
 
-def _nodes_of(local: int, ranks: int, nodes: Sequence[int], gpus: Sequence[int | None]) -> tuple[int, ...]:
+def _nodes_of(
+    local: int, ranks: int, nodes: Sequence[int], gpus: Sequence[int | None]
+) -> tuple[int, ...]:
     """NUMA nodes of a rank: its GPU's, else its share of them all, else the one that it shares."""
     if gpus and gpus[local] in nodes:
         return (gpus[local],)  # type: ignore[return-value]  # it is one of `nodes`
@@ -152,7 +156,9 @@ def _node_of_each() -> dict[int, int]:
 
 def _first_of_core(number: int) -> int:
     with contextlib.suppress(OSError, ValueError):
-        return min(numbers((_SYSTEM / f"cpu/cpu{number}/topology/thread_siblings_list").read_text()))
+        return min(
+            numbers((_SYSTEM / f"cpu/cpu{number}/topology/thread_siblings_list").read_text())
+        )
     return number
 
 
@@ -167,7 +173,9 @@ def gpu_nodes(plan: Plan, rank: Rank, environ: Mapping[str, str]) -> list[int | 
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         words = [word.strip() for word in chosen.split(",")]
-        present = [present[int(word)] for word in words if word.isdecimal() and int(word) < len(present)]
+        present = [
+            present[int(word)] for word in words if word.isdecimal() and int(word) < len(present)
+        ]
     devices = plan.node_of(rank.rank).devices
     return [_node_of_gpu(present[index]) if index < len(present) else None for index in devices]
 
@@ -182,7 +190,9 @@ def _node_of_gpu(address: str) -> int | None:
 def numbers(text: str) -> list[int]:
     """`0-2,5` as the kernel writes it."""
     ends = [part.partition("-") for part in text.strip().split(",") if part]
-    return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
+    return [
+        number for first, _, last in ends for number in range(int(first), int(last or first) + 1)
+    ]
 
 
 def shown(cpus: Sequence[int]) -> str:

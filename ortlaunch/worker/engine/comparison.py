@@ -129,22 +129,32 @@ class DrawsNumbers(EngineError):
 def _as_reference(model: nn.Module) -> Iterator[None]:
     """Whole logits, and no reentrant checkpoints, whose weights autograd.grad cannot see."""
     function = torch.utils.checkpoint.CheckpointFunction
-    with whole_logits(model), mock.patch.object(function, "apply", lambda run, _, *inputs: run(*inputs)):
+    with (
+        whole_logits(model),
+        mock.patch.object(function, "apply", lambda run, _, *inputs: run(*inputs)),
+    ):
         yield
 
 
 def _derived(
-    call: Callable[..., torch.Tensor], batch: dict[str, torch.Tensor], parameters: Sequence[nn.Parameter], scale: float
+    call: Callable[..., torch.Tensor],
+    batch: dict[str, torch.Tensor],
+    parameters: Sequence[nn.Parameter],
+    scale: float,
 ) -> tuple[float, Tensors]:
     """The loss and its gradients."""
     loss = loss_in(call(**batch))
     # Not backward(): that would run the hooks by which DistributedDataParallel and DeepSpeed take gradients.
-    return float(loss.detach()), torch.autograd.grad(loss.float() * scale, parameters, allow_unused=True)
+    return float(loss.detach()), torch.autograd.grad(
+        loss.float() * scale, parameters, allow_unused=True
+    )
 
 
 def dropouts(model: nn.Module) -> list[tuple[object, str, float]]:
     """(owner, attribute, value) of every dropout above 0: of modules, of modules' numbers, of their configs."""
-    owners = {id(owner): owner for m in model.modules() for owner in (m, getattr(m, "config", None))}
+    owners = {
+        id(owner): owner for m in model.modules() for owner in (m, getattr(m, "config", None))
+    }
     return [
         (owner, name, value)
         for owner in owners.values()

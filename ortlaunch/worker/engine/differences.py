@@ -106,10 +106,16 @@ def judged(found: Comparison, ours: Comparison, theirs: Comparison, tolerance: f
         near = value <= CAP * tolerance and our <= ROUNDING * their
         return value > tolerance and (our <= tolerance or near)
 
-    def marked(all_found: Sequence[Difference], *errors: Sequence[Difference]) -> tuple[Difference, ...]:
+    def marked(
+        all_found: Sequence[Difference], *errors: Sequence[Difference]
+    ) -> tuple[Difference, ...]:
         our, their = ({each.name: each.value for each in of_one} for of_one in errors)
         judged = [
-            each._replace(rounding=is_rounding(each.value, our.get(each.name, math.inf), their.get(each.name, 0.0)))
+            each._replace(
+                rounding=is_rounding(
+                    each.value, our.get(each.name, math.inf), their.get(each.name, 0.0)
+                )
+            )
             for each in all_found
         ]
         return tuple(sorted(judged, key=lambda each: (each.rounding, -each.value)))
@@ -117,7 +123,9 @@ def judged(found: Comparison, ours: Comparison, theirs: Comparison, tolerance: f
     return found._replace(
         gradients=marked(found.gradients, ours.gradients, theirs.gradients),
         state=marked(found.state, ours.state, theirs.state),
-        loss_is_rounding=is_rounding(found.loss_difference, ours.loss_difference, theirs.loss_difference),
+        loss_is_rounding=is_rounding(
+            found.loss_difference, ours.loss_difference, theirs.loss_difference
+        ),
     )
 
 
@@ -131,7 +139,9 @@ def _differences(
     for name, our, their, reference_norm in zip(names, ours, theirs, norms):
         apart = _norm(our if their is None else their if our is None else exact(our) - exact(their))
         value = apart / (max(reference_norm, least) or math.ulp(0.0)) if apart else 0.0
-        found.append(Difference(name, _or_infinite(value), _norm(our) / scale, reference_norm / scale))
+        found.append(
+            Difference(name, _or_infinite(value), _norm(our) / scale, reference_norm / scale)
+        )
     return tuple(sorted(found, key=lambda difference: -difference.value))
 
 

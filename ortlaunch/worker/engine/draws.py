@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
 _DRAWN = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
           "multinomial", "poisson"}  # fmt: skip
-_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_"}
+_IN_PLACE = {
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "exponential_",
+    "random_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+}
 _DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
 
 
@@ -35,7 +44,9 @@ class Draws(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in _DROPOUTS and kwargs.get("p", args[1] if len(args) > 1 else 0.5):
             x, rest = args[0], args[1:]
-            return x * self._drawn(lambda: func(torch.ones_like(x), *rest, **{**kwargs, "inplace": False}))
+            return x * self._drawn(
+                lambda: func(torch.ones_like(x), *rest, **{**kwargs, "inplace": False})
+            )
         if name in _IN_PLACE:
             drawn = self._drawn(lambda: func(*args, **kwargs))
             return args[0] if self._given is None else args[0].copy_(drawn)

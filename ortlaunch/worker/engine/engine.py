@@ -34,11 +34,21 @@ from ortlaunch.worker.engine.comparison import dropouts
 from ortlaunch.worker.engine.flops import flops_per_token
 from ortlaunch.worker.engine.memory_use import MemoryUse
 from ortlaunch.worker.engine.optimizer import BuiltOptimizer, build_optimizer
-from ortlaunch.worker.engine.ort_engine import brief, build_ort, onnxruntime_report, ort_notes, wrapped_in_ort
+from ortlaunch.worker.engine.ort_engine import (
+    brief,
+    build_ort,
+    onnxruntime_report,
+    ort_notes,
+    wrapped_in_ort,
+)
 from ortlaunch.worker.engine.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
 from ortlaunch.worker.model.chunked_head import chunk_head
 from ortlaunch.worker.model.loss_weight import LossWeight
-from ortlaunch.worker.model.matmul_precision import describe, keep_positions_exact, multiply_by_onednn
+from ortlaunch.worker.model.matmul_precision import (
+    describe,
+    keep_positions_exact,
+    multiply_by_onednn,
+)
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.precision import narrow_dtype_of
 from ortlaunch.worker.model.pretrained import loading_notes
@@ -86,7 +96,11 @@ class TrainingEngine:
 
     def to_compare(self) -> nn.Module:
         """A module without dropout, with products as exact as torch's: the run's own where it is one."""
-        return self.another(self.plain) if dropouts(self.plain) or self.own_precision else self.eval_module
+        return (
+            self.another(self.plain)
+            if dropouts(self.plain) or self.own_precision
+            else self.eval_module
+        )
 
     @contextlib.contextmanager
     def uncounted(self, compiled: bool) -> Iterator[None]:
@@ -123,7 +137,9 @@ def build_engine(
         keep_positions_exact(model)
     onednn = multiply_by_onednn(recipe, model, group.device)
     given, recipe = recipe, _with_engine(recipe, onednn=onednn)
-    flops = flops_per_token(model.model, recipe.data.sequence_length)  # now: ZeRO 3 will leave pieces of weights
+    flops = flops_per_token(
+        model.model, recipe.data.sequence_length
+    )  # now: ZeRO 3 will leave pieces of weights
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     weight = LossWeight(recipe, model)
     chunked = _chunked(recipe, model, weight.prepared(sample), group)
@@ -142,7 +158,9 @@ def build_engine(
         used = "eager" if fallback else "ort"
     if used == "inductor":
         model.compile(dynamic=False)
-    chosen = build_optimizer(recipe.optimizer, module, used, group.device, plan.deepspeed, group.size)
+    chosen = build_optimizer(
+        recipe.optimizer, module, used, group.device, plan.deepspeed, group.size
+    )
     stepper = _stepper(recipe, plan, module, chosen, group)
     fused_norm = _fp16_optimizer(recipe, used, stepper, group)
     record = EngineReport(
@@ -161,11 +179,18 @@ def build_engine(
         pretrained=dict(model.loaded) if model.loaded else None,
         gradient_checkpointing=_recomputed(recipe, used),
         onnxruntime=None,
-        versions={**extensions.versions(_PACKAGES), "torch": torch.__version__},  # torch's own: with its build
+        versions={
+            **extensions.versions(_PACKAGES),
+            "torch": torch.__version__,
+        },  # torch's own: with its build
         fp16_optimizer=fused_norm,
         freed_memory=None,  # the session's
     )
-    another = functools.partial(wrapped_in_ort, _at_highest(recipe), group=group) if used == "ort" else lambda _: module
+    another = (
+        functools.partial(wrapped_in_ort, _at_highest(recipe), group=group)
+        if used == "ort"
+        else lambda _: module
+    )
     own_precision = used == "ort" and group.device.type == "cuda" and not exact
     notes = (*loading_notes(model.loaded), *chosen.notes, *(ort_notes() if witness else ()))
     by_ort = functools.partial(onnxruntime_report, given, witness) if witness else lambda: None
@@ -219,7 +244,9 @@ def _stepper(
     return TorchStepper(module, chosen.optimizer, group, recipe.precision, steps, norm)
 
 
-def _chunked(recipe: Recipe, model: LossModule, sample: Batch, group: DistributedContext) -> ChunkedLoss:
+def _chunked(
+    recipe: Recipe, model: LossModule, sample: Batch, group: DistributedContext
+) -> ChunkedLoss:
     """Head and loss in chunks on every rank, or on none: their batches may differ in size."""
     chunked = chunk_head(recipe, model, sample, group.device.type)
     why = next((text for text in group.gather(chunked.why or "") if text), None)
@@ -256,14 +283,18 @@ def _recomputed(recipe: Recipe, used: str) -> str | None:
     if not recipe.model.gradient_checkpointing:
         return None
     level = recipe.engine.memory_optimization or 1
-    return f"ONNX Runtime, memory_optimization: {level}" if used == "ort" else "torch.utils.checkpoint"
+    return (
+        f"ONNX Runtime, memory_optimization: {level}" if used == "ort" else "torch.utils.checkpoint"
+    )
 
 
 def _attention(model: LossModule) -> str | None:
     return getattr(getattr(model.model, "config", None), "_attn_implementation", None)
 
 
-def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: DistributedContext) -> FusedNorm:
+def _fp16_optimizer(
+    recipe: Recipe, used: str, stepper: Stepper, group: DistributedContext
+) -> FusedNorm:
     """Whose fused overflow check and gradient norm is in force, and why: ONNX Runtime's where it can, else ours."""
     from ortlaunch.worker.deepspeed.gradient_norm import Applied, fuse_gradient_norm
 

@@ -23,11 +23,20 @@ if TYPE_CHECKING:
 _T = torch.Tensor
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {_T.float, _T.half, _T.bfloat16}
-_AS_IT_IS = {getter("requires_grad"), getter("is_leaf"), getter("shape"), getter("device"), _T.size, _T.dim}
+_AS_IT_IS = {
+    getter("requires_grad"),
+    getter("is_leaf"),
+    getter("shape"),
+    getter("device"),
+    _T.size,
+    _T.dim,
+}
 
 
 @contextlib.contextmanager
-def in_float64(batch: dict[str, torch.Tensor], wanted: bool = True) -> Iterator[dict[str, torch.Tensor]]:
+def in_float64(
+    batch: dict[str, torch.Tensor], wanted: bool = True
+) -> Iterator[dict[str, torch.Tensor]]:
     """While open, torch computes in float64; yields the batch in it. Not wanted: nothing changes."""
     if not wanted:
         yield batch
@@ -45,7 +54,9 @@ def in_float64(batch: dict[str, torch.Tensor], wanted: bool = True) -> Iterator[
 class _InFloat64(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self._known = WeakTensorKeyDictionary()  # each with its float64 form, and its version when that was made
+        self._known = (
+            WeakTensorKeyDictionary()
+        )  # each with its float64 form, and its version when that was made
 
     def __torch_function__(
         self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -63,7 +74,9 @@ class _InFloat64(TorchFunctionMode):
         for tensor, version in zip(narrow, versions):
             wide = self._known[tensor][0]
             # BatchNorm's kernel counts no version of its statistics.
-            if wide._version != version or not (tensor.requires_grad or torch.equal(tensor.double(), wide)):
+            if wide._version != version or not (
+                tensor.requires_grad or torch.equal(tensor.double(), wide)
+            ):
                 with torch.no_grad():
                     tensor.data.copy_(wide)
                 self._known[tensor] = wide, tensor._version

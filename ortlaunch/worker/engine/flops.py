@@ -21,7 +21,11 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> floa
     head = output_embeddings() if output_embeddings else None
     tied = {id(head.weight)} if head is not None else set()
     looked_up = {id(table) for table in tables} - tied
-    weights = sum((6 if p.requires_grad else 4) * p.numel() for p in model.parameters() if id(p) not in looked_up)
+    weights = sum(
+        (6 if p.requires_grad else 4) * p.numel()
+        for p in model.parameters()
+        if id(p) not in looked_up
+    )
     return float(weights + 12 * config.num_hidden_layers * config.hidden_size * sequence_length)
 
 
@@ -33,7 +37,9 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     if device.type == "cuda":
         return _rate_of_products(device, dtype, 8192)
     best = _rate_of_products(device, torch.float32, 1024)
-    if dtype == torch.float32 or _rate_of_products(device, dtype, 256) < best / 8:  # a large one would take seconds
+    if (
+        dtype == torch.float32 or _rate_of_products(device, dtype, 256) < best / 8
+    ):  # a large one would take seconds
         return best
     return max(best, _rate_of_products(device, dtype, 1024))
 

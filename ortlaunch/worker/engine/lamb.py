@@ -36,7 +36,9 @@ class Lamb(torch.optim.Optimizer):
         always_adapt: bool = False,
     ) -> None:
         self.always_adapt = always_adapt
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # no overloads
@@ -51,7 +53,9 @@ class Lamb(torch.optim.Optimizer):
     def _update(self, group: Json, parameters: list[torch.Tensor]) -> None:
         first, second = group["betas"]
         means, squares = self._moments(parameters)
-        gradients = [p.grad.to(mean.dtype) for p, mean in zip(parameters, means) if p.grad is not None]
+        gradients = [
+            p.grad.to(mean.dtype) for p, mean in zip(parameters, means) if p.grad is not None
+        ]
         torch._foreach_lerp_(means, gradients, 1 - first)
         torch._foreach_mul_(squares, second)
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
@@ -64,18 +68,25 @@ class Lamb(torch.optim.Optimizer):
             torch._foreach_mul_(updates, self._trust_ratios(parameters, updates))
         torch._foreach_add_(parameters, updates, alpha=-group["lr"])
 
-    def _moments(self, parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _moments(
+        self, parameters: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         for p in parameters:
             if not self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        return [self.state[p]["exp_avg"] for p in parameters], [self.state[p]["exp_avg_sq"] for p in parameters]
+        return [self.state[p]["exp_avg"] for p in parameters], [
+            self.state[p]["exp_avg_sq"] for p in parameters
+        ]
 
     @staticmethod
     def _trust_ratios(
         parameters: list[torch.Tensor], updates: tuple[torch.Tensor, ...] | list[torch.Tensor]
     ) -> list[torch.Tensor]:
         weights, steps = torch._foreach_norm(parameters), torch._foreach_norm(updates)
-        return [torch.where((w > 0) & (s > 0), w / s, torch.ones_like(w)) for w, s in zip(weights, steps)]
+        return [
+            torch.where((w > 0) & (s > 0), w / s, torch.ones_like(w))
+            for w, s in zip(weights, steps)
+        ]
 
 
 def _portions(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -35,13 +35,18 @@ class RankLimits:
 
     def tightest(self) -> tuple[float, Limit]:
         """The limit that came nearest to its end, and the share of what it had left that was taken at the peak."""
-        return max(((limit.taken() / max(1, limit.free), limit) for limit in self.limits), key=lambda pair: pair[0])
+        return max(
+            ((limit.taken() / max(1, limit.free), limit) for limit in self.limits),
+            key=lambda pair: pair[0],
+        )
 
 
 def _gpu(device: torch.device) -> Limit:
     free, size = torch.cuda.mem_get_info(device)
     before = torch.cuda.memory_reserved(device)
-    return Limit(f"GPU {device.index}", size, free, lambda: torch.cuda.max_memory_reserved(device) - before)
+    return Limit(
+        f"GPU {device.index}", size, free, lambda: torch.cuda.max_memory_reserved(device) - before
+    )
 
 
 def _host(ranks: int) -> Iterator[Limit]:

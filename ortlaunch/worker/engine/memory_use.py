@@ -54,7 +54,9 @@ class MemoryUse:
         self.device, self.looks = device, 0
         self.largest = Footprint(0, 0, 0, 0, 0)
         self.resets = _reset_peak(device)
-        self.baseline = status("VmRSS") - _count(model.parameters(), {}) if device.type == "cpu" else 0
+        self.baseline = (
+            status("VmRSS") - _count(model.parameters(), {}) if device.type == "cpu" else 0
+        )
 
     def look(self, stepper: Stepper) -> None:
         """Count the live tensors, before and after each of the first two steps; later calls cost nothing."""
@@ -94,11 +96,15 @@ class MemoryUse:
         ranks = [json.loads(text) for text in group.gather(json.dumps(mine))]
         worst = {name: max(rank[name] for rank in ranks) for name in mine}
         bytes_ = dict(plan.memory.by_stage)[plan.memory.chosen] if plan.memory else None
-        beside = bytes_.overhead if bytes_ and self.device.type == "cuda" else 0  # what torch's allocator does not see
+        beside = (
+            bytes_.overhead if bytes_ and self.device.type == "cuda" else 0
+        )  # what torch's allocator does not see
         return MemoryReport(
-            planned=bytes_ and PlannedMemory(**bytes_._asdict(), model=bytes_.model, peak=bytes_.total - beside),
+            planned=bytes_
+            and PlannedMemory(**bytes_._asdict(), model=bytes_.model, peak=bytes_.total - beside),
             measured=MeasuredMemory(**worst),
-            peak_is=_PEAK_IS[self.device.type] + ("" if self.resets else "; the kernel let no one reset the peak"),
+            peak_is=_PEAK_IS[self.device.type]
+            + ("" if self.resets else "; the kernel let no one reset the peak"),
             baseline=self.baseline,
             peak_by_rank=[rank["peak"] for rank in ranks],
         )
@@ -125,8 +131,12 @@ def live_bytes(stepper: Stepper) -> Footprint:
     seen: dict[int, int] = {}
     sharder = getattr(stepper, "engine", None) and stepper.engine.optimizer  # type: ignore[attr-defined]
     parameters = list(stepper.module.parameters())
-    optimizer: Any = getattr(sharder, "optimizer", None) or getattr(stepper, "optimizer", None) or sharder
-    masters = [p for group in optimizer.param_groups for p in group["params"]] + list(_held(sharder, _MASTERS))
+    optimizer: Any = (
+        getattr(sharder, "optimizer", None) or getattr(stepper, "optimizer", None) or sharder
+    )
+    masters = [p for group in optimizer.param_groups for p in group["params"]] + list(
+        _held(sharder, _MASTERS)
+    )
     weights = _count([*_weights(parameters), *_held(sharder, _WEIGHTS)], seen)
     buckets = _count(_buckets(sharder), seen)  # before gradients, which lie in them for a while
     gradients = _count([*_gradients([*parameters, *masters]), *_held(sharder, _GRADIENTS)], seen)
@@ -178,7 +188,11 @@ def _count(tensors: Iterable[torch.Tensor], seen: dict[int, int]) -> int:
     total = 0
     for tensor in tensors:
         try:
-            if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            if (
+                isinstance(tensor, FakeTensor)
+                or tensor.layout is not torch.strided
+                or tensor.device.type == "meta"
+            ):
                 continue
             storage = tensor.untyped_storage()
             address = storage.data_ptr()

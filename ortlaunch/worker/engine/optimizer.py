@@ -35,7 +35,11 @@ class Building(NamedTuple):
     @property
     def adam(self) -> Json:
         """Settings of Adam's kind."""
-        return {"lr": self.recipe.learning_rate, "betas": self.recipe.betas, "eps": self.recipe.epsilon}
+        return {
+            "lr": self.recipe.learning_rate,
+            "betas": self.recipe.betas,
+            "eps": self.recipe.epsilon,
+        }
 
 
 class BuiltOptimizer(NamedTuple):
@@ -68,7 +72,9 @@ def build_optimizer(
     groups, notes = parameter_groups(recipe, model.named_parameters())
     if not groups:
         count = len([*model.parameters()])
-        why = f"none of its {count} parameters has requires_grad" if count else "it has no parameters"
+        why = (
+            f"none of its {count} parameters has requires_grad" if count else "it has no parameters"
+        )
         raise InputError(f"model: there is nothing to train: {why}")
     module, _, name = recipe.traits.builder.partition(":")
     build: Callable[[Building], BuiltOptimizer] = getattr(import_module(module), name)
@@ -85,7 +91,9 @@ def lamb(parts: Building) -> BuiltOptimizer:
 
 def sgd(parts: Building) -> BuiltOptimizer:
     """torch's."""
-    made = torch.optim.SGD(parts.groups, lr=parts.recipe.learning_rate, momentum=parts.recipe.momentum)
+    made = torch.optim.SGD(
+        parts.groups, lr=parts.recipe.learning_rate, momentum=parts.recipe.momentum
+    )
     return BuiltOptimizer(made, "torch.optim.SGD")
 
 
@@ -97,13 +105,17 @@ def adamw(parts: Building) -> BuiltOptimizer:
 def fused_adam_or_torch(parts: Building) -> BuiltOptimizer:
     """ONNX Runtime's, or torch's fused one with why."""
     zero = (parts.deepspeed or {}).get("zero_optimization")
-    why = _why_not_ort(parts.engine, parts.device) or _why_not_these(parts.groups, zero, parts.ranks)
+    why = _why_not_ort(parts.engine, parts.device) or _why_not_these(
+        parts.groups, zero, parts.ranks
+    )
     if why:
         made = torch.optim.AdamW(parts.groups, fused=True, **parts.adam)
         return BuiltOptimizer(made, "torch.optim.AdamW(fused=True)", why)
     from ortlaunch.ortmodule.fused_adam import fused_adam
 
-    return BuiltOptimizer(fused_adam(parts.groups, **parts.adam), "onnxruntime.training.optim.FusedAdam")
+    return BuiltOptimizer(
+        fused_adam(parts.groups, **parts.adam), "onnxruntime.training.optim.FusedAdam"
+    )
 
 
 def _why_not_ort(engine: str, device: torch.device) -> str:
@@ -114,7 +126,9 @@ def _why_not_ort(engine: str, device: torch.device) -> str:
     return ""
 
 
-def _why_not_these(groups: Sequence[Mapping[str, Any]], zero: Mapping[str, Any] | None, ranks: int) -> str:
+def _why_not_these(
+    groups: Sequence[Mapping[str, Any]], zero: Mapping[str, Any] | None, ranks: int
+) -> str:
     """Why ONNX Runtime's FusedAdam cannot update these parameters as DeepSpeed's ZeRO holds them; empty if it can."""
     if zero and (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
         return "ONNX Runtime's is for CUDA only, and zero.offload keeps the optimizer off the GPU"
@@ -134,11 +148,18 @@ def parameter_groups(
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     spared = {name for name, _ in trained for word in recipe.no_decay if word in name}
     groups = [
-        {"params": [p for name, p in trained if name not in spared], "weight_decay": recipe.weight_decay},
+        {
+            "params": [p for name, p in trained if name not in spared],
+            "weight_decay": recipe.weight_decay,
+        },
         {"params": [p for name, p in trained if name in spared], "weight_decay": 0.0},
     ]
     idle = [word for word in recipe.no_decay if not any(word in name for name, _ in trained)]
     # The default names what several families call their norms; only the user's own words are worth a note.
     own = recipe.no_decay != Optimizer.model_fields["no_decay"].default and recipe.weight_decay > 0
-    notes = (f"optimizer.no_decay: no parameter's name contains {', '.join(idle)}",) if idle and own else ()
+    notes = (
+        (f"optimizer.no_decay: no parameter's name contains {', '.join(idle)}",)
+        if idle and own
+        else ()
+    )
     return [group for group in groups if group["params"]], notes

@@ -57,7 +57,9 @@ def build_ort(
         reason = described(error)
     reason = next((text for text in group.gather(reason) if text), "")
     if reason and not recipe.engine.allow_fallback:
-        raise EngineError(f"ONNX Runtime cannot run this model: {in_recipes_words(brief(reason))}\n{_ADVICE}")
+        raise EngineError(
+            f"ONNX Runtime cannot run this model: {in_recipes_words(brief(reason))}\n{_ADVICE}"
+        )
     witness.restart()
     return (model if reason or wrapped is None else wrapped), witness, reason
 
@@ -68,15 +70,22 @@ def wrapped_in_ort(recipe: Recipe, model: LossModule, group: DistributedContext)
 
     # What transformers' models read does not change between steps; a class of the user's may do anything.
     follow, here = recipe.model.factory is not None, group.local.local_world_size
-    return ORTModule(model, settings_of(recipe.engine, processes_on_host=here, follow_model_state=follow))
+    return ORTModule(
+        model, settings_of(recipe.engine, processes_on_host=here, follow_model_state=follow)
+    )
 
 
-def _probe(recipe: Recipe, wrapped: nn.Module, model: LossModule, group: DistributedContext, sample: Batch) -> None:
+def _probe(
+    recipe: Recipe, wrapped: nn.Module, model: LossModule, group: DistributedContext, sample: Batch
+) -> None:
     """One pass forward and backward that leaves no trace: not in buffers, gradients or random numbers."""
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     dtype = narrow_dtype_of(recipe.precision) if recipe.zero is None else None
     devices = [group.device] if group.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.autocast(group.device.type, dtype, enabled=dtype is not None):
+    with (
+        torch.random.fork_rng(devices),
+        torch.autocast(group.device.type, dtype, enabled=dtype is not None),
+    ):
         loss_in(wrapped(**sample)).backward()
     for parameter in model.parameters():
         parameter.grad = None
@@ -98,17 +107,26 @@ def onnxruntime_report(recipe: Recipe, witness: Witness) -> OnnxRuntime:
     from ortlaunch.ortmodule.base import registry, torch_calls
     from ortlaunch.ortmodule.base.counters import tally
 
-    copied, counts, exported = options.report().get("deepcopy_before_export"), witness.counts(), tally.truth()
+    copied, counts, exported = (
+        options.report().get("deepcopy_before_export"),
+        witness.counts(),
+        tally.truth(),
+    )
     return OnnxRuntime(
         repairs=list(registry.applied()),
         repairs_not_applied=registry.not_applied(),
         deepcopy_before_export=copied and ExportCopy(**copied),
         **ort_settings.report(recipe),
-        torch_calls={name: TorchCalls(**asdict(found)) for name, found in torch_calls.made().items()},
+        torch_calls={
+            name: TorchCalls(**asdict(found)) for name, found in torch_calls.made().items()
+        },
         torch_share=round(torch_calls.share(), 4),
         **{
             **counts,
-            **{name: counts[name] and GraphReport(**counts[name]) for name in ("training_graph", "evaluation_graph")},
+            **{
+                name: counts[name] and GraphReport(**counts[name])
+                for name in ("training_graph", "evaluation_graph")
+            },
         },
         **{**exported, "notes": [in_recipes_words(note) for note in exported["notes"]]},
     )
@@ -119,5 +137,8 @@ def ort_notes() -> tuple[str, ...]:
     from ortlaunch.ortmodule.base import registry
     from ortlaunch.ortmodule.base.counters import tally
 
-    left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in registry.not_applied().items())
+    left_out = (
+        f"ONNX Runtime's {name} is not repaired: {why}"
+        for name, why in registry.not_applied().items()
+    )
     return (*left_out, *map(in_recipes_words, tally.notes))

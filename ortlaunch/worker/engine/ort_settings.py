@@ -24,7 +24,9 @@ def settings_of(engine: Engine, **others: object) -> Settings:
     torchs = engine.matmul_precision == "medium" or engine.onednn or None
     torch_matmul = torchs if engine.torch_matmul is None else engine.torch_matmul
     same = {name: getattr(engine, name) for name in _SAME}
-    return Settings(**{**same, "tf32": lower, "torch_matmul": torch_matmul, "allow_fallback": False, **others})
+    return Settings(
+        **{**same, "tf32": lower, "torch_matmul": torch_matmul, "allow_fallback": False, **others}
+    )
 
 
 def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
@@ -36,7 +38,10 @@ def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
     """
     from ortlaunch.ortmodule import options
 
-    wrong = [f"{name}={environ[name]} on this host {why}" for name, why in contradictions(engine, environ)]
+    wrong = [
+        f"{name}={environ[name]} on this host {why}"
+        for name, why in contradictions(engine, environ)
+    ]
     if wrong:
         raise EngineError("\n".join(wrong))
     _variables.update(seen(environ))
@@ -48,5 +53,7 @@ def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
 
 def report(recipe: Recipe) -> Json:
     """For engine.json: what the recipe chose, and variables from outside, which agree with it."""
-    chosen = recipe.engine.model_dump(mode="json", exclude_defaults=True, exclude={"name", "allow_fallback"})
+    chosen = recipe.engine.model_dump(
+        mode="json", exclude_defaults=True, exclude={"name", "allow_fallback"}
+    )
     return {"settings": chosen, "variables": dict(_variables)}

@@ -16,7 +16,10 @@ def warmup_steps(schedule: Schedule, max_steps: int) -> int:
 
 def decay_steps(schedule: Schedule, max_steps: int) -> int:
     """Steps of wsd's decay; at least one, and none of the warm-up's, which may be rounded up beside it."""
-    return max(1, min(round(schedule.decay_ratio * max_steps), max_steps - warmup_steps(schedule, max_steps)))
+    return max(
+        1,
+        min(round(schedule.decay_ratio * max_steps), max_steps - warmup_steps(schedule, max_steps)),
+    )
 
 
 def factor(schedule: Schedule, step: int, max_steps: int) -> float:
@@ -35,7 +38,10 @@ def factor(schedule: Schedule, step: int, max_steps: int) -> float:
         return 1.0
     if schedule.name == "polynomial":
         return float((1.0 - step / max_steps) ** schedule.power)
-    whole, at_the_end = (schedule.name, max_steps - warmup), (schedule.decay_type, decay_steps(schedule, max_steps))
+    whole, at_the_end = (
+        (schedule.name, max_steps - warmup),
+        (schedule.decay_type, decay_steps(schedule, max_steps)),
+    )
     form, steps = at_the_end if schedule.name == "wsd" else whole
     progress = max(0.0, (step - (max_steps - steps)) / max(1, steps))
     return schedule.minimum_ratio + (1.0 - schedule.minimum_ratio) * _decay(form, progress)

@@ -21,7 +21,13 @@ from ortlaunch.json_types import Json
 from ortlaunch.precisions import PRECISIONS
 from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.worker.engine.averaging import Averaging
-from ortlaunch.worker.model.named_state import NamedState, buffers_of, grad_scaler, trained_shapes, whole_parts
+from ortlaunch.worker.model.named_state import (
+    NamedState,
+    buffers_of,
+    grad_scaler,
+    trained_shapes,
+    whole_parts,
+)
 from ortlaunch.worker.model.own_numbers import Numbers
 from ortlaunch.worker.model.precision import narrow_dtype_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -91,7 +97,9 @@ class TorchStepper:
         self.averaging = Averaging(model, group) if group.size > 1 else None
         self.module: nn.Module = self.averaging.module if self.averaging else model
         self.dtype = narrow_dtype_of(precision)
-        self.scaler = torch.amp.GradScaler(group.device.type, enabled=PRECISIONS[precision].scales_loss)
+        self.scaler = torch.amp.GradScaler(
+            group.device.type, enabled=PRECISIONS[precision].scales_loss
+        )
         self.casts: contextlib.ExitStack | None = None
 
     @property
@@ -103,7 +111,10 @@ class TorchStepper:
         """Autocast, and gradients averaged with the last micro batch."""
         averaging = self.averaging.of(last) if self.averaging else contextlib.nullcontext()
         self._keep_casts()
-        with averaging, torch.autocast(self.group.device.type, self.dtype, enabled=self.dtype is not None):
+        with (
+            averaging,
+            torch.autocast(self.group.device.type, self.dtype, enabled=self.dtype is not None),
+        ):
             yield
         if self.casts is not None and last:
             self.casts.close()
@@ -135,13 +146,21 @@ class TorchStepper:
         self.optimizer.zero_grad(set_to_none=True)
         scale = self.scaler.get_scale()
         # Gradients that overflow without being scaled up do so by themselves.
-        return Stepped(norm if math.isfinite(norm) else None, scale < before, failed or scale < min(before, 1.0))
+        return Stepped(
+            norm if math.isfinite(norm) else None,
+            scale < before,
+            failed or scale < min(before, 1.0),
+        )
 
     def _norm(self) -> float:
         """The gradient norm before clipping, and clips; averaged gradients give every rank the same."""
         if self.max_norm is None:
             return gradient_norm(self.model)
-        return float(nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], self.max_norm))
+        return float(
+            nn.utils.clip_grad_norm_(
+                [p for p in self.model.parameters() if p.requires_grad], self.max_norm
+            )
+        )
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return ((name, p.grad) for name, p in self.model.named_parameters())
@@ -171,13 +190,19 @@ class DeepSpeedStepper:
     unused = ()  # DeepSpeed takes a gradient that does not come for zeros
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: DistributedContext, config: Json
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: DistributedContext,
+        config: Json,
     ) -> None:
         import deepspeed
 
         _only_what_training_needs(deepspeed)
         self.model, self.group, self.numbers = model, group, Numbers()
-        if config["zero_optimization"]["stage"] == 3:  # one tensor after another, so that no device holds all of them
+        if (
+            config["zero_optimization"]["stage"] == 3
+        ):  # one tensor after another, so that no device holds all of them
             deepspeed.init_distributed(dist_init_required=False)
             deepspeed.zero.Init(module=model, config_dict_or_path=config)
         with _no_step(optimizer):
@@ -199,14 +224,20 @@ class DeepSpeedStepper:
     def apply(self, learning_rate: float) -> Stepped:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        if not hasattr(self.engine.optimizer, "_global_grad_norm"):  # stage 0 in fp32: DeepSpeed measures nothing
+        if not hasattr(
+            self.engine.optimizer, "_global_grad_norm"
+        ):  # stage 0 in fp32: DeepSpeed measures nothing
             return self._apply_plain(gradient_norm(self.model))
         before = self.engine.skipped_steps
         self.engine.step()
         told, skipped = self.engine.get_global_grad_norm(), self.engine.skipped_steps > before
         norm = math.nan if told is None else float(told)
         bad = told is not None and not 0 <= norm < math.inf  # -1 is what some versions say of nan
-        return Stepped(norm if 0 <= norm < math.inf else None, skipped, failed=(bad or skipped) and not self.scales)
+        return Stepped(
+            norm if 0 <= norm < math.inf else None,
+            skipped,
+            failed=(bad or skipped) and not self.scales,
+        )
 
     def _apply_plain(self, norm: float) -> Stepped:
         if not math.isfinite(norm):
@@ -216,17 +247,26 @@ class DeepSpeedStepper:
         return Stepped(norm, skipped=False)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        return ((name, _piece(p) if p.requires_grad else None) for name, p in self.model.named_parameters())
+        return (
+            (name, _piece(p) if p.requires_grad else None)
+            for name, p in self.model.named_parameters()
+        )
 
     def drop_gradients(self) -> None:
         optimizer = self.engine.optimizer
         optimizer.zero_grad()
         self.engine.zero_grad()
-        if self.engine.zero_optimization_stage() in (1, 2) and hasattr(optimizer, "averaged_gradients"):
+        if self.engine.zero_optimization_stage() in (1, 2) and hasattr(
+            optimizer, "averaged_gradients"
+        ):
             _forget_averaged(optimizer)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, getattr(p, "ds_tensor", p)) for name, p in self.model.named_parameters() if p.requires_grad)
+        return (
+            (name, getattr(p, "ds_tensor", p))
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
+        )
 
     def named_state(self) -> NamedState:
         from ortlaunch.worker.deepspeed.named_state import named_state
@@ -248,15 +288,23 @@ def _weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
         Requests.is_forked_child
     ):  # it would write metrics and checkpoints, and speak to the other ranks, beside its parent
         told = "a process that the model or the data forked goes on as this rank, and is ended"
-        print(f"ortlaunch: {told} (process {os.getpid()}): a child must leave by os._exit", file=sys.stderr, flush=True)
+        print(
+            f"ortlaunch: {told} (process {os.getpid()}): a child must leave by os._exit",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
-    return loss if factor == 1.0 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
+    return (
+        loss if factor == 1.0 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
+    )
 
 
 def gradient_norm(model: nn.Module) -> float:
     """The norm of all gradients, as exact as in double precision; inf or nan where one of their numbers is."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    dense = [
+        gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
+    ]
     return math.sqrt(float(sum_of_squares(dense))) if dense else 0.0
 
 
@@ -303,4 +351,6 @@ def _no_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _only_what_training_needs(deepspeed: Any) -> None:
     # On CPU DeepSpeed would compile, for half a minute, an all-reduce that only its inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message="`torch.distributed.* is deprecated", category=FutureWarning
+    )

@@ -47,7 +47,9 @@ class Entities:
 
     def read(self, group: DistributedContext) -> dict[str, float]:
         """Of all ranks (collective); 0 where there is none, as conlleval's."""
-        right, given, meant = map(sum, zip(*group.gather_numbers([self.right, self.given, self.meant])))
+        right, given, meant = map(
+            sum, zip(*group.gather_numbers([self.right, self.given, self.meant]))
+        )
         return {
             "entity_precision": right / max(1, given),
             "entity_recall": right / max(1, meant),

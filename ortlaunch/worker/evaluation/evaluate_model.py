@@ -56,7 +56,9 @@ def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
     return measured(recipe, whole, data.evaluation, group)
 
 
-def measured(recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | None = None) -> Evaluation:
+def measured(
+    recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | None = None
+) -> Evaluation:
     """The numbers of a LossModule on these samples."""
     from ortlaunch.worker.data import Batches, stack_of
     from ortlaunch.worker.evaluation.evaluation import evaluate
@@ -76,10 +78,21 @@ def measured(recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | N
         record=SimpleNamespace(engine=SimpleNamespace(used="eager")),  # it returns more than a loss
     )
     micro = recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else 8
-    batches = Batches(samples, BatchPlan(micro, micro, 1, 1, None), recipe.seed, recipe.data.lengths, stack_of(recipe))
+    batches = Batches(
+        samples,
+        BatchPlan(micro, micro, 1, 1, None),
+        recipe.seed,
+        recipe.data.lengths,
+        stack_of(recipe),
+    )
     plan = SimpleNamespace(batch=batches.batch)
     session: Any = SimpleNamespace(
-        recipe=recipe, plan=plan, group=group, engine=engine, batches=batches, progress=Progress(rank=1)
+        recipe=recipe,
+        plan=plan,
+        group=group,
+        engine=engine,
+        batches=batches,
+        progress=Progress(rank=1),
     )
     found = evaluate(session, samples)
     assert found is not None, "nobody was asked to stop"

@@ -40,16 +40,25 @@ def turns(session: Session, samples: Samples) -> Iterator[tuple[Batch, range]]:
     for turn in range(0, len(samples), group.size * micro):
         first = turn + group.rank * micro
         counted = range(first, min(first + micro, len(samples)))
-        yield session.batches.stacked([samples.sample(i, epoch=0) for i in counted or range(1)]), counted
+        yield (
+            session.batches.stacked([samples.sample(i, epoch=0) for i in counted or range(1)]),
+            counted,
+        )
 
 
 @torch.no_grad()
-def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None) -> dict[str, float] | None:
+def evaluate(
+    session: Session, samples: Samples, agreed: Agreement | None = None
+) -> dict[str, float] | None:
     """The mean loss over the evaluation corpus, weighted as in training, and the task's metrics, by name (collective).
 
     None where the ranks agreed to stop meanwhile.
     """
-    engine, group, own_metric = session.engine, session.group, OwnMetric(session.recipe.train.metric)
+    engine, group, own_metric = (
+        session.engine,
+        session.group,
+        OwnMetric(session.recipe.train.metric),
+    )
     total, seen, numbers, model = 0.0, 0.0, Numbers(), session.recipe.model
     counters = measures(model.task, engine)
     with _evaluating(engine.eval_module, engine.plain), _outputs(session) as output_of:
@@ -62,16 +71,22 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
             given = _passed(session, taken)
             loss = numbers.take(given, weight) if engine.plain.has_numbers else loss_in(given)
             total, seen = total + float(loss) * weight, seen + weight
-            labels = {name: batch[name].to(engine.device) for name in LABELS if name in batch}  # without an added one
+            labels = {
+                name: batch[name].to(engine.device) for name in LABELS if name in batch
+            }  # without an added one
             output = output_of(given, taken)
             if model.traits.predicts:
                 output = word_outputs(output, labels, engine.plain, engine.loss_weight.shifted)
             for counter in counters:
                 counter.add(output, labels, bool(counted))
             own_metric.add(counted, output, batch)
-    losses, weights = zip(*group.gather_numbers([total, seen]))  # not reduced, so that all ranks have the same bits
+    losses, weights = zip(
+        *group.gather_numbers([total, seen])
+    )  # not reduced, so that all ranks have the same bits
     if not sum(weights):
-        raise DataError(f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight is 0 in all")
+        raise DataError(
+            f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight is 0 in all"
+        )
     loss = sum(losses) / sum(weights)
     numbers.keep()
     found = {"loss": loss}

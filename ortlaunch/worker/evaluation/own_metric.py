@@ -41,7 +41,11 @@ class OwnMetric:
     def add(self, counted: range, output: Any, batch: Mapping[str, torch.Tensor]) -> None:
         """What the model returned for these samples; an empty range only fills a rank's turn."""
         if self.name is not None and counted:
-            self.pieces.append(Piece(counted[0], _arrays(named(output), len(counted)), _arrays(batch, len(counted))))
+            self.pieces.append(
+                Piece(
+                    counted[0], _arrays(named(output), len(counted)), _arrays(batch, len(counted))
+                )
+            )
 
     def read(self, group: DistributedContext, taken: Mapping[str, float]) -> dict[str, float]:
         """What the function says of all samples; the same on all ranks (collective).
@@ -58,7 +62,11 @@ class OwnMetric:
         told: Json = {}
         if group.rank == 0:
             try:
-                told = {"found": self._asked(sorted(itertools.chain(*pieces), key=lambda piece: piece.first), taken)}
+                told = {
+                    "found": self._asked(
+                        sorted(itertools.chain(*pieces), key=lambda piece: piece.first), taken
+                    )
+                }
             except HookError as error:
                 told = {"error": str(error)}
         told = json.loads(group.gather(json.dumps(told))[0])
@@ -69,16 +77,24 @@ class OwnMetric:
 
     def _asked(self, pieces: list[Piece], taken: Mapping[str, float]) -> dict[str, float]:
         own = find("train.metric", str(self.name))
-        outputs, batch = (_joined([getattr(piece, side) for piece in pieces]) for side in ("outputs", "batch"))
+        outputs, batch = (
+            _joined([getattr(piece, side) for piece in pieces]) for side in ("outputs", "batch")
+        )
         try:
             answer = own(outputs, batch)
         except Exception as error:
-            where = "".join(traceback.format_exception(type(error), error, error.__traceback__.tb_next))  # type: ignore[union-attr]
-            raise HookError(f"train.metric: {self.name} raised {type(error).__name__}: {error}\n{where}") from error
+            where = "".join(
+                traceback.format_exception(type(error), error, error.__traceback__.tb_next)
+            )  # type: ignore[union-attr]
+            raise HookError(
+                f"train.metric: {self.name} raised {type(error).__name__}: {error}\n{where}"
+            ) from error
         try:
             found = {str(name): float(value) for name, value in answer.items()}
         except (AttributeError, TypeError, ValueError):
-            raise HookError(f"train.metric: {self.name} returned {answer!r:.200}; it returns numbers by name") from None
+            raise HookError(
+                f"train.metric: {self.name} returned {answer!r:.200}; it returns numbers by name"
+            ) from None
         for name in found.keys() & {"step", "samples", *taken}:
             raise HookError(
                 f"train.metric: {self.name} returned {name!r}, which the evaluation has: give it another name"
@@ -91,14 +107,24 @@ def _arrays(values: Mapping[str, Any], samples: int) -> Arrays:
     rows = {
         name: value.detach().cpu()
         for name, value in values.items()
-        if isinstance(value, torch.Tensor) and value.dim() and len(value) == samples and name != LOSS
+        if isinstance(value, torch.Tensor)
+        and value.dim()
+        and len(value) == samples
+        and name != LOSS
     }
-    return {name: (row.float() if row.is_floating_point() else row).numpy() for name, row in rows.items()}
+    return {
+        name: (row.float() if row.is_floating_point() else row).numpy()
+        for name, row in rows.items()
+    }
 
 
 def _joined(parts: list[Arrays]) -> Json:
     """All samples' rows, in order: an array, or a list of rows where batches differ in their shape."""
-    return {name: _rows([part[name] for part in parts if name in part]) for name in parts[0]} if parts else {}
+    return (
+        {name: _rows([part[name] for part in parts if name in part]) for name in parts[0]}
+        if parts
+        else {}
+    )
 
 
 def _rows(parts: list[NDArray[np.int64]]) -> Any:

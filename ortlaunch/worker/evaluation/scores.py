@@ -26,7 +26,9 @@ class Scores:
 
     def __init__(self, engine: TrainingEngine) -> None:
         names = getattr(getattr(engine.plain.model, "config", None), "id2label", None) or {}
-        self._names = [names[number] for number in sorted(names)]  # of the classes, where the model knows them
+        self._names = [
+            names[number] for number in sorted(names)
+        ]  # of the classes, where the model knows them
         self._kind: Classes | ValueScores | None = None
 
     def add(self, output: Any, labels_by_name: Mapping[str, torch.Tensor], counts: bool) -> None:
@@ -40,7 +42,9 @@ class Scores:
         if not numbers and (logits.shape[:-1] != labels.shape or logits.size(-1) == 1):
             return
         if self._kind is None:
-            self._kind = ValueScores() if numbers else Classes(logits.size(-1), self._names, logits.device)
+            self._kind = (
+                ValueScores() if numbers else Classes(logits.size(-1), self._names, logits.device)
+            )
         if counts:
             self._kind.add(logits, labels)
 
@@ -55,10 +59,15 @@ class Classes:
     """Accuracy, the mean of the F1 of classes that were given or meant, and whole entities where classes are tags."""
 
     def __init__(self, classes: int, names: Sequence[str], device: torch.device) -> None:
-        kinds, options = _torchmetrics().classification, {"validate_args": False, "sync_on_compute": False}
+        kinds, options = (
+            _torchmetrics().classification,
+            {"validate_args": False, "sync_on_compute": False},
+        )
         self._accuracy = kinds.MulticlassAccuracy(classes, average="micro", **options)
         # Each class as a label of its own: F1 of classes makes a table of classes by classes, 4 GB of 21,841.
-        self._f1 = kinds.MultilabelF1Score(classes, average="none", zero_division=math.nan, **options)
+        self._f1 = kinds.MultilabelF1Score(
+            classes, average="none", zero_division=math.nan, **options
+        )
         for metric in (self._accuracy, self._f1):
             metric.set_dtype(torch.float64).to(device)
         self._classes, self._names = classes, names
@@ -73,7 +82,9 @@ class Classes:
         given, meant = given[counted], labels[counted]
         if len(meant):
             self._accuracy.update(given, meant)
-            self._f1.update(functional.one_hot(given, self._classes), functional.one_hot(meant, self._classes))
+            self._f1.update(
+                functional.one_hot(given, self._classes), functional.one_hot(meant, self._classes)
+            )
 
     def read(self, group: DistributedContext) -> dict[str, float]:
         found = {
@@ -122,7 +133,9 @@ def _of_all_ranks(metric: Any, group: DistributedContext) -> Any:
 
 
 def _torchmetrics() -> Any:
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # torchmetrics imports it, and it tells of a closed home
+    logging.getLogger("matplotlib").setLevel(
+        logging.ERROR
+    )  # torchmetrics imports it, and it tells of a closed home
     import torchmetrics
 
     return torchmetrics

@@ -33,7 +33,9 @@ class WordScores(NamedTuple):
     """float32, nats; nan where no label is predicted."""
 
 
-def word_scores(states: Tensor, labels: Tensor, plain: Any = None, shifted: bool = False) -> WordScores:
+def word_scores(
+    states: Tensor, labels: Tensor, plain: Any = None, shifted: bool = False
+) -> WordScores:
     """Of labels that are not IGNORED, some rows of logits at a time.
 
     Args:
@@ -42,10 +44,15 @@ def word_scores(states: Tensor, labels: Tensor, plain: Any = None, shifted: bool
         shifted: scores of a place are for the label after it, as causal models'; the first label has none.
     """
     chunked: ChunkedHead | None = getattr(plain, "chunked", None)
-    predictions, losses = torch.full_like(labels, IGNORED), torch.full(labels.shape, torch.nan, device=labels.device)
+    predictions, losses = (
+        torch.full_like(labels, IGNORED),
+        torch.full(labels.shape, torch.nan, device=labels.device),
+    )
     first = int(shifted)
     places = (labels[:, first:] != IGNORED).nonzero()
-    for sample, place in (each.unbind(1) for each in places.split(chunked.rows if chunked else _ROWS)):
+    for sample, place in (
+        each.unbind(1) for each in places.split(chunked.rows if chunked else _ROWS)
+    ):
         rows, wanted = states[sample, place], labels[sample, place + first]
         logits = (rows if chunked is None else chunked.logits(plain.model, rows)).float()
         predictions[sample, place + first] = logits.argmax(-1)
@@ -83,12 +90,18 @@ class MaskedWords:
             counted = output["predictions"] != IGNORED
             right = output["predictions"].eq(labels["labels"]) & counted
             losses = output["losses"].masked_fill(~counted, 0.0)
-            found = torch.stack([each.sum(dtype=torch.float64) for each in (right, counted, losses)])
+            found = torch.stack(
+                [each.sum(dtype=torch.float64) for each in (right, counted, losses)]
+            )
             self._sum.add(found, counts)
 
     def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
         right, words, lost = self._sum.read(group)
-        return {"perplexity": _exp(lost / words), "masked_word_accuracy": right / words} if words else {}
+        return (
+            {"perplexity": _exp(lost / words), "masked_word_accuracy": right / words}
+            if words
+            else {}
+        )
 
 
 class SentencePairScore:

@@ -19,7 +19,12 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 def export(
-    recipe: Recipe, run: RunDir, group: DistributedContext, stepper: Stepper, trained: LossModule, data: LoadedData
+    recipe: Recipe,
+    run: RunDir,
+    group: DistributedContext,
+    stepper: Stepper,
+    trained: LossModule,
+    data: LoadedData,
 ) -> None:
     """Write export/ (collective): weights, config and tokenizer. The model is of no further use: LoRA is merged."""
     with stepper.whole_weights():
@@ -34,7 +39,9 @@ def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedD
     model: Any = trained.model
     if recipe.model.lora and recipe.model.lora.merge:
         model = model.merge_and_unload(safe_merge=True)
-    elif recipe.model.lora:  # peft's card is a template, written over one of the user's; push.py writes the run's
+    elif (
+        recipe.model.lora
+    ):  # peft's card is a template, written over one of the user's; push.py writes the run's
         model.create_or_update_model_card = lambda folder: None
     if hasattr(model, "save_pretrained"):
         from transformers.utils import logging
@@ -57,7 +64,9 @@ def _onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) -
     return found
 
 
-def _ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) -> DeviceArtifacts:
+def _ondevice(
+    recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData
+) -> DeviceArtifacts:
     from ortlaunch.worker.device.artifacts import ondevice
 
     found = ondevice(recipe, folder, trained, data)
@@ -65,7 +74,9 @@ def _ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedDat
     return found
 
 
-FORMATS: dict[str, Callable[[Recipe, Path, LossModule, LoadedData], OnnxCheck | DeviceArtifacts | None]] = {
+FORMATS: dict[
+    str, Callable[[Recipe, Path, LossModule, LoadedData], OnnxCheck | DeviceArtifacts | None]
+] = {
     "huggingface": huggingface,
     "onnx": _onnx,
     "ondevice": _ondevice,
@@ -92,7 +103,9 @@ def _save_tensors(model: torch.nn.Module, path: str) -> None:
     kept: dict[object, str] = {}
     metadata, tensors = {"format": "pt"}, {}
     for name, value in model.state_dict().items():
-        place = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
+        place = (
+            (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
+        )
         first = kept.setdefault(place, name)
         if first == name:
             tensors[name] = value.contiguous()

@@ -52,12 +52,19 @@ def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> No
         shutil.rmtree(partial, ignore_errors=True)
         raise
     partial.replace(folder)
-    _tell(run, ExportLine(step, form, str(folder.absolute()), found if isinstance(found, OnnxCheck) else None))
+    _tell(
+        run,
+        ExportLine(
+            step, form, str(folder.absolute()), found if isinstance(found, OnnxCheck) else None
+        ),
+    )
     if isinstance(found, DeviceArtifacts):
         tell_device(found)
 
 
-def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recipe, LossModule, LoadedData]:
+def trained(
+    run: RunDir, step: int, recipe: Recipe | None = None
+) -> tuple[Recipe, LossModule, LoadedData]:
     """The recipe of a run, or one of its kind, its model with the weights of a checkpoint, and its data, on the CPU."""
     import torch
 
@@ -75,7 +82,9 @@ def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recip
     make_importable(recipe, Path(plan.modules))
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     if not (run.checkpoint(step) / COMPLETE).exists():  # a disk without locks: run_folder/held.py
-        raise CheckpointError(f"{run.checkpoint(step)} was removed by its run meanwhile (checkpoint.keep); try again")
+        raise CheckpointError(
+            f"{run.checkpoint(step)} was removed by its run meanwhile (checkpoint.keep); try again"
+        )
     if wrong := damage(run.checkpoint(step), alone):
         raise CheckpointError(f"{run.checkpoint(step)} is damaged: {wrong}")
     data = load_data(recipe, alone, vocabulary=of_run(run))
@@ -101,7 +110,9 @@ def _with_adapters(recipe: Recipe, form: str, lora: str) -> Recipe:
     if form == "ondevice" or (form == "onnx" and lora == "alone"):
         told = "adapters apart, to train them" if form == "ondevice" else "adapters merged"
         raise InputError(f"--lora {lora}: --format {form} has {told}; leave --lora out")
-    model = recipe.model.model_copy(update={"lora": adapters.model_copy(update={"merge": lora == "merged"})})
+    model = recipe.model.model_copy(
+        update={"lora": adapters.model_copy(update={"merge": lora == "merged"})}
+    )
     return recipe.model_copy(update={"model": model})
 
 
@@ -140,7 +151,11 @@ def _tell(run: RunDir, line: ExportLine) -> None:
 def tell_device(found: DeviceArtifacts) -> None:
     """The comparison with PyTorch, what is trained, and what is not as the recipe says."""
     trained, difference = sum(each.trained for each in found.parameters), found.largest_difference
-    print(f"onnxruntime's loss and logits differ from PyTorch's by at most {difference:.2g} (limit {found.limit:g})")
-    print(f"a device trains {trained} of {len(found.parameters)} weights by ONNX Runtime's {found.optimizer}")
+    print(
+        f"onnxruntime's loss and logits differ from PyTorch's by at most {difference:.2g} (limit {found.limit:g})"
+    )
+    print(
+        f"a device trains {trained} of {len(found.parameters)} weights by ONNX Runtime's {found.optimizer}"
+    )
     for note in found.notes:
         print(note)

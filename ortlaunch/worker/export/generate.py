@@ -37,7 +37,9 @@ def _model(place: str, step: int | None) -> tuple[Any, PreTrainedTokenizerBase]:
 
     _, whole, data = trained(RunDir(Path(place)), step)
     if data.tokenizer is None:
-        raise InputError(f"{place}: its data are your own, without a tokenizer, so that no text can be made of tokens")
+        raise InputError(
+            f"{place}: its data are your own, without a tokenizer, so that no text can be made of tokens"
+        )
     give_back_cache(whole.model, whole.generates_with_cache)
     return whole.model, data.tokenizer
 
@@ -55,7 +57,9 @@ def text(model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequ
     chat = bool(tokenizer.chat_template) if request.chats is None else request.chats
     if chat:
         print(
-            "prompt: as a user's message, by the chat template (--raw takes it as it is)", file=sys.stderr, flush=True
+            "prompt: as a user's message, by the chat template (--raw takes it as it is)",
+            file=sys.stderr,
+            flush=True,
         )
     ids, ends = _message(tokenizer, prompt) if chat else (_tokens(tokenizer, prompt), [])
     _require_place(model, len(ids), request.tokens)
@@ -63,13 +67,22 @@ def text(model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequ
     how = GenerationConfig(
         max_new_tokens=request.tokens,
         do_sample=samples,
-        **({"temperature": request.temperature, "top_k": 0} if samples else {}),  # of all tokens, not of 50
-        eos_token_id=[*ends, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])] or None,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        **(
+            {"temperature": request.temperature, "top_k": 0} if samples else {}
+        ),  # of all tokens, not of 50
+        eos_token_id=[*ends, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
+        or None,
+        pad_token_id=tokenizer.pad_token_id
+        if tokenizer.pad_token_id is not None
+        else tokenizer.eos_token_id,
     )
     torch.manual_seed(request.seed)
     given = torch.tensor([ids])
-    (found,) = model.float().eval().generate(given, attention_mask=torch.ones_like(given), generation_config=how)
+    (found,) = (
+        model.float()
+        .eval()
+        .generate(given, attention_mask=torch.ones_like(given), generation_config=how)
+    )
     if chat:
         return f"{prompt}\n\n{str(tokenizer.decode(found[len(ids) :], skip_special_tokens=True)).strip()}"
     return str(tokenizer.decode(found, skip_special_tokens=True))
@@ -88,11 +101,17 @@ def _message(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[list[int]
         whole = str(tokenizer.apply_chat_template(answered, tokenize=False))
     except Exception as error:  # Jinja's, and whatever a template's own code raises
         why = " ".join(str(error).split())
-        raise InputError(f"the chat template does not take the prompt: {why}; --raw leaves it out") from None
+        raise InputError(
+            f"the chat template does not take the prompt: {why}; --raw leaves it out"
+        ) from None
     ids, after = (
-        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (asked, whole.rpartition(_ANSWER)[2].strip())
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (asked, whole.rpartition(_ANSWER)[2].strip())
     )
-    special = {*tokenizer.all_special_ids, *(n for n, t in tokenizer.added_tokens_decoder.items() if t.special)}
+    special = {
+        *tokenizer.all_special_ids,
+        *(n for n, t in tokenizer.added_tokens_decoder.items() if t.special),
+    }
     return ids, [token for token in after[:1] if token in special]
 
 

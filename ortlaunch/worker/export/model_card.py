@@ -31,11 +31,14 @@ def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n")
 
 
-def _metadata(recipe: Recipe, engine: Json, lines: list[Json], repo: str, library: str | None) -> ModelCardData:
+def _metadata(
+    recipe: Recipe, engine: Json, lines: list[Json], repo: str, library: str | None
+) -> ModelCardData:
     used = [f"engine:{engine['engine']['used']}"] if engine else []
     return ModelCardData(
         base_model=_of_hub(recipe.model.pretrained),
-        datasets=sorted({name for _, source in recipe.data.sources() if (name := _named(source))}) or None,
+        datasets=sorted({name for _, source in recipe.data.sources() if (name := _named(source))})
+        or None,
         library_name=library,
         pipeline_tag=recipe.model.traits.pipeline or None,
         tags=["ortlaunch", *(["lora"] if library == "peft" else []), *used],
@@ -57,7 +60,10 @@ def _of_hub(name: str | None) -> str | None:
     """A hub id; a folder of this machine means nothing elsewhere."""
     return (
         name
-        if name and not Path(name).exists() and name.count("/") <= 1 and not name.startswith((".", "/", "~"))
+        if name
+        and not Path(name).exists()
+        and name.count("/") <= 1
+        and not name.startswith((".", "/", "~"))
         else None
     )
 
@@ -72,7 +78,11 @@ def _results(recipe: Recipe, lines: list[dict[str, object]]) -> list[EvalResult]
     if last is None or recipe.data.evaluation is None or not recipe.model.traits.pipeline:
         return None
     about = _about(recipe.data.evaluation)
-    names = {name.removeprefix("evaluation_"): value for name, value in last.items() if name.startswith("evaluation_")}
+    names = {
+        name.removeprefix("evaluation_"): value
+        for name, value in last.items()
+        if name.startswith("evaluation_")
+    }
     hub = {name: metric.hub for name, metric in METRICS.items()}
     return [
         EvalResult(
@@ -98,7 +108,9 @@ def _parts(recipe: Recipe, engine: Json, lines: list[Json], repo: str, step: int
     base = f", from {recipe.model.pretrained}" if recipe.model.pretrained else ""
     yield f"# {repo.rpartition('/')[2]}"
     yield f"Task {recipe.model.task}{base}, trained for {step:,} steps with ortlaunch."
-    yield "## Data\n\n" + "\n".join(f"- `{key}`: {_about(source)}" for key, source in recipe.data.sources())
+    yield "## Data\n\n" + "\n".join(
+        f"- `{key}`: {_about(source)}" for key, source in recipe.data.sources()
+    )
     last: Json = {}
     for line in lines:
         last.update({name: value for name, value in line.items() if value is not None})
@@ -112,18 +124,25 @@ def _parts(recipe: Recipe, engine: Json, lines: list[Json], repo: str, step: int
 
 def _engine(engine: Json) -> Iterator[str]:
     chosen, optimizer = engine["engine"], engine["optimizer"]
-    yield f"- engine: {chosen['used']}" + (f" (asked: {chosen['asked']})" if chosen["asked"] != chosen["used"] else "")
+    yield f"- engine: {chosen['used']}" + (
+        f" (asked: {chosen['asked']})" if chosen["asked"] != chosen["used"] else ""
+    )
     if engine.get("onnxruntime"):
         yield f"- passes that fell back to PyTorch: {engine['onnxruntime']['fallbacks']}"
     ranks = counted(engine["ranks"], "rank")
     yield f"- {engine['precision']} on {engine['device']}, {ranks}, sharding: {engine['sharding']}"
     yield f"- optimizer: {optimizer['used']}"
     yield f"- parameters: {engine['trained_parameters']:,} trained of {engine['parameters']:,}"
-    yield "- versions: " + ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
+    yield "- versions: " + ", ".join(
+        f"{name} {version}" for name, version in engine["versions"].items()
+    )
 
 
 def _table(values: dict[str, object]) -> str:
-    said = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in values.items()}
+    said = {
+        name: f"{value:.6g}" if isinstance(value, float) else value
+        for name, value in values.items()
+    }
     rows = [f"| {name.replace('_', ' ')} | {value} |" for name, value in said.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
 

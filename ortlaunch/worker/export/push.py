@@ -36,11 +36,15 @@ def check(repo: str) -> None:
         import huggingface_hub as hub
         from huggingface_hub import constants, errors
     except ImportError:
-        raise MissingDependency("--push needs huggingface_hub, which comes with transformers") from None
+        raise MissingDependency(
+            "--push needs huggingface_hub, which comes with transformers"
+        ) from None
     if constants.HF_HUB_OFFLINE:
         raise InputError("--push: HF_HUB_OFFLINE is set: nothing is sent to the hub")
     if not hub.get_token():
-        raise InputError("--push: there is no token; export HF_TOKEN, or log in with `hf auth login`")
+        raise InputError(
+            "--push: there is no token; export HF_TOKEN, or log in with `hf auth login`"
+        )
     try:
         hub.HfApi().create_repo(repo, private=True, exist_ok=True)
     except errors.HFValidationError as error:
@@ -48,7 +52,9 @@ def check(repo: str) -> None:
     except errors.HfHubHTTPError as error:
         raise InputError(f"--push {repo}: {_said(error)}") from None
     except Exception as error:  # the HTTP library's own, which is another one in each version
-        raise LaunchError(f"--push: {constants.ENDPOINT} cannot be reached: {type(error).__name__}: {error}") from None
+        raise LaunchError(
+            f"--push: {constants.ENDPOINT} cannot be reached: {type(error).__name__}: {error}"
+        ) from None
 
 
 def push(repo: str, run: RunDir, step: int, folder: Path) -> str:
@@ -69,7 +75,9 @@ def push(repo: str, run: RunDir, step: int, folder: Path) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("default")
             done = hub.HfApi().upload_folder(
-                repo_id=repo, folder_path=folder, commit_message=f"Step {step} of {run.path.name}, by ortlaunch"
+                repo_id=repo,
+                folder_path=folder,
+                commit_message=f"Step {step} of {run.path.name}, by ortlaunch",
             )
     except errors.HfHubHTTPError as error:
         raise LaunchError(f"--push {repo}: {_said(error)}; the export is in {folder}") from None

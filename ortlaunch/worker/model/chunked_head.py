@@ -44,14 +44,18 @@ class ChunkedHead:
         if self.shifted:
             labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         head = cast(nn.Linear, model.get_submodule(self.name))
-        train = torch.is_grad_enabled() or (training and torch.jit.is_tracing())  # an export is made without gradients
+        train = torch.is_grad_enabled() or (
+            training and torch.jit.is_tracing()
+        )  # an export is made without gradients
         rows = hidden.reshape(-1, head.weight.shape[1])
         loss = chunked_loss(rows, head.weight, head.bias, labels.reshape(-1), self.rows, train)
         pairs = batch.get("next_sentence_label")
         if pairs is None:
             return loss, output
         scores = output.seq_relationship_logits
-        return loss + functional.cross_entropy(scores.view(-1, scores.shape[-1]), pairs.view(-1)), output
+        return loss + functional.cross_entropy(
+            scores.view(-1, scores.shape[-1]), pairs.view(-1)
+        ), output
 
     def logits(self, model: nn.Module, rows: Tensor) -> Tensor:
         """Of these rows that go into the head, which is `open`."""
@@ -72,7 +76,9 @@ def _handed_on(hidden: Tensor) -> Tensor:
 
 
 def _before_head(output: Any) -> Tensor:
-    found: Tensor = output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
+    found: Tensor = (
+        output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
+    )
     return found
 
 
@@ -112,7 +118,9 @@ def _why_not(recipe: Recipe, model: nn.Module, sample: Batch) -> str | None:
     head = get()
     if type(head) is not nn.Linear:
         return (
-            "the model has no head" if head is None else f"the head is a {type(head).__name__}, no plain linear layer"
+            "the model has no head"
+            if head is None
+            else f"the head is a {type(head).__name__}, no plain linear layer"
         )
     cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)
     return f"the model caps its logits (final_logit_softcapping: {cap:g})" if cap else None
@@ -120,7 +128,9 @@ def _why_not(recipe: Recipe, model: nn.Module, sample: Batch) -> str | None:
 
 def shifts(model: nn.Module) -> bool:
     """Whether the model compares each score with the label after it, as transformers' causal models do."""
-    return any(type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")) for module in model.modules())
+    return any(
+        type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")) for module in model.modules()
+    )
 
 
 def _tried(module: Any, chunked: ChunkedHead, sample: Batch) -> str | None:

@@ -19,7 +19,9 @@ from ortlaunch.ortmodule.torch_in_graph.head_loss import OPERATOR
 IGNORED = -100
 
 
-def chunked_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int, train: bool) -> Tensor:
+def chunked_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int, train: bool
+) -> Tensor:
     """Mean cross entropy of `hidden @ weight.T + bias` over the labels that are not -100; nan where all are.
 
     Args:
@@ -74,11 +76,21 @@ def _outputs(
     of_hidden = torch.zeros_like(hidden) if wanted[0] else hidden.new_empty(0)
     of_weight = hidden.new_empty(weight.shape if wanted[1] else 0, dtype=exact)
     of_bias = hidden.new_empty(len(weight) if wanted[2] else 0, dtype=exact)
-    return hidden.new_zeros((), dtype=exact), of_hidden, of_weight, of_bias, hidden.new_empty((), dtype=exact)
+    return (
+        hidden.new_zeros((), dtype=exact),
+        of_hidden,
+        of_weight,
+        of_bias,
+        hidden.new_empty((), dtype=exact),
+    )
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    return (
+        torch.mm(x, weight.t(), out=out)
+        if bias is None
+        else torch.addmm(bias, x, weight.t(), out=out)
+    )
 
 
 def _into_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
@@ -92,7 +104,9 @@ def _into_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     return (largest - of_label - logits.amax(1, keepdim=True).log()).sum()
 
 
-def _add(gradients: list[Tensor], of_logits: Tensor, narrow: Tensor, x: Tensor, share: float, first: bool) -> None:
+def _add(
+    gradients: list[Tensor], of_logits: Tensor, narrow: Tensor, x: Tensor, share: float, first: bool
+) -> None:
     """What a chunk adds to the gradients of weight and bias; `narrow` is `of_logits` as precise as x."""
     of_weight, of_bias = gradients
     if of_bias.numel():
@@ -116,7 +130,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...]:
     if ctx.gradients is None:
-        raise RuntimeError("the gradients of a chunked loss are there once: its graph cannot be run backward again")
+        raise RuntimeError(
+            "the gradients of a chunked loss are there once: its graph cannot be run backward again"
+        )
     (of_hidden, *of_head), ctx.gradients = ctx.gradients, None
     factor = gradient * ctx.factor
     if not _is_one(factor):
@@ -135,7 +151,8 @@ def _define() -> None:
     bools = "bool of_hidden, bool of_weight, bool of_bias"
     tensors = ", ".join(["Tensor"] * 5)
     torch.library.define(
-        OPERATOR, f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int rows, {bools}) -> ({tensors})"
+        OPERATOR,
+        f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int rows, {bools}) -> ({tensors})",
     )
     torch.library.impl(OPERATOR, ("CPU", "CUDA"), _head_loss)
     torch.library.register_fake(OPERATOR, _outputs)

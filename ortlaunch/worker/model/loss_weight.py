@@ -40,9 +40,13 @@ class LossWeight:
         self.two_means = traits.pairs and recipe.data.is_custom and not self.declared
         self.varies = recipe.data.is_custom and self.by != "samples"
         self.key = None if self.by in ("samples", "labels") else self.by
-        self.taken_out = self.key and self.key not in inspect.signature(model.model.forward).parameters
+        self.taken_out = (
+            self.key and self.key not in inspect.signature(model.model.forward).parameters
+        )
 
-    def passes(self, batches: Batches, step: int, group: DistributedContext) -> Iterator[tuple[Batch, float]]:
+    def passes(
+        self, batches: Batches, step: int, group: DistributedContext
+    ) -> Iterator[tuple[Batch, float]]:
         """This rank's micro batches of a step (from 0), each with the factor on its loss.
 
         Where all count the same the factor is exactly 1. Collective, and all micro batches are read first, where
@@ -52,11 +56,15 @@ class LossWeight:
             DataError: a weight is negative or not finite, or nothing counts in the whole step.
         """
         numbers = range(batches.batch.accumulation_steps)
-        if not (self.varies or (getattr(batches.samples, "varies", False) and self.by != "samples")):
+        if not (
+            self.varies or (getattr(batches.samples, "varies", False) and self.by != "samples")
+        ):
             yield from ((batches.micro_batch(step, number, group.rank), 1.0) for number in numbers)
             return
         taken = [batches.micro_batch(step, number, group.rank) for number in numbers]
-        mine = [self.of(batch, batches.indices(step, i, group.rank)) for i, batch in enumerate(taken)]
+        mine = [
+            self.of(batch, batches.indices(step, i, group.rank)) for i, batch in enumerate(taken)
+        ]
         weights = [weight for of_rank in group.gather_numbers(mine) for weight in of_rank]
         total = math.fsum(weights)  # exact, so that equal weights give exactly 1 below
         if not total:
@@ -67,7 +75,9 @@ class LossWeight:
 
     def _nothing(self, batches: Batches, step: int) -> DataError:
         samples = ", ".join(map(str, batches.indices_of_step(step)))
-        return DataError(f"step {step + 1}: nothing counts: the sum of {self._named} is 0 in samples {samples}")
+        return DataError(
+            f"step {step + 1}: nothing counts: the sum of {self._named} is 0 in samples {samples}"
+        )
 
     def of(self, batch: Batch, samples: Sequence[int]) -> float:
         """What a micro batch counts; `samples` are its indices, for the error."""
@@ -76,7 +86,9 @@ class LossWeight:
         if self.key is None:
             return float(len(samples))
         each = self._value(batch, self.key).double().reshape(len(samples), -1).sum(1)
-        bad = next((i for i, weight in enumerate(each.tolist()) if not 0 <= weight < math.inf), None)
+        bad = next(
+            (i for i, weight in enumerate(each.tolist()) if not 0 <= weight < math.inf), None
+        )
         if bad is not None:
             raise DataError(
                 f"train.loss_weight: {self.key!r} of sample {samples[bad]} is {float(each[bad]):g}; a weight is 0 or "
@@ -107,7 +119,9 @@ class LossWeight:
 
     def _value(self, batch: Batch, key: str) -> torch.Tensor:
         if key not in batch:
-            raise DataError(f"train.loss_weight: got {self.by}, and a batch has no {key!r}; it has {', '.join(batch)}")
+            raise DataError(
+                f"train.loss_weight: got {self.by}, and a batch has no {key!r}; it has {', '.join(batch)}"
+            )
         return batch[key]
 
     @property

@@ -28,7 +28,13 @@ _FORMATS = {7: "bfloat16", 10: "tensorfloat32", 23: "float32"}
 _SIZE = 256  # small products do not go to the fast units
 _WIDE = 256
 """A model without a matrix as wide stays with MKL: a call of oneDNN costs some ten microseconds more."""
-_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
+_PRODUCTS = (
+    torch.matmul,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.bmm,
+    torch.Tensor.bmm,
+)
 
 
 @contextlib.contextmanager
@@ -95,7 +101,11 @@ def describe(asked: str, device: torch.device, onednn: bool = False) -> MatmulPr
     """For engine.json: what was asked, torch's setting, what a product of this rank keeps, and why no less."""
     bits = mantissa_bits(device)
     gains_nothing = asked != "highest" and bits == 23
-    why = machine.without_matrix_unit(asked) if device.type == "cpu" else "this GPU has no TensorFloat32"
+    why = (
+        machine.without_matrix_unit(asked)
+        if device.type == "cpu"
+        else "this GPU has no TensorFloat32"
+    )
     in_force, form = torch.get_float32_matmul_precision(), _FORMATS.get(bits, f"{bits} bits")
     return MatmulPrecision(asked, in_force, bits, form, why if gains_nothing else None, onednn)
 

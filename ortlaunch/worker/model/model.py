@@ -27,7 +27,14 @@ from ortlaunch.worker.model.pretrained import Loaded, load_pretrained
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_SPECIAL_WORDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
+_SPECIAL_WORDS = (
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "cls_token_id",
+    "sep_token_id",
+    "mask_token_id",
+)
 
 
 _SCORES = ("logits", "prediction_logits", "seq_relationship_logits")  # as transformers names them
@@ -39,7 +46,9 @@ class LossModule(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.generates_with_cache: bool | None = None  # the model's own `use_cache`; None: it has none
+        self.generates_with_cache: bool | None = (
+            None  # the model's own `use_cache`; None: it has none
+        )
         self.loaded: Loaded | None = None
         self.chunked: ChunkedHead | None = None
         self.has_numbers = False
@@ -95,7 +104,11 @@ def loss_of(output: Any) -> torch.Tensor:
     if isinstance(found, (tuple, list)) and found:
         found = found[0]
     if not isinstance(found, torch.Tensor) or found.dim():
-        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        what = (
+            f"a tensor of shape {tuple(found.shape)}"
+            if isinstance(found, torch.Tensor)
+            else type(found).__name__
+        )
         raise InputError(
             f"the model's forward must return its loss, one number; found {what} in {type(output).__name__}"
         )
@@ -109,7 +122,9 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
     if recipe.model.traits.is_own:
         model = call("model.factory", str(recipe.model.factory), recipe.model.arguments)
         if not isinstance(model, nn.Module):
-            raise InputError(f"model.factory returned {type(model).__name__}; it must return a torch.nn.Module")
+            raise InputError(
+                f"model.factory returned {type(model).__name__}; it must return a torch.nn.Module"
+            )
     else:
         model, loaded = _transformers_model(recipe, data)
         # transformers derives it from the class's name and, for GPT2LMHeadModel, prints that None is unrecognized.
@@ -117,7 +132,9 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
         generates_with_cache = _train_without_cache(model)
     if recipe.model.lora:
         model = _with_adapters(model, recipe.model.lora, recipe.model.task)
-    if recipe.model.gradient_checkpointing:  # after the adapters, for which peft would change the embeddings' output
+    if (
+        recipe.model.gradient_checkpointing
+    ):  # after the adapters, for which peft would change the embeddings' output
         _checkpoint_gradients(model)
     if not recipe.data.attend_across_documents:
         packing.require_separate(model)
@@ -131,7 +148,9 @@ def _train_without_cache(model: nn.Module) -> bool | None:
     """Keys and values are kept for generation only; returns the model's own choice, which the export gets back."""
     found = (getattr(part, "config", None) for part in model.modules())
     configs = {id(config): config for config in found if config is not None}
-    own: list[bool | None] = [config.use_cache for config in configs.values() if hasattr(config, "use_cache")]
+    own: list[bool | None] = [
+        config.use_cache for config in configs.values() if hasattr(config, "use_cache")
+    ]
     _set_use_cache(list(configs.values()), False)
     return own[0] if own else None
 
@@ -154,10 +173,14 @@ def _checkpoint_gradients(model: nn.Module) -> None:
     """Let the model recompute its layers. Not reentrant, so that gradients need no input that has one (LoRA)."""
     try:
         is_transformers = hasattr(model, "supports_gradient_checkpointing")
-        newer = getattr(model, "activation_checkpointing_enable", None) if is_transformers else None  # from 5.23 on
+        newer = (
+            getattr(model, "activation_checkpointing_enable", None) if is_transformers else None
+        )  # from 5.23 on
         enable = newer or getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:
-            raise ValueError(f"{type(model).__name__} has no method gradient_checkpointing_enable; leave it out")
+            raise ValueError(
+                f"{type(model).__name__} has no method gradient_checkpointing_enable; leave it out"
+            )
         enable(*([{"use_reentrant": False}] if is_transformers else []))
     except ValueError as error:
         raise InputError(f"model.gradient_checkpointing: {error}") from None
@@ -178,7 +201,11 @@ def _transformers_model(recipe: Recipe, data: LoadedData) -> tuple[nn.Module, Lo
         )  # fmt: skip
     except (OSError, ValueError) as error:
         raise InputError(f"model: {str(error).splitlines()[0]}") from error
-    except (TypeError, KeyError, AttributeError) as error:  # a value that the config's class let through
+    except (
+        TypeError,
+        KeyError,
+        AttributeError,
+    ) as error:  # a value that the config's class let through
         raise InputError(f"model.config: {type(error).__name__}: {error}") from error
 
 
@@ -193,21 +220,29 @@ def config_of(recipe: Recipe, data: LoadedData) -> Any:
     fields, source = dict(recipe.model.config or {}), recipe.model.pretrained
     kind = fields.pop("model_type", None)
     try:
-        config = AutoConfig.for_model(kind) if source is None else AutoConfig.from_pretrained(source)
+        config = (
+            AutoConfig.for_model(kind) if source is None else AutoConfig.from_pretrained(source)
+        )
     except (OSError, ValueError) as error:
         if source is None:
             raise InputError(f"model.config.model_type: transformers knows no {kind!r}") from None
         raise InputError(f"model.pretrained: got {source}: {str(error).splitlines()[0]}") from None
     if kind not in (None, config.model_type):
-        raise InputError(f"model.config.model_type: got {kind}, and model.pretrained is of type {config.model_type}")
+        raise InputError(
+            f"model.config.model_type: got {kind}, and model.pretrained is of type {config.model_type}"
+        )
     _refuse_unknown(fields, config)
-    if data.class_names and fields.setdefault("num_labels", len(data.class_names)) != len(data.class_names):
+    if data.class_names and fields.setdefault("num_labels", len(data.class_names)) != len(
+        data.class_names
+    ):
         told = f"got {fields['num_labels']}, and the labels have {len(data.class_names)} names"
         raise InputError(f"model.config.num_labels: {told}")
     given = labels_of_recipe(recipe)
     if data.label_names and given and set(data.label_names) != given.keys():
         told = f"got {', '.join(given)}, and the labels are {', '.join(data.label_names)}"
-        raise InputError(f"model.config.{'label2id' if 'label2id' in fields else 'id2label'}: {told}")
+        raise InputError(
+            f"model.config.{'label2id' if 'label2id' in fields else 'id2label'}: {told}"
+        )
     if recipe.model.traits.label == "number":
         fields = {**fields, "num_labels": 1, "problem_type": "regression"}
     fields = {**_from_data(data, config, source is None), **fields}
@@ -224,11 +259,19 @@ def config_of(recipe: Recipe, data: LoadedData) -> Any:
 
 def _refuse_unknown(fields: Json, config: PreTrainedConfig) -> None:
     """transformers takes any name without a word; here an unknown one is an error."""
-    known = {*config.to_dict(), *getattr(config, "attribute_map", {}), "num_labels", "tie_word_embeddings", "head_dim"}
+    known = {
+        *config.to_dict(),
+        *getattr(config, "attribute_map", {}),
+        "num_labels",
+        "tie_word_embeddings",
+        "head_dim",
+    }
     for name in fields:
         if name not in known and not hasattr(config, name):
             guess = closest(name, known)
-            raise InputError(f"model.config.{name}: unknown key" + (f"; did you mean {guess}?" if guess else ""))
+            raise InputError(
+                f"model.config.{name}: unknown key" + (f"; did you mean {guess}?" if guess else "")
+            )
 
 
 def _from_data(data: LoadedData, config: PreTrainedConfig, fresh: bool) -> Json:
@@ -252,14 +295,22 @@ def refuse_too_small(recipe: Recipe, data: LoadedData, config: PreTrainedConfig)
     """A word, a place or a class that the model has not would end the run in the middle of a pass."""
     words = getattr(config.get_text_config(), "vocab_size", None)
     if data.tokenizer is not None and words is not None and words < len(data.tokenizer):
-        mend = "" if recipe.model.pretrained is None else f"; {padded_vocabulary(len(data.tokenizer))} adds new ones"
+        mend = (
+            ""
+            if recipe.model.pretrained is None
+            else f"; {padded_vocabulary(len(data.tokenizer))} adds new ones"
+        )
         told = f"got {words}, and the tokenizer has {len(data.tokenizer)} words"
         raise InputError(f"model.config.vocab_size: {told}{mend}")
     places, length = getattr(config, "max_position_embeddings", None), recipe.data.sequence_length
     if places is not None and length is not None and length > places:
-        raise InputError(f"data.sequence_length: got {length}, and the model has max_position_embeddings: {places}")
+        raise InputError(
+            f"data.sequence_length: got {length}, and the model has max_position_embeddings: {places}"
+        )
     if (config.num_labels or 0) < data.classes:
-        label, place = max((getattr(samples, "largest", (-1, "")) for samples in data.read), default=(-1, ""))
+        label, place = max(
+            (getattr(samples, "largest", (-1, "")) for samples in data.read), default=(-1, "")
+        )
         told = f"{place} has label {label}" if place else f"the data has {data.classes} classes"
         raise InputError(f"model.config.num_labels: got {config.num_labels}, and {told}")
 
@@ -283,7 +334,9 @@ def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules="all-linear" if "all-linear" in lora.target_modules else list(lora.target_modules),
+        target_modules="all-linear"
+        if "all-linear" in lora.target_modules
+        else list(lora.target_modules),
         task_type=MODEL_TASKS[task].peft,
     )
     # peft 0.21 reads an attribute that transformers 5.23 renamed: nothing that a user could change.

@@ -62,7 +62,11 @@ class NamedState:
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Names and whole shapes of the parameters that training changes; ZeRO 3 leaves pieces in the model."""
-    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        name: tuple(getattr(p, "ds_shape", p.shape))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -79,7 +83,10 @@ def whole_parts(
     """Parts of parameters that the optimizer steps as they are, or by a master copy of each."""
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     found = ((name, (masters or {}).get(p, p)) for name, p in names if p.requires_grad)
-    return [ParameterRange(name, 0, master.numel(), master, 0, groups[id(master)]) for name, master in found]
+    return [
+        ParameterRange(name, 0, master.numel(), master, 0, groups[id(master)])
+        for name, master in found
+    ]
 
 
 def grad_scaler(scaler: torch.amp.GradScaler) -> LossScale | None:

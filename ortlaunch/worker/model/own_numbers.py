@@ -39,7 +39,9 @@ def named(output: Any) -> Mapping[str, Any]:
 
 def numbers_of(output: Any) -> dict[str, torch.Tensor]:
     """The numbers beside the loss: tensors without a dimension, and Python's numbers."""
-    found = {name: value for name, value in by_name(output).items() if name != LOSS and _is_number(value)}
+    found = {
+        name: value for name, value in by_name(output).items() if name != LOSS and _is_number(value)
+    }
     return {str(name): torch.as_tensor(value).detach() for name, value in found.items()}
 
 
@@ -94,7 +96,9 @@ class Numbers:
         """The means since the last reading, over all ranks (collective); a name counts where it was returned."""
         mine = {name: (float(value), weight) for name, (value, weight) in self._kept.items()}
         self._kept = {}
-        ranks: list[dict[str, tuple[float, float]]] = [json.loads(text) for text in group.gather(json.dumps(mine))]
+        ranks: list[dict[str, tuple[float, float]]] = [
+            json.loads(text) for text in group.gather(json.dumps(mine))
+        ]
         found = {}
         for name in sorted({name for rank in ranks for name in rank}):
             values, weights = zip(*(rank[name] for rank in ranks if name in rank))

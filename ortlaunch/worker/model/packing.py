@@ -36,7 +36,9 @@ def one_a_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     given = {**batch, "attention_mask": torch.ones_like(batch[DOCUMENTS])}
     fill = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
     return {
-        name: pad_sequence(given[name].flatten().split(sizes), batch_first=True, padding_value=value)
+        name: pad_sequence(
+            given[name].flatten().split(sizes), batch_first=True, padding_value=value
+        )
         for name, value in fill.items()
     }
 
@@ -49,10 +51,15 @@ def with_mask(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
     """
     documents = batch[DOCUMENTS]
     places = torch.arange(documents.shape[1], device=documents.device)
-    seen = (documents[:, None, :, None] == documents[:, None, None, :]) & (places[:, None] >= places[None, :])
+    seen = (documents[:, None, :, None] == documents[:, None, None, :]) & (
+        places[:, None] >= places[None, :]
+    )
     hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=documents.device)
     mask = torch.where(seen, torch.zeros_like(hidden), hidden)
-    return {**{name: value for name, value in batch.items() if name != DOCUMENTS}, "attention_mask": mask}
+    return {
+        **{name: value for name, value in batch.items() if name != DOCUMENTS},
+        "attention_mask": mask,
+    }
 
 
 @torch.no_grad()
@@ -70,12 +77,19 @@ def require_separate(model: nn.Module) -> None:
     name, masked = type(model).__name__, with_mask(batch, next(model.parameters()).dtype)
     try:
         with _evaluating(model):
-            apart, without = (_largest(model(**each).logits) for each in (masked, {**masked, "attention_mask": None}))
+            apart, without = (
+                _largest(model(**each).logits)
+                for each in (masked, {**masked, "attention_mask": None})
+            )
     except Exception as error:  # whatever a model raises that knows no such argument
         why = " ".join(str(error).split())[:200]
-        raise InputError(f"data.attend_across_documents: {name} takes no mask of documents: {why}") from error
+        raise InputError(
+            f"data.attend_across_documents: {name} takes no mask of documents: {why}"
+        ) from error
     if apart > max(without / 100, 1e-6):
-        raise InputError(f"data.attend_across_documents: {name} lets a document see another in spite of the mask")
+        raise InputError(
+            f"data.attend_across_documents: {name} lets a document see another in spite of the mask"
+        )
 
 
 def _largest(logits: Tensor) -> float:

@@ -22,13 +22,27 @@ if TYPE_CHECKING:
 
 # Names of weights: `missing` in the source, `unexpected` there; what was `resized`; a head `relabelled`.
 Loaded = Mapping[str, list[str]]
-_REPORTS = ("LOAD REPORT", "Some weights of", "The new ")  # transformers 5, before, and of resized embeddings
-_OLD_BUFFERS = ("position_ids", "inv_freq", "masked_bias")  # in files of earlier releases; they are computed now
+_REPORTS = (
+    "LOAD REPORT",
+    "Some weights of",
+    "The new ",
+)  # transformers 5, before, and of resized embeddings
+_OLD_BUFFERS = (
+    "position_ids",
+    "inv_freq",
+    "masked_bias",
+)  # in files of earlier releases; they are computed now
 _NAMED = 6
 
 
 def load_pretrained(
-    auto: Any, source: str, config: PreTrainedConfig, *, new_head: bool, partial: bool, **options: Any
+    auto: Any,
+    source: str,
+    config: PreTrainedConfig,
+    *,
+    new_head: bool,
+    partial: bool,
+    **options: Any,
 ) -> tuple[nn.Module, Loaded]:
     """The model of an auto class with the weights of `source`.
 
@@ -44,10 +58,14 @@ def load_pretrained(
     if own != wanted:
         config.get_text_config().vocab_size = own
     model, info = _load(auto, source, config=config, **options)
-    relabelled = [found for found in info["mismatched_keys"] if new_head and _is_relabelled(found, model)]
+    relabelled = [
+        found for found in info["mismatched_keys"] if new_head and _is_relabelled(found, model)
+    ]
     wrong = sorted(_mismatch(found) for found in info["mismatched_keys"] if found not in relabelled)
     if wrong:
-        raise InputError(f"model.pretrained: weights of another shape than model.config's: {_some(wrong, '; ')}")
+        raise InputError(
+            f"model.pretrained: weights of another shape than model.config's: {_some(wrong, '; ')}"
+        )
     loaded = {name: sorted(info[f"{name}_keys"]) for name in ("missing", "unexpected")}
     if not partial:
         _refuse_partial(model, loaded, new_head)
@@ -66,7 +84,9 @@ def _load(auto: Any, source: str, **options: Any) -> tuple[PreTrainedModel, Json
                 source, **options, output_loading_info=True, ignore_mismatched_sizes=True
             )
     except SafetensorError as error:
-        raise InputError(f"model.pretrained: {source} has weights that cannot be read: {error}") from error
+        raise InputError(
+            f"model.pretrained: {source} has weights that cannot be read: {error}"
+        ) from error
     return model, info
 
 
@@ -99,7 +119,9 @@ def _refuse_partial(model: PreTrainedModel, loaded: Loaded, new_head: bool) -> N
     if missing:
         said.append(f"{len(missing)} of the model's weights are not in it: {_some(missing)}")
     if unexpected:
-        said.append(f"{len(unexpected)} of its weights have no place in the model: {_some(unexpected)}")
+        said.append(
+            f"{len(unexpected)} of its weights have no place in the model: {_some(unexpected)}"
+        )
     if said:
         mend = "to train on even so, new weights from random numbers, model.allow_partial: true"
         raise InputError(f"model.pretrained: {'; '.join(said)}; {mend}")
@@ -115,12 +137,16 @@ def _is_body(name: str, model: PreTrainedModel) -> bool:
     return inner != "pooler" and (name.startswith(prefix) or inner in parts)
 
 
-def _is_relabelled(found: str | tuple[str, Sequence[int], Sequence[int]], model: PreTrainedModel) -> bool:
+def _is_relabelled(
+    found: str | tuple[str, Sequence[int], Sequence[int]], model: PreTrainedModel
+) -> bool:
     """Whether a weight of another shape is a head's for another number of labels; transformers made it anew."""
     if isinstance(found, str):
         return not _is_body(found, model)
     name, theirs, ours = found
-    return not _is_body(name, model) and ours[0] == model.config.num_labels and theirs[1:] == ours[1:]
+    return (
+        not _is_body(name, model) and ours[0] == model.config.num_labels and theirs[1:] == ours[1:]
+    )
 
 
 def _mismatch(found: str | tuple[str, Sequence[int], Sequence[int]]) -> str:
@@ -135,15 +161,21 @@ def loading_notes(loaded: Loaded | None) -> tuple[str, ...]:
     notes = []
     if loaded and loaded["missing"]:
         many, names = len(loaded["missing"]), _some(loaded["missing"])
-        notes.append(f"model.pretrained: {many} of the model's weights are not in it and start at random: {names}")
+        notes.append(
+            f"model.pretrained: {many} of the model's weights are not in it and start at random: {names}"
+        )
     if loaded and loaded["unexpected"]:
         many, names = len(loaded["unexpected"]), _some(loaded["unexpected"])
         notes.append(f"model.pretrained: {many} of its weights are not used: {names}")
     if loaded and loaded.get("relabelled"):
         told = _some(loaded["relabelled"], "; ")
-        notes.append(f"model.pretrained: its head is of another number of labels; the model's starts at random: {told}")
+        notes.append(
+            f"model.pretrained: its head is of another number of labels; the model's starts at random: {told}"
+        )
     for change in loaded["resized"] if loaded else ():
-        notes.append(f"model.pretrained: its vocabulary is resized, {change}; new words start near the others' mean")
+        notes.append(
+            f"model.pretrained: its vocabulary is resized, {change}; new words start near the others' mean"
+        )
     return tuple(notes)
 
 

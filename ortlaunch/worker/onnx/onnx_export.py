@@ -85,17 +85,23 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) ->
     if not recipe.model.traits.is_own:
         decisions = []  # transformers' are of sizes; the comparison shows whether they matter
     for place in decisions:
-        print(f"{place}: Python takes a tensor's value here: the graph has that of the batch that was traced, for ever")
+        print(
+            f"{place}: Python takes a tensor's value here: the graph has that of the batch that was traced, for ever"
+        )
     inputs = _inputs_of_graph(folder / "model.onnx", [*sizes.inputs])
     worst = largest(difference(whole, batch, folder / "model.onnx") for batch in batches)
     if not worst <= LIMIT:  # nan, too
-        raise EngineError(f"ONNX Runtime's outputs differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}")
+        raise EngineError(
+            f"ONNX Runtime's outputs differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}"
+        )
     _save_surroundings(trained, model, folder, data.tokenizer)
     shapes = [_shape(batch, sizes) for batch in batches]
     kept = {name: sizes.inputs[name] for name in inputs}
     axes = {name: [*axes] for name, axes in {**kept, **sizes.outputs}.items()}
     beside = (folder / _BESIDE).exists()
-    return OnnxCheck(OPSET, inputs, list(sizes.outputs), worst, LIMIT, shapes, beside, axes, decisions)
+    return OnnxCheck(
+        OPSET, inputs, list(sizes.outputs), worst, LIMIT, shapes, beside, axes, decisions
+    )
 
 
 def _shape(batch: Batch, sizes: Sizes) -> list[int]:
@@ -123,7 +129,9 @@ def real_batches(model: nn.Module, data: LoadedData) -> list[Batch]:
     whole = collate([samples.sample(index % len(samples), epoch=0) for index in range(3)])
     length, batch = whole["input_ids"].size(1), {}
     for name in _inputs(model, whole):
-        batch[name] = whole.get(name, torch.full_like(whole["input_ids"], int(name == "attention_mask")))
+        batch[name] = whole.get(
+            name, torch.full_like(whole["input_ids"], int(name == "attention_mask"))
+        )
     padded = {name: value.clone() for name, value in batch.items()}
     pad = getattr(data.tokenizer, "pad_token_id", None) or 0
     for row, kept in enumerate((length, length // 2 + 1, length // 4 + 1)):
@@ -137,7 +145,9 @@ def _inputs(model: nn.Module, batch: Batch) -> list[str]:
     """In the order of the model's forward: what the data have, the mask, and segments where the model tells them."""
     taken = inspect.signature(model.forward).parameters
     if "input_ids" not in batch or "attention_mask" not in taken:
-        raise InputError(f"--format onnx takes models of texts, with input_ids and attention_mask; got {[*batch]}")
+        raise InputError(
+            f"--format onnx takes models of texts, with input_ids and attention_mask; got {[*batch]}"
+        )
     wanted = {"attention_mask", *batch} - {*_LABELS}
     if (getattr(model.config, "type_vocab_size", None) or 0) > 1:
         wanted.add("token_type_ids")
@@ -155,7 +165,9 @@ def _sizes(whole: Logits | Outputs, batches: list[Batch]) -> Sizes:
             found[name] = {0: "batch"}
             for axis, sizes in [*enumerate(zip(*(each[name].shape for each in several)))][1:]:
                 if len({*sizes}) > 1:
-                    found[name][axis] = words.setdefault(sizes, f"length_{len(words) + 1}" if words else "length")
+                    found[name][axis] = words.setdefault(
+                        sizes, f"length_{len(words) + 1}" if words else "length"
+                    )
         return found
 
     return Sizes(axes(batches), axes([whole.named(*batch.values()) for batch in batches]))
@@ -180,17 +192,23 @@ def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) ->
                 dynamo=False,
             )  # fmt: skip
         except Exception as error:  # whatever the exporter raises is a reason
-            raise EngineError(f"--format onnx: the model does not export: {_first_line(error)}") from error
+            raise EngineError(
+                f"--format onnx: the model does not export: {_first_line(error)}"
+            ) from error
     _require_evaluation(whole)  # the exporter gives every module the mode that the outermost had
     written = [path.stat().st_size for path in parts.iterdir()]
     if sum(written) > _MOST_IN_ONE_FILE:  # the exporter made a file of each tensor
         graph = onnx.load(str(parts / "model.onnx"))
-        onnx.save_model(graph, str(folder / "model.onnx"), save_as_external_data=True, location=_BESIDE)
+        onnx.save_model(
+            graph, str(folder / "model.onnx"), save_as_external_data=True, location=_BESIDE
+        )
     else:
         (parts / "model.onnx").replace(folder / "model.onnx")
     shutil.rmtree(parts)
     onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
-    taken = (each for each in told if str(each.message).startswith("Converting a tensor to a Python"))
+    taken = (
+        each for each in told if str(each.message).startswith("Converting a tensor to a Python")
+    )
     return [*dict.fromkeys(f"{each.filename}:{each.lineno}" for each in taken)]
 
 
@@ -210,7 +228,9 @@ def _inputs_of_graph(path: Path, inputs: list[str]) -> list[str]:
     found = {each.name for each in onnx.load(str(path), load_external_data=False).graph.input}
     unused = [name for name in inputs if name not in found]
     if unused:
-        print(f"no inputs of the graph, whose outputs have nothing of their tensors: {', '.join(unused)}")
+        print(
+            f"no inputs of the graph, whose outputs have nothing of their tensors: {', '.join(unused)}"
+        )
     return [name for name in inputs if name in found]
 
 
@@ -228,8 +248,12 @@ def difference(whole: Logits | Outputs, batch: Batch, path: Path) -> float:
         given = {each.name: batch[each.name].numpy() for each in session.get_inputs()}
         found = session.run([*whole.named(*batch.values())], given)
     except Exception as error:  # onnxruntime has a class for each, all of them its own
-        raise EngineError(f"--format onnx: ONNX Runtime cannot run it: {_first_line(error)}") from error
-    return largest(_apart(torch.from_numpy(one), other) for one, other in zip(found, whole(*batch.values())))
+        raise EngineError(
+            f"--format onnx: ONNX Runtime cannot run it: {_first_line(error)}"
+        ) from error
+    return largest(
+        _apart(torch.from_numpy(one), other) for one, other in zip(found, whole(*batch.values()))
+    )
 
 
 def largest(differences: Iterable[float]) -> float:
@@ -240,14 +264,18 @@ def largest(differences: Iterable[float]) -> float:
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape:
         shapes = f"shape {tuple(one.shape)} by ONNX Runtime, and {tuple(other.shape)} by PyTorch"
-        raise EngineError(f"--format onnx: an output has {shapes}; sizes that forward asks in Python are fixed")
+        raise EngineError(
+            f"--format onnx: an output has {shapes}; sizes that forward asks in Python are fixed"
+        )
     if not one.numel():
         return 0.0
     apart = (one.double() - other.double()).abs()
     return float(apart.masked_fill(one == other, 0.0).max())  # of infinities, too
 
 
-def _save_surroundings(trained: LossModule, model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def _save_surroundings(
+    trained: LossModule, model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """What says how to use it, as beside transformers' weights."""
     give_back_cache(model, trained.generates_with_cache)
     if hasattr(getattr(model, "config", None), "save_pretrained"):

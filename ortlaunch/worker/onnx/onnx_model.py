@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Batch = dict[str, torch.Tensor]
-_ABSENT = {"attention_mask": 1, "token_type_ids": 0}  # what a model takes where the data say nothing
+_ABSENT = {
+    "attention_mask": 1,
+    "token_type_ids": 0,
+}  # what a model takes where the data say nothing
 
 
 class OnnxModel(nn.Module):
@@ -36,7 +39,9 @@ class OnnxModel(nn.Module):
         self.inputs = [each.name for each in self.session.get_inputs()]
         self.outputs = [each.name for each in self.session.get_outputs()]
         if not {"logits", "prediction_logits"} & {*self.outputs}:
-            raise InputError(f"{path} has outputs {', '.join(self.outputs)}; none of them is called logits")
+            raise InputError(
+                f"{path} has outputs {', '.join(self.outputs)}; none of them is called logits"
+            )
 
     def forward(self, **batch: torch.Tensor) -> Batch:
         found = self.session.run(self.outputs, arrays(self.inputs, batch))
@@ -65,11 +70,15 @@ def _session(path: Path) -> Any:
     try:
         import onnxruntime
     except ImportError:
-        raise MissingDependency('model.onnx needs onnxruntime: pip install "ortlaunch[ort-cpu]"') from None
+        raise MissingDependency(
+            'model.onnx needs onnxruntime: pip install "ortlaunch[ort-cpu]"'
+        ) from None
     try:
         return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a class for each, all of them its own
-        raise InputError(f"{path}: onnxruntime cannot load it: {str(error).splitlines()[0]}") from None
+        raise InputError(
+            f"{path}: onnxruntime cannot load it: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def loss(task: str, output: Batch, batch: Batch) -> torch.Tensor:
@@ -84,5 +93,7 @@ def loss(task: str, output: Batch, batch: Batch) -> torch.Tensor:
         return functional.binary_cross_entropy_with_logits(logits, labels)
     found = functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
     if "next_sentence_label" in batch:
-        found = found + functional.cross_entropy(output["seq_relationship_logits"], batch["next_sentence_label"])
+        found = found + functional.cross_entropy(
+            output["seq_relationship_logits"], batch["next_sentence_label"]
+        )
     return found

@@ -44,7 +44,10 @@ def own_outputs(recipe: Recipe, model: nn.Module, data: LoadedData) -> tuple[Out
     """
     samples, model = data.evaluation or data.train, model.eval()
     stack = stack_of(recipe)
-    whole = [stack([samples.sample(index % len(samples), epoch=0) for index in indices]) for indices in _SAMPLES]
+    whole = [
+        stack([samples.sample(index % len(samples), epoch=0) for index in indices])
+        for indices in _SAMPLES
+    ]
     inputs = _inputs(model, whole[0])
     batches = [{name: batch[name] for name in inputs} for batch in whole]
     found = [_tensors(model(**batch)) for batch in batches]
@@ -68,7 +71,9 @@ def _inputs(model: nn.Module, batch: Batch) -> list[str]:
     """What forward takes of a batch, in its order, but for that without which it returns the same, and no loss."""
     taken = inspect.signature(model.forward).parameters
     wild = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
-    given = [name for name in taken if name in batch] + [name for name in batch if wild and name not in taken]
+    given = [name for name in taken if name in batch] + [
+        name for name in batch if wild and name not in taken
+    ]
     expected = [*_tensors(model(**{name: batch[name] for name in given})).values()]
 
     def without(*left_out: str) -> list[str]:
@@ -97,5 +102,7 @@ def _tensors(output: Any) -> Batch:
     """All but the loss, and numbers."""
     pairs = {"output": output} if isinstance(output, torch.Tensor) else named(output)
     return {
-        name: value for name, value in pairs.items() if name != LOSS and isinstance(value, torch.Tensor) and value.dim()
+        name: value
+        for name, value in pairs.items()
+        if name != LOSS and isinstance(value, torch.Tensor) and value.dim()
     }

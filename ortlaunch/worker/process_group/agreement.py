@@ -37,7 +37,9 @@ class Agreement:
         """Send what this rank is asked for; does not wait."""
         if self._channel is not None:
             self._number[0] = int(self.requests.asked)
-            self._work = dist.all_reduce(self._number, dist.ReduceOp.MAX, group=self._channel, async_op=True)
+            self._work = dist.all_reduce(
+                self._number, dist.ReduceOp.MAX, group=self._channel, async_op=True
+            )
 
     def end(self) -> Ask:
         """What all ranks do now; a request that came since `begin` is the next one's.

@@ -41,7 +41,9 @@ class DistributedContext:
 
     def apart(self) -> DistributedContext:
         """The same ranks on a channel of their own, for another thread (collective)."""
-        return DistributedContext(self.local, torch.device("cpu"), side_group() if self.size > 1 else None)
+        return DistributedContext(
+            self.local, torch.device("cpu"), side_group() if self.size > 1 else None
+        )
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -178,7 +180,9 @@ def _device(plan: Plan, rank: Rank) -> torch.device:
     keep_compiled_kernels(os.environ)
     here = socket.gethostname()
     if not torch.cuda.is_available():
-        raise DeviceError(f"the plan trains on cuda, and no GPU is visible on {here}: {why_no_gpu()}")
+        raise DeviceError(
+            f"the plan trains on cuda, and no GPU is visible on {here}: {why_no_gpu()}"
+        )
     present = torch.cuda.device_count()
     if index >= present:
         raise DeviceError(

@@ -48,12 +48,18 @@ def join(plan: Plan, rank: Rank, run: RunDir, backend: Mapping[str, Any]) -> Non
         interface.use(interface.source_address(os.environ["MASTER_ADDR"]) or "", os.environ)
     else:
         hosts = [node.host for node in plan.nodes]
-        store = _through_mpi(rank) if uses_mpi(launcher) else _through_folder(rank, _meeting(run, launcher), hosts)
+        store = (
+            _through_mpi(rank)
+            if uses_mpi(launcher)
+            else _through_folder(rank, _meeting(run, launcher), hosts)
+        )
     try:
         if isinstance(store, dist.TCPStore):
             store.set(_ARRIVED.format(rank.rank), "")
             if rank.rank == 0:
-                threading.Thread(target=_report_late_ranks, args=(plan, store.host, store.port), daemon=True).start()
+                threading.Thread(
+                    target=_report_late_ranks, args=(plan, store.host, store.port), daemon=True
+                ).start()
         dist.init_process_group(
             store=store, rank=rank.rank, world_size=rank.world_size, timeout=JOIN_TIMEOUT, **backend
         )
@@ -112,7 +118,9 @@ def _through_folder(rank: Rank, path: Path, hosts: Sequence[str]) -> dist.Store:
     deadline, pause = time.monotonic() + 300, 0.05
     while not (path.exists() and path.stat().st_size):
         if time.monotonic() > deadline:
-            raise LaunchError(f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?")
+            raise LaunchError(
+                f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?"
+            )
         time.sleep(pause)
         pause = min(1.0, pause * 1.2)  # thousands of ranks look, on a shared disk
     return _tcp_store(rank, read_json(path, list), None)
@@ -122,7 +130,11 @@ def _meeting(run: RunDir, launcher: str) -> Path:
     """Where rank 0 writes its place: emptied by ortlaunch's own torchrun, new for each step of Slurm's."""
     if launcher == "torchrun":
         return run.meeting
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")  # a requeued job keeps its first two
+    names = (
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "SLURM_RESTART_COUNT",
+    )  # a requeued job keeps its first two
     return run.ready / f"rendezvous-{'.'.join(os.environ.get(name, '') for name in names)}"
 
 
@@ -139,7 +151,9 @@ def _tcp_store(rank: Rank, where: Sequence[Any], listener: socket.socket | None)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = where[0], str(where[1])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     interface.use(where[0] if listener else interface.source_address(where[0]) or "", os.environ)
-    store = functools.partial(dist.TCPStore, where[0], where[1], rank.world_size, wait_for_workers=False)
+    store = functools.partial(
+        dist.TCPStore, where[0], where[1], rank.world_size, wait_for_workers=False
+    )
     if listener:
         return store(is_master=True, timeout=JOIN_TIMEOUT, master_listen_fd=listener.detach())
     return store(is_master=False, timeout=JOIN_TIMEOUT)
@@ -156,7 +170,9 @@ def _report_late_ranks(plan: Plan, host: str, port: int) -> None:
     """Print, if no collective of all ranks was done after some seconds, who has not reached rank 0's port."""
     if MET.wait(_LATE_SECONDS):
         return
-    with contextlib.suppress(dist.DistError):  # a connection of its own: the other one waits in its lock
+    with contextlib.suppress(
+        dist.DistError
+    ):  # a connection of its own: the other one waits in its lock
         seen = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
         late = [rank for rank in range(plan.world_size) if not seen.check([_ARRIVED.format(rank)])]
         names = ", ".join(f"rank {rank} on host {plan.node_of(rank).host}" for rank in late[:4])
@@ -165,5 +181,6 @@ def _report_late_ranks(plan: Plan, host: str, port: int) -> None:
             "every rank reached rank 0, and connections among the others are missing: a firewall between two hosts?"
         )  # fmt: skip
         print(
-            f"still joining after {_LATE_SECONDS} s: {where}; `ortlaunch doctor` tries every pair of hosts", flush=True
+            f"still joining after {_LATE_SECONDS} s: {where}; `ortlaunch doctor` tries every pair of hosts",
+            flush=True,
         )

@@ -44,7 +44,9 @@ def _place(group: DistributedContext, hub: socket.socket | None) -> dict[str, ob
         try:
             hub.bind((_address(group, hosts), 0))
             address, port = hub.getsockname()
-            told = json.dumps({"address": address, "port": port, "host": hosts[0], "key": os.urandom(16).hex()})
+            told = json.dumps(
+                {"address": address, "port": port, "host": hosts[0], "key": os.urandom(16).hex()}
+            )
         except (OSError, LaunchError) as reason:
             error = str(reason)
     told = group.gather(told)[0]

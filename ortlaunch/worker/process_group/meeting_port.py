@@ -25,11 +25,15 @@ def require_free(rank: Rank, environ: Mapping[str, str]) -> None:
     if found is None or found[1] != "torchrun":
         return
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: the last run's port may rest
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as torch does: the last run's port may rest
         try:
             probe.bind(("", int(port)))
         except (OSError, OverflowError) as error:
-            raise cannot_meet(environ, (getattr(error, "strerror", None) or str(error)).lower()) from None
+            raise cannot_meet(
+                environ, (getattr(error, "strerror", None) or str(error)).lower()
+            ) from None
 
 
 def cannot_meet(environ: Mapping[str, str], why: str) -> LaunchError:

@@ -123,7 +123,13 @@ class Child:
             return
         self.ended_by_us = True
         self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
-        self.send(signal.SIGKILL if self.listens else number if number != signal.SIGUSR1 else signal.SIGTERM)
+        self.send(
+            signal.SIGKILL
+            if self.listens
+            else number
+            if number != signal.SIGUSR1
+            else signal.SIGTERM
+        )
         self.send(signal.SIGCONT)
         self.surroundings.wake()
 
@@ -160,7 +166,9 @@ class Child:
 def launcher_is_gone(environ: Mapping[str, str], launcher: Launcher) -> bool:
     """Whether ortlaunch's own launcher ended before this process could ask to be told."""
     space, _, pid = environ.get(LAUNCHER_VARIABLE, "").rpartition(" ")
-    if not launcher.is_ours or space != process_space():  # of another host, which started this one's launcher
+    if (
+        not launcher.is_ours or space != process_space()
+    ):  # of another host, which started this one's launcher
         return launcher.stays_after_loss and os.getppid() == 1
     stat = read_stat(int(pid))
     return stat is None or stat.has_ended

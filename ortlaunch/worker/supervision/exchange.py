@@ -42,7 +42,9 @@ class Exchange:
     def __init__(self, rank: Rank) -> None:
         self.rank, self.is_hub = rank, rank.rank == 0 and rank.world_size > 1
         # The rank itself binds it, to the address that the others reach: descriptors are shared over a fork.
-        self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM) if rank.world_size > 1 else None
+        self.socket = (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) if rank.world_size > 1 else None
+        )
         self.stacks: dict[int, str] = {}
         self.orders: list[str] = []
         """What rank 0's guardian has said: `stacks`, `end`."""
@@ -52,7 +54,9 @@ class Exchange:
         self._gone: set[int] = set()
         self._hub_host, self._hub_address = "", ""
         self._hub_heard, self._hub_answers = time.monotonic(), False
-        self._late = _LOST_BEATS * (beat_seconds(rank.world_size) - 1.0)  # seconds without a beat that say nothing
+        self._late = _LOST_BEATS * (
+            beat_seconds(rank.world_size) - 1.0
+        )  # seconds without a beat that say nothing
         if self.socket is not None:
             self.socket.setblocking(False)
             if self.is_hub:
@@ -108,13 +112,34 @@ class Exchange:
             return [mine]
         now = time.monotonic()
         if self.is_hub:
-            return [beat._replace(silent=max(0.0, now - at - self._late)) for beat, at, _ in self._heard.values()]
+            return [
+                beat._replace(silent=max(0.0, now - at - self._late))
+                for beat, at, _ in self._heard.values()
+            ]
         if not self._hub_answers:
             return [mine]
         silent = max(0.0, now - self._hub_heard - self._late)
         if self.is_over or silent <= SILENT_SECONDS:
             return None
-        return [Beat(0, self._hub_host, 0, 0, "unknown", -1, 0, 0.0, silent, "", mine.warm, 0.0, 0.0, silent), mine]
+        return [
+            Beat(
+                0,
+                self._hub_host,
+                0,
+                0,
+                "unknown",
+                -1,
+                0,
+                0.0,
+                silent,
+                "",
+                mine.warm,
+                0.0,
+                0.0,
+                silent,
+            ),
+            mine,
+        ]
 
     def addresses(self) -> dict[int, str]:
         """Of the guardians that this one hears of, by rank."""
@@ -130,7 +155,9 @@ class Exchange:
         """This guardian did not run for a while: nobody was silent meanwhile, as far as it knows."""
         now = time.monotonic()
         self._hub_heard = now
-        self._heard = {rank: (beat, now, address) for rank, (beat, _, address) in self._heard.items()}
+        self._heard = {
+            rank: (beat, now, address) for rank, (beat, _, address) in self._heard.items()
+        }
 
     def receive(self) -> None:
         """Take in what has come."""
@@ -159,7 +186,9 @@ class Exchange:
         for _ in range(_MESSAGES_A_LOOK):
             try:
                 data, address = self.socket.recvfrom(1 << 16)
-            except OSError:  # nothing more has come; or a datagram was refused, by whoever is on the way
+            except (
+                OSError
+            ):  # nothing more has come; or a datagram was refused, by whoever is on the way
                 return
             if hmac.compare_digest(data[:_DIGEST], self._digest(data[_DIGEST:])):
                 yield json.loads(data[_DIGEST:]), address

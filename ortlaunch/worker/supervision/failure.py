@@ -24,7 +24,10 @@ from ortlaunch.run_folder.library_messages import cause_in, crash_line, lost_a_p
 from ortlaunch.worker.supervision.pulse import Pulse
 from ortlaunch.worker.supervision.user_frames import folded, raised_at
 
-SEEN = ("Signal", "Exit")  # ends that a guardian saw: their traceback is the end of the rank's own output
+SEEN = (
+    "Signal",
+    "Exit",
+)  # ends that a guardian saw: their traceback is the end of the rank's own output
 _MOST_SPARE_BYTES, _ALL_SPARE_BYTES = 1 << 15, 1 << 26  # of a rank, and of all ranks
 _PAGE = 1 << 12
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -65,7 +68,9 @@ class Account:
         text = str(error) if isinstance(error, OrtlaunchError) else traceback.format_exc()
         message = str(error)
         if "Settings." in text:  # of ortmodule/, in a later export
-            from ortlaunch.recipe.fields.ort_variables import in_recipes_words  # pydantic is loaded by then
+            from ortlaunch.recipe.fields.ort_variables import (
+                in_recipes_words,
+            )  # pydantic is loaded by then
 
             text, message = in_recipes_words(text), in_recipes_words(message)
         status = _status_of(error)

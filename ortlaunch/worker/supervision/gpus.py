@@ -42,8 +42,14 @@ def show_planned_gpus(devices: Sequence[int], rank: Rank, environ: MutableMappin
         LaunchError: CUDA_VISIBLE_DEVICES shows fewer GPUs than are planned.
     """
     shown = environ.get(_VISIBLE)
-    names = [name.strip() for name in shown.split(",")] if shown else [str(i) for i in range(max(devices) + 1)]
-    if len(names) == 1 and len(set(devices)) > 1:  # a scheduler gave this task a GPU of its own (--gpus-per-task=1)
+    names = (
+        [name.strip() for name in shown.split(",")]
+        if shown
+        else [str(i) for i in range(max(devices) + 1)]
+    )
+    if (
+        len(names) == 1 and len(set(devices)) > 1
+    ):  # a scheduler gave this task a GPU of its own (--gpus-per-task=1)
         return 0
     if max(devices) >= len(names):
         raise LaunchError(
@@ -112,14 +118,18 @@ def _recorded_event() -> object:
 def exporting(device: torch.device) -> str:
     """The phase of building engine ort: for a GPU newer than ORT's machine code the driver compiles every kernel."""
     phase = "exporting to ONNX Runtime"
-    new = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] > _NEWEST_MACHINE_CODE
+    new = (
+        device.type == "cuda" and torch.cuda.get_device_capability(device)[0] > _NEWEST_MACHINE_CODE
+    )
     return f"{phase}, compiling its kernels for this GPU (once)" if new else phase
 
 
 def why_no_gpu() -> str:
     """Why this torch sees no GPU, with what corrects it."""
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is not a CUDA build; install one, or set launch.device: cpu"
+        return (
+            f"torch {torch.__version__} is not a CUDA build; install one, or set launch.device: cpu"
+        )
     built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
     driver = _driver_version()
     needed = _OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]))

@@ -81,7 +81,9 @@ def interface_with(address: str) -> str | None:
 def has_link(name: str) -> bool:
     """Whether an interface is up with a living other end, as far as the kernel says."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        packed = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", os.fsencode(name)[:15]))
+        packed = fcntl.ioctl(
+            probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", os.fsencode(name)[:15])
+        )
         return bool(struct.unpack("H", packed[16:18])[0] & _IFF_RUNNING)
     return True
 
@@ -104,6 +106,8 @@ def _address_of(name: str) -> str:
 def _address(name: str) -> str | None:
     """The IPv4 address of an interface, or None."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
+        packed = fcntl.ioctl(
+            probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15])
+        )
         return socket.inet_ntoa(packed[20:24])
     return None

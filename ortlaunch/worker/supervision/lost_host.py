@@ -65,7 +65,9 @@ def silent_ranks(beats: Iterable[Beat], here: str) -> list[Beat]:
     for beat in beats:
         hosts.setdefault(beat.host, []).append(beat)
     hosts.pop(here, None)
-    return [min(all_) for all_ in hosts.values() if min(beat.silent for beat in all_) > _SILENT_SECONDS]
+    return [
+        min(all_) for all_ in hosts.values() if min(beat.silent for beat in all_) > _SILENT_SECONDS
+    ]
 
 
 def answers(address: str) -> bool:
@@ -81,7 +83,10 @@ def answers(address: str) -> bool:
     try:
         while waiting and time.monotonic() < deadline:
             _, ready, _ = select.select([], waiting, [], max(0.0, deadline - time.monotonic()))
-            if any(probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED) for probe in ready):
+            if any(
+                probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED)
+                for probe in ready
+            ):
                 return True
             waiting = [probe for probe in waiting if probe not in ready]
         return False

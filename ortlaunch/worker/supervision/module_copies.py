@@ -29,7 +29,9 @@ def copy_modules(run: RunDir, again: bool = False) -> list[str]:
         source, target = Path(str(module.__file__)), run.modules / place(module)
         text = source.read_bytes() if source.stat().st_size <= min(_LARGEST, room) else None
         if text is None:
-            notes.append(f"{source} ({human(source.stat().st_size)}) is not copied into {run.modules}: too large")
+            notes.append(
+                f"{source} ({human(source.stat().st_size)}) is not copied into {run.modules}: too large"
+            )
         elif not target.exists() or not again:
             if target.exists() and target.read_bytes() != text:
                 notes.append(f"{source} differs from what an earlier start of this run imported")
@@ -44,7 +46,11 @@ def own_modules() -> Iterator[ModuleType]:
     below = _foreign_folders()
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py") or not module.__name__ == name != "__main__":
+        if (
+            not isinstance(file, str)
+            or not file.endswith(".py")
+            or not module.__name__ == name != "__main__"
+        ):
             continue
         if _is_own(file, below) and all(part.isidentifier() for part in name.split(".")):
             yield module
@@ -56,21 +62,33 @@ def is_own(file: str) -> bool:
 
 
 def _foreign_folders() -> tuple[str, ...]:
-    foreign = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[2])]
+    foreign = [
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        str(Path(__file__).parents[2]),
+    ]
     foreign.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
     with contextlib.suppress(FileError):  # a user without a home folder has none
         foreign.append(str(cache_root()))
-    return tuple(f"{folder}{os.sep}" for path in foreign if path for folder in {path, os.path.realpath(path)})
+    return tuple(
+        f"{folder}{os.sep}" for path in foreign if path for folder in {path, os.path.realpath(path)}
+    )
 
 
 def _is_own(file: str, below: tuple[str, ...]) -> bool:
     # As it is written first: resolving the links of thousands of installed modules takes most of a second.
-    return not _is_foreign(file, below) and not _is_foreign(os.path.realpath(file), below) and os.path.isfile(file)
+    return (
+        not _is_foreign(file, below)
+        and not _is_foreign(os.path.realpath(file), below)
+        and os.path.isfile(file)
+    )
 
 
 def _is_foreign(file: str, below: tuple[str, ...]) -> bool:
     parts = file.split(os.sep)
-    return file.startswith(below) or any(part in _INSTALLED or part.startswith("torchinductor_") for part in parts)
+    return file.startswith(below) or any(
+        part in _INSTALLED or part.startswith("torchinductor_") for part in parts
+    )
 
 
 def place(module: ModuleType) -> Path:

@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 from ortlaunch.json_types import Json
 from ortlaunch.process import bytes_moved, family, read_stat
 
-STAGES = ("", "reading a batch", "a pass", "the forward pass", "the backward pass", "the optimizer step")
+STAGES = (
+    "",
+    "reading a batch",
+    "a pass",
+    "the forward pass",
+    "the backward pass",
+    "the optimizer step",
+)
 READING, PASSING, FORWARD, BACKWARD, STEPPING = range(1, len(STAGES))
 TRAINING = "training"
 _BYTES, _PHASE, _PLACE, _RING, _KEPT_STEPS = 4096, 1024, 2048, 64, 32

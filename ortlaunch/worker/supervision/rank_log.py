@@ -40,4 +40,8 @@ class RankLog:
     def _say(self, error: OSError) -> None:
         if not self._said:
             self._said = True
-            print(f"ortlaunch: {self._path} is not complete: {error.strerror}", file=sys.stderr, flush=True)
+            print(
+                f"ortlaunch: {self._path} is not complete: {error.strerror}",
+                file=sys.stderr,
+                flush=True,
+            )

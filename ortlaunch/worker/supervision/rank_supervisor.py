@@ -43,9 +43,13 @@ from ortlaunch.worker.supervision.watchdog import Watchdog
 _FINISHED = b"finished"
 _STOPS = tuple(number for number, ask in ASKS.items() if ask.stops)
 _EXIT_SECONDS = 30
-_PIECES_A_TURN = 16  # a pipe's 1 MiB: a rank may print faster than it is copied, and heartbeats are due between
+_PIECES_A_TURN = (
+    16  # a pipe's 1 MiB: a rank may print faster than it is copied, and heartbeats are due between
+)
 _FORWARDED_SECONDS = 0.3  # mpirun may drop the last words of a rank that has left already
-_CAUSE_SECONDS = 5.0  # and drops those of all others once one rank has left: the echo waits for the cause
+_CAUSE_SECONDS = (
+    5.0  # and drops those of all others once one rank has left: the echo waits for the cause
+)
 
 
 def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> int:
@@ -76,7 +80,10 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     for number in PASSED_ON:
         signal.signal(number, child.pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    read_ends, screen = {name: ends[0] for name, ends in streams.items()}, screen_of(plan, rank.rank)
+    read_ends, screen = (
+        {name: ends[0] for name, ends in streams.items()},
+        screen_of(plan, rank.rank),
+    )
     finished, status = _relay(child, rank, run, read_ends, watchdog, screen)
     code = _conclude(account, child, status, finished, oom_kills, watchdog)
     watchdog.leave()
@@ -84,7 +91,9 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     if watchdog.is_cut_off and plan.started_by.stays_after_loss:
         end_launcher()
     if finished and plan.started_by.is_ours:
-        return 0  # the command knows of a stop; its launcher would take another status for a failure
+        return (
+            0  # the command knows of a stop; its launcher would take another status for a failure
+        )
     return _end_alike(EXIT_SAVED if code and _is_made_anew(account, watchdog) else code)
 
 
@@ -93,23 +102,38 @@ def _is_made_anew(account: Account, watchdog: Watchdog) -> bool:
 
     That fault is recorded and counted elsewhere, or it left no pod, as a lost node, and there is a checkpoint.
     """
-    in_pod = os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:") and "/job.batch/" in os.environ[JOB_VARIABLE]
+    in_pod = (
+        os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:")
+        and "/job.batch/" in os.environ[JOB_VARIABLE]
+    )
     if not in_pod or watchdog.verdict is not None or not account.read()["secondary"]:
         return False
     run = account.run
-    return bool(run.complete_checkpoints()) or any(not recorded(path)["secondary"] for path in run.told)
+    return bool(run.complete_checkpoints()) or any(
+        not recorded(path)["secondary"] for path in run.told
+    )
 
 
 def _be_the_rank(
-    account: Account, guardian: int, live: Callable[[], int | None], watchdog: Watchdog, ends: dict[str, int]
+    account: Account,
+    guardian: int,
+    live: Callable[[], int | None],
+    watchdog: Watchdog,
+    ends: dict[str, int],
 ) -> NoReturn:
     """The child: live, say how it went, leave without finalizers that could hang or change the status."""
     die_with_parent(signal.SIGKILL, guardian)
-    os.setpgid(0, 0)  # mpirun and Ctrl-C signal whole groups; it, and what it starts, hear its guardian alone
+    os.setpgid(
+        0, 0
+    )  # mpirun and Ctrl-C signal whole groups; it, and what it starts, hear its guardian alone
     saves = Plan.read(account.run.plan).traits.saves
-    for number in (signal.SIGUSR2,) if saves else NOTICES:  # until it listens, or the user's own code handles them
+    for number in (
+        (signal.SIGUSR2,) if saves else NOTICES
+    ):  # until it listens, or the user's own code handles them
         signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGINT, signal.SIGUSR1) if saves else ():  # of which launchers are started to ignore one
+    for number in (
+        (signal.SIGINT, signal.SIGUSR1) if saves else ()
+    ):  # of which launchers are started to ignore one
         signal.signal(number, signal.SIG_DFL)
     Requests.guardian = ends["finished"]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
@@ -148,7 +172,12 @@ def screen_of(plan: Plan, rank: int) -> Screen | None:
 
 
 def _relay(
-    child: Child, rank: Rank, run: RunDir, ends: dict[str, int], watchdog: Watchdog, screen: Screen | None
+    child: Child,
+    rank: Rank,
+    run: RunDir,
+    ends: dict[str, int],
+    watchdog: Watchdog,
+    screen: Screen | None,
 ) -> tuple[bool, int]:
     """Copy output until the child is gone, to its logs and the screen. Returns (finished, wait status)."""
     said = b""
@@ -168,7 +197,9 @@ def _relay(
             screen.tick() if screen else None
             status = child.poll()
             watchdog.look(child) if status is None else None
-            for key, _ in ready if status is None else [(key, 0) for key in list(selector.get_map().values())]:
+            for key, _ in (
+                ready if status is None else [(key, 0) for key in list(selector.get_map().values())]
+            ):
                 data = _read(key.fd)
                 if not data:
                     selector.unregister(key.fd) if data == b"" else None
@@ -201,7 +232,12 @@ def _copy(taken: Taken, name: str, log: RankLog, screen: Screen | None) -> None:
 
 
 def _conclude(
-    account: Account, child: Child, status: int, finished: bool, oom_kills: int | None, watchdog: Watchdog
+    account: Account,
+    child: Child,
+    status: int,
+    finished: bool,
+    oom_kills: int | None,
+    watchdog: Watchdog,
 ) -> int:
     """Account for what the rank could not tell itself; returns its status, negative for the signal that it died of."""
     if finished:  # whatever became of it in exit handlers
@@ -209,15 +245,30 @@ def _conclude(
         return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0
     if watchdog.ended_it:
         return _conclude_stall(account, child, watchdog)
-    number, echo, kind = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, child.asked is not None, "Signal"
+    number, echo, kind = (
+        os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+        child.asked is not None,
+        "Signal",
+    )
     memory: tuple[str, Json] = ("", {})
     by_stop = number in (*_STOPS, *((signal.SIGKILL,) if child.ended_by_us else ()))
     # The last one reads every rank's account.
-    if number and child.saves and by_stop and (not child.ended_by_us or child.surroundings.others_stopped()):
+    if (
+        number
+        and child.saves
+        and by_stop
+        and (not child.ended_by_us or child.surroundings.others_stopped())
+    ):
         return _was_stopped(account, child, child.asked or number)
     if number == signal.SIGKILL and not (child.was_killed_late or child.ended_by_us):
         echo = False  # nobody here sent that
-    if number == signal.SIGKILL and echo and child.asked and child.ended_by_us and not child.was_killed_late:
+    if (
+        number == signal.SIGKILL
+        and echo
+        and child.asked
+        and child.ended_by_us
+        and not child.was_killed_late
+    ):
         what, number = f"was ended with its run, after {_name(child.asked)}", child.asked
     elif number == signal.SIGKILL and echo and child.asked:
         what, number, kind = _outlived(child), child.asked, "Outlived"
@@ -231,7 +282,12 @@ def _conclude(
         what = f"left with exit status {os.WEXITSTATUS(status)} before the end"
     code = 128 + number if number else of_own_exit(os.WEXITSTATUS(status))
     if not account.is_written:
-        record = {"exit_status": code, "signal": number, "type": kind if number else "Exit", **memory[1]}
+        record = {
+            "exit_status": code,
+            "signal": number,
+            "type": kind if number else "Exit",
+            **memory[1],
+        }
         account.of_end(child.pid, what, {**record, "secondary": echo})
     elif echo and account.read()["time"] > child.asked_at:
         account.is_an_echo()
@@ -246,7 +302,13 @@ def _conclude_stall(account: Account, child: Child, watchdog: Watchdog) -> int:
     if watchdog.lost is not None:
         status, kind, cause, what = LOST_STATUS, LOST, Cause.HOST_LOST, "the run lost a host"
     if not account.is_written:
-        record = {"exit_status": status, "signal": None, "type": kind, "cause": cause, "secondary": True}
+        record = {
+            "exit_status": status,
+            "signal": None,
+            "type": kind,
+            "cause": cause,
+            "secondary": True,
+        }
         account.of_end(child.pid, f"was ended, for {what}", record)
     _tell(account, child)
     return status
@@ -272,10 +334,17 @@ def _was_stopped(account: Account, child: Child, number: int) -> int:
 
 def _goes_on(account: Account, child: Child, what: str, number: int) -> int:
     """It was ended before it had saved, and an older checkpoint is there to be run again from; returns the status."""
-    (step, _), record = account.run.complete_checkpoints()[-1], {"exit_status": EXIT_SAVED, "signal": number}
+    (step, _), record = (
+        account.run.complete_checkpoints()[-1],
+        {"exit_status": EXIT_SAVED, "signal": number},
+    )
     if not account.is_written:
         what = f"{what}; steps after {step} are lost, and a start goes on from there"
-        account.of_end(child.pid, what, {**record, "type": "Outlived", "cause": Cause.OUTLIVED, "secondary": True})
+        account.of_end(
+            child.pid,
+            what,
+            {**record, "type": "Outlived", "cause": Cause.OUTLIVED, "secondary": True},
+        )
     _tell(account, child)
     return EXIT_SAVED
 
@@ -317,7 +386,9 @@ def _tell(account: Account, child: Child) -> None:
     run = account.run
     with contextlib.suppress(OSError):
         record = account.read()
-        if Plan.read(run.plan).started_by.is_ours or (record["secondary"] and _cause_is_told(run, child)):
+        if Plan.read(run.plan).started_by.is_ours or (
+            record["secondary"] and _cause_is_told(run, child)
+        ):
             return
         shown = record["rank"] == 0 and record["type"] in SEEN  # on the terminal already
         said = "" if shown else f"{record['traceback']}\n"

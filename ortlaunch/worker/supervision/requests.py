@@ -60,7 +60,9 @@ class Requests:
     """What this rank was asked for and has not answered yet."""
 
     is_forked_child = False  # whether this process is one that a rank forked
-    guardian: int | None = None  # where this process's guardian reads whether it listens, if it has one
+    guardian: int | None = (
+        None  # where this process's guardian reads whether it listens, if it has one
+    )
 
     def __init__(self) -> None:
         self.asked = Ask.NOTHING

@@ -31,7 +31,11 @@ class Slow(NamedTuple):
 
     @property
     def summary(self) -> str:
-        times = f"{self.own_seconds / self.peers_seconds:.1f} times as long as its peers" if self.peers_seconds else ""
+        times = (
+            f"{self.own_seconds / self.peers_seconds:.1f} times as long as its peers"
+            if self.peers_seconds
+            else ""
+        )
         return (
             f"rank {self.rank} on host {self.host} is slow: reading batches and forward passes take it "
             f"{self.own_seconds:.3g} s a step, {times or 'and its peers no time'} ({self.peers_seconds:.3g} s), over "
@@ -54,7 +58,11 @@ class SlowRanks:
             beats: the newest of each rank.
             now: in seconds, from anywhere.
         """
-        if not self._since or set(self._since) != {beat.rank for beat in beats} or not all(b.warm for b in beats):
+        if (
+            not self._since
+            or set(self._since) != {beat.rank for beat in beats}
+            or not all(b.warm for b in beats)
+        ):
             self._begin(beats, now)
             return None
         steps = min(beat.step - self._since[beat.rank].step for beat in beats)
@@ -72,10 +80,16 @@ class SlowRanks:
         slowest = max(beats, key=lambda beat: own[beat.rank])
         peers = statistics.median(seconds for rank, seconds in own.items() if rank != slowest.rank)
         mine = own[slowest.rank]
-        if slowest.rank in self._named or mine < _TIMES * peers or mine - peers < _SHARE * step_seconds:
+        if (
+            slowest.rank in self._named
+            or mine < _TIMES * peers
+            or mine - peers < _SHARE * step_seconds
+        ):
             return None
         self._named.add(slowest.rank)
-        return Slow(slowest.rank, slowest.host, mine, peers, slowest.step - self._since[slowest.rank].step)
+        return Slow(
+            slowest.rank, slowest.host, mine, peers, slowest.step - self._since[slowest.rank].step
+        )
 
     def _own_seconds(self, beat: Beat) -> float:
         """A step."""

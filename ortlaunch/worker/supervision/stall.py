@@ -88,8 +88,12 @@ def judge(beats: Sequence[Beat], setting: float, watched: float) -> Verdict | No
     """
     quiet = min(watched, *(beat.still + beat.silent for beat in beats))
     late = behind(beats)
-    idle, busy = limits(setting, all(beat.warm for beat in late), max(beat.step_seconds for beat in beats))
-    if quiet <= idle or any(beat.state == "t" or beat.phase == MEETING for beat in beats):  # t: a debugger has it
+    idle, busy = limits(
+        setting, all(beat.warm for beat in late), max(beat.step_seconds for beat in beats)
+    )
+    if quiet <= idle or any(
+        beat.state == "t" or beat.phase == MEETING for beat in beats
+    ):  # t: a debugger has it
         return None
     at_work = any(beat.idle <= idle and not beat.is_silent for beat in late)
     return None if at_work and quiet <= busy else Verdict(late, tuple(beats), quiet)
@@ -119,7 +123,11 @@ def _who(late: Sequence[Beat], beats: Sequence[Beat]) -> str:
     waiting = [beat for beat in beats if beat.rank not in behind_ranks]
     if not waiting:
         return f"{names}{more}" + ("; no rank is behind the others" if len(beats) > 1 else "")
-    others = f"rank {waiting[0].rank} waits" if len(waiting) == 1 else f"{counted(len(waiting), 'other rank')} wait"
+    others = (
+        f"rank {waiting[0].rank} waits"
+        if len(waiting) == 1
+        else f"{counted(len(waiting), 'other rank')} wait"
+    )
     return f"{names}{more}; {others} {_place(waiting[0])}"
 
 

@@ -51,7 +51,9 @@ class Surroundings:
     def others_stopped(self) -> bool:
         """Whether what ended the others was a stop that came before they had something to save."""
         with contextlib.suppress(OSError):
-            others = [account(path) for path in self._failures() if path != self.run.error(self.rank)]
+            others = [
+                account(path) for path in self._failures() if path != self.run.error(self.rank)
+            ]
             return {one["cause"] for one in others if not one["secondary"]} == {Cause.STOPPED}
         return False
 

@@ -115,7 +115,10 @@ class Prefixed(Screen):
     def show(self, name: str, lines: bytes) -> None:
         """In one piece, for others write there, too."""
         if lines:
-            _write(self.ends[name], b"".join(self._head + line for line in lines.splitlines(keepends=True)))
+            _write(
+                self.ends[name],
+                b"".join(self._head + line for line in lines.splitlines(keepends=True)),
+            )
 
 
 def _write(end: int, data: bytes) -> None:

@@ -53,7 +53,9 @@ def folded(text: str) -> str:
         elif not line.startswith("    "):  # not the source of the frame above
             own = True
         if own:
-            kept += [f"  ... {counted(hidden, 'frame')} of ortlaunch and of packages"] if hidden else []
+            kept += (
+                [f"  ... {counted(hidden, 'frame')} of ortlaunch and of packages"] if hidden else []
+            )
             kept.append(line)
             hidden = 0
     return "\n".join(kept)

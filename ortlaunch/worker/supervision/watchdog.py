@@ -51,7 +51,9 @@ class Watchdog:
         self._stacks = os.memfd_create("stacks")
         self._every = _JUDGE_SECONDS if rank.rank == 0 else beat_seconds(rank.world_size)
         self._since = time.monotonic()
-        self._beat_at = self._since - self._every * rank.rank / rank.world_size  # so that beats are spread
+        self._beat_at = (
+            self._since - self._every * rank.rank / rank.world_size
+        )  # so that beats are spread
         self._asked_at: float | None = None
         self._unheard_at = float("inf")  # when to report the ranks that no beat came from
         self._activity: Activity | None = None
@@ -62,7 +64,9 @@ class Watchdog:
     def take(self, setting: float | str | None) -> None:
         """In the rank: `train.stall_seconds` of its recipe."""
         if self._plan.traits.watched:
-            self.pulse.limit = NEVER if setting is None else AUTO if isinstance(setting, str) else setting
+            self.pulse.limit = (
+                NEVER if setting is None else AUTO if isinstance(setting, str) else setting
+            )
 
     def listen(self) -> None:
         """In the rank: from now on SIGQUIT shows where its threads are, whatever Python is busy with."""
@@ -105,7 +109,11 @@ class Watchdog:
             child.send(signal.SIGKILL)
 
     def _look_for_slow_ranks(self, beats: list[Beat] | None, now: float) -> None:
-        slow = self._slow.look(beats, now) if beats and len(beats) > 1 and self.exchange.is_hub else None
+        slow = (
+            self._slow.look(beats, now)
+            if beats and len(beats) > 1 and self.exchange.is_hub
+            else None
+        )
         if slow is not None:
             print(f"ortlaunch: {slow.summary}", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
@@ -116,11 +124,19 @@ class Watchdog:
         self._unheard_at = float("inf")
         if hosts := self._never_heard():
             what = f"no heartbeat of {hosts} within {_UNHEARD_SECONDS:.0f} s: is UDP closed between the hosts?"
-            print(f"ortlaunch: {what} A host that is lost will be noticed as a stall only", file=sys.stderr, flush=True)
+            print(
+                f"ortlaunch: {what} A host that is lost will be noticed as a stall only",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _never_heard(self) -> str:
-        never = self.exchange.never_heard() if self.exchange.is_hub and self.exchange.has_met else []
-        hosts = ", ".join(f"rank {rank} on host {self._plan.node_of(rank).host}" for rank in never[:4])
+        never = (
+            self.exchange.never_heard() if self.exchange.is_hub and self.exchange.has_met else []
+        )
+        hosts = ", ".join(
+            f"rank {rank} on host {self._plan.node_of(rank).host}" for rank in never[:4]
+        )
         return f"{hosts}{' and more' if len(never) > 4 else ''}"
 
     @property
@@ -161,7 +177,11 @@ class Watchdog:
             over = "end" in self.exchange.orders or passed > _ORDER_SECONDS
         else:
             answering = {beat.rank for beat in self.verdict.beats if not beat.is_silent}
-            over = not self.exchange.is_hub or answering <= set(self.exchange.stacks) or passed > _ALL_STACKS_SECONDS
+            over = (
+                not self.exchange.is_hub
+                or answering <= set(self.exchange.stacks)
+                or passed > _ALL_STACKS_SECONDS
+            )
         if over and not self.ended_it:
             self.ended_it = True
             self._say()
@@ -177,7 +197,9 @@ class Watchdog:
         """The verdict's line, with what was never heard of."""
         assert self.verdict is not None
         unknown = f"; no beat ever came from {hosts}" if (hosts := self._never_heard()) else ""
-        return f"{self.verdict.summary}{unknown}; exit status {EXIT_STATUS}; stacks: {self.run.errors}"
+        return (
+            f"{self.verdict.summary}{unknown}; exit status {EXIT_STATUS}; stacks: {self.run.errors}"
+        )
 
     def record(self) -> None:
         """After the rank's end: what its stacks were, and the verdict where it was this guardian's."""
@@ -185,15 +207,25 @@ class Watchdog:
             self.lost.write(self.run)
             return
         with contextlib.suppress(OSError):
-            write_text(self.run.stacks(self.rank.rank), self.exchange.stacks.get(self.rank.rank, ""))
+            write_text(
+                self.run.stacks(self.rank.rank), self.exchange.stacks.get(self.rank.rank, "")
+            )
             if self.verdict is not None:
                 write_json(self.run.stall, self._record_of(self.verdict))
 
     def _record_of(self, verdict: Verdict) -> dict[str, object]:
         first, stacks = verdict.behind[0], self.exchange.stacks
         late = [beat.rank for beat in verdict.behind]
-        shown = "".join(f"rank {rank}:\n{_first_lines(stacks[rank])}" for rank in late if rank in stacks)
-        who = {"rank": first.rank, "host": first.host, "pid": first.pid, "step": first.step, "phase": first.phase}
+        shown = "".join(
+            f"rank {rank}:\n{_first_lines(stacks[rank])}" for rank in late if rank in stacks
+        )
+        who = {
+            "rank": first.rank,
+            "host": first.host,
+            "pid": first.pid,
+            "step": first.step,
+            "phase": first.phase,
+        }
         return {
             **who, "type": "Stall", "cause": Cause.HANG, "detail": verdict.summary,
             "message": verdict.summary, "summary": self.summary, "traceback": shown,
@@ -225,7 +257,9 @@ def _py_spy(pid: int) -> str:
     for program in _installed("py-spy"):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_SECONDS, check=False)
+            ended = subprocess.run(
+                command, capture_output=True, text=True, timeout=_PY_SPY_SECONDS, check=False
+            )
             return f"py-spy:\n{ended.stdout}" if ended.returncode == 0 else ""
     return ""
 

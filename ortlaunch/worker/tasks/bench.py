@@ -54,14 +54,19 @@ def _live(session: Session) -> None:
     _write(folder, group, {"order": "ready", "first_step": first, **_facts(session)})
     slept = time.perf_counter(), time.process_time()
     for order in _orders(folder):
-        waited = {"seconds": time.perf_counter() - slept[0], "processor_seconds": time.process_time() - slept[1]}
+        waited = {
+            "seconds": time.perf_counter() - slept[0],
+            "processor_seconds": time.process_time() - slept[1],
+        }
         if order["do"] == "compare":
             found: Json = {"parity": {**parity(life.session), **loss_from_highest(life.session)}}
         else:
             found = life.turn(order["steps"])
         # Gathered, so that rank 0 tells of no order that another rank has not carried out.
         memory = [int(text) for text in group.gather(str(peak_memory(group.device)))]
-        _write(folder, group, {"order": order["number"], "waited": waited, "memory": memory, **found})
+        _write(
+            folder, group, {"order": order["number"], "waited": waited, "memory": memory, **found}
+        )
         slept = time.perf_counter(), time.process_time()
     if group.rank == 0:
         write_json(folder.engine, engine.report().to_json())
@@ -92,7 +97,9 @@ class MeasuredTraining:
         heart has gradients of rounding errors, which no two engines share.
         """
         still = self.session.recipe.optimizer.model_copy(update={"learning_rate": 0.0})
-        self.session = replace(self.session, recipe=self.session.recipe.model_copy(update={"optimizer": still}))
+        self.session = replace(
+            self.session, recipe=self.session.recipe.model_copy(update={"optimizer": still})
+        )
 
     def turn(self, count: int) -> Json:
         """`count` measured steps, after one that brings this variant back into the caches."""
@@ -130,7 +137,11 @@ def _facts(session: Session) -> Json:
     if group.device.type == "cuda":  # a CPU's changes with every other process
         peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else None
         torch.cuda.reset_peak_memory_stats(group.device)  # the product's own matrices are large
-    return {"engine": engine.report().to_json(), "flops_per_token": engine.flops_per_token, "peak_flops": peak}
+    return {
+        "engine": engine.report().to_json(),
+        "flops_per_token": engine.flops_per_token,
+        "peak_flops": peak,
+    }
 
 
 def peak_memory(device: torch.device) -> int:
@@ -145,7 +156,10 @@ def parity(session: Session) -> Json:
     if is_plain(session.engine):
         return {"verdict": "reference"}
     try:
-        mine = _told(_compared(session), session.recipe.engine.parity_tolerance or session.recipe.format.tolerance)
+        mine = _told(
+            _compared(session),
+            session.recipe.engine.parity_tolerance or session.recipe.format.tolerance,
+        )
     except Exception as error:  # whatever an engine raises is a verdict too
         mine = {"verdict": "not compared", "why": f"{type(error).__name__}: {error}"}
     verdicts = [json.loads(text) for text in session.group.gather(json.dumps(mine))]

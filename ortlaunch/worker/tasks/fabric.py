@@ -31,7 +31,10 @@ def run(session: Session) -> None:
     group.barrier()
     dtype = torch.bfloat16 if group.device.type == "cuda" else torch.float32
     rates = group.gather_numbers([measured_peak_flops(group.device, dtype)])
-    found: dict[str, object] = {"dtype": str(dtype).rpartition(".")[2], "flops": [rate for (rate,) in rates]}
+    found: dict[str, object] = {
+        "dtype": str(dtype).rpartition(".")[2],
+        "flops": [rate for (rate,) in rates],
+    }
     if group.size > 1:
         found["all_reduce"] = _all_reduce(group)
         found["links"] = _links(group, [node.first_rank for node in session.plan.nodes])
@@ -61,7 +64,9 @@ def _links(group: DistributedContext, firsts: list[int]) -> list[dict[str, float
     pairs = [(number, (number + 1) % hosts) for number in range(hosts if hosts > 2 else hosts - 1)]
     last = [pairs.pop()] if len(pairs) > 1 and hosts % 2 else []
     for together in filter(None, (pairs[::2], pairs[1::2], last)):
-        mine = next((pair for pair in together if group.rank in (firsts[pair[0]], firsts[pair[1]])), None)
+        mine = next(
+            (pair for pair in together if group.rank in (firsts[pair[0]], firsts[pair[1]])), None
+        )
         group.barrier()
         told = _link(group, firsts[mine[0]], firsts[mine[1]]) if mine else None
         texts = group.gather(json.dumps(told))
@@ -90,7 +95,11 @@ def _link(group: DistributedContext, first: int, second: int) -> dict[str, float
     else:
         dist.recv(size, other)
     elements = int(size)
-    return {"latency": latency, "bytes": 4 * elements, "seconds": _alone(group, send(elements), 3) / 2}
+    return {
+        "latency": latency,
+        "bytes": 4 * elements,
+        "seconds": _alone(group, send(elements), 3) / 2,
+    }
 
 
 def _alone(group: DistributedContext, action: Callable[[], None], repeats: int) -> float:

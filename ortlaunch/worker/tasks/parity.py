@@ -17,7 +17,9 @@ def run(session: Session) -> None:
     """
     announce(session)
     if is_plain(session.engine):  # an allowed fallback
-        raise ParityError("nothing to compare: ONNX Runtime cannot run this model, and plain PyTorch runs")
+        raise ParityError(
+            "nothing to compare: ONNX Runtime cannot run this model, and plain PyTorch runs"
+        )
     compared, state = ParitySteps(session, first_step=0, with_table=True), TrainState()
     while state.step < compared.end:
         compared.check(state.step)

@@ -27,7 +27,12 @@ from ortlaunch.worker.supervision.requests import Ask
 from ortlaunch.worker.training import best
 from ortlaunch.worker.training.bad_steps import BadSteps, RollBack
 from ortlaunch.worker.training.finish import export_unsaved, finish
-from ortlaunch.worker.training.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
+from ortlaunch.worker.training.finite import (
+    bad_losses,
+    bad_step,
+    require_finite_loss,
+    require_finite_weights,
+)
 from ortlaunch.worker.training.hooks import Hook
 from ortlaunch.worker.training.meter import Meter, sum_of
 from ortlaunch.worker.training.metrics import Metrics, records
@@ -46,7 +51,9 @@ class TrainState:
     skipped: int = 0
     learning_rate: float | None = None  # the last step's
     left_out: int = 0  # bad steps whose update was skipped
-    best: best.Memory = field(default_factory=dict)  # evaluations, for checkpoint.keep_best and train.stop_after
+    best: best.Memory = field(
+        default_factory=dict
+    )  # evaluations, for checkpoint.keep_best and train.stop_after
 
 
 def run(session: Session) -> int:
@@ -76,9 +83,19 @@ def train(session: Session, agreed: Agreement) -> TrainState:
 
 
 def _train(
-    session: Session, agreed: Agreement, bad_steps: BadSteps, hook: Hook, ending: contextlib.ExitStack
+    session: Session,
+    agreed: Agreement,
+    bad_steps: BadSteps,
+    hook: Hook,
+    ending: contextlib.ExitStack,
 ) -> TrainState:
-    recipe, run, group, engine, batches = session.recipe, session.run, session.group, session.engine, session.batches
+    recipe, run, group, engine, batches = (
+        session.recipe,
+        session.run,
+        session.group,
+        session.engine,
+        session.batches,
+    )
     state = _resume(session)
     saving = checkpoint.Saving(run, recipe, group, engine.stepper, session.identity)
     saving.best, saving.completed = best.kept_step(state.best), hook.on_checkpoint
@@ -115,9 +132,13 @@ def _train(
         if state.step % recipe.log.every_steps == 0 or last or asked.stops:
             _log(session, state, meter, (stepped, rate), hook, metrics)
 
-        if session.data.evaluation is not None and (last or _due(state.step, recipe.train.evaluate_every_steps)):
+        if session.data.evaluation is not None and (
+            last or _due(state.step, recipe.train.evaluate_every_steps)
+        ):
             with meter.paused(), progress.during("evaluating"):
-                evaluated = None if asked.stops else evaluate(session, session.data.evaluation, agreed)
+                evaluated = (
+                    None if asked.stops else evaluate(session, session.data.evaluation, agreed)
+                )
                 if evaluated is not None:
                     _take_up(session, state, saving, evaluated)
                     if metrics:
@@ -136,11 +157,18 @@ def _train(
 
 
 def _log(
-    session: Session, state: TrainState, meter: Meter, took: tuple[Any, float], hook: Hook, metrics: Metrics | None
+    session: Session,
+    state: TrainState,
+    meter: Meter,
+    took: tuple[Any, float],
+    hook: Hook,
+    metrics: Metrics | None,
 ) -> None:
     """A line of metrics.jsonl (collective)."""
     losses, read, (stepped, rate) = meter.losses, meter.read(), took
-    require_finite_loss(read["loss"], session.group, session.batches, state.step - len(losses), losses)
+    require_finite_loss(
+        read["loss"], session.group, session.batches, state.step - len(losses), losses
+    )
     values = {
         **read,
         "learning_rate": rate,
@@ -157,7 +185,9 @@ def _log(
         write_json(session.run.engine, session.engine.report().to_json())
 
 
-def _take_up(session: Session, state: TrainState, saving: checkpoint.Saving, evaluated: dict[str, float]) -> None:
+def _take_up(
+    session: Session, state: TrainState, saving: checkpoint.Saving, evaluated: dict[str, float]
+) -> None:
     """Remember the best evaluation, and see whether training is over."""
     for each in best.without(session.recipe, evaluated) if session.group.rank == 0 else ():
         print(f"{each}: this one is not the best", flush=True)
@@ -166,7 +196,9 @@ def _take_up(session: Session, state: TrainState, saving: checkpoint.Saving, eva
         saving.last_step = state.step
 
 
-def _save(session: Session, state: TrainState, saving: checkpoint.Saving, agreed: Agreement, asked: Ask) -> Ask:
+def _save(
+    session: Session, state: TrainState, saving: checkpoint.Saving, agreed: Agreement, asked: Ask
+) -> Ask:
     """Save, by request or when it is due; what all ranks are asked for after it."""
     with saved_for(session, saving, asked):
         require_finite_weights(state.step, session.engine.stepper.weights())
@@ -178,7 +210,9 @@ def _save(session: Session, state: TrainState, saving: checkpoint.Saving, agreed
     return asked
 
 
-def _saves_through(session: Session, saving: checkpoint.Saving, agreed: Agreement, step: int) -> Ask:
+def _saves_through(
+    session: Session, saving: checkpoint.Saving, agreed: Agreement, step: int
+) -> Ask:
     """Wait until the last checkpoint is written; the stop that all ranks know of, also one that came meanwhile."""
     with session.progress.during("saving a checkpoint"):
         saving.finish()
@@ -201,7 +235,9 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     Far apart for neighbours: ONNX Runtime counts up from it, one for each Dropout, so that with a seed higher by one
     each would have the mask that the next one had in the step before, or has on the rank before.
     """
-    return int.from_bytes(hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest(), "big"
+    )
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -223,7 +259,10 @@ def _step(
 
 
 def train_step(
-    session: Session, state: TrainState, agreed: Agreement | None = None, bad_steps: BadSteps | None = None
+    session: Session,
+    state: TrainState,
+    agreed: Agreement | None = None,
+    bad_steps: BadSteps | None = None,
 ) -> tuple[torch.Tensor, Stepped, float]:
     """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate).
 
@@ -296,7 +335,9 @@ def _due(step: int, every: int | None) -> bool:
 
 def _resume(session: Session) -> TrainState:
     batches, own = session.batches, checkpoint.newest_of_all(session.run, session.group)
-    found = checkpoint.CompleteCheckpoint(*own) if own else session.checkpoint  # after a rollback there is a newer one
+    found = (
+        checkpoint.CompleteCheckpoint(*own) if own else session.checkpoint
+    )  # after a rollback there is a newer one
     if found is None:
         return TrainState()
     step, folder = found
@@ -329,7 +370,11 @@ def _batch_notes(state: TrainState, batch: BatchPlan, usual: int) -> Iterator[st
 def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
     """Where a changed length or schedule makes the learning rate jump."""
     step, before = state.step, state.learning_rate
-    if before is None or step >= recipe.train.steps or math.isclose(before, learning_rate(recipe, step - 1)):
+    if (
+        before is None
+        or step >= recipe.train.steps
+        or math.isclose(before, learning_rate(recipe, step - 1))
+    ):
         return
     yield (
         f"learning rate: {before:.4g} at step {step}, {learning_rate(recipe, step):.4g} at step {step + 1}: "

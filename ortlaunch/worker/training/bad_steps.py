@@ -27,7 +27,9 @@ from ortlaunch.worker.data.left_out import recorded
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.training.finite import bad_losses, bad_step, some
 
-_NORMAL = 1.4826  # of normal noise, the standard deviation is so many median distances from the median
+_NORMAL = (
+    1.4826  # of normal noise, the standard deviation is so many median distances from the median
+)
 _LEAST = 0.01  # of the median: losses that hardly change jump by more than that
 
 
@@ -52,28 +54,42 @@ class BadSteps:
         seen = session.checkpoint.samples if session.checkpoint else 0
         changed = False
         for line in lines:
-            if line.places and line.places[1] > seen and not session.batches.holds(line.places, line.samples):
-                line.places, changed = ([line.places[0], seen] if line.places[0] < seen else None), True
+            if (
+                line.places
+                and line.places[1] > seen
+                and not session.batches.holds(line.places, line.samples)
+            ):
+                line.places, changed = (
+                    ([line.places[0], seen] if line.places[0] < seen else None),
+                    True,
+                )
                 if session.group.rank == 0:
                     print(f"the samples that step {line.step} was taken back for are left out no more: in today's "
                           f"order others are in their place", flush=True)  # fmt: skip
             if line.action == "rollback":
                 self._leave_out(line)
         if changed and session.group.rank == 0:
-            write_text(session.run.bad_steps, "".join(json_text(asdict(line)) + "\n" for line in lines))
+            write_text(
+                session.run.bad_steps, "".join(json_text(asdict(line)) + "\n" for line in lines)
+            )
 
     def begin(self, saving: checkpoint.Saving, state: Any) -> None:
         """Steps follow on `state`; where a rollback may come, there has to be a checkpoint (collective)."""
         self._saving = saving
         session = self.session
-        if "rollback" in actions(self.train) and checkpoint.newest_of_all(session.run, session.group) is None:
+        if (
+            "rollback" in actions(self.train)
+            and checkpoint.newest_of_all(session.run, session.group) is None
+        ):
             with session.progress.during("saving a checkpoint"):
                 saving.save(state.step, asdict(state))
 
     def before(self) -> None:
         """A step is taken now: keep what a bad batch spoils even if its update is left out."""
         if "skip" in actions(self.train):
-            self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.session.model.buffers()]
+            self._buffers = [
+                (buffer, buffer.detach().clone()) for buffer in self.session.model.buffers()
+            ]
 
     def look(self, step: int, losses: Sequence[torch.Tensor]) -> None:
         """Look at the losses of the passes of `step` (from 0) before its update (collective).
@@ -87,7 +103,9 @@ class BadSteps:
         mean = group.mean(float(sum(losses, start=torch.zeros(()))) / len(losses))
         if not math.isfinite(mean):
             bad = bad_losses(group, losses)
-            raise bad_step(group, session.batches, step, bad, session.engine.stepper.gradients(), again=False)
+            raise bad_step(
+                group, session.batches, step, bad, session.engine.stepper.gradients(), again=False
+            )
         if self.spikes and (why := self.spikes.look(mean)):
             samples = session.batches.indices_of_step(step)
             said = f"step {step + 1}: {why}; samples {some(samples)} of data.train"
@@ -110,7 +128,9 @@ class BadSteps:
         if found.action == "rollback":
             newest = self._newest()
         if found.action == "rollback" and newest is None:
-            limit = "train.on_nonfinite is rollback, and no checkpoint could be written to go back to"
+            limit = (
+                "train.on_nonfinite is rollback, and no checkpoint could be written to go back to"
+            )
         if limit or found.action == "stop":
             found.action = "stop"
             self._record(found)
@@ -145,7 +165,9 @@ class BadSteps:
             f"the checkpoint after step {newest[0]}",
             f"{self.rollbacks} of at most {self.train.max_rollbacks}",
         )
-        self._record(found, f"{_field(found)} is rollback: back to {where}, without these samples ({count})")
+        self._record(
+            found, f"{_field(found)} is rollback: back to {where}, without these samples ({count})"
+        )
         self._saving.finish()
         raise RollBack
 

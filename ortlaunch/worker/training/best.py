@@ -28,7 +28,9 @@ def take(recipe: Recipe, memory: Memory, step: int, evaluated: dict[str, float])
     """Take up an evaluation. One whose number is not finite, or absent, is never the best."""
     for wish, asked in _wishes(recipe):
         value, before = evaluated.get(asked.metric, math.nan), memory.get(wish)
-        if math.isfinite(value) and (before is None or _is_better(value, before["value"], direction(asked))):
+        if math.isfinite(value) and (
+            before is None or _is_better(value, before["value"], direction(asked))
+        ):
             memory[wish] = {
                 "metric": asked.metric, "mode": direction(asked), "value": value, "step": step, "since": 0
             }  # fmt: skip
@@ -57,10 +59,15 @@ def require_metrics(session: Session) -> None:
         return
     with session.progress.during("evaluating"):
         try:
-            found = evaluate(session, _First(samples, session.plan.batch.micro_samples * session.group.size))
+            found = evaluate(
+                session, _First(samples, session.plan.batch.micro_samples * session.group.size)
+            )
         except HookError as error:  # so few samples may be too few for it
             if session.group.rank == 0:
-                print(f"train.metric cannot be tried before step 1: {str(error).splitlines()[0]}", flush=True)
+                print(
+                    f"train.metric cannot be tried before step 1: {str(error).splitlines()[0]}",
+                    flush=True,
+                )
             return
     if found is not None and (wrong := without(recipe, found)):
         raise InputError("\n".join(wrong))
@@ -87,7 +94,12 @@ def kept_step(memory: Memory) -> int | None:
 def stops_early(recipe: Recipe, step: int, memory: Memory) -> str | None:
     """Why a training is over at this step before its last; None: it goes on."""
     asked, found = recipe.train.stop_after, memory.get(STOP)
-    if asked is None or found is None or step >= recipe.train.steps or found["since"] < asked.evaluations:
+    if (
+        asked is None
+        or found is None
+        or step >= recipe.train.steps
+        or found["since"] < asked.evaluations
+    ):
         return None
     return (
         f"stopped early after step {step} of {recipe.train.steps} (train.stop_after): {asked.metric} was best, "
@@ -100,14 +112,17 @@ def remembered(session: Session, memory: Memory) -> Memory:
     kept = {
         wish: memory[wish]
         for wish, asked in _wishes(session.recipe)
-        if wish in memory and (memory[wish]["metric"], memory[wish]["mode"]) == (asked.metric, direction(asked))
+        if wish in memory
+        and (memory[wish]["metric"], memory[wish]["mode"]) == (asked.metric, direction(asked))
     }
     step = kept_step(kept)
     here = step is not None and (session.run.checkpoint(step) / COMPLETE).exists()
     if step is not None and not session.group.gather_numbers([here])[0][0]:
         del kept[KEEP]
         if session.group.rank == 0:
-            print(f"checkpoint.keep_best: that of step {step} is not in this run folder; the best is found anew")
+            print(
+                f"checkpoint.keep_best: that of step {step} is not in this run folder; the best is found anew"
+            )
     return kept
 
 

@@ -47,7 +47,12 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
             write_json(run.summary, as_json(summary))
             loaded_by = _loaded_by(recipe, run, session.model.model)
             lines += filter(None, [best.stops_early(recipe, step, memory)])
-            lines += [*summary_lines(summary), *_best_lines(run, kept), f"export: {run.export}", f"  {loaded_by}"]
+            lines += [
+                *summary_lines(summary),
+                *_best_lines(run, kept),
+                f"export: {run.export}",
+                f"  {loaded_by}",
+            ]
     say_outcome(session, lines)
 
 
@@ -58,15 +63,27 @@ def export_unsaved(session: Session, error: LastSaveError) -> NoReturn:
         CheckpointError: always, for there is nothing to go on from.
     """
     if session.group.rank == 0:
-        print(f"NOT SAVED: {error}; the export is written (checkpoint.on_failure: continue)", flush=True)
+        print(
+            f"NOT SAVED: {error}; the export is written (checkpoint.on_failure: continue)",
+            flush=True,
+        )
     _export(session)
-    raise CheckpointError(f"{error}\nThe export of the last step is whole: {session.run.export}") from None
+    raise CheckpointError(
+        f"{error}\nThe export of the last step is whole: {session.run.export}"
+    ) from None
 
 
 def _export(session: Session) -> None:
     session.progress.doing("writing the export")
     session.model.chunk(None)
-    export(session.recipe, session.run, session.group, session.engine.stepper, session.model, session.data)
+    export(
+        session.recipe,
+        session.run,
+        session.group,
+        session.engine.stepper,
+        session.model,
+        session.data,
+    )
 
 
 def _take_best(session: Session, memory: best.Memory) -> BestEvaluation | None:
@@ -77,7 +94,9 @@ def _take_best(session: Session, memory: best.Memory) -> BestEvaluation | None:
     if asked.export:
         folder = session.run.checkpoint(found["step"])
         if wrong := damage(folder, session.group):
-            raise CheckpointError(f"{folder}, the best, of which the export is to be made, is damaged: {wrong}")
+            raise CheckpointError(
+                f"{folder}, the best, of which the export is to be made, is damaged: {wrong}"
+            )
         load(folder, session.engine.stepper.named_state(), session.group)
     return BestEvaluation(found["metric"], found["value"], found["step"], asked.export)
 
@@ -86,21 +105,27 @@ def _early(recipe: Recipe, step: int, memory: best.Memory) -> StoppedEarly | Non
     asked, found = recipe.train.stop_after, memory.get(best.STOP)
     if asked is None or found is None or not best.stops_early(recipe, step, memory):
         return None
-    return StoppedEarly(asked.metric, direction(asked), asked.evaluations, found["value"], found["step"])
+    return StoppedEarly(
+        asked.metric, direction(asked), asked.evaluations, found["value"], found["step"]
+    )
 
 
 def _best_lines(run: RunDir, kept: BestEvaluation | None) -> list[str]:
     if kept is None:
         return []
     exported = " (exported)" if kept.exported else ""
-    return [f"best {kept.metric} {kept.value:.6g} after step {kept.step}: {run.checkpoint(kept.step)}{exported}"]
+    return [
+        f"best {kept.metric} {kept.value:.6g} after step {kept.step}: {run.checkpoint(kept.step)}{exported}"
+    ]
 
 
 def summarize(run: RunDir, samples: int, seconds: dict[str, float]) -> Summary:
     """What the whole training came to, over all its starts: from the checkpoint and metrics.jsonl."""
     (steps, folder), kept = run.complete_checkpoints()[-1], records(run)
     seen = samples_seen(folder)
-    last = {name: value for record in kept for name, value in record.items()}  # the newest of each name
+    last = {
+        name: value for record in kept for name, value in record.items()
+    }  # the newest of each name
     if "elapsed_seconds" not in last:
         print(
             f"{run.metrics} was removed while it trained: {run.summary.name} has no loss, and this start's time alone"
@@ -122,14 +147,21 @@ def summarize(run: RunDir, samples: int, seconds: dict[str, float]) -> Summary:
 def _evaluated(last: Mapping[str, Any]) -> dict[str, float]:
     """The last evaluation beside its loss, the user's own numbers among it."""
     names = [*(EVALUATION + name for name in METRICS if name != "loss"), *own_names(last)]
-    return {name.removeprefix(EVALUATION): last[name] for name in names if name in last and name.startswith(EVALUATION)}
+    return {
+        name.removeprefix(EVALUATION): last[name]
+        for name in names
+        if name in last and name.startswith(EVALUATION)
+    }
 
 
 def summary_lines(summary: Summary) -> list[str]:
     """The summary for a person."""
     losses = [
         f"{words} {float(loss):.4f}"
-        for loss, words in ((summary.loss, "final loss"), (summary.evaluation_loss, "evaluation loss"))
+        for loss, words in (
+            (summary.loss, "final loss"),
+            (summary.evaluation_loss, "evaluation loss"),
+        )
         if loss is not None
     ]
     for name, value in (summary.evaluation or {}).items():

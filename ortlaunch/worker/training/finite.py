@@ -34,7 +34,9 @@ class BadLoss(NamedTuple):
 
 def bad_losses(group: DistributedContext, losses: Sequence[torch.Tensor]) -> list[BadLoss]:
     """Of all ranks, by their place in `losses` (collective)."""
-    mine = [(place, loss) for place, loss in enumerate(map(float, losses)) if not math.isfinite(loss)]
+    mine = [
+        (place, loss) for place, loss in enumerate(map(float, losses)) if not math.isfinite(loss)
+    ]
     texts = group.gather(json.dumps(mine))
     return [BadLoss(rank, *found) for rank, text in enumerate(texts) for found in json.loads(text)]
 
@@ -54,10 +56,14 @@ def bad_step(
     again: bool = True,
 ) -> NonFiniteError:
     """The error of a step (from 0), from its gradients (collective); `again`: the passes were made again for them."""
-    lines = [bad_loss(step, bad, batches.indices(step, bad.place, bad.rank)) for bad in losses[:_SHOWN]]
+    lines = [
+        bad_loss(step, bad, batches.indices(step, bad.place, bad.rank)) for bad in losses[:_SHOWN]
+    ]
     samples = batches.indices_of_step(step)
     if not losses:
-        lines = [f"step {step + 1}: every loss is finite, and a gradient is not; samples {some(samples)} of data.train"]
+        lines = [
+            f"step {step + 1}: every loss is finite, and a gradient is not; samples {some(samples)} of data.train"
+        ]
     first = _first(group, gradients)
     without = _NOT_AGAIN if again else "every gradient is finite"
     lines.append(f"{FIRST_PARAMETER}: {first}" if first else without)
@@ -66,7 +72,11 @@ def bad_step(
 
 
 def require_finite_loss(
-    mean: float | None, group: DistributedContext, batches: Batches, first: int, losses: Sequence[torch.Tensor]
+    mean: float | None,
+    group: DistributedContext,
+    batches: Batches,
+    first: int,
+    losses: Sequence[torch.Tensor],
 ) -> None:
     """Look at the mean of all ranks' losses: some are not finite, and their gradients are (collective).
 
@@ -82,10 +92,18 @@ def require_finite_loss(
     lines, found = [], sorted(bad_losses(group, losses), key=lambda bad: bad.place)
     for bad in found[:_STEPS]:
         step, passes = first + bad.place, range(batches.batch.accumulation_steps)
-        lines.append(bad_loss(step, bad, [index for i in passes for index in batches.indices(step, i, bad.rank)]))
+        lines.append(
+            bad_loss(
+                step, bad, [index for i in passes for index in batches.indices(step, i, bad.rank)]
+            )
+        )
     if len(found) > _STEPS:
-        lines.append(f"so are {len(found) - _STEPS} losses after it, up to step {first + found[-1].place + 1}")
-    raise NonFiniteError("\n".join([*lines, "its gradients were finite, so that the weights are, too", _END]))
+        lines.append(
+            f"so are {len(found) - _STEPS} losses after it, up to step {first + found[-1].place + 1}"
+        )
+    raise NonFiniteError(
+        "\n".join([*lines, "its gradients were finite, so that the weights are, too", _END])
+    )
 
 
 def require_finite_weights(step: int, weights: Named) -> None:
@@ -115,7 +133,10 @@ def _first(group: DistributedContext, gradients: Named) -> str | None:
 def _bad(tensors: Named) -> Iterator[tuple[int, str]]:
     """(place in the model, name) of what is not finite."""
     for place, (name, tensor) in enumerate(tensors):
-        if tensor is not None and not (tensor.coalesce().values() if tensor.is_sparse else tensor).isfinite().all():
+        if (
+            tensor is not None
+            and not (tensor.coalesce().values() if tensor.is_sparse else tensor).isfinite().all()
+        ):
             yield place, name.removeprefix("model.")  # that of LossModule
 
 

@@ -50,20 +50,26 @@ class Hook:
         try:
             answer = own(step, what)
         except Exception as error:
-            where = "".join(traceback.format_exception(type(error), error, error.__traceback__.tb_next))  # type: ignore[union-attr]
+            where = "".join(
+                traceback.format_exception(type(error), error, error.__traceback__.tb_next)
+            )  # type: ignore[union-attr]
             raise HookError(
                 f"train.hook: {self.name}.{method} raised {type(error).__name__} after step {step}: {error}\n{where}"
             ) from error
         if answer == "stop":
             self._stop(method, step)
         elif answer is not None:
-            raise HookError(f'train.hook: {self.name}.{method} returned {answer!r}; it returns "stop", or nothing')
+            raise HookError(
+                f'train.hook: {self.name}.{method} returned {answer!r}; it returns "stop", or nothing'
+            )
 
     def _stop(self, method: str, step: int) -> None:
         """As `ortlaunch stop` asks, at the next edge of a step; after the last step there is nothing to stop."""
         if step < self.last_step:
             by = f"train.hook ({self.name}.{method})"
-            write_json(self.run.stop_request, {"by": by, "pid": os.getpid(), "host": socket.gethostname()})
+            write_json(
+                self.run.stop_request, {"by": by, "pid": os.getpid(), "host": socket.gethostname()}
+            )
             self.agreed.ask(Ask.STOP)
 
 
@@ -73,7 +79,11 @@ def _require_known(name: str, own: object) -> None:
     Raises:
         InputError: there is one, or none that is called.
     """
-    methods = [each for each in dir(type(own)) if not each.startswith("__") and callable(getattr(type(own), each))]
+    methods = [
+        each
+        for each in dir(type(own))
+        if not each.startswith("__") and callable(getattr(type(own), each))
+    ]
     for each in methods:
         near = difflib.get_close_matches(each, _METHODS, 1, 0.8)
         if each not in _METHODS and (near or each.startswith("on_")):

@@ -26,10 +26,14 @@ class Meter:
         self.group, self.batch = session.group, session.plan.batch
         self.numbers = session.engine.stepper.numbers
         # A CPU's rate, measured once for a moment, changes with every other process: a share of it says nothing.
-        self.flops_per_token = session.engine.flops_per_token if self.group.device.type == "cuda" else None
+        self.flops_per_token = (
+            session.engine.flops_per_token if self.group.device.type == "cuda" else None
+        )
         self.has_numbers = session.engine.plain.has_numbers
         self.dtype = dtype_of(session.recipe.precision)
-        self.peak = measured_peak_flops(self.group.device, self.dtype) if self.flops_per_token else 0.0
+        self.peak = (
+            measured_peak_flops(self.group.device, self.dtype) if self.flops_per_token else 0.0
+        )
         self.restart()
 
     @contextlib.contextmanager
@@ -63,7 +67,9 @@ class Meter:
         if tokens:
             values["tokens_per_second"] = tokens / seconds
             if self.flops_per_token:
-                values["mfu"] = self._utilization(self.flops_per_token * tokens / seconds / self.group.size)
+                values["mfu"] = self._utilization(
+                    self.flops_per_token * tokens / seconds / self.group.size
+                )
         values |= self.numbers.read(self.group) if self.has_numbers else {}
         self.restart()
         return values

@@ -43,7 +43,11 @@ class Metrics:
 
     def _show(self, step: int, values: dict[str, object], elapsed: float) -> None:
         left = elapsed / max(1, step - self.first_step) * (self.max_steps - step)
-        line = f"step {step}/{self.max_steps}  " + "  ".join(_shown(values)) + f"  ETA {duration(left)}"
+        line = (
+            f"step {step}/{self.max_steps}  "
+            + "  ".join(_shown(values))
+            + f"  ETA {duration(left)}"
+        )
         print(line, flush=True)
 
     def close(self, failed: bool = False) -> None:
@@ -62,8 +66,18 @@ def _shown(values: dict[str, object]) -> list[str]:
     }  # fmt: skip
     if values.get("tokens_per_second") is not None:  # one speed is enough for a line
         del forms["samples_per_second"]
-    own = (f"{name.replace(EVALUATION, 'evaluation ')} {values[name]:.4g}" for name in own_names(values))
-    return [*(form.format(values[name]) for name, form in forms.items() if values.get(name) is not None), *own]
+    own = (
+        f"{name.replace(EVALUATION, 'evaluation ')} {values[name]:.4g}"
+        for name in own_names(values)
+    )
+    return [
+        *(
+            form.format(values[name])
+            for name, form in forms.items()
+            if values.get(name) is not None
+        ),
+        *own,
+    ]
 
 
 def own_names(values: Mapping[str, object]) -> list[str]:

@@ -35,7 +35,13 @@ class ParitySteps:
 
     def __init__(self, session: Session, first_step: int, with_table: bool = False) -> None:
         recipe, run, group, engine = session.recipe, session.run, session.group, session.engine
-        self.recipe, self.run, self.group, self.engine, self.batches = recipe, run, group, engine, session.batches
+        self.recipe, self.run, self.group, self.engine, self.batches = (
+            recipe,
+            run,
+            group,
+            engine,
+            session.batches,
+        )
         self.with_table = with_table
         steps, self.why = chosen(session)
         self.end = min(steps, recipe.train.steps)
@@ -147,7 +153,10 @@ class ParitySteps:
             loss_difference=max(record["loss_difference"] for record in self.records),
             gradient_difference=max(record["gradient_difference"] for record in self.records),
             state_difference=max(record.get("state_difference", 0.0) for record in self.records),
-            rounding=sorted({name for record in self.records for name in record.get("rounding", ())}) or None,
+            rounding=sorted(
+                {name for record in self.records for name in record.get("rounding", ())}
+            )
+            or None,
             worst=[[name, value] for name, value, *_ in worst["worst"]],
             tolerance=self.tolerance,
             dropouts_switched_off=self.dropouts,
@@ -205,9 +214,13 @@ def chosen(session: Session) -> Compared:
 def table(record: Record, used: str) -> str:
     """The gradients that differ most, a line each."""
     width = max((len(name) for name, *_ in record["worst"]), default=0)
-    lines = [f"step {record['step']}: largest relative differences of {record['parameters']} gradients:"]
+    lines = [
+        f"step {record['step']}: largest relative differences of {record['parameters']} gradients:"
+    ]
     for name, value, norm, reference in record["worst"]:
-        lines.append(f"  {name:<{width}}  {value:.2g}  (norm {norm:.4g} on {used}, {reference:.4g} in PyTorch)")
+        lines.append(
+            f"  {name:<{width}}  {value:.2g}  (norm {norm:.4g} on {used}, {reference:.4g} in PyTorch)"
+        )
     return "\n".join(lines)
 
 
@@ -221,7 +234,11 @@ def _line(record: Record) -> str:
 
 def _worst(records: list[Record]) -> Record:
     def badness(record: Record) -> tuple[bool, float]:
-        differences = (record["loss_difference"], record["gradient_difference"], record.get("state_difference", 0.0))
+        differences = (
+            record["loss_difference"],
+            record["gradient_difference"],
+            record.get("state_difference", 0.0),
+        )
         return not record["passed"], max(map(float, differences))
 
     return max(records, key=badness)
@@ -240,7 +257,9 @@ def _largest_of(found: Comparison, tolerance: float) -> list[Difference]:
 def _rounding(record: Record) -> str:
     names, draws = record.get("rounding"), record.get("draws")
     judged = f"\n  rounding, as float64 shows: {', '.join(names[:_SHOWN])}" if names else ""
-    return judged + ("\n  both were given the same random numbers, which training draws itself" if draws else "")
+    return judged + (
+        "\n  both were given the same random numbers, which training draws itself" if draws else ""
+    )
 
 
 def _not_judged(record: Record) -> str:

@@ -50,7 +50,9 @@ def saved_for(session: Session, saving: Saving, asked: Ask) -> Iterator[None]:
 
 
 def _not_saved(session: Session, asked: Ask, why: str) -> NotSaved:
-    return NotSaved(f"stopped by {_who(session, asked)}, and nothing was saved: {why}", 128 + asked.signal)
+    return NotSaved(
+        f"stopped by {_who(session, asked)}, and nothing was saved: {why}", 128 + asked.signal
+    )
 
 
 def _who(session: Session, asked: Ask) -> str:

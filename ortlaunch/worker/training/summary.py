@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
-from ortlaunch.run_folder.engine_report import Binding, ChunkedLoss, EngineReport, GraphReport, OnnxRuntime
+from ortlaunch.run_folder.engine_report import (
+    Binding,
+    ChunkedLoss,
+    EngineReport,
+    GraphReport,
+    OnnxRuntime,
+)
 from ortlaunch.units import counted
 from ortlaunch.worker.length import length_line
 from ortlaunch.worker.session import Session
@@ -14,7 +20,10 @@ from ortlaunch.worker.supervision.module_copies import copy_modules
 
 def announce(session: Session) -> None:
     """Before step 1, by rank 0: what will run, for how long, and what is kept of the user's code."""
-    engine, length = session.engine, length_line(session.recipe, session.plan.batch, len(session.data.train))
+    engine, length = (
+        session.engine,
+        length_line(session.recipe, session.plan.batch, len(session.data.train)),
+    )
     if session.group.rank == 0:
         data = [length, *session.data.class_lines()]
         lines = [*plan_lines(engine.report()), *engine.notes, *data, *copy_modules(session.run)]
@@ -44,8 +53,14 @@ def plan_lines(report: EngineReport) -> list[str]:
         + ("" if report.sharding == "none" else f", sharding: {report.sharding}")
     ]
     if engine.fallback_reason:
-        lines.append(f"FALLBACK: engine {engine.asked} was asked, {engine.used} runs: {engine.fallback_reason}")
-    lines += [*_matmul_precision(report), *_chunked_loss(report.chunked_loss), *_settings(report.onnxruntime)]
+        lines.append(
+            f"FALLBACK: engine {engine.asked} was asked, {engine.used} runs: {engine.fallback_reason}"
+        )
+    lines += [
+        *_matmul_precision(report),
+        *_chunked_loss(report.chunked_loss),
+        *_settings(report.onnxruntime),
+    ]
     lines += _binding(report.binding)
     if optimizer.why:
         lines.append(f"optimizer: {optimizer.used} in place of {optimizer.asked}: {optimizer.why}")
@@ -61,12 +76,17 @@ def _matmul_precision(report: EngineReport) -> list[str]:
     """What products of float32 matrices are made in, where that was chosen."""
     found = report.matmul_precision
     if found.onednn:
-        return ["matmul in float32 by oneDNN, which is faster than MKL on this processor (engine.onednn)"]
+        return [
+            "matmul in float32 by oneDNN, which is faster than MKL on this processor (engine.onednn)"
+        ]
     if found.asked == "highest":
         return []
     nothing, graph = found.gains_nothing, report.onnxruntime and report.onnxruntime.training_graph
     if graph and report.device == "cpu" and not products_called(graph):
-        nothing = nothing or "no product of ONNX Runtime's graph is torch's, for no weight is as large as 256 x 256"
+        nothing = (
+            nothing
+            or "no product of ONNX Runtime's graph is torch's, for no weight is as large as 256 x 256"
+        )
     result = f"gains nothing: {nothing}" if nothing else f"matmul of float32 in {found.format}"
     return [f"matmul_precision {found.asked}: {result}"]
 
@@ -77,7 +97,9 @@ def _binding(found: Binding | None) -> list[str]:
         return []
     if found.used == "none":
         return [f"binding {found.asked}: not bound: {found.why}"]
-    ranks = ", ".join(f"rank {rank} on cores {cores}" for rank, cores in enumerate(found.cores[:_MOST_RANKS]))
+    ranks = ", ".join(
+        f"rank {rank} on cores {cores}" for rank, cores in enumerate(found.cores[:_MOST_RANKS])
+    )
     more = f" and {len(found.cores) - _MOST_RANKS} more" if len(found.cores) > _MOST_RANKS else ""
     return [f"binding {found.used}: {ranks}{more}"]
 
@@ -85,8 +107,14 @@ def _binding(found: Binding | None) -> list[str]:
 def _chunked_loss(found: ChunkedLoss) -> list[str]:
     """Whether head and loss are made in chunks; nothing where nobody asked for them and they are not."""
     if found.rows:
-        return [f"chunked_loss {found.asked}: head and loss of {found.rows} labelled rows at a time"]
-    return [] if found.asked in ("auto", "off") else [f"chunked_loss {found.asked}: not applied: {found.why}"]
+        return [
+            f"chunked_loss {found.asked}: head and loss of {found.rows} labelled rows at a time"
+        ]
+    return (
+        []
+        if found.asked in ("auto", "off")
+        else [f"chunked_loss {found.asked}: not applied: {found.why}"]
+    )
 
 
 def products_called(graph: GraphReport) -> int:
@@ -100,7 +128,10 @@ def _settings(ort: OnnxRuntime | None) -> list[str]:
         return []
     lines = []
     if ort.settings:
-        lines.append("settings: " + ", ".join(f"{name}: {json.dumps(value)}" for name, value in ort.settings.items()))
+        lines.append(
+            "settings: "
+            + ", ".join(f"{name}: {json.dumps(value)}" for name, value in ort.settings.items())
+        )
     copy = ort.deepcopy_before_export
     if copy and not copy.used and "deepcopy_before_export" not in ort.settings:
         lines.append(
@@ -109,13 +140,20 @@ def _settings(ort: OnnxRuntime | None) -> list[str]:
             "touch buffers"
         )
     if ort.variables:
-        lines.append("from the environment: " + ", ".join(f"{key}={text}" for key, text in ort.variables.items()))
+        lines.append(
+            "from the environment: "
+            + ", ".join(f"{key}={text}" for key, text in ort.variables.items())
+        )
     return lines
 
 
 def late_notes(report: EngineReport, told: Collection[str]) -> list[str]:
     """What a person should know that came up after step 1, such as another export."""
-    return [note for note in (report.onnxruntime.notes if report.onnxruntime else ()) if note not in told]
+    return [
+        note
+        for note in (report.onnxruntime.notes if report.onnxruntime else ())
+        if note not in told
+    ]
 
 
 def outcome_lines(report: EngineReport) -> list[str]:
@@ -123,7 +161,9 @@ def outcome_lines(report: EngineReport) -> list[str]:
     engine, ort = report.engine, report.onnxruntime
     if report.inductor:
         graphs, breaks = report.inductor.graphs, report.inductor.graph_breaks
-        return [f"ran on engine inductor: {graphs} graphs compiled, {breaks} graph breaks on rank 0"]
+        return [
+            f"ran on engine inductor: {graphs} graphs compiled, {breaks} graph breaks on rank 0"
+        ]
     if not ort:
         return [f"ran on engine {engine.used}"]
     passes = f"{ort.forward_passes} forward, {ort.backward_passes} backward passes by ONNX Runtime on rank 0"
@@ -139,7 +179,9 @@ def _torch(ort: OnnxRuntime) -> list[str]:
     names = ", ".join(f"{name} ({calls.forward} calls)" for name, calls in slowest[:_MOST_NAMES])
     more = f" and {len(slowest) - _MOST_NAMES} more" if len(slowest) > _MOST_NAMES else ""
     advice = "; another engine may be faster: try engine.name=auto" if ort.torch_share > 0.5 else ""
-    return [f"torch inside the graph: {names}{more}; {ort.torch_share:.0%} of the passes' time{advice}"]
+    return [
+        f"torch inside the graph: {names}{more}; {ort.torch_share:.0%} of the passes' time{advice}"
+    ]
 
 
 def _graph(ort: OnnxRuntime) -> list[str]:
@@ -150,6 +192,10 @@ def _graph(ort: OnnxRuntime) -> list[str]:
     nodes = graph.forward_nodes + (graph.backward_nodes or 0)
     calls = ((graph.aten, "torch operators (ATen)"), (graph.python, "Python functions (PythonOp)"))
     inside = [f"{sum(found.values())} {noun}" for found, noun in calls if found]
-    inside += [f"{n} nodes on {name}" for name, n in graph.nodes_by_provider.items() if name != graph.provider]
+    inside += [
+        f"{n} nodes on {name}"
+        for name, n in graph.nodes_by_provider.items()
+        if name != graph.provider
+    ]
     amid = f", with {', '.join(inside)}" if inside else ""
     return [f"  {counted(ort.exports, 'export')}; the graph of a step has {nodes} nodes{amid}"]

@@ -37,7 +37,9 @@ class Beside:
 
     def __init__(self, name: str, recipe: Recipe, run: RunDir, first_step: int) -> None:
         self.name, self._said = name, queue.SimpleQueue[Any]()
-        self._thread = threading.Thread(target=self._live, args=(recipe, run, first_step), daemon=True)
+        self._thread = threading.Thread(
+            target=self._live, args=(recipe, run, first_step), daemon=True
+        )
         self._thread.start()
 
     def log(self, step: int, values: Json) -> None:
@@ -50,7 +52,9 @@ class Beside:
         self._said.put(failed)
         self._thread.join(_LEAVE_SECONDS)
         if self._thread.is_alive():
-            print(f"log.trackers: {self.name} did not take all within {_LEAVE_SECONDS:.0f} s; metrics.jsonl has all")
+            print(
+                f"log.trackers: {self.name} did not take all within {_LEAVE_SECONDS:.0f} s; metrics.jsonl has all"
+            )
 
     def _live(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
         try:
@@ -73,12 +77,16 @@ class TensorBoard:
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._board = SummaryWriter(str(run.tensorboard), purge_step=first_step + 1 if first_step else None)
+        self._board = SummaryWriter(
+            str(run.tensorboard), purge_step=first_step + 1 if first_step else None
+        )
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             held_out = name.startswith("evaluation_")  # the groups of Hugging Face's Trainer
-            self._board.add_scalar(f"eval/{name[11:]}" if held_out else f"train/{name}", value, step)
+            self._board.add_scalar(
+                f"eval/{name[11:]}" if held_out else f"train/{name}", value, step
+            )
 
     def close(self, failed: bool) -> None:
         self._board.close()
@@ -101,7 +109,9 @@ class WeightsAndBiases:
             settings=wandb.Settings(silent=True, console="off"),
         )
         self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # theirs only counts up, ours goes back with a checkpoint
+        self._run.define_metric(
+            "*", step_metric="step"
+        )  # theirs only counts up, ours goes back with a checkpoint
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log({"step": step, **values})
@@ -126,7 +136,9 @@ class Mlflow:
         if first_step == 0:
             settings = {f"{name}": str(value)[:500] for name, value in leaves(_settings(recipe))}
             with contextlib.suppress(Exception):  # another start gave one of them another value
-                self._client.log_batch(self._run, params=[Param(*item) for item in settings.items()])
+                self._client.log_batch(
+                    self._run, params=[Param(*item) for item in settings.items()]
+                )
 
     def _begun(self, recipe: Recipe, run: RunDir) -> str:
         name = recipe.log.project or recipe.name
@@ -138,7 +150,9 @@ class Mlflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._run, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+        self._client.log_batch(
+            self._run, metrics=[Metric(name, value, now, step) for name, value in values.items()]
+        )
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")

@@ -22,9 +22,15 @@ def artifacts(tmp_path: Path) -> DeviceFolder:
     """A folder with everything by its name."""
     place = DeviceFolder(tmp_path / "artifacts")
     place.path.mkdir()
-    words = {"train": "python-docs", "tokenizer": {"train": "wordpiece", "vocab_size": 300}, "sequence_length": 24}
+    words = {
+        "train": "python-docs",
+        "tokenizer": {"train": "wordpiece", "vocab_size": 300},
+        "sequence_length": 24,
+    }
     config = {"model_type": "bert"}
-    place.recipe.write_text(to_yaml(makers.recipe(model={"task": "masked-lm", "config": config}, data=words)))
+    place.recipe.write_text(
+        to_yaml(makers.recipe(model={"task": "masked-lm", "config": config}, data=words))
+    )
     for path in (place.training, place.eval, place.optimizer, place.description, place.checkpoint):
         path.touch()
     (place.path / "tokenizer_config.json").touch()
@@ -58,7 +64,9 @@ def test_what_is_started(artifacts: DeviceFolder, monkeypatch: pytest.MonkeyPatc
         (("average", "one", "two"), "there is no checkpoint one"),
     ],
 )  # fmt: skip
-def test_refusals(words: tuple[str, ...], told: str, artifacts: DeviceFolder, ortlaunch: Run) -> None:
+def test_refusals(
+    words: tuple[str, ...], told: str, artifacts: DeviceFolder, ortlaunch: Run
+) -> None:
     """Each with what there is."""
     ended = ortlaunch("device", words[0], str(artifacts), *words[1:])
     assert (ended.status, told in ended.err) == (2, True), ended.err
@@ -87,7 +95,10 @@ def test_the_folder_of_a_result_is_made_before_any_step(
 def test_no_artifacts_and_a_mistyped_key(artifacts: DeviceFolder) -> None:
     """A folder that lacks some files names them; a key that no recipe has is told as everywhere."""
     artifacts.eval.unlink()
-    with pytest.raises(InputError, match=r"it lacks eval_model\.onnx; ortlaunch export RUN --format ondevice writes"):
+    with pytest.raises(
+        InputError,
+        match=r"it lacks eval_model\.onnx; ortlaunch export RUN --format ondevice writes",
+    ):
         device.start(DeviceRequest("train", str(artifacts)), ())
     artifacts.eval.touch()
     with pytest.raises(RecipeError, match=r"did you mean data\.sequence_length"):

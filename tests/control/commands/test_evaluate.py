@@ -44,7 +44,11 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     options = LaunchOptions("torchrun", 3)
     assert evaluations.evaluate(run, None, EVALUATION, options) == 3
     ((resolved, folder, resume),) = started
-    assert (resolved.plan.task, resolved.plan.world_size, resolved.plan.batch.global_samples) == ("evaluate", 3, 6)
+    assert (resolved.plan.task, resolved.plan.world_size, resolved.plan.batch.global_samples) == (
+        "evaluate",
+        3,
+        6,
+    )
     assert resolved.plan.modules == str(run.path.parent)
     assert folder == run.path / "evaluations/step_00000010"
     assert resume.choice == str(run.checkpoint(10))
@@ -54,15 +58,24 @@ def test_what_is_said_of_it(run: RunDir) -> None:
     """The ranks, and changes that concern what is measured: nothing of batches and steps, of which there are none."""
     trained = parse_resolved(run.recipe.read_text())
     write_json(run.checkpoint(10) / "manifest.json", {"step": 10})
-    write_json(run.checkpoint(10) / ORIGIN, origin(trained, makers.plan(trained).batch, 1, "cpu", {}, None))
-    found = evaluations._resolved(run, (*EVALUATION, "log.every_steps=7"), LaunchOptions("torchrun", 3))
+    write_json(
+        run.checkpoint(10) / ORIGIN, origin(trained, makers.plan(trained).batch, 1, "cpu", {}, None)
+    )
+    found = evaluations._resolved(
+        run, (*EVALUATION, "log.every_steps=7"), LaunchOptions("torchrun", 3)
+    )
     options = ResumeOptions(str(run.checkpoint(10)))
     lines = resume.beginning(run.evaluation_of(10), found, None, options).lines
     assert lines[0] == f"evaluating after step 10 from {run.checkpoint(10)}"
     assert "  changed: log.every_steps: 10 -> 7: takes effect" in lines
     assert [line for line in lines if "batch" in line or "world" in line] == []
-    assert describe(found.plan, found.file.recipe).splitlines()[0] == "made: 3 ranks on 1 host, cpu, launcher torchrun"
-    assert [line for line in describe(found.plan, found.file.recipe).splitlines() if line[0] != " "][1:] == []
+    assert (
+        describe(found.plan, found.file.recipe).splitlines()[0]
+        == "made: 3 ranks on 1 host, cpu, launcher torchrun"
+    )
+    assert [
+        line for line in describe(found.plan, found.file.recipe).splitlines() if line[0] != " "
+    ][1:] == []
 
 
 def _words(run: RunDir) -> RunDir:
@@ -70,7 +83,9 @@ def _words(run: RunDir) -> RunDir:
     recipe = makers.bert(data={**makers.WORDS, "evaluation": "python-docs"})
     run.recipe.write_text(to_yaml(recipe))
     write_json(run.checkpoint(10) / "manifest.json", {"step": 10})
-    write_json(run.checkpoint(10) / ORIGIN, origin(recipe, makers.plan(recipe).batch, 1, "cpu", {}, None))
+    write_json(
+        run.checkpoint(10) / ORIGIN, origin(recipe, makers.plan(recipe).batch, 1, "cpu", {}, None)
+    )
     write_json(run.vocabulary, {})
     return run
 
@@ -81,13 +96,17 @@ def _other_text(run: RunDir) -> str:
 
 def _lines(run: RunDir, *overrides: str) -> tuple[str, ...]:
     found = evaluations._resolved(run, overrides, LaunchOptions("local"))
-    return resume.beginning(run.evaluation_of(10), found, None, ResumeOptions(str(run.checkpoint(10)))).lines
+    return resume.beginning(
+        run.evaluation_of(10), found, None, ResumeOptions(str(run.checkpoint(10)))
+    ).lines
 
 
 def test_changes_that_concern_training_alone(run: RunDir) -> None:
     """They are of no effect and not told; what changes the numbers is told, and nothing of `--allow`."""
     _words(run)
-    lines = _lines(run, "data.sequence_length=64", "seed=7", _other_text(run), "optimizer.learning_rate=0.5")
+    lines = _lines(
+        run, "data.sequence_length=64", "seed=7", _other_text(run), "optimizer.learning_rate=0.5"
+    )
     assert [line for line in lines[1:] if "code." not in line] == [
         "  changed: seed: 42 -> 7: takes effect",
         "  changed: data.sequence_length: 128 -> 64: takes effect",
@@ -102,7 +121,9 @@ def test_changes_that_concern_training_alone(run: RunDir) -> None:
 def test_a_run_that_keeps_no_vocabulary(run: RunDir) -> None:
     """Its words and labels may have been made of the training data: those must be the same."""
     _words(run).vocabulary.unlink()
-    with pytest.raises(PlanError, match=r"data.train: .* refused \(its words and labels may be made of these data"):
+    with pytest.raises(
+        PlanError, match=r"data.train: .* refused \(its words and labels may be made of these data"
+    ):
         _lines(run, _other_text(run), "data.sequence_length=64")
 
 
@@ -122,7 +143,11 @@ def model(run: RunDir) -> Path:
     """An export of the run, whose task transformers knows."""
     words = makers.recipe(
         model={"task": "masked-lm", "config": {"model_type": "bert"}},
-        data={"train": "python-docs", "tokenizer": {"train": "wordpiece", "vocab_size": 300}, "sequence_length": 24},
+        data={
+            "train": "python-docs",
+            "tokenizer": {"train": "wordpiece", "vocab_size": 300},
+            "sequence_length": 24,
+        },
         engine={"name": "ort"},
     )
     run.recipe.write_text(to_yaml(words))
@@ -133,17 +158,26 @@ def model(run: RunDir) -> Path:
     return folder
 
 
-def test_a_model_is_measured_by_its_runs_recipe(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_measured_by_its_runs_recipe(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The graph before the weights, with the tokenizer beside it; adapters alone are told, and strangers."""
     started: list[Any] = []
     monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)
     corpus = ("data.evaluation=python-docs",)
-    assert (evaluate_model.is_model(model), evaluate_model.is_model(model.parents[1])) == (True, False)
+    assert (evaluate_model.is_model(model), evaluate_model.is_model(model.parents[1])) == (
+        True,
+        False,
+    )
     assert evaluate_model.evaluate(model, None, corpus, as_json=False) == 3
     given = started[0]
     assert (given.model, given.modules) == (str(model / "model.onnx"), str(model.parents[2]))
     recipe = parse_resolved(given.recipe)
-    assert (recipe.engine.name, recipe.data.tokenizer, recipe.model.pretrained) == ("eager", str(model), None)
+    assert (recipe.engine.name, recipe.data.tokenizer, recipe.model.pretrained) == (
+        "eager",
+        str(model),
+        None,
+    )
 
     (model / "model.onnx").unlink()
     evaluate_model.evaluate(model, None, corpus, as_json=False)
@@ -169,16 +203,29 @@ CHATS = {"train": "python-chats", "chat_template": "chat.jinja"}
     [
         ("masked-lm", {}),
         ("causal-lm", CHATS),
-        ("causal-lm", {"train": [{"source": {"format": "text", "path": "mine.txt", "document": "line"}}]}),
-        ("sequence-classification", {"train": {"format": "jsonl", "path": "mine.jsonl", "label_column": "a b"}}),
-        ("sequence-classification", {"train": {"format": "hub", "name": "stanfordnlp/imdb", "split": "train[:9]"}}),
+        (
+            "causal-lm",
+            {"train": [{"source": {"format": "text", "path": "mine.txt", "document": "line"}}]},
+        ),
+        (
+            "sequence-classification",
+            {"train": {"format": "jsonl", "path": "mine.jsonl", "label_column": "a b"}},
+        ),
+        (
+            "sequence-classification",
+            {"train": {"format": "hub", "name": "stanfordnlp/imdb", "split": "train[:9]"}},
+        ),
     ],
 )
-def test_the_advice_can_be_typed(task: str, data: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_advice_can_be_typed(
+    task: str, data: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A held-out corpus as the message says it, of the training corpus's kind, is taken."""
     monkeypatch.setattr(tasks, "run_alone", lambda request: 3)
     family = "llama" if task == "causal-lm" else "bert"
-    made = makers.recipe(model={"task": task, "config": {"model_type": family}}, data={**makers.WORDS, **data})
+    made = makers.recipe(
+        model={"task": task, "config": {"model_type": family}}, data={**makers.WORDS, **data}
+    )
     RunDir(model.parents[1]).recipe.write_text(to_yaml(made))
     with pytest.raises(InputError) as caught:
         evaluate_model.evaluate(model, None, (), as_json=False)

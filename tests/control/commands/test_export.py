@@ -31,7 +31,12 @@ def run(tmp_path: Path) -> RunDir:
     [
         (None, None, "gguf", "--format: got 'gguf'; one of huggingface, onnx, ondevice"),
         (30, None, "huggingface", "has no complete checkpoint of step 30; of 10, 20"),
-        (None, Path(), "huggingface", r"\. is there already; take it away, or give another folder with --to"),
+        (
+            None,
+            Path(),
+            "huggingface",
+            r"\. is there already; take it away, or give another folder with --to",
+        ),
     ],
 )
 def test_refusals(step: int | None, to: Path | None, form: str, message: str, run: RunDir) -> None:
@@ -42,7 +47,10 @@ def test_refusals(step: int | None, to: Path | None, form: str, message: str, ru
 
 def test_adapters_as_nobody_knows(run: RunDir) -> None:
     """A word that is no way to export adapters; artifacts for devices on the hub."""
-    with pytest.raises(InputError, match="--push uploads models for transformers and ONNX; --format ondevice is for"):
+    with pytest.raises(
+        InputError,
+        match="--push uploads models for transformers and ONNX; --format ondevice is for",
+    ):
         exports.export(run, None, None, "ondevice", push="me/mine")
     with pytest.raises(InputError, match="--lora: got 'apart'; one of merged, alone"):
         exports.export(run, None, None, "huggingface", lora="apart")
@@ -59,7 +67,9 @@ def test_no_run_and_no_checkpoint(run: RunDir, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "taken"), [(None, 20), (10, 10)])
-def test_what_is_started(step: int | None, taken: int, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_started(
+    step: int | None, taken: int, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The newest checkpoint, or the one asked for, into a folder of its step; the exit status is the process's."""
     started: list[Any] = []
     monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)

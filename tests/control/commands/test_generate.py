@@ -37,11 +37,20 @@ def asked(model: Path, step: int | None = None) -> GenerationRequest:
 
 @pytest.mark.parametrize(
     ("step", "finished", "taken"),
-    [(None, 20, ("run/export", None)), (None, 10, ("run", 20)), (10, 20, ("run", 10)), (None, None, ("run", 20))],
+    [
+        (None, 20, ("run/export", None)),
+        (None, 10, ("run", 20)),
+        (10, 20, ("run", 10)),
+        (None, None, ("run", 20)),
+    ],
     ids=["export", "export of another step", "asked for", "not finished"],
 )
 def test_which_model(
-    step: int | None, finished: int | None, taken: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int | None,
+    finished: int | None,
+    taken: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The export where it is of the newest checkpoint, else that, or the one asked for; the process's exit status."""
     run, started = run_of(tmp_path / "run", "causal-lm"), list[Any]()
@@ -62,9 +71,15 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"trains task {task}; only causal-lm generates text"):
             generation.generate(asked(run.path))
     write_json(tmp_path / "bert/config.json", {"architectures": ["BertForMaskedLM"]})
-    with pytest.raises(InputError, match="bert holds a BertForMaskedLM; only causal models generate text"):
+    with pytest.raises(
+        InputError, match="bert holds a BertForMaskedLM; only causal models generate text"
+    ):
         generation.generate(asked(tmp_path / "bert"))
-    with pytest.raises(InputError, match=r"is no folder of a run \(plan.json\), nor of a model of transformers'"):
+    with pytest.raises(
+        InputError, match=r"is no folder of a run \(plan.json\), nor of a model of transformers'"
+    ):
         generation.generate(asked(tmp_path / "nothing"))
-    with pytest.raises(InputError, match=r"--step: .* is no folder of a run, and has no checkpoints"):
+    with pytest.raises(
+        InputError, match=r"--step: .* is no folder of a run, and has no checkpoints"
+    ):
         generation.generate(asked(tmp_path / "bert", 10))

@@ -21,7 +21,9 @@ def recipe(workbench: None) -> None:
     Path("recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+def typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, str]:
     """Exit status and all that a command writes."""
     monkeypatch.setattr(sys, "argv", ["ortlaunch", *words])
     capsys.readouterr()
@@ -39,18 +41,32 @@ def test_what_changed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     run = RunDir("one")
     run.path.mkdir()
     run.plan.write_text(plan)
-    changed = ("plan", "recipe.yaml", "launch.nodes=5", "launch.processes_per_node=1", "batch.micro_size=4")
-    shown = [typed(monkeypatch, capsys, *changed, "--diff", other) for other in ("recipe.yaml", "one", "one/plan.json")]
+    changed = (
+        "plan",
+        "recipe.yaml",
+        "launch.nodes=5",
+        "launch.processes_per_node=1",
+        "batch.micro_size=4",
+    )
+    shown = [
+        typed(monkeypatch, capsys, *changed, "--diff", other)
+        for other in ("recipe.yaml", "one", "one/plan.json")
+    ]
     assert [status for status, _ in shown] == [0, 0, 0]
     assert len({text for _, text in shown}) == 1
     lines = shown[0][1].splitlines()
     assert lines[0] == "world_size: 1 -> 5"
     assert "nodes: 1 (localhost 1) -> 5 (node0 1, node1 1, node2 1, node3 1, ...)" in lines
     assert 'launcher: "local" -> "inside"' in lines
-    assert typed(monkeypatch, capsys, "plan", "recipe.yaml", "--diff", "one") == (0, "same plan as one\n")
+    assert typed(monkeypatch, capsys, "plan", "recipe.yaml", "--diff", "one") == (
+        0,
+        "same plan as one\n",
+    )
 
 
-def test_a_device_that_only_overrides_know(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_only_overrides_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A recipe for GPUs is compared on a host without: its auto is what was typed for the new one."""
     changed = ("plan", "bert-large/phase1", "launch.device=cuda", "batch.global_size=32768")
     status, text = typed(monkeypatch, capsys, *changed, "--diff", "bert-large/phase1")
@@ -60,15 +76,31 @@ def test_a_device_that_only_overrides_know(monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.parametrize(
     ("other", "text", "said"),
     [
-        ("empty", None, "--diff empty: there is no empty/plan.json; give a recipe, a run folder or its plan.json"),
+        (
+            "empty",
+            None,
+            "--diff empty: there is no empty/plan.json; give a recipe, a run folder or its plan.json",
+        ),
         ("gone.json", None, "--diff gone.json: there is no gone.json"),
-        ("a.json", '{"format": 2}', "--diff a.json: plan.json was written by another version of ortlaunch"),
-        ("a.json", '{"format": 1}', "--diff a.json: a.json is no plan of this version (KeyError('world_size'))"),
+        (
+            "a.json",
+            '{"format": 2}',
+            "--diff a.json: plan.json was written by another version of ortlaunch",
+        ),
+        (
+            "a.json",
+            '{"format": 1}',
+            "--diff a.json: a.json is no plan of this version (KeyError('world_size'))",
+        ),
         ("a.json", "{", "--diff a.json: a.json is no plan of this version (JSONDecodeError("),
     ],
 )
 def test_what_is_no_plan(
-    other: str, text: str | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    other: str,
+    text: str | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Named, with what it should be."""
     Path("empty").mkdir()
@@ -88,7 +120,11 @@ def test_what_is_no_plan(
             0,
             "rank 3 of 4, local rank 1 of 2",
         ),
-        ({"RANK": "3", "WORLD_SIZE": "4"}, 2, "error: torchrun: RANK=3 WORLD_SIZE=4 set, but LOCAL_RANK"),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4"},
+            2,
+            "error: torchrun: RANK=3 WORLD_SIZE=4 set, but LOCAL_RANK",
+        ),
     ],
 )
 def test_ranks(

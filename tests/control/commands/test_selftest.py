@@ -47,9 +47,18 @@ def run(folder: Path, answer: bool = False, **launch: str | int) -> dict[str, Fi
 def test_a_backend_with_other_losses_fails_it(place: list[str], tmp_path: Path) -> None:
     """Checks, measurements, then trainings; the one that differs is named with its log."""
     found = run(tmp_path / "st")
-    assert list(found) == ["disk", "link", "train local", "train torchrun", "train mpi", "train slurm"]
+    assert list(found) == [
+        "disk",
+        "link",
+        "train local",
+        "train torchrun",
+        "train mpi",
+        "train slurm",
+    ]
     assert [one.verdict for one in found.values()] == [OK, OK, OK, OK, FAILED, WARNING]
-    assert found["train mpi"].what.startswith("LOSSES DIFFER by 0.5: a:0-0, losses 2.000000 -> 1.500000")
+    assert found["train mpi"].what.startswith(
+        "LOSSES DIFFER by 0.5: a:0-0, losses 2.000000 -> 1.500000"
+    )
     assert found["train mpi"].mend == f"see {tmp_path}/st/log"
 
 
@@ -101,7 +110,9 @@ def test_a_folder_that_is_not_empty(tmp_path: Path) -> None:
         run(tmp_path)
 
 
-def test_a_signal_leaves_no_job_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_leaves_no_job_and_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What waits for the job is ended, and the job is cancelled."""
     called: list[str] = []
 

@@ -43,7 +43,9 @@ OPTIONS = LaunchOptions(planned_only=True, declared=True)
 def resolved(*overrides: str, **sections: Any) -> ResolvedRun:
     """A custom model's recipe in the current folder, for a scheduler."""
     Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))
-    return resolve(Path("recipe.yaml"), overrides, OPTIONS, {"PATH": "/bin", "WANDB_API_KEY": "s3cret"})
+    return resolve(
+        Path("recipe.yaml"), overrides, OPTIONS, {"PATH": "/bin", "WANDB_API_KEY": "s3cret"}
+    )
 
 
 def script(*overrides: str, **sections: Any) -> str:
@@ -119,7 +121,9 @@ def test_gpus_that_nobody_counted() -> None:
 def test_what_squeue_and_sacct_say(text: str, state: JobState | None, words: str) -> None:
     """Short and long forms; an unknown word is no guess."""
     if state is None:
-        with pytest.raises(LaunchError, match="Slurm says OUT_OF_ME of the job, which ortlaunch does not know"):
+        with pytest.raises(
+            LaunchError, match="Slurm says OUT_OF_ME of the job, which ortlaunch does not know"
+        ):
             slurm.seen_in_lines(text)
     else:
         assert slurm.seen_in_lines(text) == QueueState(state, words)
@@ -207,7 +211,11 @@ def test_a_job_that_saved_when_it_was_cancelled(queue: Queue) -> None:
     ("seen", "state", "verdict"),
     [
         (QueueState(JobState.RUNNING, "RUNNING"), JobState.RUNNING, None),
-        (QueueState(JobState.FAILED, "TIMEOUT (TimeLimit)"), JobState.FAILED, "slurm says: TIMEOUT (TimeLimit)\n"),
+        (
+            QueueState(JobState.FAILED, "TIMEOUT (TimeLimit)"),
+            JobState.FAILED,
+            "slurm says: TIMEOUT (TimeLimit)\n",
+        ),
         (None, JobState.FAILED, "slurm says: no job that it knows\n"),
     ],
 )
@@ -242,7 +250,9 @@ STOPPED = {"cause": "stopped", "signal": 10, "exit_status": 85, "secondary": Fal
            "rank": 0, "summary": "rank 0 was stopped by SIGUSR1"}  # fmt: skip
 
 
-@pytest.mark.parametrize(("turn", "status", "state"), [("0", 85, JobState.PREEMPTED), ("1", 1, JobState.FAILED)])
+@pytest.mark.parametrize(
+    ("turn", "status", "state"), [("0", 85, JobState.PREEMPTED), ("1", 1, JobState.FAILED)]
+)
 def test_a_turn_without_a_step(
     turn: str, status: int, state: JobState, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +270,9 @@ def test_a_turn_without_a_step(
     assert (record.state, "not queued again" in str(record.verdict)) == (state, turn == "1")
 
 
-def test_restarts_of_a_queued_run_are_counted(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_of_a_queued_run_are_counted(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Attempts are kept from turn to turn; the same failure twice, or the last restart, ends the job."""
     run = put(queue)
     queue.seen = QueueState(JobState.PENDING, "PENDING (BeginTime)")
@@ -278,7 +290,9 @@ def test_restarts_of_a_queued_run_are_counted(queue: Queue, monkeypatch: pytest.
     assert record.verdict.endswith("2 restarts without progress (launch.max_restarts: 2)")
 
 
-def test_a_turn_that_never_began_is_no_earlier_ones_end(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_never_began_is_no_earlier_ones_end(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The turn before stopped and saved; in this one srun cannot start: not 85 once more, and so on."""
     run = put(queue)
     write_text(run.plan, resolved().plan.to_json())
@@ -317,7 +331,9 @@ def test_what_goes_back_into_the_queue(
     if stop:
         write_json(run.stop_request, {"by": stop})
     environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
-    done = subprocess.run(["bash", str(run.job_script)], env=environ, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", str(run.job_script)], env=environ, capture_output=True, timeout=60, check=False
+    )
     assert done.returncode == status, done.stderr
     assert (tools / "asked").exists() == requeued
     assert not run.requeue_request.exists()
@@ -336,7 +352,9 @@ def test_a_node_without_the_folder_starts_no_rank(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     (tmp_path / "srun").chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
-    done = subprocess.run(["bash", str(run.job_script)], env=environ, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", str(run.job_script)], env=environ, capture_output=True, timeout=60, check=False
+    )
     assert done.returncode == 1
     assert b"No such file or directory" in done.stderr
     assert not (tmp_path / "started").exists()
@@ -352,7 +370,10 @@ def test_a_controller_that_is_away(queue: Queue, monkeypatch: pytest.MonkeyPatch
         if words is gone:
             assert slurm.state("12") is None
         else:
-            with pytest.raises(LaunchError, match="squeue cannot say how the job goes: slurm_load_jobs error: Unable"):
+            with pytest.raises(
+                LaunchError,
+                match="squeue cannot say how the job goes: slurm_load_jobs error: Unable",
+            ):
                 slurm.state("12")
 
 
@@ -376,7 +397,9 @@ def test_a_missing_file_is_not_queued(queue: Queue) -> None:
         "model": {"task": "masked-lm", "config": BERT},
         "data": {**WORDS, "train": {"format": "text", "path": "gone.txt"}},
     }
-    with pytest.raises(RecipeError, match=r"data\.train\.path: got gone\.txt, which matches no file here"):
+    with pytest.raises(
+        RecipeError, match=r"data\.train\.path: got gone\.txt, which matches no file here"
+    ):
         submit(resolved(**sections), Path("one"), RunDir("one"), "slurm")
     assert not Path("one").exists()
     inside = resolved("submit.container={image: a/b}", **sections)
@@ -389,14 +412,18 @@ def test_a_stop_of_a_run_that_waits(queue: Queue) -> None:
     with pytest.raises(InputError, match="waits in the queue, and it has nothing to save"):
         stop(run)
     write_text(run.checkpoint(86) / "COMPLETE", "")
-    with pytest.raises(InputError, match="waits in the queue, and it is saved after step 86; `ortlaunch cancel`"):
+    with pytest.raises(
+        InputError, match="waits in the queue, and it is saved after step 86; `ortlaunch cancel`"
+    ):
         stop(run)
 
 
 def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Submitting takes a host of the cluster; nothing else is asked there."""
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(MissingDependency, match="no sbatch here: submit on a host of the cluster; --dry-run prints"):
+    with pytest.raises(
+        MissingDependency, match="no sbatch here: submit on a host of the cluster; --dry-run prints"
+    ):
         submit(resolved(), Path("one"), RunDir("one"), "slurm")
 
 

@@ -39,7 +39,11 @@ SECRET = {"PATH": "/bin", "WANDB_API_KEY": "s3cret"}
 
 def resolved(name: str, kind: str, *overrides: str) -> ResolvedRun:
     """A shipped recipe for four nodes of eight GPUs."""
-    pods = (f"{PODS}, kind: {kind}}}", "launch.forward=[WANDB_API_KEY]", "submit.scheduler=kubernetes")
+    pods = (
+        f"{PODS}, kind: {kind}}}",
+        "launch.forward=[WANDB_API_KEY]",
+        "submit.scheduler=kubernetes",
+    )
     chosen = (AZURE, "submit.scheduler=azureml") if kind == "azureml" else pods
     options = LaunchOptions(planned_only=True, declared=True)
     return resolve(Path(RECIPES[name]), (*WORLD, *chosen, *overrides), options, SECRET)
@@ -47,7 +51,9 @@ def resolved(name: str, kind: str, *overrides: str) -> ResolvedRun:
 
 def requested(name: str, kind: str, *overrides: str) -> Request:
     """What would be sent."""
-    return request_of(resolved(name, kind, *overrides), RUN, "azureml" if kind == "azureml" else "kubernetes")
+    return request_of(
+        resolved(name, kind, *overrides), RUN, "azureml" if kind == "azureml" else "kubernetes"
+    )
 
 
 def documents(name: str, kind: str, *overrides: str) -> list[dict[str, Any]]:
@@ -69,9 +75,13 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
 
 def unknown(value: dict[str, Any]) -> list[str]:
     """What Kubeflow Trainer's own models of a Job or a TrainJob do not know; they raise what they cannot read."""
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api, of extra dev")
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api, of extra dev"
+    )
     kinds = {"Job": models.IoK8sApiBatchV1Job, "TrainJob": models.TrainerV1alpha1TrainJob}
-    return sorted(differences(value, kinds[value["kind"]].from_dict(copy.deepcopy(value)).to_dict()))
+    return sorted(
+        differences(value, kinds[value["kind"]].from_dict(copy.deepcopy(value)).to_dict())
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +109,9 @@ def test_kubernetes_knows_every_field(name: str, kind: str) -> None:
     wrong["spec"]["backofLimit"] = 1
     holder = wrong["spec"]
     if kind == "trainjob":
-        nodes = holder["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+        nodes = holder["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"][
+            "replicatedJobs"
+        ][0]
         holder = nodes["template"]["spec"]
     holder["template"]["spec"]["volume"] = []
     assert [path.rpartition(".")[2] for path in unknown(wrong)] == ["backofLimit", "volume"]
@@ -107,21 +119,31 @@ def test_kubernetes_knows_every_field(name: str, kind: str) -> None:
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
     """A resource's schema as JSON Schema that refuses unknown fields, as `kubectl create` does by default."""
-    made = {key: strict(value) if isinstance(value, dict) else value for key, value in schema.items()}
-    if isinstance(made.get("properties"), dict) and not made.get("x-kubernetes-preserve-unknown-fields"):
+    made = {
+        key: strict(value) if isinstance(value, dict) else value for key, value in schema.items()
+    }
+    if isinstance(made.get("properties"), dict) and not made.get(
+        "x-kubernetes-preserve-unknown-fields"
+    ):
         made.setdefault("additionalProperties", False)
     return made
 
 
-@pytest.mark.parametrize(("version", "trainer"), [("2.2.1", "v2.2"), ("2.3.0", "v2.3"), ("2.3.0", "v2.2")])
+@pytest.mark.parametrize(
+    ("version", "trainer"), [("2.2.1", "v2.2"), ("2.3.0", "v2.3"), ("2.3.0", "v2.2")]
+)
 def test_kubeflow_trainer_accepts_the_manifest(version: str, trainer: str) -> None:
     """By the schema of that version's own resource definition (tests/control/commands/crds), strictly."""
-    schema = json.loads((GOLDEN.with_name("crds") / f"trainjob-{version}.json").read_text(encoding="utf-8"))
+    schema = json.loads(
+        (GOLDEN.with_name("crds") / f"trainjob-{version}.json").read_text(encoding="utf-8")
+    )
     more = (f"submit.kubernetes.trainer={trainer}", "submit.kubernetes.node_selector={gpu: h100}",
             "submit.kubernetes.service_account=me", "submit.kubernetes.memory=100Gi")  # fmt: skip
     job = documents("llama2-7b", "trainjob", *more)[-1]
     jsonschema.validate(job, strict(schema))
-    nodes = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    nodes = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"][
+        "replicatedJobs"
+    ][0]
     nodes["template"]["spec"]["template"]["spec"]["terminationGracePeriod"] = 75
     with pytest.raises(jsonschema.ValidationError, match="'terminationGracePeriod' was unexpected"):
         jsonschema.validate(job, strict(schema))
@@ -130,7 +152,9 @@ def test_kubeflow_trainer_accepts_the_manifest(version: str, trainer: str) -> No
 @pytest.mark.parametrize("name", RECIPES)
 def test_azure_ml_reads_the_job(name: str, tmp_path: Path) -> None:
     """By azure-ai-ml's own loader; a typo is refused."""
-    load_job = pytest.importorskip("azure.ai.ml", reason="pip install azure-ai-ml: 130 MB, so in no extra").load_job
+    load_job = pytest.importorskip(
+        "azure.ai.ml", reason="pip install azure-ai-ml: 130 MB, so in no extra"
+    ).load_job
     job = documents(name, "azureml")[0]
     job["inputs"]["recipe"]["path"] = str(tmp_path / "recipe.yaml")
     (tmp_path / "recipe.yaml").write_text("")
@@ -148,7 +172,10 @@ def test_what_a_failure_means() -> None:
     """Pods whose ranks have saved are made anew; without requeue 85 is an end as any other. One pod needs no name."""
     rules = [documents("bert-large", "job", *more)[-1]["spec"]["podFailurePolicy"]["rules"]
              for more in ((), ("submit.requeue=false",))]  # fmt: skip
-    assert [[rule["action"] for rule in each] for each in rules] == [["Ignore", "Ignore", "FailJob"], ["FailJob"]]
+    assert [[rule["action"] for rule in each] for each in rules] == [
+        ["Ignore", "Ignore", "FailJob"],
+        ["FailJob"],
+    ]
     assert rules[0][0]["onExitCodes"]["values"] == [85]
     spec = documents("bert-large", "job", "launch.max_restarts=3")[-1]["spec"]
     assert (spec["backoffLimit"], [rule["action"] for rule in spec["podFailurePolicy"]["rules"]]) == (
@@ -159,20 +186,33 @@ def test_what_a_failure_means() -> None:
     }  # fmt: skip
     alone = documents("bert-large", "job", "launch.nodes=1")
     assert [each["kind"] for each in alone] == ["ConfigMap", "Job"]
-    assert not any("--master" in word for word in alone[-1]["spec"]["template"]["spec"]["containers"][0]["command"])
+    assert not any(
+        "--master" in word
+        for word in alone[-1]["spec"]["template"]["spec"]["containers"][0]["command"]
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "more", "why"),
     [
         ("azureml", (), "Azure ML has no restart of a command job"),
-        ("trainjob", (), "a TrainJob has no field for it: failurePolicy.maxRestarts of the runtime's JobSet"),
-        ("job", ("submit.requeue=false",), "the job may not be queued again (submit.requeue: false)"),
+        (
+            "trainjob",
+            (),
+            "a TrainJob has no field for it: failurePolicy.maxRestarts of the runtime's JobSet",
+        ),
+        (
+            "job",
+            ("submit.requeue=false",),
+            "the job may not be queued again (submit.requeue: false)",
+        ),
     ],
 )
 def test_restarts_that_no_queue_does(kind: str, more: tuple[str, ...], why: str) -> None:
     """`launch.max_restarts` is refused where nothing would restart the run."""
-    with pytest.raises(PlanError, match=re.escape(f"launch.max_restarts: 3 is not possible: {why}")):
+    with pytest.raises(
+        PlanError, match=re.escape(f"launch.max_restarts: 3 is not possible: {why}")
+    ):
         requested("bert-large", kind, "launch.max_restarts=3", *more)
 
 
@@ -191,13 +231,20 @@ def test_options() -> None:
     pods = f"{PODS}, {more}}}"
     job = documents("bert-large", "job", pods)[-1]
     pod = job["spec"]["template"]["spec"]
-    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8", "cpu": "96", "memory": "1000Gi"}
+    assert pod["containers"][0]["resources"]["limits"] == {
+        "nvidia.com/gpu": "8",
+        "cpu": "96",
+        "memory": "1000Gi",
+    }
     assert (pod["nodeSelector"], pod["serviceAccountName"]) == ({"gpu": "h100"}, "me")
     assert (pod["containers"][0]["workingDir"], job["metadata"]["namespace"]) == ("/work", "ml")
     fields = "compute: c, environment: repo/train:1, distribution: mpi, experiment: e, code: m, workspace: w"
     own = f"submit.azureml={{{fields}}}"
     azure = documents("bert-large", "azureml", own)[0]
-    assert (azure["environment"], azure["distribution"]["type"]) == ({"image": "repo/train:1"}, "mpi")
+    assert (azure["environment"], azure["distribution"]["type"]) == (
+        {"image": "repo/train:1"},
+        "mpi",
+    )
     assert (azure["experiment_name"], azure["code"], azure["environment_variables"]) == (
         "e",
         str(Path.cwd() / "m"),
@@ -209,7 +256,9 @@ def test_options() -> None:
 def test_what_is_slurms_is_said() -> None:
     """A field that another scheduler does not read is named."""
     asked = resolved("bert-large", "job", "submit.partition=gpu", "submit.exclusive=true")
-    assert without_effect(asked) == ["without effect with kubernetes: submit.partition, submit.exclusive"]
+    assert without_effect(asked) == [
+        "without effect with kubernetes: submit.partition, submit.exclusive"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +267,10 @@ def test_what_is_slurms_is_said() -> None:
         ({}, QueueState(JobState.PENDING, "no pod is ready")),
         ({"active": 4, "ready": 0}, QueueState(JobState.PENDING, "no pod is ready")),
         ({"active": 4, "ready": 4}, QueueState(JobState.RUNNING, "pods are ready")),
-        ({"jobsStatus": [{"name": "node", "ready": 1}]}, QueueState(JobState.RUNNING, "pods are ready")),
+        (
+            {"jobsStatus": [{"name": "node", "ready": 1}]},
+            QueueState(JobState.RUNNING, "pods are ready"),
+        ),
         (["Suspended"], QueueState(JobState.PENDING, "Suspended (R, M)")),
         (["Complete"], QueueState(JobState.SUCCEEDED, "Complete")),
         (["SuccessCriteriaMet"], QueueState(JobState.SUCCEEDED, "SuccessCriteriaMet")),
@@ -228,7 +280,11 @@ def test_what_is_slurms_is_said() -> None:
 def test_what_kubectl_says(status: Any, seen: QueueState) -> None:
     """A job's conditions and its pods."""
     if isinstance(status, list):
-        status = {"conditions": [{"type": kind, "status": "True", "reason": "R", "message": "M"} for kind in status]}
+        status = {
+            "conditions": [
+                {"type": kind, "status": "True", "reason": "R", "message": "M"} for kind in status
+            ]
+        }
     assert kubernetes.seen_in({"metadata": {}, "status": status}) == seen
 
 
@@ -236,7 +292,10 @@ def test_a_failure_that_saved() -> None:
     """As the controller words it."""
     said = "Container train for pod ml/x-0-abc failed with exit code 85 matching FailJob rule at index 0"
     failed = {"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": said}
-    assert kubernetes.seen_in({"metadata": {}, "status": {"conditions": [failed]}}).state is JobState.PREEMPTED
+    assert (
+        kubernetes.seen_in({"metadata": {}, "status": {"conditions": [failed]}}).state
+        is JobState.PREEMPTED
+    )
 
 
 FAKE = """#!/bin/sh
@@ -278,13 +337,24 @@ def test_a_run_in_pods(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cancel(run).startswith("cancelled\n")
     assert look(run).state is JobState.CANCELLED
     calls = (fake / "calls").read_text().splitlines()
-    assert calls[0] == f"kubectl create --namespace=default --filename={run.path.resolve()}/job.yaml --output=name"
-    assert "--selector=ortlaunch.run=x-20260101-000000,batch.kubernetes.io/job-completion-index=0" in "".join(calls)
+    assert (
+        calls[0]
+        == f"kubectl create --namespace=default --filename={run.path.resolve()}/job.yaml --output=name"
+    )
+    assert (
+        "--selector=ortlaunch.run=x-20260101-000000,batch.kubernetes.io/job-completion-index=0"
+        in "".join(calls)
+    )
 
 
 @pytest.mark.parametrize(
     ("word", "state", "status"),
-    [("Queued", "pending", None), ("Completed", "succeeded", 0), ("Failed", "failed", 1), ("Canceled", "cancelled", 1)],
+    [
+        ("Queued", "pending", None),
+        ("Completed", "succeeded", 0),
+        ("Failed", "failed", 1),
+        ("Canceled", "cancelled", 1),
+    ],
 )
 def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None) -> None:
     """As the workspace says; an end is recorded with its word."""
@@ -294,23 +364,32 @@ def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None
     seen = look(run)
     assert (seen.state.value, seen.job.exit_status) == (state, status)
     assert word in (seen.job.verdict or "")
-    assert azureml.logs("g/w/blue", follow=True)[-2:] == ("--resource-group=g", "--workspace-name=w")
+    assert azureml.logs("g/w/blue", follow=True)[-2:] == (
+        "--resource-group=g",
+        "--workspace-name=w",
+    )
 
 
 def test_a_job_that_nobody_knows_any_more(fake: Path) -> None:
     """How it ended is not guessed."""
     run = RunDir("one")
     submit(resolved("bert-large", "job"), run.path, run, "kubernetes")
-    assert look(run).job.verdict == "kubernetes says: no job that it knows, so how it ended is not known"
+    assert (
+        look(run).job.verdict
+        == "kubernetes says: no job that it knows, so how it ended is not known"
+    )
 
 
 @pytest.mark.parametrize(("kind", "command"), [("job", "kubectl"), ("azureml", "az")])
-def test_refused_or_absent(kind: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_or_absent(
+    kind: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command's own words; where there is none, what to do."""
     name = "azureml" if kind == "azureml" else "kubernetes"
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
-        MissingDependency, match=f"no {command} here: submit and ask where .*; --dry-run prints the job"
+        MissingDependency,
+        match=f"no {command} here: submit and ask where .*; --dry-run prints the job",
     ):
         submit(resolved("bert-large", kind), Path("one"), RunDir("one"), name)
     (tmp_path / command).write_text("#!/bin/sh\necho it exists already >&2\nexit 1\n")

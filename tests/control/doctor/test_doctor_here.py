@@ -53,7 +53,9 @@ def test_a_cache_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("version", "verdict"), [((3, 11), OK), ((3, 12), WARNING)], ids=["with wheels", "without wheels"]
+    ("version", "verdict"),
+    [((3, 11), OK), ((3, 12), WARNING)],
+    ids=["with wheels", "without wheels"],
 )
 def test_python(version: tuple[int, int], verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engine ort has none for a newer one."""
@@ -87,14 +89,19 @@ def test_what_a_recipe_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """With what installs it; room for its checkpoints, too."""
     monkeypatch.setattr(doctor, "_installed", lambda package: package != "tensorboard")
     made = recipe(log={"trackers": ["tensorboard"]})
-    found = here.look(HostRequirements((), "cpu", tmp_path, bytes_needed=1 << 60), made, world_of(made))
+    found = here.look(
+        HostRequirements((), "cpu", tmp_path, bytes_needed=1 << 60), made, world_of(made)
+    )
     wrong = [(one.check, one.verdict, one.mend) for one in found if one.verdict == FAILED]
     assert wrong == [("disk", FAILED, "make room, or lower checkpoint.keep"),
                      ("recipe", FAILED, 'pip install "ortlaunch[tensorboard]"')]  # fmt: skip
 
 
 def measured(**other: Any) -> dict[str, Any]:
-    links = [{"hosts": [first, (first + 1) % 3], "latency": 5e-5, "bytes": 1e6, "seconds": 1e-3} for first in range(3)]
+    links = [
+        {"hosts": [first, (first + 1) % 3], "latency": 5e-5, "bytes": 1e6, "seconds": 1e-3}
+        for first in range(3)
+    ]
     return {"dtype": "float32", "flops": [1e11] * 6, "links": links, **other,
             "all_reduce": {"latency": 1e-4, "bytes": 1 << 20, "seconds": 1e-3}}  # fmt: skip
 
@@ -110,7 +117,9 @@ def test_a_slow_device_and_a_slow_host_are_named() -> None:
     assert "(rank 3)" in judge(measured(flops=[1e11, 1e11, 1e11, 6e10, 1e11, 1e11]), NODES)[1].what
     for wrong in ({"seconds": 1e-1}, {"latency": 1e-2}):
         links = measured()["links"]
-        assert slow(measured(links=[{**links[0], **wrong}, {**links[1], **wrong}, links[2]])) == [("b", "link")]
+        assert slow(measured(links=[{**links[0], **wrong}, {**links[1], **wrong}, links[2]])) == [
+            ("b", "link")
+        ]
         assert slow(measured(links=[{**links[0], **wrong}, *links[1:]])) == []
 
 
@@ -118,7 +127,11 @@ def test_one_rank_has_no_links() -> None:
     """Only its matrix rate is told."""
     found = judge({"dtype": "bfloat16", "flops": [7e14]}, [Node("a", 1, 0, (0,))])
     assert [(one.check, one.what, one.figures) for one in found] == [
-        ("matrix rate", "700.0 TFLOP/s in bfloat16", {"gflops_least": 700000.0, "gflops_most": 700000.0})
+        (
+            "matrix rate",
+            "700.0 TFLOP/s in bfloat16",
+            {"gflops_least": 700000.0, "gflops_most": 700000.0},
+        )
     ]
 
 
@@ -126,7 +139,10 @@ def test_a_port_and_an_interface_that_were_asked_for() -> None:
     """Of this machine alone, too."""
     doors = probe.Doors("127.0.0.1", (0,))
     port = doors.ports[0][0]
-    assert verdicts(port=port)["port"][:2] == (FAILED, f"cannot listen at port {port}: Address already in use")
+    assert verdicts(port=port)["port"][:2] == (
+        FAILED,
+        f"cannot listen at port {port}: Address already in use",
+    )
     doors.close()
     assert verdicts(port=port)["port"][:2] == (OK, f"listens at 127.0.0.1:{port}")
     assert verdicts(interface="eth9")["interface"][0] == FAILED
@@ -134,7 +150,10 @@ def test_a_port_and_an_interface_that_were_asked_for() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"launcher": "mpi"}, "--launcher and --nproc-per-node: give a recipe"), ({"include": "a"}, "give --hostfile")],
+    [
+        ({"launcher": "mpi"}, "--launcher and --nproc-per-node: give a recipe"),
+        ({"include": "a"}, "give --hostfile"),
+    ],
 )
 def test_options_that_would_do_nothing(options: dict[str, Any], message: str) -> None:
     """They are refused."""
@@ -142,9 +161,17 @@ def test_options_that_would_do_nothing(options: dict[str, Any], message: str) ->
         checkup(None, (), LaunchOptions(**options), CheckupOptions(), {})
 
 
-def test_ranks_of_this_user_alone_are_stale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_of_this_user_alone_are_stale(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Ranks that are alive are listed by run folder; to another user they are not listed."""
-    command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", "ortlaunch.worker", "runs/x"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; print(flush=True); sys.stdin.read()",
+        "ortlaunch.worker",
+        "runs/x",
+    ]
     with contextlib.ExitStack() as stack:
         pipes: Any = {"cwd": tmp_path, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         ranks = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(2)]

@@ -64,19 +64,41 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         ({"shm": 1 << 20}, "/dev/shm", WARNING, "1.0 MiB free"),
         ({"open_files": 256}, "open files", WARNING, "at most 256"),
         ({"answer": WELL._replace(skew=-30.0)}, "clock", WARNING, "-30.0 s beside this host"),
-        ({"sources": 8}, "packages", FAILED, "other files of ortlaunch than here, of the same version"),
+        (
+            {"sources": 8},
+            "packages",
+            FAILED,
+            "other files of ortlaunch than here, of the same version",
+        ),
         ({"machine": "m"}, "alias", FAILED, "is the same machine as a"),
         ({"cpus": 4}, "cpus", WARNING, "4, where most hosts have 8"),
         ({"writable": False}, "run folder", FAILED, "cannot be written there"),
-        ({"answer": tried(udp=False, whole=False)}, "udp", WARNING, "no datagram to a is answered: a lost host is"),
-        ({"answer": tried(whole=False)}, "mtu", FAILED, "packets of 9000 B, the MTU of both interfaces, are lost"),
+        (
+            {"answer": tried(udp=False, whole=False)},
+            "udp",
+            WARNING,
+            "no datagram to a is answered: a lost host is",
+        ),
+        (
+            {"answer": tried(whole=False)},
+            "mtu",
+            FAILED,
+            "packets of 9000 B, the MTU of both interfaces, are lost",
+        ),
         ({"memlock": 1 << 16}, "memlock", WARNING, "at most 64.0 KiB, and it has InfiniBand"),
         ({"busy_gpus": ["7, 30 MiB"]}, "gpus idle", WARNING, "at work: 7, 30 MiB"),
         ({"busy_gpus": None}, "gpus idle", WARNING, "nvidia-smi does not say"),
-        ({"stale": ["/r/a (7, 9)", "/r/b (8)"]}, "stale", WARNING, "ranks of yours alive: /r/a (7, 9), /r/b (8)"),
+        (
+            {"stale": ["/r/a (7, 9)", "/r/b (8)"]},
+            "stale",
+            WARNING,
+            "ranks of yours alive: /r/a (7, 9), /r/b (8)",
+        ),
     ],
 )
-def test_what_is_wrong(told: dict[str, Any], check: str, verdict: str, what: str, tells: Any, tmp_path: Path) -> None:
+def test_what_is_wrong(
+    told: dict[str, Any], check: str, verdict: str, what: str, tells: Any, tmp_path: Path
+) -> None:
     """One finding, of that host, with what mends it; before a run only what would fail it ends it."""
     tells(**told)
     asked = HostRequirements(NODES, "cuda", tmp_path, 1024, interface="eth0")
@@ -98,7 +120,11 @@ def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = tuple(Node(name, 1, rank, (0,)) for rank, name in enumerate(tries))
     answers = [WELL._replace(reached=reached) for reached in tries.values()]
     monkeypatch.setattr(asking, "ask", lambda question: (answers, "a"))
-    wrong = [(one.host, one.what) for one in look(HostRequirements(nodes, "cpu", None)) if one.verdict == FAILED]
+    wrong = [
+        (one.host, one.what)
+        for one in look(HostRequirements(nodes, "cpu", None))
+        if one.verdict == FAILED
+    ]
     assert wrong == [("b", "no other host reaches its port 4001: timed out"),
                      ("b", "cannot reach port 4000 of a: refused")]  # fmt: skip
 
@@ -114,7 +140,9 @@ def test_good_hosts(tells: Any, tmp_path: Path) -> None:
 def test_a_clock_that_is_read_late_is_not_wrong(tells: Any, tmp_path: Path) -> None:
     """What a busy host takes to answer is no skew."""
     tells(WELL._replace(skew=7.0, doubt=3.0))
-    assert {finding.verdict for finding in look(HostRequirements(NODES, "cuda", tmp_path))} == {"ok"}
+    assert {finding.verdict for finding in look(HostRequirements(NODES, "cuda", tmp_path))} == {
+        "ok"
+    }
 
 
 SSH = """\
@@ -150,7 +178,10 @@ def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
     assert good.told["packages"]["torch"]
     assert abs(good.skew) <= good.doubt + 0.1
     assert isinstance(refuses, Silence)
-    assert (refuses.check, refuses.what) == ("reached", "ssh: connect to host refuses: No route to host")
+    assert (refuses.check, refuses.what) == (
+        "reached",
+        "ssh: connect to host refuses: No route to host",
+    )
     assert bare[:2] == ("interpreter", f"no {sys.executable} there (bash: python: not found)")
     assert hangs[:2] == ("reached", "no answer within 3 s")
     assert meeting is None  # none of these names leads anywhere
@@ -173,7 +204,9 @@ def test_a_port_that_is_taken() -> None:
 def test_which_hosts_try_which() -> None:
     """Each pair of a small group; of 128 hosts a few of each, in both directions, and the first one all."""
     few, many = range(5), range(128)
-    assert {at: asking._others(at, [*few]) for at in few} == {at: [one for one in few if one != at] for at in few}  # type: ignore[arg-type, type-var]
+    assert {at: asking._others(at, [*few]) for at in few} == {
+        at: [one for one in few if one != at] for at in few
+    }  # type: ignore[arg-type, type-var]
     chosen: Any = {at: asking._others(at, [*many]) for at in many}  # type: ignore[arg-type, type-var]
     assert len(chosen[0]) == 127
     assert max(len(chosen[at]) for at in many[1:]) <= 15
@@ -214,23 +247,37 @@ def test_dead_hosts_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "_ProbeCall", SimulatedCall)
     monkeypatch.setattr(SimulatedCall, "living", 960)
     answers, meeting = asking.ask(asking.Question(names, None, None, False, 0))
-    assert [isinstance(answer, Answer) for answer in answers] == [not name.startswith("dead") for name in names]
+    assert [isinstance(answer, Answer) for answer in answers] == [
+        not name.startswith("dead") for name in names
+    ]
     assert meeting == "host0"
-    assert SimulatedCall.most_open <= 129  # a silent host's connection ends just after its thread does
+    assert (
+        SimulatedCall.most_open <= 129
+    )  # a silent host's connection ends just after its thread does
     assert SimulatedCall.open_now == set()
-    assert {one for group in SimulatedCall.groups for one in group} == {name for name in names if "host" in name}
+    assert {one for group in SimulatedCall.groups for one in group} == {
+        name for name in names if "host" in name
+    }
 
 
 @pytest.mark.parametrize(("host", "verdicts"), [(0, ["failed"]), (1, [])])
-def test_whose_port_is_taken(host: int, verdicts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whose_port_is_taken(
+    host: int, verdicts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the first host has to listen."""
     answers = [WELL._replace(reached=()), WELL._replace(reached=())]
     answers[host] = WELL._replace(told={**GOOD, "listens": "Address already in use"}, reached=())
     monkeypatch.setattr(asking, "ask", lambda question: (answers, None))
     monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
-    found = [finding for finding in look(HostRequirements(NODES, "cpu", None, port=29500)) if finding.check == "port"]
+    found = [
+        finding
+        for finding in look(HostRequirements(NODES, "cpu", None, port=29500))
+        if finding.check == "port"
+    ]
     assert [finding.verdict for finding in found] == verdicts
-    assert all(finding.what == "cannot listen at port 29500: Address already in use" for finding in found)
+    assert all(
+        finding.what == "cannot listen at port 29500: Address already in use" for finding in found
+    )
 
 
 def test_versions_are_those_of_the_metadata() -> None:
@@ -246,6 +293,8 @@ def test_no_ssh_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """That, and a folder that is not there, is said without a traceback."""
     monkeypatch.setenv("PATH", "/nowhere")
     found = look(HostRequirements(NODES, "cpu", tmp_path))
-    assert {(one.verdict, one.what) for one in found} == {(FAILED, "cannot start ssh here: No such file or directory")}
+    assert {(one.verdict, one.what) for one in found} == {
+        (FAILED, "cannot start ssh here: No such file or directory")
+    }
     with pytest.raises(InputError, match="is no folder; make it first"):
         look(HostRequirements(NODES, "cpu", tmp_path / "no"))

@@ -33,7 +33,12 @@ def run(tmp_path: Path) -> RunDir:
 
 def ended(run: RunDir, rank: int, time: float = 1.0, **fields: Any) -> None:
     """What a failed rank leaves, as far as it is read here."""
-    how = {"exit_status": 1, "traceback": TRACEBACK, "summary": f"rank {rank} failed", "secondary": False}
+    how = {
+        "exit_status": 1,
+        "traceback": TRACEBACK,
+        "summary": f"rank {rank} failed",
+        "secondary": False,
+    }
     write_json(run.error(rank), {"rank": rank, **how, "time": time, **fields})
 
 
@@ -55,18 +60,33 @@ def test_a_good_end(run: RunDir) -> None:
 @pytest.mark.parametrize("wanted", [False, True])
 def test_torchruns_own_exception_is_no_stop(wanted: bool, run: RunDir) -> None:
     """Its ranks die of the SIGTERM that it sends them, and nobody asked for an end; unless somebody did."""
-    ended(run, 2, cause="stopped", exit_status=85, traceback="", summary="rank 2 was stopped by SIGTERM")
-    write_json(run.launcher_error, {"message": {"message": "UnpicklingError: invalid load key\nmore"}})
+    ended(
+        run,
+        2,
+        cause="stopped",
+        exit_status=85,
+        traceback="",
+        summary="rank 2 was stopped by SIGTERM",
+    )
+    write_json(
+        run.launcher_error, {"message": {"message": "UnpicklingError: invalid load key\nmore"}}
+    )
     if wanted:
         write_json(run.stop_request, {"by": "a person"})
     end = explain_end(run, 1)
     assert end.status == (85 if wanted else 1)
-    assert ("mpirun failed with UnpicklingError: invalid load key, and ended the ranks" in end.text) is not wanted
+    assert (
+        "mpirun failed with UnpicklingError: invalid load key, and ended the ranks" in end.text
+    ) is not wanted
     stack = "Traceback:\n  a\ntorch.DistStoreError: No locks available\n\nThe above:\nRendezvousError: See inner"
     info = {"message": "RendezvousError: See inner", "extraInfo": {"py_callstack": stack}}
     write_json(run.launcher_error, {"message": info})
-    assert ("failed with torch.DistStoreError: No locks available, and" in explain_end(run, 1).text) is not wanted
-    write_json(run.launcher_error, {"message": {"message": "SignalException: Process 1 got signal: 15"}})
+    assert (
+        "failed with torch.DistStoreError: No locks available, and" in explain_end(run, 1).text
+    ) is not wanted
+    write_json(
+        run.launcher_error, {"message": {"message": "SignalException: Process 1 got signal: 15"}}
+    )
     assert explain_end(run, 1).status == 85
 
 
@@ -137,7 +157,9 @@ def test_the_last_line_of_a_rank_that_vanished(run: RunDir) -> None:
     """MPI writes why it aborts to the error output, and takes the guardian along."""
     for rank in (0, 1, 2):
         echo(run, rank, time=1.0)
-    run.log(3, "err").write_text("Abort(1) on node 3\nucx function failed (Shared memory error)\n\n")
+    run.log(3, "err").write_text(
+        "Abort(1) on node 3\nucx function failed (Shared memory error)\n\n"
+    )
     said = explain_end(run, 1).text.splitlines()
     assert said[1] == "last line of rank_00003.err: ucx function failed (Shared memory error)"
 
@@ -149,17 +171,26 @@ def test_the_last_line_of_a_rank_that_vanished(run: RunDir) -> None:
         (0, "localhost", ""),
         (0, socket.gethostname(), ""),
         (0, f"me@{socket.gethostname()}", ""),
-        (2, "localhost", "; the kernel's out-of-memory killer ended 2 of this control group's processes meanwhile"),
+        (
+            2,
+            "localhost",
+            "; the kernel's out-of-memory killer ended 2 of this control group's processes meanwhile",
+        ),
         (0, "b", " (often the kernel's out-of-memory killer: see dmesg there)"),
     ],
 )
-def test_memory_is_named_where_the_kernel_counts_it(kills: int | None, name: str, hint: str, run: RunDir) -> None:
+def test_memory_is_named_where_the_kernel_counts_it(
+    kills: int | None, name: str, hint: str, run: RunDir
+) -> None:
     """The control group's own count of out-of-memory kills is told, and speaks for this host only."""
     write_text(run.plan, plan(recipe(), [host(name, 4)], "mpi").to_json())
     for rank in range(3):
         echo(run, rank, time=1.0)
     lost = f"rank 3 on host {name} disappeared without an error record, as a process killed by SIGKILL does"
-    assert shown(explain_end(run, 1, oom_kills=kills)) == (137, f"ortlaunch: {lost}{hint}\nlogs: {run.logs}")
+    assert shown(explain_end(run, 1, oom_kills=kills)) == (
+        137,
+        f"ortlaunch: {lost}{hint}\nlogs: {run.logs}",
+    )
 
 
 @pytest.mark.parametrize(("launcher", "program"), [("torchrun", "torchrun"), ("mpi", "mpirun")])
@@ -169,8 +200,13 @@ def test_a_killed_launcher_is_named(launcher: str, program: str, run: RunDir) ->
     echo(run, 0, time=1.0)
     said = f"ortlaunch: {program} was ended by SIGKILL, and the ranks with it; none of them had failed before"
     assert shown(explain_end(run, 137, ended_by=signal.SIGKILL)) == (137, said)
-    memory = "; the kernel's out-of-memory killer ended 1 of this control group's processes meanwhile"
-    assert shown(explain_end(run, 137, ended_by=signal.SIGKILL, oom_kills=1)) == (137, said + memory)
+    memory = (
+        "; the kernel's out-of-memory killer ended 1 of this control group's processes meanwhile"
+    )
+    assert shown(explain_end(run, 137, ended_by=signal.SIGKILL, oom_kills=1)) == (
+        137,
+        said + memory,
+    )
     ended(run, 3, time=2.0, exit_status=7)
     assert explain_end(run, 137, ended_by=signal.SIGKILL).status == 7
 
@@ -180,7 +216,10 @@ def test_ranks_that_were_asked_to_end(run: RunDir) -> None:
     for rank, when in enumerate((5.0, 4.0, 6.0, 7.0)):
         write_text(run.asked(rank), f"15 {when}")
     said = "rank 1 on host a was ended by SIGTERM, sent to it or to mpirun from outside this run"
-    assert shown(explain_end(run, 137)) == (143, f"ortlaunch: {said}; no rank had failed before; logs: {run.logs}")
+    assert shown(explain_end(run, 137)) == (
+        143,
+        f"ortlaunch: {said}; no rank had failed before; logs: {run.logs}",
+    )
     run.asked(3).write_text("")  # killed while it wrote
     assert explain_end(run, 137).text.startswith("ortlaunch: rank 3 on host b disappeared")
 
@@ -313,7 +352,11 @@ def test_a_stop_that_no_person_asked_for_is_not_the_cause(lost: str, run: RunDir
     write_text(run.spare(3), "") if lost == "spare" else run.log(3, "err").unlink()
     end = explain_end(run, 1)
     assert end.status == (137 if lost == "spare" else 1)
-    assert ("rank 3 on host b disappeared" if lost == "spare" else "rank 3 on host b ended before it began") in end.text
+    assert (
+        "rank 3 on host b disappeared"
+        if lost == "spare"
+        else "rank 3 on host b ended before it began"
+    ) in end.text
     if lost == "began":
         write_text(run.stop_request, "{}")
         assert explain_end(run, 1).status == 85

@@ -23,7 +23,9 @@ def start(script: str, *options: str, **variables: str) -> subprocess.Popen[str]
     """A node whose ranks are shells."""
     env = {"PATH": os.environ["PATH"], **variables}
     argv = [*NODE, *(options or ("--nodes=1", "--ranks=2")), "--", "sh", "-c", script]
-    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def test_every_rank_finds_its_place() -> None:
@@ -41,13 +43,20 @@ def test_every_rank_finds_its_place() -> None:
     trainer = {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "29400", "PET_NODE_RANK": "1"}
     nodes = [
         start(
-            script, "--nodes=2", "--ranks=2", "--master=localhost", JOB_COMPLETION_INDEX="0", OMPI_COMM_WORLD_RANK="9"
+            script,
+            "--nodes=2",
+            "--ranks=2",
+            "--master=localhost",
+            JOB_COMPLETION_INDEX="0",
+            OMPI_COMM_WORLD_RANK="9",
         ),
         start(script, "--nodes=2", "--ranks=2", **trainer),
     ]
     lines = [line for node in nodes for line in node.communicate(timeout=30)[0].splitlines()]
     found = [dict(word.split("=") for word in line.split()) for line in lines]
-    ranks = [Rank.from_environ({name: value for name, value in one.items() if value}) for one in found]
+    ranks = [
+        Rank.from_environ({name: value for name, value in one.items() if value}) for one in found
+    ]
     assert sorted(ranks) == [Rank(0, 4, 0, 2), Rank(1, 4, 1, 2), Rank(2, 4, 0, 2), Rank(3, 4, 1, 2)]
     assert {one["MASTER_ADDR"] for one in found} == {"localhost"}
     assert sorted({one["MASTER_PORT"] for one in found}) == ["29400", "29500"]
@@ -95,9 +104,18 @@ def test_a_first_node_that_takes_its_time() -> None:
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({}, "which of 2 nodes is this\\? none of JOB_COMPLETION_INDEX, PET_NODE_RANK, SKYPILOT_NODE_RANK, DST"),
-        ({"JOB_COMPLETION_INDEX": "0", "PET_NODE_RANK": "1"}, "JOB_COMPLETION_INDEX=0 PET_NODE_RANK=1"),
-        ({"JOB_COMPLETION_INDEX": "2"}, "JOB_COMPLETION_INDEX=2 is not one of 2 nodes, which count from 0"),
+        (
+            {},
+            "which of 2 nodes is this\\? none of JOB_COMPLETION_INDEX, PET_NODE_RANK, SKYPILOT_NODE_RANK, DST",
+        ),
+        (
+            {"JOB_COMPLETION_INDEX": "0", "PET_NODE_RANK": "1"},
+            "JOB_COMPLETION_INDEX=0 PET_NODE_RANK=1",
+        ),
+        (
+            {"JOB_COMPLETION_INDEX": "2"},
+            "JOB_COMPLETION_INDEX=2 is not one of 2 nodes, which count from 0",
+        ),
         ({"PET_NODE_RANK": "a"}, "PET_NODE_RANK=a is not one of 2 nodes"),
     ],
 )
@@ -108,8 +126,16 @@ def test_a_node_that_is_not_counted(environ: dict[str, str], said: str) -> None:
 
 
 DOCS = Path(__file__).parents[3] / "docs" / "cluster.md"
-SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2"}
-DSTACK = {"DSTACK_NODES_NUM": "2", "DSTACK_GPUS_PER_NODE": "1", "DSTACK_MASTER_NODE_IP": "127.0.0.1"}
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+    "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
+}
+DSTACK = {
+    "DSTACK_NODES_NUM": "2",
+    "DSTACK_GPUS_PER_NODE": "1",
+    "DSTACK_MASTER_NODE_IP": "127.0.0.1",
+}
 
 
 @pytest.mark.parametrize(
@@ -120,16 +146,26 @@ def test_the_examples_of_the_docs(
     begins: str, variables: dict[str, str], number_of: str, tmp_path: Path
 ) -> None:  # fmt: skip
     """What docs/cluster.md has a SkyPilot task and a dstack task run is the ranks of a plan of two nodes."""
-    text = next(block for block in DOCS.read_text().split("```yaml\n") if block.startswith(begins)).partition("```")[0]
+    text = next(
+        block for block in DOCS.read_text().split("```yaml\n") if block.startswith(begins)
+    ).partition("```")[0]
     task = yaml.safe_load(text)
     script = task["run"] if "run" in task else task["commands"][-1]
-    (tmp_path / "ortlaunch").write_text('#!/bin/sh\necho "$RANK of $WORLD_SIZE at $MASTER_ADDR: $*"\n')
+    (tmp_path / "ortlaunch").write_text(
+        '#!/bin/sh\necho "$RANK of $WORLD_SIZE at $MASTER_ADDR: $*"\n'
+    )
     (tmp_path / "ortlaunch").chmod(0o755)
     (tmp_path / "python3").symlink_to(sys.executable)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(DOCS.parents[1]), **variables}
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(DOCS.parents[1]),
+        **variables,
+    }
     said = [
         subprocess.run(["bash", "-c", script], env={**env, number_of: str(node)}, capture_output=True, text=True,
                        timeout=30, check=True).stdout
         for node in range(2)
     ]  # fmt: skip
-    assert said == [f"{rank} of 2 at 127.0.0.1: train my.yaml --run-dir /shared/run\n" for rank in range(2)]
+    assert said == [
+        f"{rank} of 2 at 127.0.0.1: train my.yaml --run-dir /shared/run\n" for rank in range(2)
+    ]

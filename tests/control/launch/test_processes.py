@@ -67,7 +67,9 @@ def test_others_of_this_process_live_on(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("tells", [True, False])
-def test_a_notice_goes_to_the_ranks(tells: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_notice_goes_to_the_ranks(
+    tells: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """SIGUSR1 to the command ends neither it nor the launcher; where that passes nothing on its children get it."""
     command = (
         "import os, pathlib, signal, sys, time\n"
@@ -105,7 +107,9 @@ def test_a_second_signal_means_now(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 5
 
 
-DEAF = "import os, signal, sys, time\nfor n in (1, 2, 10, 12, 15): signal.signal(n, signal.SIG_IGN)\n"
+DEAF = (
+    "import os, signal, sys, time\nfor n in (1, 2, 10, 12, 15): signal.signal(n, signal.SIG_IGN)\n"
+)
 
 
 @pytest.mark.timeout(20)
@@ -121,7 +125,9 @@ def test_the_grace_is_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert json.loads((tmp_path / "stop.json").read_text())["by"] == "SIGTERM"
 
 
-def test_a_signals_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signals_line_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It takes the live line's place, beside which the terminal has put ^C, and fits 100 columns."""
     monkeypatch.setattr(processes.os, "isatty", lambda end: True)
     monkeypatch.setattr(processes, "_wake", lambda job, number: None)
@@ -145,6 +151,8 @@ def test_a_signal_that_came_while_it_was_started() -> None:
 
 def test_a_good_end_in_spite_of_a_signal() -> None:
     """Status 0 is what it came to, not 128 + the signal."""
-    job = processes.submit(Request(("sh", "-c", f"trap 'exit 0' TERM; kill -TERM {os.getpid()}; sleep 9 & wait")))
+    job = processes.submit(
+        Request(("sh", "-c", f"trap 'exit 0' TERM; kill -TERM {os.getpid()}; sleep 9 & wait"))
+    )
     assert processes.wait(job) == 0
     assert job.signal == signal.SIGTERM

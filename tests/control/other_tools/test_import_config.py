@@ -48,9 +48,17 @@ def test_every_key_is_accounted_for(name: str, tmp_path: Path) -> None:
     assert found.tool == FILES[name][0]
     recipe(found, tmp_path)
     text = (CONFIGS / name).read_text()
-    told = " ".join([*found.account.empty, *(key for where in ACCOUNT for key in said(found, where))])
-    names = told.replace(".", " ").replace(",", " ").replace("optimizer params", "optimizer").split()
-    aliases = {"optimizer": "optimizer", "scheduler": "scheduler", "zero_optimization": "zero_optimization"}
+    told = " ".join(
+        [*found.account.empty, *(key for where in ACCOUNT for key in said(found, where))]
+    )
+    names = (
+        told.replace(".", " ").replace(",", " ").replace("optimizer params", "optimizer").split()
+    )
+    aliases = {
+        "optimizer": "optimizer",
+        "scheduler": "scheduler",
+        "zero_optimization": "zero_optimization",
+    }
     assert [key for key in yaml.safe_load(text) if aliases.get(key, key) not in names] == []
 
 
@@ -58,13 +66,28 @@ def test_what_the_recipes_hold(tmp_path: Path) -> None:
     """Sizes, rates, adapters, schedules and DeepSpeed's settings are where they belong."""
     one = recipe(imported("axolotl.yml"), tmp_path)
     assert one.model.lora is not None
-    assert (one.model.lora.r, one.model.lora.alpha, one.model.lora.target_modules) == (32, 16, ("all-linear",))
+    assert (one.model.lora.r, one.model.lora.alpha, one.model.lora.target_modules) == (
+        32,
+        16,
+        ("all-linear",),
+    )
     assert (one.batch.micro_size, one.batch.accumulation_steps, one.train.epochs) == (2, 4, 4)
-    assert (one.schedule.name, one.schedule.warmup_steps, one.engine.name) == ("cosine", 10, "eager")
+    assert (one.schedule.name, one.schedule.warmup_steps, one.engine.name) == (
+        "cosine",
+        10,
+        "eager",
+    )
     assert isinstance(one.data.train, Corpus)
-    assert (one.data.train.name, one.data.train.response_column) == ("mhenrichsen/alpaca_2k_test", "output")
+    assert (one.data.train.name, one.data.train.response_column) == (
+        "mhenrichsen/alpaca_2k_test",
+        "output",
+    )
     one = recipe(imported("llama_factory.yaml"), tmp_path)
-    assert (one.model.lora and one.model.lora.alpha, one.schedule.warmup_ratio, one.precision) == (16, 0.1, "bf16")
+    assert (one.model.lora and one.model.lora.alpha, one.schedule.warmup_ratio, one.precision) == (
+        16,
+        0.1,
+        "bf16",
+    )
     one = recipe(imported("deepspeed.json"), tmp_path)
     assert one.zero is not None
     assert (one.batch.global_size, one.batch.micro_size, one.zero.stage) == (4, None, 2)
@@ -78,7 +101,10 @@ def test_what_the_recipes_hold(tmp_path: Path) -> None:
         200,
         ("tensorboard",),
     )
-    assert (one.checkpoint.keep_best and one.checkpoint.keep_best.metric, one.model.task) == ("loss", "masked-lm")
+    assert (one.checkpoint.keep_best and one.checkpoint.keep_best.metric, one.model.task) == (
+        "loss",
+        "masked-lm",
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,20 +112,45 @@ def test_what_the_recipes_hold(tmp_path: Path) -> None:
     [
         ({"optim": "paged_adamw_8bit"}, "changed", "optim", "its state in 32 bits"),
         ({"optim": "adafactor"}, "changed", "optim", "another optimizer"),
-        ({"lr_scheduler_type": "cosine_with_restarts"}, "changed", "lr_scheduler_type", "without restarts"),
+        (
+            {"lr_scheduler_type": "cosine_with_restarts"},
+            "changed",
+            "lr_scheduler_type",
+            "without restarts",
+        ),
         ({"lr_scheduler_type": "inverse_sqrt"}, "changed", "lr_scheduler_type", "another schedule"),
-        ({"lr_scheduler_type": "constant", "warmup_steps": 9}, "dropped", "warmup_steps", "has no warm-up"),
+        (
+            {"lr_scheduler_type": "constant", "warmup_steps": 9},
+            "dropped",
+            "warmup_steps",
+            "has no warm-up",
+        ),
         ({"warmup_steps": 9, "warmup_ratio": 0.1}, "dropped", "warmup_ratio", "comes first"),
         ({"max_steps": 9, "num_train_epochs": 3}, "dropped", "num_train_epochs", "comes first"),
         ({"save_strategy": "epoch"}, "dropped", "save_strategy", "every 30 minutes"),
-        ({"eval_strategy": "steps", "eval_steps": 9}, "dropped", "eval_strategy", "no data.evaluation"),
+        (
+            {"eval_strategy": "steps", "eval_steps": 9},
+            "dropped",
+            "eval_strategy",
+            "no data.evaluation",
+        ),
         ({"train_file": "a.json"}, "changed", "train_file", "a row a line"),
         ({"neftune_noise_alpha": 5}, "dropped", "neftune_noise_alpha", "no counterpart"),
         ({"deepspeed": "ds_z3.json"}, "dropped", "deepspeed", "there is no such file"),
         ({"data_seed": 7, "seed": 8}, "dropped", "seed", "is set by another key"),
-        ({"gradient_checkpointing": "unsloth"}, "changed", "gradient_checkpointing", "gradient_checkpointing: True"),
+        (
+            {"gradient_checkpointing": "unsloth"},
+            "changed",
+            "gradient_checkpointing",
+            "gradient_checkpointing: True",
+        ),
         ({"warmup_steps": 0.1, "warmup_ratio": 0.2}, "dropped", "warmup_ratio", "comes first"),
-        ({"lr_scheduler_kwargs": {"min_lr": "low"}}, "dropped", "lr_scheduler_kwargs", "not min_lr"),
+        (
+            {"lr_scheduler_kwargs": {"min_lr": "low"}},
+            "dropped",
+            "lr_scheduler_kwargs",
+            "not min_lr",
+        ),
     ],
 )
 def test_what_changes_its_meaning_is_named(
@@ -144,15 +195,34 @@ def test_trainers_own_ways(keys: dict[str, Any], values: dict[str, Any], tmp_pat
 def test_trls_sft(tmp_path: Path) -> None:
     """Chats of the hub with their splits and template, LoRA with TRL's defaults; and what is not as there."""
     absent = dict.fromkeys(("block_size", "train_file"), "absent")
-    chats = {"dataset_name": "a/b", "dataset_test_split": "test", "chat_template": "{{ messages }}", "packing": True}
-    others = {"use_peft": True, "lora_r": 4, "eval_strategy": "epoch", "log_level": "info", "model_revision": "v2"}
+    chats = {
+        "dataset_name": "a/b",
+        "dataset_test_split": "test",
+        "chat_template": "{{ messages }}",
+        "packing": True,
+    }
+    others = {
+        "use_peft": True,
+        "lora_r": 4,
+        "eval_strategy": "epoch",
+        "log_level": "info",
+        "model_revision": "v2",
+    }
     found = import_config(config(tmp_path, **absent, **chats, **others), "hf-trainer", None, ())
     made = yaml.safe_load(found.recipe)
     source = {"format": "hub", "name": "a/b", "messages_column": "messages"}
-    assert (made["data"]["train"], made["data"]["evaluation"]) == (source, {**source, "split": "test"})
-    assert (made["model"]["lora"], made["model"]["task"]) == ({"r": 4, "alpha": 32, "dropout": 0.05}, "causal-lm")
+    assert (made["data"]["train"], made["data"]["evaluation"]) == (
+        source,
+        {**source, "split": "test"},
+    )
+    assert (made["model"]["lora"], made["model"]["task"]) == (
+        {"r": 4, "alpha": 32, "dropout": 0.05},
+        "causal-lm",
+    )
     assert (made["data"]["chat_template"], "engine" in made) == ("{{ messages }}", False)
-    assert "TRL's without assistant_only_loss in the whole" in said(found, "changed")["dataset_name"]
+    assert (
+        "TRL's without assistant_only_loss in the whole" in said(found, "changed")["dataset_name"]
+    )
     assert {"packing", "model_revision"} <= said(found, "dropped").keys()
     with pytest.raises(InputError, match=r"beta: 0\.1: of TRL's trainers SFTTrainer alone"):
         import_config(config(tmp_path, **absent, **chats, beta=0.1), "hf-trainer", None, ())
@@ -178,7 +248,9 @@ def test_trls_sft(tmp_path: Path) -> None:
          "no counterpart"),
     ],
 )  # fmt: skip
-def test_axolotls_own_ways(keys: dict[str, Any], where: str, key: str, text: str, tmp_path: Path) -> None:
+def test_axolotls_own_ways(
+    keys: dict[str, Any], where: str, key: str, text: str, tmp_path: Path
+) -> None:
     """What becomes of its words for chats, packing and products."""
     path = tmp_path / "c.yml"
     path.write_text(json.dumps({**AXOLOTL, **keys}))
@@ -212,7 +284,9 @@ def test_axolotls_schedule(keys: dict[str, Any], values: dict[str, Any], tmp_pat
         ({"use_peft": False, "packing": True, "lora_r": 32, "lora_target_modules": ["q_proj"]}, "hf-trainer"),
     ],
 )  # fmt: skip
-def test_without_adapters_their_keys_have_no_effect(keys: dict[str, Any], tool: str, tmp_path: Path) -> None:
+def test_without_adapters_their_keys_have_no_effect(
+    keys: dict[str, Any], tool: str, tmp_path: Path
+) -> None:
     """All weights are trained, whatever is said of LoRA beside."""
     path = tmp_path / "c.yml"
     path.write_text(json.dumps(keys))
@@ -225,7 +299,10 @@ def test_full_over_a_base_with_adapters(tmp_path: Path) -> None:
     """What the config says holds, whatever the base has."""
     (tmp_path / "c.yml").write_text("model_name_or_path: here\nfinetuning_type: full\n")
     base = SHIPPED / "llama2-7b/lora-instruct.yaml"
-    assert yaml.safe_load(import_config(tmp_path / "c.yml", None, base, ()).recipe)["model"]["lora"] is None
+    assert (
+        yaml.safe_load(import_config(tmp_path / "c.yml", None, base, ()).recipe)["model"]["lora"]
+        is None
+    )
 
 
 def test_axolotls_text(tmp_path: Path) -> None:
@@ -234,7 +311,12 @@ def test_axolotls_text(tmp_path: Path) -> None:
     text = [{"path": "a/b", "name": "en", "text_column": "body"}]
     path.write_text(json.dumps({**AXOLOTL, "datasets": None, "pretraining_dataset": text}))
     made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe)
-    assert made["data"]["train"] == {"format": "hub", "name": "a/b", "subset": "en", "text_column": "body"}
+    assert made["data"]["train"] == {
+        "format": "hub",
+        "name": "a/b",
+        "subset": "en",
+        "text_column": "body",
+    }
     files = [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "type": "chat_template"}]
     path.write_text(json.dumps({**AXOLOTL, "datasets": files}))
     made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe)
@@ -244,7 +326,9 @@ def test_axolotls_text(tmp_path: Path) -> None:
 
 def test_a_value_of_several_lines(tmp_path: Path) -> None:
     """The account keeps to a line a key."""
-    found = import_config(config(tmp_path, neftune_noise_alpha="a\n b" * 60), "hf-trainer", None, ())
+    found = import_config(
+        config(tmp_path, neftune_noise_alpha="a\n b" * 60), "hf-trainer", None, ()
+    )
     (line,) = [line for line in str(found).splitlines() if "neftune" in line]
     assert "a ba ba" in line
     assert len(line) < 160
@@ -252,7 +336,11 @@ def test_a_value_of_several_lines(tmp_path: Path) -> None:
 
 def test_deepspeeds_own_ways(tmp_path: Path) -> None:
     """Of three sizes two decide; L2 is not decoupled decay; what it has no more is dropped."""
-    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    sizes = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+    }
     optimizer = {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}
     fp16 = {"enabled": True, "fp16_master_weights_and_grads": True}
     text = json.dumps({**sizes, "optimizer": optimizer, "fp16": fp16, "zero_allow_it": True})
@@ -260,31 +348,49 @@ def test_deepspeeds_own_ways(tmp_path: Path) -> None:
     found = import_config(tmp_path / "ds.json", None, SHIPPED / "llama2-7b/tiny.yaml", ())
     made = yaml.safe_load(found.recipe)
     assert (made["batch"], made["zero"]) == ({"global_size": 8, "micro_size": 2}, {"stage": 0})
-    dropped = {"optimizer.params.adam_w_mode", "fp16.fp16_master_weights_and_grads", "zero_allow_it"}
+    dropped = {
+        "optimizer.params.adam_w_mode",
+        "fp16.fp16_master_weights_and_grads",
+        "zero_allow_it",
+    }
     assert said(found, "dropped").keys() == dropped
 
 
 def test_deepspeeds_older_forms(tmp_path: Path) -> None:
     """`zero_optimization: true` is stage 1; trackers other than TensorBoard; what stands beside type and params."""
     optimizer = {"type": "OneBitAdam", "params": {"lr": 0.1}, "legacy_fusion": True}
-    older = {"zero_optimization": True, "wandb": {"enabled": True}, "csv_monitor": {"enabled": False}}
-    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8, "optimizer": optimizer, **older}))
+    older = {
+        "zero_optimization": True,
+        "wandb": {"enabled": True},
+        "csv_monitor": {"enabled": False},
+    }
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"train_batch_size": 8, "optimizer": optimizer, **older})
+    )
     found = import_config(tmp_path / "ds.json", None, SHIPPED / "llama2-7b/tiny.yaml", ())
     made = yaml.safe_load(found.recipe)
     assert (made["zero"], made["log"]["trackers"]) == ({"stage": 1}, ["wandb"])
-    assert ("optimizer.legacy_fusion" in said(found, "dropped"), "csv_monitor" in found.account.empty) == (True, True)
+    assert (
+        "optimizer.legacy_fusion" in said(found, "dropped"),
+        "csv_monitor" in found.account.empty,
+    ) == (True, True)
 
 
 def test_a_token_is_not_shown(tmp_path: Path) -> None:
     """The account stands in the recipe, which is shared."""
-    found = import_config(config(tmp_path, hub_token="hf_secret", swanlab={"api_key": "1a"}), "hf-trainer", None, ())
+    found = import_config(
+        config(tmp_path, hub_token="hf_secret", swanlab={"api_key": "1a"}), "hf-trainer", None, ()
+    )
     assert "hub_token: (not shown)" in found.file()
     assert not any(secret in found.file() for secret in ("hf_secret", "1a"))
 
 
 def test_deepspeeds_config_beside_another(tmp_path: Path) -> None:
     """It is read from where the config names it; what Trainer fills in is not taken."""
-    deepspeed = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}, "train_batch_size": "auto"}
+    deepspeed = {
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"},
+        "train_batch_size": "auto",
+    }
     (tmp_path / "ds.json").write_text(json.dumps(deepspeed, indent="\t"))
     found = import_config(config(tmp_path, deepspeed="ds.json"), "hf-trainer", None, ())
     made = yaml.safe_load(found.recipe)
@@ -325,7 +431,12 @@ def test_several_problems_at_once(tmp_path: Path) -> None:
 
 def test_the_command(ortlaunch: Run) -> None:
     """It writes the recipe with the account as comments, prints the same, and writes over nothing."""
-    words = ("import", str(CONFIGS / "llama_factory.yaml"), "data.train=python-docs", "--to=made.yaml")
+    words = (
+        "import",
+        str(CONFIGS / "llama_factory.yaml"),
+        "data.train=python-docs",
+        "--to=made.yaml",
+    )
     status, out, _ = ortlaunch(*words)
     assert (status, "recipe: made.yaml" in out, "without a counterpart:" in out) == (0, True, True)
     text = Path("made.yaml").read_text()
@@ -360,7 +471,9 @@ def test_torch_compile(tmp_path: Path) -> None:
 
 def test_the_words_of_a_tokenizer_are_no_secrets(tmp_path: Path) -> None:
     """pad_token is shown, hub_token is not."""
-    found = import_config(config(tmp_path, special_tokens={"pad_token": "<p>"}, hub_token="s3cret"), None, None, ())
+    found = import_config(
+        config(tmp_path, special_tokens={"pad_token": "<p>"}, hub_token="s3cret"), None, None, ()
+    )
     assert "<p>" in found.file()
     assert "s3cret" not in found.file()
 

@@ -19,20 +19,32 @@ LABELS = {"block_size": "absent", "max_seq_length": 64, "task_name": "sst2", "tr
 
 def made(folder: Path, **keys: Any) -> dict[str, dict[str, Any]]:
     """The recipe of such a config."""
-    found: dict[str, dict[str, Any]] = yaml.safe_load(import_config(config(folder, **keys), None, None, ()).recipe)
+    found: dict[str, dict[str, Any]] = yaml.safe_load(
+        import_config(config(folder, **keys), None, None, ()).recipe
+    )
     return found
 
 
 @pytest.mark.parametrize(
     ("keys", "key", "text"),
     [
-        ({"load_best_model_at_end": True}, "load_best_model_at_end", "there is no train.evaluate_every_steps"),
-        ({"early_stopping_patience": 3}, "early_stopping_patience", "there is no train.evaluate_every_steps"),
+        (
+            {"load_best_model_at_end": True},
+            "load_best_model_at_end",
+            "there is no train.evaluate_every_steps",
+        ),
+        (
+            {"early_stopping_patience": 3},
+            "early_stopping_patience",
+            "there is no train.evaluate_every_steps",
+        ),
         ({"eval_steps": 7}, "eval_steps", "steps alone are counted"),
         ({}, "eval_strategy", "steps alone are counted"),
     ],
 )
-def test_an_evaluation_each_epoch(keys: dict[str, Any], key: str, text: str, tmp_path: Path) -> None:
+def test_an_evaluation_each_epoch(
+    keys: dict[str, Any], key: str, text: str, tmp_path: Path
+) -> None:
     """Steps are not counted by epochs here: what would follow such evaluations is dropped by name."""
     path = config(tmp_path, **HELD_OUT, eval_strategy="epoch", save_strategy="epoch", **keys)
     assert text in said(import_config(path, "hf-trainer", None, ()), "dropped")[key]
@@ -54,12 +66,16 @@ def test_an_evaluation_each_epoch(keys: dict[str, Any], key: str, text: str, tmp
         ({"logging_steps": 0.05}, "log", None),
     ],
 )
-def test_intervals(keys: dict[str, Any], section: str, expected: int | None, tmp_path: Path) -> None:
+def test_intervals(
+    keys: dict[str, Any], section: str, expected: int | None, tmp_path: Path
+) -> None:
     """Below 1 they are a share of max_steps, as in Trainer; without that they are dropped, and so said."""
     found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
     name = "evaluate_every_steps" if section == "train" else "every_steps"
     assert yaml.safe_load(found.recipe).get(section, {}).get(name) == expected
-    told = {key for where in ("taken", "changed", "dropped", "needless") for key in said(found, where)}
+    told = {
+        key for where in ("taken", "changed", "dropped", "needless") for key in said(found, where)
+    }
     assert keys.keys() <= told
 
 
@@ -90,7 +106,9 @@ def test_a_metric_that_the_task_has_not(metric: str, tmp_path: Path) -> None:
     """It is dropped, with what there is in its place."""
     path = config(tmp_path, **STEPS, load_best_model_at_end=True, metric_for_best_model=metric)
     dropped = said(import_config(path, "hf-trainer", None, ()), "dropped")
-    assert dropped["load_best_model_at_end"].endswith(f"no metric is called {metric}; there are loss, perplexity")
+    assert dropped["load_best_model_at_end"].endswith(
+        f"no metric is called {metric}; there are loss, perplexity"
+    )
     assert "metric_for_best_model" in dropped
 
 

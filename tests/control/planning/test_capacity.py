@@ -26,13 +26,19 @@ GiB = 1 << 30
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cores, and a control group of 16 GiB."""
     monkeypatch.setattr(capacity, "cores", lambda: 2)
-    monkeypatch.setattr(capacity, "tightest_limit", lambda: MemoryLimit("control group /job", 16 * GiB, 1 * GiB))
+    monkeypatch.setattr(
+        capacity, "tightest_limit", lambda: MemoryLimit("control group /job", 16 * GiB, 1 * GiB)
+    )
 
 
-def notes(made: Recipe, slots: int, name: str = "localhost", planned_only: bool = False) -> list[str]:
+def notes(
+    made: Recipe, slots: int, name: str = "localhost", planned_only: bool = False
+) -> list[str]:
     """What is said of that many ranks on one host."""
     planned = plan(made, [host(name, slots)], "torchrun")
-    return list(crowded(world_of(made, [host(name, slots)], "torchrun"), planned.memory, planned_only))
+    return list(
+        crowded(world_of(made, [host(name, slots)], "torchrun"), planned.memory, planned_only)
+    )
 
 
 def large(layers: int) -> Recipe:
@@ -40,7 +46,9 @@ def large(layers: int) -> Recipe:
     config = {"model_type": "bert", "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096,
               "vocab_size": 1000, "num_hidden_layers": layers}  # fmt: skip
     words = {"train": "python-docs", "tokenizer": "here", "sequence_length": 128}
-    return bert(model={"task": "masked-lm", "config": config}, data=words, optimizer={"learning_rate": 1.0})
+    return bert(
+        model={"task": "masked-lm", "config": config}, data=words, optimizer={"learning_rate": 1.0}
+    )
 
 
 def test_more_ranks_than_cores_are_noted() -> None:
@@ -67,7 +75,8 @@ def test_a_model_beyond_memory_is_refused_and_can_be_planned() -> None:
     """By what is exact: weights, gradients, Adam; a plan is shown, with a note: its table says what would fit."""
     assert notes(large(24), 2) == []
     with pytest.raises(
-        PlanError, match=r"2 ranks x \(200.0 MiB a process \+ 9.\d GiB of weights.* = 19.\d GiB at least"
+        PlanError,
+        match=r"2 ranks x \(200.0 MiB a process \+ 9.\d GiB of weights.* = 19.\d GiB at least",
     ):
         notes(large(50), 2)
     assert notes(large(50), 2, planned_only=True)[0].startswith("localhost: 2 ranks x (200.0 MiB")
@@ -75,7 +84,9 @@ def test_a_model_beyond_memory_is_refused_and_can_be_planned() -> None:
 
 def test_an_estimate_beyond_memory_is_a_note() -> None:
     """Activations are estimated, and what is estimated refuses nothing."""
-    made = large(24).model_copy(update={"batch": large(24).batch.model_copy(update={"micro_size": 128})})
+    made = large(24).model_copy(
+        update={"batch": large(24).batch.model_copy(update={"micro_size": 128})}
+    )
     assert notes(made, 1)[0].startswith("localhost: by the estimate its ranks take ")
 
 
@@ -94,7 +105,9 @@ def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> N
         work = workload(made, world)
         planned = make_plan(made, world, work, modules="", worker=())
         assert planned.memory is not None
-        with pytest.raises(PlanError, match=rf"gpus: 8 ranks x \(200\.0 MiB a process \+ .* {cause}"):
+        with pytest.raises(
+            PlanError, match=rf"gpus: 8 ranks x \(200\.0 MiB a process \+ .* {cause}"
+        ):
             list(crowded(world, work.memory, planned_only=False))
         page = describe(planned, made)
         assert f"{human(planned.memory.host.built)} to build the model" in page

@@ -8,7 +8,9 @@ from ortlaunch.errors import HostfileError
 from ortlaunch.planning.hosts import Host, parse_hostfile, select
 from tests.makers import host
 
-HOSTS = parse_hostfile("worker-1 slots=4\nann@worker-2 slots=4 max_slots=8\n[::1] slots=2\n", "F").hosts
+HOSTS = parse_hostfile(
+    "worker-1 slots=4\nann@worker-2 slots=4 max_slots=8\n[::1] slots=2\n", "F"
+).hosts
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,9 @@ HOSTS = parse_hostfile("worker-1 slots=4\nann@worker-2 slots=4 max_slots=8\n[::1
         (None, "[::1]:0,1", {"worker-1": (0, 1, 2, 3), "ann@worker-2": (0, 1, 2, 3)}),
     ],
 )
-def test_select(include: str | None, exclude: str | None, expected: dict[str, tuple[int, ...]]) -> None:
+def test_select(
+    include: str | None, exclude: str | None, expected: dict[str, tuple[int, ...]]
+) -> None:
     """Filters follow DeepSpeed's grammar; hosts and devices keep the order of the file."""
     chosen = select(HOSTS, include, exclude)
     assert {each.name: each.devices for each in chosen} == expected
@@ -37,7 +41,9 @@ def test_select_twice() -> None:
     """A second filter sees the devices that the first left, and max_slots stays."""
     once = select(HOSTS, include="worker-2:2,3")
     assert select(once, exclude="worker-2:3") == (Host("ann@worker-2", 1, (2,), 8),)
-    with pytest.raises(HostfileError, match="host 'worker-2' has no slot '0'; its slots are '2', '3'"):
+    with pytest.raises(
+        HostfileError, match="host 'worker-2' has no slot '0'; its slots are '2', '3'"
+    ):
         select(once, include="worker-2:0")
 
 
@@ -46,7 +52,11 @@ def test_select_twice() -> None:
     [
         ("a", "b", ["--include and --exclude cannot be given together; keep the shorter one"]),
         ("", "", ["--include and --exclude cannot be given together; keep the shorter one"]),
-        ("", None, ["--include:1:1: there is no host here; write for example worker-2:0,1@worker-3"]),
+        (
+            "",
+            None,
+            ["--include:1:1: there is no host here; write for example worker-2:0,1@worker-3"],
+        ),
         (
             None,
             "worker-1@",
@@ -60,22 +70,32 @@ def test_select_twice() -> None:
                 "the hosts are 'worker-1', 'worker-2', '::1'"
             ],
         ),
-        ("zzz", None, ["--include:1:1: there is no host 'zzz'; the hosts are 'worker-1', 'worker-2', '::1'"]),
+        (
+            "zzz",
+            None,
+            ["--include:1:1: there is no host 'zzz'; the hosts are 'worker-1', 'worker-2', '::1'"],
+        ),
         (
             "worker-1:0,4,x",
             None,
-            ["--include:1:1: host 'worker-1' has no slot '4', 'x'; its slots are '0', '1', '2', '3'"],
+            [
+                "--include:1:1: host 'worker-1' has no slot '4', 'x'; its slots are '0', '1', '2', '3'"
+            ],
         ),
         (None, "[::1]:", ["--exclude:1:1: host '::1' has no slot ''; its slots are '0', '1'"]),
         (
             "worker-1:0@worker-1:1",
             None,
-            ["--include:1:12: host 'worker-1' is named twice; write it once, with all its slots: worker-1:0,1"],
+            [
+                "--include:1:12: host 'worker-1' is named twice; write it once, with all its slots: worker-1:0,1"
+            ],
         ),
         (
             None,
             "worker-1@worker-2@[::1]:0,1",
-            ["--exclude 'worker-1@worker-2@[::1]:0,1' leaves no slot on any host; leave at least one"],
+            [
+                "--exclude 'worker-1@worker-2@[::1]:0,1' leaves no slot on any host; leave at least one"
+            ],
         ),
         (
             "zzz@worker-1:9",
@@ -101,4 +121,7 @@ def test_long_lists_are_cut() -> None:
     for hosts, rest in ((many, " and 984 more"), (many[:16], "")):
         with pytest.raises(HostfileError) as caught:
             select(hosts, include="zzz")
-        assert str(caught.value) == f"--include:1:1: there is no host 'zzz'; the hosts are {shown}{rest}"
+        assert (
+            str(caught.value)
+            == f"--include:1:1: there is no host 'zzz'; the hosts are {shown}{rest}"
+        )

@@ -18,9 +18,13 @@ from tests.makers import host
 EXAMPLES = Path(__file__).parents[3] / "hostfiles"
 BOTH = "DeepSpeed / Open MPI"
 NO_SLOTS = "Open MPI would count its cores and DeepSpeed would refuse it, so write for example"
-SEVERAL = "is several hosts; write each on a line of its own, as `scontrol show hostnames` prints them"
+SEVERAL = (
+    "is several hosts; write each on a line of its own, as `scontrol show hostnames` prints them"
+)
 NOT_A_HOST = "is not a host; write a name or an address, with user@ before it where ssh needs one"
-ONCE = "Open MPI would add up the slots and DeepSpeed would refuse; write it once with all its slots"
+ONCE = (
+    "Open MPI would add up the slots and DeepSpeed would refuse; write it once with all its slots"
+)
 KEYS = "the keys are slots and max_slots"
 
 
@@ -77,7 +81,10 @@ def test_one_line(line: str, expected: Host, dialect: str) -> None:
 )
 def test_dialect_of_a_file(text: str, dialect: str) -> None:
     """The dialect is what every line is written in: one line that only Open MPI reads decides."""
-    assert parse_hostfile(text, "F") == ((host("a", 1, 1 if "max" in text else None), host("b", 2)), dialect)
+    assert parse_hostfile(text, "F") == (
+        (host("a", 1, 1 if "max" in text else None), host("b", 2)),
+        dialect,
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,8 +103,14 @@ def test_lines_that_are_skipped_and_order(text: str) -> None:
 
 def test_default_slots() -> None:
     """A bare host takes the default, and written slots win over it."""
-    assert parse_hostfile("a\nb slots=2\n", "F", default_slots=8) == ((host("a", 8), host("b", 2)), BOTH)
-    assert parse_hostfile("a\nb # c\n", "F", default_slots=8) == ((host("a", 8), host("b", 8)), "names only")
+    assert parse_hostfile("a\nb slots=2\n", "F", default_slots=8) == (
+        (host("a", 8), host("b", 2)),
+        BOTH,
+    )
+    assert parse_hostfile("a\nb # c\n", "F", default_slots=8) == (
+        (host("a", 8), host("b", 8)),
+        "names only",
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,13 +121,31 @@ def test_default_slots() -> None:
         ("h slots=0", ["F:1:3: 'slots=0' is below 1; write 1 or more, or delete the line"]),
         ("h slots=-2", ["F:1:3: 'slots=-2' is below 1; write 1 or more, or delete the line"]),
         ("h:0", ["F:1:1: 'h:0' is below 1; write 1 or more, or delete the line"]),
-        ("h slots=1 max_slots=0", ["F:1:11: 'max_slots=0' is below 1; write 1 or more, or delete the line"]),
-        ("h slots=4abc", ["F:1:3: 'slots=4abc' does not end in a whole number; write for example slots=8"]),
-        ("h slots=٤", ["F:1:3: 'slots=٤' does not end in a whole number; write for example slots=8"]),
-        ("h slots = 4.5", ["F:1:3: 'slots = 4.5' does not end in a whole number; write for example slots=8"]),
-        ("h slots==4", ["F:1:3: 'slots==4' does not end in a whole number; write for example slots=8"]),
+        (
+            "h slots=1 max_slots=0",
+            ["F:1:11: 'max_slots=0' is below 1; write 1 or more, or delete the line"],
+        ),
+        (
+            "h slots=4abc",
+            ["F:1:3: 'slots=4abc' does not end in a whole number; write for example slots=8"],
+        ),
+        (
+            "h slots=٤",
+            ["F:1:3: 'slots=٤' does not end in a whole number; write for example slots=8"],
+        ),
+        (
+            "h slots = 4.5",
+            ["F:1:3: 'slots = 4.5' does not end in a whole number; write for example slots=8"],
+        ),
+        (
+            "h slots==4",
+            ["F:1:3: 'slots==4' does not end in a whole number; write for example slots=8"],
+        ),
         ("h slots=", ["F:1:3: 'slots=' does not end in a whole number; write for example slots=8"]),
-        ("h slots= ", ["F:1:3: 'slots=' does not end in a whole number; write for example slots=8"]),
+        (
+            "h slots= ",
+            ["F:1:3: 'slots=' does not end in a whole number; write for example slots=8"],
+        ),
         ("h:4abc", ["F:1:1: 'h:4abc' does not end in a whole number; write for example slots=8"]),
         ("h:", ["F:1:1: 'h:' does not end in a whole number; write for example slots=8"]),
         ("h slots=12345", ["F:1:3: 'slots=12345' has over 4 digits; write the number of devices"]),
@@ -124,7 +155,9 @@ def test_default_slots() -> None:
         ),
         (
             "h slot=4",
-            [f"F:1:3: 'slot' in 'slot=4' is not a key of a host file; did you mean 'slots'? {KEYS}"],
+            [
+                f"F:1:3: 'slot' in 'slot=4' is not a key of a host file; did you mean 'slots'? {KEYS}"
+            ],
         ),
         (
             "h slots=4 Max-Slot=4",
@@ -134,7 +167,9 @@ def test_default_slots() -> None:
         ),
         (
             "h SLOTS=4",
-            [f"F:1:3: 'SLOTS' in 'SLOTS=4' is not a key of a host file; did you mean 'slots'? {KEYS}"],
+            [
+                f"F:1:3: 'SLOTS' in 'SLOTS=4' is not a key of a host file; did you mean 'slots'? {KEYS}"
+            ],
         ),
         ("h port=22 slots=4", [f"F:1:3: 'port' in 'port=22' is not a key of a host file; {KEYS}"]),
         ("h slots=4 slots=2", ["F:1:11: 'slots=2' comes after 'slots=4'; write slots once"]),
@@ -144,7 +179,10 @@ def test_default_slots() -> None:
             ["F:1:23: 'max-slots=4' comes after 'max_slots=4'; write max_slots once"],
         ),
         ("h 4", ["F:1:3: '4' is not understood; write key=value, such as slots=8"]),
-        ("h slots=4 extra", ["F:1:11: 'extra' is not understood; write key=value, such as slots=8"]),
+        (
+            "h slots=4 extra",
+            ["F:1:11: 'extra' is not understood; write key=value, such as slots=8"],
+        ),
         (
             "h = 4",
             [
@@ -152,14 +190,21 @@ def test_default_slots() -> None:
                 "F:1:5: '4' is not understood; write key=value, such as slots=8",
             ],
         ),
-        ("slots=4", ["F:1:1: there is no host before 'slots=4'; write for example 'worker-1 slots=8'"]),
+        (
+            "slots=4",
+            ["F:1:1: there is no host before 'slots=4'; write for example 'worker-1 slots=8'"],
+        ),
         (
             "fe80::1 slots=2",
-            ["F:1:1: 'fe80::1' looks like IPv6; write the address in brackets, such as '[::1] slots=8'"],
+            [
+                "F:1:1: 'fe80::1' looks like IPv6; write the address in brackets, such as '[::1] slots=8'"
+            ],
         ),
         (
             "-oProxyCommand=x slots=2",
-            ["F:1:1: there is no host before '-oProxyCommand=x'; write for example 'worker-1 slots=8'"],
+            [
+                "F:1:1: there is no host before '-oProxyCommand=x'; write for example 'worker-1 slots=8'"
+            ],
         ),
         ("-h slots=2", [f"F:1:1: '-h' {NOT_A_HOST}"]),
         ("h!:4", [f"F:1:1: 'h!:4' {NOT_A_HOST}"]),
@@ -193,7 +238,9 @@ def test_repeated_host(text: str, name: str, first: str, second: str) -> None:
 
 def test_all_problems_at_once() -> None:
     """Every problem of every line comes in one error, in the order of the file."""
-    assert complaints("a slot=4 extra\nb slots=2\n\nc:0 # none\nb slots=2\nd slots=x max_slots=0\ne\n") == [
+    assert complaints(
+        "a slot=4 extra\nb slots=2\n\nc:0 # none\nb slots=2\nd slots=x max_slots=0\ne\n"
+    ) == [
         f"F:1:3: 'slot' in 'slot=4' is not a key of a host file; did you mean 'slots'? {KEYS}",
         "F:1:10: 'extra' is not understood; write key=value, such as slots=8",
         "F:4:1: 'c:0' is below 1; write 1 or more, or delete the line",
@@ -214,7 +261,9 @@ def test_default_slots_above_max_slots() -> None:
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "\ufeff"])
 def test_no_host(text: str) -> None:
     """A file without a host is an error, never one local node."""
-    assert complaints(text) == ["F: there is no host in it; write one line per host, such as 'worker-1 slots=8'"]
+    assert complaints(text) == [
+        "F: there is no host in it; write one line per host, such as 'worker-1 slots=8'"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -243,13 +292,18 @@ def test_read_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_bytes(b"\xef\xbb\xbfa slots=2\r\nb\r\n")
     assert read_hostfile(str(path), default_slots=3).hosts == (host("a", 2), host("b", 3))
-    assert refused(read_hostfile, path) == f"{path}:2:1: host 'b' has no slots; {NO_SLOTS} 'b slots=8'"
+    assert (
+        refused(read_hostfile, path) == f"{path}:2:1: host 'b' has no slots; {NO_SLOTS} 'b slots=8'"
+    )
 
 
 def test_unreadable_file(tmp_path: Path) -> None:
     """A missing file and a folder are errors with the system's reason, never one local node."""
     mend = "give a file with lines such as 'worker-1 slots=8'"
-    for path, reason in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
+    for path, reason in (
+        (tmp_path / "none", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+    ):
         assert refused(read_hostfile, path) == f"{path}: cannot be read: {reason}; {mend}"
 
 
@@ -261,7 +315,10 @@ def test_not_utf8(tmp_path: Path, data: bytes, place: str, byte: str) -> None:
     """A file that is not UTF-8 is refused at its first wrong byte."""
     path = tmp_path / "hosts"
     path.write_bytes(data)
-    assert refused(read_hostfile, path) == f"{path}:{place}: byte 0x{byte} is not UTF-8; save the file as UTF-8"
+    assert (
+        refused(read_hostfile, path)
+        == f"{path}:{place}: byte 0x{byte} is not UTF-8; save the file as UTF-8"
+    )
 
 
 def test_ten_thousand_lines() -> None:
@@ -273,7 +330,9 @@ def test_ten_thousand_lines() -> None:
     assert time.process_time() - before < seconds
 
 
-def test_a_pipe_is_read_and_nothing_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_is_read_and_nothing_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`--hostfile <(scontrol show hostnames)` works; a device, and pipes that nobody writes to, end in a line."""
     reader, writer = os.pipe()
     os.write(writer, b"a slots=2\n")
@@ -282,6 +341,10 @@ def test_a_pipe_is_read_and_nothing_without_end(tmp_path: Path, monkeypatch: pyt
     os.close(reader)
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setattr(hosts, "_PIPE_SECONDS", 0)
-    assert "cannot be read: nobody wrote to this pipe for 0 s" in refused(read_hostfile, tmp_path / "pipe")
+    assert "cannot be read: nobody wrote to this pipe for 0 s" in refused(
+        read_hostfile, tmp_path / "pipe"
+    )
     monkeypatch.setattr(hosts, "_PIPE_SECONDS", 10)
-    assert "/dev/zero: cannot be read: it has over 10,000,000 bytes" in refused(read_hostfile, "/dev/zero")
+    assert "/dev/zero: cannot be read: it has over 10,000,000 bytes" in refused(
+        read_hostfile, "/dev/zero"
+    )

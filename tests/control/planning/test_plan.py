@@ -45,7 +45,10 @@ def test_batch_equation(given: dict[str, Any], ranks: int, solved: tuple[int, in
     total, micro, steps = solved
     made = plan(recipe(batch=given), [host("localhost", ranks)], "torchrun").batch
     assert made == BatchPlan(total, micro, steps, ranks, None)
-    assert made.global_samples == made.micro_samples * made.accumulation_steps * made.data_parallel_ranks
+    assert (
+        made.global_samples
+        == made.micro_samples * made.accumulation_steps * made.data_parallel_ranks
+    )
 
 
 @pytest.mark.parametrize("given", [batch(64, None, None), batch(None, 4, 2)])
@@ -62,7 +65,11 @@ NOT_WHOLE = "batch: global_size (%s) is not a multiple of %s; %s would do"
     [
         (batch(64, 6, None), 2, NOT_WHOLE % (64, "micro_size (6) x 2 ranks = 12", "60 or 72")),
         (batch(4, 4, None), 2, NOT_WHOLE % (4, "micro_size (4) x 2 ranks = 8", "8")),
-        (batch(64, None, 3), 2, NOT_WHOLE % (64, "accumulation_steps (3) x 2 ranks = 6", "60 or 66")),
+        (
+            batch(64, None, 3),
+            2,
+            NOT_WHOLE % (64, "accumulation_steps (3) x 2 ranks = 6", "60 or 66"),
+        ),
         (
             batch(64, 4, 4),
             3,
@@ -87,7 +94,11 @@ def test_tokens_per_step() -> None:
 def test_ranks_follow_the_hosts_in_order() -> None:
     """Every slot becomes a rank, host by host, and each knows its place on its host."""
     made = plan(recipe(), UNEVEN, "mpi")
-    assert made.nodes == (Node("a", 2, 0, (0, 1)), Node("b", 1, 2, (3,)), Node("c", 3, 3, (0, 1, 2)))
+    assert made.nodes == (
+        Node("a", 2, 0, (0, 1)),
+        Node("b", 1, 2, (3,)),
+        Node("c", 3, 3, (0, 1, 2)),
+    )
     assert made.world_size == 6
     assert made.ranks == (
         Rank(0, 6, 0, 2), Rank(1, 6, 1, 2), Rank(2, 6, 0, 1), Rank(3, 6, 0, 3), Rank(4, 6, 1, 3), Rank(5, 6, 2, 3),
@@ -95,14 +106,19 @@ def test_ranks_follow_the_hosts_in_order() -> None:
     assert [made.node_of(rank).host for rank in range(6)] == ["a", "a", "b", "c", "c", "c"]
 
 
-ZERO = {"stage": 2, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 5e8}, "wall_clock_breakdown": True}}
+ZERO = {
+    "stage": 2,
+    "deepspeed": {"zero_optimization": {"reduce_bucket_size": 5e8}, "wall_clock_breakdown": True},
+}
 PLANS = {
     "custom": plan(recipe()),
     "uneven hosts": plan(recipe(), UNEVEN, "mpi"),
     "inside": plan(recipe(), [host("localhost", 2)], "inside"),
     "bert": plan(bert()),
     "deepspeed": plan(bert(zero=ZERO, precision="bf16"), [host("localhost", 4)], "torchrun"),
-    "environment": plan(recipe(launch={"env": {"B": "two words", "A": "é"}}), environ={"HF_TOKEN": "s3cret"}),
+    "environment": plan(
+        recipe(launch={"env": {"B": "two words", "A": "é"}}), environ={"HF_TOKEN": "s3cret"}
+    ),
 }
 
 
@@ -121,8 +137,17 @@ def test_json_comes_back(made: Plan) -> None:
 def test_every_field_is_in_the_json(field: str) -> None:
     """No field is lost on the way: another value gives another text, and comes back."""
     made = PLANS["deepspeed"]
-    other: dict[str, Any] = {"nodes": (Node("elsewhere", 4, 0, (0, 1, 2, 3)),), "memory": None, "deepspeed": None}
-    other |= {"batch": made.batch._replace(micro_samples=99), "argv": ("x",), "env": (("K", "v"),), "forward": ("F",)}
+    other: dict[str, Any] = {
+        "nodes": (Node("elsewhere", 4, 0, (0, 1, 2, 3)),),
+        "memory": None,
+        "deepspeed": None,
+    }
+    other |= {
+        "batch": made.batch._replace(micro_samples=99),
+        "argv": ("x",),
+        "env": (("K", "v"),),
+        "forward": ("F",),
+    }
     changed = dataclasses.replace(made, **{field: other.get(field, "another")})
     assert changed != made
     assert changed.to_json() != made.to_json()
@@ -143,7 +168,9 @@ def test_json_is_stable() -> None:
 def test_json_of_another_format_is_refused() -> None:
     """A plan.json that another ortlaunch wrote is not half understood."""
     text = PLANS["custom"].to_json().replace('"format": 1', '"format": 2')
-    with pytest.raises(PlanError, match=r"^plan\.json was written by another version of ortlaunch$"):
+    with pytest.raises(
+        PlanError, match=r"^plan\.json was written by another version of ortlaunch$"
+    ):
         Plan.from_json(text)
 
 
@@ -152,7 +179,11 @@ def test_json_of_another_format_is_refused() -> None:
     [
         ({}, {}, ()),
         ({"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "LANG": "C", "XNCCL_DEBUG": "1"}, {}, ()),
-        ({"PATH": "/bin", "LD_LIBRARY_PATH": "/lib", "PYTHONPATH": "."}, {}, ("LD_LIBRARY_PATH", "PATH", "PYTHONPATH")),
+        (
+            {"PATH": "/bin", "LD_LIBRARY_PATH": "/lib", "PYTHONPATH": "."},
+            {},
+            ("LD_LIBRARY_PATH", "PATH", "PYTHONPATH"),
+        ),
         (
             {"NCCL_DEBUG": "1", "HF_TOKEN": "x", "OMP_NUM_THREADS": "1"},
             {},
@@ -163,7 +194,9 @@ def test_json_of_another_format_is_refused() -> None:
         ({"KEY": "x"}, {"env": {"KEY": "y"}, "forward": ["KEY"]}, ()),
     ],
 )
-def test_forwarded_names(environ: dict[str, str], launch: dict[str, Any], forward: tuple[str, ...]) -> None:
+def test_forwarded_names(
+    environ: dict[str, str], launch: dict[str, Any], forward: tuple[str, ...]
+) -> None:
     """Known and asked-for names are forwarded, sorted, once; the recipe's own value wins over the shell's."""
     made = plan(recipe(launch=launch), environ=environ)
     assert made.forward == forward
@@ -174,7 +207,10 @@ def test_forwarding_what_is_not_set() -> None:
     """A name to forward that this shell lacks is an error that names it."""
     with pytest.raises(PlanError) as caught:
         plan(recipe(launch={"forward": ["API_KEY", "HOME", "TOKEN"]}), environ={"HOME": "/root"})
-    assert str(caught.value) == "launch.forward: API_KEY, TOKEN is not set in this shell; export it, or take it out"
+    assert (
+        str(caught.value)
+        == "launch.forward: API_KEY, TOKEN is not set in this shell; export it, or take it out"
+    )
 
 
 def test_a_forwarded_value_is_nowhere_in_the_plan() -> None:
@@ -197,7 +233,9 @@ def test_a_forwarded_value_is_nowhere_in_the_plan() -> None:
 )
 def test_the_slots_of_a_host_are_one_short_line(devices: tuple[int, ...], shown: str) -> None:
     """However many there are."""
-    lines = describe(plan(recipe(), [Host("a", len(devices), devices)], "mpi"), recipe()).splitlines()
+    lines = describe(
+        plan(recipe(), [Host("a", len(devices), devices)], "mpi"), recipe()
+    ).splitlines()
     assert lines[1].endswith(f", slot {shown}")
 
 
@@ -226,10 +264,21 @@ def test_the_plain_case_is_told_briefly() -> None:
     """One process without ZeRO: no rendezvous, nothing forwarded, no table of what cannot be sharded."""
     asked = bert(train={"epochs": 3})
     lines = describe(plan(asked, environ={"PATH": "/bin", "HF_HOME": "/x"}), asked).splitlines()
-    assert [line.split(":")[0].strip() for line in lines[:4]] == ["made", "batch", "steps", "memory"]
+    assert [line.split(":")[0].strip() for line in lines[:4]] == [
+        "made",
+        "batch",
+        "steps",
+        "memory",
+    ]
     assert lines[2] == "steps: as many as 3 epochs take, known when the data are read"
     assert [line for line in lines if "ZeRO" in line] == []
-    assert lines[4].split() == ["weights", "gradients", "activations", "overhead", "total"]  # SGD has no state
+    assert lines[4].split() == [
+        "weights",
+        "gradients",
+        "activations",
+        "overhead",
+        "total",
+    ]  # SGD has no state
     assert len(lines[5].split()) == 2 * len(lines[4].split())
 
 

@@ -18,7 +18,14 @@ pytestmark = pytest.mark.usefixtures("box")
 
 def slurm(rank: int, size: int, local: int, layout: str, node: int = 0) -> dict[str, str]:
     """What srun sets."""
-    names = {"PROCID": rank, "NTASKS": size, "LOCALID": local, "TASKS_PER_NODE": layout, "NODEID": node, "STEP_ID": 0}
+    names = {
+        "PROCID": rank,
+        "NTASKS": size,
+        "LOCALID": local,
+        "TASKS_PER_NODE": layout,
+        "NODEID": node,
+        "STEP_ID": 0,
+    }
     return {f"SLURM_{name}": str(value) for name, value in names.items()}
 
 
@@ -29,10 +36,21 @@ def slurm(rank: int, size: int, local: int, layout: str, node: int = 0) -> dict[
         (slurm(3, 4, 1, "2(x2)", 1), Rank(3, 4, 1, 2), (host("node0", 2), host("node1", 2))),
         (slurm(0, 1, 0, "1"), None, HERE),
         ({**slurm(0, 1, 0, "1"), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4"}, None, HERE),
-        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}, None, HERE),
+        (
+            {
+                "SLURM_JOB_ID": "7",
+                "SLURM_PROCID": "0",
+                "SLURM_NTASKS": "1",
+                "SLURM_JOB_NUM_NODES": "1",
+            },
+            None,
+            HERE,
+        ),
     ],
 )
-def test_inside_slurm(environ: dict[str, str], inside: Rank | None, hosts: tuple[Host, ...]) -> None:
+def test_inside_slurm(
+    environ: dict[str, str], inside: Rank | None, hosts: tuple[Host, ...]
+) -> None:
     """A step of tasks is a launcher; a batch script, and a shell of one task in an allocation, are not."""
     found = resolved(None, LaunchOptions(), **environ)
     assert (found.inside, found.hosts) == (inside, hosts)
@@ -47,9 +65,13 @@ def test_inside_slurm(environ: dict[str, str], inside: Rank | None, hosts: tuple
          (host("a", 1), *(host(f"r{r}n{n}-ib", 1) for r, n in ((1, 3), (1, 5), (2, 3))), host("r2n5-ib", 2))),
     ],
 )  # fmt: skip
-def test_slurm_names_its_hosts(names: str, layout: str, rank: Rank, hosts: tuple[Host, ...]) -> None:
+def test_slurm_names_its_hosts(
+    names: str, layout: str, rank: Rank, hosts: tuple[Host, ...]
+) -> None:
     """Tasks as unequal as they are, on nodes by name."""
-    environ = slurm(rank.rank, rank.world_size, rank.local_rank, layout, len(hosts) - 1 if rank.rank else 0)
+    environ = slurm(
+        rank.rank, rank.world_size, rank.local_rank, layout, len(hosts) - 1 if rank.rank else 0
+    )
     found = resolved(None, LaunchOptions(), **{**environ, "SLURM_STEP_NODELIST": names})
     assert (found.hosts, found.inside) == (hosts, rank)
 
@@ -57,7 +79,9 @@ def test_slurm_names_its_hosts(names: str, layout: str, rank: Rank, hosts: tuple
 def test_slurm_names_that_do_not_fit() -> None:
     """Names of two nodes and tasks of three are refused."""
     environ = {**slurm(0, 3, 0, "1(x3)"), "SLURM_STEP_NODELIST": "a[1-2]"}
-    with pytest.raises(PlanError, match=r"Slurm names 2 nodes \(a\[1-2\]\), and tasks for 3 \(1\(x3\)\)"):
+    with pytest.raises(
+        PlanError, match=r"Slurm names 2 nodes \(a\[1-2\]\), and tasks for 3 \(1\(x3\)\)"
+    ):
         resolved(None, LaunchOptions(), **environ)
 
 
@@ -77,17 +101,25 @@ def job(nodes: int, tasks: int, **more: str) -> dict[str, str]:
         ),
         (job(1, 4), {}, "Slurm job 7 has 4 tasks on 1 nodes, "),
         (job(4, 32), {"processes_per_node": 8}, "Slurm job 7 has 32 tasks on 4 nodes, "),
-        (job(4, 32, GPUS="8"), {}, "this is its script or shell, not one of its tasks: 8 on this node alone"),
+        (
+            job(4, 32, GPUS="8"),
+            {},
+            "this is its script or shell, not one of its tasks: 8 on this node alone",
+        ),
         (job(2, 2, SLURM_STEP_ID="4294967290"), {}, "Slurm job 7 has 2 tasks on 2 nodes, "),
         ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, {}, "Slurm job 7 has 2 tasks on 2 nodes, "),
     ],
 )
-def test_a_slurm_script_without_srun(environ: dict[str, str], launch: dict[str, Any], said: str) -> None:
+def test_a_slurm_script_without_srun(
+    environ: dict[str, str], launch: dict[str, Any], said: str
+) -> None:
     """The body of a job runs once: a job of several nodes or tasks would train on the first of them alone."""
     with pytest.raises(PlanError) as caught:
         resolved(launch, **environ)
     assert said in str(caught.value)
-    assert "start all with `srun ortlaunch train ...`, or override launch.nodes=1" in str(caught.value)
+    assert "start all with `srun ortlaunch train ...`, or override launch.nodes=1" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +131,9 @@ def test_a_slurm_script_without_srun(environ: dict[str, str], launch: dict[str, 
         (job(1, 1), {}, 1),
     ],
 )
-def test_a_slurm_script_on_one_node(environ: dict[str, str], launch: dict[str, Any], ranks: int) -> None:
+def test_a_slurm_script_on_one_node(
+    environ: dict[str, str], launch: dict[str, Any], ranks: int
+) -> None:
     """Where all of a job is used, or the recipe says how much, its script trains as any shell does."""
     found = resolved(launch, **environ)
     assert (sum(host.slots for host in found.hosts), found.inside) == (ranks, None)

@@ -31,7 +31,9 @@ def open_mpi(rank: int, size: int, local: int, per_node: int) -> dict[str, str]:
     return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
 
 
-def resolved(launch: dict[str, Any] | None = None, options: LaunchOptions = NOTHING, **environ: str) -> World:
+def resolved(
+    launch: dict[str, Any] | None = None, options: LaunchOptions = NOTHING, **environ: str
+) -> World:
     """The world of a recipe with this `launch`, for this command line, in this environment."""
     return resolve_world(recipe(launch=launch or {}), options, environ)
 
@@ -47,17 +49,43 @@ def resolved(launch: dict[str, Any] | None = None, options: LaunchOptions = NOTH
         ({}, LaunchOptions(processes_per_node=2), 4, (host("localhost", 2),), "torchrun", "cuda"),
         ({}, LaunchOptions(processes_per_node=9), 0, (host("localhost", 9),), "torchrun", "cpu"),
         ({"processes_per_node": 3}, LaunchOptions(), 0, (host("localhost", 3),), "torchrun", "cpu"),
-        ({"processes_per_node": 3}, LaunchOptions(processes_per_node=2), 0, (host("localhost", 2),), "torchrun", "cpu"),
+        (
+            {"processes_per_node": 3},
+            LaunchOptions(processes_per_node=2),
+            0,
+            (host("localhost", 2),),
+            "torchrun",
+            "cpu",
+        ),
         ({"nodes": 1}, LaunchOptions(), 0, HERE, "local", "cpu"),
         ({"launcher": "mpi"}, LaunchOptions(), 0, HERE, "mpi", "cpu"),
         ({"launcher": "torchrun"}, LaunchOptions(), 0, HERE, "torchrun", "cpu"),
-        ({"launcher": "torchrun"}, LaunchOptions("mpi", 2), 0, (host("localhost", 2),), "mpi", "cpu"),
-        ({"launcher": "mpi"}, LaunchOptions("auto", 2), 0, (host("localhost", 2),), "torchrun", "cpu"),
+        (
+            {"launcher": "torchrun"},
+            LaunchOptions("mpi", 2),
+            0,
+            (host("localhost", 2),),
+            "mpi",
+            "cpu",
+        ),
+        (
+            {"launcher": "mpi"},
+            LaunchOptions("auto", 2),
+            0,
+            (host("localhost", 2),),
+            "torchrun",
+            "cpu",
+        ),
         ({}, LaunchOptions("local"), 0, HERE, "local", "cpu"),
     ],
 )
 def test_on_this_host(
-    launch: dict[str, Any], options: LaunchOptions, gpus: int, hosts: tuple[Host, ...], launcher: str, device: str
+    launch: dict[str, Any],
+    options: LaunchOptions,
+    gpus: int,
+    hosts: tuple[Host, ...],
+    launcher: str,
+    device: str,
 ) -> None:
     """Without a host file: one process per GPU, else one; the command line wins; what mpirun opens is told."""
     notes = (
@@ -90,8 +118,14 @@ def test_declared_hosts_can_be_planned() -> None:
     """Hosts that do not exist yet, as launch counts them, on a host without GPUs; ranks a host must be told."""
     launch = {"nodes": 2, "processes_per_node": 8, "device": "cuda"}
     found = resolved(launch, LaunchOptions(planned_only=True))
-    assert (found.hosts, found.launcher, found.device) == ((host("node0", 8), host("node1", 8)), "inside", "cuda")
-    with pytest.raises(PlanError, match=r"their ranks are not known here; give launch\.processes_per_node"):
+    assert (found.hosts, found.launcher, found.device) == (
+        (host("node0", 8), host("node1", 8)),
+        "inside",
+        "cuda",
+    )
+    with pytest.raises(
+        PlanError, match=r"their ranks are not known here; give launch\.processes_per_node"
+    ):
         resolved({"nodes": 2}, LaunchOptions(planned_only=True))
 
 
@@ -104,7 +138,11 @@ def test_inside_a_launcher_with_gpus() -> None:
 def test_one_rank_of_a_launcher_may_start_more() -> None:
     """`mpirun -n 1 ortlaunch train --nproc-per-node 2` starts two ranks of its own."""
     found = resolved(None, LaunchOptions(processes_per_node=2), **open_mpi(0, 1, 0, 1))
-    assert (found.launcher, found.inside, found.hosts) == ("torchrun", None, (host("localhost", 2),))
+    assert (found.launcher, found.inside, found.hosts) == (
+        "torchrun",
+        None,
+        (host("localhost", 2),),
+    )
 
 
 def written(folder: Path, text: str) -> str:
@@ -114,7 +152,9 @@ def written(folder: Path, text: str) -> str:
     return str(path)
 
 
-NO_GPU_NOTE = "launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda"
+NO_GPU_NOTE = (
+    "launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda"
+)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +165,13 @@ NO_GPU_NOTE = "launch.device is auto and this host has no GPU, so cpu; if the ot
         ("127.0.0.1 slots=2\n", LaunchOptions(), {}, (host("127.0.0.1", 2),), "torchrun"),
         ("[::1] slots=2\n", LaunchOptions(), {}, (host("localhost", 2),), "torchrun"),
         ("box slots=2\n", LaunchOptions(), {}, (host("box", 2),), "torchrun"),
-        ("me@box.example.com slots=2\n", LaunchOptions(), {}, (host("me@box.example.com", 2),), "torchrun"),
+        (
+            "me@box.example.com slots=2\n",
+            LaunchOptions(),
+            {},
+            (host("me@box.example.com", 2),),
+            "torchrun",
+        ),
         ("localhost slots=2\n", LaunchOptions("mpi"), {}, (host("localhost", 2),), "mpi"),
         ("far slots=1\n", LaunchOptions(), {}, (host("far", 1),), "mpi"),
         ("a slots=8\nb slots=8\n", LaunchOptions(), {}, (host("a", 8), host("b", 8)), "mpi"),
@@ -136,15 +182,38 @@ NO_GPU_NOTE = "launch.device is auto and this host has no GPU, so cpu; if the ot
             (host("a", 8), host("b", 8)),
             "mpi",
         ),
-        ("a slots=8\nb slots=8\n", LaunchOptions(processes_per_node=2), {}, (host("a", 2), host("b", 2)), "mpi"),
-        ("a slots=8\nb slots=8\n", LaunchOptions(include="b:1,3"), {}, (Host("b", 2, (1, 3)),), "mpi"),
-        ("a slots=4\nb slots=4\n", LaunchOptions(exclude="b:0@a"), {}, (Host("b", 3, (1, 2, 3)),), "mpi"),
+        (
+            "a slots=8\nb slots=8\n",
+            LaunchOptions(processes_per_node=2),
+            {},
+            (host("a", 2), host("b", 2)),
+            "mpi",
+        ),
+        (
+            "a slots=8\nb slots=8\n",
+            LaunchOptions(include="b:1,3"),
+            {},
+            (Host("b", 2, (1, 3)),),
+            "mpi",
+        ),
+        (
+            "a slots=4\nb slots=4\n",
+            LaunchOptions(exclude="b:0@a"),
+            {},
+            (Host("b", 3, (1, 2, 3)),),
+            "mpi",
+        ),
         ("a\nb\n", LaunchOptions(processes_per_node=2), {}, (host("a", 2), host("b", 2)), "mpi"),
         ("a\nb\n", LaunchOptions(), {"processes_per_node": 2}, (host("a", 2), host("b", 2)), "mpi"),
     ],
 )
 def test_host_file(
-    text: str, options: LaunchOptions, launch: dict[str, Any], hosts: tuple[Host, ...], launcher: str, tmp_path: Path
+    text: str,
+    options: LaunchOptions,
+    launch: dict[str, Any],
+    hosts: tuple[Host, ...],
+    launcher: str,
+    tmp_path: Path,
 ) -> None:
     """Hosts, slots and filters of a file decide the world; this machine alone needs no mpirun."""
     path = written(tmp_path, text)
@@ -157,9 +226,16 @@ def test_host_file(
 
 @pytest.mark.parametrize(
     ("launch", "environ"),
-    [({"device": "cpu"}, {}), ({"device": "cuda"}, {}), ({}, {"GPUS": "8"}), ({}, open_mpi(0, 2, 0, 1))],
+    [
+        ({"device": "cpu"}, {}),
+        ({"device": "cuda"}, {}),
+        ({}, {"GPUS": "8"}),
+        ({}, open_mpi(0, 2, 0, 1)),
+    ],
 )
-def test_no_note_where_the_device_is_clear(launch: dict[str, Any], environ: dict[str, str], tmp_path: Path) -> None:
+def test_no_note_where_the_device_is_clear(
+    launch: dict[str, Any], environ: dict[str, str], tmp_path: Path
+) -> None:
     """The warning about a login node without GPUs is for those only who left the device to it."""
     path = written(tmp_path, "a slots=1\nb slots=1\n")
     assert NO_GPU_NOTE not in resolved(launch, LaunchOptions(hostfile=path), **environ).notes
@@ -240,10 +316,16 @@ def test_what_does_not_fit(
         (None, LaunchOptions(), "cannot be read: No such file or directory"),
         ("a\n", LaunchOptions(), "host 'a' has no slots"),
         ("a slots=2\n", LaunchOptions(include="b"), "--include:1:1: there is no host 'b'"),
-        ("a slots=2\n", LaunchOptions(include="a", exclude="a"), "--include and --exclude cannot be given together"),
+        (
+            "a slots=2\n",
+            LaunchOptions(include="a", exclude="a"),
+            "--include and --exclude cannot be given together",
+        ),
     ],
 )
-def test_wrong_host_files(text: str | None, options: LaunchOptions, complaint: str, tmp_path: Path) -> None:
+def test_wrong_host_files(
+    text: str | None, options: LaunchOptions, complaint: str, tmp_path: Path
+) -> None:
     """What the host file's reader refuses stays refused."""
     path = str(tmp_path / "absent") if text is None else written(tmp_path, text)
     with pytest.raises(HostfileError) as caught:
@@ -267,8 +349,13 @@ def test_contradictory_environments(environ: dict[str, str], names: list[str]) -
 
 def test_the_tests_see_no_launcher() -> None:
     """The fixture of tests/conftest.py keeps a launcher's variables out of every test."""
-    left = [name for name in os.environ if name.startswith(("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_"))]
-    assert [*left, *({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(os.environ))] == []
+    left = [
+        name for name in os.environ if name.startswith(("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_"))
+    ]
+    assert [
+        *left,
+        *({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(os.environ)),
+    ] == []
 
 
 def test_gpus_are_planned_where_there_are_none() -> None:
@@ -298,14 +385,20 @@ def test_gpus_are_planned_where_there_are_none() -> None:
         ({}, {**torchrun(0, 4, 0, 2), "OMP_NUM_THREADS": "5"}, 5),
     ],
 )
-def test_threads_of_a_rank(launch: dict[str, Any], environ: dict[str, str], threads: int | None) -> None:
+def test_threads_of_a_rank(
+    launch: dict[str, Any], environ: dict[str, str], threads: int | None
+) -> None:
     """What recipe or shell asks for, else a share of this host's cores; torchrun's 1 is nobody's choice."""
     assert resolved(launch, **environ).threads == threads
 
 
-@pytest.mark.parametrize(("gpus", "devices"), [("1", (0, 0, 0)), ("2", (0, 1, 0)), ("4", (0, 1, 2))])
+@pytest.mark.parametrize(
+    ("gpus", "devices"), [("1", (0, 0, 0)), ("2", (0, 1, 0)), ("4", (0, 1, 2))]
+)
 def test_ranks_share_gpus_where_a_test_allows_it(gpus: str, devices: tuple[int, ...]) -> None:
     """ORTLAUNCH_SHARE_GPUS=1 puts more ranks on this host than it has GPUs, and prints so."""
     world = resolved(None, LaunchOptions(processes_per_node=3), GPUS=gpus, ORTLAUNCH_SHARE_GPUS="1")
     assert (world.device, world.hosts) == ("cuda", (Host("localhost", 3, devices),))
-    assert any("ORTLAUNCH_SHARE_GPUS=1: ranks share" in note for note in world.notes) == (devices != (0, 1, 2))
+    assert any("ORTLAUNCH_SHARE_GPUS=1: ranks share" in note for note in world.notes) == (
+        devices != (0, 1, 2)
+    )

@@ -20,25 +20,47 @@ from tests.makers import CUSTOM, OWN_MODULE
 COMMAND = str(Path(sys.executable).with_name("ortlaunch"))
 GONE = "mkdir gone; cd gone; rmdir ../gone; "
 TRAIN = "ortlaunch train $HERE/good.yaml "
-NOT_A_FOLDER = "Not a directory; a part of it is a file, not a folder; --run-dir names another place"
+NOT_A_FOLDER = (
+    "Not a directory; a part of it is a file, not a folder; --run-dir names another place"
+)
 # What is typed (in a shell, in a folder with good.yaml), the exit status, and what is said on stderr, in one line.
 CASES = {
     "run folder below a file": (TRAIN + "--run-dir $HERE/good.yaml/sub", 2, NOT_A_FOLDER),
-    "run folder with a long name": (TRAIN + f"--run-dir {'x' * 5_000}", 2, "File name too long; it is longer than"),
-    "run folder in /proc": (TRAIN + "--run-dir /proc/xyz", 2, "ortlaunch: /proc/xyz: No such file or directory; --run"),
+    "run folder with a long name": (
+        TRAIN + f"--run-dir {'x' * 5_000}",
+        2,
+        "File name too long; it is longer than",
+    ),
+    "run folder in /proc": (
+        TRAIN + "--run-dir /proc/xyz",
+        2,
+        "ortlaunch: /proc/xyz: No such file or directory; --run",
+    ),
     "an imported recipe below a file": (
         "echo '{\"bf16\": true}' > a.json; ortlaunch import a.json --from hf-trainer --base good.yaml --to good.yaml/x",
         2,
         "ortlaunch: good.yaml: File exists; it is a file where a folder should be; --to names another place",
     ),
-    "a current folder that is gone": (GONE + TRAIN, 2, "the current folder no longer exists; cd to one that does"),
+    "a current folder that is gone": (
+        GONE + TRAIN,
+        2,
+        "the current folder no longer exists; cd to one that does",
+    ),
     "a path that the locale cannot write": (
         "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 " + TRAIN + "--run-dir ünï",
         2,
         "is not text in this shell's encoding (ascii); give it in UTF-8, with LC_ALL=C.UTF-8 or PYTHONUTF8=1",
     ),
-    "a full disk for a plan": ("ortlaunch plan good.yaml > /dev/full", 1, "standard output: No space left on device"),
-    "a full disk for help": ("ortlaunch --help > /dev/full", 1, "standard output: No space left on device"),
+    "a full disk for a plan": (
+        "ortlaunch plan good.yaml > /dev/full",
+        1,
+        "standard output: No space left on device",
+    ),
+    "a full disk for help": (
+        "ortlaunch --help > /dev/full",
+        1,
+        "standard output: No space left on device",
+    ),
     "no output": ("ortlaunch plan good.yaml >&-", 0, ""),
     "a reader that leaves": ("ortlaunch schema | head -1 > /dev/null", 0, ""),
     "no place for errors": ("ortlaunch validate bad.yaml 2>&-", 2, ""),
@@ -52,9 +74,19 @@ def test_a_bad_place_is_one_line(case: str, tmp_path: Path) -> None:
     typed, status, said = CASES[case]
     Path(tmp_path, "good.yaml").write_text(yaml.safe_dump(CUSTOM))
     Path(tmp_path, "mine.py").write_text(OWN_MODULE)
-    env = {**os.environ, "HERE": str(tmp_path), "PATH": f"{Path(COMMAND).parent}:{os.environ['PATH']}"}
+    env = {
+        **os.environ,
+        "HERE": str(tmp_path),
+        "PATH": f"{Path(COMMAND).parent}:{os.environ['PATH']}",
+    }
     ended = subprocess.run(
-        ["bash", "-c", typed], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", typed],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ended.returncode == status, ended.stderr
     assert said in ended.stderr
@@ -65,18 +97,30 @@ def test_a_bad_place_is_one_line(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "path", "said", "status"),
     [
-        (errno.EROFS, "runs/x", "runs/x: Read-only file system; nothing can be written there; --run-dir names", 2),
+        (
+            errno.EROFS,
+            "runs/x",
+            "runs/x: Read-only file system; nothing can be written there; --run-dir names",
+            2,
+        ),
         (errno.EACCES, "CACHE/tokens", "Permission denied; ORTLAUNCH_CACHE names another place", 2),
         (errno.ENOSPC, "runs/x", "No space left on device; free some space", 1),
         (errno.E2BIG, None, "Argument list too long; the variables of launch.env", 2),
     ],
 )
 def test_what_is_said(
-    number: int, path: str | None, said: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int,
+    path: str | None,
+    said: str,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The place, the system's words, the cause, and how to choose another place; 1 where the machine is at fault."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
-    found = explained(OSError(number, os.strerror(number), path and path.replace("CACHE", str(tmp_path))))
+    found = explained(
+        OSError(number, os.strerror(number), path and path.replace("CACHE", str(tmp_path)))
+    )
     assert found is not None
     assert said in str(found)
     assert found.exit_status == status
@@ -100,7 +144,10 @@ def test_an_error_that_is_not_understood_keeps_its_trace(tmp_path: Path) -> None
 def test_a_rank_explains_errors_of_its_cache_and_run_folder(tmp_path: Path) -> None:
     """A cache that is a file ends a rank in one line, as it ends the command."""
     (tmp_path / "file").touch()
-    with pytest.raises(FileError, match=r"file/x: Not a directory; a part of it is a file"), of_ours(tmp_path):
+    with (
+        pytest.raises(FileError, match=r"file/x: Not a directory; a part of it is a file"),
+        of_ours(tmp_path),
+    ):
         (tmp_path / "file" / "x").mkdir(parents=True)
 
 
@@ -110,7 +157,9 @@ def test_what_is_closed_is_open_for_what_is_started(tmp_path: Path) -> None:
     start = f"subprocess.run({[sys.executable, '-c', look]})"
     code = f"import subprocess\nfrom ortlaunch.output import guarded\nwith guarded(): {start}"
     typed = f"{sys.executable} -c {shlex.quote(code)} <&- >&-"
-    ended = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(
+        ["bash", "-c", typed], capture_output=True, text=True, timeout=60, check=True
+    )
     assert ended.stderr == "/dev/null /dev/null\n"
 
 

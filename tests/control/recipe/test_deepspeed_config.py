@@ -35,10 +35,16 @@ def config(**sections: Any) -> dict[str, Any] | None:
         ({"zero": {}}, PLAIN),
         ({"zero": {"stage": 0}}, {**PLAIN, "zero_optimization": {"stage": 0}}),
         ({"zero": {"stage": 3}}, {**PLAIN, "zero_optimization": {"stage": 3}}),
-        ({"zero": {}, "train": {"max_steps": 1, "max_grad_norm": 0.5}}, {**PLAIN, "gradient_clipping": 0.5}),
+        (
+            {"zero": {}, "train": {"max_steps": 1, "max_grad_norm": 0.5}},
+            {**PLAIN, "gradient_clipping": 0.5},
+        ),
         ({"zero": {}, "precision": "fp16"}, {**PLAIN, "fp16": {"enabled": True}}),
         ({"zero": {}, "precision": "bf16"}, {**PLAIN, "bf16": {"enabled": True}}),
-        ({"zero": {"deepspeed": {"wall_clock_breakdown": True}}}, {**PLAIN, "wall_clock_breakdown": True}),
+        (
+            {"zero": {"deepspeed": {"wall_clock_breakdown": True}}},
+            {**PLAIN, "wall_clock_breakdown": True},
+        ),
         (
             {"zero": {"stage": 2, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 5}}}},
             {**PLAIN, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5}},
@@ -51,16 +57,28 @@ def config(**sections: Any) -> dict[str, Any] | None:
             {"zero": {"stage": 2, "offload": {"optimizer": "cpu"}}},
             {
                 **PLAIN,
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+                "zero_optimization": {
+                    "stage": 2,
+                    "offload_optimizer": {"device": "cpu", "pin_memory": False},
+                },
             },
         ),
         (
-            {"zero": {"stage": 3, "offload": {"parameters": "nvme", "nvme_path": "/scratch", "pin_memory": True}}},
+            {
+                "zero": {
+                    "stage": 3,
+                    "offload": {"parameters": "nvme", "nvme_path": "/scratch", "pin_memory": True},
+                }
+            },
             {
                 **PLAIN,
                 "zero_optimization": {
                     "stage": 3,
-                    "offload_param": {"device": "nvme", "pin_memory": True, "nvme_path": "/scratch"},
+                    "offload_param": {
+                        "device": "nvme",
+                        "pin_memory": True,
+                        "nvme_path": "/scratch",
+                    },
                 },
             },
         ),

@@ -26,14 +26,32 @@ FAMILIES = {"recipes", "data", "device"}
             "--resume_from_checkpoint x",
             "Hugging Face says resume_from_checkpoint; here it is the command line option --run-dir with the folder",
         ),
-        ("--max_steps=5", "--max_steps; a key of the recipe is given without dashes: train.max_steps=5"),
-        ("--max-steps 5", "--max-steps; a key of the recipe is given without dashes: train.max_steps=5"),
-        ("--train.max_steps=5", "--train.max_steps; a key of the recipe is given without dashes: train.max_steps=5"),
-        ("--learning-rate 0.1", "a key of the recipe is given without dashes: optimizer.learning_rate=0.1"),
-        ("--lr name=x", "a key of the recipe is given without dashes: optimizer.learning_rate=VALUE"),
+        (
+            "--max_steps=5",
+            "--max_steps; a key of the recipe is given without dashes: train.max_steps=5",
+        ),
+        (
+            "--max-steps 5",
+            "--max-steps; a key of the recipe is given without dashes: train.max_steps=5",
+        ),
+        (
+            "--train.max_steps=5",
+            "--train.max_steps; a key of the recipe is given without dashes: train.max_steps=5",
+        ),
+        (
+            "--learning-rate 0.1",
+            "a key of the recipe is given without dashes: optimizer.learning_rate=0.1",
+        ),
+        (
+            "--lr name=x",
+            "a key of the recipe is given without dashes: optimizer.learning_rate=VALUE",
+        ),
         ("--seed 4", "a key of the recipe is given without dashes: seed=4"),
         ("--bf16", "--bf16; Hugging Face says bf16; here it is precision: bf16"),
-        ("--config x.yaml", "the recipe is given without an option, as in `ortlaunch train RECIPE`"),
+        (
+            "--config x.yaml",
+            "the recipe is given without an option, as in `ortlaunch train RECIPE`",
+        ),
         ("--partition gpu", "a key of the recipe is given without dashes: submit.partition=gpu"),
     ],
 )
@@ -55,17 +73,32 @@ def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("eval runs/x", "there is no verb eval; what comes nearest is ortlaunch evaluate RUN_FOLDER; train evaluates"),
+        (
+            "eval runs/x",
+            "there is no verb eval; what comes nearest is ortlaunch evaluate RUN_FOLDER; train evaluates",
+        ),
         (
             "convert runs/x",
             "there is no verb convert; what comes nearest is ortlaunch export RUN_FOLDER; every training",
         ),
-        ("resume runs/x", "what comes nearest is ortlaunch train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER"),
+        (
+            "resume runs/x",
+            "what comes nearest is ortlaunch train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER",
+        ),
         ("good.yaml seed=3", "good.yaml is no verb; to train it: ortlaunch train good.yaml seed=3"),
         ("trian good.yaml", "ortlaunch: there is no verb trian; did you mean train or ranks?\n"),
-        ("vlaidate good.yaml", "ortlaunch: there is no verb vlaidate; did you mean validate or evaluate?\n"),
-        ("recipes lst", "ortlaunch: there is no verb lst of ortlaunch recipes; did you mean list?\n"),
-        ("zzz", "ortlaunch: there is no verb zzz; the verbs are validate, import, plan, train, parity, bench, "),
+        (
+            "vlaidate good.yaml",
+            "ortlaunch: there is no verb vlaidate; did you mean validate or evaluate?\n",
+        ),
+        (
+            "recipes lst",
+            "ortlaunch: there is no verb lst of ortlaunch recipes; did you mean list?\n",
+        ),
+        (
+            "zzz",
+            "ortlaunch: there is no verb zzz; the verbs are validate, import, plan, train, parity, bench, ",
+        ),
     ],
 )
 def test_a_verb_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
@@ -84,7 +117,9 @@ def test_a_verb_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Ru
         ("ortlaunch train good.yaml --host", "--hostfile"),
     ],
 )
-def test_the_shell_completes(words: str, offered: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shell_completes(
+    words: str, offered: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Verbs, options and shipped recipes; the script that makes bash ask for them is ours to give."""
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
@@ -95,7 +130,10 @@ def test_the_shell_completes(words: str, offered: str, ortlaunch: Run, monkeypat
 def test_the_verbs_are_grouped(ortlaunch: Run) -> None:
     """Every verb is in a group of --help, with a summary that fits 80 columns."""
     shown = ortlaunch("--help").out
-    assert set(SUMMARIES) == {cli.NAMES.get(verb.__name__, verb.__name__) for verb in cli.VERBS} | FAMILIES
+    assert (
+        set(SUMMARIES)
+        == {cli.NAMES.get(verb.__name__, verb.__name__) for verb in cli.VERBS} | FAMILIES
+    )
     assert "..." not in shown.partition("Train:")[2]
     for verb, summary in SUMMARIES.items():
         assert f"  {verb} " in shown
@@ -135,7 +173,10 @@ def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("train good.yaml --launcher slurm", "that is a queue: ortlaunch submit RECIPE --scheduler NAME"),
+        (
+            "train good.yaml --launcher slurm",
+            "that is a queue: ortlaunch submit RECIPE --scheduler NAME",
+        ),
         (
             "train good.yaml --nproc-per-node=auto",
             "got auto; give a number from 1 on; without it there is one rank for",
@@ -145,10 +186,19 @@ def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_
         ("validate good_yaml", "there is no such file; did you mean good.yaml?"),
         ("validate good.yml", "there is no such file; did you mean good.yaml?"),
         ("validate good", "good: there is no such file; did you mean good.yaml?"),
-        ("validate good.yaml engine=eager", "as {name: ort}; on the command line: engine.name=eager"),
+        (
+            "validate good.yaml engine=eager",
+            "as {name: ort}; on the command line: engine.name=eager",
+        ),
         ("validate good.yaml train={max_steps:1,000}", "a comma inside { } separates keys"),
-        ("validate good.yaml log.tensorboard=true", "log.tensorboard: unknown key; write log.trackers: [tensorboard]"),
-        ("validate blank.yaml", "blank.yaml:2:10: is not YAML: a no-break space follows this colon"),
+        (
+            "validate good.yaml log.tensorboard=true",
+            "log.tensorboard: unknown key; write log.trackers: [tensorboard]",
+        ),
+        (
+            "validate blank.yaml",
+            "blank.yaml:2:10: is not YAML: a no-break space follows this colon",
+        ),
     ],
 )
 def test_a_slip_is_named_with_what_to_write(typed: str, hint: str, ortlaunch: Run) -> None:
@@ -162,5 +212,7 @@ def test_a_slip_is_named_with_what_to_write(typed: str, hint: str, ortlaunch: Ru
 def test_a_place_for_anchors(ortlaunch: Run) -> None:
     """Top-level keys that begin with `x-` or a point are ignored, and what they hold can be merged."""
     text = Path("good.yaml").read_text()
-    Path("anchors.yaml").write_text(f"x-defaults: &d {{every_steps: 7}}\n.seed: &s 5\n{text}log: *d\nseed: *s\n")
+    Path("anchors.yaml").write_text(
+        f"x-defaults: &d {{every_steps: 7}}\n.seed: &s 5\n{text}log: *d\nseed: *s\n"
+    )
     assert ortlaunch("validate", "anchors.yaml").out == "anchors.yaml: valid (made)\n"

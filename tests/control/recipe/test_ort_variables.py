@@ -24,14 +24,22 @@ from tests.makers import CUSTOM, OWN_MODULE
 # variable -> (a text that agrees with an engine section, that section, a text that contradicts it).
 TEXTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "ORTMODULE_ONNX_OPSET_VERSION": ("18", {"opset": 18}, "17"),
-    "ORTMODULE_CONV_ALGO_SEARCH": ("EXHAUSTIVE", {"conv_algorithm_search": "exhaustive"}, "HEURISTIC"),
+    "ORTMODULE_CONV_ALGO_SEARCH": (
+        "EXHAUSTIVE",
+        {"conv_algorithm_search": "exhaustive"},
+        "HEURISTIC",
+    ),
     "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": ("1", {}, "0"),
     "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": ("0", {"sparsity_optimizer": False}, "1"),
     "ORTMODULE_MEMORY_OPT_LEVEL": ("0", {}, "1"),
     "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": ("0", {}, "1"),
     "ORTMODULE_PRINT_INPUT_DENSITY": ("0", {}, "1"),
     "ORTMODULE_PRINT_MEMORY_STATS": ("0", {}, "yes"),
-    "ORTMODULE_FALLBACK_POLICY": ("FALLBACK_DISABLE", {}, "FALLBACK_UNSUPPORTED_DATA|FALLBACK_UNSUPPORTED_DEVICE"),
+    "ORTMODULE_FALLBACK_POLICY": (
+        "FALLBACK_DISABLE",
+        {},
+        "FALLBACK_UNSUPPORTED_DATA|FALLBACK_UNSUPPORTED_DEVICE",
+    ),
     "ORTMODULE_USE_TRITON": ("1", {"triton": True}, "0"),
     "ORTMODULE_USE_FLASH_ATTENTION": ("0", {}, "1"),
     "ORTMODULE_USE_EFFICIENT_ATTENTION": ("0", {}, "1"),
@@ -43,7 +51,10 @@ TEXTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "ORTMODULE_LOG_LEVEL": ("ERROR", {}, "INFO"),
     "ORTMODULE_SAVE_ONNX_PATH": ("here", {"save_onnx": "here"}, "there"),
 }
-FILES = {"ORTMODULE_MEMORY_OPT_CONFIG": "memory_optimization_config", "ORTMODULE_TRITON_CONFIG_FILE": "triton_config"}
+FILES = {
+    "ORTMODULE_MEMORY_OPT_CONFIG": "memory_optimization_config",
+    "ORTMODULE_TRITON_CONFIG_FILE": "triton_config",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +65,9 @@ def own_model(tmp_path: Path) -> None:
 
 def said(name: str, text: str, **engine: Any) -> str:
     """What is wrong with a variable, or ""."""
-    return "".join(message for _, message in contradictions(Engine(**engine), {name: text, "HOME": "x"}))
+    return "".join(
+        message for _, message in contradictions(Engine(**engine), {name: text, "HOME": "x"})
+    )
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -64,7 +77,10 @@ def test_a_variable_must_say_what_its_field_says(name: str) -> None:
     assert said(name, agreeing, **engine) == ""
     value = getattr(Engine(**engine), FIELDS[name].field)
     shown = str(value).lower() if isinstance(value, bool) else value
-    assert said(name, other, **engine) == f"contradicts engine.{FIELDS[name].field} ({shown}); set the field instead"
+    assert (
+        said(name, other, **engine)
+        == f"contradicts engine.{FIELDS[name].field} ({shown}); set the field instead"
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -76,7 +92,9 @@ def test_a_file_of_settings_is_never_the_recipes_own(name: str) -> None:
 def test_an_open_field_contradicts_every_text() -> None:
     """null lets ortlaunch decide, which a variable would not."""
     name = "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT"
-    assert said(name, "1") == "contradicts engine.deepcopy_before_export (null); set the field instead"
+    assert (
+        said(name, "1") == "contradicts engine.deepcopy_before_export (null); set the field instead"
+    )
 
 
 def test_each_field_has_at_most_one_variable() -> None:
@@ -88,11 +106,20 @@ def test_each_field_has_at_most_one_variable() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("ORTMODULE_MEMORY_OPT_LVL", "did you mean ORTMODULE_MEMORY_OPT_LEVEL? That is engine.memory_optimization"),
-        ("ORTMODULE_MEM_OPT_LEVEL", "did you mean ORTMODULE_MEMORY_OPT_LEVEL? That is engine.memory_optimization"),
+        (
+            "ORTMODULE_MEMORY_OPT_LVL",
+            "did you mean ORTMODULE_MEMORY_OPT_LEVEL? That is engine.memory_optimization",
+        ),
+        (
+            "ORTMODULE_MEM_OPT_LEVEL",
+            "did you mean ORTMODULE_MEMORY_OPT_LEVEL? That is engine.memory_optimization",
+        ),
         ("ORTMODULE_ENABLE_TRITON", "did you mean ORTMODULE_USE_TRITON? That is engine.triton"),
         ("ORTMODULE_FOO", "is no variable of ORTModule 1.19.2; take it out"),
-        ("ORTMODULE_ENABLE_SPARSE_OPTIMIZER", "is documented, and 1.19.2 reads it nowhere; see engine.sparsity_opt"),
+        (
+            "ORTMODULE_ENABLE_SPARSE_OPTIMIZER",
+            "is documented, and 1.19.2 reads it nowhere; see engine.sparsity_opt",
+        ),
         ("ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER", "does nothing in 1.19.2"),
         ("ORTMODULE_SKIPCHECK_POLICY", "SKIP_CHECK_DISABLED ends models with buffers"),
         ("ORTMODULE_CACHE_DIR", "makes evaluation run the training graph"),
@@ -115,7 +142,11 @@ def test_every_variable_that_onnx_runtime_reads_is_known() -> None:
     if package is None or package.origin is None:
         pytest.skip('needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
     sources = list(Path(package.origin).parent.joinpath("training").rglob("*.py"))
-    found = {name for path in sources for name in re.findall(r'"(ORTMODULE_[A-Z0-9_]+)"', path.read_text())}
+    found = {
+        name
+        for path in sources
+        for name in re.findall(r'"(ORTMODULE_[A-Z0-9_]+)"', path.read_text())
+    }
     assert len(found) >= 25
     assert found <= {*FIELDS, *LEFT_OUT, *HARMLESS}
 
@@ -140,7 +171,9 @@ def test_a_contradiction_ends_the_command_before_anything_starts(tmp_path: Path)
         "ORTMODULE_MEMORY_OPT_LEVEL=1 in your environment contradicts engine.memory_optimization (0); set the field "
         "instead"
     )
-    assert lines[0].startswith("ORTMODULE_LOG_LVL=INFO in your environment is no variable of ORTModule 1.19.2")
+    assert lines[0].startswith(
+        "ORTMODULE_LOG_LVL=INFO in your environment is no variable of ORTModule 1.19.2"
+    )
 
 
 def test_settings_and_variables_are_shown(tmp_path: Path) -> None:
@@ -165,14 +198,20 @@ def test_the_command_says_so_and_plan_shows_settings(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "ort", "log_level": "info"}}))
     command = [sys.executable, "-m", "ortlaunch.cli", "plan", str(path)]
     environ = {**os.environ, "ORTMODULE_USE_TRITON": "1"}
-    refused = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    refused = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
     assert refused.returncode == 2
-    assert refused.stderr.startswith("ortlaunch: ORTMODULE_USE_TRITON=1 in your environment contradicts engine.triton")
+    assert refused.stderr.startswith(
+        "ortlaunch: ORTMODULE_USE_TRITON=1 in your environment contradicts engine.triton"
+    )
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert 'engine ort: log_level: "info"' in shown.stdout.splitlines()[0]
 
 
-def test_the_run_record_keeps_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_record_keeps_the_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """environment.json has those of the shell and of launch.env."""
     from ortlaunch.run.preparation import prepare
     from ortlaunch.run_folder.folder import RunDir

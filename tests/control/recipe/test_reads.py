@@ -62,7 +62,8 @@ def test_each_file_is_opened_once() -> None:
     assert result.returncode == 0, result.stderr
     seen = " ".join(json.loads(Path("opened.json").read_text())).split("  ")
     assert [sorted(each.split()) for each in seen] == [
-        sorted(["base.yaml", "middle.yaml", "top.yaml", *(["hosts"] if "hosts" in words else [])]) for words in COMMANDS
+        sorted(["base.yaml", "middle.yaml", "top.yaml", *(["hosts"] if "hosts" in words else [])])
+        for words in COMMANDS
     ]
 
 
@@ -73,9 +74,15 @@ def test_a_further_override_reads_nothing() -> None:
         os.unlink(name)
     for made in (base.with_overrides("seed=9"), base.with_choice("seed=9")):
         assert made.file.overrides == ("train.max_steps=7", "seed=9")
-        assert (made.file.recipe.name, made.file.recipe.seed, made.file.recipe.train.max_steps) == ("top", 9, 7)
+        assert (made.file.recipe.name, made.file.recipe.seed, made.file.recipe.train.max_steps) == (
+            "top",
+            9,
+            7,
+        )
         assert (made.world, made.plan) == (base.world, base.plan)
-    with pytest.raises(RecipeError, match=r"override 'sed=9': sed: unknown key; did you mean seed\?"):
+    with pytest.raises(
+        RecipeError, match=r"override 'sed=9': sed: unknown key; did you mean seed\?"
+    ):
         base.with_overrides("sed=9")
 
 

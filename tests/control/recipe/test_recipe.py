@@ -56,13 +56,25 @@ def refused(folder: Path, *overrides: str) -> str:
 
 @pytest.mark.parametrize(
     ("written", "value"),
-    [("1e-5", 1e-5), ("1E-5", 1e-5), ("1.5e3", 1500.0), (".5", 0.5), ("+.5e-3", 5e-4), ("2", 2.0), ("1_000.5", 1000.5)],
+    [
+        ("1e-5", 1e-5),
+        ("1E-5", 1e-5),
+        ("1.5e3", 1500.0),
+        (".5", 0.5),
+        ("+.5e-3", 5e-4),
+        ("2", 2.0),
+        ("1_000.5", 1000.5),
+    ],
 )
-def test_every_way_to_write_a_number_is_a_number(written: str, value: float, tmp_path: Path) -> None:
+def test_every_way_to_write_a_number_is_a_number(
+    written: str, value: float, tmp_path: Path
+) -> None:
     """YAML 1.1 would read 1e-5 and 1.5e3 as words."""
     for style in (f"learning_rate: {written}", f"{{learning_rate: {written}}}"):
         section = style if style.startswith("{") else "\n  " + style
-        found = recipe(tmp_path, BASE.replace("{name: sgd, momentum: 0.9, learning_rate: 1e-3}", section))
+        found = recipe(
+            tmp_path, BASE.replace("{name: sgd, momentum: 0.9, learning_rate: 1e-3}", section)
+        )
         assert found.optimizer.learning_rate == value
 
 
@@ -88,7 +100,9 @@ def test_phase_2_extends_phase_1() -> None:
 
 def test_mappings_merge_and_lists_are_replaced(tmp_path: Path) -> None:
     """`extends` merges key by key, at every depth."""
-    found = top(tmp_path, "data: {train: {path: [three.txt]}}\nlaunch: {env: {OMP_NUM_THREADS: '4'}}\n")
+    found = top(
+        tmp_path, "data: {train: {path: [three.txt]}}\nlaunch: {env: {OMP_NUM_THREADS: '4'}}\n"
+    )
     assert isinstance(found.data.train, Corpus)
     assert found.data.train.path == ("three.txt",)
     assert found.launch.env == {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "4"}
@@ -104,7 +118,9 @@ def test_extends_reaches_over_several_files_and_folders(tmp_path: Path) -> None:
     """Each path is relative to the file that names it."""
     (tmp_path / "far").mkdir()
     (tmp_path / "far/base.yaml").write_text(BASE, encoding="utf-8")
-    (tmp_path / "far/middle.yaml").write_text("extends: base.yaml\nseed: 1\nname: middle\n", encoding="utf-8")
+    (tmp_path / "far/middle.yaml").write_text(
+        "extends: base.yaml\nseed: 1\nname: middle\n", encoding="utf-8"
+    )
     found = recipe(tmp_path, "extends: far/middle.yaml\nname: last\n")
     assert (found.name, found.seed, found.train.max_steps) == ("last", 1, 100)
 
@@ -123,7 +139,11 @@ def test_a_problem_is_placed_in_the_file_that_wrote_it(tmp_path: Path) -> None:
     """After `extends`, each key remembers its own file and line."""
     path = tmp_path / "recipe.yaml"
     with pytest.raises(RecipeError) as caught:
-        top(tmp_path, "data: {sequence_length: x}\nmodel: {config: {num_attention_heads: 3}}\n", "seed=-1")
+        top(
+            tmp_path,
+            "data: {sequence_length: x}\nmodel: {config: {num_attention_heads: 3}}\n",
+            "seed=-1",
+        )
     assert [line.split(": ")[:2] for line in caught.value.problems] == [
         [f"{path}:2:8", "data.sequence_length"],
         [f"{path}:3:18", "model.config.num_attention_heads"],
@@ -131,7 +151,9 @@ def test_a_problem_is_placed_in_the_file_that_wrote_it(tmp_path: Path) -> None:
     ]
     loaded = load(_written(tmp_path, "extends: base.yaml\nseed: 3\n"))
     assert loaded.explain((("seed",), "is odd")) == f"{path}:2:1: seed: is odd"
-    assert loaded.explain((("optimizer.momentum",), "is high")).startswith(f"{tmp_path}/base.yaml:9:24: ")
+    assert loaded.explain((("optimizer.momentum",), "is high")).startswith(
+        f"{tmp_path}/base.yaml:9:24: "
+    )
     assert loaded.explain((("precision",), "is low")) == f"{path}:1:1: precision: is low"
 
 
@@ -143,9 +165,14 @@ def _written(folder: Path, text: str) -> Path:
 
 def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
     """YAML's own means of saying a thing once."""
-    text = BASE.replace("{format: text, path: [one.txt, two.txt]}", "&text {format: text, path: a.txt}")
+    text = BASE.replace(
+        "{format: text, path: [one.txt, two.txt]}", "&text {format: text, path: a.txt}"
+    )
     found = recipe(
-        tmp_path, text.replace("  sequence_length", "  evaluation: {<<: *text, path: b.txt}\n  sequence_length")
+        tmp_path,
+        text.replace(
+            "  sequence_length", "  evaluation: {<<: *text, path: b.txt}\n  sequence_length"
+        ),
     )
     assert isinstance(found.data.evaluation, Corpus)
     assert found.data.evaluation.path == ("b.txt",)
@@ -153,7 +180,13 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
 
 def test_an_override_makes_the_sections_on_its_way(tmp_path: Path) -> None:
     """`zero: null` becomes a section; a word becomes a mapping."""
-    found = recipe(tmp_path, BASE, "zero.stage=1", "data.tokenizer.train=wordpiece", "data.tokenizer.vocab_size=4000")
+    found = recipe(
+        tmp_path,
+        BASE,
+        "zero.stage=1",
+        "data.tokenizer.train=wordpiece",
+        "data.tokenizer.vocab_size=4000",
+    )
     assert found.zero is not None
     assert found.zero.stage == 1
     assert found.data.tokenizer == TokenizerTraining(train="wordpiece", vocab_size=4000)
@@ -161,8 +194,14 @@ def test_an_override_makes_the_sections_on_its_way(tmp_path: Path) -> None:
 
 def test_an_override_replaces_a_mapping_as_a_whole(tmp_path: Path) -> None:
     """The value is YAML; what was there does not shine through."""
-    found = recipe(tmp_path, BASE, "optimizer={name: adamw, learning_rate: 2e-4}", "data.train=python-docs")
-    assert (found.optimizer.name, found.optimizer.momentum, found.data.train) == ("adamw", 0.0, "python-docs")
+    found = recipe(
+        tmp_path, BASE, "optimizer={name: adamw, learning_rate: 2e-4}", "data.train=python-docs"
+    )
+    assert (found.optimizer.name, found.optimizer.momentum, found.data.train) == (
+        "adamw",
+        0.0,
+        "python-docs",
+    )
 
 
 def test_an_override_reaches_into_a_list(tmp_path: Path) -> None:
@@ -180,13 +219,17 @@ def test_later_overrides_win_and_may_hold_equal_signs(tmp_path: Path) -> None:
 
 def test_an_override_is_named_in_errors_that_it_causes(tmp_path: Path) -> None:
     """Also in those that only the whole recipe shows."""
-    assert refused(tmp_path, "optimizer.momentum=null", "optimizer.name=lamb", "zero.stage=1").startswith(
-        "override 'optimizer.name=lamb': optimizer.name: got lamb with ZeRO 1"
+    assert refused(
+        tmp_path, "optimizer.momentum=null", "optimizer.name=lamb", "zero.stage=1"
+    ).startswith("override 'optimizer.name=lamb': optimizer.name: got lamb with ZeRO 1")
+    assert refused(tmp_path, "zero.stage=5").startswith(
+        "override 'zero.stage=5': zero.stage: got 5; it must be <= 3"
     )
-    assert refused(tmp_path, "zero.stage=5").startswith("override 'zero.stage=5': zero.stage: got 5; it must be <= 3")
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize(
+    "path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
 def test_a_resolved_recipe_is_the_same_recipe(path: Path, tmp_path: Path) -> None:
     """What a run folder keeps can be read by the worker, and be trained again as a recipe of its own."""
     found = load(path).recipe
@@ -197,11 +240,24 @@ def test_a_resolved_recipe_is_the_same_recipe(path: Path, tmp_path: Path) -> Non
 
 def test_words_that_look_like_numbers_survive_being_written(tmp_path: Path) -> None:
     """The resolved recipe quotes what its reader would take for a number."""
-    words = {"A": "1e5", "B": "010", "C": "12:30:00", "D": "yes", "E": "2024-01-01", "F": "null", "G": "1.5e3", "H": ""}
+    words = {
+        "A": "1e5",
+        "B": "010",
+        "C": "12:30:00",
+        "D": "yes",
+        "E": "2024-01-01",
+        "F": "null",
+        "G": "1.5e3",
+        "H": "",
+    }
     overrides = [f"launch.env.{name}='{word}'" for name, word in words.items()]
     found = recipe(tmp_path, BASE, *overrides)
     text = to_yaml(found)
-    assert parse_resolved(text).launch.env == recipe(tmp_path, text).launch.env == {"NCCL_DEBUG": "WARN", **words}
+    assert (
+        parse_resolved(text).launch.env
+        == recipe(tmp_path, text).launch.env
+        == {"NCCL_DEBUG": "WARN", **words}
+    )
 
 
 def test_a_recipe_cannot_be_changed() -> None:
@@ -214,7 +270,9 @@ def test_a_recipe_cannot_be_changed() -> None:
 def test_device_rules_speak_of_a_device_that_is_found_later(tmp_path: Path) -> None:
     """`device: auto` is valid until the launch knows the device."""
     found = recipe(tmp_path, BASE, "precision=fp16")
-    assert [paths for paths, _ in device_rules(found, "cpu")] == [("precision", "engine.name", "launch.device")]
+    assert [paths for paths, _ in device_rules(found, "cpu")] == [
+        ("precision", "engine.name", "launch.device")
+    ]
     assert list(device_rules(found, "cuda")) == []
 
 
@@ -235,6 +293,8 @@ def test_no_hint_speaks_of_a_key_that_is_ours() -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=dotted)
 def test_examples_in_messages_are_valid(path: KeyPath, tmp_path: Path) -> None:
     """What an error tells to write can be written."""
-    plain = "optimizer: {name: adamw, momentum: null}\nmodel: {pretrained: some-model, config: null}\n"
+    plain = (
+        "optimizer: {name: adamw, momentum: null}\nmodel: {pretrained: some-model, config: null}\n"
+    )
     plain += "submit: {kubernetes: {image: a, runs: /data/runs, volumes: {training: /data}}}\n"
     top(tmp_path, plain, f"{dotted(path)}={EXAMPLES[path]}")

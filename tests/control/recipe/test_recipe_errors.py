@@ -94,13 +94,17 @@ def test_a_broken_override_is_named(assignment: str) -> None:
     """An override is quoted as it was typed, in place of a file's line."""
     found = problems(FOLDER / "base.yaml", assignment)
     assert len(found) == 1, found
-    assert found[0].startswith(f"override {assignment!r}: {EXPECTED['overrides'][assignment]}"), found[0]
+    assert found[0].startswith(f"override {assignment!r}: {EXPECTED['overrides'][assignment]}"), (
+        found[0]
+    )
 
 
 def test_a_refused_secret_is_not_shown() -> None:
     """The value of an override that looks like a secret stays out of the error, which may be logged."""
     found = problems(RECIPES / "bert-large/tiny.yaml", "launch.env.HF_TOKEN=hf_abc123")
-    assert found[0].startswith("override 'launch.env.HF_TOKEN=...': launch.env.HF_TOKEN: looks like a secret"), found[0]
+    assert found[0].startswith(
+        "override 'launch.env.HF_TOKEN=...': launch.env.HF_TOKEN: looks like a secret"
+    ), found[0]
     assert "hf_abc123" not in found[0]
 
 
@@ -118,7 +122,9 @@ def test_errors_of_file_and_overrides_come_together() -> None:
 
 def test_a_missing_recipe_is_an_error_with_its_path(tmp_path: Path) -> None:
     """No traceback for a path that is not there, or is a folder."""
-    assert problems(tmp_path / "none.yaml") == (f"{tmp_path}/none.yaml: cannot be read: No such file or directory",)
+    assert problems(tmp_path / "none.yaml") == (
+        f"{tmp_path}/none.yaml: cannot be read: No such file or directory",
+    )
     assert problems(tmp_path) == (f"{tmp_path}: cannot be read: Is a directory",)
 
 
@@ -128,8 +134,12 @@ def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with huge.open("wb") as file:
         file.truncate(1 << 40)
-    assert problems(pipe) == (f"{pipe}: is a pipe; a recipe is a regular file, which is read more than once",)
-    assert problems(Path("/dev/zero"))[0].startswith("/dev/zero: is a device or a socket; a recipe is a regular file")
+    assert problems(pipe) == (
+        f"{pipe}: is a pipe; a recipe is a regular file, which is read more than once",
+    )
+    assert problems(Path("/dev/zero"))[0].startswith(
+        "/dev/zero: is a device or a socket; a recipe is a regular file"
+    )
     assert problems(huge) == (f"{huge}:1:1: has over 1,000,000 bytes, too many for a recipe",)
 
 
@@ -138,7 +148,9 @@ def test_a_long_chain_of_recipes_is_refused(tmp_path: Path) -> None:
     for number in range(1_500):
         (tmp_path / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
     found = problems(tmp_path / "0.yaml")
-    assert found == (f"{tmp_path}/20.yaml:1:1: extends: 20 recipes extend each other up to here; merge some of them",)
+    assert found == (
+        f"{tmp_path}/20.yaml:1:1: extends: 20 recipes extend each other up to here; merge some of them",
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,19 +222,30 @@ def mutated(text: str, chance: random.Random) -> str:
         elif kind == 3:
             text = "\n".join([*lines[:line], lines[chance.randrange(len(lines))], *lines[line:]])
         else:
-            text = re.sub(r"(?<=: )[\w.]+", lambda found: chance.choice([found[0]] * 6 + FRAGMENTS), text)
+            text = re.sub(
+                r"(?<=: )[\w.]+", lambda found: chance.choice([found[0]] * 6 + FRAGMENTS), text
+            )
     return text
 
 
 def test_mutated_recipes_load_or_are_refused(tmp_path: Path) -> None:
     """Random damage to the shipped recipes gives a recipe or a RecipeError, never another exception."""
     chance = random.Random(7)
-    texts = [path.read_text(encoding="utf-8") for path in sorted(RECIPES.rglob("*.yaml")) if path.stem != "phase2"]
+    texts = [
+        path.read_text(encoding="utf-8")
+        for path in sorted(RECIPES.rglob("*.yaml"))
+        if path.stem != "phase2"
+    ]
     texts.append((FOLDER / "base.yaml").read_text(encoding="utf-8"))
     path, refused = tmp_path / "mutated.yaml", 0
     for _ in range(300):
         path.write_bytes(mutated(chance.choice(texts), chance).encode("utf-8", "replace"))
-        found = problems(path, *chance.sample(["zero.stage=1", "model.config=null", "train=1", "data.train.path=x"], 1))
+        found = problems(
+            path,
+            *chance.sample(
+                ["zero.stage=1", "model.config=null", "train=1", "data.train.path=x"], 1
+            ),
+        )
         refused += bool(found)
         assert all(line.isprintable() for line in found)
     assert 0 < refused < 300
@@ -232,10 +255,16 @@ def test_mutated_recipes_load_or_are_refused(tmp_path: Path) -> None:
 def test_every_field_of_another_kind_is_a_message(value: Any, tmp_path: Path) -> None:
     """All fields at once hold what few of them take: a line for each that does not, and no traceback."""
     whole = yaml.safe_load(to_yaml(load(RECIPES / "llama2-7b" / "tiny.yaml").recipe))
-    sections = {name: dict.fromkeys(section, value) for name, section in whole.items() if isinstance(section, dict)}
+    sections = {
+        name: dict.fromkeys(section, value)
+        for name, section in whole.items()
+        if isinstance(section, dict)
+    }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({"name": "x", **sections}))
     found = problems(path)
     assert len(found) > 30
-    assert [line for line in found if " got " in line and not re.search("; (it must|use|write) ", line)] == []
+    assert [
+        line for line in found if " got " in line and not re.search("; (it must|use|write) ", line)
+    ] == []
     assert any("engine.parity_steps: got" in line for line in found)

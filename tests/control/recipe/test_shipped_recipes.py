@@ -24,7 +24,9 @@ from ortlaunch.recipe.text.place import dotted
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 FILES = sorted(RECIPES.rglob("*.yaml"))
-each_recipe = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+each_recipe = pytest.mark.parametrize(
+    "path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
 
 
 def shipped(name: str, *overrides: str) -> Recipe:
@@ -61,9 +63,20 @@ def test_the_families_are_complete() -> None:
     """Both families, from the published size to one for a laptop, and examples."""
     names = {str(path.relative_to(RECIPES).with_suffix("")) for path in FILES}
     bert = {f"bert-large/{name}" for name in ("phase1", "phase1-linear", "phase2", "tiny")}
-    own = ("pretrain", "finetune", "lora", "lora-classification", "lora-instruct", "tiny", "tiny-chat")
+    own = (
+        "pretrain",
+        "finetune",
+        "lora",
+        "lora-classification",
+        "lora-instruct",
+        "tiny",
+        "tiny-chat",
+    )
     llama = {f"llama2-7b/{name}" for name in own}
-    examples = {f"examples/{name}" for name in ("gpt2", "own-module", "text-classification", "vit", "whisper")}
+    examples = {
+        f"examples/{name}"
+        for name in ("gpt2", "own-module", "text-classification", "vit", "whisper")
+    }
     assert names == bert | llama | examples
 
 
@@ -83,7 +96,8 @@ def test_a_shipped_recipe_is_valid_by_the_schema(path: Path) -> None:
 
 
 as_newer_pydantic_words_it = pytest.mark.skipif(
-    tuple(map(int, pydantic.VERSION.split(".")[:2])) < (2, 11), reason="older pydantic words it otherwise"
+    tuple(map(int, pydantic.VERSION.split(".")[:2])) < (2, 11),
+    reason="older pydantic words it otherwise",
 )
 
 
@@ -252,7 +266,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def test_a_recipe_is_as_published(name: str) -> None:
     """Every value of the publication; NVIDIA's two phases also split over four nodes of 8 GPUs."""
     made = shipped(name).model_dump(mode="json")
-    found = {field: reduce(lambda at, key: at[key], field.split("."), made) for field in PUBLISHED[name]}
+    found = {
+        field: reduce(lambda at, key: at[key], field.split("."), made) for field in PUBLISHED[name]
+    }
     assert found == PUBLISHED[name]
     if name.startswith("bert"):
         load(RECIPES / f"{name}.yaml", ["launch={nodes: 4, processes_per_node: 8}"])
@@ -270,7 +286,12 @@ def test_every_published_value_says_whence_it_is(name: str) -> None:
 
 def test_full_size_bert_large_takes_the_overrides_of_a_trial() -> None:
     """A few steps on a laptop, as published and sharded."""
-    trial = ("train.max_steps=2", "batch={global_size: 2, micro_size: 1}", "precision=fp32", "data.train=python-docs")
+    trial = (
+        "train.max_steps=2",
+        "batch={global_size: 2, micro_size: 1}",
+        "precision=fp32",
+        "data.train=python-docs",
+    )
     assert shipped("bert-large/phase1", *trial).optimizer.name == "lamb"
     sharded = shipped("bert-large/phase1", *trial, "optimizer.name=fused_adam", "zero.stage=1")
     assert sharded.zero is not None
@@ -279,7 +300,10 @@ def test_full_size_bert_large_takes_the_overrides_of_a_trial() -> None:
 
 def test_parameters_are_those_of_the_published_models() -> None:
     """335 million and 6.74 billion."""
-    bert, llama = estimate(shipped("bert-large/phase1"), 1, 8), estimate(shipped("llama2-7b/pretrain"), 1, 8)
+    bert, llama = (
+        estimate(shipped("bert-large/phase1"), 1, 8),
+        estimate(shipped("llama2-7b/pretrain"), 1, 8),
+    )
     assert bert is not None
     assert llama is not None
     assert round(bert.parameters / 1e6) == 336
@@ -307,8 +331,12 @@ def test_tiny_recipes_take_every_engine_and_sharding(name: str, engine: str, zer
 def test_every_field_says_what_a_resume_does_with_it() -> None:
     """A new field takes a rule in recipe/rules/resume_rules.py; so does a section that may be null or a word."""
     paths = {dotted(path) for path in _paths(Recipe, ())}
-    sections = {path for path in paths if section_at(tuple(path.split("."))) and not _is_optional(path)}
-    assert paths - sections - set(RULES) == set(), "without a rule in ortlaunch/recipe/rules/resume_rules.py"
+    sections = {
+        path for path in paths if section_at(tuple(path.split("."))) and not _is_optional(path)
+    }
+    assert paths - sections - set(RULES) == set(), (
+        "without a rule in ortlaunch/recipe/rules/resume_rules.py"
+    )
     assert set(RULES) - (paths - sections) == set(), "rules of no field"
 
 

@@ -18,7 +18,14 @@ from ortlaunch.ortmodule.build import extensions
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import to_yaml
-from ortlaunch.resolve.prepare import check_folder, claimed, differences, earlier, run_folder, write_run
+from ortlaunch.resolve.prepare import (
+    check_folder,
+    claimed,
+    differences,
+    earlier,
+    run_folder,
+    write_run,
+)
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.resolve.resume import AUTOMATIC
 from ortlaunch.run import control, inside
@@ -43,7 +50,9 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("mine.py").write_text(OWN_MODULE)
 
 
-def resolved(asked: LaunchOptions | None = None, environ: dict[str, str] | None = None, **sections: Any) -> ResolvedRun:
+def resolved(
+    asked: LaunchOptions | None = None, environ: dict[str, str] | None = None, **sections: Any
+) -> ResolvedRun:
     """A custom recipe with these sections, read from a file here."""
     path = Path("recipe.yaml")
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
@@ -96,7 +105,9 @@ def test_folder_of_ranks_on_this_host() -> None:
     """Ranks of one launcher on one host have one parent, which no other launch has."""
     environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     folder = str(run_folder(None, resolved(environ=environ), environ))
-    assert folder == str(run_folder(None, resolved(environ={**environ, "RANK": "0", "LOCAL_RANK": "0"}), environ))
+    assert folder == str(
+        run_folder(None, resolved(environ={**environ, "RANK": "0", "LOCAL_RANK": "0"}), environ)
+    )
     assert folder.startswith(f"runs/made-{os.getppid()}-")
 
 
@@ -119,7 +130,10 @@ def older(folder: str, steps: int | None = None, **sections: Any) -> RunDir:
 
 def test_a_run_folder_without_control_characters() -> None:
     """A newline would end a line of a job's script, and escapes would reach terminals."""
-    with pytest.raises(PlanError, match=r"^--run-dir: '.*/a\\ntouch P' has the control character '\\n'; give a path"):
+    with pytest.raises(
+        PlanError,
+        match=r"^--run-dir: '.*/a\\ntouch P' has the control character '\\n'; give a path",
+    ):
         run_folder(Path("a\ntouch P"), resolved(), {})
 
 
@@ -133,7 +147,9 @@ def test_a_file_is_no_run_folder() -> None:
 def test_a_folder_of_something_else() -> None:
     """--run-dir with files of another kind in it is refused, and nothing is written there."""
     write_text(Path("mine/thesis.tex"), "")
-    with pytest.raises(PlanError, match=r"^--run-dir mine: is not empty and not a run folder; give a new one$"):
+    with pytest.raises(
+        PlanError, match=r"^--run-dir mine: is not empty and not a run folder; give a new one$"
+    ):
         control.train(resolved(), Path("mine"))
     assert [path.name for path in Path("mine").iterdir()] == ["thesis.tex"]
 
@@ -152,7 +168,11 @@ def test_a_folder_of_a_run_that_never_began() -> None:
 def test_a_folder_of_a_command_that_was_killed_while_it_wrote() -> None:
     """Between resume.json and recipe.yaml, or in a write: the next start uses the folder, and removes half files."""
     run = RunDir("mine")
-    for path in (run.resume, run.path / ".recipe.yaml.4321-0123abcd", run.path / ".engine.json.77-0123abcd"):
+    for path in (
+        run.resume,
+        run.path / ".recipe.yaml.4321-0123abcd",
+        run.path / ".engine.json.77-0123abcd",
+    ):
         write_text(path, "{}")
     run.checkpoints.mkdir()  # made beforehand, as a link to another disk is
     made = resolved()
@@ -167,14 +187,19 @@ def test_a_command_that_began_a_moment_ago_is_named() -> None:
     with RunLock() as lock:
         lock.take(run)
         write_text(run.plan, "{}")
-        with pytest.raises(PlanError, match=f"^--run-dir mine: process {os.getpid()} on host .* trains there; wait"):
+        with pytest.raises(
+            PlanError, match=f"^--run-dir mine: process {os.getpid()} on host .* trains there; wait"
+        ):
             check_folder(run, None, resolved())
 
 
 def test_a_link_to_nowhere_is_no_run_folder() -> None:
     """The link's target is named: creating the folder would fail with `File exists`."""
     Path("mine").symlink_to("gone/disk")
-    with pytest.raises(PlanError, match=r"^--run-dir mine: links to gone/disk, which does not exist; create that fold"):
+    with pytest.raises(
+        PlanError,
+        match=r"^--run-dir mine: links to gone/disk, which does not exist; create that fold",
+    ):
         control.train(resolved(), Path("mine"))
 
 
@@ -186,7 +211,10 @@ def test_a_damaged_recipe_beside_a_checkpoint(capsys: pytest.CaptureFixture[str]
         earlier(run, made)
     write_json(run.checkpoint(2) / "training.json", {"format": 1})
     assert earlier(run, made) == made.file.recipe
-    assert "mine/recipe.yaml is replaced by the recipe given: mine/checkpoints/step" in capsys.readouterr().out
+    assert (
+        "mine/recipe.yaml is replaced by the recipe given: mine/checkpoints/step"
+        in capsys.readouterr().out
+    )
 
 
 def test_an_edited_recipe_in_a_run_folder() -> None:
@@ -195,11 +223,16 @@ def test_an_edited_recipe_in_a_run_folder() -> None:
     write_text(run.recipe, run.recipe.read_text().replace("name: made", "nam: made"))
     with pytest.raises(RecipeError) as caught:
         control.train(resolved(), Path("mine"))
-    assert caught.value.problems[0].startswith("mine/recipe.yaml:1:1: nam: unknown key; did you mean name?")
+    assert caught.value.problems[0].startswith(
+        "mine/recipe.yaml:1:1: nam: unknown key; did you mean name?"
+    )
 
 
 GOING_ON = "going on after step 2 from mine/checkpoints/step_00000002"
-CHANGED: dict[str, Any] = {"optimizer": {"name": "sgd", "learning_rate": 0.2}, "train": {"max_steps": 9}}
+CHANGED: dict[str, Any] = {
+    "optimizer": {"name": "sgd", "learning_rate": 0.2},
+    "train": {"max_steps": 9},
+}
 
 
 def test_checkpoints_of_another_training() -> None:
@@ -234,7 +267,9 @@ def test_checkpoints_of_another_training() -> None:
         ),
     ],
 )
-def test_a_folder_is_continued(steps: int | None, sections: dict[str, Any], lines: list[str]) -> None:
+def test_a_folder_is_continued(
+    steps: int | None, sections: dict[str, Any], lines: list[str]
+) -> None:
     """A run folder of this recipe goes on, and every change is told; without checkpoints anything may change."""
     run, made = older("mine", steps), resolved(**sections)
     assert list(check(made, run, AUTOMATIC)[0].lines) == lines
@@ -242,8 +277,12 @@ def test_a_folder_is_continued(steps: int | None, sections: dict[str, Any], line
 
 def test_a_comparison_in_the_folder_of_a_training() -> None:
     """`ortlaunch parity` does not overwrite the recipe and records that belong to checkpoints; else it may continue."""
-    comparison = resolved(LaunchOptions(task="parity"), engine={"name": "inductor", "parity_steps": 1})
-    with pytest.raises(PlanError, match=r"^--run-dir mine: holds the checkpoints of a training, whose records"):
+    comparison = resolved(
+        LaunchOptions(task="parity"), engine={"name": "inductor", "parity_steps": 1}
+    )
+    with pytest.raises(
+        PlanError, match=r"^--run-dir mine: holds the checkpoints of a training, whose records"
+    ):
         check_folder(older("mine", steps=2), comparison.file.recipe, comparison)
     check_folder(older("other"), comparison.file.recipe, comparison)
 
@@ -317,7 +356,11 @@ def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("package", "missing", "line"),
     [
-        (None, ["a", "b"], "its torch extensions are not built for this torch (a, b): run `ortlaunch setup` once"),
+        (
+            None,
+            ["a", "b"],
+            "its torch extensions are not built for this torch (a, b): run `ortlaunch setup` once",
+        ),
         (MissingDependency("no wheel"), [], "no wheel"),
         (None, [], None),
     ],
@@ -350,14 +393,21 @@ def test_a_rank_waits_for_rank_0_in_vain(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(inside, "_JOIN_SECONDS", 0.1)
     with pytest.raises(LaunchError) as caught:
         control.train(resolved(environ=environ), Path("mine"))
-    assert str(caught.value) == "rank 0 did not prepare mine within 0.1 s; is it on a disk that all hosts share?"
+    assert (
+        str(caught.value)
+        == "rank 0 did not prepare mine within 0.1 s; is it on a disk that all hosts share?"
+    )
 
 
-@pytest.mark.parametrize("environ", [{**TORCH, "TORCHELASTIC_RUN_ID": "none"}, {**TORCH, "TORCHELASTIC_RUN_ID": "a"}])
+@pytest.mark.parametrize(
+    "environ", [{**TORCH, "TORCHELASTIC_RUN_ID": "none"}, {**TORCH, "TORCHELASTIC_RUN_ID": "a"}]
+)
 def test_ranks_become_the_worker(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 prepares the folder and tells so; then each rank is the worker's command, with the recipe's variables."""
     sent = []
-    monkeypatch.setattr(os, "execve", lambda path, argv, env: sent.append((path, argv, env["NOTE"])))
+    monkeypatch.setattr(
+        os, "execve", lambda path, argv, env: sent.append((path, argv, env["NOTE"]))
+    )
     launch = {"env": {"NOTE": "x"}}
     for rank in ("0", "1"):
         one = {**environ, "RANK": rank, "LOCAL_RANK": rank}

@@ -33,7 +33,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def says(factory: str) -> list[str]:
     """What is wrong with a model's factory."""
     made = recipe(model={"task": "custom", "factory": factory})
-    return [text.replace(str(Path.cwd()), "HERE") for paths, text in broken_factories(made, Path("beside"))]
+    return [
+        text.replace(str(Path.cwd()), "HERE")
+        for paths, text in broken_factories(made, Path("beside"))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -41,10 +44,16 @@ def says(factory: str) -> list[str]:
     [
         ("mine:model", None),
         ("mine:modell", "got mine:modell; HERE/mine.py has no modell; did you mean model?"),
-        ("minne:model", "got minne:model; there is no module minne beside the recipe, in HERE or installed"),
+        (
+            "minne:model",
+            "got minne:model; there is no module minne beside the recipe, in HERE or installed",
+        ),
         ("pkg.models:net", None),
         ("pkg.models:other", "got pkg.models:other; HERE/beside/pkg/models.py has no other"),
-        ("pkg.absent:net", "got pkg.absent:net; there is no module pkg.absent beside the recipe, in HERE or installed"),
+        (
+            "pkg.absent:net",
+            "got pkg.absent:net; there is no module pkg.absent beside the recipe, in HERE or installed",
+        ),
         ("broken:net", "got broken:net; HERE/broken.py:2: invalid syntax"),
         ("dynamic:net", None),
         ("os.path:join", None),
@@ -56,7 +65,9 @@ def test_a_factory_is_found_without_being_run(factory: str, said: str | None) ->
     package = Path("beside/pkg")
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise SystemExit('was run')\n")
-    (package / "models.py").write_text("if True:\n    from x import (\n        y as net,\n    )\nraise SystemExit\n")
+    (package / "models.py").write_text(
+        "if True:\n    from x import (\n        y as net,\n    )\nraise SystemExit\n"
+    )
     Path("broken.py").write_text("x = 1\ndef net(:\n")
     Path("dynamic.py").write_text("globals()['net'] = len\n")
     assert says(factory) == ([said] if said else [])
@@ -66,16 +77,36 @@ def test_a_factory_is_found_without_being_run(factory: str, said: str | None) ->
     ("sections", "said"),
     [
         ({"data": {**WORDS, "train": {"format": "text", "path": ["data/*.txt"]}}}, []),
-        ({"data": {**WORDS, "train": {"format": "text", "path": ["data"]}}}, ["got data, which matches no file here"]),
         (
-            {"data": {**WORDS, "train": {"format": "text", "path": ["a.txt", "data/a.txt", "data/*.json"]}}},
-            ["got a.txt, which matches no file here", "got data/*.json, which matches no file here"],
+            {"data": {**WORDS, "train": {"format": "text", "path": ["data"]}}},
+            ["got data, which matches no file here"],
         ),
         (
-            {"data": {**WORDS, "evaluation": {"format": "text", "path": ["no.txt"]}, "tokenizer": "./none"}},
+            {
+                "data": {
+                    **WORDS,
+                    "train": {"format": "text", "path": ["a.txt", "data/a.txt", "data/*.json"]},
+                }
+            },
+            [
+                "got a.txt, which matches no file here",
+                "got data/*.json, which matches no file here",
+            ],
+        ),
+        (
+            {
+                "data": {
+                    **WORDS,
+                    "evaluation": {"format": "text", "path": ["no.txt"]},
+                    "tokenizer": "./none",
+                }
+            },
             ["got no.txt, which matches no file", "got ./none, and there is no such folder here"],
         ),
-        ({"model": {"task": "masked-lm", "pretrained": "/none/bert"}}, ["got /none/bert, and there is no such folder"]),
+        (
+            {"model": {"task": "masked-lm", "pretrained": "/none/bert"}},
+            ["got /none/bert, and there is no such folder"],
+        ),
         ({"model": {"task": "masked-lm", "pretrained": "bert-base-uncased"}}, []),
     ],
 )
@@ -94,7 +125,8 @@ def test_a_path_that_only_a_shell_would_understand() -> None:
         assert text.endswith(f"; ~ and $NAME mean nothing in a recipe: write {Path.home()}/a.txt")
     ((_, text),) = missing_files(bert(model={"task": "masked-lm", "pretrained": "~/bert"}))
     assert (
-        text == f"got ~/bert, and there is no such folder here; ~ and $NAME mean nothing in a recipe: "
+        text
+        == f"got ~/bert, and there is no such folder here; ~ and $NAME mean nothing in a recipe: "
         f"write {Path.home()}/bert"
     )
 
@@ -126,7 +158,14 @@ def test_a_model_type_that_transformers_does_not_have() -> None:
     ((_, text),) = unknown_type(bert(model={"task": "causal-lm", "config": config}))
     assert text.endswith("did you mean llama?")
     for known in ("gpt2", "modernbert", "gpt-sw3"):
-        assert list(unknown_type(bert(model={"task": "causal-lm", "config": {**config, "model_type": known}}))) == []
+        assert (
+            list(
+                unknown_type(
+                    bert(model={"task": "causal-lm", "config": {**config, "model_type": known}})
+                )
+            )
+            == []
+        )
 
 
 @pytest.mark.parametrize(
@@ -164,16 +203,28 @@ def resolved(asked: LaunchOptions, **sections: Any) -> ResolvedRun:
 
 @pytest.mark.parametrize(
     ("sections", "planned_only", "refused"),
-    [(NO_FILE, True, False), (NO_FILE, False, True), (NO_FUNCTION, True, True), (NO_FUNCTION, False, True)],
+    [
+        (NO_FILE, True, False),
+        (NO_FILE, False, True),
+        (NO_FUNCTION, True, True),
+        (NO_FUNCTION, False, True),
+    ],
 )
-def test_a_run_here_needs_them_here(sections: dict[str, Any], planned_only: bool, refused: bool) -> None:
+def test_a_run_here_needs_them_here(
+    sections: dict[str, Any], planned_only: bool, refused: bool
+) -> None:
     """A plan notes files that may still come; a run, and a function that is not in its module, end with its place."""
     asked = LaunchOptions(planned_only=planned_only)
     if refused:
-        with pytest.raises(RecipeError, match=r"^recipe.yaml:\d+:\d+: (data.train.path|model.factory): got (no|mine)"):
+        with pytest.raises(
+            RecipeError,
+            match=r"^recipe.yaml:\d+:\d+: (data.train.path|model.factory): got (no|mine)",
+        ):
             resolved(asked, **sections)
     else:
-        assert resolved(asked, **sections).notes[0].endswith(f"no file here (seen from {Path.cwd()})")
+        assert (
+            resolved(asked, **sections).notes[0].endswith(f"no file here (seen from {Path.cwd()})")
+        )
 
 
 @pytest.mark.parametrize("sections", [NO_FILE, NO_FUNCTION])
@@ -182,5 +233,8 @@ def test_other_hosts_may_have_them(sections: dict[str, Any]) -> None:
     Path("hosts").write_text(HOSTS)
     asked = LaunchOptions(hostfile="hosts")
     assert any(
-        ": got " in note for note in resolved(asked, batch={"micro_size": 2, "accumulation_steps": 1}, **sections).notes
+        ": got " in note
+        for note in resolved(
+            asked, batch={"micro_size": 2, "accumulation_steps": 1}, **sections
+        ).notes
     )

@@ -58,7 +58,9 @@ RUN = RunDir("mine")
 
 def says(options: ResumeOptions | None = None, ranks: int = 1, **sections: Any) -> list[str]:
     """The explanation."""
-    return list(resume.beginning(RUN, resolved(ranks, **sections), None, options or ResumeOptions()).lines)
+    return list(
+        resume.beginning(RUN, resolved(ranks, **sections), None, options or ResumeOptions()).lines
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- the table
@@ -67,8 +69,12 @@ def says(options: ResumeOptions | None = None, ranks: int = 1, **sections: Any) 
 def test_the_words_of_allow() -> None:
     """Those that rules have, and no others."""
     both = [*RULES.items(), *OTHER_RULES.items()]
-    assert sorted({rule_of(name, dict(both), "a", "b").allow for name, _ in both} - {""}) == list(NAMES)
-    with pytest.raises(InputError, match=r"^--allow: got modell; one of data, loss, model, optimizer, precision$"):
+    assert sorted({rule_of(name, dict(both), "a", "b").allow for name, _ in both} - {""}) == list(
+        NAMES
+    )
+    with pytest.raises(
+        InputError, match=r"^--allow: got modell; one of data, loss, model, optimizer, precision$"
+    ):
         ResumeOptions("auto", ("modell",)).checked()
 
 
@@ -229,7 +235,9 @@ def test_never_keeps_what_was_there_aside() -> None:
     """The run begins anew, and no later start takes the old checkpoints for its own."""
     save(RUN, 2)
     of_training = (RUN.bad_steps, RUN.saves, RUN.metrics)
-    for path in of_training:  # batches that were left out, saves and metrics are that training's, too
+    for (
+        path
+    ) in of_training:  # batches that were left out, saves and metrics are that training's, too
         path.write_text("{}\n")
     assert applied("never")["checkpoint"] is None
     assert [path.exists() for path in of_training] == [False] * 3
@@ -249,16 +257,26 @@ def test_a_step_of_this_run() -> None:
     RUN.partial(8).mkdir()
     RUN.summary.write_text("{}")
     written = applied("4")
-    assert not RUN.summary.exists()  # else a start that is cut off before its export would count as finished
+    assert (
+        not RUN.summary.exists()
+    )  # else a start that is cut off before its export would count as finished
     assert (written["step"], written["exact"]) == (4, True)
     assert [step for step, _ in RUN.complete_checkpoints()] == [2, 4]
     assert (RUN.checkpoints / "step_00000006.aside/COMPLETE").exists()
-    with pytest.raises(InputError, match=r"^--resume 6: no complete checkpoint of step 6; .* has those of steps 2, 4$"):
+    with pytest.raises(
+        InputError,
+        match=r"^--resume 6: no complete checkpoint of step 6; .* has those of steps 2, 4$",
+    ):
         says(ResumeOptions("6"))
     own = str(RUN.checkpoint(2))
-    with pytest.raises(InputError, match=r"00002: is of this run folder itself; give its step: --resume 2$"):
+    with pytest.raises(
+        InputError, match=r"00002: is of this run folder itself; give its step: --resume 2$"
+    ):
         resume.choose(RUN, ResumeOptions(own))
-    with pytest.raises(InputError, match=r"^--resume 6: no complete checkpoint of step 6; empty/checkpoints has none$"):
+    with pytest.raises(
+        InputError,
+        match=r"^--resume 6: no complete checkpoint of step 6; empty/checkpoints has none$",
+    ):
         resume.choose(RunDir("empty"), ResumeOptions("6"))
 
 
@@ -268,7 +286,11 @@ def test_another_runs_checkpoint() -> None:
         save(RUN, step)
     new = RunDir("new")
     written = applied("mine", new)
-    assert (written["step"], written["exact"], written["source"]) == (4, False, str(Path("mine").absolute()))
+    assert (written["step"], written["exact"], written["source"]) == (
+        4,
+        False,
+        str(Path("mine").absolute()),
+    )
     one = applied("mine/checkpoints/step_00000002", RunDir("second"))
     assert (one["step"], one["exact"]) == (2, True)
     again = resume.choose(new, ResumeOptions())
@@ -292,7 +314,9 @@ def test_a_path_without_a_checkpoint(name: str, why: str) -> None:
 def test_a_misspelt_name_beside_checkpoints_of_its_own() -> None:
     """`--resume last` is refused where the folder has checkpoints, too; a path that is gone by now is not."""
     own = save(new := RunDir("new"), 5)
-    with pytest.raises(InputError, match=r"--resume .*last: absent; give auto, never, a step or such a folder"):
+    with pytest.raises(
+        InputError, match=r"--resume .*last: absent; give auto, never, a step or such a folder"
+    ):
         resume.choose(new, ResumeOptions("last"))
     assert resume.choose(new, ResumeOptions("gone/by-now")).folder == own
 
@@ -305,12 +329,18 @@ def test_a_misspelt_name_beside_checkpoints_of_its_own() -> None:
         ([1], 2, "[1] -> 2"),
         (2, None, "2 -> null"),
         (False, True, "false -> true"),
-        ({"format": "text", "path": ["a"], "name": None, "arguments": {}}, "x", "{format: text, path: [a]} -> 'x'"),
+        (
+            {"format": "text", "path": ["a"], "name": None, "arguments": {}},
+            "x",
+            "{format: text, path: [a]} -> 'x'",
+        ),
     ],
 )
 def test_values_are_printed_as_a_recipe_has_them(before: Any, after: Any, expected: str) -> None:
     """As it was written in the recipe."""
-    change = resume_rules.Change("data.evaluation.path", before, after, resume_rules.Rule(resume_rules.EFFECT))
+    change = resume_rules.Change(
+        "data.evaluation.path", before, after, resume_rules.Rule(resume_rules.EFFECT)
+    )
     assert change.line().startswith(f"data.evaluation.path: {expected}: ")
 
 

@@ -80,7 +80,9 @@ def test_copy(name: str, target: str, new: list[str], library: Path) -> None:
     assert shipped.copy(name, Path(target)) == [Path(path) for path in new]
     text = (library / f"{name}.yaml").read_text()
     assert Path(new[0]).read_text() == text.replace("../schema.json", str(library / "schema.json"))
-    copied = [path for path in Path().rglob("*.*") if "library" not in path.parts and path.is_file()]
+    copied = [
+        path for path in Path().rglob("*.*") if "library" not in path.parts and path.is_file()
+    ]
     assert sorted(map(str, copied)) == sorted(new)
 
 
@@ -131,7 +133,9 @@ def test_what_is_no_recipe_says_what_to_type(given: str, said: str, library: Pat
 
 def test_copy_makes_one_folder_at_most(library: Path) -> None:
     """A path with more that is not there is a slip."""
-    with pytest.raises(InputError, match=r"^new/folder: cannot be written: No such file or directory$"):
+    with pytest.raises(
+        InputError, match=r"^new/folder: cannot be written: No such file or directory$"
+    ):
         shipped.copy("llama/tiny", Path("new/folder/mine.yaml"))
     assert not Path("new").exists()
 
@@ -139,7 +143,9 @@ def test_copy_makes_one_folder_at_most(library: Path) -> None:
 def test_copy_to_an_impossible_place(library: Path) -> None:
     """The system's reason is in the message."""
     Path("file").write_text("")
-    with pytest.raises(InputError, match=r"^file: cannot be written: File exists$|file/x: .*Not a directory$"):
+    with pytest.raises(
+        InputError, match=r"^file: cannot be written: File exists$|file/x: .*Not a directory$"
+    ):
         shipped.copy("llama/tiny", Path("file/x/tiny.yaml"))
 
 
@@ -150,7 +156,9 @@ def test_copy_on_a_full_disk(library: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(InputError, match=r"^mine.yaml: cannot be written: No space left on device$"):
+    with pytest.raises(
+        InputError, match=r"^mine.yaml: cannot be written: No space left on device$"
+    ):
         shipped.copy("llama/tiny", Path("mine.yaml"))
     assert not Path("mine.yaml").exists()
 
@@ -167,12 +175,18 @@ def test_the_real_ones_copy_and_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("root", ["target", "environment", "user"])
-def test_installed_recipes_are_found(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_recipes_are_found(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a checkout around the package, they lie in the share folder that pip chose."""
-    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "target" / "ortlaunch" / "run" / "shipped.py"))
+    monkeypatch.setattr(
+        shipped, "__file__", str(tmp_path / "target" / "ortlaunch" / "run" / "shipped.py")
+    )
     monkeypatch.setattr(shipped.sys, "prefix", str(tmp_path / "environment"))
     monkeypatch.setattr(shipped.site, "getuserbase", lambda: str(tmp_path / "user"))
-    with pytest.raises(InputError, match=r"^the shipped recipes are in none of .*; install ortlaunch again$"):
+    with pytest.raises(
+        InputError, match=r"^the shipped recipes are in none of .*; install ortlaunch again$"
+    ):
         shipped.folder()
     there = tmp_path / root / "share" / "ortlaunch" / "recipes"
     there.mkdir(parents=True)
@@ -195,4 +209,7 @@ def test_there_is_no_such_text(kind: str, name: str, message: str) -> None:
 @pytest.mark.parametrize("name", ["torch-2.6", "torch-2.6.txt"])
 def test_text(name: str) -> None:
     """With and without its ending."""
-    assert shipped.text("constraints", name) == (ROOT.parent / "constraints" / "torch-2.6.txt").read_text()
+    assert (
+        shipped.text("constraints", name)
+        == (ROOT.parent / "constraints" / "torch-2.6.txt").read_text()
+    )

@@ -38,11 +38,15 @@ UNKNOWN = {"verdict": "not compared", "why": "RuntimeError: x"}
 @pytest.mark.parametrize("parity", [DIFFERS, UNKNOWN])
 def test_only_what_passes_parity_can_win(parity: dict[str, Any]) -> None:
     """The fastest of all is not chosen where it computes something else, or nobody knows; the reason is told."""
-    made = rows(player("ort", [[1.0]], parity), player("inductor", [[2.0]]), player("eager", [[3.0]]))
+    made = rows(
+        player("ort", [[1.0]], parity), player("inductor", [[2.0]]), player("eager", [[3.0]])
+    )
     choice = auto.decide(made, Path("bench"))
     assert choice.chosen == "inductor"
     today = time.strftime("%Y-%m-%d")
-    assert choice.why.startswith(f"measured 1.50 x eager on {today}; ort left out: parity: {parity['verdict']}")
+    assert choice.why.startswith(
+        f"measured 1.50 x eager on {today}; ort left out: parity: {parity['verdict']}"
+    )
     assert choice.measured["ort"].parity == parity
     text = report.table(made)
     assert ("DIFFERS 2e-01" if parity is DIFFERS else "NOT COMPARED") in text
@@ -51,7 +55,11 @@ def test_only_what_passes_parity_can_win(parity: dict[str, Any]) -> None:
 
 def test_auto_picks_the_measured_fastest() -> None:
     """By samples a second, whatever the order; the beaten ones are named with their ratios."""
-    made = rows(player("ort", [[3.0]]), player("inductor", [[2.0]]), player("eager", [[1.0]], {"verdict": "reference"}))
+    made = rows(
+        player("ort", [[3.0]]),
+        player("inductor", [[2.0]]),
+        player("eager", [[1.0]], {"verdict": "reference"}),
+    )
     choice = auto.decide(made, Path("bench"))
     assert (choice.asked, choice.chosen) == ("auto", "eager")
     assert choice.why.startswith("measured 3.00 x ort, 2.00 x inductor on ")
@@ -60,7 +68,9 @@ def test_auto_picks_the_measured_fastest() -> None:
 def test_auto_without_any_engine() -> None:
     """Where none can be chosen, every reason is in the error."""
     broken = player("ort", [])
-    broken.failed = "Traceback (most recent call last):\n  x\nValueError: planted\n\nortlaunch: rank 0"
+    broken.failed = (
+        "Traceback (most recent call last):\n  x\nValueError: planted\n\nortlaunch: rank 0"
+    )
     with pytest.raises(EngineError) as caught:
         auto.decide(rows(broken, player("eager", [[1.0]], UNKNOWN)), Path("bench"))
     assert "ort failed: ValueError: planted" in str(caught.value)
@@ -92,7 +102,9 @@ def test_a_changed_choice_is_forgotten(capsys: pytest.CaptureFixture[str]) -> No
     before = path.stat().st_size
     path.write_text(path.read_text().replace("inductor", "eager"))
     assert auto.remembered(base) is None
-    assert capsys.readouterr().out == f"{path}: has {before - 3} bytes, and had {before}; forgotten\n"
+    assert (
+        capsys.readouterr().out == f"{path}: has {before - 3} bytes, and had {before}; forgotten\n"
+    )
 
 
 def test_what_trains_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +126,9 @@ def test_what_trains_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("number", "status"), [(15, 85), (10, 85), (2, 130)])
-def test_a_stop_while_it_is_measured(number: int, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_while_it_is_measured(
+    number: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing has begun: the run is to be run again."""
 
     def measure(*_: Any) -> dict[str, Any]:
@@ -150,11 +164,15 @@ def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
 def test_a_rank_cannot_measure() -> None:
     """Under a launcher auto takes what is remembered, and refuses before anything is done where nothing is."""
     base = resolved(environ=TORCH)
-    with pytest.raises(PlanError, match=r"run `ortlaunch bench recipe\.yaml` once outside of the launcher"):
+    with pytest.raises(
+        PlanError, match=r"run `ortlaunch bench recipe\.yaml` once outside of the launcher"
+    ):
         known(base, RunDir("run"))
     assert not Path("run").exists()
     remembered_choice(resolved(batch={"micro_size": 8, "accumulation_steps": 1}))
-    with pytest.raises(PlanError, match=r"the nearest that was measured differs in batch: \[8, 1\] -> \[2, 1\]$"):
+    with pytest.raises(
+        PlanError, match=r"the nearest that was measured differs in batch: \[8, 1\] -> \[2, 1\]$"
+    ):
         known(resolved(environ=TORCH), RunDir("run"))
     remembered_choice(resolved())
     assert known(base, RunDir("run")).choice is not None
@@ -191,7 +209,12 @@ def test_a_bench_refreshes_what_auto_remembers(
     found = auto.remembered(base)
     assert found is not None
     assert (found.chosen, found.bench) == ("ort", str(Path("bench").resolve()))
-    assert capsys.readouterr().out.count("engine.name: auto will take ort for this recipe on this machine\n") == 1
+    assert (
+        capsys.readouterr().out.count(
+            "engine.name: auto will take ort for this recipe on this machine\n"
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,7 +226,11 @@ def test_a_bench_refreshes_what_auto_remembers(
         {"zero": {"stage": 1}},
         {"optimizer": {"name": "adamw", "learning_rate": 0.1}},
         {"model": {"task": "custom", "factory": "mine:model", "arguments": {"width": 3}}},
-        {"data": {"train": {"format": "custom", "factory": "mine:data", "arguments": {"length": 3}}}},
+        {
+            "data": {
+                "train": {"format": "custom", "factory": "mine:data", "arguments": {"length": 3}}
+            }
+        },
         {"engine": {"name": "auto", "memory_optimization": 1}},
         {"launch": {"processes_per_node": 2}},
         {"launch": {"env": {"OMP_NUM_THREADS": "7"}}},
@@ -237,7 +264,8 @@ def test_threads_that_nobody_chose_are_not_in_the_key(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "change", [{"name": "other"}, {"seed": 7}, {"train": {"max_steps": 9}}, {"engine": {"name": "ort"}}]
+    "change",
+    [{"name": "other"}, {"seed": 7}, {"train": {"max_steps": 9}}, {"engine": {"name": "ort"}}],
 )
 def test_what_does_not_decide_speed_is_not_in_the_key(change: dict[str, Any]) -> None:
     """A longer run, another seed or the recipe's own engine ask for no other measurement."""

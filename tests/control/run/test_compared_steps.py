@@ -15,7 +15,11 @@ WORDS = {"train": "python-docs", "tokenizer": "here", "sequence_length": 128}
 
 
 def causal(model_type: str) -> dict[str, Any]:
-    return {"model": {"task": "causal-lm", "config": {"model_type": model_type}}, "data": WORDS, **ORT}
+    return {
+        "model": {"task": "causal-lm", "config": {"model_type": model_type}},
+        "data": WORDS,
+        **ORT,
+    }
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,9 @@ def test_the_built_models_type_counts() -> None:
 def test_a_plan_says_what_is_compared() -> None:
     """A line for what `auto` adds, and the bytes of two more sets of gradients where they are known."""
     made = recipe(**ORT)
-    assert "parity: step 1 is also run in plain PyTorch, once (the model is your own)" in describe(plan(made), made)
+    assert "parity: step 1 is also run in plain PyTorch, once (the model is your own)" in describe(
+        plan(made), made
+    )
     asked = bert(engine={"parity_steps": 2})
     memory = plan(asked).memory
     assert memory is not None

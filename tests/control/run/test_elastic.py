@@ -35,13 +35,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe, its module and three hosts."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN_MODULE)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, "batch": BATCH, "launch": LAUNCH}))
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump({**CUSTOM, "batch": BATCH, "launch": LAUNCH})
+    )
     (tmp_path / "hosts").write_text(HOSTS)
     return tmp_path
 
 
 def resolved(*overrides: str, **options: Any) -> ResolvedRun:
-    return resolve(Path("recipe.yaml"), overrides, LaunchOptions(**{"hostfile": "hosts", **options}), {})
+    return resolve(
+        Path("recipe.yaml"), overrides, LaunchOptions(**{"hostfile": "hosts", **options}), {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,10 +57,22 @@ def resolved(*overrides: str, **options: Any) -> ResolvedRun:
             "launch.launcher=mpi",
             "launch.launcher: got mpi with launch.nodes {min, max}: a lost host is seen by torchrun's",
         ),
-        ("launch.max_restarts=0", "launch.max_restarts: got 0 with launch.nodes {min, max}, which goes on by restarts"),
-        ("launch.preflight=false", "launch.preflight: got false with launch.nodes {min, max}, which finds by it"),
-        ("batch.micro_size=auto", "batch: with launch.nodes {min, max} the global batch is kept by accumulation"),
-        ("batch.accumulation_steps=2", "batch: with launch.nodes {min, max} the global batch is kept by accumulation"),
+        (
+            "launch.max_restarts=0",
+            "launch.max_restarts: got 0 with launch.nodes {min, max}, which goes on by restarts",
+        ),
+        (
+            "launch.preflight=false",
+            "launch.preflight: got false with launch.nodes {min, max}, which finds by it",
+        ),
+        (
+            "batch.micro_size=auto",
+            "batch: with launch.nodes {min, max} the global batch is kept by accumulation",
+        ),
+        (
+            "batch.accumulation_steps=2",
+            "batch: with launch.nodes {min, max} the global batch is kept by accumulation",
+        ),
     ],
 )
 def test_what_the_recipe_must_give(override: str, said: str, folder: Path) -> None:
@@ -75,9 +91,21 @@ def test_what_the_recipe_must_give(override: str, said: str, folder: Path) -> No
             {},
             "launch.nodes is 1 to 3, and on 2 hosts: batch: global_size (12) is not a multiple",
         ),
-        (("launch.nodes.max=2",), {}, "launch.nodes is 1 to 2, and there are 3 hosts; it must be one of these"),
-        ((), {"launcher": "mpi"}, "launcher mpi with launch.nodes 1 to 3: a lost host is seen by torchrun's ssh alone"),
-        ((), {"hostfile": None, "declared": True}, "launch.nodes is 1 to 3, which is for the hosts of --hostfile"),
+        (
+            ("launch.nodes.max=2",),
+            {},
+            "launch.nodes is 1 to 2, and there are 3 hosts; it must be one of these",
+        ),
+        (
+            (),
+            {"launcher": "mpi"},
+            "launcher mpi with launch.nodes 1 to 3: a lost host is seen by torchrun's ssh alone",
+        ),
+        (
+            (),
+            {"hostfile": None, "declared": True},
+            "launch.nodes is 1 to 3, which is for the hosts of --hostfile",
+        ),
         ((), {"hostfile": None}, "launch.nodes is 1 to 3, and there is no --hostfile"),
     ],
 )
@@ -92,10 +120,14 @@ def test_what_is_refused_before_a_start(
 
 def found(monkeypatch: pytest.MonkeyPatch, *wrong: tuple[str, str]) -> None:
     """What is wrong: (host, check)."""
-    monkeypatch.setattr("ortlaunch.run.elastic.look", lambda asked: [Finding(*one, "failed", "so") for one in wrong])
+    monkeypatch.setattr(
+        "ortlaunch.run.elastic.look", lambda asked: [Finding(*one, "failed", "so") for one in wrong]
+    )
 
 
-def on(monkeypatch: pytest.MonkeyPatch, whole: ResolvedRun, *wrong: tuple[str, str], again: bool = True) -> Any:
+def on(
+    monkeypatch: pytest.MonkeyPatch, whole: ResolvedRun, *wrong: tuple[str, str], again: bool = True
+) -> Any:
     found(monkeypatch, *wrong)
     return on_fit_hosts(whole, RunDir(Path("run")), again)
 
@@ -112,20 +144,28 @@ def test_a_plan_on_the_hosts_that_are_there(folder: Path, monkeypatch: pytest.Mo
     assert on(monkeypatch, whole)[0].plan == whole.plan
 
 
-def test_one_far_host_that_is_left_is_started_through_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_far_host_that_is_left_is_started_through_ssh(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not on the host where the command was typed."""
     now, _ = on(monkeypatch, resolved(), ("host1", "reached"), ("host2", "reached"))
     request = backend("torchrun").request(now.plan, RunDir("run"))
-    assert [agent["host"] for agent in json.loads(dict(request.files)["run/agents.json"])["agents"]] == ["host3"]
+    assert [
+        agent["host"] for agent in json.loads(dict(request.files)["run/agents.json"])["agents"]
+    ] == ["host3"]
 
 
 def test_too_few_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer than min nothing is started."""
-    with pytest.raises(LaunchError, match=r"^launch.nodes.min is 3, and 2 hosts can be used:\n  host2 +reached"):
+    with pytest.raises(
+        LaunchError, match=r"^launch.nodes.min is 3, and 2 hosts can be used:\n  host2 +reached"
+    ):
         on(monkeypatch, resolved("launch.nodes.min=3"), ("host2", "reached"))
 
 
-def test_a_host_that_is_not_fit_is_no_lost_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_not_fit_is_no_lost_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the first start it is a mistake to be mended; later the run goes on without it."""
     whole = resolved()
     with pytest.raises(LaunchError, match="the hosts are not ready, and nothing was started"):
@@ -133,7 +173,9 @@ def test_a_host_that_is_not_fit_is_no_lost_one(folder: Path, monkeypatch: pytest
     assert len(on(monkeypatch, whole, ("host2", "packages"))[0].plan.nodes) == 2
 
 
-def test_hosts_of_a_run_with_one_number_of_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_of_a_run_with_one_number_of_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that is not fit ends the first start; restarts do not look again, and without preflight nobody does."""
     whole = resolved("launch.nodes=3")
     with pytest.raises(LaunchError, match="the hosts are not ready, and nothing was started"):
@@ -170,7 +212,10 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_findings_have_a_schema() -> None:
     """Which a finding with another verdict, or with a word that nobody knows, does not fit."""
-    schema, good = json.loads(json_schema()), {"host": "a", "check": "disk", "verdict": "ok", "what": "", "mend": ""}
+    schema, good = (
+        json.loads(json_schema()),
+        {"host": "a", "check": "disk", "verdict": "ok", "what": "", "mend": ""},
+    )
     jsonschema.validate([good], schema)
     for wrong in ({**good, "verdict": "good"}, {**good, "more": 1}):
         with pytest.raises(jsonschema.ValidationError):
@@ -178,7 +223,9 @@ def test_findings_have_a_schema() -> None:
     assert Finding(**good).host == "a"
 
 
-def test_only_an_elastic_run_takes_hosts_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_an_elastic_run_takes_hosts_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another is stopped and started by its own command."""
     from ortlaunch.recipe import to_yaml
     from ortlaunch.runs.requests import restart
@@ -189,8 +236,13 @@ def test_only_an_elastic_run_takes_hosts_back(tmp_path: Path, monkeypatch: pytes
     write_text(run.request, "")
     with JobFile(run, "torchrun") as file:
         file.starts()
-        with pytest.raises(InputError, match=r"launch.nodes is no \{min, max\}, so that its hosts are always the same"):
+        with pytest.raises(
+            InputError,
+            match=r"launch.nodes is no \{min, max\}, so that its hosts are always the same",
+        ):
             restart(run)
         file.end(0, "")
-    with pytest.raises(InputError, match="succeeded; only a run whose ranks train can be started again"):
+    with pytest.raises(
+        InputError, match="succeeded; only a run whose ranks train can be started again"
+    ):
         restart(run)

@@ -46,7 +46,9 @@ def test_sizes_of_the_largest_batch_take_no_time() -> None:
 
 
 @pytest.mark.parametrize("total", [1, 7, 24, 31, 64, 96, 1000, 4096])
-def test_the_largest_that_fits_is_found(total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_that_fits_is_found(
+    total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For every limit: the largest divisor below it, no size twice, none beyond the batch, few tries."""
     made = auto(total)
     resolved = plan(made)
@@ -116,14 +118,26 @@ def test_plan_says_that_it_will_be_found() -> None:
 
 @pytest.mark.parametrize(
     ("cause", "signal", "memory"),
-    [("out-of-memory", None, True), ("killed", 9, True), ("raised", None, False), ("crash", 11, False)],
+    [
+        ("out-of-memory", None, True),
+        ("killed", 9, True),
+        ("raised", None, False),
+        ("crash", 11, False),
+    ],
 )
 def test_which_failures_are_memory(
     cause: str, signal: int | None, memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only an end for lack of memory means that a size does not fit; others end the search with their text."""
     made, run = auto(4), RunDir(tmp_path)
-    ended = {"summary": "ended", "traceback": "planted", "secondary": False, "time": 0, "exit_status": 1, "rank": 0}
+    ended = {
+        "summary": "ended",
+        "traceback": "planted",
+        "secondary": False,
+        "time": 0,
+        "exit_status": 1,
+        "rank": 0,
+    }
     record = {**ended, "cause": cause, "signal": signal}
     request = micro_size.backend("local").request(plan(made), run.trial_of(1))
     error = run.trial_of(1).error(0)
@@ -138,12 +152,16 @@ def test_which_failures_are_memory(
 
 
 @pytest.mark.parametrize(("name", "status"), [("USR1", 85), ("TERM", 85), ("INT", 130)])
-def test_a_stop_in_a_try(name: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_in_a_try(
+    name: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing has begun, so that the run is to be run again; also by the notice that Slurm sends before the end."""
     made, run = auto(4), RunDir(tmp_path)
     request = micro_size.backend("local").request(plan(made), run.trial_of(1))
     argv = ("/bin/sh", "-c", f"kill -s {name} $PPID; sleep 9")
-    monkeypatch.setattr("ortlaunch.launch.local.request", lambda *_: request._replace(argv=argv, stop=None))
+    monkeypatch.setattr(
+        "ortlaunch.launch.local.request", lambda *_: request._replace(argv=argv, stop=None)
+    )
     with pytest.raises(micro_size.SearchStopped, match=f"stopped by SIG{name}") as caught:
         micro_size._try(made, plan(made), run, 1)
     assert caught.value.exit_status == status

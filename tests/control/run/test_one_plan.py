@@ -24,7 +24,10 @@ from ortlaunch.run_folder.folder import RunDir, read_json, write_text
 from tests.makers import CUSTOM, OWN_MODULE
 
 SIZES = {"global_size": 24, "micro_size": "auto"}
-ELASTIC = {"batch": {"global_size": 12, "micro_size": 2}, "launch": {"nodes": {"min": 1, "max": 3}, "max_restarts": 2}}
+ELASTIC = {
+    "batch": {"global_size": 12, "micro_size": 2},
+    "launch": {"nodes": {"min": 1, "max": 3}, "max_restarts": 2},
+}
 
 
 class Counted:
@@ -40,7 +43,11 @@ class Counted:
             return made(*arguments, **named)
 
         monkeypatch.setattr(resolving, "make_plan", counted)
-        monkeypatch.setattr(control, "backend", lambda name: SimpleNamespace(submit=self._submit, wait=lambda job: 0))
+        monkeypatch.setattr(
+            control,
+            "backend",
+            lambda name: SimpleNamespace(submit=self._submit, wait=lambda job: 0),
+        )
         monkeypatch.setattr(control, "explain_end", lambda run, *_, **__: self._end(run))
 
     def _submit(self, request: Any) -> SimpleNamespace:
@@ -111,7 +118,9 @@ def test_engine_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_micro_size_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """One plan for the tries, which are starts of their own, and one for the run; later runs know the size."""
-    monkeypatch.setattr(micro_size, "_try", lambda recipe, plan, run, size: Try(size, size <= 8, 0.5, ""))
+    monkeypatch.setattr(
+        micro_size, "_try", lambda recipe, plan, run, size: Try(size, size <= 8, 0.5, "")
+    )
     ortlaunch("train", written(batch=SIZES), "--run-dir", "run")
     assert (ortlaunch.plans, ortlaunch.starts) == (2, 1)
     ortlaunch("train", written(batch=SIZES), "--run-dir", "run")
@@ -120,7 +129,9 @@ def test_micro_size_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("lost", [(), ("host2",)])
-def test_elastic_hosts(lost: tuple[str, ...], ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_hosts(
+    lost: tuple[str, ...], ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hosts are looked at before the plan; a restart on the same ones needs none, on others one more."""
     out = [set(lost), set(lost), {"host3"}]
 
@@ -138,7 +149,9 @@ def test_a_launcher_that_cannot_start(ortlaunch: Counted, monkeypatch: pytest.Mo
     """Found before sizes are tried, hosts are looked at or anything is written; no plan is needed for it."""
     monkeypatch.setattr("ortlaunch.launch.mpi.find_mpirun", lambda: "mpirun")
     monkeypatch.setattr("ortlaunch.launch.mpi.family", lambda mpirun: "Open MPI")
-    with pytest.raises(PlanError, match=r"^--run-dir a,b: mpirun would read two host files at the comma"):
+    with pytest.raises(
+        PlanError, match=r"^--run-dir a,b: mpirun would read two host files at the comma"
+    ):
         ortlaunch("train", written(batch=SIZES), "--run-dir", "a,b", "--launcher", "mpi")
     assert (ortlaunch.plans, ortlaunch.starts, Path("a,b").exists()) == (0, 0, False)
 
@@ -147,16 +160,28 @@ def test_a_finished_run(ortlaunch: Counted) -> None:
     """Where nothing is left to train there is no start, and no plan."""
     ortlaunch("train", written(), "--run-dir", "run")
     run = RunDir(Path("run"))
-    for path, text in ((run.checkpoint(3) / "COMPLETE", ""), (run.summary, '{"steps": 3}'), (run.export / "x", "")):
+    for path, text in (
+        (run.checkpoint(3) / "COMPLETE", ""),
+        (run.summary, '{"steps": 3}'),
+        (run.export / "x", ""),
+    ):
         write_text(path, text)
-    assert "nothing to train: 3 of 3 steps are done" in ortlaunch("train", "recipe.yaml", "--run-dir", "run")
+    assert "nothing to train: 3 of 3 steps are done" in ortlaunch(
+        "train", "recipe.yaml", "--run-dir", "run"
+    )
     assert (ortlaunch.plans, ortlaunch.starts) == (0, 0)
 
 
 @pytest.mark.parametrize("sections", [{}, {"engine": {"name": "auto"}}, {"batch": SIZES}], ids=str)
-def test_what_starts_nothing(sections: dict[str, Any], ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_starts_nothing(
+    sections: dict[str, Any], ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`plan`, `--dry-run` and `submit` plan once, also with an engine that is remembered."""
-    verbs: list[tuple[str, ...]] = [("plan",), ("train", "--dry-run"), ("submit", "--dry-run", "--scheduler=slurm")]
+    verbs: list[tuple[str, ...]] = [
+        ("plan",),
+        ("train", "--dry-run"),
+        ("submit", "--dry-run", "--scheduler=slurm"),
+    ]
     path = written(**sections)
     for verb, *options in verbs:
         ortlaunch(verb, path, *options)

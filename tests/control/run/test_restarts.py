@@ -43,7 +43,9 @@ def test_a_kill_from_outside_may_meet_the_same_step() -> None:
     """SIGKILL is nobody's fault twice, unless the kernel's out-of-memory killer sent it."""
     killed = replace(FIRST, exit_status=137, failure="exit status 137")
     assert in_vain([killed, killed], 9) is None
-    lost = replace(FIRST, cause=Cause.HOST_LOST, failure="LostHost: ssh to b ended with status 255", step=None)
+    lost = replace(
+        FIRST, cause=Cause.HOST_LOST, failure="LostHost: ssh to b ended with status 255", step=None
+    )
     assert in_vain([lost, lost], 9) is None
     memory = replace(killed, cause=Cause.OUT_OF_MEMORY)
     assert "deterministic" in (in_vain([memory, memory], 9) or "")
@@ -61,7 +63,10 @@ def test_progress_begins_the_count_anew() -> None:
     failed = [replace(FIRST, step=7 + n, checkpoint=4) for n in range(4)]
     assert restarts_without_progress(failed) == 3
     assert in_vain(failed[:3], 3) is None
-    assert in_vain(failed, 3) == "not started again: 3 restarts without progress (launch.max_restarts: 3)"
+    assert (
+        in_vain(failed, 3)
+        == "not started again: 3 restarts without progress (launch.max_restarts: 3)"
+    )
     assert restarts_without_progress([*failed, replace(FIRST, checkpoint=8)]) == 0
     assert restarts_without_progress([*failed, replace(FIRST, step=200)]) == 0
     assert [wait_seconds(failed[:n]) for n in (1, 2, 3)] == [1.0, 2.0, 4.0]
@@ -82,21 +87,36 @@ def fail(run: RunDir, step: int) -> Ended:
     """A start of which rank 1 fails, and what it leaves."""
     for rank in (0, 1):
         write_text(run.log(rank, "err"), f"at {step}")
-    record = {"rank": 1, "exit_status": 7, "type": "ValueError", "message": f"step {step}", "step": step}
-    write_json(run.error(1), {**record, "secondary": False, "time": 1.0, "traceback": "", "summary": "rank 1 failed"})
+    record = {
+        "rank": 1,
+        "exit_status": 7,
+        "type": "ValueError",
+        "message": f"step {step}",
+        "step": step,
+    }
+    write_json(
+        run.error(1),
+        {**record, "secondary": False, "time": 1.0, "traceback": "", "summary": "rank 1 failed"},
+    )
     return Ended(End(7, f"rank 1 failed at {step}", before="Traceback\n\n"), False)
 
 
 def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     """Logs and errors in attempts/N, causes in job.json and `status`; the end says that it was not the first."""
-    ends = iter([lambda: fail(run, 5), lambda: fail(run, 6), lambda: Ended(End(0, "done: run"), False)])
+    ends = iter(
+        [lambda: fail(run, 5), lambda: fail(run, 6), lambda: Ended(End(0, "done: run"), False)]
+    )
     with JobFile(run, "mpi") as file:
         ended = supervise(run, 3, file, lambda _: next(ends)())
         file.starts()
-        assert re.search(r"attempt 1 failed after step 5, in 0:\d\d: rank 1 failed at 5", str(look(run)))
+        assert re.search(
+            r"attempt 1 failed after step 5, in 0:\d\d: rank 1 failed at 5", str(look(run))
+        )
         assert str(look(run)).splitlines()[-1] == "attempt 3 runs"
         file.end(0, "")
-    assert re.fullmatch(r"done: run, after 2 restarts \(failed attempts took 0:\d\d\)", ended.end.text)
+    assert re.fullmatch(
+        r"done: run, after 2 restarts \(failed attempts took 0:\d\d\)", ended.end.text
+    )
     assert (run.attempt(1) / "logs" / "rank_00001.err").read_text() == "at 5"
     assert (run.attempt(2) / "errors" / "rank_00001.json").exists()
     assert not run.errors.exists()
@@ -107,7 +127,10 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
         (6, 7, "attempts/2"),
     ]
     said = capsys.readouterr().err
-    assert "attempt 1 failed; the ranks are started again in 1 s, at step 1, for no checkpoint is complete" in said
+    assert (
+        "attempt 1 failed; the ranks are started again in 1 s, at step 1, for no checkpoint is complete"
+        in said
+    )
     assert "(restart 2 of 3 without progress)" in said
 
 
@@ -141,12 +164,16 @@ def test_a_deterministic_failure_stops_the_second_time(run: RunDir) -> None:
     """With its own exit status, and the last attempt's logs where they always are."""
     ended = supervise(run, 3, JobFile(run, "mpi"), lambda attempt: fail(run, 7))
     assert ended.end.status == 7
-    assert ended.end.text.splitlines()[-1].startswith("ortlaunch: not started again: the same failure after step 7")
+    assert ended.end.text.splitlines()[-1].startswith(
+        "ortlaunch: not started again: the same failure after step 7"
+    )
     assert run.error(1).exists()
     assert not run.attempt(2).exists()
 
 
-@pytest.mark.parametrize(("status", "stopped"), [(2, False), (85, False), (130, False), (143, False), (1, True)])
+@pytest.mark.parametrize(
+    ("status", "stopped"), [(2, False), (85, False), (130, False), (143, False), (1, True)]
+)
 def test_what_is_no_fault(status: int, stopped: bool, run: RunDir) -> None:
     """Input errors and stops that were asked for, by whichever means, start nothing again."""
     starts: list[int] = []
@@ -162,6 +189,10 @@ def test_what_is_no_fault(status: int, stopped: bool, run: RunDir) -> None:
 def test_the_plan_says_what_follows_a_fault() -> None:
     """Under a launcher of the user's own nobody restarts."""
     made = recipe(launch={"max_restarts": 3})
-    assert "started again from the last complete checkpoint, at most 3 times without" in describe(plan(made), made)
-    assert "launch.max_restarts: the launcher is not ortlaunch's" in describe(plan(made, launcher="inside"), made)
+    assert "started again from the last complete checkpoint, at most 3 times without" in describe(
+        plan(made), made
+    )
+    assert "launch.max_restarts: the launcher is not ortlaunch's" in describe(
+        plan(made, launcher="inside"), made
+    )
     assert "restart" not in describe(plan(recipe()), recipe())

@@ -44,7 +44,11 @@ VERBS: dict[str, Callable[[RunDir], Any]] = {
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that failed, with a file of each kind."""
-    folder = made(tmp_path_factory.mktemp("whole") / "run", steps(3.0, 2.0, 1.0), verdict="ortlaunch: rank 1 failed")
+    folder = made(
+        tmp_path_factory.mktemp("whole") / "run",
+        steps(3.0, 2.0, 1.0),
+        verdict="ortlaunch: rank 1 failed",
+    )
     run = RunDir(folder)
     job = {**read_json(run.job), "state": "failed", "exit_status": 1}
     write_json(run.job, job)
@@ -52,10 +56,23 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_json(run.steps, {"epochs": 1.0, "samples": 10, "max_steps": 20})
     replace(FROM_THE_BEGINNING, step=20).write(run)
     write_json(run.environment, {"host": "a", "packages": {}})
-    account = {"rank": 1, "host": "a", "type": "ValueError", "summary": "rank 1 failed", "message": "no", "time": 1.0}
-    write_json(run.error(1), {**account, "traceback": "", "secondary": False, "exit_status": 1, "signal": None})
+    account = {
+        "rank": 1,
+        "host": "a",
+        "type": "ValueError",
+        "summary": "rank 1 failed",
+        "message": "no",
+        "time": 1.0,
+    }
+    write_json(
+        run.error(1),
+        {**account, "traceback": "", "secondary": False, "exit_status": 1, "signal": None},
+    )
     append_line(run.saves, {"step": 20, "seconds": 1.0})
-    append_line(run.bad_steps, {"step": 3, "kind": "loss", "action": "skip", "message": "nan", "samples": [1]})
+    append_line(
+        run.bad_steps,
+        {"step": 3, "kind": "loss", "action": "skip", "message": "nan", "samples": [1]},
+    )
     append_line(run.exports, {"step": 20, "format": "onnx", "folder": "x"})
     write_json(run.evaluation_of(20).evaluation, {"step": 20, "loss": 1.0})
     write_text(run.log(0, "out"), "said\n")
@@ -67,8 +84,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def damages(path: Path) -> Iterator[tuple[str, bytes]]:
     """What may have become of a file."""
     content = path.read_bytes()
-    yield from (("empty", b""), ("cut", content[: len(content) // 2]), ("without its end", content[:-3]))
-    yield from (("binary", bytes(range(256))), ("a list", b"[]\n"), ("nothing", b"null\n"), ("a number", b"1\n"))
+    yield from (
+        ("empty", b""),
+        ("cut", content[: len(content) // 2]),
+        ("without its end", content[:-3]),
+    )
+    yield from (
+        ("binary", bytes(range(256))),
+        ("a list", b"[]\n"),
+        ("nothing", b"null\n"),
+        ("a number", b"1\n"),
+    )
     yield from (("no field", b"{}\n"), ("a word", b'"x"\n'), ("deep", b"[" * 20 + b"\n"))
     if path.suffix not in (".json", ".jsonl"):
         return
@@ -81,14 +107,20 @@ def damages(path: Path) -> Iterator[tuple[str, bytes]]:
     yield "with more", json.dumps({**values, "later": 1}).encode() + b"\n"
 
 
-def test_no_verb_ends_in_a_traceback(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_verb_ends_in_a_traceback(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every file, damaged in ways that are drawn: a result, or a sentence of ours."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(lock, "alive_at", lambda run: [])  # looks at every process here
     drawn = random.Random(7)
     run, wrong = RunDir(shutil.copytree(whole, tmp_path / "run")), []
     registry.add(run)
-    for path in sorted(each for each in run.path.rglob("*.*") if each.is_file() and each.suffix[1:4] in ("jso", "yam")):
+    for path in sorted(
+        each
+        for each in run.path.rglob("*.*")
+        if each.is_file() and each.suffix[1:4] in ("jso", "yam")
+    ):
         content = path.read_bytes()
         for how, damaged in drawn.sample([*damages(path)], MOST):
             path.write_bytes(damaged)

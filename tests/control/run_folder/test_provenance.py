@@ -15,7 +15,11 @@ from ortlaunch.run_folder.folder import RunDir
 
 def git(folder: Path, *arguments: str) -> str:
     """Git's answer, by somebody."""
-    who = {f"GIT_{role}_{what}": "a@b" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    who = {
+        f"GIT_{role}_{what}": "a@b"
+        for role in ("AUTHOR", "COMMITTER")
+        for what in ("NAME", "EMAIL")
+    }
     environment = {**os.environ, **who, "GIT_CONFIG_GLOBAL": "/dev/null"}
     return subprocess.run(
         ["git", *arguments], cwd=folder, env=environment, check=True, capture_output=True, text=True

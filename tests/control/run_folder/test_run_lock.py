@@ -71,7 +71,9 @@ def test_a_second_run_is_refused(how: str, run: RunDir) -> None:
         assert time.monotonic() - begun < 1
         since = json.loads(run.lock.read_text())["since"]
         holder = f"process {first.pid} on host {socket.gethostname()} (since {since})"
-        expected = f"--run-dir {run}: {holder} trains there; wait for its end, or give another folder"
+        expected = (
+            f"--run-dir {run}: {holder} trains there; wait for its end, or give another folder"
+        )
         assert str(caught.value) == expected
         assert caught.value.exit_status == 2
 
@@ -86,7 +88,9 @@ def test_a_killed_command_frees_it(run: RunDir) -> None:
             assert json.loads(run.lock.read_text())["pid"] == os.getpid()
 
 
-def test_ranks_hold_it_too(run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_hold_it_too(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Ranks that outlive a killed command are waited for, and after their grace the folder is refused."""
     monkeypatch.setattr(run_lock, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(run_lock, "_MORE_SECONDS", 0.0)

@@ -82,7 +82,11 @@ PATHS = {
 def test_paths() -> None:
     """Every path of a run is where ARCHITECTURE.md says."""
     run = RunDir("runs/x")
-    found = {name: str(getattr(run, name)) for name, file in vars(RunDir).items() if isinstance(file, folder._File)}
+    found = {
+        name: str(getattr(run, name))
+        for name, file in vars(RunDir).items()
+        if isinstance(file, folder._File)
+    }
     assert found == {name: f"runs/x/{path}" for name, path in PATHS.items()}
     assert str(run) == "runs/x"
     assert str(run.log(3, "err")) == "runs/x/logs/rank_00003.err"
@@ -95,7 +99,14 @@ def test_complete_checkpoints(tmp_path: Path) -> None:
     """Only folders with their last file count, by step and not by name."""
     run = RunDir(tmp_path)
     assert run.complete_checkpoints() == []
-    for name in ("step_00000300", "step_00000020", "step_100000000", "other", "step_x", "step_00000001.tmp"):
+    for name in (
+        "step_00000300",
+        "step_00000020",
+        "step_100000000",
+        "other",
+        "step_x",
+        "step_00000001.tmp",
+    ):
         write_text(run.checkpoints / name / "COMPLETE", "")
     (run.checkpoints / "step_00000400").mkdir()
     assert run.complete_checkpoints() == [
@@ -126,7 +137,9 @@ def test_files_follow_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_broken_write_leaves_the_old_file(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_write_leaves_the_old_file(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A disk that fills up in the middle leaves what was there, and no piece of the new."""
     path = tmp_path / "file.json"
     write_text(path, "old")
@@ -172,7 +185,11 @@ def test_the_page_of_the_run_folder_is_current() -> None:
 def test_a_field_without_a_value_is_null_empty_or_left_out() -> None:
     """As the page says: a default is left out, and a reader may ask `onnxruntime` for names on any engine."""
     written = engine_report("eager").to_json()
-    assert (written["attention"], written["onnxruntime"], written["unused_parameters"]) == (None, {}, [])
+    assert (written["attention"], written["onnxruntime"], written["unused_parameters"]) == (
+        None,
+        {},
+        [],
+    )
     assert {"inductor", "parity"}.isdisjoint(written)
     assert written["engine"] == {"asked": "eager", "used": "eager", "fallback_reason": None}
     lines = markdown().splitlines()

@@ -70,16 +70,25 @@ def test_an_earlier_checkpoint_is_gone_on_from(ended: RunDir) -> None:
             {"max_steps": 10},
             "train 'a b.yaml' zero.stage=1 {} train.max_steps=20",
         ),
-        (["train", "r", "--run-dir", "old", "train.max_steps=5"], {"max_steps": 5}, "train r {} train.max_steps=20"),
+        (
+            ["train", "r", "--run-dir", "old", "train.max_steps=5"],
+            {"max_steps": 5},
+            "train r {} train.max_steps=20",
+        ),
         (["train", "r", "--run-dir=old", "-n"], {"epochs": 1.5}, "train r -n {} train.epochs=3"),
         (["train", "--resume", "never", "r"], {"max_steps": 10}, "train r {} train.max_steps=20"),
         (["train", "r", "--resume=400"], {"max_steps": 10}, "train r {} train.max_steps=20"),
     ],
 )
-def test_the_command_that_trains_further(typed: list[str], train: dict[str, Any], expected: str, ended: RunDir) -> None:
+def test_the_command_that_trains_further(
+    typed: list[str], train: dict[str, Any], expected: str, ended: RunDir
+) -> None:
     """What was typed, with this run's folder in place of another, from its newest checkpoint, and twice the length."""
     command = expected.format(f"--run-dir={ended}")
-    assert with_next("done", typed, recipe(train=train), ended) == f"done\nto continue: ortlaunch {command}"
+    assert (
+        with_next("done", typed, recipe(train=train), ended)
+        == f"done\nto continue: ortlaunch {command}"
+    )
 
 
 RECIPE = """\
@@ -97,11 +106,27 @@ engine: {name: eager}
     ("train", "typed", "expected"),
     [
         ("{epochs: 2}", [], "train.epochs=4"),
-        ("{epochs: 2}", ["train.max_steps=26", "train.epochs=null"], "train.epochs=null train.max_steps=20"),
-        ("{max_steps: 26}", ["train.max_steps=null", "train.epochs=1.5"], "train.max_steps=null train.epochs=3"),
+        (
+            "{epochs: 2}",
+            ["train.max_steps=26", "train.epochs=null"],
+            "train.epochs=null train.max_steps=20",
+        ),
+        (
+            "{max_steps: 26}",
+            ["train.max_steps=null", "train.epochs=1.5"],
+            "train.max_steps=null train.epochs=3",
+        ),
         ("{epochs: 2}", ["train={max_steps: 10}"], "'train={max_steps: 10}' train.max_steps=20"),
-        ("{max_steps: 5}", ["train.max_steps=7", "train.max_steps=10", "seed=3"], "seed=3 train.max_steps=20"),
-        ("{epochs: 1}", ["--resume", "last", "optimizer.learning_rate=0.2"], "optimizer.learning_rate=0.2"),
+        (
+            "{max_steps: 5}",
+            ["train.max_steps=7", "train.max_steps=10", "seed=3"],
+            "seed=3 train.max_steps=20",
+        ),
+        (
+            "{epochs: 1}",
+            ["--resume", "last", "optimizer.learning_rate=0.2"],
+            "optimizer.learning_rate=0.2",
+        ),
     ],
 )
 def test_the_command_that_continues_is_a_valid_one(
@@ -123,7 +148,10 @@ def test_the_command_that_continues_is_a_valid_one(
         assert after == before
     else:
         assert all(word in words for word in shlex.split(expected))
-        assert (after.train.max_steps, after.train.epochs) in ((20, None), (None, 2 * (before.train.epochs or 0)))
+        assert (after.train.max_steps, after.train.epochs) in (
+            (20, None),
+            (None, 2 * (before.train.epochs or 0)),
+        )
 
 
 def test_another_verb_has_no_next_command(ended: RunDir) -> None:
@@ -137,7 +165,10 @@ def test_a_run_that_stopped_early_is_finished(ended: RunDir) -> None:
     write_json(ended.summary, {"steps": 10, "stopped_early": early})
     said = nothing_left(recipe(train={"max_steps": 20, "stop_after": {"evaluations": 2}}), ended)
     assert said == "nothing to train: stopped early after step 10 of 20 (train.stop_after)"
-    assert nothing_left(recipe(train={"max_steps": 20, "stop_after": {"evaluations": 3}}), ended) is None
+    assert (
+        nothing_left(recipe(train={"max_steps": 20, "stop_after": {"evaluations": 3}}), ended)
+        is None
+    )
     assert nothing_left(recipe(train={"max_steps": 20}), ended) is None
     typed = ["train", "r.yaml", "train.stop_after.evaluations=2"]
     command = f"ortlaunch train r.yaml --run-dir={ended} train.stop_after=null"

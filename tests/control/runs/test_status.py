@@ -81,7 +81,9 @@ def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.contextmanager
 def command(run: RunDir, how: str = "plain") -> Iterator[subprocess.Popen[bytes]]:
     """Another command that has the folder."""
-    process = subprocess.Popen([sys.executable, "-c", COMMAND, str(run), how], start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(run), how], start_new_session=True
+    )
     try:
         deadline = time.monotonic() + 20
         while not (run.path / "here").exists():
@@ -98,9 +100,15 @@ def test_each_stage_of_a_command(run: RunDir) -> None:
     """Pending while it prepares, running from its start, then its verdict; all from the folder alone."""
     with JobFile(run, "torchrun") as file:
         found = look(run)
-        assert (found.state, found.job.id, found.job.backend) == (JobState.PENDING, str(os.getpid()), "torchrun")
+        assert (found.state, found.job.id, found.job.backend) == (
+            JobState.PENDING,
+            str(os.getpid()),
+            "torchrun",
+        )
         file.starts()
-        write_text(run.metrics, '{"step": 2, "loss": 1.5, "tokens_per_second": 1000.0}\n{"step": 3, "lo')
+        write_text(
+            run.metrics, '{"step": 2, "loss": 1.5, "tokens_per_second": 1000.0}\n{"step": 3, "lo'
+        )
         found = look(run)
         assert (found.state, found.step, found.steps, found.ranks) == (JobState.RUNNING, 2, 9, 2)
         assert re.search(r"step 2 of 9, loss 1\.5000, 1,000 tokens/s, 0:\d\d ago", str(found))
@@ -116,7 +124,12 @@ def test_each_stage_of_a_command(run: RunDir) -> None:
     [
         (InputError("no such thing"), JobState.FAILED, 2, "ortlaunch: no such thing"),
         (ZeroDivisionError("by zero"), JobState.FAILED, 1, "ortlaunch: ZeroDivisionError: by zero"),
-        (KeyboardInterrupt(), JobState.CANCELLED, 130, "ortlaunch: stopped by SIGINT before its ranks were started"),
+        (
+            KeyboardInterrupt(),
+            JobState.CANCELLED,
+            130,
+            "ortlaunch: stopped by SIGINT before its ranks were started",
+        ),
     ],
 )
 def test_an_error_before_the_ranks(
@@ -135,7 +148,9 @@ def test_a_signal_before_the_ranks(run: RunDir) -> None:
         with pytest.raises(SystemExit) as caught, JobFile(run, "mpi", saves):
             signal.raise_signal(signal.SIGTERM)
         assert (caught.value.code, look(run).state) == (status, state)
-        assert look(run).job.verdict == "ortlaunch: stopped by SIGTERM before its ranks were started"
+        assert (
+            look(run).job.verdict == "ortlaunch: stopped by SIGTERM before its ranks were started"
+        )
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     write_text(run.cancelled, "")
     with pytest.raises(SystemExit), JobFile(run, "mpi"):
@@ -150,7 +165,9 @@ def test_between_two_starts(run: RunDir) -> None:
         signal.raise_signal(signal.SIGUSR2)
         file.failed([Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)])
         signal.raise_signal(signal.SIGTERM)
-    assert look(run).job.verdict == "ortlaunch: stopped by SIGTERM before its ranks were started again"
+    assert (
+        look(run).job.verdict == "ortlaunch: stopped by SIGTERM before its ranks were started again"
+    )
 
 
 def test_while_ranks_are_started(run: RunDir) -> None:
@@ -181,7 +198,10 @@ def test_a_full_disk_hides_no_verdict(
     with JobFile(run, "mpi") as file:
         monkeypatch.setattr(JobRecord, "write", full)
         file.end(1, "ortlaunch: why")
-    assert capsys.readouterr().err == f"ortlaunch: {run.job} does not say how it ended: No space left on device\n"
+    assert (
+        capsys.readouterr().err
+        == f"ortlaunch: {run.job} does not say how it ended: No space left on device\n"
+    )
 
 
 @pytest.mark.parametrize(("secondary", "status"), [(False, 7), (True, 137)])
@@ -191,12 +211,20 @@ def test_a_killed_command_has_failed(secondary: bool, status: int, run: RunDir) 
         assert look(run).state is JobState.RUNNING
         process.kill()
         process.wait()
-        error = {"exit_status": 7, "traceback": "", "summary": "rank 1 failed", "time": 1, "secondary": secondary}
+        error = {
+            "exit_status": 7,
+            "traceback": "",
+            "summary": "rank 1 failed",
+            "time": 1,
+            "secondary": secondary,
+        }
         write_json(run.error(1), {**error, "rank": 1, "type": "ValueError"})
         found = look(run)
         gone = f"ortlaunch: the command (process {process.pid} on host"
         assert (found.state, found.job.exit_status) == (JobState.FAILED, status)
-        assert str(found.job.verdict).startswith("ortlaunch: rank 1 failed" if status == 7 else gone)
+        assert str(found.job.verdict).startswith(
+            "ortlaunch: rank 1 failed" if status == 7 else gone
+        )
 
 
 def test_a_killed_command_whose_ranks_ended_well(run: RunDir) -> None:
@@ -206,7 +234,13 @@ def test_a_killed_command_whose_ranks_ended_well(run: RunDir) -> None:
         process.wait()
         write_json(run.summary, {})
         assert (look(run).state, look(run).job.exit_status) == (JobState.SUCCEEDED, 0)
-        ended = {"exit_status": 7, "traceback": "", "summary": "rank 1 failed", "time": 1, "secondary": False}
+        ended = {
+            "exit_status": 7,
+            "traceback": "",
+            "summary": "rank 1 failed",
+            "time": 1,
+            "secondary": False,
+        }
         write_json(run.error(1), {**ended, "rank": 1, "type": "ValueError"})
         assert look(run).job.exit_status == 7
 
@@ -242,7 +276,9 @@ def test_cancel(how: str, status: int, said: str, run: RunDir) -> None:
         assert (found.state, found.job.exit_status, found.alive) == (JobState.CANCELLED, status, ())
         launcher = run.path / "launcher"
         assert not (launcher.exists() and Process.of(int(launcher.read_text())).lives())
-        assert process.wait() == (143 if how == "plain" else -signal.SIGKILL if how == "deaf" else -signal.SIGTERM)
+        assert process.wait() == (
+            143 if how == "plain" else -signal.SIGKILL if how == "deaf" else -signal.SIGTERM
+        )
         assert cancel(run).startswith(f"nothing to cancel, for it has ended\n{run}: cancelled")
 
 
@@ -256,7 +292,9 @@ def test_who_waits_for_the_folder_is_none_of_its_run(run: RunDir) -> None:
         try:
             assert len(look(run).alive) == 1
             said = cancel(run)
-            assert said.startswith("nothing to cancel, for it has ended; 1 of its processes had to be killed\n"), said
+            assert said.startswith(
+                "nothing to cancel, for it has ended; 1 of its processes had to be killed\n"
+            ), said
             assert (look(run).state, look(run).alive, waits.poll()) == (JobState.FAILED, (), None)
         finally:
             waits.kill()
@@ -283,7 +321,13 @@ def test_stopping_from_another_host(kind: str, status: int, run: RunDir) -> None
     replace(record, host="far", space="far pid:[1]").write(run)
     if kind:
         code = 85 if kind == "Stopped" else 1
-        end = {"type": kind, "secondary": False, "time": 1.0, "exit_status": code, "summary": "rank 0 has ended"}
+        end = {
+            "type": kind,
+            "secondary": False,
+            "time": 1.0,
+            "exit_status": code,
+            "summary": "rank 0 has ended",
+        }
         write_json(run.error(0), end)
     else:
         write_json(run.summary, {})
@@ -349,7 +393,10 @@ def test_another_user(run: RunDir) -> None:
         run = RunDir(shutil.copytree(run.path, folder / "run"))
         with command(run):
             assert as_nobody("status", run) == "nothing"
-            assert as_nobody("cancel", run) == f"{run}: is a run of user root; only that user or root may cancel it"
+            assert (
+                as_nobody("cancel", run)
+                == f"{run}: is a run of user root; only that user or root may cancel it"
+            )
             run.job.chmod(0o600)
             why = "this user may not read it; ask as the user who started the run"
             assert as_nobody("status", run) == f"{run.job}: {why}"
@@ -363,5 +410,10 @@ def test_json(run: RunDir) -> None:
     with RunLock() as lock, JobFile(run, "local"):
         lock.take(run)
         found = json.loads(look(run).to_json())
-    assert (found["state"], found["job"]["backend"], found["step"], found["steps"]) == ("pending", "local", None, 9)
+    assert (found["state"], found["job"]["backend"], found["step"], found["steps"]) == (
+        "pending",
+        "local",
+        None,
+        9,
+    )
     assert set(found["job"]) == set(JobRecord.__dataclass_fields__)

@@ -45,15 +45,23 @@ def test_a_stand_in_is_a_wheel_that_pip_installs(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", f"--find-links={tmp_path}"]
     done = subprocess.run([*pip, f"--target={tmp_path / 'site'}", "torch>=2.6,<2.16"], check=False)
     assert done.returncode == 0
-    assert importlib.metadata.Distribution.at(tmp_path / "site" / "torch-2.11.0+there.dist-info").version
+    assert importlib.metadata.Distribution.at(
+        tmp_path / "site" / "torch-2.11.0+there.dist-info"
+    ).version
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--python=3.12",), "which torch is on the target?"),
-        (("--python=3.12", "--have=LIST"), "LIST: numpy: must be NAME==VERSION, as pip list --format=freeze prints it"),
-        (("--python=3.12", "--torch=2.11.0", "--out=FULL"), "FULL: has files in it; give a new folder"),
+        (
+            ("--python=3.12", "--have=LIST"),
+            "LIST: numpy: must be NAME==VERSION, as pip list --format=freeze prints it",
+        ),
+        (
+            ("--python=3.12", "--torch=2.11.0", "--out=FULL"),
+            "FULL: has files in it; give a new folder",
+        ),
     ],
 )
 def test_what_is_missing_is_named(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -62,7 +70,10 @@ def test_what_is_missing_is_named(words: tuple[str, ...], said: str, tmp_path: P
     (tmp_path / "FULL").mkdir()
     (tmp_path / "FULL" / "thesis.tex").write_text("")
     done = wheels(
-        *(word.replace("LIST", str(tmp_path / "LIST")).replace("FULL", str(tmp_path / "FULL")) for word in words)
+        *(
+            word.replace("LIST", str(tmp_path / "LIST")).replace("FULL", str(tmp_path / "FULL"))
+            for word in words
+        )
     )
     assert done.returncode == 2
     assert said in done.stderr.replace(f"{tmp_path}/", "")
@@ -81,7 +92,16 @@ def test_what_this_python_lacks_is_carried_and_enough(tmp_path: Path) -> None:
     assert [path.name.partition("-")[0] for path in sorted(out.iterdir())] == [
         "annotated_types", "ortlaunch", "pydantic", "pydantic_core"
     ]  # fmt: skip
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", f"--target={site}"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+        f"--target={site}",
+    ]
     subprocess.run([*pip, *map(str, out.iterdir())], check=True)
     code = "import ortlaunch, pydantic; print(ortlaunch.__file__, pydantic.__file__)"
     found = subprocess.run(
@@ -89,6 +109,12 @@ def test_what_this_python_lacks_is_carried_and_enough(tmp_path: Path) -> None:
         text=True, check=True,
     )  # fmt: skip
     assert all(path.startswith(str(site)) for path in found.stdout.split())
-    small = wheels(python, f"--have={tmp_path / 'have.txt'}", f"--out={tmp_path / 'small'}", "--limit=1", timeout=200)
+    small = wheels(
+        python,
+        f"--have={tmp_path / 'have.txt'}",
+        f"--out={tmp_path / 'small'}",
+        "--limit=1",
+        timeout=200,
+    )
     assert small.returncode == 1
     assert "MiB, and 1 are allowed; largest: pydantic_core 2" in small.stderr

@@ -21,10 +21,15 @@ def tool() -> dict[str, Any]:
 
 def test_missing_files_are_named_with_their_place(tmp_path: Path) -> None:
     """It fetches nothing: it ends with 2 and says which files go where."""
-    done = subprocess.run([sys.executable, str(TOOL), str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(TOOL), str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert f"{tmp_path} has no orttraining_test_" in done.stderr
-    assert "orttraining/orttraining/test/python of github.com/microsoft/onnxruntime at tag v1.19.2" in done.stderr
+    assert (
+        "orttraining/orttraining/test/python of github.com/microsoft/onnxruntime at tag v1.19.2"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,9 @@ def test_missing_files_are_named_with_their_place(tmp_path: Path) -> None:
         ('(["cuda", "cpu"], ["cpu", "cuda"])', '(["cuda", "cpu"], ["cpu", "cuda"])'),
     ],
 )
-def test_a_test_of_cuda_becomes_one_of_a_cpu(source: str, adapted: str, tool: dict[str, Any], tmp_path: Path) -> None:
+def test_a_test_of_cuda_becomes_one_of_a_cpu(
+    source: str, adapted: str, tool: dict[str, Any], tmp_path: Path
+) -> None:
     """But for those that are about two devices."""
     (tmp_path / "test_it.py").write_text(source)
     tool["adapt"](tmp_path, tmp_path / "cpu")
@@ -52,5 +59,8 @@ def test_a_test_of_cuda_becomes_one_of_a_cpu(source: str, adapted: str, tool: di
 
 def test_a_failure_without_a_reason_is_told_apart(tool: dict[str, Any]) -> None:
     """A known reason is given; anything else has a question mark, which ends the tool with 1."""
-    assert tool["reason"]("test_a: AssertionError: Torch not compiled with CUDA enabled") == "needs CUDA"
+    assert (
+        tool["reason"]("test_a: AssertionError: Torch not compiled with CUDA enabled")
+        == "needs CUDA"
+    )
     assert tool["reason"]("test_a: AssertionError: Tensor-likes are not close") == "?"

@@ -26,7 +26,12 @@ def test_the_index_of_torch_builds(there: bool, tmp_path: Path) -> None:
         else:
             server.server_close()
         ended = subprocess.run(
-            [sys.executable, TOOL, url], capture_output=True, text=True, timeout=60, check=True, env={"no_proxy": "*"}
+            [sys.executable, TOOL, url],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            env={"no_proxy": "*"},
         )
         if there:
             server.shutdown()

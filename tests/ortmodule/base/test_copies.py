@@ -32,7 +32,9 @@ class Pickled(nn.Module):
         return loss if x.sum() > -1e9 else -loss
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
 def test_a_copy_of_a_built_module_trains_apart(copied: Callable[[Any], Any]) -> None:
     """It has the weights and settings of the first, exports its own graph, follows its own model, and is no alias."""
     model = Pickled()
@@ -45,7 +47,9 @@ def test_a_copy_of_a_built_module_trains_apart(copied: Callable[[Any], Any]) -> 
     for each in (twin, eager):
         each(X).backward()
     same(twin.module, eager)
-    assert not any(ours is theirs for ours, theirs in zip(model.parameters(), twin.module.parameters()))
+    assert not any(
+        ours is theirs for ours, theirs in zip(model.parameters(), twin.module.parameters())
+    )
     assert twin(X).item() == pytest.approx(1.5 * module(X).item(), rel=1e-5)
 
 
@@ -66,4 +70,6 @@ def test_a_fresh_process_loads_a_pickle(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(module))
     process = python(_LOADS, str(path))
     assert process.returncode == 0, process.stderr
-    assert [float(number) for number in process.stdout.split()[-2:]] == pytest.approx([loss.item(), 16.0])
+    assert [float(number) for number in process.stdout.split()[-2:]] == pytest.approx(
+        [loss.item(), 16.0]
+    )

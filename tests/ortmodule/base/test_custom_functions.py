@@ -49,7 +49,9 @@ class Bilinear(torch.autograd.Function):
     """A weight and a bias as inputs, as fused layers have them, and a backward that asks which gradients are wanted."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         return x @ weight.t() + bias
 
@@ -129,7 +131,11 @@ class Fused(Model):
         self.first.weight.requires_grad_(not frozen)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(Bilinear.apply(x, self.first.weight, self.first.bias))).square().mean()
+        return (
+            self.second(torch.tanh(Bilinear.apply(x, self.first.weight, self.first.bias)))
+            .square()
+            .mean()
+        )
 
 
 class TransformerLike(nn.Module):
@@ -167,7 +173,9 @@ def python_ops(module: Any) -> int:
 
 def difference(ours: Any, theirs: Any) -> float:
     """The largest difference of any gradient, relative to the largest gradient; float32 keeps seven digits of it."""
-    pairs = [(mine.grad, eagers.grad) for mine, eagers in zip(ours.parameters(), theirs.parameters())]
+    pairs = [
+        (mine.grad, eagers.grad) for mine, eagers in zip(ours.parameters(), theirs.parameters())
+    ]
     assert all((mine is None) == (eagers is None) for mine, eagers in pairs)
     trained = [(mine, eagers) for mine, eagers in pairs if eagers is not None]
     largest = max(eagers.abs().max() for _, eagers in trained)
@@ -196,7 +204,15 @@ def compare(model: nn.Module, ours: Any, *batch: torch.Tensor) -> None:
         (Fused(frozen=False), 1),
         (Fused(frozen=True), 1),
     ],
-    ids=["reversal", "saved tensors", "used twice", "other arguments", "boolean output", "weights", "a frozen weight"],
+    ids=[
+        "reversal",
+        "saved tensors",
+        "used twice",
+        "other arguments",
+        "boolean output",
+        "weights",
+        "a frozen weight",
+    ],
 )
 def test_gradients_equal_eagers(model: nn.Module, count: int) -> None:
     """Three steps on batches of different sizes give eager's losses and gradients, with the functions in the graph."""
@@ -320,9 +336,17 @@ os._exit(0)  # a gloo group that is freed may hang, see ortlaunch/worker/process
 @pytest.mark.ci
 def test_two_ranks_average_the_custom_gradients(tmp_path: Any) -> None:
     """Under DistributedDataParallel on two gloo ranks both ranks have eager's averaged gradients."""
-    command = [sys.executable, "-c", TWO_RANKS, str(Path(__file__).parents[3]), str(tmp_path / "store")]
+    command = [
+        sys.executable,
+        "-c",
+        TWO_RANKS,
+        str(Path(__file__).parents[3]),
+        str(tmp_path / "store"),
+    ]
     ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     try:
@@ -401,7 +425,9 @@ class Squares(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
-            x = torch.relu(weight @ (self.function(torch.add(x.view(-1), 0.4).view(16, -1)) + weight[0]) / 100)
+            x = torch.relu(
+                weight @ (self.function(torch.add(x.view(-1), 0.4).view(16, -1)) + weight[0]) / 100
+            )
         return x.sum()
 
 

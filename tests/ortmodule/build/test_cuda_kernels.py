@@ -42,7 +42,11 @@ class Lora(Llama):
         self.model = get_peft_model(self.model, config)
 
 
-TORCHS: dict[Any, set[str]] = {Bert: {"gelu", "gelu_backward", "tanh_backward"}, Llama: {"silu"}, Lora: {"silu"}}
+TORCHS: dict[Any, set[str]] = {
+    Bert: {"gelu", "gelu_backward", "tanh_backward"},
+    Llama: {"silu"},
+    Lora: {"silu"},
+}
 """Torch's operators in the graphs of bfloat16."""
 
 
@@ -85,11 +89,20 @@ def without_kernel(model: onnx.ModelProto) -> Counter[str]:
 
 
 def _cases() -> list[Any]:
-    kinds = [(kind, dtype) for kind in (Bert, Llama, Lora) for dtype in ("float32", "float16", "bfloat16")]
+    kinds = [
+        (kind, dtype)
+        for kind in (Bert, Llama, Lora)
+        for dtype in ("float32", "float16", "bfloat16")
+    ]
     quick = ((Bert, "bfloat16"), (Llama, "bfloat16"))
-    slow = {dtype: [pytest.mark.slow, *([pytest.mark.ci] if dtype == "float16" else [])] for _, dtype in kinds}
+    slow = {
+        dtype: [pytest.mark.slow, *([pytest.mark.ci] if dtype == "float16" else [])]
+        for _, dtype in kinds
+    }
     return [
-        pytest.param(*case, id=f"{case[0].__name__}-{case[1]}", marks=[] if case in quick else slow[case[1]])
+        pytest.param(
+            *case, id=f"{case[0].__name__}-{case[1]}", marks=[] if case in quick else slow[case[1]]
+        )
         for case in kinds
     ]
 
@@ -106,7 +119,9 @@ def test_every_node_has_a_cuda_kernel(
         before = without_kernel(graph)
         bfloat16.complete(graph)
         assert before.keys() > without_kernel(graph).keys()
-        assert TORCHS[kind] <= {one.s.decode() for node in graph.graph.node for one in node.attribute}
+        assert TORCHS[kind] <= {
+            one.s.decode() for node in graph.graph.node for one in node.attribute
+        }
     assert without_kernel(graph).keys() <= ON_CPU
     assert "Pad" not in {node.op_type for node in graph.graph.node}
 
@@ -143,7 +158,11 @@ def test_bfloat16_is_completed_to_eagers(built: None, monkeypatch: pytest.Monkey
         for model in (ours, half, exact)
     )
     torch.testing.assert_close(losses[0].float(), losses[2], rtol=1e-3, atol=0)
-    assert float((found - wanted).norm()) <= 1.2 * float((eager - wanted).norm()) < ROUNDING * float(wanted.norm())
+    assert (
+        float((found - wanted).norm())
+        <= 1.2 * float((eager - wanted).norm())
+        < ROUNDING * float(wanted.norm())
+    )
 
 
 OPERATORS = {
@@ -165,12 +184,24 @@ def test_an_operator_without_a_bfloat16_kernel_is_completed(operator: str, built
     domain = "" if operator == "Reciprocal" else "com.microsoft"
     names = [f"x{place}" for place in range(count)]
     extra = {"alpha": 1.0} if operator == "QuickGelu" else {}
-    nodes = [helper.make_node("Cast", [name], [f"{name}_half"], to=TensorProto.BFLOAT16) for name in names]
-    nodes.append(helper.make_node(operator, [f"{name}_half" for name in names], ["y_half"], domain=domain, **extra))
+    nodes = [
+        helper.make_node("Cast", [name], [f"{name}_half"], to=TensorProto.BFLOAT16)
+        for name in names
+    ]
+    nodes.append(
+        helper.make_node(
+            operator, [f"{name}_half" for name in names], ["y_half"], domain=domain, **extra
+        )
+    )
     nodes.append(helper.make_node("Cast", ["y_half"], ["y"], to=TensorProto.FLOAT))
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [64]) for name in (*names, "y")]
+    values = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [64]) for name in (*names, "y")
+    ]
     # Not of y_half: ORT writes no type where it knows no shape.
-    halves = [helper.make_tensor_value_info(f"{v.name}_half", TensorProto.BFLOAT16, [64]) for v in values[:-1]]
+    halves = [
+        helper.make_tensor_value_info(f"{v.name}_half", TensorProto.BFLOAT16, [64])
+        for v in values[:-1]
+    ]
     graph = helper.make_graph(nodes, "one", values[:-1], values[-1:], value_info=halves)
     opsets = [
         helper.make_opsetid(name, version)
@@ -179,7 +210,9 @@ def test_an_operator_without_a_bfloat16_kernel_is_completed(operator: str, built
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     bfloat16.complete(model)
     given = [torch.randn(64) for _ in names]
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     (result,) = session.run(None, {name: value.numpy() for name, value in zip(names, given)})
     wanted = expected(*(value.bfloat16() for value in given)).bfloat16().float()
     torch.testing.assert_close(torch.from_numpy(result), wanted, rtol=2**-7, atol=1e-6)
@@ -189,10 +222,15 @@ def test_an_operator_without_any_kernel_is_refused_with_its_name() -> None:
     """Neither bfloat16 nor float32: the error has the operator, its types, the node and a remedy."""
     x, y = (helper.make_tensor_value_info(name, TensorProto.BFLOAT16, [2]) for name in "xy")
     graph = helper.make_graph(
-        [helper.make_node("Sin", ["x"], ["z"]), helper.make_node("Det", ["z"], ["y"], "last")], "one", [x], [y]
+        [helper.make_node("Sin", ["x"], ["z"]), helper.make_node("Det", ["z"], ["y"], "last")],
+        "one",
+        [x],
+        [y],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    with pytest.raises(RuntimeError, match=r"implementation for Det\(bfloat16\), node last: .*fp16.*eager"):
+    with pytest.raises(
+        RuntimeError, match=r"implementation for Det\(bfloat16\), node last: .*fp16.*eager"
+    ):
         bfloat16.complete(model)
 
 
@@ -217,6 +255,11 @@ def test_the_table_of_kernels(name: str, domain: str, kind: str) -> None:
 
 def test_a_loss_of_another_type_than_its_scores() -> None:
     """Each constraint of one kernel counts: bfloat16 scores have no float32 loss, float16 ones have."""
-    node = helper.make_node("SoftmaxCrossEntropyLossInternal", ["s", "l"], ["y", "p"], domain="com.microsoft")
+    node = helper.make_node(
+        "SoftmaxCrossEntropyLossInternal", ["s", "l"], ["y", "p"], domain="com.microsoft"
+    )
     for kind, known in (("bfloat16", False), ("float16", True), ("float", True)):
-        assert cuda_kernels.has_kernel(node, {"s": kind, "l": "int64", "y": "float", "p": "float"}, 17) is known
+        assert (
+            cuda_kernels.has_kernel(node, {"s": kind, "l": "int64", "y": "float", "p": "float"}, 17)
+            is known
+        )

@@ -45,7 +45,9 @@ def test_libraries_are_loaded_by_path_in_the_order_of_their_needs(
     monkeypatch.setattr(cuda_libraries.ctypes, "CDLL", lambda path, mode: loaded.append(path))
     (nvidia / "curand" / "lib" / "libcurand.so.10").unlink()
     cuda_libraries.preload()
-    assert [Path(path).name for path in loaded] == [name for name in NAMES if name != "libcurand.so.10"]
+    assert [Path(path).name for path in loaded] == [
+        name for name in NAMES if name != "libcurand.so.10"
+    ]
     assert all(Path(path).is_absolute() for path in loaded)
 
 
@@ -73,16 +75,28 @@ def test_a_library_of_the_system_is_found(tmp_path: Path, monkeypatch: pytest.Mo
         ),
     ],
 )
-def test_the_check_survives_an_abort(code: str, why: str, nvidia: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_survives_an_abort(
+    code: str, why: str, nvidia: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What ONNX Runtime does in the process of the check becomes one line, also where it aborts that process."""
-    monkeypatch.setattr(cuda_libraries.start, "command", lambda module: [sys.executable, "-c", code])
+    monkeypatch.setattr(
+        cuda_libraries.start, "command", lambda module: [sys.executable, "-c", code]
+    )
     assert cuda_libraries.check().endswith(why)
     assert bool(cuda_libraries.check()) == bool(why)
 
 
-def test_the_toolkit_is_found_and_headers_come_from_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_toolkit_is_found_and_headers_come_from_the_wheels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A link to nvcc leads to its toolkit; CUDA_HOME comes first; the wheels' headers are those of torch's CUDA."""
-    for folder in ("toolkit/bin", "toolkit/include", "links", "nvidia/cu13/include", "nvidia/cublas/include"):
+    for folder in (
+        "toolkit/bin",
+        "toolkit/include",
+        "links",
+        "nvidia/cu13/include",
+        "nvidia/cublas/include",
+    ):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "toolkit" / "include" / "cuda_runtime.h").touch()
     (tmp_path / "toolkit" / "bin" / "nvcc").touch(0o755)
@@ -150,7 +164,12 @@ def test_the_wheels_libraries_resolve_without_a_gpu(tmp_path: Path) -> None:
         # The process of the check gets the folder by PYTHONPATH, which comes before this environment's CPU wheel.
         done = subprocess.run(
             [sys.executable, "-c", setup + _CHECK],
-            env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **environ},
+            env={
+                "PYTHONPATH": str(site),
+                "PATH": "/usr/bin:/bin",
+                "HOME": str(tmp_path),
+                **environ,
+            },
             capture_output=True,
             text=True,
             timeout=300,

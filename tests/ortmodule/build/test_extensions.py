@@ -76,7 +76,9 @@ def test_a_changed_extension_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_
     assert extensions.missing() == []
 
 
-def test_a_cache_of_others_is_told_before_setup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_of_others_is_told_before_setup(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A cache folder that others may write to is refused as such, also where nothing was built in it yet."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
@@ -92,7 +94,9 @@ def write_all(names: list[str], folder: Path) -> None:
 
 
 @needs_ort
-def test_an_extension_that_does_not_load_says_how_to_build_it_again(built: None, tmp_path: Path) -> None:
+def test_an_extension_that_does_not_load_says_how_to_build_it_again(
+    built: None, tmp_path: Path
+) -> None:
     """A library that does not load is not a traceback from inside ORT."""
     damage = (
         "from ortlaunch import cache; from ortlaunch.ortmodule import repaired; "
@@ -113,7 +117,9 @@ def test_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         extensions.missing()
 
 
-def test_a_refused_extension_is_not_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_refused_extension_is_not_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Where torch_interop_utils could not be built the rest works; setup tries it again, and says why."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
@@ -126,7 +132,9 @@ def test_a_refused_extension_is_not_missing(monkeypatch: pytest.MonkeyPatch, tmp
     assert not extensions.missing()
     assert extensions.interop_refusal() == "no such symbol"
     monkeypatch.setattr(extensions, "_require_tools", lambda: None)
-    monkeypatch.setattr(extensions, "_compile", lambda names, folder: (folder / f"{names[0]}.so").write_text(""))
+    monkeypatch.setattr(
+        extensions, "_compile", lambda names, folder: (folder / f"{names[0]}.so").write_text("")
+    )
     assert extensions.build() == [extensions.INTEROP]
     assert not extensions.interop_refusal()
 
@@ -135,7 +143,9 @@ def test_a_refused_extension_is_not_missing(monkeypatch: pytest.MonkeyPatch, tmp
 def test_unknown_sources_are_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A source without the text that is to be replaced is refused by file and text, and the rest is still built."""
     package = tmp_path / "onnxruntime"
-    source = next(extensions._package("onnxruntime").glob(f"training/ortmodule/*/cpu/{extensions.INTEROP}"))
+    source = next(
+        extensions._package("onnxruntime").glob(f"training/ortmodule/*/cpu/{extensions.INTEROP}")
+    )
     copied = package / source.relative_to(extensions._package("onnxruntime"))
     shutil.copytree(source, copied)
     code = copied / "custom_function_fw.cc"
@@ -149,7 +159,9 @@ def test_unknown_sources_are_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 @needs_ort
 @pytest.mark.slow
-def test_unchanged_sources_do_not_build_on_newer_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unchanged_sources_do_not_build_on_newer_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Without the changes torch_interop_utils is refused from torch 2.7 on, so that they are needed."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):
         pytest.skip("torch 2.6 and older take it as it is")
@@ -161,21 +173,37 @@ def test_unchanged_sources_do_not_build_on_newer_torch(monkeypatch: pytest.Monke
 @needs_ort
 def test_the_allocator_calls_empty_cache_as_torch_declares_it(tmp_path: Path) -> None:
     """ORT calls the address without arguments, and emptyCache of newer torch has one: a function of ours is between."""
-    source = next(extensions._package("onnxruntime").glob("training/ortmodule/*/cuda/torch_gpu_allocator"))
+    source = next(
+        extensions._package("onnxruntime").glob("training/ortmodule/*/cuda/torch_gpu_allocator")
+    )
     shutil.copytree(source, tmp_path / "work")
     extensions.extension_sources.adapt("torch_gpu_allocator", tmp_path / "work")
     code = (tmp_path / "work" / "torch_gpu_allocator.cc").read_text()
-    assert "reinterpret_cast<size_t>(+[]() { c10::cuda::CUDACachingAllocator::emptyCache(); });" in code
+    assert (
+        "reinterpret_cast<size_t>(+[]() { c10::cuda::CUDACachingAllocator::emptyCache(); });"
+        in code
+    )
 
 
-def test_a_cuda_build_wants_the_cuda_extensions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cuda_build_wants_the_cuda_extensions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """With CUDA builds of both, ORT's allocator and FusedAdam's kernels are built as well, as install.py does."""
     (tmp_path / "capi").mkdir()
-    (tmp_path / "version.py").write_text("debug = False\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n")
-    (tmp_path / "capi" / "build_and_package_info.py").write_text("package_name = 'x'\ncuda_version = '12.2'\n")
+    (tmp_path / "version.py").write_text(
+        "debug = False\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
+    )
+    (tmp_path / "capi" / "build_and_package_info.py").write_text(
+        "package_name = 'x'\ncuda_version = '12.2'\n"
+    )
     installed(monkeypatch, torch="2.10.0", onnxruntime_training="1.19.2")
     monkeypatch.setattr(extensions, "_package", lambda name: tmp_path)
-    assert extensions.wanted() == ["aten_op_executor", "torch_interop_utils", "torch_gpu_allocator", "fused_ops"]
+    assert extensions.wanted() == [
+        "aten_op_executor",
+        "torch_interop_utils",
+        "torch_gpu_allocator",
+        "fused_ops",
+    ]
     monkeypatch.setattr(extensions.cuda_libraries, "headers", lambda cuda: ["/wheels/include"])
     monkeypatch.setenv("CPATH", "/own")
     environment = extensions._build_environment()
@@ -187,7 +215,10 @@ def test_a_cuda_build_wants_the_cuda_extensions(monkeypatch: pytest.MonkeyPatch,
     assert extensions._build_environment()["TORCH_CUDA_ARCH_LIST"] == "9.0"
     assert extensions.cache_dir().name.endswith("_9.0")
     assert environment["ONNXRUNTIME_ROCM_VERSION"] == ""
-    assert environment["ONNXRUNTIME_CUDA_NVCC_EXTRA_ARGS"] == "-lineinfo,-O3,--use_fast_math,--threads,0"
+    assert (
+        environment["ONNXRUNTIME_CUDA_NVCC_EXTRA_ARGS"]
+        == "-lineinfo,-O3,--use_fast_math,--threads,0"
+    )
 
 
 def test_each_stack_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -214,7 +245,9 @@ def test_missing_tools_are_all_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """No compiler and no ninja: both are named at once."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     monkeypatch.setattr(extensions, "_search_path", lambda: str(tmp_path))
-    with pytest.raises(MissingDependency, match=r"a C\+\+ compiler .*ninja .* Then type: ortlaunch setup"):
+    with pytest.raises(
+        MissingDependency, match=r"a C\+\+ compiler .*ninja .* Then type: ortlaunch setup"
+    ):
         extensions.build()
 
 
@@ -223,7 +256,10 @@ def test_an_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """A cache that cannot be made says where it should have been."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "file"))
-    with pytest.raises(FileError, match=r"file: cannot be made: File exists: .*; ORTLAUNCH_CACHE names another place"):
+    with pytest.raises(
+        FileError,
+        match=r"file: cannot be made: File exists: .*; ORTLAUNCH_CACHE names another place",
+    ):
         extensions.build()
 
 
@@ -234,11 +270,18 @@ def test_a_failed_compilation_shows_its_end_and_leaves_nothing(tmp_path: Path) -
     """The compiler's last lines, a non-zero status, no temporary folder and no half extension."""
     compiler = tmp_path / "c++"
     # torch asks it for its version first, and must get an answer.
-    compiler.write_text('#!/bin/sh\ncase "$*" in *" -c "*) echo the compiler says no; exit 1;; esac\nexec c++ "$@"\n')
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *" -c "*) echo the compiler says no; exit 1;; esac\nexec c++ "$@"\n'
+    )
     compiler.chmod(0o755)
     temporary, cache = tmp_path / "temporary", tmp_path / "cache"
     temporary.mkdir()
-    environment = {**os.environ, "CXX": str(compiler), "TMPDIR": str(temporary), "ORTLAUNCH_CACHE": str(cache)}
+    environment = {
+        **os.environ,
+        "CXX": str(compiler),
+        "TMPDIR": str(temporary),
+        "ORTLAUNCH_CACHE": str(cache),
+    }
     done = subprocess.run(
         [sys.executable, "-m", extensions.__name__],
         env=environment,

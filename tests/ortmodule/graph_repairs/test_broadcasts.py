@@ -67,8 +67,12 @@ class Chosen(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
         pooled = self.second(functional.adaptive_avg_pool2d(hidden, 1))
-        chosen = torch.where(hidden > 0, hidden, pooled) + torch.where(hidden > 0.1, self.rows, hidden)
-        chosen = torch.where(pooled > 0, self.number, self.rows) + torch.where(x[:, :1] > 0, pooled, chosen)
+        chosen = torch.where(hidden > 0, hidden, pooled) + torch.where(
+            hidden > 0.1, self.rows, hidden
+        )
+        chosen = torch.where(pooled > 0, self.number, self.rows) + torch.where(
+            x[:, :1] > 0, pooled, chosen
+        )
         return (chosen + pooled.expand(-1, -1, *x.shape[2:])).square().mean()
 
 
@@ -94,7 +98,9 @@ def test_what_is_chosen() -> None:
 
 
 FORMULAS: dict[str, Images] = {
-    "half the picture": lambda x: functional.interpolate(x, (x.shape[2] // 2, x.shape[3] // 2), mode="bicubic"),
+    "half the picture": lambda x: functional.interpolate(
+        x, (x.shape[2] // 2, x.shape[3] // 2), mode="bicubic"
+    ),
     "a part of it": lambda x: x[:, :, : torch.div(x.shape[2] - 6, 4, rounding_mode="trunc")],
     "no limit": lambda x: functional.softplus(x).clamp(0.0, float("inf")),
 }
@@ -103,14 +109,26 @@ FORMULAS: dict[str, Images] = {
 @pytest.mark.parametrize("of", list(FORMULAS))
 def test_sizes_are_formulas(of: str) -> None:
     """Of the input's sizes, and constants are infinite: ORT's inference of shapes ended there."""
-    as_eager(Excitation(FORMULAS[of], whole=False), (torch.randn(2, 3, 12, 12),), (torch.randn(2, 3, 16, 16),))
+    as_eager(
+        Excitation(FORMULAS[of], whole=False),
+        (torch.randn(2, 3, 12, 12),),
+        (torch.randn(2, 3, 16, 16),),
+    )
 
 
 def test_inputs_of_one_row() -> None:
     """Meet inputs of more, in the first batch or in a later one."""
     one, more, other = torch.randn(1, 3), torch.randn(4, 3), torch.randn(4, 3)
     as_eager(Meeting(), (more, one), (more, other), (one, more))
-    as_eager(Meeting(), (more, other), (more[:2], other[:2]), (more, one), (one, more), (one, one), (more, other))
+    as_eager(
+        Meeting(),
+        (more, other),
+        (more[:2], other[:2]),
+        (more, one),
+        (one, more),
+        (one, one),
+        (more, other),
+    )
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -118,4 +136,9 @@ def test_equal_sizes_are_left_as_they_are(family: str) -> None:
     """A language model's graph asks for no sizes in its gradients."""
     module = wrapped(language_model(family, "sdpa"))
     module(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS).backward()
-    assert not [name for node in training_graph(module).node for name in node.input if "_ortlaunch_1" in name]
+    assert not [
+        name
+        for node in training_graph(module).node
+        for name in node.input
+        if "_ortlaunch_1" in name
+    ]

@@ -59,14 +59,25 @@ class Twice(nn.Module):
 
     def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.function, self.row, self.number = function, nn.Parameter(torch.randn(4)), nn.Parameter(torch.tensor(0.7))
+        self.function, self.row, self.number = (
+            function,
+            nn.Parameter(torch.randn(4)),
+            nn.Parameter(torch.tensor(0.7)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ((x + self.function(self.row, self.row).sum(0)) * self.function(self.number, self.number).sum()).sum()
+        return (
+            (x + self.function(self.row, self.row).sum(0))
+            * self.function(self.number, self.number).sum()
+        ).sum()
 
 
-@pytest.mark.parametrize("function", [torch.mul, torch.add, lambda x, y: torch.stack([x, y, x]).exp()])
-def test_an_operator_takes_a_weight_twice(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    "function", [torch.mul, torch.add, lambda x, y: torch.stack([x, y, x]).exp()]
+)
+def test_an_operator_takes_a_weight_twice(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
     """Its gradient is the sum of both, which ORT builds for the weights of several operators only."""
     model, x = Twice(function), torch.randn(3, 4)
     eager = copy.deepcopy(model)

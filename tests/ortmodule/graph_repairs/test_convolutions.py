@@ -52,9 +52,15 @@ def test_no_other_gradient_is_overwritten(kind: str) -> None:
         module(x).backward()
         same(model, eager)
         held.append(
-            [(parameter.grad, parameter.grad.clone()) for parameter in model.parameters() if parameter.grad is not None]
+            [
+                (parameter.grad, parameter.grad.clone())
+                for parameter in model.parameters()
+                if parameter.grad is not None
+            ]
         )
-    assert all(torch.equal(gradient, copied) for gradients in held for gradient, copied in gradients)
+    assert all(
+        torch.equal(gradient, copied) for gradients in held for gradient, copied in gradients
+    )
     torch.testing.assert_close(module.eval()(x), eager.eval()(x))
 
 
@@ -69,7 +75,9 @@ def test_three_dimensions_are_refused() -> None:
 
 def test_the_same_size() -> None:
     """The weight's gradient under padding="same", also where the two ends differ."""
-    model = nn.Sequential(nn.Conv2d(4, 4, (3, 2), padding="same"), nn.Conv2d(4, 4, 3, padding="same", dilation=2))
+    model = nn.Sequential(
+        nn.Conv2d(4, 4, (3, 2), padding="same"), nn.Conv2d(4, 4, 3, padding="same", dilation=2)
+    )
     eager, module, x = copy.deepcopy(model), wrapped(model), torch.randn(2, 4, 9, 8)
     for given in (module, eager):
         given(x).square().mean().backward()

@@ -33,7 +33,11 @@ class ByVector(nn.Module):
 
     def __init__(self, product: Product) -> None:
         super().__init__()
-        self.product, self.layer, self.weight = product, nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+        self.product, self.layer, self.weight = (
+            product,
+            nn.Linear(4, 4),
+            nn.Parameter(torch.randn(4)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.product(self.layer(x), self.weight) - 1).square().sum()
@@ -104,7 +108,9 @@ SCALARS = {
     "standard deviation": lambda h: h.std((0, 1)).sqrt(),
 }
 PICKED = {
-    "last of a sequence": lambda h: torch.where(h.transpose(0, 1)[-1] > 0, h.transpose(0, 1)[-1], 0),
+    "last of a sequence": lambda h: torch.where(
+        h.transpose(0, 1)[-1] > 0, h.transpose(0, 1)[-1], 0
+    ),
     "masked": lambda h: functional.hinge_embedding_loss(h.t()[:, -1], h.t()[:, -1].detach().sign()),
 }
 

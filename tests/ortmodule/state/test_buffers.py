@@ -48,7 +48,10 @@ def test_batch_normalization_is_eagers(frozen: bool) -> None:
         module(x).backward()
         eager(x).backward()
     same(model, eager, atol=1e-4)
-    assert [int(n.num_batches_tracked) for n in (model.first, model.second)] == [0 if frozen else 5, 5]
+    assert [int(n.num_batches_tracked) for n in (model.first, model.second)] == [
+        0 if frozen else 5,
+        5,
+    ]
     assert model.second.running_mean.abs().max() > 1e-3
     module.eval()
     eager.eval()
@@ -92,14 +95,20 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(
     ("make", "x", "message"),
     [
-        (lambda: Normalized(momentum=None), images(1)[0], "first is a BatchNorm with momentum=None"),
+        (
+            lambda: Normalized(momentum=None),
+            images(1)[0],
+            "first is a BatchNorm with momentum=None",
+        ),
         (Twice, X, "norm is a BatchNorm that runs more than once"),
         (Counter, X, "changes the model's steps"),
         (lambda: Counter().eval(), X, "changes the model's steps"),
     ],
     ids=["momentum", "twice", "counter", "counter in evaluation"],
 )
-def test_statistics_that_cannot_be_exact_are_refused(make: Callable[[], nn.Module], x: Any, message: str) -> None:
+def test_statistics_that_cannot_be_exact_are_refused(
+    make: Callable[[], nn.Module], x: Any, message: str
+) -> None:
     """The reason names the layer or the buffer, and the buffers are as they were."""
     model = make()
     before = {name: value.clone() for name, value in model.named_buffers()}
@@ -145,10 +154,14 @@ def test_a_wrapped_model_answers_as_the_model() -> None:
     model.config = {"a": 1}  # type: ignore[assignment]
     module = wrapped(model)
     for names in ("named_parameters", "named_buffers", "named_modules"):
-        assert [name for name, _ in getattr(module, names)()] == [name for name, _ in getattr(model, names)()]
+        assert [name for name, _ in getattr(module, names)()] == [
+            name for name, _ in getattr(model, names)()
+        ]
     assert list(module.state_dict()) == list(model.state_dict())
     assert module.config is model.config
-    module.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+    module.load_state_dict(
+        {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    )
     assert all(bool((value == 1).all()) for value in model.state_dict().values())
 
 
@@ -162,7 +175,8 @@ def test_frozen_layers_stay_in_their_mode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "reentrant", "updates"), [("inside", False, 1), ("around", False, 1), ("around", True, 2)]
+    ("where", "reentrant", "updates"),
+    [("inside", False, 1), ("around", False, 1), ("around", True, 2)],
 )
 def test_a_checkpoint_around_batch_normalization(where: str, reentrant: bool, updates: int) -> None:
     """Statistics are updated once a pass (eager PyTorch: twice), and twice where the module itself is run again."""

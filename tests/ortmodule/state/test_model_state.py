@@ -52,9 +52,16 @@ class Changing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x) * (2 if self.first.training else 1)
-        loss = (self.second(self.norm(hidden) + self.offset) * self.scale).square().mean() * self.weights[0]
+        loss = (
+            self.second(self.norm(hidden) + self.offset) * self.scale
+        ).square().mean() * self.weights[0]
         loss = loss * self.config.inner.scale * self.table["scale"] * self.table["tensor"].sum() / 9
-        loss = loss * torch.from_numpy(self.array).sum() * self.activation(x).to(self.dtype).square().sum().float() / 24
+        loss = (
+            loss
+            * torch.from_numpy(self.array).sum()
+            * self.activation(x).to(self.dtype).square().sum().float()
+            / 24
+        )
         return loss * FACTOR * SETTINGS.factor * Defaults.factor * self.exponent
 
 
@@ -151,7 +158,18 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, 1.0)
 
 
-INSIDE = (frozen_norm, frozen_layer, number, tensor, in_a_list, momentum, hook, buffer, weight, layer)
+INSIDE = (
+    frozen_norm,
+    frozen_layer,
+    number,
+    tensor,
+    in_a_list,
+    momentum,
+    hook,
+    buffer,
+    weight,
+    layer,
+)
 HELD = (of_a_setting, in_a_dictionary, tensor_in_a_dictionary, in_an_array, function, data_type)
 OUTSIDE = (of_the_class, a_global, global_setting, class_setting)
 
@@ -274,7 +292,8 @@ def draws_outside(model: Remembering, x: torch.Tensor) -> torch.Tensor:
 def test_a_pass_that_goes_on_from_the_last_is_refused(called: Any) -> None:
     """A graph has no memory: the value of the export would stay."""
     with pytest.raises(
-        Exception, match=r"reads and changes (the model's (step|last|counted|(old_)?rng)|.*_model_state\.(PASSES|RNG)),"
+        Exception,
+        match=r"reads and changes (the model's (step|last|counted|(old_)?rng)|.*_model_state\.(PASSES|RNG)),",
     ):
         wrapped(Remembering(called))(X)
 
@@ -335,4 +354,7 @@ def test_a_changed_environment_variable_is_exported_again(monkeypatch: pytest.Mo
         else:
             monkeypatch.setenv("ORTLAUNCH_TEST_SCALE", scale)
         torch.testing.assert_close(module(X), model(X))
-    assert "exported again, because environment variable ORTLAUNCH_TEST_SCALE had changed" in tally.notes
+    assert (
+        "exported again, because environment variable ORTLAUNCH_TEST_SCALE had changed"
+        in tally.notes
+    )

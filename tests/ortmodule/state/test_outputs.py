@@ -48,4 +48,6 @@ def test_types_are_eagers(form: str, training: bool) -> None:
     if training:
         for formed, hidden in (ours, theirs):
             (formed.float().square().sum() + hidden.sum()).backward()
-        torch.testing.assert_close(model.layer.weight.grad, eager.layer.weight.grad, rtol=2e-3, atol=1e-2)
+        torch.testing.assert_close(
+            model.layer.weight.grad, eager.layer.weight.grad, rtol=2e-3, atol=1e-2
+        )

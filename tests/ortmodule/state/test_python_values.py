@@ -101,7 +101,9 @@ class Masked(nn.Module):
 def test_a_refused_mask_names_what_makes_it_known() -> None:
     """torch compares a mask with a causal one unless it is told; with `is_causal=` the same model trains as eager's."""
     given = torch.randn(2, 3, 8), nn.Transformer.generate_square_subsequent_mask(3)
-    with pytest.raises(Exception, match=rf"is_causal=True or False .* at {re.escape(__file__)}:\d+") as refused:
+    with pytest.raises(
+        Exception, match=rf"is_causal=True or False .* at {re.escape(__file__)}:\d+"
+    ) as refused:
         wrapped(Masked({}))(*given)
     assert "torch.where" not in str(refused.value)
     model = Masked({"is_causal": False})
@@ -155,7 +157,9 @@ def test_another_size_is_exported_again_where_python_has_it(called: Forward) -> 
     """Loss and gradients are eager's in batches of every size; batches of one size share a graph."""
     _, exports = losses_of_sizes(called, 3, 3, 5, 5)
     assert exports == [1, 1, 2, 2]
-    assert any("exported again for other sizes" in note and __file__ in note for note in tally.notes)
+    assert any(
+        "exported again for other sizes" in note and __file__ in note for note in tally.notes
+    )
 
 
 def test_sizes_that_stay_tensors_are_exported_once() -> None:
@@ -167,7 +171,9 @@ def test_sizes_that_stay_tensors_are_exported_once() -> None:
 
 def test_a_size_that_is_compared_with_one_is_one_or_more() -> None:
     """As transformers asks whether attention is of one token: batches of any other sizes share a graph."""
-    _, exports = losses_of_sizes(lambda layer, x: layer(x).sum() * (3 if x.shape[0] > 1 else 2), 3, 5, 1, 1)
+    _, exports = losses_of_sizes(
+        lambda layer, x: layer(x).sum() * (3 if x.shape[0] > 1 else 2), 3, 5, 1, 1
+    )
     assert exports == [1, 1, 2, 2]
 
 
@@ -205,7 +211,10 @@ def test_a_buffer_that_python_reads_is_read_again_when_it_changes() -> None:
         losses.append(module(torch.ones(3, 4) + torch.arange(3.0)[:, None]).item() / value)
     assert losses == pytest.approx(losses[:1] * 3, rel=1e-5)
     assert tally.exports - before == 2
-    assert any("exported again for other sizes or buffers" in note and __file__ in note for note in tally.notes)
+    assert any(
+        "exported again for other sizes or buffers" in note and __file__ in note
+        for note in tally.notes
+    )
 
 
 def drawn(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

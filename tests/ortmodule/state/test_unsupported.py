@@ -30,7 +30,9 @@ class Hyper(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = self.generator(x.mean(0))
-        return torch.func.functional_call(self.core, {"weight": made[:64].view(8, 8), "bias": made[64:]}, (x.tanh(),))
+        return torch.func.functional_call(
+            self.core, {"weight": made[:64].view(8, 8), "bias": made[64:]}, (x.tanh(),)
+        )
 
 
 class LowRank(nn.Module):
@@ -38,7 +40,10 @@ class LowRank(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Parameter(torch.randn(8, 2) / 10), nn.Parameter(torch.randn(2, 8) / 10)
+        self.left, self.right = (
+            nn.Parameter(torch.randn(8, 2) / 10),
+            nn.Parameter(torch.randn(2, 8) / 10),
+        )
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight + self.left @ self.right
@@ -97,7 +102,10 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
     "a complex constant": (Diagonal, ORTModule),
     "compiled layers": (compiled_layer, ORTModule),
     "a compiled model": (Layers, lambda model: ORTModule(torch.compile(model, backend="eager"))),
-    "an ORTModule that is compiled": (Layers, lambda model: torch.compile(ORTModule(model), backend="eager")),
+    "an ORTModule that is compiled": (
+        Layers,
+        lambda model: torch.compile(ORTModule(model), backend="eager"),
+    ),
 }
 
 
@@ -192,7 +200,9 @@ def squeezed() -> nn.Module:
 
 
 def doubled() -> nn.Module:
-    return Calling(lambda h, x: nn.functional.interpolate(h[None, None], scale_factor=2, mode="area"))
+    return Calling(
+        lambda h, x: nn.functional.interpolate(h[None, None], scale_factor=2, mode="area")
+    )
 
 
 def autocast(module: Any) -> torch.Tensor:
@@ -202,27 +212,71 @@ def autocast(module: Any) -> torch.Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = {
-    "a dataclass": (Given, lambda module: module(Batch(X)), r"is given <class .*Batch'> for input batch: an ORTModule"),
-    "a NumPy number": (Given, lambda module: module(X, numpy.float32(2)), r"numpy.float32'> for input scale.*float\("),
-    "a derivative": (Derived, lambda module: module(X), r"calls torch.autograd.grad .* without ORTModule"),
-    "sparse gradients": (Sparse, lambda module: module(X), r"^words has a sparse gradient.* write sparse=False"),
-    "complex weights": (Complex, lambda module: module(X), r"^weight is complex.* torch.view_as_complex"),
-    "a bool for a number": (filled, lambda module: module(X), r"^full is called with a Python bool.* write 1 or 0"),
-    "another number of parts": (in_pairs, lambda module: (module(X), module(X[:4])), r"^split.* number of parts than"),
+    "a dataclass": (
+        Given,
+        lambda module: module(Batch(X)),
+        r"is given <class .*Batch'> for input batch: an ORTModule",
+    ),
+    "a NumPy number": (
+        Given,
+        lambda module: module(X, numpy.float32(2)),
+        r"numpy.float32'> for input scale.*float\(",
+    ),
+    "a derivative": (
+        Derived,
+        lambda module: module(X),
+        r"calls torch.autograd.grad .* without ORTModule",
+    ),
+    "sparse gradients": (
+        Sparse,
+        lambda module: module(X),
+        r"^words has a sparse gradient.* write sparse=False",
+    ),
+    "complex weights": (
+        Complex,
+        lambda module: module(X),
+        r"^weight is complex.* torch.view_as_complex",
+    ),
+    "a bool for a number": (
+        filled,
+        lambda module: module(X),
+        r"^full is called with a Python bool.* write 1 or 0",
+    ),
+    "another number of parts": (
+        in_pairs,
+        lambda module: (module(X), module(X[:4])),
+        r"^split.* number of parts than",
+    ),
     "another number of parts, of which one is used": (
         lambda: Calling(lambda h, x: h.split(2)[-1].exp()),
         lambda module: (module(X), module(X[:1])),
         r"^split.* number of parts than",
     ),
-    "a size that is 1 no more": (squeezed, lambda module: (module(X[:1]), module(X)), r"^squeeze is given a dimension"),
+    "a size that is 1 no more": (
+        squeezed,
+        lambda module: (module(X[:1]), module(X)),
+        r"^squeeze is given a dimension",
+    ),
     "a size as a float": (
         doubled,
         lambda module: module(X),
         r"reaches torch's operator as a float: give the size",
     ),
-    "bfloat16": (lambda: Given().bfloat16(), lambda module: module(X.bfloat16()), r"not bfloat16: train in float32"),
-    "float64": (lambda: Given().double(), lambda module: module(X.double()), r"not float64: train in float32"),
-    "autocast": (Given, autocast, r"not bfloat16: train in float32 without autocast \(bf16=False\)"),
+    "bfloat16": (
+        lambda: Given().bfloat16(),
+        lambda module: module(X.bfloat16()),
+        r"not bfloat16: train in float32",
+    ),
+    "float64": (
+        lambda: Given().double(),
+        lambda module: module(X.double()),
+        r"not float64: train in float32",
+    ),
+    "autocast": (
+        Given,
+        autocast,
+        r"not bfloat16: train in float32 without autocast \(bf16=False\)",
+    ),
 }
 
 

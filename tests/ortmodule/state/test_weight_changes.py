@@ -58,7 +58,9 @@ def test_a_pass_that_changes_weights_is_refused(change: str) -> None:
     model = Moco(CHANGES[change])
     before = copy.deepcopy(model.state_dict())
     memory = [weight.data_ptr() for weight in model.parameters()]
-    with pytest.raises(RuntimeError, match=rf"changes the weight key.weight at {re.escape(__file__)}:\d+"):
+    with pytest.raises(
+        RuntimeError, match=rf"changes the weight key.weight at {re.escape(__file__)}:\d+"
+    ):
         wrapped(model)(X)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert memory == [weight.data_ptr() for weight in model.parameters()]

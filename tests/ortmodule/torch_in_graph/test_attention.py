@@ -21,7 +21,9 @@ from tests.ortmodule.modules import same, wrapped
 pytestmark = [
     needs_ort,
     pytest.mark.usefixtures("built", "seeded"),
-    pytest.mark.skipif(bool(extensions.interop_refusal()), reason="ONNX Runtime's torch_interop_utils is not built"),
+    pytest.mark.skipif(
+        bool(extensions.interop_refusal()), reason="ONNX Runtime's torch_interop_utils is not built"
+    ),
 ]
 CALL = "aten.scaled_dot_product_attention"
 LENGTH = 12

@@ -37,7 +37,9 @@ def test_both_passes_drop_the_same(witness: Witness, settings: dict[str, int]) -
     torch.testing.assert_close(model.weight.grad * model.weight, dropped)
     assert float((dropped == 0).float().mean()) == pytest.approx(0.25, abs=0.006)
     (graph,) = witness.graphs
-    assert (graph.aten[dropout.FORWARD], graph.aten[dropout.BACKWARD]) == ((0, 0) if settings else (1, 1))
+    assert (graph.aten[dropout.FORWARD], graph.aten[dropout.BACKWARD]) == (
+        (0, 0) if settings else (1, 1)
+    )
 
 
 def test_torchs_seed_decides(built: None) -> None:
@@ -59,7 +61,9 @@ def test_the_share_that_is_dropped_is_right_and_the_mean_stays(p: float) -> None
     torch.manual_seed(3)
     size = 4_000_001
     dropped, kept = dropout.dropout(torch.ones(size), p, train=True)
-    assert float((dropped == 0).double().mean()) == pytest.approx(p, abs=4 * (p * (1 - p) / size) ** 0.5 + 2**-17)
+    assert float((dropped == 0).double().mean()) == pytest.approx(
+        p, abs=4 * (p * (1 - p) / size) ** 0.5 + 2**-17
+    )
     spread = (p / (1 - p) / size) ** 0.5 if p < 1 else 0.0
     assert float(dropped.double().mean()) == pytest.approx(1.0 if p < 1 else 0.0, abs=4 * spread)
     assert torch.equal(dropout.dropout_backward(torch.ones(size), kept, p, train=True), dropped)

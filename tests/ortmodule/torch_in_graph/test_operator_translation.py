@@ -23,7 +23,9 @@ from tests.ortmodule.modules import executed, language_model, same, wrapped
 pytestmark = [
     needs_ort,
     pytest.mark.usefixtures("built", "seeded"),
-    pytest.mark.skipif(bool(extensions.interop_refusal()), reason="ONNX Runtime's torch_interop_utils is not built"),
+    pytest.mark.skipif(
+        bool(extensions.interop_refusal()), reason="ONNX Runtime's torch_interop_utils is not built"
+    ),
 ]
 
 
@@ -39,9 +41,14 @@ class Sequences(nn.Module):
         hidden = self.last(functional.mish(self.norm(self.first(x)[0])))
         values, places = hidden.sort(-1)
         spectrum = torch.fft.rfft(hidden) * 2
-        turned = hidden.permute(0, -1, -2).logsumexp(1).mean()  # which the exporter, and ORT's gradient, write wrongly
+        turned = (
+            hidden.permute(0, -1, -2).logsumexp(1).mean()
+        )  # which the exporter, and ORT's gradient, write wrongly
         return (
-            turned + (values * places).mean() + spectrum.abs().square().mean() + torch.fft.irfft(spectrum).sin().mean()
+            turned
+            + (values * places).mean()
+            + spectrum.abs().square().mean()
+            + torch.fft.irfft(spectrum).sin().mean()
         )
 
 
@@ -55,7 +62,9 @@ class Images(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.back(self.prelu(self.norm(self.convolution(x))))
-        return functional.huber_loss(functional.adaptive_avg_pool2d(hidden, 5), torch.ones_like(hidden[..., :5, :5]))
+        return functional.huber_loss(
+            functional.adaptive_avg_pool2d(hidden, 5), torch.ones_like(hidden[..., :5, :5])
+        )
 
 
 def trained(model: nn.Module, module: Any, batches: list[Any]) -> list[float]:
@@ -85,7 +94,17 @@ def compare(model: nn.Module, batches: list[Any], **settings: Any) -> None:
         (
             Sequences,
             [(2, 6, 4), (3, 5, 4)],
-            {"lstm", "rms_norm", "mish", "fft_rfft", "mul", "abs", "fft_irfft", "permute", "logsumexp"},
+            {
+                "lstm",
+                "rms_norm",
+                "mish",
+                "fft_rfft",
+                "mul",
+                "abs",
+                "fft_irfft",
+                "permute",
+                "logsumexp",
+            },
         ),
         (Images, [(2, 1, 8, 8), (3, 1, 9, 8)], {"prelu", "huber_loss", "_convolution"}),
     ],
@@ -114,7 +133,9 @@ def test_a_tensor_that_ort_writes_over_is_kept() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
-                x = torch.relu(functional.elu(functional.softplus(layer(x).exp()).sqrt()) + 0.1).tanh()
+                x = torch.relu(
+                    functional.elu(functional.softplus(layer(x).exp()).sqrt()) + 0.1
+                ).tanh()
             return x.square().mean()
 
     compare(Reused(), [(torch.randn(8, 64),) for _ in range(3)])
@@ -131,7 +152,9 @@ def test_named_operators(witness: Witness) -> None:
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.words(ids).softmax(-1).square().sum()
 
-    plain, named = (executed(witness, Attends(), torch_operators=asked) for asked in ("auto", ["softmax"]))
+    plain, named = (
+        executed(witness, Attends(), torch_operators=asked) for asked in ("auto", ["softmax"])
+    )
     assert not plain.python
     assert plain.forward["Softmax"] == 1 > named.forward["Softmax"]
     assert any("aten.softmax" in name for name in named.python)
@@ -144,12 +167,20 @@ class Pools(nn.Linear):
         return functional.avg_pool2d(super().forward(x), 2).square().sum()
 
 
-def test_an_operator_of_unknown_shape_is_exported_again_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_of_unknown_shape_is_exported_again_as_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where no row of the table foresees it; without torch the refusal has the operator and the line."""
     monkeypatch.delitem(operator_table._TORCHS, "aten::avg_pool2d")
     compare(Pools(6, 6), [(torch.randn(rows, 4, 6),) for rows in (2, 3)])
-    assert any(note.startswith("exported once more with aten::avg_pool2d as torch's") for note in tally.notes)
-    with pytest.raises(RuntimeError, match=r"infer the shape of avg_pool2d's result .*write it with other operators"):
+    assert any(
+        note.startswith("exported once more with aten::avg_pool2d as torch's")
+        for note in tally.notes
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=r"infer the shape of avg_pool2d's result .*write it with other operators",
+    ):
         wrapped(Pools(6, 6), torch_operators="off")(torch.randn(2, 4, 6))
 
 
@@ -160,11 +191,16 @@ class Rows(nn.Linear):
         return sum(part.square().sum() for part in torch.unsafe_split(super().forward(x), 3))
 
 
-def test_another_number_of_tensors_is_refused_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_tensors_is_refused_with_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A call of torch in the graph returns as many as in the first batch."""
     module = wrapped(Rows(4, 4), torch_operators=["unsafe_split"])
     module(torch.randn(6, 4)).backward()
-    with pytest.raises(RuntimeError, match=r"split at \S+test_operator_translation.py:\d+ returns 3 tensors, and 2 in"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"split at \S+test_operator_translation.py:\d+ returns 3 tensors, and 2 in",
+    ):
         module(torch.randn(9, 4))
 
 
@@ -196,9 +232,15 @@ class Decides(nn.Module):
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
         x = x * 2 if x.sum().item() > 0 else x.tanh()
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
         found, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
-        return {"found": self.norm(found.transpose(1, 2)), "longest": lengths.max(), "name": "decides"}
+        return {
+            "found": self.norm(found.transpose(1, 2)),
+            "longest": lengths.max(),
+            "name": "decides",
+        }
 
 
 class Holds(nn.Module):
@@ -271,12 +313,16 @@ def test_why_a_call_of_torch_fails_is_told() -> None:
     """ONNX Runtime only says that a node of its graph failed."""
     module = wrapped(Block(), torch_modules=["owner.experts.counts"])
     module(torch.randn(6, 4))
-    with pytest.raises(Exception, match=r"counts runs as torch, and returns .*torch_modules=\['owner.experts'\]"):
+    with pytest.raises(
+        Exception, match=r"counts runs as torch, and returns .*torch_modules=\['owner.experts'\]"
+    ):
         module(torch.randn(5, 4))
 
 
 def test_a_path_that_names_no_layer() -> None:
-    with pytest.raises(SettingError, match=r"torch_modules: outer names no layer of the model; it has first, inner"):
+    with pytest.raises(
+        SettingError, match=r"torch_modules: outer names no layer of the model; it has first, inner"
+    ):
         wrapped(Holds(), torch_modules=["outer"])(torch.randn(2, 5, 4), torch.tensor([5, 3]))
 
 
@@ -353,5 +399,8 @@ def test_a_loss_that_a_torch_layer_keeps_outside_its_result(frozen: bool) -> Non
             loss.backward()
             torch.testing.assert_close(model[1].weight.grad, eager[1].weight.grad)
         else:
-            with pytest.raises(RuntimeError, match=r"a tensor that 1, which runs as torch, keeps outside its result"):
+            with pytest.raises(
+                RuntimeError,
+                match=r"a tensor that 1, which runs as torch, keeps outside its result",
+            ):
                 loss.backward()

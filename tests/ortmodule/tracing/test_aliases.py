@@ -80,7 +80,11 @@ def test_a_change_through_a_view_or_under_it(view: View) -> None:
         beside = view(other)
         other.add_(3)
         part[0] = 5
-        return model.second(hidden).square().mean() + model.second(other).mean() + (part.sum() + beside * 2).mean()
+        return (
+            model.second(hidden).square().mean()
+            + model.second(other).mean()
+            + (part.sum() + beside * 2).mean()
+        )
 
     equal(called)
 
@@ -133,7 +137,9 @@ def in_parts(model: Two, x: torch.Tensor) -> torch.Tensor:
 
 
 def a_scattered_mask(model: Two, x: torch.Tensor) -> torch.Tensor:
-    mask = torch.ones(x.shape[0], 6, dtype=torch.bool).scatter(-1, x.argmax(-1, keepdim=True) % 6, False)
+    mask = torch.ones(x.shape[0], 6, dtype=torch.bool).scatter(
+        -1, x.argmax(-1, keepdim=True) % 6, False
+    )
     return model.first(x).masked_fill(mask, 2.0).square().mean()
 
 
@@ -159,11 +165,25 @@ def detached_data(model: Two, x: torch.Tensor) -> torch.Tensor:
 
 def asked_for_gradients(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x)
-    asked = (hidden.requires_grad, hidden.detach().requires_grad, x.requires_grad, model.weight.requires_grad)
-    return model.second(hidden).square().mean() * (1 + sum(2**place for place, yes in enumerate(asked) if yes))
+    asked = (
+        hidden.requires_grad,
+        hidden.detach().requires_grad,
+        x.requires_grad,
+        model.weight.requires_grad,
+    )
+    return model.second(hidden).square().mean() * (
+        1 + sum(2**place for place, yes in enumerate(asked) if yes)
+    )
 
 
-CASES = [through_several, in_a_function, a_mask, the_batch, without_gradients, into_a_custom_function]
+CASES = [
+    through_several,
+    in_a_function,
+    a_mask,
+    the_batch,
+    without_gradients,
+    into_a_custom_function,
+]
 CASES += [in_parts, a_scattered_mask, detached_data, asked_for_gradients]
 
 

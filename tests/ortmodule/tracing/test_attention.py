@@ -65,7 +65,9 @@ class Encoder(nn.Module):
     def __init__(self, norm_first: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
+        layer = nn.TransformerEncoderLayer(
+            8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first
+        )
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
@@ -84,7 +86,9 @@ class Decoder(nn.Module):
 
     def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
         ahead = nn.Transformer.generate_square_subsequent_mask(LENGTH)
-        return self.layer(x, x * 0.5, tgt_mask=ahead, memory_key_padding_mask=padding).square().mean()
+        return (
+            self.layer(x, x * 0.5, tgt_mask=ahead, memory_key_padding_mask=padding).square().mean()
+        )
 
 
 def compare(model: Any) -> None:
@@ -115,7 +119,11 @@ def test_attention_equals_eagers(mask: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask", "weights", "batch_first"),
-    [case for case in itertools.product(MASKS, (False, True), (False, True)) if case[1:] != (False, True)],
+    [
+        case
+        for case in itertools.product(MASKS, (False, True), (False, True))
+        if case[1:] != (False, True)
+    ],
 )
 def test_attention_in_its_other_forms(mask: str, weights: bool, batch_first: bool) -> None:
     """With its weights returned, and with the sequence first."""
@@ -139,16 +147,23 @@ class Scores(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
-        kept = nn.functional.scaled_dot_product_attention(x, x, torch.ones_like(x) * self.scale, dropout_p=dropout)
+        kept = nn.functional.scaled_dot_product_attention(
+            x, x, torch.ones_like(x) * self.scale, dropout_p=dropout
+        )
         return kept.mean()
 
 
 def test_attention_dropout_drops_and_keeps_the_scale() -> None:
     """In training the mean over many passes is that without dropout, and they vary as eager's; evaluation is exact."""
     torch.manual_seed(0)
-    model, x = Scores(0.3), torch.randn(2, 4, 16, 8)  # ORT's generator begins each mask with nearly the same number
+    model, x = (
+        Scores(0.3),
+        torch.randn(2, 4, 16, 8),
+    )  # ORT's generator begins each mask with nearly the same number
     ours = wrapped(copy.deepcopy(model))
-    theirs, mine = (torch.tensor([module(x).item() for _ in range(300)]) for module in (model, ours))
+    theirs, mine = (
+        torch.tensor([module(x).item() for _ in range(300)]) for module in (model, ours)
+    )
     assert mine.mean().item() == pytest.approx(1.0, abs=0.005 + 5 * mine.std().item() / 300**0.5)
     assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.3)
     ours(x).backward()
@@ -165,18 +180,24 @@ class Probabilities(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values = torch.eye(x.shape[-2]).expand(*x.shape[:-1], -1)
         dropout = 0.3 if self.training else 0.0
-        return nn.functional.scaled_dot_product_attention(x, x, values * self.scale, dropout_p=dropout)
+        return nn.functional.scaled_dot_product_attention(
+            x, x, values * self.scale, dropout_p=dropout
+        )
 
 
 def test_attention_dropout_drops_its_share_of_the_probabilities() -> None:
     """In each pass another 30 % of them are zero, and each of the others is divided by 0.7."""
-    torch.manual_seed(1_000_003)  # ORT's generator on CPU gives the multiples of its seed: 0, 1 and 2 are alike
+    torch.manual_seed(
+        1_000_003
+    )  # ORT's generator on CPU gives the multiples of its seed: 0, 1 and 2 are alike
     model, x = Probabilities(), torch.randn(4, 4, 64, 8)
     ours = wrapped(copy.deepcopy(model))
     whole, first, second = (call(x).detach() for call in (model.eval(), ours, ours))
     for found in (first, second):
         dropped = found == 0
-        assert dropped.float().mean().item() == pytest.approx(0.3, abs=0.02)  # 65,536 of them: 11 times their spread
+        assert dropped.float().mean().item() == pytest.approx(
+            0.3, abs=0.02
+        )  # 65,536 of them: 11 times their spread
         assert torch.allclose(found[~dropped], whole[~dropped] / 0.7, rtol=1e-5)
     both = ((first == 0) & (second == 0)).float().mean().item()
     assert both == pytest.approx(0.09, abs=0.02)  # of two masks that know nothing of each other
@@ -232,12 +253,18 @@ def test_torchs_own_export_is_untouched() -> None:
     model = Attention("none", False, True).eval()
     x, padding = torch.randn(2, LENGTH, 8), torch.zeros(2, LENGTH, dtype=torch.bool)
     with torch.no_grad():  # where torch takes its fused attention, which cannot be exported
-        assert wrapped(copy.deepcopy(model))(x, padding).item() == pytest.approx(model(x, padding).item(), rel=1e-5)
+        assert wrapped(copy.deepcopy(model))(x, padding).item() == pytest.approx(
+            model(x, padding).item(), rel=1e-5
+        )
     assert torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    torchscript = {"dynamo": False} if "dynamo" in inspect.signature(torch.onnx.export).parameters else {}
+    torchscript = (
+        {"dynamo": False} if "dynamo" in inspect.signature(torch.onnx.export).parameters else {}
+    )
     written = io.BytesIO()
-    torch.onnx.export(Unflattened(), (torch.randn(2, 8),), written, do_constant_folding=False, **torchscript)
+    torch.onnx.export(
+        Unflattened(), (torch.randn(2, 8),), written, do_constant_folding=False, **torchscript
+    )
     assert b"Mod" in written.getvalue()
 
 
@@ -247,7 +274,11 @@ def test_a_row_without_anything_to_attend_to() -> None:
     class Masked(torch.nn.Linear):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             states = super().forward(x)
-            return torch.nn.functional.scaled_dot_product_attention(states, x, states, mask).square().mean()
+            return (
+                torch.nn.functional.scaled_dot_product_attention(states, x, states, mask)
+                .square()
+                .mean()
+            )
 
     torch.manual_seed(0)
     model, x, mask = Masked(4, 4), torch.randn(2, 2, 3, 4), torch.ones(2, 1, 3, 3, dtype=torch.bool)

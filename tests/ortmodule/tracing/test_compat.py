@@ -282,7 +282,9 @@ def repairs(fresh: Run, refusing: Path) -> dict[str, Path]:
 
 @needs_ort
 @pytest.mark.parametrize("repair", list(WITHOUT))
-def test_each_repair_is_needed_where_it_is_applied(repairs: dict[str, Path], repair: str, fresh: Run) -> None:
+def test_each_repair_is_needed_where_it_is_applied(
+    repairs: dict[str, Path], repair: str, fresh: Run
+) -> None:
     """Without any one of the repairs in force, one step of a tiny model fails as that repair says."""
     if repair not in repairs:
         pytest.skip(f"not needed on torch {torch.__version__}")
@@ -325,7 +327,10 @@ def test_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fail() -> None:
         with patching.environment(ORTLAUNCH_TEST_A="during", ORTLAUNCH_TEST_B="during"):
-            assert (os.environ["ORTLAUNCH_TEST_A"], os.environ["ORTLAUNCH_TEST_B"]) == ("during", "during")
+            assert (os.environ["ORTLAUNCH_TEST_A"], os.environ["ORTLAUNCH_TEST_B"]) == (
+                "during",
+                "during",
+            )
             raise KeyError
 
     with pytest.raises(KeyError):

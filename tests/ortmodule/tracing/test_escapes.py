@@ -87,7 +87,9 @@ def test_a_kept_tensor_is_an_error_where_it_is_used(place: str) -> None:
     module = wrapped(model)
     for _ in range(2):
         module(X).backward()
-        with pytest.raises(RuntimeError, match=rf"{where}.* keeps a tensor .* at {re.escape(__file__)}:\d+"):
+        with pytest.raises(
+            RuntimeError, match=rf"{where}.* keeps a tensor .* at {re.escape(__file__)}:\d+"
+        ):
             (module(X) + read(model)).backward()
         model(X)
         assert type(read(model)) is torch.Tensor

@@ -89,13 +89,19 @@ def squared(layer: Layer, x: torch.Tensor) -> torch.Tensor:
 
 FORMS: dict[str, Choose] = {
     "a global function": with_global("FUNCTION", torch.relu, torch.tanh),
-    "a closure over a function": lambda _, second: enclosing(torch.tanh if second else torch.relu, 1.0),
+    "a closure over a function": lambda _, second: enclosing(
+        torch.tanh if second else torch.relu, 1.0
+    ),
     "a closure over a number": lambda _, second: enclosing(torch.relu, 3.0 if second else 1.0),
     "a class attribute set later": with_class("scale", 1.0, 3.0),
     "a class attribute of a factory": lambda _, second: with_attribute(3.0 if second else 1.0),
     "a forward given to the class": with_class("forward", summed, squared),
-    "a global partial": with_global("PARTIAL", *(functools.partial(torch.clamp, min=least) for least in (0.0, 0.5))),
-    "a global settings object": with_global("SETTINGS", *(types.SimpleNamespace(scale=n) for n in (1.0, 3.0))),
+    "a global partial": with_global(
+        "PARTIAL", *(functools.partial(torch.clamp, min=least) for least in (0.0, 0.5))
+    ),
+    "a global settings object": with_global(
+        "SETTINGS", *(types.SimpleNamespace(scale=n) for n in (1.0, 3.0))
+    ),
 }
 
 
@@ -108,7 +114,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_second_model_trains_as_itself(form: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_model_trains_as_itself(
+    form: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two models of one name differ in what Python's code around them holds; each has eager's loss and gradient."""
     losses = []
     for second in (False, True):
@@ -154,7 +162,12 @@ def test_an_export_without_weights_is_the_same(built: None) -> None:
     """What shape inference does not get changes no byte of the graph."""
     repaired.import_ortmodule()
     model, ids, found = Shapes(), torch.arange(12).reshape(2, 6), []
-    settings = {"dynamo": False, "export_params": False, "opset_version": 17, "do_constant_folding": False}
+    settings = {
+        "dynamo": False,
+        "export_params": False,
+        "opset_version": 17,
+        "do_constant_folding": False,
+    }
     for export in (torch.onnx.export, tracing.without_weights(torch.onnx.export)):
         file = io.BytesIO()
         export(model, (ids,), file, input_names=["ids"], dynamic_axes={"ids": {0: "n"}}, **settings)

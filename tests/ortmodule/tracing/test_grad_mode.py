@@ -111,7 +111,17 @@ def out_of_a_custom_function(model: Two, x: torch.Tensor) -> torch.Tensor:
 
 
 CUSTOM = [into_a_custom_function, out_of_a_custom_function]
-CASES = [a_block, a_decorator, never_trained, a_call, gradients_on_inside, inference, asking, a_choice, in_place]
+CASES = [
+    a_block,
+    a_decorator,
+    never_trained,
+    a_call,
+    gradients_on_inside,
+    inference,
+    asking,
+    a_choice,
+    in_place,
+]
 
 
 @pytest.mark.parametrize("called", [*CASES, *CUSTOM])

@@ -41,7 +41,9 @@ class Bert(nn.Module):
 
     def forward(self, ids: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         mask = torch.ones_like(ids).masked_fill(torch.arange(ids.shape[1]) > 5, 0)
-        return self.model(ids, attention_mask=mask, labels=ids, next_sentence_label=ids[:, 0] % 2).loss
+        return self.model(
+            ids, attention_mask=mask, labels=ids, next_sentence_label=ids[:, 0] % 2
+        ).loss
 
 
 class Llama(nn.Module):
@@ -52,34 +54,46 @@ class Llama(nn.Module):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        config = LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=2 * LONG, use_cache=False)
+        config = LlamaConfig(
+            **SIZES, num_key_value_heads=2, max_position_embeddings=2 * LONG, use_cache=False
+        )
         self.model = LlamaForCausalLM(config)
 
     def forward(self, ids: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         positions = first + torch.arange(ids.shape[1])
         # Positions that differ by more than 1 are of several documents: here they are one, far from the beginning.
-        return self.model(ids, position_ids=positions[None].expand_as(ids), labels=ids, attention_mask=None).loss
+        return self.model(
+            ids, position_ids=positions[None].expand_as(ids), labels=ids, attention_mask=None
+        ).loss
 
 
 def _types(model: onnx.ModelProto, *operators: str) -> dict[str, set[int]]:
     """Element types of the inputs of these operators, by operator."""
     graph = onnx.shape_inference.infer_shapes(model).graph
-    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info)}
+    types = {
+        value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info)
+    }
     types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
     found: dict[str, set[int]] = {}
     for node in graph.node:
         if node.op_type in operators:
-            found.setdefault(node.op_type, set()).update(types[name] for name in node.input if name in types)
+            found.setdefault(node.op_type, set()).update(
+                types[name] for name in node.input if name in types
+            )
     return found
 
 
 def _exported(module: Any) -> onnx.ModelProto:
-    exported: onnx.ModelProto = manager_of(module)._graph_transition_manager._exported_model_info.exported_model
+    exported: onnx.ModelProto = manager_of(
+        module
+    )._graph_transition_manager._exported_model_info.exported_model
     return exported
 
 
 @pytest.mark.parametrize("kind", [Bert, Llama])
-def test_float16_equals_float32_and_has_no_float32_product(kind: type[nn.Module], built: None) -> None:
+def test_float16_equals_float32_and_has_no_float32_product(
+    kind: type[nn.Module], built: None
+) -> None:
     """Losses and gradients of float16 parameters are those of float32, and every product is of float16."""
     model = kind()
     ids, first = torch.arange(24).reshape(3, 8) * 5 % 64, torch.tensor(LONG - 8)
@@ -91,10 +105,14 @@ def test_float16_equals_float32_and_has_no_float32_product(kind: type[nn.Module]
     expected.backward()
     torch.testing.assert_close(loss.float(), expected, rtol=2e-3, atol=0)
     halves, floats = (
-        torch.cat([p.grad.float().flatten() for p in each.parameters() if p.grad is not None]) for each in (half, model)
+        torch.cat([p.grad.float().flatten() for p in each.parameters() if p.grad is not None])
+        for each in (half, model)
     )
     assert float((halves - floats).norm() / floats.norm()) < 2e-2
-    assert _types(_exported(ours), "MatMul", "Gemm", "Softmax").items() >= {"MatMul": {HALF}, "Softmax": {HALF}}.items()
+    assert (
+        _types(_exported(ours), "MatMul", "Gemm", "Softmax").items()
+        >= {"MatMul": {HALF}, "Softmax": {HALF}}.items()
+    )
 
 
 @pytest.mark.parametrize("kind", [Bert, Llama])

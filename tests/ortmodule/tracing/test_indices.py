@@ -34,7 +34,9 @@ FORMS: dict[str, Form] = {
     "index_put": lambda h: h.index_put((TWICE, TWICE), h[:3, 0] * 2, accumulate=True),
     "index_put, a number": lambda h: h.index_put((TWICE,), torch.tensor(1.0), accumulate=True),
     "index_put, not added up": lambda h: h.index_put((TWICE[1:],), h[2:4]),
-    "index_put, a row": lambda h: h.index_put((TWICE[1:],), h[3]) + h.index_put((TWICE,), h[3], accumulate=True),
+    "index_put, a row": lambda h: (
+        h.index_put((TWICE[1:],), h[3]) + h.index_put((TWICE,), h[3], accumulate=True)
+    ),
     "index_put, one row of many": lambda h: h.index_put((TWICE[1:],), h[3:4] * 2),
     "index_put, a number at a mask": lambda h: h.index_put((h > 0,), h.mean(), accumulate=True),
     "a row at a mask of rows": lambda h: changed(h, h.sum(-1) > 0, h[0]),

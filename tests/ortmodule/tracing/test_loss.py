@@ -87,7 +87,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ("options", "density"),
     [
         *((name, 0.2) for name in OPTIONS),
-        *(pytest.param(name, 1.0, marks=[] if name == "mean" else pytest.mark.slow) for name in OPTIONS),
+        *(
+            pytest.param(name, 1.0, marks=[] if name == "mean" else pytest.mark.slow)
+            for name in OPTIONS
+        ),
     ],
 )
 def test_loss_and_gradients_are_eagers(options: str, density: float, witness: Witness) -> None:
@@ -127,7 +130,9 @@ def test_other_forms_of_the_loss_are_left_alone(witness: Witness) -> None:
 
 @pytest.mark.parametrize("matmul", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_no_label_counts(reduction: str, matmul: bool, witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_label_counts(
+    reduction: str, matmul: bool, witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mean of nothing is not a number, its sum and gradients zero, as in PyTorch; the next batch is right again."""
     monkeypatch.setattr(torch_kernels, "WIDTH", 4)
     model = Scores(reduction=reduction)
@@ -167,7 +172,11 @@ def test_ignored_labels_are_left_out(witness: Witness) -> None:
     assert witness.graphs[-1].forward["ShrunkenGather"] > 0
     assert tally.label_density == 0.2
     tally.label_density = None
-    for density, settings in ((0.95, {}), (0.2, {"sparsity_optimizer": False}), (0.2, {"compute_optimizer": False})):
+    for density, settings in (
+        (0.95, {}),
+        (0.2, {"sparsity_optimizer": False}),
+        (0.2, {"compute_optimizer": False}),
+    ):
         wrapped(Scores(), **settings)(*batch(density)).backward()
         assert witness.graphs[-1].forward["ShrunkenGather"] == 0
     assert tally.label_density is None
@@ -220,7 +229,11 @@ def test_torchs_kernels_compute_the_loss(witness: Witness) -> None:
     graph = witness.graphs[-1]
     wanted = {"_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"}
     assert wanted | {"gelu", "gelu_backward", "native_layer_norm_backward"} <= set(graph.aten)
-    assert not [name for name in graph.forward + graph.backward if name.startswith("SoftmaxCrossEntropyLoss")]
+    assert not [
+        name
+        for name in graph.forward + graph.backward
+        if name.startswith("SoftmaxCrossEntropyLoss")
+    ]
     assert not {"Gelu", "GeluGrad", "LayerNormalizationGrad"} & {*graph.forward, *graph.backward}
 
 
@@ -243,7 +256,9 @@ class Products(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Products, Scores])
-def test_torchs_matrix_products(kind: type[nn.Module], witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_matrix_products(
+    kind: type[nn.Module], witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forward and backward products by a matrix are torch's, with eager's loss and gradients, for any batch."""
     monkeypatch.setattr(torch_kernels, "WIDTH", 4)
     model = kind()
@@ -252,11 +267,17 @@ def test_torchs_matrix_products(kind: type[nn.Module], witness: Witness, monkeyp
     check(module, eager, *(part[:3] for part in batch(1.0)))
     graph = witness.graphs[-1]
     assert {"linear", "matmul", "tensordot"} <= graph.aten.keys()
-    theirs = sum((graph.forward + graph.backward)[name] for name in ("MatMul", "FusedMatMul", "Gemm"))
-    assert theirs <= (7 if kind is Products else 0)  # attention's, of three dimensions, and of three by two
+    theirs = sum(
+        (graph.forward + graph.backward)[name] for name in ("MatMul", "FusedMatMul", "Gemm")
+    )
+    assert theirs <= (
+        7 if kind is Products else 0
+    )  # attention's, of three dimensions, and of three by two
 
 
-def test_recomputed_products_stay_onnx_runtimes(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_products_stay_onnx_runtimes(
+    witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Recomputation knows no operator of torch's."""
     monkeypatch.setattr(torch_kernels, "WIDTH", 4)
     wrapped(Scores(), torch_matmul=True, memory_optimization=1)(*batch(1.0)).backward()
@@ -269,7 +290,9 @@ def test_a_models_own_checkpoints_keep_its_products_and_say_so(witness: Witness)
     assert any("torch_matmul is off" in note for note in tally.notes)
 
 
-@pytest.mark.parametrize(("processor", "wanted"), [("Intel(R) Xeon(R) Processor", True), ("AMD EPYC 9R14", False)])
+@pytest.mark.parametrize(
+    ("processor", "wanted"), [("Intel(R) Xeon(R) Processor", True), ("AMD EPYC 9R14", False)]
+)
 def test_products_are_torchs_on_intels_processors(
     processor: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +316,9 @@ class OneSample(Scores):
     """Scores of a single sample, and its class."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.head(self.dense(x)).sum((0, 1)), labels.max(), **self.options)
+        return nn.functional.cross_entropy(
+            self.head(self.dense(x)).sum((0, 1)), labels.max(), **self.options
+        )
 
 
 @pytest.mark.parametrize("options", ["mean", "one a label", "smoothed, weights"])

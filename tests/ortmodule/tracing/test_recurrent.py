@@ -44,7 +44,8 @@ def steps(model: nn.Module, module: nn.Module, number: int = 8) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bidirectional"), [(nn.GRU, False), (nn.LSTM, False), (nn.RNN, False), (nn.LSTM, True), (nn.GRU, True)]
+    ("kind", "bidirectional"),
+    [(nn.GRU, False), (nn.LSTM, False), (nn.RNN, False), (nn.LSTM, True), (nn.GRU, True)],
 )
 def test_one_export_for_all_steps(kind: Any, bidirectional: bool) -> None:
     """The list in which the layer keeps its weights is the same list after an optimizer's step."""
@@ -57,14 +58,19 @@ def test_one_export_for_all_steps(kind: Any, bidirectional: bool) -> None:
 
 def test_an_rnn_without_gradient_is_refused() -> None:
     """A training export of one names the setting that lets torch compute it."""
-    with pytest.raises(Exception, match=r"ONNX Runtime has no gradient of RNN.*torch_operators='auto'"):
+    with pytest.raises(
+        Exception, match=r"ONNX Runtime has no gradient of RNN.*torch_operators='auto'"
+    ):
         wrapped(Recurrent(nn.RNN), torch_operators="off")(torch.ones(1, 2, 4))
 
 
 @pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
 def test_an_rnn_is_evaluated(nonlinearity: str) -> None:
     """As it is, by ONNX's own RNN."""
-    model, x = Recurrent(nn.RNN, nonlinearity=nonlinearity, num_layers=2).eval(), torch.randn(2, 5, 4)
+    model, x = (
+        Recurrent(nn.RNN, nonlinearity=nonlinearity, num_layers=2).eval(),
+        torch.randn(2, 5, 4),
+    )
     with torch.no_grad():
         assert wrapped(model)(x).item() == pytest.approx(model(x).item(), rel=1e-5)
 
@@ -74,7 +80,10 @@ class Hidden(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.others = nn.Linear(4, 1), [nn.Parameter(torch.ones(1), requires_grad=False)]
+        self.layer, self.others = (
+            nn.Linear(4, 1),
+            [nn.Parameter(torch.ones(1), requires_grad=False)],
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.layer(x) * self.others[0]).sum()

@@ -82,7 +82,9 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     assert checkpoint.newest(run) is None
     for step in (9, 100_000_000, 20):
         save(run, step)
-    with pytest.raises(CheckpointError, match=r"step_\d+.partial could not be written: OSError: No space left"):
+    with pytest.raises(
+        CheckpointError, match=r"step_\d+.partial could not be written: OSError: No space left"
+    ):
         save(run, 200_000_000, fails=True)
     (run.checkpoints / "mine").mkdir()
     (run.checkpoints / "mine" / "COMPLETE").touch()
@@ -104,10 +106,16 @@ def test_all_ranks_take_the_one_that_rank_0_sees(tmp_path: Path) -> None:
 def test_what_was_half_written_is_written_anew(tmp_path: Path) -> None:
     """A folder left by a failed save does not stand in the way of the next, nor mix with it."""
     run = RunDir(tmp_path)
-    with pytest.raises(CheckpointError, match=r"step_\d+.partial could not be written: OSError: No space left"):
+    with pytest.raises(
+        CheckpointError, match=r"step_\d+.partial could not be written: OSError: No space left"
+    ):
         save(run, 5, fails=True)
     assert list(run.checkpoints.iterdir()) == []
-    for left in (run.partial(3), run.partial(5), run.checkpoint(4)):  # by machines that failed while they saved
+    for left in (
+        run.partial(3),
+        run.partial(5),
+        run.checkpoint(4),
+    ):  # by machines that failed while they saved
         left.mkdir()
         (left / "old").touch()
     folder = save(run, 5)
@@ -127,15 +135,29 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a flipped bit": ("part/weights", flip, "weights is not as it was written"),
     "a cut file": ("state", lambda path: os.truncate(path, 9), "state has 9 bytes of "),
     "a missing file": ("part/weights", Path.unlink, "weights: No such file"),
-    "a folder in its place": ("state", lambda path: (path.unlink(), path.mkdir()), "state: Is a directory"),  # type: ignore[func-returns-value]
-    "a flipped bit in the manifest": ("manifest.json", flip, "manifest.json is not as it was written"),
+    "a folder in its place": (
+        "state",
+        lambda path: (path.unlink(), path.mkdir()),
+        "state: Is a directory",
+    ),  # type: ignore[func-returns-value]
+    "a flipped bit in the manifest": (
+        "manifest.json",
+        flip,
+        "manifest.json is not as it was written",
+    ),
     "no manifest": ("manifest.json", Path.unlink, "manifest.json or COMPLETE cannot be read"),
-    "an empty mark": ("COMPLETE", lambda path: os.truncate(path, 0), "manifest.json is not as it was written"),
+    "an empty mark": (
+        "COMPLETE",
+        lambda path: os.truncate(path, 0),
+        "manifest.json is not as it was written",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_one_is_set_aside(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_one_is_set_aside(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is named with what is wrong, kept under another name, and the one before it is taken."""
     file, damage, wrong = DAMAGE[kind]
     run = RunDir(tmp_path)
@@ -156,14 +178,22 @@ def test_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for step in (10, 20):
         flip(save(run, step) / "state")
-    with pytest.raises(CheckpointError, match=r"(?s)00020 is damaged.*00010 is damaged.*No whole checkpoint is left"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)00020 is damaged.*00010 is damaged.*No whole checkpoint is left",
+    ):
         checkpoint.set_aside_damaged(run, GROUP)
-    with pytest.raises(CheckpointError, match=r"No whole checkpoint is left in .*00010.broken, step_00000020.broken"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"No whole checkpoint is left in .*00010.broken, step_00000020.broken",
+    ):
         checkpoint.set_aside_damaged(run, GROUP)  # a second start, as a scheduler makes it
 
 
 @pytest.mark.parametrize("name", ["part/weights", "manifest.json", "COMPLETE"])
-def test_an_error_of_reading_is_no_damage(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_reading_is_no_damage(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A disk or a server that fails for a moment ends the run; no checkpoint is renamed for it."""
     run, real = RunDir(tmp_path), io.open
     for step in (10, 20):
@@ -176,22 +206,32 @@ def test_an_error_of_reading_is_no_damage(name: str, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("builtins.open", fails)
     monkeypatch.setattr("io.open", fails)
-    with pytest.raises(CheckpointError, match=r"could not be read, and was left as it is: .*Stale file handle"):
+    with pytest.raises(
+        CheckpointError, match=r"could not be read, and was left as it is: .*Stale file handle"
+    ):
         checkpoint.set_aside_damaged(run, GROUP)
     monkeypatch.undo()
     assert [step for step, _ in run.complete_checkpoints()] == [10, 20]
 
 
-def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run whose checkpoints cannot be read does not begin anew beside them."""
     run = RunDir(tmp_path)
     save(run, 10)
-    monkeypatch.setattr(os, "listdir", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error", str(path))))
+    monkeypatch.setattr(
+        os,
+        "listdir",
+        lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error", str(path))),
+    )
     with pytest.raises(OSError, match="I/O error"):
         run.complete_checkpoints()
 
 
-def test_a_whole_one_that_was_set_aside_is_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_one_that_was_set_aside_is_taken_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before a run gives up it reads again what an earlier start renamed: the newest whole one is used."""
     run = RunDir(tmp_path)
     for step in (9, 10, 100_000_000, 200_000_000):
@@ -230,11 +270,15 @@ def test_what_is_being_written_is_no_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000010"]
 
 
-def test_a_disk_without_room_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_told_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is begun where a checkpoint like the last one has no room."""
     run = RunDir(tmp_path)
     save(run, 10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20))
-    with pytest.raises(CheckpointError, match=r"20 B are free, and a checkpoint takes 32 B. .*00010 is whole"):
+    with pytest.raises(
+        CheckpointError, match=r"20 B are free, and a checkpoint takes 32 B. .*00010 is whole"
+    ):
         save(run, 20)
     assert not run.partial(20).exists()

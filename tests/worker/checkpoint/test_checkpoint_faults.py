@@ -24,7 +24,10 @@ from tests.makers import plan, recipe
 from tests.training import Trained, train_here
 from tests.worker.checkpoint.test_checkpoint import GROUP, flip
 
-ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(64, 64, generator=torch.Generator().manual_seed(0))]
+ROWS = [
+    {"x": row, "y": row.sum()}
+    for row in torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+]
 EVERY_2 = {"every_steps": 2, "every_minutes": None, "keep": None}
 
 
@@ -34,7 +37,11 @@ class Net(nn.Module):
     def __init__(self, before: Callable[[int], None] = lambda _: None) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.layers, self.before, self.passes = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 1)), before, 0
+        self.layers, self.before, self.passes = (
+            nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 1)),
+            before,
+            0,
+        )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.passes += 1
@@ -44,7 +51,10 @@ class Net(nn.Module):
 
 def trained(run: RunDir, steps: int = 6, model: nn.Module | None = None, **policy: Any) -> Trained:
     """A training whose checkpoints have all that those of a run have."""
-    sections = {"train": {"max_steps": steps}, "optimizer": {"name": "adamw", "learning_rate": 0.01}}
+    sections = {
+        "train": {"max_steps": steps},
+        "optimizer": {"name": "adamw", "learning_rate": 0.01},
+    }
     write_text(run.plan, plan(recipe(**sections)).to_json())
     return train_here(run.path, model or Net(), ROWS, checkpoint={**EVERY_2, **policy}, **sections)
 
@@ -95,7 +105,9 @@ def test_after_damage_the_same_steps_are_taken_again(whole: Trained, tmp_path: P
     run = copy(whole, tmp_path)
     flip(max(run.checkpoint(6).iterdir(), key=lambda path: path.stat().st_size))
     again = trained(run)
-    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters())
+    )
     assert [step for step, _ in run.complete_checkpoints()] == [2, 4, 6]
 
 
@@ -105,7 +117,9 @@ def test_a_damaged_step_that_was_asked_for(whole: Trained, tmp_path: Path) -> No
     replace(FROM_THE_BEGINNING, exact=True, step=6, checkpoint=str(run.checkpoint(6))).write(run)
     assert checkpoint.choose(run, GROUP) == (6, run.checkpoint(6))
     os.truncate(run.checkpoint(6) / "manifest.json", 3)
-    with pytest.raises(CheckpointError, match=r"^the checkpoint of step 6 was asked for .*, and it is damaged$"):
+    with pytest.raises(
+        CheckpointError, match=r"^the checkpoint of step 6 was asked for .*, and it is damaged$"
+    ):
         checkpoint.choose(run, GROUP)
 
 
@@ -116,7 +130,9 @@ def test_another_runs_damaged_checkpoint_stays_where_it_is(
     """It is named; the one before it is taken, unless that one alone was asked for. Nothing there is renamed."""
     other, new = copy(whole, tmp_path / "other"), RunDir(tmp_path / "new")
     os.truncate(other.checkpoint(6) / "manifest.json", 3)
-    replace(FROM_THE_BEGINNING, exact=exact, step=6, checkpoint=str(other.checkpoint(6)), source="other").write(new)
+    replace(
+        FROM_THE_BEGINNING, exact=exact, step=6, checkpoint=str(other.checkpoint(6)), source="other"
+    ).write(new)
     if exact:
         with pytest.raises(CheckpointError, match="No whole checkpoint was found in other"):
             checkpoint.choose(new, GROUP)
@@ -125,7 +141,9 @@ def test_another_runs_damaged_checkpoint_stays_where_it_is(
         assert f"  skipped: {other.checkpoint(6)} is damaged" in capsys.readouterr().out
         resumed = trained(new, 6)
         assert resumed.state.step == 6
-        assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), whole.model.parameters()))
+        assert all(
+            torch.equal(a, b) for a, b in zip(resumed.model.parameters(), whole.model.parameters())
+        )
     assert (other.checkpoint(6) / "COMPLETE").exists()
 
 
@@ -135,15 +153,24 @@ def test_changed_data_are_found_by_those_who_read_them(
 ) -> None:
     """Other samples than the checkpoint was trained on need --allow data."""
     run = copy(whole, tmp_path)
-    replace(FROM_THE_BEGINNING, allow=tuple(allow), step=6, checkpoint=str(run.checkpoint(6))).write(run)  # absolute
+    replace(
+        FROM_THE_BEGINNING, allow=tuple(allow), step=6, checkpoint=str(run.checkpoint(6))
+    ).write(run)  # absolute
     found = checkpoint.choose(run, GROUP)
     assert found is not None
     made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
-    explained = contextlib.nullcontext() if allow else pytest.raises(CheckpointError, match="refused without --allow")
+    explained = (
+        contextlib.nullcontext()
+        if allow
+        else pytest.raises(CheckpointError, match="refused without --allow")
+    )
     with explained:
         checkpoint.explain(run, made, found, {"data": {"samples": 65, "fingerprint": None}}, GROUP)
     said = "takes effect, by --allow data" if allow else "refused without --allow data"
-    assert capsys.readouterr().out == f"  changed: data.samples: 64 -> 65: {said} (as many were read then)\n"
+    assert (
+        capsys.readouterr().out
+        == f"  changed: data.samples: 64 -> 65: {said} (as many were read then)\n"
+    )
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -174,7 +201,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)],
+        capture_output=True,
+        check=False,
     )
     if mounted.returncode:
         labs.skip(f"cannot mount a small disk: {mounted.stderr.decode().strip()}")
@@ -204,7 +233,9 @@ def test_a_full_disk(policy: str, disk: Path, capsys: pytest.CaptureFixture[str]
             trained(run, 8, Net(before))
     else:
         trained(run, 8, Net(before), on_failure="continue")
-        said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NOT SAVED")]
+        said = [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("NOT SAVED")
+        ]
         assert len(said) == 2
         assert "free, and a checkpoint takes" in said[0] or "No space left" in said[0]
         assert checkpoint.failures(run) == 2

@@ -18,7 +18,14 @@ pytestmark = pytest.mark.slow
 def ranks(count: int, folder: Path) -> Any:
     """What each rank of a world of this size found, in rank order."""
     file = folder / f"found{count}.json"
-    torchrun(count, "-m", "tests.worker.checkpoint_ranks", str(folder / "checkpoints"), str(file), timeout=300)
+    torchrun(
+        count,
+        "-m",
+        "tests.worker.checkpoint_ranks",
+        str(folder / "checkpoints"),
+        str(file),
+        timeout=300,
+    )
     return json.loads(file.read_text())
 
 

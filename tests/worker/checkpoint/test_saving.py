@@ -155,7 +155,11 @@ def test_one_written_beside_training_that_fails(
     writer.fails = True
     writer.may.set()
     save_all(saver, range(1, 41))
-    with pytest.raises(CheckpointError, match="No space left") if policy == "stop" else contextlib.nullcontext():
+    with (
+        pytest.raises(CheckpointError, match="No space left")
+        if policy == "stop"
+        else contextlib.nullcontext()
+    ):
         saver.wait()
     assert kept(run) == []
     assert "No space left on device" in records(run)[0]["error"]
@@ -172,7 +176,9 @@ def test_a_save_that_fails(policy: str, tmp_path: Path, capsys: pytest.CaptureFi
     if policy == "stop":
         with pytest.raises(CheckpointError, match=r"No space left on device; .*00010 is whole"):
             save_all(saver, range(11, 21))
-        with pytest.raises(CheckpointError, match=r"No space left(.|\n)*the run ends without its export"):
+        with pytest.raises(
+            CheckpointError, match=r"No space left(.|\n)*the run ends without its export"
+        ):
             save_all(saver, range(100, 101))
     else:
         assert save_all(saver, range(11, 31)) == [20, 30]
@@ -181,7 +187,9 @@ def test_a_save_that_fails(policy: str, tmp_path: Path, capsys: pytest.CaptureFi
         assert kept(run) == [10, 40]
         said = capsys.readouterr().out.splitlines()
         assert [line[:10] for line in said] == ["NOT SAVED:", "NOT SAVED:"]
-        assert said[0].endswith("step_00000010 is whole; training goes on (checkpoint.on_failure: continue)")
+        assert said[0].endswith(
+            "step_00000010 is whole; training goes on (checkpoint.on_failure: continue)"
+        )
         writer.fails = True
         with pytest.raises(LastSaveError, match="No space left"):
             save_all(saver, range(100, 101))
@@ -198,4 +206,7 @@ def test_a_save_that_nobody_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for _ in range(2):
         saving(run).finish()
     told = [line["step"] for line in records(run)]
-    assert (told, capsys.readouterr().out.count("an earlier start could not say so")) == ([50, 100], 2)
+    assert (told, capsys.readouterr().out.count("an earlier start could not say so")) == (
+        [50, 100],
+        2,
+    )

@@ -52,10 +52,16 @@ def train(trained: TorchStepper, steps: int = 2) -> None:
         trained.apply(0.1)
 
 
-def save(named: NamedState, folder: Path, ranks: int = 1, state: dict[str, Any] | None = None) -> None:
+def save(
+    named: NamedState, folder: Path, ranks: int = 1, state: dict[str, Any] | None = None
+) -> None:
     """As this many ranks would that hold the same."""
     for rank in range(ranks):
-        take(named, state or {}, DistributedContext(Rank(rank, ranks, rank, ranks), torch.device("cpu"))).write(folder)
+        take(
+            named,
+            state or {},
+            DistributedContext(Rank(rank, ranks, rank, ranks), torch.device("cpu")),
+        ).write(folder)
 
 
 def same(one: TorchStepper, other: TorchStepper) -> bool:
@@ -97,12 +103,16 @@ def test_ranks_share_the_writing(tmp_path: Path) -> None:
     train(one)
     save(one.named_state(), tmp_path, ranks=4)
     parts = [load_file(tmp_path / file_of(rank)) for rank in range(4)]
-    counts = [sum(value.numel() for key, value in part.items() if "buffer" not in key) for part in parts]
+    counts = [
+        sum(value.numel() for key, value in part.items() if "buffer" not in key) for part in parts
+    ]
     assert sum(counts) == 3 * sum(p.numel() for p in one.model.parameters())
     assert max(counts) - min(counts) <= 3
     pieces = sorted((int(key.split("@")[1]), value) for part in parts for key, value in part.items()
                     if key.startswith("weight:0.weight@"))  # fmt: skip
-    assert torch.equal(torch.cat([value.flatten() for _, value in pieces]), one.model[0].weight.flatten())  # type: ignore[index]
+    assert torch.equal(
+        torch.cat([value.flatten() for _, value in pieces]), one.model[0].weight.flatten()
+    )  # type: ignore[index]
     whole = {key: value for part in parts for key, value in part.items()}["weight:2.bias@0"]
     assert torch.equal(whole, one.model[2].bias)  # type: ignore[index]
 
@@ -128,7 +138,9 @@ def test_weights_laid_out_otherwise(tmp_path: Path) -> None:
 
     def built() -> nn.Module:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Linear(2, 2).double())  # type: ignore[call-overload]
+        model = nn.Sequential(
+            nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Linear(2, 2).double()
+        )  # type: ignore[call-overload]
         model.scale = nn.Parameter(torch.tensor(2.0))
         return model
 
@@ -145,12 +157,16 @@ def test_weights_laid_out_otherwise(tmp_path: Path) -> None:
 def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     """With its count of good steps; one of DeepSpeed's, which counts otherwise, gives its scale alone."""
     scale: list[Any] = [stepper(net(), precision="fp16") for _ in range(3)]
-    scale[0].scaler.load_state_dict({**scale[0].scaler.state_dict(), "scale": 32.0, "_growth_tracker": 5})
+    scale[0].scaler.load_state_dict(
+        {**scale[0].scaler.state_dict(), "scale": 32.0, "_growth_tracker": 5}
+    )
     save(scale[0].named_state(), tmp_path)
     load(tmp_path, scale[1].named_state(), ALONE)
     assert scale[1].scaler.state_dict() == scale[0].scaler.state_dict()
     index = json.loads((tmp_path / "index.json").read_text())
-    (tmp_path / "index.json").write_text(json.dumps({**index, "loss_scale": {"scale": 8.0, "cur_iter": 7}}))
+    (tmp_path / "index.json").write_text(
+        json.dumps({**index, "loss_scale": {"scale": 8.0, "cur_iter": 7}})
+    )
     load(tmp_path, scale[2].named_state(), ALONE)
     assert scale[2].scaler.get_scale() == 8.0
     assert scale[2].scaler.state_dict()["_growth_tracker"] == 0
@@ -174,8 +190,14 @@ def test_another_optimizer_begins_anew(tmp_path: Path, capsys: pytest.CaptureFix
     ("other", "message"),
     [
         (net(width=4), r"is of another model: 0.weight is \[3, 2\] there and \[4, 2\] here"),
-        (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), r"it lacks \[\], and has \['2.bias', '2.weight'\]"),
-        (nn.Sequential(*net(), nn.Linear(1, 1)), r"is of another model: it lacks \['3.bias', '3.weight'\]"),
+        (
+            nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)),
+            r"it lacks \[\], and has \['2.bias', '2.weight'\]",
+        ),
+        (
+            nn.Sequential(*net(), nn.Linear(1, 1)),
+            r"is of another model: it lacks \['3.bias', '3.weight'\]",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model(other: nn.Module, message: str, tmp_path: Path) -> None:
@@ -200,7 +222,10 @@ def test_a_planted_pickle_does_not_run(name: str, tmp_path: Path) -> None:
     """In place of any file of a checkpoint it is named, and nothing of it is run."""
     one = stepper(net())
     save(one.named_state(), tmp_path)
-    for planted in (pickle.dumps(Planted(tmp_path / "ran")), b"PK\x03\x04" + pickle.dumps(Planted(tmp_path / "ran"))):
+    for planted in (
+        pickle.dumps(Planted(tmp_path / "ran")),
+        b"PK\x03\x04" + pickle.dumps(Planted(tmp_path / "ran")),
+    ):
         (tmp_path / name).write_bytes(planted)
         with pytest.raises(CheckpointError, match=f"{name} "):
             load(tmp_path, one.named_state(), ALONE)
@@ -213,14 +238,18 @@ def test_a_planted_pickle_does_not_run(name: str, tmp_path: Path) -> None:
 def test_a_folder_without_an_index(tmp_path: Path) -> None:
     """Other files, such as a state.pt, are not read; the error names the missing one."""
     torch.save({}, tmp_path / "state.pt")
-    with pytest.raises(CheckpointError, match=r"index\.json is no index of a checkpoint.*No such file"):
+    with pytest.raises(
+        CheckpointError, match=r"index\.json is no index of a checkpoint.*No such file"
+    ):
         load(tmp_path, stepper(net()).named_state(), ALONE)
 
 
 def test_a_later_format(tmp_path: Path) -> None:
     """Both formats are named."""
     (tmp_path / "index.json").write_text('{"format": "ortlaunch 9"}')
-    with pytest.raises(CheckpointError, match="of format 'ortlaunch 9', and this version reads 'ortlaunch 1'"):
+    with pytest.raises(
+        CheckpointError, match="of format 'ortlaunch 9', and this version reads 'ortlaunch 1'"
+    ):
         load(tmp_path, stepper(net()).named_state(), ALONE)
 
 
@@ -254,19 +283,26 @@ def test_what_has_no_place_is_refused(tmp_path: Path) -> None:
             return {"a": 1}
 
     with pytest.raises(
-        CheckpointError, match="_extra_state in the model's state is dict; a checkpoint holds tensors only"
+        CheckpointError,
+        match="_extra_state in the model's state is dict; a checkpoint holds tensors only",
     ):
         save(stepper(Extra(2, 2)).named_state(), tmp_path)
     model = net()
     model.register_buffer("odd", torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(CheckpointError, match=r"buffer:odd@0 is of torch.complex64, which a checkpoint cannot hold"):
+    with pytest.raises(
+        CheckpointError, match=r"buffer:odd@0 is of torch.complex64, which a checkpoint cannot hold"
+    ):
         save(stepper(model).named_state(), tmp_path)
 
 
-def test_a_large_file_goes_onto_the_disk_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_goes_onto_the_disk_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One flush of all of it would show no progress for so long on a slow disk that the run is taken to stand still."""
     flushed: list[int] = []
-    monkeypatch.setattr(tensor_file.os, "fsync", lambda file: flushed.append(os.fstat(file).st_size))
+    monkeypatch.setattr(
+        tensor_file.os, "fsync", lambda file: flushed.append(os.fstat(file).st_size)
+    )
     monkeypatch.setattr(tensor_file, "_FLUSHED_BYTES", 400)
     tensors = [(str(number), (100,), torch.zeros(100)) for number in range(3)]
     size = tensor_file.write_tensors(tmp_path / "file", tensors, {})["bytes"]

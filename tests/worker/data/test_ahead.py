@@ -60,10 +60,15 @@ def test_the_same_batches_as_without(reader: Reader) -> None:
     plain = taken(batches, keys)
     with batches.read_ahead(0, reader):
         assert taken(batches, keys) == plain
-        assert batches.micro_batch(0, 0, 1)["index"].tolist() == batches.micro_batch(0, 1, 0)["index"].tolist()
+        assert (
+            batches.micro_batch(0, 0, 1)["index"].tolist()
+            == batches.micro_batch(0, 1, 0)["index"].tolist()
+        )
     assert taken(batches, keys) == plain
     assert not multiprocessing.active_children()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")
+    ]
 
 
 def test_processes_read_and_draw_alike() -> None:
@@ -121,7 +126,9 @@ def test_a_training_with_processes(tmp_path: Path) -> None:
     }
     data = recipe().data.model_dump(exclude_defaults=True)
     plain, ahead = (
-        train_here(tmp_path / str(workers), Line(), ROWS, data={**data, "workers": workers}, **sections)
+        train_here(
+            tmp_path / str(workers), Line(), ROWS, data={**data, "workers": workers}, **sections
+        )
         for workers in (None, 2)
     )
     assert ahead.values("loss") == plain.values("loss")
@@ -130,7 +137,10 @@ def test_a_training_with_processes(tmp_path: Path) -> None:
 
 def padded(samples: list[tuple[list[int], int]]) -> dict[str, Any]:
     width = max(len(ids) for ids, _ in samples)
-    return {"ids": [[*ids, *[0] * (width - len(ids))] for ids, _ in samples], "y": [label for _, label in samples]}
+    return {
+        "ids": [[*ids, *[0] * (width - len(ids))] for ids, _ in samples],
+        "y": [label for _, label in samples],
+    }
 
 
 def nothing(samples: Any) -> Any:
@@ -149,7 +159,9 @@ def own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_collate_of_the_users_own(own: None) -> None:
     """Samples of any type and length."""
     items = OwnSamples([([1] * (1 + n % 3), n) for n in range(9)], is_mapping=False)
-    batches = Batches(items, BatchPlan(3, 3, 1, 1, None), 7, stack=OwnCollate("collates_of_a_test:padded"))
+    batches = Batches(
+        items, BatchPlan(3, 3, 1, 1, None), 7, stack=OwnCollate("collates_of_a_test:padded")
+    )
     batch = batches.micro_batch(0, 0, 0)
     assert batch["y"].tolist() == batches.indices(0, 0, 0)
     assert batch["ids"].shape == (3, max(1 + n % 3 for n in batch["y"].tolist()))

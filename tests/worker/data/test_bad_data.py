@@ -34,7 +34,9 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(rank_main, "keep_freed_memory", lambda _: None)
-    monkeypatch.setattr("ortlaunch.worker.process_group.distributed.group", lambda *_: pytest.fail("the ranks met"))
+    monkeypatch.setattr(
+        "ortlaunch.worker.process_group.distributed.group", lambda *_: pytest.fail("the ranks met")
+    )
     yield
     gc.set_threshold(*thresholds)
 
@@ -46,7 +48,12 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("masked-lm", GOOD + b'{"text": "a"', {}, r"a.jsonl:4:13: is no JSON"),
         ("masked-lm", GOOD + b'{"txt": "a"}', {}, r"a.jsonl:4: no column 'text'; it has txt"),
         ("masked-lm", GOOD + b'{"text": "\xff"}', {}, r"a.jsonl:4: is not UTF-8"),
-        ("masked-lm", GOOD * 9, {"vocab_size": 5}, r"model.config.vocab_size: got 5, and the tokenizer has \d+ words"),
+        (
+            "masked-lm",
+            GOOD * 9,
+            {"vocab_size": 5},
+            r"model.config.vocab_size: got 5, and the tokenizer has \d+ words",
+        ),
         (CLASSES, GOOD + b'{"text": "a", "label": -1}', {}, r"a.jsonl:4: label is -1"),
         (
             "sequence-regression",
@@ -54,7 +61,12 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             {},
             r"a.jsonl:4: label is 'b'; sequence-regression",
         ),
-        ("token-classification", GOOD, {}, r"a.jsonl:1: text is 'some words'; token-classification takes a list"),
+        (
+            "token-classification",
+            GOOD,
+            {},
+            r"a.jsonl:1: text is 'some words'; token-classification takes a list",
+        ),
         (
             "causal-lm",
             CHAT + b'{"messages": [{"role": "user"}]}',
@@ -76,14 +88,20 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (CLASSES, GOOD, {"num_labels": 1}, r"num_labels: got 1, and .*a.jsonl:1 has label 1$"),
     ],
 )
-def test_before_the_ranks_meet(task: str, content: bytes, config: Any, message: str, tmp_path: Path) -> None:
+def test_before_the_ranks_meet(
+    task: str, content: bytes, config: Any, message: str, tmp_path: Path
+) -> None:
     """Each with its place, or with both numbers that do not fit."""
     path, run = tmp_path / "a.jsonl", RunDir(tmp_path / "run")
     path.write_bytes(content)
     run.path.mkdir()
     chats = task == "causal-lm"
     words = {"train": "bpe" if chats else "wordpiece", "vocab_size": 300}
-    data: dict[str, Any] = {"train": {"format": "jsonl", "path": [str(path)]}, "tokenizer": words, "sequence_length": 8}
+    data: dict[str, Any] = {
+        "train": {"format": "jsonl", "path": [str(path)]},
+        "tokenizer": words,
+        "sequence_length": 8,
+    }
     if chats:
         data["train"]["messages_column"], data["chat_template"] = "messages", TEMPLATE
     made = bert(model={"task": task, "config": {**(LLAMA if chats else BERT), **config}}, data=data)

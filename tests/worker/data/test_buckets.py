@@ -24,23 +24,35 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 def labelled(path: Path, texts: Sequence[str], side: str) -> LabelledTexts:
     """Of these, padded on this side."""
-    path.write_text("".join(json.dumps({"text": text, "label": n % 2}) + "\n" for n, text in enumerate(texts)))
+    path.write_text(
+        "".join(json.dumps({"text": text, "label": n % 2}) + "\n" for n, text in enumerate(texts))
+    )
     backend = Tokenizer(models.WordLevel({"[PAD]": 0, "a": 1, "b": 2}, unk_token="[PAD]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", padding_side=side)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", padding_side=side
+    )
     return LabelledTexts(Corpus(format="jsonl", path=(str(path),)), tokenizer, 12)
 
 
 @pytest.fixture(params=["right", "left"])
 def texts(request: Any, tmp_path: Path) -> LabelledTexts:
     """Of 1 to 12 tokens, some cut off there."""
-    return labelled(tmp_path / "a.jsonl", [" ".join("ab"[n % 2] * (1 + n * n % 15)) for n in range(48)], request.param)
+    return labelled(
+        tmp_path / "a.jsonl",
+        [" ".join("ab"[n % 2] * (1 + n * n % 15)) for n in range(48)],
+        request.param,
+    )
 
 
 def step_of(batches: Batches, step: int) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
     """All micro batches of a step."""
     plan = batches.batch
-    places = [(step, n, rank) for n in range(plan.accumulation_steps) for rank in range(plan.data_parallel_ranks)]
+    places = [
+        (step, n, rank)
+        for n in range(plan.accumulation_steps)
+        for rank in range(plan.data_parallel_ranks)
+    ]
     return [(batches.indices(*place), batches.micro_batch(*place)) for place in places]
 
 
@@ -51,7 +63,9 @@ def test_a_step_has_the_same_samples_with_less_padding(texts: LabelledTexts) -> 
         without, with_buckets = Batches(texts, plan, 7), Batches(texts, plan, 7, BUCKETS)
         for step in range(4):
             taken = step_of(with_buckets, step)
-            assert sorted(i for indices, _ in taken for i in indices) == sorted(without.indices_of_step(step))
+            assert sorted(i for indices, _ in taken for i in indices) == sorted(
+                without.indices_of_step(step)
+            )
             sizes = [max(texts.size(index) for index in indices) for indices, _ in taken]
             assert sizes == sorted(sizes, key=lambda size: (size > 4) + (size > 8))
             for size, (_, batch) in zip(sizes, taken):
@@ -66,11 +80,16 @@ def test_padding_to_the_longest(texts: LabelledTexts) -> None:
     """The same samples, each micro batch cut to a multiple of 8 that holds it, or to the whole length."""
     data = {"train": {"format": "jsonl", "path": "a"}, "tokenizer": "x", "padding": "longest"}
     assert [*Data.model_validate({**data, "sequence_length": 24}).lengths] == [8, 16]
-    lengths, plan = Data.model_validate({**data, "sequence_length": 12}).lengths, BatchPlan(16, 4, 2, 2, None)
+    lengths, plan = (
+        Data.model_validate({**data, "sequence_length": 12}).lengths,
+        BatchPlan(16, 4, 2, 2, None),
+    )
     longest, fixed = Batches(texts, plan, 7, lengths), Batches(texts, plan, 7)
     for step in range(4):
         taken = step_of(longest, step)
-        assert sorted(i for indices, _ in taken for i in indices) == sorted(fixed.indices_of_step(step))
+        assert sorted(i for indices, _ in taken for i in indices) == sorted(
+            fixed.indices_of_step(step)
+        )
         for indices, batch in taken:
             assert batch["input_ids"].shape[1] == (8 if max(map(texts.size, indices)) <= 8 else 12)
 
@@ -83,13 +102,22 @@ def test_an_empty_text_costs_the_others_nothing(side: str, tmp_path: Path) -> No
     for chosen, expected in ((range(4), [3, 0, 2, 0]), ((1, 3), [0, 0])):
         found = batches.stacked([texts.sample(index, 0) for index in chosen])
         assert found["attention_mask"].shape[1] == 4
-        assert found["attention_mask"].sum(1).tolist() == (found["input_ids"] > 0).sum(1).tolist() == expected
+        assert (
+            found["attention_mask"].sum(1).tolist()
+            == (found["input_ids"] > 0).sum(1).tolist()
+            == expected
+        )
 
 
 def test_gradients_are_the_same(texts: LabelledTexts) -> None:
     """Of a whole step, to float32's rounding."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     model, found = BertForSequenceClassification(BertConfig(vocab_size=8, **sizes)).eval(), []
     if texts.sample(0, 0)["attention_mask"][0] == 0:
         pytest.skip("absolute positions count padding on the left")
@@ -97,7 +125,9 @@ def test_gradients_are_the_same(texts: LabelledTexts) -> None:
         model.zero_grad()
         for _, batch in step_of(Batches(texts, BatchPlan(16, 4, 4, 1, None), 7, buckets), 0):
             (model(**batch).loss / 4).backward()
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        found.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
 
 
@@ -105,7 +135,9 @@ def test_what_has_no_mask_is_left_alone() -> None:
     """As the user's own samples, and what is not of the texts' length."""
     assert cut_padding({"x": torch.ones(2, 9)}, (4,))["x"].shape == (2, 9)
     mask = torch.tensor([[1, 1, 0, 0, 0, 0]])
-    found = cut_padding({"attention_mask": mask, "labels": torch.ones(1), "y": torch.ones(1, 2)}, (4,))
+    found = cut_padding(
+        {"attention_mask": mask, "labels": torch.ones(1), "y": torch.ones(1, 2)}, (4,)
+    )
     assert {name: tuple(value.shape) for name, value in found.items()} == {
         "attention_mask": (1, 4), "labels": (1,), "y": (1, 2)
     }  # fmt: skip

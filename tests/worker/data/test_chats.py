@@ -68,14 +68,21 @@ def tokenizer_of(kind: str, template: str | None) -> Any:
         letters = pre_tokenizers.ByteLevel.alphabet()
     else:
         backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
         backend.decoder = decoders.Metaspace()
         letters = []
     special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     text = [
         "What is a dog? [INST] [/INST] <<SYS>> <</SYS>> A näïve animal, the dog. It barks. Be brief.\n user assistant"
     ]
-    options = {"vocab_size": 400, "special_tokens": special, "initial_alphabet": letters, "show_progress": False}
+    options = {
+        "vocab_size": 400,
+        "special_tokens": special,
+        "initial_alphabet": letters,
+        "show_progress": False,
+    }
     backend.train_from_iterator(text * 3, trainers.BpeTrainer(**options))
     words = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **words)
@@ -96,20 +103,29 @@ def corpus(folder: Path, *rows: Any, **columns: str) -> Corpus:
 
 @pytest.mark.parametrize("kind", ["byte-level", "spaces"])
 @pytest.mark.parametrize("template", [LLAMA, CHATML, PLAIN], ids=["llama 2", "chatml", "plain"])
-def test_answers_are_those_that_transformers_marks(template: str, kind: str, tmp_path: Path) -> None:
+def test_answers_are_those_that_transformers_marks(
+    template: str, kind: str, tmp_path: Path
+) -> None:
     """Ids are apply_chat_template's. Marked by {% generation %} the answers are transformers' assistant masks, over
     several turns; without marks they are found to be the same.
     """
     source = corpus(tmp_path, TURNS, TURNS[1:3], [*TURNS[1:], *TURNS[1:3]])
-    by_marks, found = (tokenized_chats(source, tokenizer_of(kind, form(template)), print) for form in (marked, plain))
+    by_marks, found = (
+        tokenized_chats(source, tokenizer_of(kind, form(template)), print)
+        for form in (marked, plain)
+    )
     tokenizer, begin = tokenizer_of(kind, marked(template)), 0
     for end, turns in zip(by_marks.ends.tolist(), (TURNS, TURNS[1:3], [*TURNS[1:], *TURNS[1:3]])):
-        theirs = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        theirs = tokenizer.apply_chat_template(
+            turns, return_dict=True, return_assistant_tokens_mask=True
+        )
         tokens = by_marks.tokens[begin:end]
         assert (tokens & (ANSWER - 1)).tolist() == theirs["input_ids"]
         mask = (tokens >= ANSWER).astype(int).tolist()
         assert mask == theirs["assistant_masks"]
-        texts = tokenizer.decode([each for each, chosen in zip(theirs["input_ids"], mask) if chosen])
+        texts = tokenizer.decode(
+            [each for each, chosen in zip(theirs["input_ids"], mask) if chosen]
+        )
         assert "barks" in texts
         assert "What" not in texts
         begin = end
@@ -137,7 +153,9 @@ def test_samples_have_one_length(tmp_path: Path) -> None:
     assert ids[size:].tolist() == [2] * (40 - size)
     assert tokenizer.decode(labels[labels != IGNORED]) == "A<|im_end|>"
     assert (labels == ids)[labels != IGNORED].all()
-    with pytest.raises(DataError, match=r"data.train: no chat has an answer within its first 5 tokens"):
+    with pytest.raises(
+        DataError, match=r"data.train: no chat has an answer within its first 5 tokens"
+    ):
         Conversations(documents, 5, pad=2, name="data.train")
 
 
@@ -160,8 +178,13 @@ def test_prompt_and_response(tmp_path: Path) -> None:
     """Two columns are a chat of one turn."""
     tokenizer = tokenizer_of("spaces", plain(LLAMA))
     row = {"ask": TURNS[1]["content"], "say": TURNS[2]["content"]}
-    pair = tokenized_chats(corpus(tmp_path, row, prompt_column="ask", response_column="say"), tokenizer, print)
-    assert pair.tokens[:].tolist() == tokenized_chats(corpus(tmp_path, TURNS[1:3]), tokenizer, print).tokens[:].tolist()
+    pair = tokenized_chats(
+        corpus(tmp_path, row, prompt_column="ask", response_column="say"), tokenizer, print
+    )
+    assert (
+        pair.tokens[:].tolist()
+        == tokenized_chats(corpus(tmp_path, TURNS[1:3]), tokenizer, print).tokens[:].tolist()
+    )
 
 
 def test_built_in_chats() -> None:

@@ -28,13 +28,18 @@ from ortlaunch.worker.data.reading import DataError
 TEXTS = ["the first", "the second\nwith two lines", "näïve ünïcode", "the last"]
 
 
-def write(folder: Path, kind: str, texts: list[Any], name: str = "part", column: str = "text") -> str:
+def write(
+    folder: Path, kind: str, texts: list[Any], name: str = "part", column: str = "text"
+) -> str:
     """A file of one format; returns its path."""
     path = folder / f"{name}.{kind}"
     if kind == "text":
         path.write_text("\n\n".join(texts), encoding="utf-8")
     elif kind == "jsonl":
-        path.write_text("".join(json.dumps({column: text, "other": 1}) + "\n" for text in texts), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps({column: text, "other": 1}) + "\n" for text in texts),
+            encoding="utf-8",
+        )
     else:
         parquet.write_table(pyarrow.table({column: texts, "other": [1] * len(texts)}), path)
     return str(path)
@@ -52,7 +57,9 @@ def test_many_files_in_a_fixed_order(kind: str, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("b", "a", "sub/c"):
         write(tmp_path, kind, [f"of {name}"], name)
-    source = Corpus(format=kind, path=(str(tmp_path / f"sub/*.{kind}"), str(tmp_path / f"[ab].{kind}")))
+    source = Corpus(
+        format=kind, path=(str(tmp_path / f"sub/*.{kind}"), str(tmp_path / f"[ab].{kind}"))
+    )
     assert list(documents(source)) == ["of sub/c", "of a", "of b"]
     everything = Corpus(format=kind, path=(str(tmp_path / f"**/*.{kind}"),))
     assert list(documents(everything)) == ["of a", "of b", "of sub/c"]
@@ -60,7 +67,9 @@ def test_many_files_in_a_fixed_order(kind: str, tmp_path: Path) -> None:
 
 def test_empty_rows_are_left_out(tmp_path: Path) -> None:
     """A row without text is no document."""
-    assert list(documents(Corpus(format="jsonl", path=(write(tmp_path, "jsonl", ["a", None, "", "b"]),)))) == ["a", "b"]
+    assert list(
+        documents(Corpus(format="jsonl", path=(write(tmp_path, "jsonl", ["a", None, "", "b"]),)))
+    ) == ["a", "b"]
 
 
 def test_another_column(tmp_path: Path) -> None:
@@ -84,12 +93,16 @@ def test_a_pattern_without_files(pattern: str, tmp_path: Path) -> None:
     """A path that matches no file is named, with the folder that it was looked up from; a folder is no file."""
     (tmp_path / "folder").mkdir()
     source = Corpus(format="text", path=(write(tmp_path, "text", TEXTS), str(tmp_path / pattern)))
-    with pytest.raises(DataError, match=rf"'{tmp_path}/.*' matches no file \(seen from {os.getcwd()}\)"):
+    with pytest.raises(
+        DataError, match=rf"'{tmp_path}/.*' matches no file \(seen from {os.getcwd()}\)"
+    ):
         files(source)
 
 
 GOOD = b'{"text": "a"}\n'
-packed = functools.partial(gzip.compress, mtime=0)  # the hour would be in the tests' names, which xdist compares
+packed = functools.partial(
+    gzip.compress, mtime=0
+)  # the hour would be in the tests' names, which xdist compares
 NO_ROWS = io.BytesIO()
 parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), NO_ROWS)
 
@@ -102,7 +115,11 @@ parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
         ("jsonl", b"\n\n", ": has no rows"),
         ("jsonl", b'{"text": "a"\n', ":1:13: is no JSON: .*; a line must be a whole object"),
         ("jsonl.gz", packed(GOOD + b'{"text": b}\n'), ":2:10: is no JSON: Expecting value"),
-        ("jsonl.gz", packed(GOOD * 999)[:-30], ": cannot be read as jsonl: Compressed file ended before"),
+        (
+            "jsonl.gz",
+            packed(GOOD * 999)[:-30],
+            ": cannot be read as jsonl: Compressed file ended before",
+        ),
         ("jsonl.gz", GOOD, ": cannot be read as jsonl: Not a gzipped file"),
         ("text.xz", lzma.compress(b"one\n\n\xff"), ":3: is not UTF-8"),
         ("parquet", NO_ROWS.getvalue(), ": has no rows"),
@@ -114,14 +131,24 @@ parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
         ("jsonl", GOOD + b'["a"]\n', ":2: is a list; a line must be an object"),
         ("jsonl", GOOD + b'{"txt": "a"}\n', ":2: no column 'text'; it has txt"),
         ("jsonl", b'{"text": 1}\n', ":1: column 'text' holds 1; it must be text"),
-        ("jsonl", GOOD + b'{"text": "bad \\ud83d"}\n', r":2: 'text' has \\ud83d, half of a surrogate pair"),
-        ("jsonl", b'{"text": [{"a": "\\uDC00\\ud83d"}]}\n', r":1: 'text' has \\udc00, half of a surrogate pair"),
+        (
+            "jsonl",
+            GOOD + b'{"text": "bad \\ud83d"}\n',
+            r":2: 'text' has \\ud83d, half of a surrogate pair",
+        ),
+        (
+            "jsonl",
+            b'{"text": [{"a": "\\uDC00\\ud83d"}]}\n',
+            r":1: 'text' has \\udc00, half of a surrogate pair",
+        ),
         ("jsonl", b'{"text": ["a"]}\n', r":1: column 'text' holds \['a'\]; it must be text"),
         ("parquet", b"", ": is empty"),
         ("parquet", b"no parquet", ": cannot be read as parquet: "),
     ],
 )
-def test_files_that_are_not_what_they_should_be(kind: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_files_that_are_not_what_they_should_be(
+    kind: str, content: bytes, message: str, tmp_path: Path
+) -> None:
     """A file of another format is an error that names file and line, not a traceback."""
     path = tmp_path / f"x.{kind}"
     path.write_bytes(content)
@@ -145,12 +172,23 @@ def test_a_shard_that_was_cut_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "text.gz", "jsonl.xz"])
-def test_rows_are_those_of_datasets(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_those_of_datasets(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The library that everybody uses reads the same, across our portions too; a share of the file goes up to 1."""
     import datasets
 
     monkeypatch.setattr("ortlaunch.worker.data.reading._LETTERS_AT_ONCE", 7)
-    texts = ["a", "", "\nb", "c\n", "d\r\ne", "näïve\u2028ünïcode", *("word " * n for n in range(30)), "\n"]
+    texts = [
+        "a",
+        "",
+        "\nb",
+        "c\n",
+        "d\r\ne",
+        "näïve\u2028ünïcode",
+        *("word " * n for n in range(30)),
+        "\n",
+    ]
     form = kind.partition(".")[0]
     path = write(tmp_path, form, texts)
     if kind != form:
@@ -159,7 +197,9 @@ def test_rows_are_those_of_datasets(kind: str, tmp_path: Path, monkeypatch: pyte
         Path(path).write_bytes(packed)
     options = {"sample_by": "paragraph"} if form == "text" else {}
     builder = {"text": "text", "jsonl": "json", "parquet": "parquet"}[form]
-    theirs: Any = datasets.load_dataset(builder, data_files=path, split="train", streaming=True, **options)
+    theirs: Any = datasets.load_dataset(
+        builder, data_files=path, split="train", streaming=True, **options
+    )
     ours = list(rows(Corpus(format=form, path=(path,))))
     assert [row.values for row in ours] == list(theirs)
     assert [row.share for row in ours] == sorted(row.share for row in ours)
@@ -171,10 +211,14 @@ def test_an_unreachable_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     def gone(*args: Any, **kwargs: Any) -> Any:
-        raise FileNotFoundError("Dataset 'nobody/nothing' doesn't exist on the Hub or cannot be accessed.\nmore")
+        raise FileNotFoundError(
+            "Dataset 'nobody/nothing' doesn't exist on the Hub or cannot be accessed.\nmore"
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", gone)
-    with pytest.raises(DataError, match=r"data \(hub nobody/nothing\): cannot be read: Dataset .* accessed\.$"):
+    with pytest.raises(
+        DataError, match=r"data \(hub nobody/nothing\): cannot be read: Dataset .* accessed\.$"
+    ):
         list(rows(Corpus(format="hub", name="nobody/nothing")))
 
 
@@ -208,7 +252,9 @@ def test_a_hub_corpus_is_known_by_its_revision(tmp_path: Path) -> None:
     path = Path(write(tmp_path, "jsonl", TEXTS))
     first = fingerprint(source)
     assert fingerprint(source) == first
-    others = [source.model_copy(update=changed) for changed in ({"split": "test"}, {"text_column": "z"})]
+    others = [
+        source.model_copy(update=changed) for changed in ({"split": "test"}, {"text_column": "z"})
+    ]
     with path.open("a") as file:
         file.write('{"text": "one more", "other": 1}\n')
     assert len({first, fingerprint(source), *map(fingerprint, others)}) == 4
@@ -217,9 +263,14 @@ def test_a_hub_corpus_is_known_by_its_revision(tmp_path: Path) -> None:
 def test_a_commit_of_the_hub_needs_no_network_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit never changes, so tokens of it are found offline; a branch must be looked up, and it is said so."""
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    found = [fingerprint(Corpus(format="hub", name=name, revision=COMMIT)) for name in ("a/b", "a/b", "a/c")]
+    found = [
+        fingerprint(Corpus(format="hub", name=name, revision=COMMIT))
+        for name in ("a/b", "a/b", "a/c")
+    ]
     assert found[0] == found[1] != found[2]
-    with pytest.raises(DataError, match=r"data \(hub a/b\): .*offline, give the commit as data\.\*\.revision"):
+    with pytest.raises(
+        DataError, match=r"data \(hub a/b\): .*offline, give the commit as data\.\*\.revision"
+    ):
         fingerprint(Corpus(format="hub", name="a/b", revision="main"))
 
 
@@ -228,7 +279,9 @@ def test_the_revision_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -
     import datasets
 
     asked, empty = [], datasets.Dataset.from_list([])
-    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: asked.append(options["revision"]) or empty)
+    monkeypatch.setattr(
+        "datasets.load_dataset", lambda *args, **options: asked.append(options["revision"]) or empty
+    )
     assert list(rows(Corpus(format="hub", name="a/b", revision="v1"))) == []
     assert asked == ["v1"]
 
@@ -252,17 +305,23 @@ class Letters:
         return {"input_ids": [[ord(letter) + self.shift for letter in text] for text in texts]}
 
 
-def test_tokens_are_kept_until_the_corpus_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_kept_until_the_corpus_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second run reads what the first wrote; a changed file, tokenizer or end mark is tokenized anew."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     written = []
     original = tokens_module._write_tokens
-    monkeypatch.setattr(tokens_module, "_write_tokens", lambda *args: (written.append(args[0]), original(*args))[1])
+    monkeypatch.setattr(
+        tokens_module, "_write_tokens", lambda *args: (written.append(args[0]), original(*args))[1]
+    )
     path = write(tmp_path, "text", ["ab", "c"])
     source = Corpus(format="text", path=(path,))
 
     def tokens(tokenizer: Any = None, end_of_text: bool = False) -> list[int]:
-        return list(tokens_module.tokenized(source, tokenizer or Letters(), end_of_text)[:].tolist())
+        return list(
+            tokens_module.tokenized(source, tokenizer or Letters(), end_of_text)[:].tolist()
+        )
 
     assert [tokens(), tokens()] == [[97, 98, 99]] * 2
     assert len(written) == 1
@@ -282,7 +341,9 @@ def test_half_written_tokens_are_not_taken(tmp_path: Path, monkeypatch: pytest.M
         patch.setattr(tokens_module, "_DOCUMENTS_AT_ONCE", 1)
         read = [("ab", 0.5), ("c", 1.0)]
         patch.setattr(tokens_module, "documents_read", lambda source: iter(read))
-        patch.setattr(tokens_module, "_encoder", lambda _: lambda texts: [[3 if texts == ["ab"] else None]])
+        patch.setattr(
+            tokens_module, "_encoder", lambda _: lambda texts: [[3 if texts == ["ab"] else None]]
+        )
         with pytest.raises(TypeError):
             tokens_module.tokenized(source, Letters(), False)
     assert tokens_module.tokenized(source, Letters(), False)[:].tolist() == [97, 98, 99]
@@ -337,7 +398,9 @@ def test_two_ranks_at_once_tokenize_once(tmp_path: Path) -> None:
     program = f"from __future__ import annotations\n{inspect.getsource(Letters)}{_BUILD}"
     command = [sys.executable, "-c", program, path]
     ranks = [
-        subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     try:

@@ -54,10 +54,16 @@ def micro_batches(source: Batches, step: int) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------------------- order
 
 
-@pytest.mark.parametrize("step", [0, 1, 5, 6, 1000])  # 100 samples, 16 a step: step 6 spans two epochs
+@pytest.mark.parametrize(
+    "step", [0, 1, 5, 6, 1000]
+)  # 100 samples, 16 a step: step 6 spans two epochs
 @pytest.mark.parametrize("count", [100, 500_000_000])
-@pytest.mark.parametrize(("micro", "ranks"), [(4, 1), (4, 2), (4, 4), (2, 4), (8, 2), (16, 1), (1, 1)])
-def test_a_step_sees_the_same_samples_on_any_world(micro: int, ranks: int, step: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("micro", "ranks"), [(4, 1), (4, 2), (4, 4), (2, 4), (8, 2), (16, 1), (1, 1)]
+)
+def test_a_step_sees_the_same_samples_on_any_world(
+    micro: int, ranks: int, step: int, count: int
+) -> None:
     """The samples of a step depend on the step alone; with equal micro_size the micro batches are the same too."""
     alone = micro_batches(batches(count, 16, 4, 1), step)
     found = micro_batches(batches(count, 16, micro, ranks), step)
@@ -69,7 +75,9 @@ def test_a_step_sees_the_same_samples_on_any_world(micro: int, ranks: int, step:
 def test_an_epoch_sees_each_sample_once_and_the_next_is_shuffled_anew() -> None:
     """Epochs of 100 samples in steps of 16: each sample once an epoch, in another order each time."""
     source = batches(100, 16, 4, 2)
-    seen = [number for step in range(19) for micro in micro_batches(source, step) for number in micro][:300]
+    seen = [
+        number for step in range(19) for micro in micro_batches(source, step) for number in micro
+    ][:300]
     epochs = [seen[start : start + 100] for start in (0, 100, 200)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(100))] * 3
     assert len({tuple(epoch) for epoch in epochs} | {tuple(range(100))}) == 4
@@ -125,7 +133,9 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpora:
         ("custom", "bpe", {"input_ids", "labels"}),
     ],
 )
-def test_text_becomes_samples_of_the_task(task: str, trained: str, keys: set[str], corpus: Corpora) -> None:
+def test_text_becomes_samples_of_the_task(
+    task: str, trained: str, keys: set[str], corpus: Corpora
+) -> None:
     """Each task on text gets the names that its models take, all of one length; evaluation has its own corpus."""
     data = data_of(
         task,
@@ -140,8 +150,13 @@ def test_text_becomes_samples_of_the_task(task: str, trained: str, keys: set[str
         sample = samples.sample(len(samples) - 1, 0)
         assert set(sample) == keys
         assert {len(value) for value in sample.values() if value.dim()} == {16}
-    ends = sum(data.train.sample(i, 0)["input_ids"].tolist().count(data.tokenizer.eos_token_id) for i in range(3))
-    assert (ends > 0) == (trained == "bpe")  # an end mark between documents, for models that go on with text
+    ends = sum(
+        data.train.sample(i, 0)["input_ids"].tolist().count(data.tokenizer.eos_token_id)
+        for i in range(3)
+    )
+    assert (ends > 0) == (
+        trained == "bpe"
+    )  # an end mark between documents, for models that go on with text
 
 
 @pytest.fixture
@@ -156,7 +171,9 @@ def llama_like(tmp_path: Path, corpus: Corpora) -> Callable[[bool], str]:
             "causal-lm", train=corpus("w.txt", "a b " * 40), tokenizer=words, sequence_length=8
         ).tokenizer
         if begins:
-            template = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+            template = TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+            )
             tokenizer.backend_tokenizer.post_processor = template
         tokenizer.save_pretrained(tmp_path / f"begins-{begins}")
         return str(tmp_path / f"begins-{begins}")
@@ -209,12 +226,37 @@ FUNCTION = "def make(a, b=2):\n    return [a, b]\n"
 @pytest.mark.parametrize(
     ("text", "target", "arguments", "message"),
     [
-        (FUNCTION, "other_module:make", {}, "data.factory: no module 'other_module' beside the recipe"),
+        (
+            FUNCTION,
+            "other_module:make",
+            {},
+            "data.factory: no module 'other_module' beside the recipe",
+        ),
         (FUNCTION, "own_module.part:make", {}, "data.factory: no module 'own_module.part' beside"),
-        (FUNCTION, "own_module:maker", {}, "data.factory: module 'own_module' has no function 'maker'"),
-        ("make = 3", "own_module:make", {}, "data.factory: module 'own_module' has no function 'make'"),
-        (FUNCTION, "own_module:make", {}, r"own_module:make\(a, b=2\) and its `arguments` differ: missing a req"),
-        (FUNCTION, "own_module:make", {"a": 1, "c": 3}, "differ: got an unexpected keyword argument 'c'"),
+        (
+            FUNCTION,
+            "own_module:maker",
+            {},
+            "data.factory: module 'own_module' has no function 'maker'",
+        ),
+        (
+            "make = 3",
+            "own_module:make",
+            {},
+            "data.factory: module 'own_module' has no function 'make'",
+        ),
+        (
+            FUNCTION,
+            "own_module:make",
+            {},
+            r"own_module:make\(a, b=2\) and its `arguments` differ: missing a req",
+        ),
+        (
+            FUNCTION,
+            "own_module:make",
+            {"a": 1, "c": 3},
+            "differ: got an unexpected keyword argument 'c'",
+        ),
     ],
 )
 def test_a_factory_that_is_not_there(
@@ -254,21 +296,29 @@ def test_a_factory_gets_its_arguments(module: Any) -> None:
 @pytest.mark.parametrize("items", [None, 3, [], iter([1]), {1, 2}, {"train": [1]}])
 def test_own_data_must_be_samples(items: Any) -> None:
     """What has no length or no items is refused with its type."""
-    with pytest.raises(DataError, match=f"data.factory returned {type(items).__name__}.*; it must have samples"):
+    with pytest.raises(
+        DataError, match=f"data.factory returned {type(items).__name__}.*; it must have samples"
+    ):
         OwnSamples(items)
 
 
 @pytest.mark.parametrize("item", [3, torch.ones(2), (1, 2), "text"])
 def test_a_sample_must_be_a_mapping(item: Any) -> None:
     """A tensor or a tuple does not say which argument of forward it is."""
-    with pytest.raises(DataError, match=f"sample 0 of data.factory is a {type(item).__name__}; it must be a mapping"):
+    with pytest.raises(
+        DataError,
+        match=f"sample 0 of data.factory is a {type(item).__name__}; it must be a mapping",
+    ):
         OwnSamples([item]).sample(0, 0)
 
 
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([{"x": torch.ones(2)}, {"x": torch.ones(3)}], r"differ in the shape of 'x': \[\(2,\), \(3,\)\]; pad them"),
+        (
+            [{"x": torch.ones(2)}, {"x": torch.ones(3)}],
+            r"differ in the shape of 'x': \[\(2,\), \(3,\)\]; pad them",
+        ),
         ([{"x": 1}, {"y": 1}], "differ in their names: not all have 'x'"),
         ([{"x": "text"}], "'x' of a sample is no tensor, nor what becomes one"),
         ([{"x": None}], "'x' of a sample is no tensor, nor what becomes one"),
@@ -283,7 +333,9 @@ def test_samples_that_do_not_stack(samples: list[Any], message: str) -> None:
 
 def test_numbers_lists_and_arrays_become_tensors() -> None:
     """A sample may hold tensors, numbers, lists and arrays."""
-    batch = collate([{"a": 1, "b": [1.0, 2.0], "c": np.ones(2, np.float32), "d": torch.ones(1)}] * 2)
+    batch = collate(
+        [{"a": 1, "b": [1.0, 2.0], "c": np.ones(2, np.float32), "d": torch.ones(1)}] * 2
+    )
     assert {name: tuple(value.shape) for name, value in batch.items()} == {
         "a": (2,),
         "b": (2, 2),

@@ -26,7 +26,9 @@ def test_documents_of_a_file(kind: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     source = Corpus(format="text", path=(str(tmp_path / "a.txt"),), document=kind)
     assert list(documents(source)) == EXPECTED[kind]
-    assert len({fingerprint(source.model_copy(update={"document": each})) for each in EXPECTED}) == 3
+    assert (
+        len({fingerprint(source.model_copy(update={"document": each})) for each in EXPECTED}) == 3
+    )
 
 
 def test_a_paragraph_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,15 +37,20 @@ def test_a_paragraph_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("ortlaunch.worker.data.reading._LONGEST_PARAGRAPH", 32)
     (tmp_path / "a.txt").write_text("One.\n\n" + "A line.\n" * 9)
     source = Corpus(format="text", path=(str(tmp_path / "a.txt"),))
-    with pytest.raises(DataError, match=r"a\.txt:3: no blank line ends this paragraph .*`document: line`"):
+    with pytest.raises(
+        DataError, match=r"a\.txt:3: no blank line ends this paragraph .*`document: line`"
+    ):
         list(documents(source))
     assert len(list(documents(source.model_copy(update={"document": "line"})))) == 10
 
 
 @pytest.mark.parametrize(
-    ("form", "word"), [("jsonl", "a.file:2: this row is longer than 64 b"), ("text", ":1: text has ")]
+    ("form", "word"),
+    [("jsonl", "a.file:2: this row is longer than 64 b"), ("text", ":1: text has ")],
 )
-def test_a_text_that_no_tokenizer_takes(form: Any, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_no_tokenizer_takes(
+    form: Any, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row of 100 MB is refused with its place, in each format, before memory is filled."""
     monkeypatch.setattr("ortlaunch.worker.data.reading._LONGEST_ROW", 64)
     monkeypatch.setattr("ortlaunch.worker.data.corpus.LONGEST_TEXT", 32)

@@ -11,7 +11,14 @@ import torch
 from tokenizers import Tokenizer, models
 
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data import IGNORED, LabelledTexts, Mixture, ScoredTexts, TaggedWords, label_rows
+from ortlaunch.worker.data import (
+    IGNORED,
+    LabelledTexts,
+    Mixture,
+    ScoredTexts,
+    TaggedWords,
+    label_rows,
+)
 from ortlaunch.worker.data import labelled as labelled_module
 from ortlaunch.worker.data.labelled import class_lines, class_names, number_labels
 from ortlaunch.worker.data.reading import DataError
@@ -60,14 +67,35 @@ GOOD = '{"text": "a", "label": 1}\n'
     [
         ('{"text": "a"}', "x.jsonl:1: no column 'label'; it has text"),
         ('{"label": 1}', "x.jsonl:1: no column 'text'; it has label"),
-        ('{"text": "a", "label": ""}', "x.jsonl:1: label is ''; a class is a word, or an integer from 0"),
-        (GOOD + '{"text": "a", "label": "good"}', "x.jsonl:2: label is 'good', and the first row's is 1; give words"),
-        ('{"text": "a", "label": 0.5}', "x.jsonl:1: label is 0.5; a class is a word, or an integer from 0"),
-        ('{"text": "a", "label": true}', "x.jsonl:1: label is True; a class is a word, or an integer from 0"),
+        (
+            '{"text": "a", "label": ""}',
+            "x.jsonl:1: label is ''; a class is a word, or an integer from 0",
+        ),
+        (
+            GOOD + '{"text": "a", "label": "good"}',
+            "x.jsonl:2: label is 'good', and the first row's is 1; give words",
+        ),
+        (
+            '{"text": "a", "label": 0.5}',
+            "x.jsonl:1: label is 0.5; a class is a word, or an integer from 0",
+        ),
+        (
+            '{"text": "a", "label": true}',
+            "x.jsonl:1: label is True; a class is a word, or an integer from 0",
+        ),
         ('{"text": ["a", "b"], "label": 1}', r"x.jsonl:1: text is \['a', 'b'\]; it must be text"),
-        (GOOD + '{"text": "a", "label": -1}', "x.jsonl:2: label is -1; a class is a word, or an integer from 0"),
-        (GOOD + '{"text": "a", "label": 1000000}', r"x.jsonl:2: label 1000000 is too large: .* from 0 to 999,999"),
-        (GOOD + '{"text": "a", "label": null}', "x.jsonl:2: label is None; a class is a word, or an integer from 0"),
+        (
+            GOOD + '{"text": "a", "label": -1}',
+            "x.jsonl:2: label is -1; a class is a word, or an integer from 0",
+        ),
+        (
+            GOOD + '{"text": "a", "label": 1000000}',
+            r"x.jsonl:2: label 1000000 is too large: .* from 0 to 999,999",
+        ),
+        (
+            GOOD + '{"text": "a", "label": null}',
+            "x.jsonl:2: label is None; a class is a word, or an integer from 0",
+        ),
         (GOOD * 2 + '{"text": null, "label": 1}', "x.jsonl:3: text is None; it must be text"),
         ("", "x.jsonl: is empty"),
     ],
@@ -85,7 +113,8 @@ def test_words_are_numbered_as_datasets_numbers_them(tmp_path: Path) -> None:
     words = ["good", "bad", "very bad", "bad", "Good", "äh"]
     lines = [json.dumps({"text": "a", "label": word}) + "\n" for word in words]
     one, other, held_out = (
-        labelled(tmp_path / f"{n}.jsonl", "".join(part)) for n, part in enumerate((lines[:3], lines[3:], lines[1:2]))
+        labelled(tmp_path / f"{n}.jsonl", "".join(part))
+        for n, part in enumerate((lines[:3], lines[3:], lines[1:2]))
     )
     mixture = Mixture([one, other], [1, 1])
     theirs = datasets.Dataset.from_dict({"label": words}).class_encode_column("label")
@@ -116,7 +145,10 @@ CHECK = "; check data.train's labels"
 )  # fmt: skip
 def test_classes_are_printed(labels: list[Any], expected: list[str], tmp_path: Path) -> None:
     """How many, by name, and which of them no row has or a single one, as a misspelt or misnumbered label does."""
-    parts = [labelled(tmp_path / f"{n}.jsonl", rows_of(*part)) for n, part in enumerate((labels[:2], labels[2:]))]
+    parts = [
+        labelled(tmp_path / f"{n}.jsonl", rows_of(*part))
+        for n, part in enumerate((labels[:2], labels[2:]))
+    ]
     samples = Mixture(parts, [1, 1])
     names = number_labels(samples, None)
     assert [*class_lines(samples, names, samples.classes)] == expected
@@ -142,26 +174,35 @@ def test_names_of_numbers(source: str, kind: Any, tmp_path: Path) -> None:
             label, row = datasets.Sequence(label), {name: [value] for name, value in row.items()}
         rows = datasets.Dataset.from_list([row]).cast_column("label", label)
         rows.to_parquet(str(folder / "train.parquet"))
-        place: Any = {"name": str(folder)} if source == "hub" else {"path": (str(folder / "train.parquet"),)}
+        place: Any = (
+            {"name": str(folder)} if source == "hub" else {"path": (str(folder / "train.parquet"),)}
+        )
         return kind(Corpus(format=source, **place), words(), 4)
 
     one = of(["so-so", "good", "bad"])
     assert number_labels(one, one) == []
     assert class_names(one, one) == ["so-so", "good", "bad"]
-    with pytest.raises(DataError, match="so-so, good, bad in one source and good, bad, so-so in another"):
+    with pytest.raises(
+        DataError, match="so-so, good, bad in one source and good, bad, so-so in another"
+    ):
         class_names(one, of(["good", "bad", "so-so"]))
 
 
 def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
     """A word that was never trained, and words beside numbers."""
     word, number, same = (
-        labelled(tmp_path / f"{n}.jsonl", "".join(f'{{"text": "a", "label": {label}}}\n' for label in rows))
+        labelled(
+            tmp_path / f"{n}.jsonl",
+            "".join(f'{{"text": "a", "label": {label}}}\n' for label in rows),
+        )
         for n, rows in enumerate((('"a"', '"b"'), (1, 0), ('"b"', '"b"')))
     )
     unknown = labelled(tmp_path / "c.jsonl", '{"text": "a", "label": "c"}')
     with pytest.raises(DataError, match="words in one source and numbers in another"):
         number_labels(Mixture([word, number], [1, 1]), None)
-    with pytest.raises(DataError, match=r"data.evaluation: label 'c' is in no row of data.train, which has 2"):
+    with pytest.raises(
+        DataError, match=r"data.evaluation: label 'c' is in no row of data.train, which has 2"
+    ):
         number_labels(word, unknown)
     with pytest.raises(DataError, match="every label is 'b'"):
         number_labels(same, None)
@@ -171,9 +212,18 @@ def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ('{"text": "a", "label": "good"}', "x.jsonl:1: label is 'good'; sequence-regression takes a number"),
-        ('{"text": "a", "label": 1}\n{"text": "a", "label": NaN}', "x.jsonl:2: label is nan; sequence-reg"),
-        ('{"text": "a", "label": true}', "x.jsonl:1: label is True; sequence-regression takes a number"),
+        (
+            '{"text": "a", "label": "good"}',
+            "x.jsonl:1: label is 'good'; sequence-regression takes a number",
+        ),
+        (
+            '{"text": "a", "label": 1}\n{"text": "a", "label": NaN}',
+            "x.jsonl:2: label is nan; sequence-reg",
+        ),
+        (
+            '{"text": "a", "label": true}',
+            "x.jsonl:1: label is True; sequence-regression takes a number",
+        ),
         ('{"text": "a"}', "x.jsonl:1: no column 'label'; it has text"),
     ],
 )
@@ -185,7 +235,11 @@ def test_bad_numbers_are_named(lines: str, message: str, tmp_path: Path) -> None
 
 def test_numbers_are_float_labels(tmp_path: Path) -> None:
     """Whole numbers, too; there are no classes."""
-    samples = labelled(tmp_path / "x.jsonl", '{"text": "a", "label": -1}\n{"text": "b", "label": 0.5}\n', ScoredTexts)
+    samples = labelled(
+        tmp_path / "x.jsonl",
+        '{"text": "a", "label": -1}\n{"text": "b", "label": 0.5}\n',
+        ScoredTexts,
+    )
     found = torch.stack([samples.sample(index, 0)["labels"] for index in (0, 1)])
     assert (found.dtype, found.tolist(), samples.classes) == (torch.float32, [-1.0, 0.5], 0)
 
@@ -193,12 +247,21 @@ def test_numbers_are_float_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ('{"text": "a b", "label": [0, 1]}', "x.jsonl:1: text is 'a b'; token-classification takes a list, one a word"),
+        (
+            '{"text": "a b", "label": [0, 1]}',
+            "x.jsonl:1: text is 'a b'; token-classification takes a list, one a word",
+        ),
         ('{"text": ["a"], "label": 0}', "x.jsonl:1: label is 0; token-classification takes a list"),
         ('{"text": ["a", "b"], "label": [0]}', "x.jsonl:1: text has 2 words, and label 1 tags"),
         ('{"text": ["a", " "], "label": [0, 1]}', "x.jsonl:1: text has ' '; it must be a word"),
-        ('{"text": ["a", "b"], "label": [0, "B"]}', "x.jsonl:1: label is 'B', and the first row's is 0; give words"),
-        ('{"text": ["a"], "label": ["O"]}\n{"text": ["a"], "label": [-1]}', "x.jsonl:2: label is -1; a class is"),
+        (
+            '{"text": ["a", "b"], "label": [0, "B"]}',
+            "x.jsonl:1: label is 'B', and the first row's is 0; give words",
+        ),
+        (
+            '{"text": ["a"], "label": ["O"]}\n{"text": ["a"], "label": [-1]}',
+            "x.jsonl:2: label is -1; a class is",
+        ),
     ],
 )
 def test_bad_tags_are_named(lines: str, message: str, tmp_path: Path) -> None:
@@ -212,7 +275,10 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
     from tokenizers import pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    names = {name: number for number, name in enumerate(("[PAD]", "[CLS]", "[SEP]", "[UNK]", "ab", "##c", "##d", "e"))}
+    names = {
+        name: number
+        for number, name in enumerate(("[PAD]", "[CLS]", "[SEP]", "[UNK]", "ab", "##c", "##d", "e"))
+    }
     backend = Tokenizer(models.WordPiece(names, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
@@ -221,13 +287,21 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
     samples = TaggedWords(Corpus(format="jsonl", path=(str(tmp_path / "x.jsonl"),)), tokenizer, 12)
     assert number_labels(samples, None) == ["B-X", "I-X", "O"]
-    encoded = tokenizer(row["text"], is_split_into_words=True, truncation=True, padding="max_length", max_length=12)
+    encoded = tokenizer(
+        row["text"], is_split_into_words=True, truncation=True, padding="max_length", max_length=12
+    )
     tags, before, expected = [0, 2, 1, 2], None, []
-    for word in encoded.word_ids():  # run_ner.py: tokenize_and_align_labels, without label_all_tokens
+    for (
+        word
+    ) in encoded.word_ids():  # run_ner.py: tokenize_and_align_labels, without label_all_tokens
         expected.append(IGNORED if word is None or word == before else tags[word])
         before = word
     sample = samples.sample(0, 0)
-    assert sample["labels"].tolist() == expected == [-100, 0, -100, -100, 2, 1, *[-100] * 3, 2, -100, -100]
+    assert (
+        sample["labels"].tolist()
+        == expected
+        == [-100, 0, -100, -100, 2, 1, *[-100] * 3, 2, -100, -100]
+    )
     assert sample["input_ids"].tolist() == encoded["input_ids"]
 
 

@@ -16,7 +16,16 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data import IGNORED, LabelledTexts, Mixture, ScoredTexts, TaggedWords, label_rows, shards, tokens
+from ortlaunch.worker.data import (
+    IGNORED,
+    LabelledTexts,
+    Mixture,
+    ScoredTexts,
+    TaggedWords,
+    label_rows,
+    shards,
+    tokens,
+)
 from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.labelled import number_labels
 from ortlaunch.worker.data.reading import DataError
@@ -31,8 +40,17 @@ TEXTS = [
     " a\n[MASK] b",
     "x" * 50,
 ]
-WORDS = [["the", "cat-like", "äße"], ["unbelievable"] * 9, ["x"], ["a", "[MASK]", "supercalifragilistic"], ["on"] * 30]
-KINDS = {LabelledTexts: (TEXTS, range(7)), ScoredTexts: (TEXTS, [0.1, -3, 1e300, 2**70, 5e-324, 0.0, 1 / 3])}
+WORDS = [
+    ["the", "cat-like", "äße"],
+    ["unbelievable"] * 9,
+    ["x"],
+    ["a", "[MASK]", "supercalifragilistic"],
+    ["on"] * 30,
+]
+KINDS = {
+    LabelledTexts: (TEXTS, range(7)),
+    ScoredTexts: (TEXTS, [0.1, -3, 1e300, 2**70, 5e-324, 0.0, 1 / 3]),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +68,19 @@ def wordpiece(side: str = "right", **options: Any) -> Any:
 
     letters = sorted({*"".join(TEXTS)} - {" ", "\n"})
     pieces = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "the", "cat", "un", "##able", *letters]
-    names = {piece: number for number, piece in enumerate([*pieces, *(f"##{letter}" for letter in letters[:-9])])}
+    names = {
+        piece: number
+        for number, piece in enumerate([*pieces, *(f"##{letter}" for letter in letters[:-9])])
+    }
     backend = Tokenizer(models.WordPiece(names, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="[PAD]", mask_token="[MASK]", padding_side=side, **options
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        mask_token="[MASK]",
+        padding_side=side,
+        **options,
     )
 
 
@@ -70,7 +95,9 @@ def byte_level(side: str = "right") -> Any:
         vocab_size=290, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(TEXTS, trainer)
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>", padding_side=side)
 
 
@@ -95,7 +122,8 @@ def refuse(*arguments: Any, **options: Any) -> Any:
 
 def alike(found: Any, expected: dict[str, Any]) -> bool:
     return list(found) == list(expected) and all(
-        found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items()
+        found[name].dtype == value.dtype and torch.equal(found[name], value)
+        for name, value in expected.items()
     )
 
 
@@ -150,7 +178,9 @@ def test_words_are_as_the_tokenizer_makes_them(
         samples = TaggedWords(source, tokenizer, LENGTH)
         assert samples.classes == 5
         assert all(alike(samples.sample(number, 0), each) for number, each in enumerate(expected))
-        assert [samples.size(n) for n in range(5)] == [int(each["attention_mask"].sum()) for each in expected]
+        assert [samples.size(n) for n in range(5)] == [
+            int(each["attention_mask"].sum()) for each in expected
+        ]
         monkeypatch.setattr(label_rows, "rows", refuse)
         monkeypatch.setattr(type(tokenizer), "__call__", refuse)
 
@@ -166,12 +196,16 @@ def test_one_without_any_token_to_pad_with_is_told(tmp_path: Path) -> None:
     """Before anything is read."""
     tokenizer = wordpiece()
     tokenizer.pad_token = None
-    with pytest.raises(DataError, match=r"data\.tokenizer: has neither a token for padding nor one for the end"):
+    with pytest.raises(
+        DataError, match=r"data\.tokenizer: has neither a token for padding nor one for the end"
+    ):
         LabelledTexts(corpus(tmp_path / "x.jsonl", TEXTS, range(7)), tokenizer, LENGTH)
 
 
 @pytest.mark.parametrize("size", [7, 40])
-def test_samples_that_lie_in_two_shards(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_that_lie_in_two_shards(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Are whole, and so is what all rows have."""
     labels = [f"label {number}" for number in range(len(TEXTS))]
     source = corpus(tmp_path / "x.jsonl", TEXTS, labels)
@@ -180,7 +214,10 @@ def test_samples_that_lie_in_two_shards(size: int, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tokens, "SHARD", size)
     found = LabelledTexts(source, wordpiece(), LENGTH)
     assert number_labels(found, whole) == labels
-    assert all(alike(found.sample(number, 0), dict(whole.sample(number, 0))) for number in range(len(TEXTS)))
+    assert all(
+        alike(found.sample(number, 0), dict(whole.sample(number, 0)))
+        for number in range(len(TEXTS))
+    )
 
 
 def test_a_label_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,11 +234,16 @@ def test_what_decides_on_tokens_and_labels(tmp_path: Path, cache: Path) -> None:
     """Another length, side, column or tokenizer is another document; where the tokenizer last cut is not."""
     path = tmp_path / "x.jsonl"
     source = corpus(path, TEXTS, range(7))
-    rows = [json.loads(line) | {"other": number % 2} for number, line in enumerate(path.read_text().splitlines())]
+    rows = [
+        json.loads(line) | {"other": number % 2}
+        for number, line in enumerate(path.read_text().splitlines())
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = wordpiece()
     LabelledTexts(source, tokenizer, LENGTH)
-    assert tokenizer.backend_tokenizer.truncation is tokenizer.backend_tokenizer.padding is None  # as it is saved
+    assert (
+        tokenizer.backend_tokenizer.truncation is tokenizer.backend_tokenizer.padding is None
+    )  # as it is saved
     tokenizer("a", truncation=True, max_length=2, padding="max_length")
     LabelledTexts(source, tokenizer, LENGTH)
     assert len([*cache.glob("*.seal")]) == 1
@@ -234,13 +276,21 @@ def test_a_killed_process_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.Mo
 
     texts = [f"text {number}" for number in range(40)]
     labels = [f"label {number % 7}" for number in range(40)]
-    source, seen, call = corpus(tmp_path / "x.jsonl", texts, labels), list[str](), PreTrainedTokenizerFast.__call__
-    killed = multiprocessing.get_context("fork").Process(target=_killed_at, args=("text 25", source))
+    source, seen, call = (
+        corpus(tmp_path / "x.jsonl", texts, labels),
+        list[str](),
+        PreTrainedTokenizerFast.__call__,
+    )
+    killed = multiprocessing.get_context("fork").Process(
+        target=_killed_at, args=("text 25", source)
+    )
     killed.start()
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
     monkeypatch.setattr(
-        PreTrainedTokenizerFast, "__call__", lambda self, texts, **o: (seen.extend(texts), call(self, texts, **o))[1]
+        PreTrainedTokenizerFast,
+        "__call__",
+        lambda self, texts, **o: (seen.extend(texts), call(self, texts, **o))[1],
     )
     samples = LabelledTexts(source, wordpiece(), LENGTH)
     assert 16 <= len(seen) <= 24
@@ -270,7 +320,9 @@ def test_memory_does_not_grow_with_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 9000])
-def test_data_are_told_apart_as_before(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_are_told_apart_as_before(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the texts and the numbers of labels of up to 8,191 rows, cut or not: a run of before goes on."""
     monkeypatch.setattr(tokens, "_DOCUMENTS_AT_ONCE", 1000)
     texts = [f"text {number} äß " * (1 + number % 4) for number in range(count)]
@@ -278,7 +330,12 @@ def test_data_are_told_apart_as_before(count: int, tmp_path: Path, monkeypatch: 
     tags = [[f"tag {len(word) % 2}" for word in row] for row in words]
     numbers = [[len(word) % 2 for word in row] for row in words]
     for kind, rows, labels, expected in (
-        (LabelledTexts, texts, [["b", "a"][n % 2] for n in range(count)], [1 - n % 2 for n in range(count)]),
+        (
+            LabelledTexts,
+            texts,
+            [["b", "a"][n % 2] for n in range(count)],
+            [1 - n % 2 for n in range(count)],
+        ),
         (LabelledTexts, texts, [*range(count)], [*range(count)]),
         (ScoredTexts, texts, [n / 3 for n in range(count)], [n / 3 for n in range(count)]),
         (TaggedWords, words, tags, numbers),
@@ -298,23 +355,36 @@ def test_nothing_bad_is_kept(tmp_path: Path, cache: Path) -> None:
     """A bad row behind many good ones leaves nothing that is taken, and is told each time."""
     source = corpus(tmp_path / "x.jsonl", ["a"] * 20, [0] * 19 + [-1])
     for _ in range(2):
-        with pytest.raises(DataError, match=r"x.jsonl:20: label is -1; a class is a word, or an integer from 0"):
+        with pytest.raises(
+            DataError, match=r"x.jsonl:20: label is -1; a class is a word, or an integer from 0"
+        ):
             LabelledTexts(source, wordpiece(), LENGTH)
     assert not [*cache.glob("*.seal")]
-    assert len(LabelledTexts(corpus(tmp_path / "x.jsonl", ["a"] * 20, [0] * 20), wordpiece(), LENGTH)) == 20
+    assert (
+        len(LabelledTexts(corpus(tmp_path / "x.jsonl", ["a"] * 20, [0] * 20), wordpiece(), LENGTH))
+        == 20
+    )
 
 
-def test_a_tokenizer_that_takes_no_lists_of_words(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_takes_no_lists_of_words(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As transformers 4 says of a byte-level one without add_prefix_space; nor may it be in Python alone."""
     source, tokenizer = corpus(tmp_path / "x.jsonl", [["a"]], [["O"]]), byte_level()
 
     def call(*arguments: Any, **options: Any) -> Any:
-        raise AssertionError("You need to instantiate GPT2TokenizerFast with add_prefix_space=True\nto use it")
+        raise AssertionError(
+            "You need to instantiate GPT2TokenizerFast with add_prefix_space=True\nto use it"
+        )
 
     monkeypatch.setattr(type(tokenizer), "__call__", call)
     for _ in range(2):
-        with pytest.raises(DataError, match=r"data\.tokenizer: takes no lists of words: You need .* to use it"):
+        with pytest.raises(
+            DataError, match=r"data\.tokenizer: takes no lists of words: You need .* to use it"
+        ):
             TaggedWords(source, tokenizer, LENGTH)
-    with pytest.raises(DataError, match=r"data\.tokenizer: does not tell which word a piece is of, as fast"):
+    with pytest.raises(
+        DataError, match=r"data\.tokenizer: does not tell which word a piece is of, as fast"
+    ):
         TaggedWords(source, slow(), LENGTH)
     assert not [*cache.glob("*.seal")]

@@ -59,7 +59,9 @@ def test_an_epoch_of_a_source_has_each_of_its_samples_once(taken: list[tuple[int
 def test_any_place_is_known_without_those_before_it(taken: list[tuple[int, int]]) -> None:
     """As a resumed run asks, and far beyond what could be counted out; constant memory."""
     chosen = [0, BLOCK - 1, BLOCK, 2 * BLOCK + 17]
-    assert [MixedOrder(SIZES, WEIGHTS, 7).at([place])[0] for place in chosen] == [taken[place] for place in chosen]
+    assert [MixedOrder(SIZES, WEIGHTS, 7).at([place])[0] for place in chosen] == [
+        taken[place] for place in chosen
+    ]
     tracemalloc.start()
     found = MixedOrder([5 * 10**8, 10**9], [1, 3], 7).at(list(range(10**12, 10**12 + 300)))
     assert tracemalloc.get_traced_memory()[1] < 8_000_000
@@ -79,9 +81,13 @@ def test_one_sequence_on_any_world() -> None:
     """Micro batches of 1, 2 and 4 ranks hold the same samples, in the same order where micro_size is the same."""
 
     def steps(ranks: int, micro: int) -> list[list[int]]:
-        mixture = Mixture([OwnSamples([{"x": 100 * n + i} for i in range(9)]) for n in (0, 1)], [2, 1])
+        mixture = Mixture(
+            [OwnSamples([{"x": 100 * n + i} for i in range(9)]) for n in (0, 1)], [2, 1]
+        )
         batches = Batches(mixture, BatchPlan(16, micro, 16 // (micro * ranks), ranks, None), 7)
-        return [[mixture.sample(i, 0)["x"] for i in batches.indices_of_step(step)] for step in range(6)]
+        return [
+            [mixture.sample(i, 0)["x"] for i in batches.indices_of_step(step)] for step in range(6)
+        ]
 
     assert steps(1, 4) == steps(2, 4) == steps(4, 4) == steps(4, 2)
 
@@ -95,12 +101,17 @@ def test_from_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = [{"source": a, "weight": 1}, {"source": b, "weight": 3}, {"source": a}]
     words = {"train": "wordpiece", "vocab_size": 300}
     model = {"task": "masked-lm", "config": {"model_type": "bert"}}
-    data = LoadedData(recipe(model=model, data={"train": train, "tokenizer": words, "sequence_length": 16}))
+    data = LoadedData(
+        recipe(model=model, data={"train": train, "tokenizer": words, "sequence_length": 16})
+    )
     assert isinstance(data.train, Mixture)
     assert {"mat", "wald"} <= set(data.tokenizer.get_vocab())
     first, _, third = data.train.parts
     assert len(first) == len(third)
-    assert any(first.sample(i, 0)["labels"].tolist() != third.sample(i, 0)["labels"].tolist() for i in range(4))
+    assert any(
+        first.sample(i, 0)["labels"].tolist() != third.sample(i, 0)["labels"].tolist()
+        for i in range(4)
+    )
     assert len(data.train) == sum(map(len, data.train.parts))
     found = identity(data.train)
     assert found["order"] == "mixture of shuffle, shuffle, shuffle"

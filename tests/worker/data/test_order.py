@@ -28,7 +28,9 @@ def test_each_sample_once_an_epoch(samples: int) -> None:
 def test_the_network_permutes_any_number() -> None:
     """Also where much of the rectangle lies beside the data set."""
     for samples in range(1, 300):
-        assert sorted(Feistel(samples, 1, 2)(np.arange(samples)).tolist()) == list(range(samples)), samples
+        assert sorted(Feistel(samples, 1, 2)(np.arange(samples)).tolist()) == list(
+            range(samples)
+        ), samples
 
 
 def test_the_order_of_a_seed_stands() -> None:
@@ -43,7 +45,9 @@ def test_places_count_on_from_epoch_to_epoch() -> None:
     order, last = Order(70_000, 7), [69_998, 69_999, 70_000, 70_001, 140_000]
     found = order.at(last)
     assert [epoch for _, epoch in found] == [0, 0, 1, 1, 2]
-    expected = [permutation(70_000, 7, place // 70_000)(np.array([place % 70_000]))[0] for place in last]
+    expected = [
+        permutation(70_000, 7, place // 70_000)(np.array([place % 70_000]))[0] for place in last
+    ]
     assert [index for index, _ in found] == expected
     assert [Order(70_000, 7).at([place])[0] for place in last] == found
 

@@ -11,7 +11,15 @@ from tokenizers import Tokenizer, models
 from torch.testing import assert_close
 
 from ortlaunch.recipe.fields.data import MaskedLm
-from ortlaunch.worker.data import IGNORED, Blocks, MaskedBlocks, Masking, Mixture, SentencePairs, collate
+from ortlaunch.worker.data import (
+    IGNORED,
+    Blocks,
+    MaskedBlocks,
+    Masking,
+    Mixture,
+    SentencePairs,
+    collate,
+)
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.tokens import Documents
 
@@ -101,7 +109,10 @@ def test_masked_words_are_80_10_10(theirs: bool) -> None:
         ((found == truth), 0.1 + 0.1 / WORDS),
         (other, 0.1 * (1 - 2 / WORDS)),
     ):
-        assert abs(float(share.float().mean()) - expected) < 3 * (expected * (1 - expected) / len(found)) ** 0.5
+        assert (
+            abs(float(share.float().mean()) - expected)
+            < 3 * (expected * (1 - expected) / len(found)) ** 0.5
+        )
     assert found[other].min() < 20
     assert found[other].max() > WORDS - 20
 
@@ -123,7 +134,9 @@ def masked_by_transformers(tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def test_every_place_is_chosen_alike() -> None:
     """No place of the sequence is preferred: counts over many samples stay in 5 sigma of even."""
     samples = masked()
-    counts = sum((samples.sample(i, epoch=0)["labels"] != IGNORED).int() for i in range(len(samples)))
+    counts = sum(
+        (samples.sample(i, epoch=0)["labels"] != IGNORED).int() for i in range(len(samples))
+    )
     assert isinstance(counts, torch.Tensor)
     expected = len(samples) * 10 / 62
     assert counts[[0, 63]].tolist() == [0, 0]
@@ -171,8 +184,13 @@ def pairs_of_all_lengths(seed: int = 0) -> SentencePairs:
 )
 def test_a_micro_batch_is_its_samples(samples: Any) -> None:
     """Each as it is alone, in the places asked for."""
-    places = [(int(index), number % 3) for number, index in enumerate(np.linspace(len(samples) - 1, 0, 40))]
-    assert_close(samples.batch(places), collate([samples.sample(*place) for place in places]), rtol=0, atol=0)
+    places = [
+        (int(index), number % 3)
+        for number, index in enumerate(np.linspace(len(samples) - 1, 0, 40))
+    ]
+    assert_close(
+        samples.batch(places), collate([samples.sample(*place) for place in places]), rtol=0, atol=0
+    )
 
 
 def test_masked_blocks_follow_each_other() -> None:
@@ -191,7 +209,9 @@ def test_pairs_are_two_segments_that_follow_each_other_or_not() -> None:
     """
     sizes = np.random.default_rng(1).integers(0, 400, 300).tolist()
     samples = documents_of([*sizes, 0, 1, 2, 3])
-    marked = np.arange(10, 10 + len(samples.tokens))  # each token is its own, so that its place is known
+    marked = np.arange(
+        10, 10 + len(samples.tokens)
+    )  # each token is its own, so that its place is known
     samples.tokens = marked.astype(np.uint32)
     unrelated, seen, full = [], set(), 0
     for number in range(10_000):
@@ -201,10 +221,16 @@ def test_pairs_are_two_segments_that_follow_each_other_or_not() -> None:
         text, segments = original(sample)[:size], sample["token_type_ids"]
         ends = torch.nonzero(text == SEP).flatten().tolist()
         assert (int(text[0]), len(ends), ends[1]) == (CLS, 2, size - 1)
-        assert segments.tolist() == [0] * (ends[0] + 1) + [1] * (size - 1 - ends[0]) + [0] * (64 - size)
+        assert segments.tolist() == [0] * (ends[0] + 1) + [1] * (size - 1 - ends[0]) + [0] * (
+            64 - size
+        )
         assert sample["input_ids"][size:].sum() == 0
-        first, second = (words.numpy() - 10 for words in (text[1 : ends[0]], text[ends[0] + 1 : -1]))
-        documents = [set(np.searchsorted(samples.ends, words, side="right")) for words in (first, second)]
+        first, second = (
+            words.numpy() - 10 for words in (text[1 : ends[0]], text[ends[0] + 1 : -1])
+        )
+        documents = [
+            set(np.searchsorted(samples.ends, words, side="right")) for words in (first, second)
+        ]
         assert [len(each) for each in documents] == [1, 1]
         follows = bool(second[0] == first[-1] + 1) and documents[0] == documents[1]
         assert follows or documents[0] != documents[1]
@@ -224,17 +250,25 @@ def test_pairs_are_two_segments_that_follow_each_other_or_not() -> None:
 
 def test_pairs_need_two_documents() -> None:
     """Of one alone nothing is told apart; where nearly all is one, the other serves."""
-    with pytest.raises(DataError, match=r"the corpus has 1 of two tokens or more; data.train.document says"):
+    with pytest.raises(
+        DataError, match=r"the corpus has 1 of two tokens or more; data.train.document says"
+    ):
         documents_of([500, 1, 0])
     samples = documents_of([100_000, 0, 5])
     assert {int(samples.sample(index, 0)["next_sentence_label"]) for index in range(50)} == {0, 1}
 
 
-@pytest.mark.parametrize(("length", "most", "published"), [(128, 20, 19), (512, 80, 77), (64, 5, 5)])
+@pytest.mark.parametrize(
+    ("length", "most", "published"), [(128, 20, 19), (512, 80, 77), (64, 5, 5)]
+)
 def test_predictions_are_as_many_as_published(length: int, most: int, published: int) -> None:
     """min(max_predictions_per_seq, max(1, int(round(len(tokens) * masked_lm_prob)))), as in BERT's own script."""
-    samples = MaskedBlocks(corpus(20_000), length, Masking(Words(), MaskedLm(max_predictions=most)), 0)
-    assert {int((samples.sample(i, 0)["labels"] != IGNORED).sum()) for i in range(len(samples))} == {published}
+    samples = MaskedBlocks(
+        corpus(20_000), length, Masking(Words(), MaskedLm(max_predictions=most)), 0
+    )
+    assert {
+        int((samples.sample(i, 0)["labels"] != IGNORED).sum()) for i in range(len(samples))
+    } == {published}
 
 
 def test_whole_words() -> None:
@@ -264,7 +298,10 @@ def test_whole_words_need_marked_pieces() -> None:
         def convert_ids_to_tokens(self, ids: Any) -> list[str]:
             return [str(number) for number in ids]
 
-    with pytest.raises(DataError, match=r"data.masked_lm.whole_words: data.tokenizer marks no piece of a word by ##"):
+    with pytest.raises(
+        DataError,
+        match=r"data.masked_lm.whole_words: data.tokenizer marks no piece of a word by ##",
+    ):
         Masking(Plain(), MaskedLm(whole_words=True))
 
 
@@ -288,6 +325,8 @@ def test_blocks_are_consecutive(tokens: int, blocks: int) -> None:
     assert len(samples) == blocks
     for index in range(blocks):
         sample = samples.sample(index, epoch=index)
-        np.testing.assert_array_equal(sample["input_ids"].numpy(), text[64 * index : 64 * (index + 1)])
+        np.testing.assert_array_equal(
+            sample["input_ids"].numpy(), text[64 * index : 64 * (index + 1)]
+        )
         assert torch.equal(sample["labels"], sample["input_ids"])
         assert torch.equal(sample["attention_mask"], torch.ones(64, dtype=torch.int64))

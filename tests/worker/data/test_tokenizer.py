@@ -27,7 +27,9 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     letters = "abcdefghijklmnopqrstuvwxyz→é中文жф0123456789!?."
     words = ["".join(draw.choices(letters, k=draw.randint(1, 9))) for _ in range(400)]
     path = tmp_path / "corpus.txt"
-    path.write_text("\n\n".join(" ".join(draw.choices(words, k=40)) for _ in range(60)), encoding="utf-8")
+    path.write_text(
+        "\n\n".join(" ".join(draw.choices(words, k=40)) for _ in range(60)), encoding="utf-8"
+    )
     return path
 
 
@@ -50,17 +52,32 @@ for kind, letters in (("wordpiece", 1000), ("wordpiece", 20), ("bpe", 1000)):
 
 
 def test_training_gives_the_same_words_in_every_process(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Hosts that share no cache train the same tokenizer: else one rank's words would be another's nonsense."""
-    environment = {**os.environ, "ORTLAUNCH_CACHE": str(tmp_path / "elsewhere"), "PYTHONHASHSEED": "1"}
+    environment = {
+        **os.environ,
+        "ORTLAUNCH_CACHE": str(tmp_path / "elsewhere"),
+        "PYTHONHASHSEED": "1",
+    }
     command = [sys.executable, "-c", _TRAIN, str(corpus)]
-    there = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
+    there = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=120, check=True
+    ).stdout
     monkeypatch.setattr(sys, "argv", ["-c", str(corpus)])
-    monkeypatch.setattr(tokenizer_module, "_MOST_LETTERS", tokenizer_module._MOST_LETTERS)  # the code sets it
+    monkeypatch.setattr(
+        tokenizer_module, "_MOST_LETTERS", tokenizer_module._MOST_LETTERS
+    )  # the code sets it
     exec(_TRAIN, {})  # here, where texts have other hashes
     here = capsys.readouterr().out
-    assert [len(json.loads(text)["model"]["vocab"]) for text in here.splitlines()] == [420, 410, 420]
+    assert [len(json.loads(text)["model"]["vocab"]) for text in here.splitlines()] == [
+        420,
+        410,
+        420,
+    ]
     assert there == here
 
 
@@ -70,12 +87,21 @@ def test_wordpiece_is_berts(corpus: Path) -> None:
     assert len(made) == 420
     assert made.convert_ids_to_tokens(range(5)) == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     assert set(made.all_special_tokens) == {"[UNK]", "[SEP]", "[PAD]", "[CLS]", "[MASK]"}
-    assert made.convert_ids_to_tokens(made("AbC!")["input_ids"]) == ["[CLS]", *made.tokenize("abc!"), "[SEP]"]
-    assert made("Éa", add_special_tokens=False)["input_ids"] == made("ea", add_special_tokens=False)["input_ids"]
+    assert made.convert_ids_to_tokens(made("AbC!")["input_ids"]) == [
+        "[CLS]",
+        *made.tokenize("abc!"),
+        "[SEP]",
+    ]
+    assert (
+        made("Éa", add_special_tokens=False)["input_ids"]
+        == made("ea", add_special_tokens=False)["input_ids"]
+    )
     first, second = made("a b", "c")["input_ids"], made("a b", "c")["token_type_ids"]
     assert (first.count(made.sep_token_id), second) == (2, [0, 0, 0, 0, 1, 1])
     assert made.decode(made("abcabc")["input_ids"], skip_special_tokens=True) == "abcabc"
-    assert made.convert_ids_to_tokens(made("a中b", add_special_tokens=False)["input_ids"])[1] == "中"
+    assert (
+        made.convert_ids_to_tokens(made("a中b", add_special_tokens=False)["input_ids"])[1] == "中"
+    )
 
 
 def test_the_pieces_of_words_are_no_special_words(corpus: Path) -> None:
@@ -90,7 +116,9 @@ def test_rare_letters_are_unknown(corpus: Path, monkeypatch: pytest.MonkeyPatch)
     """Beyond the most frequent letters a letter gets no word of its own."""
     monkeypatch.setattr(tokenizer_module, "_MOST_LETTERS", 10)
     made = load_tokenizer(data(corpus, {"train": "wordpiece", "vocab_size": 420}))
-    letters = {word.removeprefix("##") for word in made.get_vocab() if len(word.removeprefix("##")) == 1}
+    letters = {
+        word.removeprefix("##") for word in made.get_vocab() if len(word.removeprefix("##")) == 1
+    }
     assert len(letters) == 10
 
 
@@ -100,14 +128,21 @@ def test_bpe_is_byte_level(corpus: Path) -> None:
     assert len(made) == 420
     text = "Never seen: Жук 🎈\n\ttab"
     assert made.decode(made(text)["input_ids"]) == text
-    assert (made.eos_token, made.pad_token, made.bos_token, made.eos_token_id) == ("</s>", "</s>", "<s>", 2)
+    assert (made.eos_token, made.pad_token, made.bos_token, made.eos_token_id) == (
+        "</s>",
+        "</s>",
+        "<s>",
+        2,
+    )
 
 
 def test_trained_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same corpus and settings are trained once; another size or a changed corpus is another tokenizer."""
     trained = []
     original = tokenizer_module._bpe
-    monkeypatch.setattr(tokenizer_module, "_bpe", lambda data, size: (trained.append(size), original(data, size))[1])
+    monkeypatch.setattr(
+        tokenizer_module, "_bpe", lambda data, size: (trained.append(size), original(data, size))[1]
+    )
     for size in (300, 300, 310):
         load_tokenizer(data(corpus, {"train": "bpe", "vocab_size": size}))
     assert trained == [300, 310]
@@ -153,5 +188,8 @@ def test_a_folder_without_tokenizer(content: str | None, corpus: Path, tmp_path:
     folder.mkdir()
     if content is not None:
         (folder / "tokenizer_config.json").write_text(content)
-    with pytest.raises(InputError, match=rf"data.tokenizer: cannot load '{folder}': .*; give a local folder, a hub id"):
+    with pytest.raises(
+        InputError,
+        match=rf"data.tokenizer: cannot load '{folder}': .*; give a local folder, a hub id",
+    ):
         load_tokenizer(data(corpus, str(folder)))

@@ -83,18 +83,24 @@ def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None
     for left in (content[:400] + b"rubbish", content[:100]):
         record.unlink()
         path.write_bytes(left)
-        path.with_name(f"{record.stem}.ends").write_bytes(np.cumsum([len(text) for text in TEXTS[:5]]).tobytes())
+        path.with_name(f"{record.stem}.ends").write_bytes(
+            np.cumsum([len(text) for text in TEXTS[:5]]).tobytes()
+        )
         counted = sum(len(text) for text in TEXTS[:5])
         record.with_suffix(".written").write_text(f'{{"documents": 5, "tokens": {counted}}}')
         assert counted * 4 <= 400 or len(left) < counted * 4
         assert tokens.tokenized(source, Letters(), True)[:].tolist() == whole
 
 
-def test_a_process_that_is_killed_while_it_sums_loses_nothing(source: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_killed_while_it_sums_loses_nothing(
+    source: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All is tokenized then: of a corpus of terabytes the sums take hours."""
     with monkeypatch.context() as patched:
         patched.setattr(cache, "_sha256", lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        killed = multiprocessing.get_context("fork").Process(target=tokens.tokenized, args=(source, Counting(), True))
+        killed = multiprocessing.get_context("fork").Process(
+            target=tokens.tokenized, args=(source, Counting(), True)
+        )
         killed.start()
         killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
@@ -111,12 +117,26 @@ def test_shards_are_one_row(source: Corpus, monkeypatch: pytest.MonkeyPatch, siz
     monkeypatch.setattr(tokens, "SHARD", size)
     found = tokens.tokenized(source, Letters(), True)
     assert len(found) == len(whole)
-    for start, stop in ((0, 5), (5, 9), (6, 7), (7, 14), (60, 201), (len(whole) - 3, len(whole) + 9), (9, 9), (9, 3)):
+    for start, stop in (
+        (0, 5),
+        (5, 9),
+        (6, 7),
+        (7, 14),
+        (60, 201),
+        (len(whole) - 3, len(whole) + 9),
+        (9, 9),
+        (9, 3),
+    ):
         assert bytes(found[start:stop].tolist()).decode() == whole[start:stop]
-    assert len(list((Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.u32"))) == len(whole) // size + 1
+    assert (
+        len(list((Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.u32")))
+        == len(whole) // size + 1
+    )
 
 
-def test_a_killed_process_is_gone_on_from_shard_by_shard(source: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_is_gone_on_from_shard_by_shard(
+    source: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole shards are kept as they are; one that is another than it was is not: all is begun anew."""
     monkeypatch.setattr(shards, "SHARD", 50)
     monkeypatch.setattr(tokens, "SHARD", 50)
@@ -142,7 +162,9 @@ def test_a_killed_process_is_gone_on_from_shard_by_shard(source: Corpus, monkeyp
             path.unlink()
 
 
-def test_a_shard_that_changed_is_named_and_made_anew(source: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_changed_is_named_and_made_anew(
+    source: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of several, the one."""
     monkeypatch.setattr(shards, "SHARD", 50)
     monkeypatch.setattr(tokens, "SHARD", 50)
@@ -160,10 +182,16 @@ def test_ids_are_the_tokenizers_own(source: Corpus, tmp_path: Path) -> None:
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], show_progress=False))
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], show_progress=False)
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     expected = [
-        word for text in TEXTS for word in backend.encode(text.removesuffix("\n"), add_special_tokens=False).ids
+        word
+        for text in TEXTS
+        for word in backend.encode(text.removesuffix("\n"), add_special_tokens=False).ids
     ]
     expected += backend.encode("\n", add_special_tokens=False).ids  # the file's last
     backend.enable_truncation(5)
@@ -173,7 +201,9 @@ def test_ids_are_the_tokenizers_own(source: Corpus, tmp_path: Path) -> None:
     assert tokenizer.backend_tokenizer.truncation is not None  # it was not changed
 
 
-def test_memory_is_flat_over_a_corpus_many_times_as_large(source: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_flat_over_a_corpus_many_times_as_large(
+    source: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ten times the documents take as much memory, whatever their size: portions are bounded in letters, too."""
     monkeypatch.setattr(tokens, "_LETTERS_AT_ONCE", 20_000)
 
@@ -201,5 +231,7 @@ def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         writer.file = full
         with pytest.raises(OSError, match="No space left") as caught:
-            tokens._write(writer, full, tmp_path / "note", tokens.Written(), [encoded], lambda *_: None)
+            tokens._write(
+                writer, full, tmp_path / "note", tokens.Written(), [encoded], lambda *_: None
+            )
     assert caught.value.errno == errno.ENOSPC

@@ -29,15 +29,21 @@ TASK = "sequence-classification"
 
 def rows(path: Path, words: Sequence[str]) -> dict[str, Any]:
     """A corpus of a text for each of these labels."""
-    path.write_text("".join(json.dumps({"text": f"about {word}", "label": word}) + "\n" for word in words))
+    path.write_text(
+        "".join(json.dumps({"text": f"about {word}", "label": word}) + "\n" for word in words)
+    )
     return {"format": "jsonl", "path": [str(path)]}
 
 
-def classifier(tmp_path: Path, train: Sequence[str], evaluation: Sequence[str] = (), **model: Any) -> Recipe:
+def classifier(
+    tmp_path: Path, train: Sequence[str], evaluation: Sequence[str] = (), **model: Any
+) -> Recipe:
     """Trained and evaluated on texts with these labels."""
     held_out = rows(tmp_path / "evaluation.jsonl", evaluation) if evaluation else None
     data = {"train": rows(tmp_path / "train.jsonl", train), "evaluation": held_out}
-    return recipe(TASK, model or {"config": BERT}, data, batch={"micro_size": 2, "accumulation_steps": 1})
+    return recipe(
+        TASK, model or {"config": BERT}, data, batch={"micro_size": 2, "accumulation_steps": 1}
+    )
 
 
 def numbers(samples: Any) -> list[int]:
@@ -60,25 +66,40 @@ def test_labels_of_a_pretrained_classifier(foreign: str, tmp_path: Path) -> None
     """Its own numbers are taken if it has all the labels; else the labels are another task's, by the alphabet."""
     chosen = classifier(tmp_path, ["Sports", "World"], ["Business"], pretrained=foreign)
     data = LoadedData(chosen)
-    assert (numbers(data.train), numbers(data.evaluation), data.class_names) == ([1, 0], [2], [*NEWS])
+    assert (numbers(data.train), numbers(data.evaluation), data.class_names) == (
+        [1, 0],
+        [2],
+        [*NEWS],
+    )
     assert build_model(chosen, data).model.config.label2id == NEWS
-    assert LoadedData(classifier(tmp_path, ["World", "Art"], pretrained=foreign)).label_names == ["Art", "World"]
+    assert LoadedData(classifier(tmp_path, ["World", "Art"], pretrained=foreign)).label_names == [
+        "Art",
+        "World",
+    ]
 
 
 def test_labels_that_the_recipe_numbers(tmp_path: Path) -> None:
     """Others than those of the data are refused."""
-    chosen = classifier(tmp_path, ["World", "Art"], config={**BERT, "label2id": {"Art": 1, "Word": 0}})
-    with pytest.raises(InputError, match=r"model\.config\.label2id: got Art, Word, and the labels are Art, World"):
+    chosen = classifier(
+        tmp_path, ["World", "Art"], config={**BERT, "label2id": {"Art": 1, "Word": 0}}
+    )
+    with pytest.raises(
+        InputError, match=r"model\.config\.label2id: got Art, Word, and the labels are Art, World"
+    ):
         build_model(chosen, LoadedData(chosen))
 
 
 @pytest.mark.parametrize("words", [["Sports"], ["Business", "World", "World"]])
-def test_a_model_is_evaluated_by_its_own_labels(foreign: str, words: list[str], tmp_path: Path) -> None:
+def test_a_model_is_evaluated_by_its_own_labels(
+    foreign: str, words: list[str], tmp_path: Path
+) -> None:
     """Some of them alone are enough, in training's corpus is none of them."""
     from transformers import pipeline
 
     classify: Any = pipeline("text-classification", foreign)
-    found = evaluated(classifier(tmp_path, ["x", "y"], words, pretrained=foreign), Path(foreign), tmp_path)
+    found = evaluated(
+        classifier(tmp_path, ["x", "y"], words, pretrained=foreign), Path(foreign), tmp_path
+    )
     right = [classify(f"about {word}")[0]["label"] == word for word in words]
     assert found.metrics["classification_accuracy"] == pytest.approx(sum(right) / len(right))
 
@@ -90,7 +111,9 @@ def test_a_client_has_some_of_the_labels(tmp_path: Path) -> None:
     data = LoadedData(chosen, vocabulary=known)
     (tmp_path / "evaluation.jsonl").unlink()
     assert (numbers(data.train), data.classes, data.class_names) == ([1, 1], 3, [*NEWS])
-    with pytest.raises(DataError, match="label 'x' is none of the model's: World, Sports, Business"):
+    with pytest.raises(
+        DataError, match="label 'x' is none of the model's: World, Sports, Business"
+    ):
         _ = LoadedData(classifier(tmp_path, ["x"]), vocabulary=known).train
 
 
@@ -98,7 +121,9 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
     """A run that goes on has its own, though its corpus is another; one that asks for another gets that."""
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n\n".join(f"the {i % 7} cats saw {i % 5} dogs" for i in range(90)))
-    chosen = recipe("masked-lm", {"config": BERT}, {"train": {"format": "text", "path": [str(corpus)]}})
+    chosen = recipe(
+        "masked-lm", {"config": BERT}, {"train": {"format": "text", "path": [str(corpus)]}}
+    )
     run, first = RunDir(tmp_path / "run"), LoadedData(chosen)
     run.path.mkdir()
     keep(run, chosen, first.tokenizer, first.class_names, first.classes)
@@ -111,7 +136,9 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
     then = LoadedData(chosen, vocabulary=goes_on_with(run, chosen)).tokenizer
     assert then.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
     assert then.special_tokens_map == first.tokenizer.special_tokens_map
-    larger = chosen.data.model_copy(update={"tokenizer": TokenizerTraining(train="wordpiece", vocab_size=410)})
+    larger = chosen.data.model_copy(
+        update={"tokenizer": TokenizerTraining(train="wordpiece", vocab_size=410)}
+    )
     found = goes_on_with(run, chosen.model_copy(update={"data": larger}))
     assert found is not None
     assert found.tokenizer is None
@@ -134,11 +161,21 @@ def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "why"),
-    [('"labels"', '"lacels"', "unexpected keyword"), ("}", "", "no JSON"), ('"labels"', '"classes"', "missing|labels")],
+    [
+        ('"labels"', '"lacels"', "unexpected keyword"),
+        ("}", "", "no JSON"),
+        ('"labels"', '"classes"', "missing|labels"),
+    ],
 )
-def test_a_damaged_vocabulary_names_its_remedy(tmp_path: Path, old: str, new: str, why: str) -> None:
+def test_a_damaged_vocabulary_names_its_remedy(
+    tmp_path: Path, old: str, new: str, why: str
+) -> None:
     """A flipped bit in a name or in the form of the file: an error of input that names the file and the way on."""
     run = RunDir(tmp_path)
-    run.vocabulary.write_text('{"trained_tokenizer": null, "labels": ["cat", "dog"], "classes": 2}'.replace(old, new))
-    with pytest.raises(DamagedFile, match=rf"vocabulary\.json: is damaged: .*({why}).*Copy it from another run"):
+    run.vocabulary.write_text(
+        '{"trained_tokenizer": null, "labels": ["cat", "dog"], "classes": 2}'.replace(old, new)
+    )
+    with pytest.raises(
+        DamagedFile, match=rf"vocabulary\.json: is damaged: .*({why}).*Copy it from another run"
+    ):
         of_run(run)

@@ -36,11 +36,15 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def zero(*groups: list[Tensor], padding: tuple[Tensor, ...] = (), **fields: Any) -> Any:
     """DeepSpeed's optimizer at the moment of a step, with these gradients, the first group padded."""
     optimizer = object.__new__(DeepSpeedZeroOptimizer)
-    weights = [[torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in group] for group in groups]
+    weights = [
+        [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in group] for group in groups
+    ]
     state = {
         "bit16_groups": weights,
         "params_in_partition": weights,
-        "averaged_gradients": {i: [*group, *(padding if i == 0 else ())] for i, group in enumerate(groups)},
+        "averaged_gradients": {
+            i: [*group, *(padding if i == 0 else ())] for i, group in enumerate(groups)
+        },
         "cpu_offload": False,
         "has_moe_layers": False,
         "model_parallel_group": None,
@@ -56,7 +60,9 @@ def zero(*groups: list[Tensor], padding: tuple[Tensor, ...] = (), **fields: Any)
 def norms(optimizer: Any) -> list[float]:
     """The norm of each group, as scaled_global_norm asks for it."""
     groups = zip(optimizer.averaged_gradients.values(), optimizer.params_in_partition)
-    return [float(optimizer.get_grad_norm_direct(gradients, params)) for gradients, params in groups]
+    return [
+        float(optimizer.get_grad_norm_direct(gradients, params)) for gradients, params in groups
+    ]
 
 
 @pytest.fixture
@@ -86,9 +92,13 @@ def test_the_answers_are_deepspeeds() -> None:
     check = optimizer.has_overflow_partitioned_grads_serial()
     assert (check.dtype, check.shape, bool(check)) == (stock[0].dtype, stock[0].shape, False)
     assert norms(optimizer) == pytest.approx(stock[1], rel=1e-6)
-    norm = optimizer.get_grad_norm_direct(optimizer.averaged_gradients[0], optimizer.params_in_partition[0])
+    norm = optimizer.get_grad_norm_direct(
+        optimizer.averaged_gradients[0], optimizer.params_in_partition[0]
+    )
     assert (norm.dtype, norm.shape) == (torch.float32, ())
-    largest = optimizer.get_grad_norm_direct(optimizer.averaged_gradients[1], [], norm_type=math.inf)
+    largest = optimizer.get_grad_norm_direct(
+        optimizer.averaged_gradients[1], [], norm_type=math.inf
+    )
     assert float(largest) == float(optimizer.averaged_gradients[1][0].abs().max())
     restore(optimizer)
     assert optimizer.get_grad_norm_direct.__func__ is DeepSpeedZeroOptimizer.get_grad_norm_direct
@@ -192,7 +202,10 @@ def test_replicated_and_modified_optimizers() -> None:
     replicated.bit16_groups[0][0].ds_pipe_replicated = True
     assert fuse_gradient_norm(replicated).why == "it is not made for pipeline parallelism"
     twice = zero(gradients(3))
-    assert [fuse_gradient_norm(twice).why for _ in range(2)] == ["", "the optimizer is modified already"]
+    assert [fuse_gradient_norm(twice).why for _ in range(2)] == [
+        "",
+        "the optimizer is modified already",
+    ]
     other = fuse_gradient_norm(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     assert other == Applied(False, None, "it is for ZeRO 1 and 2, this is SGD")
 
@@ -210,7 +223,9 @@ def scaled_global_norm(self: Any, norm_type: int = 2) -> None:
         (stage_1_and_2, "has_inf_or_nan"),
     ],
 )
-def test_an_unknown_source_is_left_alone(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_source_is_left_alone(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A function that is not as in any known release is named, and nothing is replaced."""
     if not hasattr(owner, name):
         pytest.skip(f"this DeepSpeed has no {name}")
@@ -230,7 +245,9 @@ def test_functions_of_two_releases_are_not_a_release(monkeypatch: pytest.MonkeyP
     known = sources.known_sources()
     mixed = {**known["0.18.0"], "step": known["0.19.8"]["step"]}
     monkeypatch.setattr(sources, "installed", lambda *_: mixed)
-    assert sources.unknown_source(DeepSpeedZeroOptimizer).startswith("step is not as in any known release")
+    assert sources.unknown_source(DeepSpeedZeroOptimizer).startswith(
+        "step is not as in any known release"
+    )
     monkeypatch.setattr(sources, "installed", lambda *_: known["0.18.0"])
     assert sources.unknown_source(DeepSpeedZeroOptimizer) == ""
 
@@ -248,7 +265,9 @@ def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str
     if optimizer is not None:
         stepper = object.__new__(DeepSpeedStepper)
         stepper.engine = types.SimpleNamespace(optimizer=optimizer)
-    fp16 = engine._fp16_optimizer(made, used, stepper, DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu")))
+    fp16 = engine._fp16_optimizer(
+        made, used, stepper, DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    )
     sharding = f"DeepSpeed ZeRO {made.zero.stage}" if made.zero else "none"
     report = engine_report(used, fp16_optimizer=fp16, sharding=sharding)
     return asdict(fp16), plan_lines(report)[1:]
@@ -258,7 +277,10 @@ FUSED = "FP16_Optimizer: ortlaunch's, overflow and norm at once"
 LEFT = "FP16_Optimizer: not applied"
 WITHOUT = "it modifies DeepSpeed's ZeRO optimizer, and this run is without DeepSpeed"
 EAGER, CPU_ORT = "engine eager runs without ONNX Runtime", "ONNX Runtime's is for CUDA"
-OFF, OFFLOAD = "zero.fused_gradient_norm is false", "with CPU offload DeepSpeed measures gradients as it copies them"
+OFF, OFFLOAD = (
+    "zero.fused_gradient_norm is false",
+    "with CPU offload DeepSpeed measures gradients as it copies them",
+)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +290,13 @@ OFF, OFFLOAD = "zero.fused_gradient_norm is false", "with CPU offload DeepSpeed 
         ("ort", {}, None, (False, None, WITHOUT), []),
         ("eager", {"zero": {}}, {}, (True, "ortlaunch", EAGER), [f"{FUSED} ({EAGER})"]),
         ("ort", {"zero": {"stage": 2}}, {}, (True, "ortlaunch", CPU_ORT), [f"{FUSED} ({CPU_ORT})"]),
-        ("inductor", {"zero": {"fused_gradient_norm": False}}, {}, (False, None, OFF), [f"{LEFT}: {OFF}"]),
+        (
+            "inductor",
+            {"zero": {"fused_gradient_norm": False}},
+            {},
+            (False, None, OFF),
+            [f"{LEFT}: {OFF}"],
+        ),
         (
             "eager",
             {"zero": {}},
@@ -278,7 +306,9 @@ OFF, OFFLOAD = "zero.fused_gradient_norm is false", "with CPU offload DeepSpeed 
         ),
     ],
 )
-def test_it_is_recorded_and_said(used: str, made: Any, fields: Any, fp16: Any, lines: list[str]) -> None:
+def test_it_is_recorded_and_said(
+    used: str, made: Any, fields: Any, fp16: Any, lines: list[str]
+) -> None:
     """engine.json and the plan say whose fused pass runs, or why none does; and none runs where that is said."""
     optimizer = None if fields is None else zero(gradients(3), **fields)
     found, said = told(recipe(**made), used, optimizer)

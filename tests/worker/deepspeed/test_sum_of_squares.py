@@ -19,14 +19,18 @@ def exact(tensors: list[Tensor]) -> float:
 
 def wide(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal numbers whose size falls over six decades."""
-    return (torch.randn(count, generator=torch.Generator().manual_seed(1)) * torch.logspace(0, -6, count)).to(dtype)
+    return (
+        torch.randn(count, generator=torch.Generator().manual_seed(1))
+        * torch.logspace(0, -6, count)
+    ).to(dtype)
 
 
 @pytest.fixture
 def no_slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """The result must come from the fused pass."""
     monkeypatch.setattr(
-        "ortlaunch.worker.deepspeed.sum_of_squares._in_double", lambda tensors: pytest.fail("went the slow way")
+        "ortlaunch.worker.deepspeed.sum_of_squares._in_double",
+        lambda tensors: pytest.fail("went the slow way"),
     )
 
 
@@ -75,12 +79,19 @@ def test_nothing_and_zeros() -> None:
     """Empty tensors and zeros have the norm 0."""
     assert float(sum_of_squares([torch.empty(0)])) == 0
     assert float(sum_of_squares([torch.empty(0, 3), torch.zeros(2000)])) == 0
-    assert float(sum_of_squares([torch.empty(0), torch.full((2,), 3.0)])) == pytest.approx(18, rel=4e-7)
+    assert float(sum_of_squares([torch.empty(0), torch.full((2,), 3.0)])) == pytest.approx(
+        18, rel=4e-7
+    )
 
 
 def test_strides_and_mixed_precisions() -> None:
     """Transposed, strided and differently typed tensors count each element once, and stay as they are."""
-    tensors = [wide(4000).reshape(40, 100).t(), wide(5000)[::2], wide(3000, torch.bfloat16), wide(9).requires_grad_()]
+    tensors = [
+        wide(4000).reshape(40, 100).t(),
+        wide(5000)[::2],
+        wide(3000, torch.bfloat16),
+        wide(9).requires_grad_(),
+    ]
     before = [tensor.detach().clone() for tensor in tensors]
     found = sum_of_squares(tensors)
     assert not found.requires_grad
@@ -93,8 +104,14 @@ def test_strides_and_mixed_precisions() -> None:
 @pytest.mark.parametrize("count", [7, 100_000_000])
 def test_on_cuda(count: int, dtype: torch.dtype) -> None:
     """The kernel over all tensors is within 1e-6 of float64, and sees one bad element and huge finite ones."""
-    tensors = [wide(count, dtype).cuda(), wide(1000, dtype).cuda(), torch.empty(0, dtype=dtype, device="cuda")]
-    assert math.sqrt(float(sum_of_squares(tensors))) == pytest.approx(math.sqrt(exact(tensors)), rel=1e-6)
+    tensors = [
+        wide(count, dtype).cuda(),
+        wide(1000, dtype).cuda(),
+        torch.empty(0, dtype=dtype, device="cuda"),
+    ]
+    assert math.sqrt(float(sum_of_squares(tensors))) == pytest.approx(
+        math.sqrt(exact(tensors)), rel=1e-6
+    )
     tensors[0][-1] = math.nan
     assert not sum_of_squares(tensors).isfinite()
     if dtype != torch.float16:

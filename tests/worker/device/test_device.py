@@ -100,9 +100,13 @@ def test_steps_are_pytorchs(bert: Made) -> None:
         graph.labelled_batches(bert.recipe, bert.whole, bert.data),
     )
     whole = build_model(bert.recipe, bert.data).float()
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.1, eps=bert.recipe.optimizer.epsilon)
+    optimizer = torch.optim.AdamW(
+        whole.parameters(), lr=1e-2, weight_decay=0.1, eps=bert.recipe.optimizer.epsilon
+    )
     for batch in batches[:2]:
-        batch["labels"][batch["attention_mask"] == 0] = -100  # as of any padding; its embedding has no gradient then
+        batch["labels"][
+            batch["attention_mask"] == 0
+        ] = -100  # as of any padding; its embedding has no gradient then
         loss = whole(**batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
@@ -120,10 +124,15 @@ def test_more_steps_than_epochs_have(bert: Made) -> None:
 
     assert _more(bert.recipe, 9) == "train.max_steps=9"
     train = bert.recipe.train.model_copy(update={"epochs": 1.0, "max_steps": None})
-    assert _more(bert.recipe.model_copy(update={"train": train}), 9) == "train.max_steps=9 train.epochs=null"
+    assert (
+        _more(bert.recipe.model_copy(update={"train": train}), 9)
+        == "train.max_steps=9 train.epochs=null"
+    )
 
 
-def test_it_learns_goes_on_and_leaves(bert: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_learns_goes_on_and_leaves(
+    bert: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Six steps at once, or two and four; a lower loss, one number by the artifacts and by the exported model."""
     at_once = bert.train(tmp_path / "six")
     bert.train(tmp_path / "two", steps=2)
@@ -141,7 +150,11 @@ def test_it_learns_goes_on_and_leaves(bert: Made, tmp_path: Path, capsys: pytest
     assert after.metrics["loss"] < before.metrics["loss"] - 0.1
     assert (after.step, after.samples) == (6, 8)
     export(bert.place, tmp_path / "six", tmp_path / "model")
-    assert {path.name for path in (tmp_path / "model").iterdir()} >= {"model.onnx", "config.json", "tokenizer.json"}
+    assert {path.name for path in (tmp_path / "model").iterdir()} >= {
+        "model.onnx",
+        "config.json",
+        "tokenizer.json",
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ortlaunch.worker.data.load_data", lambda *_, **__: bert.data)
         found = evaluated(bert.recipe, tmp_path / "model" / "model.onnx", tmp_path)
@@ -153,7 +166,10 @@ def test_adapters_alone_are_trained(tmp_path: Path) -> None:
     """Under LoRA a device changes the adapters and nothing else; the recipe that it reads is the artifacts'."""
     made = Made(LORA, tmp_path / "artifacts")
     assert parse_resolved(made.place.recipe.read_text()).model.attention == "eager"
-    before, after = weights(load_state(made.place.checkpoint)), weights(made.train(tmp_path / "after", steps=2))
+    before, after = (
+        weights(load_state(made.place.checkpoint)),
+        weights(made.train(tmp_path / "after", steps=2)),
+    )
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert changed == {each.name for each in made.told.parameters if each.trained}
     assert all("lora_" in name for name in changed)
@@ -162,16 +178,26 @@ def test_adapters_alone_are_trained(tmp_path: Path) -> None:
 
 def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
     """Packed into samples, as the run trained them: PyTorch's loss with its mask, in steps and in evaluations."""
-    (tmp_path / "lines.txt").write_text("\n".join("of several words"[: number % 14 + 1] for number in range(200)))
+    (tmp_path / "lines.txt").write_text(
+        "\n".join("of several words"[: number % 14 + 1] for number in range(200))
+    )
     lines = {"format": "text", "path": str(tmp_path / "lines.txt"), "document": "line"}
-    data = {**LORA.data.model_dump(), "train": lines, "evaluation": lines, "attend_across_documents": False}
+    data = {
+        **LORA.data.model_dump(),
+        "train": lines,
+        "evaluation": lines,
+        "attend_across_documents": False,
+    }
     model = {"task": "causal-lm", "config": {**(LORA.model.config or {}), "initializer_range": 0.5}}
     made = Made(makers.recipe(model=model, data=data), tmp_path / "artifacts")
     batch = collate([made.data.train.sample(index, epoch=0) for index in range(8)])
     assert batch["document_ids"].any()
     with torch.no_grad():
         inner: Any = made.whole.model
-        loss, across = float(made.whole(**batch)), float(inner(batch["input_ids"], labels=batch["labels"]).loss)
+        loss, across = (
+            float(made.whole(**batch)),
+            float(inner(batch["input_ids"], labels=batch["labels"]).loss),
+        )
     assert abs(loss - across) > 0.01
     assert any("each document in a row of its own" in note for note in made.told.notes)
     device = Device(made.place, made.place.checkpoint, trains=True)
@@ -197,7 +223,9 @@ def test_clients_are_averaged(bert: Made, tmp_path: Path) -> None:
     for name, value in weights(mean).items():
         np.testing.assert_allclose(value, (first[name] + 3 * second[name]) / 4, atol=1e-6)
     assert (number(mean, STEPS), number(mean, SAMPLES)) == (3, 8)
-    assert number(bert.train(tmp_path / "again", steps=2, checkpoint=tmp_path / "mean"), SAMPLES) == 4
+    assert (
+        number(bert.train(tmp_path / "again", steps=2, checkpoint=tmp_path / "mean"), SAMPLES) == 4
+    )
     average(bert.place, clients, [1.0, 1.0], tmp_path / "even")
     name = next(iter(first))
     even = weights(load_state(tmp_path / "even"))[name]
@@ -224,13 +252,22 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
         average(bert.place, [good, tmp_path / "nan"], None, to)
 
     config = {"model_type": "bert", **SMALL, "intermediate_size": 48}
-    wider = bert.recipe.model_copy(update={"model": bert.recipe.model.model_copy(update={"config": config})})
+    wider = bert.recipe.model_copy(
+        update={"model": bert.recipe.model.model_copy(update={"config": config})}
+    )
     other = Made(wider, tmp_path / "wider")
-    with pytest.raises(CheckpointError, match=r"intermediate.*is of shape \[48.*, and of \[32.* in the artifacts"):
+    with pytest.raises(
+        CheckpointError, match=r"intermediate.*is of shape \[48.*, and of \[32.* in the artifacts"
+    ):
         average(bert.place, [good, other.place.checkpoint], [1.0, 1.0], to)
     shutil.copy(good, tmp_path / "copy")
     with pytest.raises(CheckpointError, match="is not of these artifacts: it has"):
-        average(DeviceFolder(other_names(bert, tmp_path / "renamed")), [good, tmp_path / "copy"], None, to)
+        average(
+            DeviceFolder(other_names(bert, tmp_path / "renamed")),
+            [good, tmp_path / "copy"],
+            None,
+            to,
+        )
     assert not to.exists()
 
 
@@ -255,12 +292,18 @@ class Sum(torch.nn.Module):
 
 
 def rows() -> list[dict[str, Any]]:
-    return [{"x": row, "more": 1.0} for row in torch.randn(8, 4, generator=torch.Generator().manual_seed(0))]
+    return [
+        {"x": row, "more": 1.0}
+        for row in torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    ]
 
 
 def stack(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     x = torch.stack([sample["x"] for sample in samples])
-    return {"x": x, "y": x.sum(1, keepdim=True) + torch.tensor([[sample["more"]] for sample in samples])}
+    return {
+        "x": x,
+        "y": x.sum(1, keepdim=True) + torch.tensor([[sample["more"]] for sample in samples]),
+    }
 
 
 def test_batches_of_the_users_own_collate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,4 +320,7 @@ def test_batches_of_the_users_own_collate(tmp_path: Path, monkeypatch: pytest.Mo
     assert load(made.place.recipe).recipe == made.recipe  # as the verbs read it
     before = evaluate(made.place, made.recipe, made.data, made.place.checkpoint).metrics["loss"]
     made.train(tmp_path / "trained")
-    assert evaluate(made.place, made.recipe, made.data, tmp_path / "trained").metrics["loss"] < before / 4
+    assert (
+        evaluate(made.place, made.recipe, made.data, tmp_path / "trained").metrics["loss"]
+        < before / 4
+    )

@@ -33,7 +33,9 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glib
 def faults(how: str, mebibytes: int = 16) -> int:
     """Pages that the kernel gave when as much was asked for a second time, in a fresh process."""
     command = [sys.executable, "-c", FAULTS, how, str(mebibytes)]
-    return int(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    return int(
+        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    )
 
 
 @glibc
@@ -51,7 +53,12 @@ def test_what_is_freed_is_used_again() -> None:
         (None, {}, "1", "in huge pages"),
         ("4294967295", {}, "1", "in huge pages"),
         ("-1", {}, "1", "in huge pages"),
-        ("9", {}, None, "in ordinary pages: the host of this virtual machine takes back what is free"),
+        (
+            "9",
+            {},
+            None,
+            "in ordinary pages: the host of this virtual machine takes back what is free",
+        ),
         ("9", {"THP_MEM_ALLOC_ENABLE": "1"}, "1", "as THP_MEM_ALLOC_ENABLE=1 says"),
         (None, {"THP_MEM_ALLOC_ENABLE": "0"}, "0", "as THP_MEM_ALLOC_ENABLE=0 says"),
     ],
@@ -70,7 +77,9 @@ allocator._REPORTING, environ = Path({str(told)!r}), {given}
 print(allocator.keep_freed_memory(environ))
 print(environ.get("THP_MEM_ALLOC_ENABLE"))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     words, asked = done.stdout.splitlines()
     assert words.startswith(f"{KEPT}; larger ones {said}")
     assert asked == str(found)

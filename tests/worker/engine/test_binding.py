@@ -11,7 +11,16 @@ from ortlaunch.errors import LaunchError
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.worker.engine import binding
-from ortlaunch.worker.engine.binding import Bound, Cpu, bind, choose, cpus_of, gpu_nodes, numbers, shown
+from ortlaunch.worker.engine.binding import (
+    Bound,
+    Cpu,
+    bind,
+    choose,
+    cpus_of,
+    gpu_nodes,
+    numbers,
+    shown,
+)
 from tests.makers import host, plan, recipe
 
 FLAT = [Cpu(0, number, number) for number in range(6)]
@@ -58,7 +67,9 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     bound: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append(set(cpus)))
-    monkeypatch.setattr(binding, "cpus_of", lambda allowed: [Cpu(0, number, number) for number in sorted(allowed)])
+    monkeypatch.setattr(
+        binding, "cpus_of", lambda allowed: [Cpu(0, number, number) for number in sorted(allowed)]
+    )
     return bound
 
 
@@ -74,7 +85,8 @@ def test_threads_follow(cores: list[set[int]]) -> None:
             assert bind("core", made, rank, {"OMP_NUM_THREADS": "1"}).threads == 1
             continue
         with pytest.raises(
-            LaunchError, match=r"^launch.binding is core, OMP_NUM_THREADS is 3, and a rank would have 2"
+            LaunchError,
+            match=r"^launch.binding is core, OMP_NUM_THREADS is 3, and a rank would have 2",
         ):
             bind("core", made, rank, {"OMP_NUM_THREADS": "3"})
     assert len(cores) == 2

@@ -12,7 +12,12 @@ from torch import nn
 
 from ortlaunch.errors import EngineError
 from ortlaunch.precisions import PRECISIONS
-from ortlaunch.worker.engine.comparison import compare, compare_with_draws, dropouts, without_dropout
+from ortlaunch.worker.engine.comparison import (
+    compare,
+    compare_with_draws,
+    dropouts,
+    without_dropout,
+)
 
 BATCH = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(3))}
 
@@ -63,7 +68,9 @@ def test_a_module_is_equal_to_itself_with_dropout_off() -> None:
     net = Net()
     found = compare(net, net, BATCH)
     assert found.largest == 0
-    assert {d.name for d in found.gradients} == {n for n, p in net.named_parameters() if p.requires_grad}
+    assert {d.name for d in found.gradients} == {
+        n for n, p in net.named_parameters() if p.requires_grad
+    }
     with without_dropout(net):
         assert found.loss == net(**BATCH).item() != pytest.approx(0)
     assert net.training
@@ -73,7 +80,9 @@ def test_nothing_is_left_behind() -> None:
     """Gradients, batch statistics, random numbers and dropout are afterwards what they were."""
     net = Net()
     net(**BATCH).backward()
-    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
+    gradients = {
+        name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()
+    }
     buffers, random = copy.deepcopy(dict(net.named_buffers())), torch.get_rng_state()
     compare(net, lambda x: net(x + torch.rand(1)), BATCH)
     assert all((p.grad is None) == (gradients[n] is None) for n, p in net.named_parameters())
@@ -108,7 +117,9 @@ def test_a_wrong_gradient_behind_a_right_loss_is_named() -> None:
     assert found.loss_difference < 1e-6
     assert found.gradients[0].name == "second.weight"
     assert found.gradients[0].value == pytest.approx(0.01, rel=1e-3)
-    assert found.gradients[0].norm == pytest.approx(1.01 * found.gradients[0].reference_norm, rel=1e-5)
+    assert found.gradients[0].norm == pytest.approx(
+        1.01 * found.gradients[0].reference_norm, rel=1e-5
+    )
     assert found.gradients[1].value < 1e-5
     assert found.largest == found.gradients[0].value
 
@@ -199,7 +210,10 @@ def test_weights_that_a_pass_moves_are_put_back_and_compared() -> None:
 
     found = compare(net, late, BATCH)
     assert max(found.loss_difference, found.gradient_difference) < 1e-6
-    assert {(each.name, each.value) for each in found.state} == {("key.weight", 1.0), ("key.bias", 1.0)}
+    assert {(each.name, each.value) for each in found.state} == {
+        ("key.weight", 1.0),
+        ("key.bias", 1.0),
+    }
     assert found.largest == 1.0
     assert compare(net, stays, BATCH).loss_difference > 0.01
 
@@ -242,7 +256,9 @@ def off_by(net: BeforeNorm, error: float) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("roundings", "judgement"), [(0, "equal"), (5, "rounding"), (100, "wrong")])
+@pytest.mark.parametrize(
+    ("roundings", "judgement"), [(0, "equal"), (5, "rounding"), (100, "wrong")]
+)
 def test_float64_tells_rounding_from_an_error(roundings: int, judgement: str) -> None:
     """A few of eager's own roundings are no difference; what is many times as far from float64 as eager is one."""
     net, tolerance = BeforeNorm(), 1e-7
@@ -253,7 +269,10 @@ def test_float64_tells_rounding_from_an_error(roundings: int, judgement: str) ->
     bias = next(each for each in found.gradients if each.name == "conv.bias")
     assert not found.not_judged
     assert found.rounding == (["conv.bias"] if judgement == "rounding" else [])
-    assert (bias.value > tolerance, bias.rounding) == (judgement != "equal", judgement == "rounding")
+    assert (bias.value > tolerance, bias.rounding) == (
+        judgement != "equal",
+        judgement == "rounding",
+    )
     assert (found.largest > tolerance) == (judgement == "wrong")
     assert net.conv.bias.dtype == torch.float32
     assert torch.get_default_dtype() == torch.float32
@@ -350,11 +369,19 @@ class Sampling(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mean, spread = self.first(x), self.second(x).exp()
-        hidden = mean + spread * torch.randn_like(mean) + torch.distributions.Normal(0.0, 1.0).rsample((8,))
+        hidden = (
+            mean
+            + spread * torch.randn_like(mean)
+            + torch.distributions.Normal(0.0, 1.0).rsample((8,))
+        )
         hidden = nn.functional.dropout(hidden, 0.3, self.training) + torch.empty(8).uniform_()
         if self.gamma:
             hidden = hidden * torch.distributions.Gamma(spread, 1.0).rsample()
-        return (hidden[torch.randint(6, (4,))] * torch.bernoulli(torch.full((8,), 0.5))).square().mean()
+        return (
+            (hidden[torch.randint(6, (4,))] * torch.bernoulli(torch.full((8,), 0.5)))
+            .square()
+            .mean()
+        )
 
 
 def test_recorded_random_numbers_are_given_to_both() -> None:
@@ -364,7 +391,9 @@ def test_recorded_random_numbers_are_given_to_both() -> None:
     assert (found.largest, found.draws) == (0, 6)
     assert {each.name for each in found.gradients} == {name for name, _ in net.named_parameters()}
     assert torch.equal(torch.get_rng_state(), before)
-    wrong = compare_with_draws(net, net, BATCH, lambda model: lambda draws, x: model(draws, x=x) * 1.01)
+    wrong = compare_with_draws(
+        net, net, BATCH, lambda model: lambda draws, x: model(draws, x=x) * 1.01
+    )
     assert wrong.largest == pytest.approx(0.01, rel=1e-2)
     assert wrong.not_judged == ""
 
@@ -380,7 +409,9 @@ def test_a_compiled_model_is_compared_with_itself_uncompiled() -> None:
     """The reference is called past torch.compile."""
     net = Net()
     calls = []
-    net._compiled_call_impl = lambda **batch: calls.append(1) or Net.forward(net, **batch)  # as Module.compile does
+    net._compiled_call_impl = lambda **batch: (
+        calls.append(1) or Net.forward(net, **batch)
+    )  # as Module.compile does
     assert compare(net, net, BATCH).largest == 0
     assert calls == [1]
 
@@ -401,7 +432,9 @@ def test_half_precision_by_autocast() -> None:
 def test_the_scale_of_fp16_is_taken_back() -> None:
     """Norms are those of the loss itself."""
     net = Net()
-    plain, scaled = (compare(net, spoilt(net, 1.01), BATCH, precision=name) for name in ("fp32", "fp16"))
+    plain, scaled = (
+        compare(net, spoilt(net, 1.01), BATCH, precision=name) for name in ("fp32", "fp16")
+    )
     assert scaled.gradients[0].norm == pytest.approx(plain.gradients[0].norm, rel=1e-5)
     assert scaled.gradients[0].value == pytest.approx(plain.gradients[0].value, rel=1e-3)
 
@@ -414,7 +447,9 @@ def test_every_dropout_of_a_transformers_model_is_found(family: str) -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16,
              "num_attention_heads": 2}  # fmt: skip
     if family == "bert":
-        model = transformers.BertModel(transformers.BertConfig(**sizes, attention_probs_dropout_prob=0.2))
+        model = transformers.BertModel(
+            transformers.BertConfig(**sizes, attention_probs_dropout_prob=0.2)
+        )
     else:
         model = transformers.LlamaModel(transformers.LlamaConfig(**sizes, attention_dropout=0.2))
     found = {(type(owner).__name__, name) for owner, name, _ in dropouts(model)}

@@ -26,7 +26,10 @@ from tests.training import ZERO_3
 
 CPU = torch.device("cpu")
 GROUP = DistributedContext(Rank(0, 1, 0, 1), CPU)
-RATE, ADAM = 0.01, {"learning_rate": 0.1, "weight_decay": 0.5, "no_decay": []}  # the rate of step 1 is a warm-up's
+RATE, ADAM = (
+    0.01,
+    {"learning_rate": 0.1, "weight_decay": 0.5, "no_decay": []},
+)  # the rate of step 1 is a warm-up's
 
 
 class Mean(nn.Module):
@@ -46,24 +49,31 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process group of one, and a DeepSpeed that forgets it."""
     monkeypatch.setattr(comm, "cdb", None)
     monkeypatch.setattr(groups, "_WORLD_GROUP", None)
-    monkeypatch.setattr(nn.functional, "linear", nn.functional.linear)  # which ZeRO 3 replaces, for the whole process
+    monkeypatch.setattr(
+        nn.functional, "linear", nn.functional.linear
+    )  # which ZeRO 3 replaces, for the whole process
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize(
-    ("stage", "name", "kind"), [(0, "adamw", AdamW), (1, "adamw", AdamW), (2, "adamw", AdamW), (0, "lamb", Lamb)]
+    ("stage", "name", "kind"),
+    [(0, "adamw", AdamW), (1, "adamw", AdamW), (2, "adamw", AdamW), (0, "lamb", Lamb)],
 )
 def test_the_first_step_in_bf16_is_the_optimizers_first(stage: int, name: str, kind: Any) -> None:
     """It has taken no step before: weights after step 1 are plain PyTorch's from the same gradients, LAMB's too."""
     made = recipe(zero={"stage": stage}, precision="bf16", optimizer={"name": name, **ADAM})
     config: Any = deepspeed_config(made, 4, 1, 1)
     model = Mean()
-    stepper = DeepSpeedStepper(model, build_optimizer(made.optimizer, model, "eager", CPU).optimizer, GROUP, config)
+    stepper = DeepSpeedStepper(
+        model, build_optimizer(made.optimizer, model, "eager", CPU).optimizer, GROUP, config
+    )
     plain = Mean().bfloat16()
     x = torch.randn(4, 8, dtype=torch.bfloat16)
     plain(x).backward()
@@ -80,11 +90,16 @@ def test_the_first_step_in_bf16_is_the_optimizers_first(stage: int, name: str, k
 
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize(("stage", "parameters"), [(1, None), (2, None), (3, None), (3, "cpu")])
-def test_an_offloaded_optimizer_trains_as_one_that_is_not(stage: int, parameters: str | None) -> None:
+def test_an_offloaded_optimizer_trains_as_one_that_is_not(
+    stage: int, parameters: str | None
+) -> None:
     """Weights after three steps of `zero.offload` are those without, within float32's rounding."""
 
     def trained(offload: dict[str, Any] | None) -> list[torch.Tensor]:
-        made = recipe(zero={**ZERO_3, "stage": stage, "offload": offload}, optimizer={"name": "fused_adam", **ADAM})
+        made = recipe(
+            zero={**ZERO_3, "stage": stage, "offload": offload},
+            optimizer={"name": "fused_adam", **ADAM},
+        )
         model, generator = Mean(), torch.Generator().manual_seed(1)
         config: Any = deepspeed_config(made, 4, 1, 1)
         chosen = build_optimizer(made.optimizer, model, "eager", CPU, config, 1)

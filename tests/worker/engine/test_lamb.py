@@ -29,7 +29,9 @@ def reference(weights: Arrays, gradients: list[Arrays], decay: float) -> Arrays:
             g = gradients[step - 1][number].astype(np.float64)
             m = BETAS[0] * m + (1 - BETAS[0]) * g
             v = BETAS[1] * v + (1 - BETAS[1]) * g * g
-            update = (m / (1 - BETAS[0] ** step)) / (np.sqrt(v / (1 - BETAS[1] ** step)) + EPS) + decay * w
+            update = (m / (1 - BETAS[0] ** step)) / (
+                np.sqrt(v / (1 - BETAS[1] ** step)) + EPS
+            ) + decay * w
             w_norm, u_norm = np.linalg.norm(w), np.linalg.norm(update)
             ratio = w_norm / u_norm if decay and w_norm and u_norm else 1.0
             w = w - rate * ratio * update
@@ -53,10 +55,14 @@ def tensors(seed: int) -> Arrays:
 def noise(steps: int = len(RATES)) -> list[Arrays]:
     """Gradients of each step for each of the tensors."""
     random = np.random.default_rng(1)
-    return [[np.asarray(random.normal(size=array.shape)) for array in tensors(0)] for _ in range(steps)]
+    return [
+        [np.asarray(random.normal(size=array.shape)) for array in tensors(0)] for _ in range(steps)
+    ]
 
 
-def train(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], gradients: list[Arrays]) -> None:
+def train(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], gradients: list[Arrays]
+) -> None:
     """One step with each of RATES."""
     for rate, step in zip(RATES, gradients):
         for group in optimizer.param_groups:
@@ -83,10 +89,16 @@ def test_it_is_the_paper_formula(
     gradients[2][0][:] = 0.0
     decayed, spared = parameters_of(start, dtype), parameters_of(start, dtype)
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": spared, "weight_decay": 0.0}]
-    train(Lamb(groups, betas=BETAS, eps=EPS), [*decayed, *spared], [[*step, *step] for step in gradients])
+    train(
+        Lamb(groups, betas=BETAS, eps=EPS),
+        [*decayed, *spared],
+        [[*step, *step] for step in gradients],
+    )
     for parameters, decay in ((decayed, DECAY), (spared, 0.0)):
         for parameter, expected in zip(parameters, reference(start, gradients, decay)):
-            np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=tolerance, atol=tolerance * 1e-2)
+            np.testing.assert_allclose(
+                parameter.detach().numpy(), expected, rtol=tolerance, atol=tolerance * 1e-2
+            )
 
 
 def test_without_decay_it_is_adam() -> None:
@@ -108,7 +120,9 @@ def test_each_tensor_moves_by_the_rate_times_its_own_norm() -> None:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     moved = [np.linalg.norm(p.detach().numpy() - before) for p, before in zip(parameters, start)]
-    np.testing.assert_allclose(moved, [0.1 * np.linalg.norm(before) for before in start], rtol=1e-12)
+    np.testing.assert_allclose(
+        moved, [0.1 * np.linalg.norm(before) for before in start], rtol=1e-12
+    )
 
 
 def test_nothing_to_do_changes_nothing() -> None:

@@ -53,7 +53,8 @@ def parameters(model: nn.Module, trained: bool = False) -> int:
         pytest.param(
             {"tie_word_embeddings": False},
             marks=pytest.mark.skipif(
-                version("transformers") < "5", reason="transformers 4 ties the bias of the words even so"
+                version("transformers") < "5",
+                reason="transformers 4 ties the bias of the words even so",
             ),
         ),
         {"num_hidden_layers": 1, "intermediate_size": 100, "vocab_size": 333},
@@ -63,7 +64,9 @@ def parameters(model: nn.Module, trained: bool = False) -> int:
 def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
     """BERT's parameters, with each head."""
     config = {**BERT, **fields}
-    assert sum(tensor_sizes(complete(config) or {}, task)) == parameters(transformers_model(config, task))
+    assert sum(tensor_sizes(complete(config) or {}, task)) == parameters(
+        transformers_model(config, task)
+    )
 
 
 @pytest.mark.parametrize("task", ["causal-lm", *LABELLED])
@@ -83,7 +86,9 @@ def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
 def test_llama_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
     """Llama's parameters, with grouped heads, tied words and biases."""
     config = {**LLAMA, **fields}
-    assert sum(tensor_sizes(complete(config) or {}, task)) == parameters(transformers_model(config, task))
+    assert sum(tensor_sizes(complete(config) or {}, task)) == parameters(
+        transformers_model(config, task)
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,8 +110,16 @@ def test_published_sizes(config: dict[str, Any], task: str, published: int) -> N
     ("config", "task", "modules"),
     [
         (LLAMA, "causal-lm", ["q_proj", "v_proj"]),
-        ({**LLAMA, "num_key_value_heads": 2}, "causal-lm", ["k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
-        ({**LLAMA, "head_dim": 32, "num_key_value_heads": 1}, "causal-lm", ["q_proj", "v_proj", "o_proj"]),
+        (
+            {**LLAMA, "num_key_value_heads": 2},
+            "causal-lm",
+            ["k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        ),
+        (
+            {**LLAMA, "head_dim": 32, "num_key_value_heads": 1},
+            "causal-lm",
+            ["q_proj", "v_proj", "o_proj"],
+        ),
         (BERT, "masked-lm", ["query", "value"]),
         (BERT, "masked-lm", ["key"]),
         (LLAMA, "causal-lm", ["all-linear"]),
@@ -120,9 +133,16 @@ def test_adapters_have_pefts_count(config: dict[str, Any], task: str, modules: l
     import peft
 
     targets = modules[0] if modules == ["all-linear"] else modules
-    made = peft.get_peft_model(transformers_model(config, task), peft.LoraConfig(r=4, target_modules=targets))
-    memory = known(bert(model={"task": task, "config": config, "lora": {"r": 4, "target_modules": modules}}))
-    assert (memory.parameters, memory.trainable) == (parameters(made), parameters(made, trained=True))
+    made = peft.get_peft_model(
+        transformers_model(config, task), peft.LoraConfig(r=4, target_modules=targets)
+    )
+    memory = known(
+        bert(model={"task": task, "config": config, "lora": {"r": 4, "target_modules": modules}})
+    )
+    assert (memory.parameters, memory.trainable) == (
+        parameters(made),
+        parameters(made, trained=True),
+    )
 
 
 def known(recipe: Recipe, micro: int = 2, ranks: int = 1) -> Memory:
@@ -163,7 +183,9 @@ def test_bytes_on_one_rank(names: tuple[str, str], widths: dict[str, tuple[int, 
     stages = dict(memory.by_stage)
     for stage, (weights, gradients, optimizer) in widths.items():
         found = stages[stage]
-        assert found[:3] == tuple(memory.parameters * width for width in (weights, gradients, optimizer))
+        assert found[:3] == tuple(
+            memory.parameters * width for width in (weights, gradients, optimizer)
+        )
         assert found.total == sum(found)
 
 
@@ -173,12 +195,16 @@ def test_sgd_with_momentum_has_state() -> None:
     assert dict(memory.by_stage)["DDP"].optimizer == 4 * memory.parameters
 
 
-@pytest.mark.parametrize(("task", "more"), [("sequence-classification", 35 << 20), ("masked-lm", 0)])
+@pytest.mark.parametrize(
+    ("task", "more"), [("sequence-classification", 35 << 20), ("masked-lm", 0)]
+)
 def test_an_evaluation_of_labels_imports_torchmetrics(task: str, more: int) -> None:
     """Its modules stay in the process: 152 MiB were measured where 94 had been planned."""
     model, held_out = {"task": task, "config": BERT}, {"format": "jsonl", "path": "b.jsonl"}
     data = {**WORDS, "train": {"format": "jsonl", "path": "a.jsonl"}}
-    plain, evaluated = (known(bert(model=model, data=each)) for each in (data, {**data, "evaluation": held_out}))
+    plain, evaluated = (
+        known(bert(model=model, data=each)) for each in (data, {**data, "evaluation": held_out})
+    )
     assert dict(evaluated.by_stage)["DDP"].overhead - dict(plain.by_stage)["DDP"].overhead == more
 
 
@@ -188,14 +214,19 @@ def test_torch_keeps_the_bytes_that_are_said() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 100)).sum().backward()
     optimizer.step()
-    state = [value for one in optimizer.state.values() for name, value in one.items() if name != "step"]
+    state = [
+        value for one in optimizer.state.values() for name, value in one.items() if name != "step"
+    ]
     assert sum(value.nbytes for value in state) == 8 * parameters(model)
 
 
 def test_zero_shards_over_the_ranks() -> None:
     """Each stage divides one thing more by the ranks, rounded up; activations stay."""
     alone, shared = (dict(known(bert(zero={"stage": 3}), ranks=ranks).by_stage) for ranks in (1, 7))
-    up = {name: -(-getattr(alone["ZeRO 1"], name) // 7) for name in ("weights", "gradients", "optimizer")}
+    up = {
+        name: -(-getattr(alone["ZeRO 1"], name) // 7)
+        for name in ("weights", "gradients", "optimizer")
+    }
     assert shared["DDP"] == alone["DDP"]
     assert shared["ZeRO 0"][:4] == alone["ZeRO 0"][:4]  # its bucket is for ranks that share
     whole = alone["ZeRO 1"]
@@ -203,7 +234,12 @@ def test_zero_shards_over_the_ranks() -> None:
     assert shared["ZeRO 2"] == whole._replace(optimizer=up["optimizer"], gradients=up["gradients"])
     pieces = shared["ZeRO 3"]
     assert pieces == Bytes(
-        pieces.weights, up["gradients"], up["optimizer"], whole.activations, whole.buckets, pieces.overhead
+        pieces.weights,
+        up["gradients"],
+        up["optimizer"],
+        whole.activations,
+        whole.buckets,
+        pieces.overhead,
     )
     # Every tensor of this BERT is below DeepSpeed's 100,000 elements, so each stays whole beside its seventh.
     assert 0 <= pieces.weights - whole.weights - up["weights"] < 4 * 100
@@ -215,12 +251,20 @@ def test_zero_3_keeps_small_tensors_whole() -> None:
     sizes = tensor_sizes(complete(config) or {}, "masked-lm")
     # By hand, 2 layers of 4 biases of 512 and 1 of 1024 and 512 and 4 of norms; outside them embeddings of types (2 x
     # 512) and their norm, the head's bias, norm and words' bias.
-    small = 2 * (4 * 512 + 1024 + 512 + 4 * 512) + 2 * 512 + 2 * 512 + 3 * 512 + config["vocab_size"]
+    small = (
+        2 * (4 * 512 + 1024 + 512 + 4 * 512) + 2 * 512 + 2 * 512 + 3 * 512 + config["vocab_size"]
+    )
     whole = {"null": small, 0: 0, 10**9: sum(sizes)}
     for threshold, expected in whole.items():
-        own = {} if threshold == "null" else {"zero_optimization": {"stage3_param_persistence_threshold": threshold}}
+        own = (
+            {}
+            if threshold == "null"
+            else {"zero_optimization": {"stage3_param_persistence_threshold": threshold}}
+        )
         model = {"task": "masked-lm", "config": config}
-        found = dict(known(bert(model=model, zero={"stage": 3, "deepspeed": own}), ranks=2).by_stage)["ZeRO 3"].weights
+        found = dict(
+            known(bert(model=model, zero={"stage": 3, "deepspeed": own}), ranks=2).by_stage
+        )["ZeRO 3"].weights
         assert found == 4 * (sum(-(-size // 2) for size in sizes) + expected), threshold
 
 
@@ -239,12 +283,16 @@ def test_buckets_of_gradients(device: str, ranks: int, expected: tuple[int, ...]
     found = [parts.buckets for _, parts in memory.by_stage]
     most = [0, 0 if ranks == 1 else 2 * memory.trainable, *[2 * 500_000_000] * 3]
     gathered = [0, 0, 0, 0, 2 * memory.parameters if device == "cuda" else 0]
-    assert found == [2 * memory.trainable * one + most[n] * (1 - one) + gathered[n] for n, one in enumerate(expected)]
+    assert found == [
+        2 * memory.trainable * one + most[n] * (1 - one) + gathered[n]
+        for n, one in enumerate(expected)
+    ]
     assert found[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("zero", "chosen"), [(None, "DDP"), *(({"stage": stage}, f"ZeRO {stage}") for stage in range(4))]
+    ("zero", "chosen"),
+    [(None, "DDP"), *(({"stage": stage}, f"ZeRO {stage}") for stage in range(4))],
 )
 def test_chosen_stage(zero: dict[str, Any] | None, chosen: str) -> None:
     """The plan marks the stage that the recipe asks for."""
@@ -265,7 +313,9 @@ def test_bytes_of_a_checkpoint(sections: dict[str, Any], width: int) -> None:
     """A checkpoint holds float32 weights and optimizer state of all ranks together; DeepSpeed's are its masters."""
     adam = {"name": "adamw", "learning_rate": 0.1}
     made = bert(optimizer=adam, **sections)
-    assert known(made).checkpoint == known(made, ranks=7).checkpoint == width * known(made).parameters
+    assert (
+        known(made).checkpoint == known(made, ranks=7).checkpoint == width * known(made).parameters
+    )
 
 
 def test_a_checkpoint_of_adapters_is_small() -> None:
@@ -286,7 +336,10 @@ def activations(**sections: Any) -> int:
 @pytest.mark.parametrize(
     ("sections", "less"),
     [
-        ({"model": {"task": "masked-lm", "config": {**BERT, "attention_probs_dropout_prob": 0}}}, "no scores are kept"),
+        (
+            {"model": {"task": "masked-lm", "config": {**BERT, "attention_probs_dropout_prob": 0}}},
+            "no scores are kept",
+        ),
         ({"engine": {"name": "ort", "memory_optimization": 1}}, "layers are computed again"),
         ({"model": {"task": "sequence-classification", "config": BERT}}, "no logits a word"),
     ],
@@ -343,7 +396,9 @@ def test_plan_of_llama_for_eight_gpus() -> None:
         ),
     ],
 )  # fmt: skip
-def test_start_and_host_of_llama(sections: dict[str, Any], gradients: float, start: float, host: Any) -> None:
+def test_start_and_host_of_llama(
+    sections: dict[str, Any], gradients: float, start: float, host: Any
+) -> None:
     """Bytes a parameter of Llama-2-7b on 8 GPUs: ORTModule's whole gradients, the start, the host's memory, files."""
     adam = {"name": "fused_adam", "learning_rate": 1e-4}
     model = {"task": "causal-lm", "config": LLAMA_7B}

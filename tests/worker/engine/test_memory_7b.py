@@ -24,7 +24,11 @@ NO_GATHER = {"zero_optimization": {"stage3_max_live_parameters": 0}}
 def case(stage: int, precision: str, **offload: str) -> dict[str, Any]:
     """Sections of a recipe."""
     zero = {"stage": stage, "deepspeed": NO_GATHER, "offload": offload or None}
-    return {"precision": precision, "zero": zero, "batch": {"micro_size": 1, "accumulation_steps": 1}}
+    return {
+        "precision": precision,
+        "zero": zero,
+        "batch": {"micro_size": 1, "accumulation_steps": 1},
+    }
 
 
 CASES = {
@@ -42,14 +46,29 @@ def planned(sections: dict[str, Any]) -> dict[str, int]:
     data = {"train": "python-docs", "tokenizer": "here", "sequence_length": 8}
     adam = {"name": "adamw", "learning_rate": 1.0}
     memory = estimate(
-        bert(model={"task": "causal-lm", "config": LLAMA_7B}, data=data, optimizer=adam, **sections), 1, RANKS, "cuda"
+        bert(
+            model={"task": "causal-lm", "config": LLAMA_7B}, data=data, optimizer=adam, **sections
+        ),
+        1,
+        RANKS,
+        "cuda",
     )
     assert memory is not None
     parts, stage = dict(memory.by_stage)[memory.chosen], sections["zero"]["stage"]
-    early = parts.gradients + parts.buckets if stage == 3 else 0  # others make them in the first backward pass
-    left = parts.weights + parts.optimizer + early + memory.host.offloaded - (STATE if stage else 8 * PARAMETERS)
+    early = (
+        parts.gradients + parts.buckets if stage == 3 else 0
+    )  # others make them in the first backward pass
+    left = (
+        parts.weights
+        + parts.optimizer
+        + early
+        + memory.host.offloaded
+        - (STATE if stage else 8 * PARAMETERS)
+    )
     offloads = memory.host.offloaded > 0
-    return {"built": memory.host.built, "left": left} | ({} if offloads else {"start": max(memory.start, left)})
+    return {"built": memory.host.built, "left": left} | (
+        {} if offloads else {"start": max(memory.start, left)}
+    )
 
 
 @pytest.mark.timeout(300)
@@ -57,10 +76,20 @@ def test_the_plan_of_7b_is_what_deepspeed_takes() -> None:
     """Weights, masters, gradients, what is offloaded and the start's peak are within 3 % of the bytes counted."""
     command = [sys.executable, "-m", "tests.worker.memory_7b", json.dumps(CASES)]
     done = subprocess.run(
-        command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=280, check=False
+        command,
+        cwd=ROOT,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     counted = json.loads(done.stdout.splitlines()[-1])
     for name, sections in CASES.items():
         for kind, size in planned(sections).items():
-            assert size == pytest.approx(counted[name][kind], rel=0.03), (name, kind, size / PARAMETERS)
+            assert size == pytest.approx(counted[name][kind], rel=0.03), (
+                name,
+                kind,
+                size / PARAMETERS,
+            )

@@ -22,7 +22,9 @@ from tests.kernel_files import GiB, KernelFiles
 from tests.makers import host, recipe, world_of
 
 
-@pytest.mark.parametrize(("version", "folder", "line"), [(1, "memory/job", "4:memory:/job/1"), (2, "job", "0::/job/1")])
+@pytest.mark.parametrize(
+    ("version", "folder", "line"), [(1, "memory/job", "4:memory:/job/1"), (2, "job", "0::/job/1")]
+)
 def test_plan_trial_and_export_see_one_limit(
     version: int, folder: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,12 +36,22 @@ def test_plan_trial_and_export_see_one_limit(
     name = f"control group {kernel.groups / folder}"
     refused = f"{name} is 2.0 GiB; ask for fewer ranks"
     with pytest.raises(PlanError, match=refused):
-        list(crowded(world_of(recipe(), [host("localhost", 11)], "torchrun"), None, planned_only=False))
-    limits = {limit.name: (limit.size, limit.free) for limit in RankLimits(torch.device("cpu"), 2).limits}
+        list(
+            crowded(
+                world_of(recipe(), [host("localhost", 11)], "torchrun"), None, planned_only=False
+            )
+        )
+    limits = {
+        limit.name: (limit.size, limit.free) for limit in RankLimits(torch.device("cpu"), 2).limits
+    }
     assert limits[name] == (2 * GiB, 3 * GiB // 4)
     options.settle_deepcopy(torch.nn.Linear(2, 2), Settings(processes_on_host=2))
     copies = options.report()["deepcopy_before_export"]
-    assert (copies["limit"], copies["limit_bytes"], copies["free_bytes"]) == (name, 2 * GiB, 3 * GiB // 4)
+    assert (copies["limit"], copies["limit_bytes"], copies["free_bytes"]) == (
+        name,
+        2 * GiB,
+        3 * GiB // 4,
+    )
 
 
 def test_the_machine_is_shared_by_its_ranks() -> None:
@@ -95,14 +107,21 @@ print(json.dumps([planned.name, planned.size, limits[planned.name], exported["li
 @pytest.fixture
 def limited() -> Iterator[Path]:
     """A control group of 2 GiB, and one inside it without a limit, where processes go."""
-    top = next((top for top in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if top.is_dir()), None)
+    top = next(
+        (top for top in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if top.is_dir()),
+        None,
+    )
     if os.geteuid() != 0 or top is None:
         labs.skip("makes a control group, which takes root")
     group = top / f"ortlaunch-test-{os.getpid()}"
     inner = group / "step"
     try:
         inner.mkdir(parents=True)
-        limit = next(group / name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).exists())
+        limit = next(
+            group / name
+            for name in ("memory.limit_in_bytes", "memory.max")
+            if (group / name).exists()
+        )
         limit.write_text(str(2 * GiB))
         yield inner
     finally:

@@ -19,11 +19,18 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 LORA = {"lora": {"r": 64, "target_modules": ["query", "value"]}}
 
 
-def case(precision: str, optimizer: str, stage: int | None, lora: bool = False) -> tuple[str, dict[str, Any]]:
+def case(
+    precision: str, optimizer: str, stage: int | None, lora: bool = False
+) -> tuple[str, dict[str, Any]]:
     """Name and sections of one way to train."""
     zero = None if stage is None else {"stage": stage}
     name = f"{precision} {optimizer} {'DDP' if stage is None else f'ZeRO {stage}'}{' LoRA' if lora else ''}"
-    made = {"precision": precision, "optimizer": OPTIMIZERS[optimizer], "zero": zero, "model": LORA if lora else {}}
+    made = {
+        "precision": precision,
+        "optimizer": OPTIMIZERS[optimizer],
+        "zero": zero,
+        "model": LORA if lora else {},
+    }
     return name, made
 
 
@@ -43,7 +50,9 @@ ALL = dict(
 def measured(cases: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
     """The memory record of each case."""
     command = [sys.executable, "-m", "tests.worker.memory_ranks", str(folder), json.dumps(cases)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
@@ -55,14 +64,21 @@ def hold(found: dict[str, Any]) -> None:
         planned, counted = record["planned"], record["measured"]
         for kind in ("weights", "gradients", "optimizer", "model"):
             if planned[kind]:
-                assert counted[kind] / planned[kind] == pytest.approx(1, abs=0.1), (name, kind, planned, counted)
+                assert counted[kind] / planned[kind] == pytest.approx(1, abs=0.1), (
+                    name,
+                    kind,
+                    planned,
+                    counted,
+                )
             else:
                 assert counted[kind] == 0, (name, kind)
         # What is left are batches, and gradients on their way that DistributedDataParallel or gloo has not let go yet.
         passing = max(planned["gradients"], planned["buckets"])
         assert counted["other"] <= 1.1 * passing + 0.1 * planned["model"], name
         assert counted["peak"] > 0.9 * planned["model"], name
-        assert record["saved"] == pytest.approx(record["share"], rel=0.1), name  # this rank's share of a checkpoint
+        assert record["saved"] == pytest.approx(record["share"], rel=0.1), (
+            name
+        )  # this rank's share of a checkpoint
 
 
 @pytest.mark.slow

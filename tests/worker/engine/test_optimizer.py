@@ -33,7 +33,9 @@ def recipe(**fields: Any) -> Optimizer:
 
 
 def names(model: nn.Module, group: dict[str, Any]) -> list[str]:
-    return [name for name, p in model.named_parameters() if any(p is other for other in group["params"])]
+    return [
+        name for name, p in model.named_parameters() if any(p is other for other in group["params"])
+    ]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,13 @@ def names(model: nn.Module, group: dict[str, Any]) -> list[str]:
         (
             None,
             ["dense.weight"],
-            ["dense.bias", "LayerNorm.weight", "LayerNorm.bias", "input_layernorm.weight", "q_norm.weight"],
+            [
+                "dense.bias",
+                "LayerNorm.weight",
+                "LayerNorm.bias",
+                "input_layernorm.weight",
+                "q_norm.weight",
+            ],
         ),
         (
             ("bias",),
@@ -53,7 +61,9 @@ def names(model: nn.Module, group: dict[str, Any]) -> list[str]:
         ((), [name for name, _ in Net().named_parameters()], []),
     ],
 )
-def test_words_of_no_decay_choose_the_group(no_decay: Any, decayed: list[str], spared: list[str]) -> None:
+def test_words_of_no_decay_choose_the_group(
+    no_decay: Any, decayed: list[str], spared: list[str]
+) -> None:
     """Each parameter is in exactly one group, without decay where its name has one of the words; no group is empty."""
     model = Net()
     groups, notes = parameter_groups(
@@ -78,7 +88,9 @@ def test_frozen_parameters_are_left_out() -> None:
 
 def test_nothing_to_train() -> None:
     """A model without parameters, or of frozen ones, is an error of the user's, in a line."""
-    with pytest.raises(InputError, match=r"^model: there is nothing to train: it has no parameters$"):
+    with pytest.raises(
+        InputError, match=r"^model: there is nothing to train: it has no parameters$"
+    ):
         build_optimizer(recipe(), nn.ReLU(), "eager", torch.device("cpu"))
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(InputError, match="none of its 2 parameters has requires_grad"):
@@ -97,7 +109,9 @@ def test_nothing_to_train() -> None:
 def test_an_idle_word_is_noted(fields: dict[str, Any], noted: str | None) -> None:
     """The user's own word that matches nothing is told; the default's are not, nor any without weight decay."""
     chosen = build_optimizer(recipe(**fields), Net(), "eager", CPU)
-    assert chosen.notes == ((f"optimizer.no_decay: no parameter's name contains {noted}",) if noted else ())
+    assert chosen.notes == (
+        (f"optimizer.no_decay: no parameter's name contains {noted}",) if noted else ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,17 +145,23 @@ def test_fused_adam_on_a_gpu_without_onnx_runtime() -> None:
 def test_settings_arrive() -> None:
     """Rate, betas, epsilon, momentum and decay of the recipe are the optimizer's."""
     adam = build_optimizer(recipe(betas=(0.8, 0.9), epsilon=1e-3), Net(), "eager", CPU).optimizer
-    lamb = build_optimizer(recipe(name="lamb", betas=(0.8, 0.9), epsilon=1e-3), Net(), "eager", CPU).optimizer
+    lamb = build_optimizer(
+        recipe(name="lamb", betas=(0.8, 0.9), epsilon=1e-3), Net(), "eager", CPU
+    ).optimizer
     sgd = build_optimizer(recipe(name="sgd", momentum=0.7), Net(), "eager", CPU).optimizer
     for optimizer in (adam, lamb):
-        assert [(g["lr"], g["betas"], g["eps"]) for g in optimizer.param_groups] == [(0.1, (0.8, 0.9), 1e-3)] * 2
+        assert [(g["lr"], g["betas"], g["eps"]) for g in optimizer.param_groups] == [
+            (0.1, (0.8, 0.9), 1e-3)
+        ] * 2
     assert [(g["lr"], g["momentum"], g["weight_decay"]) for g in sgd.param_groups] == [
         (0.1, 0.7, 0.01),
         (0.1, 0.7, 0.0),
     ]
 
 
-def by_hand(mode: str, weights: list[torch.Tensor], gradients: list[list[torch.Tensor]], **settings: Any) -> None:
+def by_hand(
+    mode: str, weights: list[torch.Tensor], gradients: list[list[torch.Tensor]], **settings: Any
+) -> None:
     """ORT 1.19.2's multi_tensor_adam.cu, written out: ADAMW_TORCH or ADAMW_TRANSFORMERS."""
     rate, decay, epsilon = settings["lr"], settings["weight_decay"], settings["eps"]
     first, second = settings["betas"]
@@ -160,7 +180,9 @@ def by_hand(mode: str, weights: list[torch.Tensor], gradients: list[list[torch.T
                 weight.sub_(rate * decay * weight)
 
 
-def stepped(optimizer: torch.optim.Optimizer, weights: list[Any], gradients: list[list[torch.Tensor]]) -> None:
+def stepped(
+    optimizer: torch.optim.Optimizer, weights: list[Any], gradients: list[list[torch.Tensor]]
+) -> None:
     for of_step in gradients:
         for weight, gradient in zip(weights, of_step):
             weight.grad = gradient.to(weight)
@@ -173,7 +195,8 @@ def fifty_steps(dtype: torch.dtype) -> tuple[nn.Module, list[list[torch.Tensor]]
     model = Net().to(dtype)
     sizes = [10.0**-k for k in range(8)]
     return model, [
-        [size * torch.randn(p.shape, dtype=dtype) for size, p in zip(sizes, model.parameters())] for _ in range(50)
+        [size * torch.randn(p.shape, dtype=dtype) for size, p in zip(sizes, model.parameters())]
+        for _ in range(50)
     ]
 
 
@@ -200,10 +223,16 @@ def test_torchs_fused_adamw_is_onnx_runtimes_formula() -> None:
         ({"stage": 1}, 2, "counts in int32, and a tensor has 3,370,000,000 elements on a rank"),
         ({"stage": 0}, 8, "counts in int32, and a tensor has 6,740,000,000 elements on a rank"),
         ({"stage": 2}, 4, ""),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 4, "zero.offload keeps the optimizer off the GPU"),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            4,
+            "zero.offload keeps the optimizer off the GPU",
+        ),
     ],
 )
-def test_fused_adam_is_replaced_where_it_would_write_elsewhere(zero: Any, ranks: int, why: str) -> None:
+def test_fused_adam_is_replaced_where_it_would_write_elsewhere(
+    zero: Any, ranks: int, why: str
+) -> None:
     """torch's AdamW stands in for tensors of 2^31 elements or more, as ZeRO holds them, and for ones in host memory."""
     model = nn.ParameterList(
         [nn.Parameter(torch.empty(size, device="meta")) for size in (2_300_000_000, 4_440_000_000)]
@@ -225,7 +254,10 @@ def test_onnx_runtimes_fused_adam_is_torchs_fused_adamw() -> None:
     model, gradients = fifty_steps(torch.float32)
     ours, theirs = copy.deepcopy(model).cuda(), model.cuda()
     fields = recipe(name="fused_adam", weight_decay=0.1)
-    kernels = [build_optimizer(fields, ours, "eager", CUDA), build_optimizer(fields, theirs, "ort", CUDA)]
+    kernels = [
+        build_optimizer(fields, ours, "eager", CUDA),
+        build_optimizer(fields, theirs, "ort", CUDA),
+    ]
     assert [kernel.used for kernel in kernels] == [
         "torch.optim.AdamW(fused=True)",
         "onnxruntime.training.optim.FusedAdam",

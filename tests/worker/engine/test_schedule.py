@@ -16,7 +16,9 @@ from ortlaunch.worker.engine.schedule import decay_steps, factor, warmup_steps
 THEIRS = {
     "linear": transformers.get_linear_schedule_with_warmup,
     "cosine": transformers.get_cosine_schedule_with_warmup,
-    "constant": lambda optimizer, warmup, steps: transformers.get_constant_schedule_with_warmup(optimizer, warmup),
+    "constant": lambda optimizer, warmup, steps: transformers.get_constant_schedule_with_warmup(
+        optimizer, warmup
+    ),
 }
 LENGTHS = [(0, 20), (1, 20), (7, 20), (19, 20), (20, 20), (0, 1), (1, 1)]  # warm-up, max_steps
 
@@ -42,16 +44,22 @@ def test_as_in_transformers(name: str, warmup: int, steps: int) -> None:
 
 # A linear decay to a minimum is their polynomial of power 1: their linear has none.
 TO_A_MINIMUM = {
-    "linear": lambda optimizer, warmup, steps, minimum: transformers.get_polynomial_decay_schedule_with_warmup(
-        optimizer, warmup, steps, lr_end=minimum, power=1.0
+    "linear": lambda optimizer, warmup, steps, minimum: (
+        transformers.get_polynomial_decay_schedule_with_warmup(
+            optimizer, warmup, steps, lr_end=minimum, power=1.0
+        )
     ),
-    "cosine": lambda optimizer, warmup, steps, minimum: optimization.get_cosine_with_min_lr_schedule_with_warmup(
-        optimizer, warmup, steps, min_lr_rate=minimum
+    "cosine": lambda optimizer, warmup, steps, minimum: (
+        optimization.get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer, warmup, steps, min_lr_rate=minimum
+        )
     ),
 }
 
 
-def factors_of(schedule: Callable[..., Any], steps: int, *arguments: Any, **settings: Any) -> list[float]:
+def factors_of(
+    schedule: Callable[..., Any], steps: int, *arguments: Any, **settings: Any
+) -> list[float]:
     """Those of one of their schedules."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     made = schedule(optimizer, *arguments, **settings)
@@ -61,7 +69,9 @@ def factors_of(schedule: Callable[..., Any], steps: int, *arguments: Any, **sett
 @pytest.mark.parametrize("minimum", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize(("warmup", "steps"), LENGTHS)
 @pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_the_decay_to_a_minimum_is_transformers(name: str, warmup: int, steps: int, minimum: float) -> None:
+def test_the_decay_to_a_minimum_is_transformers(
+    name: str, warmup: int, steps: int, minimum: float
+) -> None:
     """min_lr_rate after the warm-up; at the end of Llama 2's cosine there is a tenth of the peak."""
     schedule = Schedule(name=name, warmup_steps=warmup, minimum_ratio=minimum)
     theirs = factors_of(TO_A_MINIMUM[name], steps, warmup, steps, minimum)
@@ -75,14 +85,26 @@ def test_the_decay_to_a_minimum_is_transformers(name: str, warmup: int, steps: i
 @pytest.mark.parametrize(("warmup", "steps", "ratio", "decay"), [
     (0, 20, 0.1, 2), (7, 50, 0.2, 10), (15, 20, 0.25, 5), (0, 20, 1.0, 20), (1, 2, 0.5, 1), (0, 3, 0.1, 1),
 ])  # fmt: skip
-def test_wsd_is_transformers(warmup: int, steps: int, ratio: float, decay: int, form: str, minimum: float) -> None:
+def test_wsd_is_transformers(
+    warmup: int, steps: int, ratio: float, decay: int, form: str, minimum: float
+) -> None:
     """Warm-up, the peak, then a decay of each form over the last steps; of one step at least."""
-    schedule = Schedule(name="wsd", warmup_steps=warmup, decay_ratio=ratio, decay_type=form, minimum_ratio=minimum)
+    schedule = Schedule(
+        name="wsd", warmup_steps=warmup, decay_ratio=ratio, decay_type=form, minimum_ratio=minimum
+    )
     assert decay_steps(schedule, steps) == decay
     theirs = factors_of(
-        transformers.get_wsd_schedule, steps, warmup, decay, steps, decay_type=form, min_lr_ratio=minimum
+        transformers.get_wsd_schedule,
+        steps,
+        warmup,
+        decay,
+        steps,
+        decay_type=form,
+        min_lr_ratio=minimum,
     )
-    assert [factor(schedule, step, steps) for step in range(warmup, steps)] == pytest.approx(theirs[warmup:], abs=1e-12)
+    assert [factor(schedule, step, steps) for step in range(warmup, steps)] == pytest.approx(
+        theirs[warmup:], abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])

@@ -49,7 +49,9 @@ def test_weights_are_cast_once_a_step() -> None:
     for step in range(2):
         inputs = torch.randn(PASSES, 4, 8)
         with Casts(model.linear.weight) as casts:
-            ours = [stepper.micro_step({"x": x}, last=i == PASSES - 1) for i, x in enumerate(inputs)]
+            ours = [
+                stepper.micro_step({"x": x}, last=i == PASSES - 1) for i, x in enumerate(inputs)
+            ]
         assert casts.count == 1, step
         for x, loss in zip(inputs, ours):
             with torch.autocast("cpu", torch.bfloat16):
@@ -76,6 +78,8 @@ os._exit(0 if child == 0 else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 def test_a_forked_child_does_not_go_on_as_the_rank() -> None:
     """It would write and speak to the other ranks beside its parent; what user code forks has to leave by itself."""
-    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 11
     assert "that the model or the data forked goes on as this rank, and is ended" in ended.stderr

@@ -31,7 +31,9 @@ def test_whole_entities_are_right_or_not() -> None:
     found = Entities()
     found.add(["B-PER", "I-PER", "O", "B-LOC", "O"], ["B-PER", "I-PER", "O", "B-ORG", "O"])
     found.add(["B-LOC", "O", "O"], ["B-LOC", "I-LOC", "B-PER"])
-    assert found.read(Alone()) == pytest.approx({"entity_precision": 1 / 3, "entity_recall": 1 / 4, "entity_f1": 2 / 7})
+    assert found.read(Alone()) == pytest.approx(
+        {"entity_precision": 1 / 3, "entity_recall": 1 / 4, "entity_f1": 2 / 7}
+    )
 
 
 def test_no_entity_at_all() -> None:

@@ -37,7 +37,13 @@ def test_words_and_pairs() -> None:
 
     torch.manual_seed(0)
     model = BertForPreTraining(
-        BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+        BertConfig(
+            vocab_size=50,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+        )
     ).eval()
     ids = torch.randint(50, (4, 9))
     labels = torch.where(torch.rand(4, 9) < 0.4, ids, IGNORED)
@@ -51,7 +57,9 @@ def test_words_and_pairs() -> None:
         given = word_outputs(output, told)
     counted = int((labels != IGNORED).sum())
     right = sum(int(words[i, j].argmax() == labels[i, j]) for i in range(4) for j in range(9))
-    lost = torch.nn.functional.cross_entropy(words.transpose(1, 2), labels, reduction="mean") * counted
+    lost = (
+        torch.nn.functional.cross_entropy(words.transpose(1, 2), labels, reduction="mean") * counted
+    )
     found = {}
     for measure in (MaskedWords(None), SentencePairScore(None)):
         measure.add(given, told, True)
@@ -70,7 +78,9 @@ class Alone:
         return [mine]
 
 
-def scored(*batches: tuple[torch.Tensor, torch.Tensor], names: tuple[str, ...] = ()) -> dict[str, float]:
+def scored(
+    *batches: tuple[torch.Tensor, torch.Tensor], names: tuple[str, ...] = ()
+) -> dict[str, float]:
     """Of a whole evaluation on one rank."""
     config = SimpleNamespace(id2label=dict(enumerate(names)))
     scores = Scores(SimpleNamespace(plain=SimpleNamespace(model=SimpleNamespace(config=config))))
@@ -81,12 +91,19 @@ def scored(*batches: tuple[torch.Tensor, torch.Tensor], names: tuple[str, ...] =
 
 def test_classes() -> None:
     """Accuracy and macro F1; a class that was neither given nor meant is none."""
-    logits, labels = torch.randn(40, 5, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4
+    logits, labels = (
+        torch.randn(40, 5, generator=torch.Generator().manual_seed(0)),
+        torch.arange(40) % 4,
+    )
     logits[:, 4] = -9
     found = scored(*zip(logits.split(15), labels.split(15)))
     given = logits.argmax(-1)
-    assert found["f1_macro"] == pytest.approx(f1_by_hand(given.tolist(), labels.tolist()), rel=1e-12)
-    assert found["classification_accuracy"] == pytest.approx(int((given == labels).sum()) / 40, rel=1e-12)
+    assert found["f1_macro"] == pytest.approx(
+        f1_by_hand(given.tolist(), labels.tolist()), rel=1e-12
+    )
+    assert found["classification_accuracy"] == pytest.approx(
+        int((given == labels).sum()) / 40, rel=1e-12
+    )
 
 
 def test_many_classes_make_no_table() -> None:
@@ -150,14 +167,25 @@ def test_tagged_words_are_counted_where_they_have_a_tag() -> None:
     }
 
 
-SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
 
 
 class Ranks:
     """Group of one rank after the other: what each sends is kept, and in a second round all of it is there."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.rank, self.sent, self.call = size, 0, dict[tuple[int, int], list[float]](), 0
+        self.size, self.rank, self.sent, self.call = (
+            size,
+            0,
+            dict[tuple[int, int], list[float]](),
+            0,
+        )
 
     def gather_numbers(self, mine: list[float]) -> list[list[float]]:
         self.call += 1
@@ -175,7 +203,12 @@ class Ranks:
 
 
 def session_of(
-    task: str, model: Any, rows: list[dict[str, torch.Tensor]], micro: int = 3, metric: str | None = None, **engine: Any
+    task: str,
+    model: Any,
+    rows: list[dict[str, torch.Tensor]],
+    micro: int = 3,
+    metric: str | None = None,
+    **engine: Any,
 ) -> Any:
     made = recipe(
         train={"max_steps": 3, "metric": metric},
@@ -186,7 +219,12 @@ def session_of(
     batches, wrapped = Batches(OwnSamples(rows), planned.batch, 0), LossModule(model.train())
     built = build_engine(made, planned, wrapped, alone, batches.micro_batch(0, 0, 0))
     return SimpleNamespace(
-        engine=built, recipe=made, plan=planned, progress=Progress(rank=1), group=alone, batches=batches
+        engine=built,
+        recipe=made,
+        plan=planned,
+        progress=Progress(rank=1),
+        group=alone,
+        batches=batches,
     )
 
 
@@ -204,7 +242,10 @@ def test_one_number_on_any_ranks(chunks: str | int) -> None:
     labels = torch.where(torch.arange(8) < torch.arange(8)[:, None] % 4 + 1, ids, IGNORED)
     with torch.no_grad():
         labels[:, 0] = model.eval()(ids).prediction_logits[:, 0].argmax(-1)  # some are right
-    rows = [{"input_ids": i, "labels": w, "next_sentence_label": torch.tensor(1)} for i, w in zip(ids, labels)]
+    rows = [
+        {"input_ids": i, "labels": w, "next_sentence_label": torch.tensor(1)}
+        for i, w in zip(ids, labels)
+    ]
     with torch.no_grad():
         whole = model(**collate(rows))
     places = labels != IGNORED
@@ -219,7 +260,9 @@ def test_one_number_on_any_ranks(chunks: str | int) -> None:
     for size in (1, 2, 4):
         session.group = Ranks(size)
         for found in session.group.evaluated(session, OwnSamples(rows)):
-            assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5), size
+            assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5), (
+                size
+            )
     assert model.training
     assert 0 < expected["masked_word_accuracy"] < 1
 
@@ -249,15 +292,22 @@ def test_numbers_on_any_ranks() -> None:
 
     torch.manual_seed(0)
     model = BertForSequenceClassification(BertConfig(**SIZES, num_labels=1))  # type: ignore[call-arg]
-    rows = [{"input_ids": torch.randint(50, (8,)), "labels": torch.tensor(float(i))} for i in range(3)]
+    rows = [
+        {"input_ids": torch.randint(50, (8,)), "labels": torch.tensor(float(i))} for i in range(3)
+    ]
     session = session_of("sequence-regression", model, rows, micro=1)
     with torch.no_grad():
-        x, y = model.eval()(collate(rows)["input_ids"]).logits[:, 0].double().numpy(), np.arange(3.0)
+        x, y = (
+            model.eval()(collate(rows)["input_ids"]).logits[:, 0].double().numpy(),
+            np.arange(3.0),
+        )
     expected = {"mse": ((x - y) ** 2).mean(), "pearson": np.corrcoef(x, y)[0, 1]}
     for size in (1, 2, 4):
         session.group = Ranks(size)
         for found in session.group.evaluated(session, OwnSamples(rows)):
-            assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5), size
+            assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5), (
+                size
+            )
 
 
 def test_entities_on_any_ranks() -> None:
@@ -292,7 +342,9 @@ def test_the_best_by_entities_that_there_are_none_of(inside: str) -> None:
     model = BertForTokenClassification(BertConfig(**SIZES, id2label={0: "O", 1: "B-X", 2: inside}))
     rows = [{"input_ids": torch.randint(50, (8,)), "labels": torch.arange(8) % 3} for _ in range(5)]
     session = session_of("token-classification", model, rows)
-    checkpoint = session.recipe.checkpoint.model_copy(update={"keep_best": KeepBest(metric="entity_f1")})
+    checkpoint = session.recipe.checkpoint.model_copy(
+        update={"keep_best": KeepBest(metric="entity_f1")}
+    )
     session.recipe = session.recipe.model_copy(update={"checkpoint": checkpoint})
     session.data = SimpleNamespace(evaluation=OwnSamples(rows))
     told = r"keep_best\.metric: got entity_f1; an evaluation .* has loss, classification_accuracy, f1_macro$"
@@ -302,14 +354,25 @@ def test_the_best_by_entities_that_there_are_none_of(inside: str) -> None:
 
 def test_metrics_are_of_the_engines_own_pass() -> None:
     """Engine ort hands out what it evaluated, head in chunks or not; PyTorch neither passes nor exports once more."""
-    from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        BertForSequenceClassification,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
 
     torch.manual_seed(0)
     ids = torch.randint(50, (5, 8))  # the last batch is one short
     llama = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False))
     cases = (
         ("causal-lm", lambda _: llama, list(ids), {}),  # asks the size of a batch in Python
-        ("sequence-classification", BertForSequenceClassification, [torch.tensor(i % 3) for i in range(5)], {}),
+        (
+            "sequence-classification",
+            BertForSequenceClassification,
+            [torch.tensor(i % 3) for i in range(5)],
+            {},
+        ),
         ("masked-lm", BertForMaskedLM, list(ids), {}),
         ("masked-lm", BertForMaskedLM, list(ids), {"chunked_loss": 2}),
     )

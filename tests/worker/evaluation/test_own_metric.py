@@ -59,7 +59,9 @@ class Told(Line):
     """Returns what it found, too."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return SimpleNamespace(loss=super().forward(x, y), found=x @ self.weight, hidden=torch.ones(2))
+        return SimpleNamespace(
+            loss=super().forward(x, y), found=x @ self.weight, hidden=torch.ones(2)
+        )
 
 
 class Ranks(test_evaluation.Ranks):
@@ -96,7 +98,11 @@ def test_rows_of_many_lengths() -> None:
     """A list, where batches were padded to lengths of their own."""
     metric = OwnMetric("metrics_of_a_test:spread")
     for first, length in ((0, 3), (2, 4)):
-        metric.add(range(first, first + 2), {"found": torch.ones(2)}, {"y": torch.zeros(2), "x": torch.ones(2, length)})
+        metric.add(
+            range(first, first + 2),
+            {"found": torch.ones(2)},
+            {"y": torch.zeros(2), "x": torch.ones(2, length)},
+        )
     group: Any = SimpleNamespace(rank=0, collect=lambda mine: [mine], gather=lambda text: [text])
     assert metric.read(group, {}) == {"median": 1.0, "last": 1.0}
     assert [len(row) for row in SEEN[-1][1]["x"]] == [3, 3, 4, 4]
@@ -117,13 +123,19 @@ def test_it_chooses_the_best_and_ends_early(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wish", ["checkpoint.keep_best", "train.stop_after"])
 def test_a_name_that_is_none_is_told_before_step_1(wish: str, tmp_path: Path) -> None:
     """By what the function says of the first samples; with those names that there are."""
-    train: dict[str, Any] = {"max_steps": 3, "evaluate_every_steps": 3, "metric": "metrics_of_a_test:spread"}
+    train: dict[str, Any] = {
+        "max_steps": 3,
+        "evaluate_every_steps": 3,
+        "metric": "metrics_of_a_test:spread",
+    }
     checkpoint, asked = {}, {"metric": "medain", "mode": "max"}
     if wish == "train.stop_after":
         train["stop_after"] = {**asked, "evaluations": 2}
     else:
         checkpoint = {"keep_best": asked}
-    with pytest.raises(InputError, match=rf"{wish}\.metric: got medain; an evaluation .* has loss, median, last"):
+    with pytest.raises(
+        InputError, match=rf"{wish}\.metric: got medain; an evaluation .* has loss, median, last"
+    ):
         train_here(tmp_path, Told(), ROWS, evaluation=ROWS, train=train, checkpoint=checkpoint)
     assert [len(outputs["found"]) for outputs, _ in SEEN] == [2]
 
@@ -134,18 +146,36 @@ def test_a_function_that_cannot_be_tried(tmp_path: Path, capsys: Any) -> None:
     keep = {"keep_best": {"metric": "medain", "mode": "max"}, "every_minutes": None, "keep": 1}
     found = train_here(tmp_path, Told(), ROWS, evaluation=ROWS[:4], train=train, checkpoint=keep)
     said = capsys.readouterr().out
-    assert "cannot be tried before step 1: train.metric: metrics_of_a_test:wants_many raised ValueError: few" in said
-    assert "keep_best.metric: got medain; an evaluation of this run has loss, median: this one is not the best" in said
+    assert (
+        "cannot be tried before step 1: train.metric: metrics_of_a_test:wants_many raised ValueError: few"
+        in said
+    )
+    assert (
+        "keep_best.metric: got medain; an evaluation of this run has loss, median: this one is not the best"
+        in said
+    )
     assert (found.state.step, found.state.best) == (2, {})
 
 
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("fails", HookError, r"metrics_of_a_test:fails raised KeyError: 'logits'\n.*line \d+, in fails"),
-        ("answers", HookError, r"metrics_of_a_test:answers returned 0.5; it returns numbers by name"),
+        (
+            "fails",
+            HookError,
+            r"metrics_of_a_test:fails raised KeyError: 'logits'\n.*line \d+, in fails",
+        ),
+        (
+            "answers",
+            HookError,
+            r"metrics_of_a_test:answers returned 0.5; it returns numbers by name",
+        ),
         ("takes", HookError, r"metrics_of_a_test:takes returned 'loss', which the evaluation has"),
-        ("nothing", DataError, r"train.metric: module 'metrics_of_a_test' has no function 'nothing'"),
+        (
+            "nothing",
+            DataError,
+            r"train.metric: module 'metrics_of_a_test' has no function 'nothing'",
+        ),
     ],
 )
 def test_what_is_no_metric(name: str, error: type[Exception], message: str, tmp_path: Path) -> None:

@@ -62,7 +62,12 @@ def llama_and_rows() -> tuple[Any, list[dict[str, torch.Tensor]]]:
 
 @pytest.mark.parametrize(
     ("engine", "chunks"),
-    [("eager", "off"), ("eager", 2), ("ort", 2), pytest.param("inductor", "off", marks=pytest.mark.slow)],
+    [
+        ("eager", "off"),
+        ("eager", 2),
+        ("ort", 2),
+        pytest.param("inductor", "off", marks=pytest.mark.slow),
+    ],
 )
 def test_the_next_word_on_any_engine_and_ranks(engine: str, chunks: str | int) -> None:
     """Predictions and losses stand where the label is, as a plain pass has them, on 1, 2 and 4 ranks."""
@@ -72,7 +77,9 @@ def test_the_next_word_on_any_engine_and_ranks(engine: str, chunks: str | int) -
         logits = model(whole["input_ids"]).logits[:, :-1]
     labels = whole["labels"][:, 1:]
     losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").numpy()
-    session = session_of("causal-lm", copy.deepcopy(model), rows, metric=METRIC, name=engine, chunked_loss=chunks)
+    session = session_of(
+        "causal-lm", copy.deepcopy(model), rows, metric=METRIC, name=engine, chunked_loss=chunks
+    )
     assert session.engine.record.chunked_loss.rows == (None if chunks == "off" else 2)
     for size in (1, 2, 4):
         session.group = AnyRanks(size)
@@ -87,7 +94,9 @@ def test_the_next_word_on_any_engine_and_ranks(engine: str, chunks: str | int) -
     counted = (labels != IGNORED).numpy()
     likely = logits.argmax(-1).numpy()
     np.testing.assert_array_equal(outputs["predictions"][:, 1:], np.where(counted, likely, IGNORED))
-    np.testing.assert_allclose(outputs["losses"][:, 1:], np.where(counted, losses, np.nan), rtol=1e-5)
+    np.testing.assert_allclose(
+        outputs["losses"][:, 1:], np.where(counted, losses, np.nan), rtol=1e-5
+    )
     assert (outputs["predictions"][:, 0] == IGNORED).all()
     assert np.isnan(outputs["losses"][:, 0]).all()
 
@@ -100,7 +109,10 @@ def test_masked_words_and_pairs() -> None:
     model = BertForPreTraining(BertConfig(**SIZES)).eval()
     ids = torch.randint(50, (5, 8))
     labels = torch.where(torch.arange(8) % 3 == 0, ids, IGNORED)
-    rows = [{"input_ids": i, "labels": w, "next_sentence_label": torch.tensor(1)} for i, w in zip(ids, labels)]
+    rows = [
+        {"input_ids": i, "labels": w, "next_sentence_label": torch.tensor(1)}
+        for i, w in zip(ids, labels)
+    ]
     with torch.no_grad():
         whole = model(ids)
     evaluate(session := session_of("pretraining", model, rows, metric=METRIC), OwnSamples(rows))

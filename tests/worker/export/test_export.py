@@ -26,7 +26,11 @@ from tests import makers
 
 LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
          "intermediate_size": 32, "max_position_embeddings": 32}  # fmt: skip
-WORDS = {"train": "python-docs", "tokenizer": {"train": "bpe", "vocab_size": 400}, "sequence_length": 32}
+WORDS = {
+    "train": "python-docs",
+    "tokenizer": {"train": "bpe", "vocab_size": 400},
+    "sequence_length": 32,
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,17 +43,28 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def exported(chosen: Recipe, folder: Path) -> dict[str, Any]:
     """config.json and generation_config.json of a model that was built, passed through once and exported."""
-    run, data, group = RunDir(folder), LoadedData(chosen), DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    run, data, group = (
+        RunDir(folder),
+        LoadedData(chosen),
+        DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu")),
+    )
     model = build_model(chosen, data)
     inner: Any = model.model
     assert inner.config.use_cache is False  # in training keys and values are of no use
     stepper = TorchStepper(model, torch.optim.SGD(model.parameters()), group, "fp32", 1, None)
     export(chosen, run, group, stepper, model, data)
-    return {name: json.loads((run.export / f"{name}.json").read_text()) for name in ("config", "generation_config")}
+    return {
+        name: json.loads((run.export / f"{name}.json").read_text())
+        for name in ("config", "generation_config")
+    }
 
 
-@pytest.mark.parametrize(("written", "expected"), [({}, True), ({"use_cache": False}, False)], ids=["own", "recipe's"])
-def test_the_export_generates_with_its_own_cache(written: dict[str, Any], expected: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("written", "expected"), [({}, True), ({"use_cache": False}, False)], ids=["own", "recipe's"]
+)
+def test_the_export_generates_with_its_own_cache(
+    written: dict[str, Any], expected: bool, tmp_path: Path
+) -> None:
     """Training goes without a cache of keys and values; the export says what the model or the recipe says."""
     chosen = makers.recipe(model={"task": "causal-lm", "config": {**LLAMA, **written}}, data=WORDS)
     found = exported(chosen, tmp_path)
@@ -64,13 +79,16 @@ def test_an_export_follows_the_umask(tmp_path: Path) -> None:
         exported(makers.recipe(model={"task": "causal-lm", "config": LLAMA}, data=WORDS), tmp_path)
     finally:
         os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in RunDir(tmp_path).export.iterdir()}
+    modes = {
+        path.name: stat.S_IMODE(path.stat().st_mode) for path in RunDir(tmp_path).export.iterdir()
+    }
     assert "model.safetensors" in modes
     assert set(modes.values()) == {0o664}
 
 
 ADAPTED = makers.recipe(
-    model={"task": "causal-lm", "config": LLAMA, "lora": {"r": 2, "target_modules": ["q_proj"]}}, data=WORDS
+    model={"task": "causal-lm", "config": LLAMA, "lora": {"r": 2, "target_modules": ["q_proj"]}},
+    data=WORDS,
 )
 
 

@@ -32,12 +32,18 @@ def tokenizer() -> Any:
     words = {"<s>": 0, "</s>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, 20)}}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 def asked(prompt: str = "w3 w4", **changes: Any) -> GenerationRequest:
-    request = GenerationRequest("model", prompt, step=None, tokens=6, temperature=0.0, seed=0, raw=False)
+    request = GenerationRequest(
+        "model", prompt, step=None, tokens=6, temperature=0.0, seed=0, raw=False
+    )
     return request._replace(**changes)
 
 
@@ -78,20 +84,34 @@ def test_a_chat(model: Any, tokenizer: Any, capsys: Any) -> None:
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
             if ids[-1] == 1:  # what the template writes after an answer
                 break
-    assert text(model, chats, asked(chats=True)) == f"w3 w4\n\n{chats.decode(ids[4:], skip_special_tokens=True)}"
+    assert (
+        text(model, chats, asked(chats=True))
+        == f"w3 w4\n\n{chats.decode(ids[4:], skip_special_tokens=True)}"
+    )
     assert "by the chat template (--raw takes it as it is)" in capsys.readouterr().err
     assert text(model, chats, asked()) == text(model, chats, asked(chats=True))
     assert text(model, chats, asked(chats=False)) == text(model, tokenizer, asked(chats=False))
-    with pytest.raises(InputError, match=r"the chat template does not take the prompt: .* --raw leaves it out"):
+    with pytest.raises(
+        InputError, match=r"the chat template does not take the prompt: .* --raw leaves it out"
+    ):
         text(model, tokenizer, asked(chats=True))
 
 
 def test_what_does_not_fit(model: Any, tokenizer: Any) -> None:
     """More tokens than the model sees, and no token at all."""
-    with pytest.raises(InputError, match="--max-new-tokens: got 14; the prompt has 3 tokens, and the model sees 16 in"):
+    with pytest.raises(
+        InputError,
+        match="--max-new-tokens: got 14; the prompt has 3 tokens, and the model sees 16 in",
+    ):
         text(model, tokenizer, asked(tokens=14))
     tokenizer = type(
-        "Bare", (), {"bos_token_id": None, "chat_template": None, "__call__": lambda *_, **__: {"input_ids": []}}
+        "Bare",
+        (),
+        {
+            "bos_token_id": None,
+            "chat_template": None,
+            "__call__": lambda *_, **__: {"input_ids": []},
+        },
     )()
     with pytest.raises(InputError, match="the prompt has no token"):
         text(model, tokenizer, asked(""))

@@ -85,16 +85,24 @@ def test_an_upload(run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]) -> 
         "private",
     )
     assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors"]
-    assert (hub.files["model.safetensors"], b"base_model: google/bert" in hub.files["README.md"]) == (b"weights", True)
+    assert (
+        hub.files["model.safetensors"],
+        b"base_model: google/bert" in hub.files["README.md"],
+    ) == (b"weights", True)
     assert hub.tokens == {"Bearer hf_secret"}
     assert "hf_secret" not in "".join(capfd.readouterr())
 
 
-def test_an_export_that_is_there_is_uploaded(run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_export_that_is_there_is_uploaded(
+    run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]
+) -> None:
     """By the whole command, with a card of the user's own, which is left alone."""
     folder = run.exported(4, "huggingface")
     write_text(folder / "README.md", "mine")
-    write_text(run.exports, json.dumps({"step": 4, "format": "huggingface", "folder": str(folder.absolute())}) + "\n")
+    write_text(
+        run.exports,
+        json.dumps({"step": 4, "format": "huggingface", "folder": str(folder.absolute())}) + "\n",
+    )
     write_text(run.plan, "{}")
     write_text(run.checkpoint(4) / "COMPLETE", "")
     assert export(run, None, None, "huggingface", push="me/model") == 0
@@ -107,9 +115,18 @@ def adapters(folder: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    model = get_peft_model(BertForMaskedLM(BertConfig(vocab_size=16, **sizes)), LoraConfig(target_modules=["query"]))
-    recipe = bert(model={"task": "masked-lm", "config": {"model_type": "bert"}, "lora": {"merge": False}})
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+    }
+    model = get_peft_model(
+        BertForMaskedLM(BertConfig(vocab_size=16, **sizes)), LoraConfig(target_modules=["query"])
+    )
+    recipe = bert(
+        model={"task": "masked-lm", "config": {"model_type": "bert"}, "lora": {"merge": False}}
+    )
     trained: Any = SimpleNamespace(model=model, generates_with_cache=None)
     data: Any = SimpleNamespace(tokenizer=None)
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +139,11 @@ def test_an_upload_of_adapters(run: RunDir, hub: Hub) -> None:
     push("me/model", run, 9, run.exported(9, "huggingface"))
     card = ModelCard(hub.files["README.md"].decode())
     data = card.data.to_dict()
-    assert (data["base_model"], data["library_name"], data["pipeline_tag"]) == ("google/bert", "peft", "fill-mask")
+    assert (data["base_model"], data["library_name"], data["pipeline_tag"]) == (
+        "google/bert",
+        "peft",
+        "fill-mask",
+    )
     assert "lora" in data["tags"]
     assert ("## Recipe" in card.text, "[More Information Needed]" in card.text) == (True, False)
 
@@ -132,7 +153,10 @@ def test_a_card_beside_adapters_is_left_alone(run: RunDir) -> None:
     folder = run.exported(9, "huggingface")
     write_text(folder / "README.md", "mine")
     adapters(folder)
-    assert ((folder / "README.md").read_text(), (folder / "adapter_config.json").exists()) == ("mine", True)
+    assert ((folder / "README.md").read_text(), (folder / "adapter_config.json").exists()) == (
+        "mine",
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +170,11 @@ def test_a_card_beside_adapters_is_left_alone(run: RunDir) -> None:
     ],
 )
 def test_what_is_refused_before_any_work(
-    change: dict[str, Any], kind: type[OrtlaunchError], error: str, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any],
+    kind: type[OrtlaunchError],
+    error: str,
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No token, no network, a bad name, no rights; the token is in no message."""
     if "HF_TOKEN" in change:
@@ -160,7 +188,9 @@ def test_what_is_refused_before_any_work(
     assert "hf_secret" not in str(raised.value)
 
 
-def test_a_refusal_ends_the_command(hub: Hub, run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_ends_the_command(
+    hub: Hub, run: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
     """With status 2, and no export is made."""
     hub.refuses = 401
     write_text(run.plan, "{}")

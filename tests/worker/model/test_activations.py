@@ -15,15 +15,25 @@ from tests.worker.model.test_gradient_checkpointing_ranks import saved
 
 TOKENS, LENGTH = 64, 32
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 160, "vocab_size": 48}
-DROPOUTS = {"bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"), "llama": ("attention_dropout",)}
+DROPOUTS = {
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "llama": ("attention_dropout",),
+}
 
 
 def made(family: str, layers: int, attention: str, dropout: float, **sections: Any) -> Recipe:
     """The recipe of so many layers."""
-    config = {"model_type": family, **SIZES, "num_hidden_layers": layers, **dict.fromkeys(DROPOUTS[family], dropout)}
+    config = {
+        "model_type": family,
+        **SIZES,
+        "num_hidden_layers": layers,
+        **dict.fromkeys(DROPOUTS[family], dropout),
+    }
     task = "masked-lm" if family == "bert" else "causal-lm"
     data = {"train": "python-docs", "tokenizer": "here", "sequence_length": LENGTH}
-    return bert(model={"task": task, "config": config, "attention": attention}, data=data, **sections)
+    return bert(
+        model={"task": task, "config": config, "attention": attention}, data=data, **sections
+    )
 
 
 def planned(recipe: Recipe, stage: str = "DDP", device: str = "cpu") -> int:
@@ -39,14 +49,21 @@ def kept(recipe: Recipe, precision: str) -> int:
 
     config = dict(recipe.model.config or {})
     kind, attention = config.pop("model_type"), recipe.model.attention
-    auto = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
+    auto = (
+        transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
+    )
     full = transformers.AutoConfig.for_model(kind, **config, use_cache=False)
-    model = auto.from_config(full, attn_implementation=None if attention == "auto" else attention).train()
+    model = auto.from_config(
+        full, attn_implementation=None if attention == "auto" else attention
+    ).train()
     model = model.bfloat16() if precision == "DeepSpeed" else model
     ids = torch.randint(0, 48, (TOKENS // LENGTH, LENGTH))
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-        return saved(lambda: model(**batch).loss, {p.untyped_storage().data_ptr() for p in model.parameters()})[1]
+        return saved(
+            lambda: model(**batch).loss,
+            {p.untyped_storage().data_ptr() for p in model.parameters()},
+        )[1]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +79,9 @@ def kept(recipe: Recipe, precision: str) -> int:
 )
 @pytest.mark.parametrize("attention", ["auto", "eager"])
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_a_layer_keeps_what_is_planned(family: str, attention: str, dropout: float, precision: str) -> None:
+def test_a_layer_keeps_what_is_planned(
+    family: str, attention: str, dropout: float, precision: str
+) -> None:
     """One layer more, in fp32 within 1 %; in bf16, where transformers casts here and there, within a quarter."""
     fewer, more = (made(family, layers, attention, dropout) for layers in (2, 3))
     measured = kept(more, precision) - kept(fewer, precision)
@@ -83,7 +102,11 @@ def a_layer(attention: str, dropout: float, device: str = "cpu", **engine: Any) 
 def test_where_scores_are_kept() -> None:
     """Engine ort writes short attention out; torch's kernel on CUDA has dropout, with small masks."""
     eager, ort = {"name": "eager"}, {"name": "ort"}
-    assert a_layer("auto", 0.0, **ort) == a_layer("eager", 0.0, **eager) > a_layer("sdpa", 0.0, **eager)
+    assert (
+        a_layer("auto", 0.0, **ort)
+        == a_layer("eager", 0.0, **eager)
+        > a_layer("sdpa", 0.0, **eager)
+    )
     assert a_layer("auto", 0.0, **ort, efficient_attention=True) == a_layer("eager", 0.0, **ort)
     masks = TOKENS * 2 * SIZES["hidden_size"]
     assert a_layer("auto", 0.1, "cuda", **eager) == a_layer("auto", 0.0, "cuda", **eager) + masks
@@ -102,15 +125,22 @@ def test_long_attention_stays_torchs_on_engine_ort(monkeypatch: pytest.MonkeyPat
         made("bert", 2, "auto", 0.0, engine={"name": name, **settings})
         for name, settings in (("ort", {"memory_optimization": 1}), ("eager", {}))
     )
-    plain = plain.model_copy(update={"model": plain.model.model_copy(update={"gradient_checkpointing": True})})
+    plain = plain.model_copy(
+        update={"model": plain.model.model_copy(update={"gradient_checkpointing": True})}
+    )
     assert planned(again) - planned(plain) == 2 * TOKENS * 4 * SIZES["hidden_size"] * 4
 
 
 def test_recomputed_layers_keep_their_input() -> None:
     """And beside those the loss and one layer computed again; on a GPU what is more of both, for not at once."""
     recipe = made("llama", 7, "auto", 0.0)
-    again = recipe.model_copy(update={"model": recipe.model.model_copy(update={"gradient_checkpointing": True})})
+    again = recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"gradient_checkpointing": True})}
+    )
     inputs, loss = 7 * TOKENS * 64 * 4, TOKENS * 48 * 16
     layer = (planned(recipe) - loss) // 7
-    assert (planned(again), planned(again, device="cuda")) == (inputs + layer + loss, inputs + max(layer, loss))
+    assert (planned(again), planned(again, device="cuda")) == (
+        inputs + layer + loss,
+        inputs + max(layer, loss),
+    )
     assert planned(recipe) == 7 * TOKENS * 4 * (4 * 160 + 10 * 64) + loss

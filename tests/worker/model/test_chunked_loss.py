@@ -39,7 +39,9 @@ def labels() -> Tensor:
 
 def whole(parts: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
     """The loss in float64, and leaves that take its gradients."""
-    leaves = [None if each is None else each.detach().double().clone().requires_grad_() for each in parts]
+    leaves = [
+        None if each is None else each.detach().double().clone().requires_grad_() for each in parts
+    ]
     return nn.functional.cross_entropy(nn.functional.linear(*leaves), labels()), leaves
 
 
@@ -48,7 +50,9 @@ def whole(parts: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
     ("dtype", "tolerance"),
     [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)],
 )
-def test_the_numbers_are_those_of_whole_logits(dtype: torch.dtype, tolerance: float, bias: bool) -> None:
+def test_the_numbers_are_those_of_whole_logits(
+    dtype: torch.dtype, tolerance: float, bias: bool
+) -> None:
     """Loss and every gradient against float64, under a factor such as a loss scale is; in 16 bits sums are float32."""
     parts = head(dtype, bias)
     loss = chunked_loss(*parts, labels(), CHUNK, True)  # type: ignore[call-arg]
@@ -80,7 +84,9 @@ def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
     parts = head()
     parts[frozen].requires_grad_(False)  # type: ignore[union-attr]
     chunked_loss(*parts, labels(), CHUNK, True).backward()  # type: ignore[call-arg]
-    assert [each.grad is None for each in parts if each is not None] == [i == frozen for i in range(3)]
+    assert [each.grad is None for each in parts if each is not None] == [
+        i == frozen for i in range(3)
+    ]
 
 
 def test_no_label_that_counts_is_torchs_nan() -> None:
@@ -148,17 +154,28 @@ def built(task: str, kind: str, **fields: Any) -> LossModule:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **{**SMALL, **fields})
     config.use_cache = False
-    return LossModule(getattr(transformers, f"AutoModelFor{names[task]}").from_config(config).train())
+    return LossModule(
+        getattr(transformers, f"AutoModelFor{names[task]}").from_config(config).train()
+    )
 
 
 def batch(task: str) -> dict[str, Tensor]:
     ids = torch.randint(5, 300, (2, 24), generator=torch.Generator().manual_seed(2))
     pair = {"next_sentence_label": torch.tensor([0, 1])} if task == "pretraining" else {}
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels()[:48].view(2, 24) % 300, **pair}
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": labels()[:48].view(2, 24) % 300,
+        **pair,
+    }
 
 
 def chunk(module: LossModule, task: str, rows: Any = 8, **sections: Any) -> ChunkedLoss:
-    made = bert(model={"task": task, "config": BERT}, engine={"name": "eager", "chunked_loss": rows}, **sections)
+    made = bert(
+        model={"task": task, "config": BERT},
+        engine={"name": "eager", "chunked_loss": rows},
+        **sections,
+    )
     return chunk_head(made, module, batch(task), "cpu")
 
 
@@ -215,7 +232,9 @@ def test_adapters_on_the_head_are_left_alone() -> None:
 
     for targets, rows in ((["lm_head"], None), (["q_proj"], 8)):
         module = built("causal-lm", "llama")
-        module.model = peft.get_peft_model(module.model, peft.LoraConfig(r=2, target_modules=targets))
+        module.model = peft.get_peft_model(
+            module.model, peft.LoraConfig(r=2, target_modules=targets)
+        )
         found = chunk(module, "causal-lm")
         assert found.rows == rows
     assert compare(module, module, batch("causal-lm")).largest < 1e-6
@@ -251,7 +270,12 @@ def test_the_model_gets_its_head_back() -> None:
 
 def test_auto_is_for_large_vocabularies() -> None:
     """Off where one chunk would hold all logits, else chunks of 20 MiB in float32; a number and off are as they say."""
-    assert [chunk_rows("auto", 1024, words, "cpu") for words in (1000, 8192, 32_000, 300_000)] == [0, 640, 160, 128]
+    assert [chunk_rows("auto", 1024, words, "cpu") for words in (1000, 8192, 32_000, 300_000)] == [
+        0,
+        640,
+        160,
+        128,
+    ]
     assert [chunk_rows("auto", rows, 32_000, "cuda") for rows in (1024, 4096)] == [0, 1024]
     assert [chunk_rows(asked, 1024, 32_000, "cpu") for asked in ("off", 100)] == [0, 100]
     module = built("causal-lm", "llama")
@@ -262,14 +286,23 @@ def test_auto_is_for_large_vocabularies() -> None:
 @pytest.mark.parametrize(
     ("sections", "why"),
     [
-        ({"model": {"task": "custom", "factory": "mine:model"}}, "does nothing with task custom, which has no head"),
-        ({"zero": {"stage": 3}}, "does nothing with ZeRO 3, which keeps the head's weight in pieces"),
+        (
+            {"model": {"task": "custom", "factory": "mine:model"}},
+            "does nothing with task custom, which has no head",
+        ),
+        (
+            {"zero": {"stage": 3}},
+            "does nothing with ZeRO 3, which keeps the head's weight in pieces",
+        ),
     ],
 )
 def test_rows_that_do_nothing_are_refused(sections: dict[str, Any], why: str) -> None:
     """A number where no chunk can be; auto and off are no such claim."""
     made = bert if "zero" in sections else recipe
-    assert any(why in text for _, text in broken(made(engine={"name": "eager", "chunked_loss": 64}, **sections)))
+    assert any(
+        why in text
+        for _, text in broken(made(engine={"name": "eager", "chunked_loss": 64}, **sections))
+    )
     for word in ("auto", False, "off"):
         chosen = made(engine={"name": "eager", "chunked_loss": word}, **sections)
         assert not any("chunked" in path[0] for path, _ in broken(chosen))
@@ -281,7 +314,15 @@ def test_the_memory_plan_knows_chunks() -> None:
     big = {**BERT, "vocab_size": 32_000}
     data = {"train": "python-docs", "tokenizer": "here", "sequence_length": 128}
     chunked, plain = (
-        estimate(bert(model={"task": "masked-lm", "config": big}, data=data, engine={"chunked_loss": asked}), 8, 1)
+        estimate(
+            bert(
+                model={"task": "masked-lm", "config": big},
+                data=data,
+                engine={"chunked_loss": asked},
+            ),
+            8,
+            1,
+        )
         for asked in ("auto", "off")
     )
     assert chunked is not None

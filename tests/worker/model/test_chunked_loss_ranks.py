@@ -14,7 +14,11 @@ from tests.torchrun import torchrun
 pytest.importorskip("deepspeed")
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 ALL = [
-    *(f"{engine},{zero},llama" for engine in ("eager", "inductor", "ort") for zero in ("none", "0", "1", "2")),
+    *(
+        f"{engine},{zero},llama"
+        for engine in ("eager", "inductor", "ort")
+        for zero in ("none", "0", "1", "2")
+    ),
     *("eager,none,llama-tied", "inductor,2,llama-tied", "ort,2,llama-tied"),
     *("eager,none,bert", "inductor,1,bert", "ort,none,bert"),
 ]

@@ -29,7 +29,9 @@ def model(family: str, lora: bool = False) -> nn.Module:
         config: Any = transformers.BertConfig(**SIZES, num_attention_heads=4)
         made = transformers.AutoModelForMaskedLM.from_config(config)
     else:
-        config = transformers.LlamaConfig(**SIZES, num_attention_heads=4, attention_dropout=0.1, use_cache=False)
+        config = transformers.LlamaConfig(
+            **SIZES, num_attention_heads=4, attention_dropout=0.1, use_cache=False
+        )
         made = transformers.AutoModelForCausalLM.from_config(config)
     return (_with_adapters(made, Lora(), "causal-lm") if lora else made).train()
 
@@ -55,7 +57,11 @@ def passed(made: nn.Module) -> tuple[float, dict[str, torch.Tensor], int]:
     weights = {p.untyped_storage().data_ptr() for p in made.parameters()}
     loss, kept = saved(lambda: made(input_ids=IDS, labels=IDS).loss, weights)
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in made.named_parameters() if p.grad is not None}, kept
+    return (
+        loss.item(),
+        {name: p.grad for name, p in made.named_parameters() if p.grad is not None},
+        kept,
+    )
 
 
 @pytest.mark.parametrize(("family", "lora"), [("bert", False), ("llama", False), ("llama", True)])
@@ -83,7 +89,10 @@ def test_a_custom_model_needs_the_method() -> None:
     able = Able(1, 1)
     _checkpoint_gradients(able)
     assert able.on
-    with pytest.raises(InputError, match=r"^model\.gradient_checkpointing: Linear has no method gradient_checkpoint"):
+    with pytest.raises(
+        InputError,
+        match=r"^model\.gradient_checkpointing: Linear has no method gradient_checkpoint",
+    ):
         _checkpoint_gradients(nn.Linear(1, 1))
 
 
@@ -91,7 +100,9 @@ def test_a_family_without_it_is_refused() -> None:
     """transformers says which."""
     made = model("bert")
     made.supports_gradient_checkpointing = False  # type: ignore[assignment]
-    with pytest.raises(InputError, match=r"model\.gradient_checkpointing: BertForMaskedLM does not support"):
+    with pytest.raises(
+        InputError, match=r"model\.gradient_checkpointing: BertForMaskedLM does not support"
+    ):
         _checkpoint_gradients(made)
 
 
@@ -120,5 +131,9 @@ def test_what_would_do_nothing_is_refused() -> None:
 
     assert said() == ""
     assert "does nothing with memory optimization" in said(torch_matmul=True)
-    assert "does nothing beside memory_optimization_config" in said(memory_optimization_config=["Gelu+:1:-1"])
-    assert "does nothing with model.gradient_checkpointing, which becomes" in said(matmul_precision="medium")
+    assert "does nothing beside memory_optimization_config" in said(
+        memory_optimization_config=["Gelu+:1:-1"]
+    )
+    assert "does nothing with model.gradient_checkpointing, which becomes" in said(
+        matmul_precision="medium"
+    )

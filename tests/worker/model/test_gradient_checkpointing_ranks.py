@@ -37,7 +37,9 @@ def equal(ours: nn.Module, eager: nn.Module) -> None:
     assert {name for name, p in ours.named_parameters() if p.grad is None} == frozen
     for module in (ours, eager):
         for parameter in module.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
     same(ours, eager)
 
 

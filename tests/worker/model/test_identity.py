@@ -20,7 +20,10 @@ from tests.makers import plan, recipe
 from tests.training import train_here
 from tests.worker.checkpoint.test_checkpoint import GROUP
 
-ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(8, 4, generator=torch.Generator().manual_seed(0))]
+ROWS = [
+    {"x": row, "y": row.sum()}
+    for row in torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+]
 
 
 class Adapted(nn.Module):
@@ -29,7 +32,10 @@ class Adapted(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.base, self.weight = nn.Linear(4, 300).requires_grad_(False), nn.Parameter(torch.ones(300))
+        self.base, self.weight = (
+            nn.Linear(4, 300).requires_grad_(False),
+            nn.Parameter(torch.ones(300)),
+        )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return ((self.base(x) @ self.weight - y) ** 2).mean()
@@ -45,15 +51,21 @@ def test_a_fingerprint() -> None:
 
 
 @pytest.mark.parametrize("allow", [[], ["model"]])
-def test_another_base_needs_a_word(allow: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_base_needs_a_word(
+    allow: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As after another seed, or other packages: a resume with --allow model, and no export, takes it up."""
     run, sections = RunDir(tmp_path), {"train": {"max_steps": 1}}
     write_text(run.plan, plan(recipe(**sections)).to_json())
     train_here(run.path, Adapted(1), ROWS, **sections)
-    replace(FROM_THE_BEGINNING, allow=tuple(allow), step=1, checkpoint=str(run.checkpoint(1))).write(run)
+    replace(
+        FROM_THE_BEGINNING, allow=tuple(allow), step=1, checkpoint=str(run.checkpoint(1))
+    ).write(run)
     found = checkpoint.choose(run, GROUP)
     assert found is not None
-    checkpoint.explain(run, recipe(**sections), found, identity(OwnSamples(ROWS), Adapted(1)), GROUP)
+    checkpoint.explain(
+        run, recipe(**sections), found, identity(OwnSamples(ROWS), Adapted(1)), GROUP
+    )
     require_same_frozen(found.folder, of_frozen(Adapted(1)))
     capsys.readouterr()
     now = identity(OwnSamples(ROWS), Adapted(2))
@@ -61,7 +73,9 @@ def test_another_base_needs_a_word(allow: list[str], tmp_path: Path, capsys: pyt
         checkpoint.explain(run, recipe(**sections), found, now, GROUP)
         assert "takes effect, by --allow model" in capsys.readouterr().out
     else:
-        with pytest.raises(CheckpointError, match=r"weights.frozen: '\w+' -> '\w+': refused without --allow model"):
+        with pytest.raises(
+            CheckpointError, match=r"weights.frozen: '\w+' -> '\w+': refused without --allow model"
+        ):
             checkpoint.explain(run, recipe(**sections), found, now, GROUP)
     with pytest.raises(CheckpointError, match="are not those of its training any more"):
         require_same_frozen(found.folder, of_frozen(Adapted(2)))

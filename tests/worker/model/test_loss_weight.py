@@ -29,7 +29,12 @@ def sample(index: int) -> dict[str, torch.Tensor]:
     labels = torch.randint(3, (6,), generator=generator)
     labels[: 6 - COUNTS[index]] = -100
     x = torch.randn(6, 4, generator=generator)
-    return {"x": x, "labels": labels, "weight": torch.tensor(COUNTS[index]), "counted": labels != -100}
+    return {
+        "x": x,
+        "labels": labels,
+        "weight": torch.tensor(COUNTS[index]),
+        "counted": labels != -100,
+    }
 
 
 SAMPLES = [sample(index) for index in range(len(COUNTS))]
@@ -56,14 +61,21 @@ class OwnMean(Classes):
 
 def settings(micro: int, weight: str | None = "labels", **sections: Any) -> dict[str, Any]:
     train = {"max_steps": 2, "loss_weight": weight}
-    return {"train": train, "batch": {"global_size": 8, "micro_size": micro}, "log": {"every_steps": 1}, **sections}
+    return {
+        "train": train,
+        "batch": {"global_size": 8, "micro_size": micro},
+        "log": {"every_steps": 1},
+        **sections,
+    }
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4, 8])
 def test_accumulation_changes_no_loss_and_no_gradient(micro: int, tmp_path: Path) -> None:
     """Eight samples with 0 to 6 counted labels are one mean, however they are cut into passes."""
     model, whole = Classes(), Classes()
-    loss = whole(**{name: value for name, value in collate(SAMPLES).items() if name in ("x", "labels")})
+    loss = whole(
+        **{name: value for name, value in collate(SAMPLES).items() if name in ("x", "labels")}
+    )
     loss.backward()
     norm = math.hypot(*(float(p.grad.norm()) for p in whole.parameters()))
     rows = [{name: row[name] for name in ("x", "labels")} for row in SAMPLES]
@@ -80,10 +92,15 @@ SGD = {"name": "sgd", "learning_rate": 0.1}
 @pytest.mark.parametrize("key", ["weight", "counted"])
 def test_a_key_of_the_batch_counts(key: str, tmp_path: Path) -> None:
     """A number a sample or a truth a label, summed; the model does not get what it does not name."""
-    rows = [{"x": row["x"], "target": row["labels"], key: row[key]} for row in SAMPLES if row["weight"]]
+    rows = [
+        {"x": row["x"], "target": row["labels"], key: row[key]} for row in SAMPLES if row["weight"]
+    ]
     found = [
         train_here(tmp_path / str(micro), OwnMean(), rows, **settings(micro, key, batch=batch))
-        for micro, batch in ((7, {"global_size": 7, "micro_size": 7}), (1, {"global_size": 7, "micro_size": 1}))
+        for micro, batch in (
+            (7, {"global_size": 7, "micro_size": 7}),
+            (1, {"global_size": 7, "micro_size": 1}),
+        )
     ]
     for name in ("loss", "gradient_norm"):
         whole, cut = ([value for _, value in each.values(name)] for each in found)
@@ -98,12 +115,18 @@ def weight_of(model: nn.Module | None = None, task: str = "custom", **train: Any
 
 def group(*others: list[float]) -> Any:
     """Rank 0, with the weights that other ranks send."""
-    return SimpleNamespace(rank=0, size=1 + len(others), gather_numbers=lambda mine: [mine, *others])
+    return SimpleNamespace(
+        rank=0, size=1 + len(others), gather_numbers=lambda mine: [mine, *others]
+    )
 
 
-def factors(weight: LossWeight, rows: list[dict[str, torch.Tensor]], *others: list[float]) -> list[float]:
+def factors(
+    weight: LossWeight, rows: list[dict[str, torch.Tensor]], *others: list[float]
+) -> list[float]:
     """Of two passes with a sample each."""
-    batches = Batches(OwnSamples(rows), BatchPlan(2 * (1 + len(others)), 1, 2, 1 + len(others), None), 42)
+    batches = Batches(
+        OwnSamples(rows), BatchPlan(2 * (1 + len(others)), 1, 2, 1 + len(others), None), 42
+    )
     return [factor for _, factor in weight.passes(batches, 0, group(*others))]
 
 
@@ -122,7 +145,9 @@ def test_equal_labels_train_as_before(tmp_path: Path) -> None:
     """Four passes with as many labels each: losses, norms and weights are bit for bit those without weights."""
     rows = [{"x": row["x"], "labels": row["labels"].clamp(min=0)} for row in SAMPLES]
     models = {"labels": Classes(), "samples": Classes()}
-    found = [train_here(tmp_path / by, model, rows, **settings(2, by)) for by, model in models.items()]
+    found = [
+        train_here(tmp_path / by, model, rows, **settings(2, by)) for by, model in models.items()
+    ]
     for name in ("loss", "gradient_norm"):
         assert found[0].values(name) == found[1].values(name)
     assert torch.equal(models["labels"].layer.weight, models["samples"].layer.weight)

@@ -50,7 +50,9 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", 1e4 ** (-torch.arange(0, 1, 1 / 16)))
 
     def forward(self, places: torch.Tensor) -> torch.Tensor:
-        return (self.inv_freq[None, :, None].expand(len(places), -1, 1) @ places[:, None, :]).transpose(1, 2)
+        return (
+            self.inv_freq[None, :, None].expand(len(places), -1, 1) @ places[:, None, :]
+        ).transpose(1, 2)
 
 
 class Counted(TorchDispatchMode):
@@ -74,7 +76,10 @@ def units(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_it_holds_for_a_while() -> None:
     """Afterwards torch's setting is what it was, also after an error."""
     for error in ((), (ValueError,)):
-        with pytest.raises(error) if error else matmul_precision("highest"), matmul_precision("medium"):
+        with (
+            pytest.raises(error) if error else matmul_precision("highest"),
+            matmul_precision("medium"),
+        ):
             assert torch.get_float32_matmul_precision() == "medium"
             if error:
                 raise error[0]
@@ -97,11 +102,15 @@ def test_the_bits_of_a_product_are_measured() -> None:
     ((), "medium", "gains nothing: this processor has no bf16 unit"),
     (("amx_bf16",), "high", "gains nothing: torch has no TensorFloat32 products on a CPU"),
 ])  # fmt: skip
-def test_a_plan_says_what_it_brings(names: tuple[str, ...], word: str, said: str, units: Any) -> None:
+def test_a_plan_says_what_it_brings(
+    names: tuple[str, ...], word: str, said: str, units: Any
+) -> None:
     """Of this host's processor, without torch."""
     units(*names)
     assert machine.matmul_effect(word, "cpu").startswith(said)
-    notes = resolved(engine={"name": "eager", "matmul_precision": word}, launch={"device": "cpu"}).notes
+    notes = resolved(
+        engine={"name": "eager", "matmul_precision": word}, launch={"device": "cpu"}
+    ).notes
     assert any(note.startswith(f"matmul_precision {word}: {said}") for note in notes)
 
 
@@ -115,7 +124,12 @@ def test_it_is_every_engines_and_float32s() -> None:
     for name in ("eager", "inductor", "ort", "auto"):
         made = recipe(engine={"name": name, "matmul_precision": "medium"})
         assert not [*broken(made), *device_rules(made, "cpu")]
-    said = [text for _, text in broken(recipe(engine={"name": "eager", "matmul_precision": "high"}, precision="bf16"))]
+    said = [
+        text
+        for _, text in broken(
+            recipe(engine={"name": "eager", "matmul_precision": "high"}, precision="bf16")
+        )
+    ]
     assert said == ["does nothing with bf16: it is about products of float32 numbers; leave it out"]
 
 
@@ -134,7 +148,9 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
     def be(name: str, flags: set[str], bits: int = 23) -> None:
         monkeypatch.setattr(machine, "_processor", lambda: name)
         monkeypatch.setattr(machine, "_flags", lambda: flags)
-        monkeypatch.setattr("ortlaunch.worker.model.matmul_precision.mantissa_bits", lambda device: bits)
+        monkeypatch.setattr(
+            "ortlaunch.worker.model.matmul_precision.mantissa_bits", lambda device: bits
+        )
 
     with matmul_precision("highest"):
         yield be
@@ -177,9 +193,13 @@ def test_onednn_is_refused_where_it_does_nothing() -> None:
         return [text for _, text in (*broken(made), *device_rules(made, "cuda"))]
 
     on = {"name": "eager", "onednn": True}
-    assert said(engine=on) == ["does nothing on cuda: it is for torch's products on a CPU; leave it out"]
+    assert said(engine=on) == [
+        "does nothing on cuda: it is for torch's products on a CPU; leave it out"
+    ]
     assert said(engine=on, precision="bf16")[0].startswith("does nothing with bf16")
-    assert said(engine={**on, "matmul_precision": "medium"})[0].startswith("does nothing with matmul_precision medium")
+    assert said(engine={**on, "matmul_precision": "medium"})[0].startswith(
+        "does nothing with matmul_precision medium"
+    )
     own = said(engine={"name": "ort", "onednn": True, "torch_matmul": False})
     assert own[0].startswith("does nothing with torch_matmul: false")
 
@@ -194,7 +214,9 @@ def test_parity_is_compared_at_highest() -> None:
     assert reference.words == module.words == {"highest"}
 
 
-@pytest.mark.parametrize(("word", "found"), [("highest", {}), ("medium", {"loss_from_highest": 0.5})])
+@pytest.mark.parametrize(
+    ("word", "found"), [("highest", {}), ("medium", {"loss_from_highest": 0.5})]
+)
 def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, float]) -> None:
     """On the engine's own module, in evaluation; the worst rank's counts, and training goes on."""
 
@@ -205,7 +227,11 @@ def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, f
 
     module = Moved()
     engine = SimpleNamespace(
-        eval_module=module, plain=None, own_precision=False, take=dict, uncounted=lambda compiled: nullcontext()
+        eval_module=module,
+        plain=None,
+        own_precision=False,
+        take=dict,
+        uncounted=lambda compiled: nullcontext(),
     )
     group = SimpleNamespace(rank=0, gather=lambda text: [text, "0.5"])
     made = recipe(engine={"name": "eager", "matmul_precision": word})

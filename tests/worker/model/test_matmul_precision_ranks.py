@@ -62,21 +62,31 @@ def found(
             run = RunDir(folder / f"{name}-{i}")
             write_text(run.recipe, recipe.to_yaml(asked))
             planned = plan(asked, [host("localhost", 2)], launcher="torchrun")
-            write_text(run.plan, planned.to_json().replace('"modules": "here"', f'"modules": "{folder}"'))
+            write_text(
+                run.plan, planned.to_json().replace('"modules": "here"', f'"modules": "{folder}"')
+            )
     words = (str(folder), str(folder / "found.json"), *request.param)
     torchrun(2, "-m", "tests.worker.precision_ranks", *words, timeout=280)
     read: list[list[dict[str, Any]]] = json.loads((folder / "found.json").read_text())
-    return {name: read[place * len(WORDS) :][: len(WORDS)] for place, name in enumerate(request.param)}
+    return {
+        name: read[place * len(WORDS) :][: len(WORDS)] for place, name in enumerate(request.param)
+    }
 
 
-def test_medium_is_in_force_in_every_rank_and_off_again(found: dict[str, list[list[dict[str, Any]]]]) -> None:
+def test_medium_is_in_force_in_every_rank_and_off_again(
+    found: dict[str, list[list[dict[str, Any]]]],
+) -> None:
     """The engine's own products change exactly where torch's do, and the third run is the first, bit for bit."""
     for name, rank in itertools.product(found, range(2)):
         first, medium, again = (run[rank] for run in found[name])
         assert [run["engine"] for run in (first, medium, again)] == [name] * 3
         assert [run["inside"] for run in (first, medium, again)] == list(WORDS)
         assert [run["after"] for run in (first, medium, again)] == ["highest"] * 3
-        assert (medium["gradients"] != first["gradients"]) == (medium["product"] != first["product"])
+        assert (medium["gradients"] != first["gradients"]) == (
+            medium["product"] != first["product"]
+        )
         assert (again["gradients"], again["product"]) == (first["gradients"], first["product"])
         assert medium["told"]["in_force"] == "medium"
-        assert medium["told"]["mantissa_bits"] == (7 if "amx_bf16" in machine.matrix_units() else 23)
+        assert medium["told"]["mantissa_bits"] == (
+            7 if "amx_bf16" in machine.matrix_units() else 23
+        )

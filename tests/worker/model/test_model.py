@@ -81,7 +81,9 @@ def test_the_seed_decides_the_weights(config: dict[str, Any]) -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.rand(seed + 3)
         chosen = recipe(task, {"config": config}, seed=seed)
-        return torch.cat([p.detach().flatten() for p in build_model(chosen, LoadedData(chosen)).parameters()])
+        return torch.cat(
+            [p.detach().flatten() for p in build_model(chosen, LoadedData(chosen)).parameters()]
+        )
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
@@ -92,14 +94,23 @@ def test_the_seed_decides_the_weights(config: dict[str, Any]) -> None:
     [
         ({**GPT2, "n_embed": 32}, r"model.config.n_embed: unknown key; did you mean n_embd\?"),
         ({**GPT2, "hidden_dropout_prob": 0.1}, "model.config.hidden_dropout_prob: unknown key"),
-        ({**ROBERTA, "hidden_sise": 8}, r"model.config.hidden_sise: unknown key; did you mean hidden_size\?"),
+        (
+            {**ROBERTA, "hidden_sise": 8},
+            r"model.config.hidden_sise: unknown key; did you mean hidden_size\?",
+        ),
         ({**GPT2, "n_embd": "16"}, "model.config: .*(int|str)"),
         ({**GPT2, "activation_function": "gelux"}, "model.config: KeyError: 'gelux'"),
         ({**GPT2, "n_head": 3}, "model: .*divisible by num_heads"),
         ({"model_type": "gpt22"}, "model.config.model_type: transformers knows no 'gpt22'"),
         ({"model_type": "t5"}, "model: Unrecognized configuration class .*T5Config"),
-        ({**GPT2, "vocab_size": 399}, "model.config.vocab_size: got 399, and the tokenizer has 400 words"),
-        ({**GPT2, "n_positions": 31}, "data.sequence_length: got 32, and the model has max_position_embeddings: 31"),
+        (
+            {**GPT2, "vocab_size": 399},
+            "model.config.vocab_size: got 399, and the tokenizer has 400 words",
+        ),
+        (
+            {**GPT2, "n_positions": 31},
+            "data.sequence_length: got 32, and the model has max_position_embeddings: 31",
+        ),
     ],
 )
 def test_configs_that_transformers_would_swallow(config: dict[str, Any], message: str) -> None:
@@ -110,23 +121,37 @@ def test_configs_that_transformers_would_swallow(config: dict[str, Any], message
 
 def test_fields_that_are_not_in_every_config_are_known() -> None:
     """Standard names of a family whose own are others, and names that transformers takes everywhere, are no typos."""
-    model = built("causal-lm", {"model_type": "gpt2", "hidden_size": 16, "n_layer": 1, "n_head": 2, "num_labels": 3})
+    model = built(
+        "causal-lm",
+        {"model_type": "gpt2", "hidden_size": 16, "n_layer": 1, "n_head": 2, "num_labels": 3},
+    )
     assert (model.config.n_embd, model.config.num_labels) == (16, 3)
 
 
 def test_the_recipes_vocabulary_wins() -> None:
     """A vocab_size of the recipe is kept where it is large enough; else the tokenizer's, rounded up to 8."""
     assert built("masked-lm", {**BERT, "vocab_size": 500}).config.vocab_size == 500
-    assert built("masked-lm", BERT, {"tokenizer": {**WORDPIECE, "vocab_size": 401}}).config.vocab_size == 408
+    assert (
+        built("masked-lm", BERT, {"tokenizer": {**WORDPIECE, "vocab_size": 401}}).config.vocab_size
+        == 408
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ labels
 
 
-@pytest.mark.parametrize(("config", "words"), [(BERT, WORDPIECE), (DISTILBERT, WORDPIECE), (LLAMA, BPE), (GPT2, BPE)])
-def test_classes_come_from_the_data(config: dict[str, Any], words: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "words"), [(BERT, WORDPIECE), (DISTILBERT, WORDPIECE), (LLAMA, BPE), (GPT2, BPE)]
+)
+def test_classes_come_from_the_data(
+    config: dict[str, Any], words: dict[str, Any], tmp_path: Path
+) -> None:
     """As many outputs as classes in training and evaluation data, and a loss for padded texts of every family."""
-    source = {"train": labels(tmp_path, 3), "evaluation": labels(tmp_path, 5, "evaluation"), "tokenizer": words}
+    source = {
+        "train": labels(tmp_path, 3),
+        "evaluation": labels(tmp_path, 5, "evaluation"),
+        "tokenizer": words,
+    }
     chosen = recipe("sequence-classification", {"config": config}, source)
     data = LoadedData(chosen)
     model = build_model(chosen, data)
@@ -165,16 +190,23 @@ def test_too_few_labels(tmp_path: Path) -> None:
 )
 def test_attention(asked: str, engine: dict[str, Any], expected: str | None) -> None:
     """auto is transformers' choice but where written-out attention is to be replaced; what is asked for is kept."""
-    assert attention_of(recipe("masked-lm", {"config": BERT, "attention": asked}, engine=engine)) == expected
+    assert (
+        attention_of(recipe("masked-lm", {"config": BERT, "attention": asked}, engine=engine))
+        == expected
+    )
 
 
 @pytest.mark.parametrize("engine", ["ort", "eager"])
-@pytest.mark.parametrize(("config", "expected"), [(BERT, "sdpa"), (BLOOM, "eager")], ids=["BERT", "Bloom"])
+@pytest.mark.parametrize(
+    ("config", "expected"), [(BERT, "sdpa"), (BLOOM, "eager")], ids=["BERT", "Bloom"]
+)
 def test_attention_of_the_model(engine: str, config: dict[str, Any], expected: str) -> None:
     """auto is sdpa, also with dropout on engine ort; a family without it takes its own."""
     config = {**config, "attention_probs_dropout_prob": 0.1} if config is BERT else config
     chosen = recipe(
-        "causal-lm" if config["model_type"] == "bloom" else "masked-lm", {"config": config}, engine={"name": engine}
+        "causal-lm" if config["model_type"] == "bloom" else "masked-lm",
+        {"config": config},
+        engine={"name": engine},
     )
     model: Any = build_model(chosen, LoadedData(chosen)).model
     assert model.config._attn_implementation == expected
@@ -189,11 +221,15 @@ def test_lora_trains_adapters_only(recwarn: pytest.WarningsRecorder) -> None:
     peft's use of names that transformers deprecates is not reported to the user.
     """
     base = built("causal-lm", LLAMA)
-    adapted = built("causal-lm", LLAMA, lora={"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]})
+    adapted = built(
+        "causal-lm", LLAMA, lora={"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    )
     assert [warning for warning in recwarn if warning.category is FutureWarning] == []
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
     assert sorted(name.split("self_attn.")[1] for name in trained) == [
-        f"{layer}.lora_{side}.default.weight" for layer in ("q_proj", "v_proj") for side in ("A", "B")
+        f"{layer}.lora_{side}.default.weight"
+        for layer in ("q_proj", "v_proj")
+        for side in ("A", "B")
     ]
     assert {tuple(p.shape) for p in trained.values()} == {(4, 16), (16, 4)}
     ids = torch.arange(64).reshape(2, 32)

@@ -53,7 +53,11 @@ def test_linear_layers_are_those_of_transformers() -> None:
         "llama": transformers.LlamaModel(transformers.LlamaConfig(**small)),
     }
     for family, model in models.items():
-        linear = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        linear = {
+            name.split(".")[-1]
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
         assert linear == set(LINEAR_LAYERS[family])
 
 
@@ -75,5 +79,8 @@ def test_deepspeed_keys_are_those_of_deepspeed() -> None:
         "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
     }
     for section, model in theirs.items():
-        names = {*model.model_fields, *(info.alias for info in model.model_fields.values() if info.alias)}
+        names = {
+            *model.model_fields,
+            *(info.alias for info in model.model_fields.values() if info.alias),
+        }
         assert names - set(NESTED[section]) == set()

@@ -61,7 +61,9 @@ def test_a_loss_in_any_form(form: str) -> None:
 )
 def test_no_loss(form: Any, message: str) -> None:
     """A forward that returns something else is told what it should return."""
-    with pytest.raises(InputError, match=rf"the model's forward must return its loss, one number; {message}"):
+    with pytest.raises(
+        InputError, match=rf"the model's forward must return its loss, one number; {message}"
+    ):
         LossModule(Net(form))(x=torch.tensor(3.0))
 
 

@@ -54,15 +54,32 @@ class ByLayer(Told):
 def test_which_are_numbers() -> None:
     """Of a mapping, an object or a named tuple; rows, words and truths are none."""
     one = torch.tensor(2.0)
-    output = {"loss": one, "a": one, "b": 3, "logits": torch.ones(3), "name": "x", "flag": True, "none": None}
+    output = {
+        "loss": one,
+        "a": one,
+        "b": 3,
+        "logits": torch.ones(3),
+        "name": "x",
+        "flag": True,
+        "none": None,
+    }
     for form in (output, types.SimpleNamespace(**output)):
-        assert {name: float(value) for name, value in numbers_of(form).items()} == {"a": 2.0, "b": 3.0}
+        assert {name: float(value) for name, value in numbers_of(form).items()} == {
+            "a": 2.0,
+            "b": 3.0,
+        }
     assert numbers_of((one, one)) == numbers_of(one) == {}
 
 
-def test_they_are_logged_as_means_over_passes_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_they_are_logged_as_means_over_passes_and_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With a rate of almost 0 the means are those of the rows that were taken; an evaluation has them, too."""
-    still = {"optimizer": {"name": "sgd", "learning_rate": 1e-30}, "log": {"every_steps": 4}, "train": {"max_steps": 4}}
+    still = {
+        "optimizer": {"name": "sgd", "learning_rate": 1e-30},
+        "log": {"every_steps": 4},
+        "train": {"max_steps": 4},
+    }
     batch = {"micro_size": 4, "accumulation_steps": 4}
     found = train_here(tmp_path, Told(), ROWS, evaluation=ROWS[:8], batch=batch, **still)
     signs = torch.tensor([float(row["y"] <= 0) for row in ROWS])  # weights of 0 find none above 0
@@ -84,7 +101,10 @@ def test_a_name_that_is_taken(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
             return {"loss": super().forward(x, y), "epoch": x.mean()}
 
-    with pytest.raises(InputError, match=r"returns 'epoch' beside its loss, and metrics.jsonl has that name already"):
+    with pytest.raises(
+        InputError,
+        match=r"returns 'epoch' beside its loss, and metrics.jsonl has that name already",
+    ):
         train_here(tmp_path, Takes(), ROWS)
 
 
@@ -119,9 +139,15 @@ def test_on_onnx_runtime_they_are_outputs_of_the_graph() -> None:
     model.has_numbers = True
     module = wrapped(model)
     for start in (0, 8):
-        batch = {name: torch.stack([row[name] for row in ROWS[start : start + 8]]) for name in ("x", "y")}
+        batch = {
+            name: torch.stack([row[name] for row in ROWS[start : start + 8]]) for name in ("x", "y")
+        }
         ours, theirs = module(**batch), model(**batch)
         assert list(ours) == list(theirs)
-        torch.testing.assert_close({k: v.float() for k, v in ours.items()}, {k: v.float() for k, v in theirs.items()})
-        gradients = [torch.autograd.grad(loss_in(each), list(model.parameters())) for each in (ours, theirs)]
+        torch.testing.assert_close(
+            {k: v.float() for k, v in ours.items()}, {k: v.float() for k, v in theirs.items()}
+        )
+        gradients = [
+            torch.autograd.grad(loss_in(each), list(model.parameters())) for each in (ours, theirs)
+        ]
         torch.testing.assert_close(*gradients)

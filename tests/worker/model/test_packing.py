@@ -56,7 +56,9 @@ def test_places_of_documents() -> None:
                 begun, document = token, document + 1
             assert int(sample["position_ids"][place]) == token - begun
             assert int(sample["document_ids"][place]) == document
-            assert int(sample["labels"][place]) == (IGNORED if token in ends and place else int(samples.tokens[token]))
+            assert int(sample["labels"][place]) == (
+                IGNORED if token in ends and place else int(samples.tokens[token])
+            )
 
 
 def alone(net: nn.Module, samples: list[Any]) -> float:
@@ -72,10 +74,15 @@ def alone(net: nn.Module, samples: list[Any]) -> float:
     return total / count
 
 
-@pytest.mark.parametrize(("family", "attention"), [("llama", "eager"), ("llama", "sdpa"), ("gpt2", "eager")])
+@pytest.mark.parametrize(
+    ("family", "attention"), [("llama", "eager"), ("llama", "sdpa"), ("gpt2", "eager")]
+)
 def test_losses_are_those_of_documents_alone(family: str, attention: str) -> None:
     """To 1e-5, in plain PyTorch; without the mask they are not."""
-    net, samples = model(family, attention).eval(), [packed().sample(index, 0) for index in range(5)]
+    net, samples = (
+        model(family, attention).eval(),
+        [packed().sample(index, 0) for index in range(5)],
+    )
     batch = collate(samples)
     require_separate(net)
     with torch.no_grad():
@@ -101,7 +108,9 @@ def test_onnx_runtime_has_them_too(witness: Any, attention: str) -> None:
             loss = each(**collate(chosen))
             loss.backward()
             losses.append(loss.item())
-            gradients.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
+            gradients.append(
+                torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+            )
         assert losses == pytest.approx([alone(net, chosen)] * 2, rel=1e-5)
         assert (gradients[0] - gradients[1]).abs().max() < 1e-4 * gradients[1].abs().max()
     assert witness.counts()["forward_passes"] == 2
@@ -121,15 +130,21 @@ def test_a_model_that_sees_through_the_mask_is_refused() -> None:
 
             return Output
 
-    with pytest.raises(InputError, match=r"data.attend_across_documents: Deaf lets a document see another in spite"):
+    with pytest.raises(
+        InputError, match=r"data.attend_across_documents: Deaf lets a document see another in spite"
+    ):
         require_separate(Deaf())
-    with pytest.raises(InputError, match=r"data.attend_across_documents: Linear takes no mask of documents"):
+    with pytest.raises(
+        InputError, match=r"data.attend_across_documents: Linear takes no mask of documents"
+    ):
         require_separate(nn.Linear(2, 2))
 
 
 def test_the_mask_is_of_the_weights_dtype() -> None:
     """0 where a token sees another; what has no documents is left as it is."""
-    found = with_mask({"document_ids": torch.tensor([[0, 0, 1]]), "input_ids": torch.ones(1, 3)}, torch.float16)
+    found = with_mask(
+        {"document_ids": torch.tensor([[0, 0, 1]]), "input_ids": torch.ones(1, 3)}, torch.float16
+    )
     low = torch.finfo(torch.float16).min
     assert found["attention_mask"].dtype == torch.float16
     assert found["attention_mask"].tolist() == [[[[0, low, low], [0, 0, low], [low, low, 0]]]]

@@ -77,10 +77,15 @@ def test_what_was_not_loaded_is_told_in_our_words(
     assert all(name.startswith("cls.predictions.") for name in model.loaded["unexpected"])
     missing, unexpected = loading_notes(model.loaded)
     assert re.fullmatch(
-        r"model.pretrained: \d of the model's weights are not in it and start at random: .*classifier.bias.*", missing
+        r"model.pretrained: \d of the model's weights are not in it and start at random: .*classifier.bias.*",
+        missing,
     )
-    assert re.fullmatch(r"model.pretrained: \d of its weights are not used: cls.predictions.*", unexpected)
-    assert loading_notes(None) == loading_notes({"missing": [], "unexpected": [], "resized": []}) == ()
+    assert re.fullmatch(
+        r"model.pretrained: \d of its weights are not used: cls.predictions.*", unexpected
+    )
+    assert (
+        loading_notes(None) == loading_notes({"missing": [], "unexpected": [], "resized": []}) == ()
+    )
     assert (said, *capfd.readouterr()) == ([], "", "")
 
 
@@ -92,16 +97,23 @@ def test_part_of_a_model_is_refused(saved: tuple[str, Any], tmp_path: Path) -> N
         chosen = recipe(task, model, {"tokenizer": saved[0]})
         return build_model(chosen, LoadedData(chosen))
 
-    with pytest.raises(InputError, match=r"16 of the model's weights are not in it: bert.*; to .*allow_partial: true"):
+    with pytest.raises(
+        InputError,
+        match=r"16 of the model's weights are not in it: bert.*; to .*allow_partial: true",
+    ):
         loaded(saved[0], 2)
     two = loaded(saved[0], 2, allow_partial=True)
     assert two.loaded is not None
     assert len(two.loaded["missing"]) == 16
     inner: Any = two.model
     inner.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"16 of its weights have no place in the model: bert.encoder.layer.1"):
+    with pytest.raises(
+        InputError, match=r"16 of its weights have no place in the model: bert.encoder.layer.1"
+    ):
         loaded(str(tmp_path), 1)
-    with pytest.raises(InputError, match=r"4 of the model's weights are not in it: .*cls.seq_relationship.bias"):
+    with pytest.raises(
+        InputError, match=r"4 of the model's weights are not in it: .*cls.seq_relationship.bias"
+    ):
         loaded(saved[0], 1, "pretraining")
     assert loaded(str(tmp_path), 1, allow_partial=True).loaded != two.loaded
 
@@ -115,15 +127,23 @@ def test_a_resized_vocabulary(saved: tuple[str, Any], tmp_path: Path, said: list
     tokenizer.save_pretrained(tmp_path)
     data = {"tokenizer": str(tmp_path)}
     small = recipe("masked-lm", {"pretrained": saved[0]}, data)
-    with pytest.raises(InputError, match=r"got 400, and the tokenizer has 402 words; 408 adds new ones"):
+    with pytest.raises(
+        InputError, match=r"got 400, and the tokenizer has 402 words; 408 adds new ones"
+    ):
         build_model(small, LoadedData(small))
     chosen = recipe("masked-lm", {"pretrained": saved[0], "config": {"vocab_size": 408}}, data)
     found = [build_model(chosen, LoadedData(chosen)) for _ in range(2)]
     model: Any = found[0].model
     words, old = model.get_input_embeddings().weight, saved[1].get_input_embeddings().weight
-    assert (model.config.vocab_size, words.shape, model.cls.predictions.bias.shape) == (408, (408, 16), (408,))
+    assert (model.config.vocab_size, words.shape, model.cls.predictions.bias.shape) == (
+        408,
+        (408, 16),
+        (408,),
+    )
     assert torch.equal(words[:400], old)
-    assert all(torch.equal(a, b) for a, b in zip(found[0].parameters(), found[1].parameters()))  # as on each rank
+    assert all(
+        torch.equal(a, b) for a, b in zip(found[0].parameters(), found[1].parameters())
+    )  # as on each rank
     assert first_loss(found[0], LoadedData(chosen)).shape == ()
     assert loading_notes(found[0].loaded) == (
         "model.pretrained: its vocabulary is resized, 400 words to 408; new words start near the others' mean",
@@ -137,44 +157,62 @@ def test_weights_that_are_cut_off(saved: tuple[str, Any], tmp_path: Path) -> Non
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     chosen = recipe("masked-lm", {"pretrained": str(tmp_path / "cut")}, {"tokenizer": saved[0]})
-    with pytest.raises(InputError, match=r"model.pretrained: .*cut has weights that cannot be read: "):
+    with pytest.raises(
+        InputError, match=r"model.pretrained: .*cut has weights that cannot be read: "
+    ):
         build_model(chosen, LoadedData(chosen))
 
 
 def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> None:
     """Weights that do not fit are an error that names them."""
-    chosen = recipe("masked-lm", {"pretrained": saved[0], "config": {"intermediate_size": 48}}, {"tokenizer": saved[0]})
+    chosen = recipe(
+        "masked-lm",
+        {"pretrained": saved[0], "config": {"intermediate_size": 48}},
+        {"tokenizer": saved[0]},
+    )
     with pytest.raises(
-        InputError, match=r"model.pretrained: .*intermediate.dense.weight( is \[32, 16\], the model's \[48, 16\]|;)"
+        InputError,
+        match=r"model.pretrained: .*intermediate.dense.weight( is \[32, 16\], the model's \[48, 16\]|;)",
     ):
         build_model(chosen, LoadedData(chosen))
     assert said == []
 
 
-def test_a_head_of_another_number_of_labels_is_new(saved: tuple[str, Any], tmp_path: Path, said: list[str]) -> None:
+def test_a_head_of_another_number_of_labels_is_new(
+    saved: tuple[str, Any], tmp_path: Path, said: list[str]
+) -> None:
     """A classifier of two classes goes on with three: its body is kept, its head starts at random and is told."""
     two = recipe(
-        "sequence-classification", {"pretrained": saved[0]}, {"train": labels(tmp_path, 2), "tokenizer": saved[0]}
+        "sequence-classification",
+        {"pretrained": saved[0]},
+        {"train": labels(tmp_path, 2), "tokenizer": saved[0]},
     )
     first: Any = build_model(two, LoadedData(two)).model
     first.save_pretrained(tmp_path / "two")
     pretrained = {"pretrained": str(tmp_path / "two")}
-    three = recipe("sequence-classification", pretrained, {"train": labels(tmp_path, 3), "tokenizer": saved[0]})
+    three = recipe(
+        "sequence-classification", pretrained, {"train": labels(tmp_path, 3), "tokenizer": saved[0]}
+    )
     found = [build_model(three, LoadedData(three)) for _ in range(2)]
     model: Any = found[0].model
     assert model.classifier.weight.shape == (3, 16)
     assert 0.005 < float(model.classifier.weight.std()) < 0.05
     assert all(torch.equal(a, b) for a, b in zip(model.bert.parameters(), first.bert.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), found[1].parameters()))  # as on each rank
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), found[1].parameters())
+    )  # as on each rank
     (note,) = loading_notes(found[0].loaded)
     assert re.fullmatch(
         r"model.pretrained: its head is of another number of labels; the model's starts at random: "
         r"classifier.bias( is \[2\], the model's \[3\])?; classifier.weight.*", note,
     )  # fmt: skip
     wider = {**pretrained, "config": {"intermediate_size": 48}}
-    wrong = recipe("sequence-classification", wider, {"train": labels(tmp_path, 3), "tokenizer": saved[0]})
+    wrong = recipe(
+        "sequence-classification", wider, {"train": labels(tmp_path, 3), "tokenizer": saved[0]}
+    )
     with pytest.raises(
-        InputError, match=r"another shape than model.config's: bert.encoder.layer.0.intermediate[^;]*; bert"
+        InputError,
+        match=r"another shape than model.config's: bert.encoder.layer.0.intermediate[^;]*; bert",
     ):
         build_model(wrong, LoadedData(wrong))
     assert said == []
@@ -189,8 +227,16 @@ def test_a_head_of_another_number_of_labels_is_new(saved: tuple[str, Any], tmp_p
             {},
             r"hiden_dropout_prob: unknown key; did you mean hidden_dropout_prob\?",
         ),
-        ({"config": {"model_type": "roberta"}}, {}, "got roberta, and model.pretrained is of type bert"),
-        ({}, {"tokenizer": {"train": "wordpiece", "vocab_size": 450}}, "got 400, and the tokenizer has 450 words"),
+        (
+            {"config": {"model_type": "roberta"}},
+            {},
+            "got roberta, and model.pretrained is of type bert",
+        ),
+        (
+            {},
+            {"tokenizer": {"train": "wordpiece", "vocab_size": 450}},
+            "got 400, and the tokenizer has 450 words",
+        ),
         ({}, {"sequence_length": 33}, "got 33, and the model has max_position_embeddings: 32"),
     ],
 )
@@ -224,23 +270,34 @@ def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_pat
 
 
 @pytest.mark.parametrize("start", ["config", "pretrained"])
-def test_words_of_labels_are_in_the_models_config(start: str, saved: tuple[str, Any], tmp_path: Path) -> None:
+def test_words_of_labels_are_in_the_models_config(
+    start: str, saved: tuple[str, Any], tmp_path: Path
+) -> None:
     """Saved beside the weights, as transformers' pipelines read them; another number of labels is refused."""
     path, folder = tmp_path / "words.jsonl", saved[0]
-    path.write_text("".join(f'{{"text": "a text", "label": "{word}"}}\n' for word in ("no", "yes", "maybe")))
+    path.write_text(
+        "".join(f'{{"text": "a text", "label": "{word}"}}\n' for word in ("no", "yes", "maybe"))
+    )
     source = {"train": {"format": "jsonl", "path": [str(path)]}, "tokenizer": folder}
-    chosen: dict[str, Any] = {"config": {"config": BERT}, "pretrained": {"pretrained": folder}}[start]
+    chosen: dict[str, Any] = {"config": {"config": BERT}, "pretrained": {"pretrained": folder}}[
+        start
+    ]
     made = recipe("sequence-classification", chosen, source)
     model: Any = build_model(made, LoadedData(made)).model
     model.config.save_pretrained(tmp_path)
     import transformers
 
     found = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert (found.id2label, found.label2id) == ({0: "maybe", 1: "no", 2: "yes"}, {"maybe": 0, "no": 1, "yes": 2})
+    assert (found.id2label, found.label2id) == (
+        {0: "maybe", 1: "no", 2: "yes"},
+        {"maybe": 0, "no": 1, "yes": 2},
+    )
     assert model.classifier.out_features == 3
     four = {**chosen, "config": {**chosen.get("config", {}), "num_labels": 4}}
     wrong = recipe("sequence-classification", four, source)
-    with pytest.raises(InputError, match=r"model.config.num_labels: got 4, and the labels have 3 names"):
+    with pytest.raises(
+        InputError, match=r"model.config.num_labels: got 4, and the labels have 3 names"
+    ):
         build_model(wrong, LoadedData(wrong))
 
 
@@ -251,7 +308,10 @@ def test_names_of_numbers_are_in_the_models_config(saved: tuple[str, Any], tmp_p
     label = datasets.ClassLabel(names=["yes", "no", "maybe"])
     rows = datasets.Dataset.from_list([{"text": "a text", "label": 1}]).cast_column("label", label)
     rows.to_parquet(str(tmp_path / "a.parquet"))
-    source = {"train": {"format": "parquet", "path": [str(tmp_path / "a.parquet")]}, "tokenizer": saved[0]}
+    source = {
+        "train": {"format": "parquet", "path": [str(tmp_path / "a.parquet")]},
+        "tokenizer": saved[0],
+    }
     made = recipe("sequence-classification", {"config": BERT}, source)
     config: Any = build_model(made, LoadedData(made)).model.config
     assert (config.id2label, config.num_labels) == ({0: "yes", 1: "no", 2: "maybe"}, 3)

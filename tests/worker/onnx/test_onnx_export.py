@@ -32,7 +32,11 @@ PRETRAINING = makers.recipe(
 )
 LORA = makers.recipe(
     model={"task": "causal-lm", "config": LLAMA, "lora": {"r": 2, "target_modules": ["q_proj"]}},
-    data={"train": "python-docs", "tokenizer": {"train": "bpe", "vocab_size": 300}, "sequence_length": 24},
+    data={
+        "train": "python-docs",
+        "tokenizer": {"train": "bpe", "vocab_size": 300},
+        "sequence_length": 24,
+    },
 )
 
 
@@ -67,10 +71,21 @@ def test_bert_for_pretraining(tmp_path: Path) -> None:
 
     model, data = built(PRETRAINING)
     found = onnx(PRETRAINING, tmp_path, model, data)
-    names = ["input_ids", "attention_mask", "token_type_ids"], ["prediction_logits", "seq_relationship_logits"]
-    axes = {name: [0, 1] for name in (*names[0], "prediction_logits")} | {"seq_relationship_logits": [0]}
-    assert found == OnnxCheck(17, *names, found.largest_difference, 1e-4, [[3, 24], [2, 13], [1, 24]], False, axes)
-    assert {path.name for path in tmp_path.iterdir()} >= {"model.onnx", "config.json", "tokenizer.json"}
+    names = (
+        ["input_ids", "attention_mask", "token_type_ids"],
+        ["prediction_logits", "seq_relationship_logits"],
+    )
+    axes = {name: [0, 1] for name in (*names[0], "prediction_logits")} | {
+        "seq_relationship_logits": [0]
+    }
+    assert found == OnnxCheck(
+        17, *names, found.largest_difference, 1e-4, [[3, 24], [2, 13], [1, 24]], False, axes
+    )
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "model.onnx",
+        "config.json",
+        "tokenizer.json",
+    }
 
     texts = AutoTokenizer.from_pretrained(tmp_path)(["a b", "some words more", "x", "y", "z"], padding=True,
                                                     return_tensors="pt")  # fmt: skip
@@ -92,7 +107,9 @@ def assert_same_loss(folder: Path, recipe: Recipe, model: LossModule, data: Load
         assert float(by_graph) == pytest.approx(float(model.eval()(**batch)), abs=1e-5)
 
 
-def test_adapters_are_merged_and_large_weights_lie_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_merged_and_large_weights_lie_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A Llama with LoRA, written as if it were above 2 GB: one file of weights, and PyTorch's logits from both."""
     monkeypatch.setattr(onnx_export, "_MOST_IN_ONE_FILE", 1000)
     model, data = built(LORA)
@@ -117,7 +134,9 @@ def test_another_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             onnx(PRETRAINING, tmp_path, model, data)
 
 
-def test_no_number_after_a_number_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_number_after_a_number_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whichever output or batch has it: Python's max leaves out a nan that is not the first."""
     model, data = built(PRETRAINING)
     answers = iter([0.0, float("nan")] * 3)
@@ -139,4 +158,6 @@ def test_the_loss_of_samples(labels: torch.Tensor, outputs: int) -> None:
     model = BertForSequenceClassification(BertConfig(**sizes, num_labels=outputs)).eval()  # type: ignore[call-arg]
     with torch.no_grad():
         output = model(torch.arange(3, 18).reshape(3, 5), labels=labels)
-    assert float(loss_of("sequence-classification", output, {"labels": labels})) == pytest.approx(float(output.loss))
+    assert float(loss_of("sequence-classification", output, {"labels": labels})) == pytest.approx(
+        float(output.loss)
+    )

@@ -39,7 +39,9 @@ class Own(nn.Module):
 
 
 class Mapped(Own):
-    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None, y: torch.Tensor | None = None) -> Any:
+    def forward(
+        self, x: torch.Tensor, scale: torch.Tensor | None = None, y: torch.Tensor | None = None
+    ) -> Any:
         scores = self.scores(x, scale)
         found = {"scores": scores, "best": scores.argmax(-1), "mean": scores.mean()}
         return found if y is None else {"loss": self.loss(scores, y), **found}
@@ -54,7 +56,9 @@ class Tuple(Own):
 class Weighted(Own):
     """Takes weights of its loss, without which it has one all the same."""
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None, w: torch.Tensor | None = None) -> Any:
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor | None = None, w: torch.Tensor | None = None
+    ) -> Any:
         scores = self.scores(x)
         if y is None:
             return {"scores": scores}
@@ -64,7 +68,9 @@ class Weighted(Own):
 
 class SameName(Own):
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
-        return {"x": x, "scores": self.scores(x)} | ({} if y is None else {"loss": self.loss(self.scores(x), y)})
+        return {"x": x, "scores": self.scores(x)} | (
+            {} if y is None else {"loss": self.loss(self.scores(x), y)}
+        )
 
 
 class Mute(Own):
@@ -73,7 +79,9 @@ class Mute(Own):
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
         if torch.jit.is_tracing():
             raise AssertionError
-        return {"scores": self.scores(x)} | ({} if y is None else {"loss": self.loss(self.scores(x), y)})
+        return {"scores": self.scores(x)} | (
+            {} if y is None else {"loss": self.loss(self.scores(x), y)}
+        )
 
 
 class Branching(Own):
@@ -111,7 +119,10 @@ class Fixed(Own):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
         rows = torch.zeros(len(x), 2)
-        return {"loss": self.scores(x).sum() * 0, "scores": torch.cat([self.scores(x), rows])[: len(rows)] + rows}
+        return {
+            "loss": self.scores(x).sum() * 0,
+            "scores": torch.cat([self.scores(x), rows])[: len(rows)] + rows,
+        }
 
 
 class Attending(Own):
@@ -129,7 +140,10 @@ class Attending(Own):
 
 def data() -> list[dict[str, torch.Tensor]]:
     """Rows of one length."""
-    return [{"x": torch.rand(5), "scale": torch.tensor([2.0, 0.5]), "y": torch.tensor(n % 2)} for n in range(6)]
+    return [
+        {"x": torch.rand(5), "scale": torch.tensor([2.0, 0.5]), "y": torch.tensor(n % 2)}
+        for n in range(6)
+    ]
 
 
 def weighted() -> list[dict[str, torch.Tensor]]:
@@ -162,21 +176,31 @@ def exported(
     patch.setitem(sys.modules, "own_onnx", module)
     train = {"format": "custom", "factory": own.get("data", "own_onnx:data")}
     collate = {"collate": own["collate"]} if "collate" in own else {}
-    recipe = makers.recipe(model={"task": "custom", "factory": "own_onnx:model"}, data={"train": train, **collate})
+    recipe = makers.recipe(
+        model={"task": "custom", "factory": "own_onnx:model"}, data={"train": train, **collate}
+    )
     read = LoadedData(recipe)
     built = build_model(recipe, read)
     return onnx(recipe, folder, built, read), built.model
 
 
-def test_what_the_loss_alone_takes_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_loss_alone_takes_is_no_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By name in a mapping; numbers of the whole batch are none of them. A batch of another size is PyTorch's, too."""
     import onnxruntime
 
     found, model = exported(Mapped, tmp_path, monkeypatch)
-    assert (found.inputs, found.outputs, found.batches) == (["x", "scale"], ["scores", "best"], [[3], [2], [1]])
+    assert (found.inputs, found.outputs, found.batches) == (
+        ["x", "scale"],
+        ["scores", "best"],
+        [[3], [2], [1]],
+    )
     assert found.open_axes == {"x": [0], "scale": [0], "scores": [0], "best": [0]}
     x, scale = torch.rand(9, 5), torch.rand(9, 2)
-    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"]
+    )
     scores, best = session.run(None, {"x": x.numpy(), "scale": scale.numpy()})
     with torch.no_grad():
         expected = model.eval()(x, scale)
@@ -186,15 +210,24 @@ def test_what_the_loss_alone_takes_is_no_input(tmp_path: Path, monkeypatch: pyte
 
 def test_lengths_that_differ_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the run's own collate pads them; a bare tensor has a name, too."""
-    found, _ = exported(Tuple, tmp_path, monkeypatch, data="own_onnx:ragged", collate="own_onnx:longest")
+    found, _ = exported(
+        Tuple, tmp_path, monkeypatch, data="own_onnx:ragged", collate="own_onnx:longest"
+    )
     assert (found.outputs, found.open_axes) == (["output"], {"x": [0, 1], "output": [0]})
     assert found.batches == [[3, 5], [2, 7], [1, 8]]
 
 
-def test_a_length_that_differs_in_the_last_batch_alone_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_that_differs_in_the_last_batch_alone_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any two batches tell, not the first two."""
-    found, _ = exported(Tuple, tmp_path, monkeypatch, data="own_onnx:ragged_later", collate="own_onnx:longest")
-    assert (found.open_axes, found.batches) == ({"x": [0, 1], "output": [0]}, [[3, 3], [2, 3], [1, 4]])
+    found, _ = exported(
+        Tuple, tmp_path, monkeypatch, data="own_onnx:ragged_later", collate="own_onnx:longest"
+    )
+    assert (found.open_axes, found.batches) == (
+        {"x": [0, 1], "output": [0]},
+        [[3, 3], [2, 3], [1, 4]],
+    )
 
 
 def test_weights_of_the_loss_are_not_in_the_graph(
@@ -203,12 +236,17 @@ def test_weights_of_the_loss_are_not_in_the_graph(
     """Nothing that it returns depends on them; that is told."""
     found, _ = exported(Weighted, tmp_path, monkeypatch, data="own_onnx:weighted")
     assert (found.inputs, found.open_axes) == (["x"], {"x": [0], "scores": [0]})
-    assert capsys.readouterr().out == "no inputs of the graph, whose outputs have nothing of their tensors: w\n"
+    assert (
+        capsys.readouterr().out
+        == "no inputs of the graph, whose outputs have nothing of their tensors: w\n"
+    )
 
 
 def test_an_output_named_like_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph cannot have both."""
-    with pytest.raises(InputError, match=r"SameName\.forward returns 'x', which is an input's name, too"):
+    with pytest.raises(
+        InputError, match=r"SameName\.forward returns 'x', which is an input's name, too"
+    ):
         exported(SameName, tmp_path, monkeypatch)
 
 
@@ -237,9 +275,13 @@ def test_outputs_that_one_sample_has_not(tmp_path: Path, monkeypatch: pytest.Mon
     assert found.outputs == ["scores", "none"]
 
 
-def test_infinities_are_equal_to_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infinities_are_equal_to_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As of answers that a model rules out."""
-    monkeypatch.setattr(Tuple, "scores", lambda self, x: self.last(self.first(x[..., None])).mean(1) * math.inf)
+    monkeypatch.setattr(
+        Tuple, "scores", lambda self, x: self.last(self.first(x[..., None])).mean(1) * math.inf
+    )
     found, _ = exported(Tuple, tmp_path, monkeypatch)
     assert found.largest_difference == 0.0
 
@@ -250,7 +292,9 @@ def test_forms_that_torch_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (found.inputs, found.outputs) == (["x"], ["scores"])
 
 
-def test_labels_that_forward_needs_are_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_that_forward_needs_are_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It does not run without them."""
     found, _ = exported(Needy, tmp_path, monkeypatch)
     assert (found.inputs, found.outputs) == (["y", "x"], ["scores"])
@@ -258,11 +302,16 @@ def test_labels_that_forward_needs_are_inputs(tmp_path: Path, monkeypatch: pytes
 
 def test_a_loss_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what would be right."""
-    with pytest.raises(InputError, match=r'Silent\.forward returns nothing beside its loss .* let it return {"loss": '):
+    with pytest.raises(
+        InputError,
+        match=r'Silent\.forward returns nothing beside its loss .* let it return {"loss": ',
+    ):
         exported(Silent, tmp_path, monkeypatch)
 
 
-def test_a_size_asked_in_python_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_asked_in_python_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The graph has the first batch's."""
     with pytest.raises(EngineError, match="--format onnx: "):
         exported(Fixed, tmp_path, monkeypatch)

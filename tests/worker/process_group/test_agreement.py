@@ -24,11 +24,17 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.timeout(60)
 def test_ranks_decide_the_same_at_the_same_edge(tmp_path: Path) -> None:
     """Whichever rank is asked, and also where both are asked for different things: the greater holds for both."""
-    asks = {"0": {"3": "SAVE", "7": "SAVE"}, "1": {"5": "SAVE", "7": "TERMINATE", "299": "INTERRUPT"}}
+    asks = {
+        "0": {"3": "SAVE", "7": "SAVE"},
+        "1": {"5": "SAVE", "7": "TERMINATE", "299": "INTERRUPT"},
+    }
     (tmp_path / "plan.json").write_text(json.dumps(asks))
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.worker.agreement_ranks"]
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT, env=env) for rank in range(2)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT, env=env)
+        for rank in range(2)
+    ]
     try:
         assert [rank.wait(50) for rank in ranks] == [0, 0]
     finally:
@@ -37,7 +43,9 @@ def test_ranks_decide_the_same_at_the_same_edge(tmp_path: Path) -> None:
     decided = [json.loads((tmp_path / f"decided_{rank}.json").read_text()) for rank in range(2)]
     assert decided[0] == decided[1]
     expected = {3: "SAVE", 5: "SAVE", **dict.fromkeys(range(7, 299), "TERMINATE"), 299: "INTERRUPT"}
-    assert dict(enumerate(decided[0])) == {step: expected.get(step, "NOTHING") for step in range(300)}
+    assert dict(enumerate(decided[0])) == {
+        step: expected.get(step, "NOTHING") for step in range(300)
+    }
 
 
 def test_one_rank_decides_by_itself() -> None:

@@ -81,7 +81,11 @@ class Gathered(distributed.DistributedContext):
         self.others = others
 
     def gather(self, value: str) -> list[str]:
-        return [self.others[0], value, *self.others[1:]] if self.others[0] != "same" else [value] * self.size
+        return (
+            [self.others[0], value, *self.others[1:]]
+            if self.others[0] != "same"
+            else [value] * self.size
+        )
 
 
 def test_the_same_files_are_agreed() -> None:
@@ -129,7 +133,8 @@ def test_fewer_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
-        LaunchError, match=r"^rank 3 is planned on GPU 3 of box, and CUDA shows 1 of its planned GPUs \(1, 3\)$"
+        LaunchError,
+        match=r"^rank 3 is planned on GPU 3 of box, and CUDA shows 1 of its planned GPUs \(1, 3\)$",
     ):
         distributed._device(on_cuda(), Rank(3, 4, 1, 2))
 
@@ -137,7 +142,13 @@ def test_fewer_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("version", "world_size", "devices", "device", "expected"),
     [
-        ("2.13.0+cu130", 2, (0, 1), "cuda:1", {"backend": "nccl", "device_id": torch.device("cuda:1")}),
+        (
+            "2.13.0+cu130",
+            2,
+            (0, 1),
+            "cuda:1",
+            {"backend": "nccl", "device_id": torch.device("cuda:1")},
+        ),
         ("2.6.0", 2, (0, 1), "cuda:1", {"backend": "nccl", "device_id": torch.device("cuda:1")}),
         ("2.6.1", 2, (0, 1), "cuda:1", {"backend": "nccl"}),
         ("2.7.0+cu126", 2, (0, 1), "cuda:1", {"backend": "nccl"}),
@@ -158,7 +169,9 @@ def test_nccl_is_given_the_ranks_gpu(
 ) -> None:
     """init_process_group gets the device but where torch hangs with it; ranks that share a GPU meet over gloo."""
     given: dict[str, Any] = {}
-    monkeypatch.setattr(distributed.dist, "init_process_group", lambda **arguments: given.update(arguments))
+    monkeypatch.setattr(
+        distributed.dist, "init_process_group", lambda **arguments: given.update(arguments)
+    )
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(os, "environ", {})
     rank = Rank(world_size - 1, world_size, world_size - 1, world_size)
@@ -173,14 +186,20 @@ def test_no_gpu_where_the_plan_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr(distributed, "keep_compiled_kernels", lambda environ: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(LaunchError, match=r"^the plan trains on cuda, and no GPU is visible on box: torch 2\."):
+    with pytest.raises(
+        LaunchError, match=r"^the plan trains on cuda, and no GPU is visible on box: torch 2\."
+    ):
         distributed._device(on_cuda(), Rank(2, 4, 0, 2))
 
 
 def an_mpi(monkeypatch: pytest.MonkeyPatch, size: int, hosts: list[str]) -> None:
     """An mpi4py whose world has this size, on these hosts, and whose rank 0 this is."""
-    world = types.SimpleNamespace(size=size, rank=0, allgather=lambda name: hosts, bcast=lambda value, root: value)
-    mpi = types.SimpleNamespace(COMM_WORLD=world, Get_library_version=lambda: "Other MPI 1.0\nand more")
+    world = types.SimpleNamespace(
+        size=size, rank=0, allgather=lambda name: hosts, bcast=lambda value, root: value
+    )
+    mpi = types.SimpleNamespace(
+        COMM_WORLD=world, Get_library_version=lambda: "Other MPI 1.0\nand more"
+    )
     monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi))
 
 
@@ -196,8 +215,14 @@ def test_the_store_of_several_hosts_listens_on_one_address() -> None:
         mine, others = (each.result() for each in stores)
     mine.set("key", "value")
     assert others.get("key") == b"value"
-    bound = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
-    assert [address for address in bound if address.endswith(f":{where[1]:04X}")] == [f"0200007F:{where[1]:04X}"]
+    bound = [
+        line.split()[1]
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
+        if line.split()[3] == "0A"
+    ]
+    assert [address for address in bound if address.endswith(f":{where[1]:04X}")] == [
+        f"0200007F:{where[1]:04X}"
+    ]
 
 
 def test_one_host_stays_on_loopback() -> None:
@@ -212,7 +237,9 @@ def test_one_rank_alone_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> No
     told: list[str] = []
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(
-        distributed.dist, "init_process_group", lambda *_, **__: told.append(os.environ["GLOO_SOCKET_IFNAME"])
+        distributed.dist,
+        "init_process_group",
+        lambda *_, **__: told.append(os.environ["GLOO_SOCKET_IFNAME"]),
     )
     join.join(plan(recipe()), Rank(0, 1, 0, 1), RunDir("x"), {"backend": "gloo"})
     assert told == ["lo"]
@@ -273,7 +300,9 @@ def test_the_interface_that_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     interface.use("10.0.0.1", environ)
     assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
-    with pytest.raises(LaunchError, match=r"is ib7, and box has no such interface with an address; it has lo"):
+    with pytest.raises(
+        LaunchError, match=r"is ib7, and box has no such interface with an address; it has lo"
+    ):
         interface.use("10.0.0.1", {"GLOO_SOCKET_IFNAME": "ib7"})
 
 
@@ -311,20 +340,28 @@ def network(monkeypatch: pytest.MonkeyPatch, routes: dict[str, str], name: str) 
 
 def test_meeting_through_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Slurm step without MPI meets through a file that belongs to this start of this step."""
-    for name, value in {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}.items():
+    for name, value in {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_RESTART_COUNT": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(interface, "own_address", lambda hosts, environ: "127.0.0.2")
     run = RunDir(tmp_path)
     path = join._meeting(run, "Slurm")
     with ThreadPoolExecutor() as pool:
-        stores = [pool.submit(join._through_folder, Rank(rank, 2, 0, 1), path, []) for rank in range(2)]
+        stores = [
+            pool.submit(join._through_folder, Rank(rank, 2, 0, 1), path, []) for rank in range(2)
+        ]
         mine, others = (each.result() for each in stores)
     mine.set("key", "value")
     assert others.get("key") == b"value"
     assert [path.name for path in run.ready.iterdir()] == ["rendezvous-7.0.2"]
 
 
-def test_meeting_through_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meeting_through_a_folder_that_is_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that never sees rank 0's file asks about the disk."""
     clock = iter((0.0, 400.0))
     monkeypatch.setattr(join.time, "monotonic", lambda: next(clock))
@@ -355,7 +392,9 @@ def test_the_store_file_is_its_owners_alone(umask: int, old: bool, tmp_path: Pat
     ("ranks", "environ", "value"),
     [(64, {}, None), (65, {}, "1"), (65, {"TORCH_GLOO_LAZY_INIT": "0"}, "0")],
 )
-def test_many_ranks_connect_on_demand(ranks: int, environ: dict[str, str], value: str | None) -> None:
+def test_many_ranks_connect_on_demand(
+    ranks: int, environ: dict[str, str], value: str | None
+) -> None:
     """A full mesh takes two descriptors for each other rank; the user's own choice is kept."""
     distributed._connect_on_demand(ranks, environ)
     assert environ.get("TORCH_GLOO_LAZY_INIT") == value
@@ -367,6 +406,9 @@ def test_connections_on_demand_are_few() -> None:
     script = Path(__file__).parents[3] / "benchmarks" / "parts.py"
     command = [sys.executable, str(script), "gloo_connections"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    mesh, on_demand = (int(re.findall(rf"{way} \| (\d+) \(", ended.stdout)[0]) for way in ("full mesh", "on demand"))
+    mesh, on_demand = (
+        int(re.findall(rf"{way} \| (\d+) \(", ended.stdout)[0])
+        for way in ("full mesh", "on demand")
+    )
     assert mesh > 62
     assert on_demand < mesh / 2

@@ -18,7 +18,10 @@ def test_a_port_that_is_taken() -> None:
     """Rank 0 of several hosts names it; others, ranks of one host and a store of torchrun's own are left alone."""
     with socket.create_server(("", 0)) as squatter:
         environ = {**RANKS, "MASTER_ADDR": "first", "MASTER_PORT": str(squatter.getsockname()[1])}
-        with pytest.raises(LaunchError, match=r"^ranks cannot meet at first:\d+ .*: address already in use; if the po"):
+        with pytest.raises(
+            LaunchError,
+            match=r"^ranks cannot meet at first:\d+ .*: address already in use; if the po",
+        ):
             require_free(FIRST, environ)
         require_free(Rank(1, 4, 1, 2), environ)
         require_free(Rank(0, 2, 0, 2), environ)

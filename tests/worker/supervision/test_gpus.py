@@ -42,11 +42,16 @@ def test_planned_gpus_are_shown(
 def test_fewer_visible_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA_VISIBLE_DEVICES with fewer names than the host's slots is shown with its value."""
     monkeypatch.setattr(gpus.socket, "gethostname", lambda: "box")
-    with pytest.raises(LaunchError, match=r"^rank 0 needs GPUs 1, 2, 3 of box, and CUDA_VISIBLE_DEVICES=0,1 shows 2"):
+    with pytest.raises(
+        LaunchError,
+        match=r"^rank 0 needs GPUs 1, 2, 3 of box, and CUDA_VISIBLE_DEVICES=0,1 shows 2",
+    ):
         gpus.show_planned_gpus((1, 2, 3), Rank(0, 3, 0, 3), {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
-def test_compiled_kernels_are_kept_in_our_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_are_kept_in_our_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The driver gets a large cache in our folder before CUDA starts; variables of the user's stay."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     environ = {"CUDA_CACHE_MAXSIZE": "5"}
@@ -59,7 +64,9 @@ def test_compiled_kernels_are_kept_in_our_cache(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "cache" / "cuda").is_dir()
 
 
-@pytest.mark.parametrize(("capability", "compiles"), [((8, 0), False), ((8, 9), False), ((9, 0), True)])
+@pytest.mark.parametrize(
+    ("capability", "compiles"), [((8, 0), False), ((8, 9), False), ((9, 0), True)]
+)
 def test_compiling_for_a_new_gpu_is_a_phase(
     capability: tuple[int, int], compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,8 +80,16 @@ def test_compiling_for_a_new_gpu_is_a_phase(
     ("cuda", "version", "why"),
     [
         (None, None, "is not a CUDA build; install one, or set launch.device: cpu"),
-        ("13.0", "550.54.15", "which needs NVIDIA driver 580 or newer, and this host has 550.54.15"),
-        ("12.4", "550.54.15", "is built for CUDA 12.4, and this host has driver 550.54.15; see nvidia-smi"),
+        (
+            "13.0",
+            "550.54.15",
+            "which needs NVIDIA driver 580 or newer, and this host has 550.54.15",
+        ),
+        (
+            "12.4",
+            "550.54.15",
+            "is built for CUDA 12.4, and this host has driver 550.54.15; see nvidia-smi",
+        ),
         ("12.4", None, "is built for CUDA 12.4, and this host has no NVIDIA driver"),
     ],
 )

@@ -43,10 +43,14 @@ def test_a_host_of_silent_ranks_that_does_not_answer(asked: list[str]) -> None:
     assert LostHosts("a", 0).look((beat(0, "a", 99.0), beat(1, "b", 6.0)), ADDRESSES) is None
 
 
-def test_the_host_whose_link_is_down_names_itself(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_whose_link_is_down_names_itself(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both sides of a link write into the run folder, and must name the same host."""
     monkeypatch.setattr(lost_host, "link_that_is_down", lambda peer: "eth0")
-    assert LostHosts("a", 7).look(BEATS, ADDRESSES) == Lost(7, "a", "its network interface eth0 has no link")
+    assert LostHosts("a", 7).look(BEATS, ADDRESSES) == Lost(
+        7, "a", "its network interface eth0 has no link"
+    )
 
 
 def test_a_host_that_answers_is_not_lost(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +77,10 @@ def test_the_first_word_stays(tmp_path: Path) -> None:
     Lost(1, "b", "it went").write(run)
     Lost(0, "a", "another story").write(run)
     record = json.loads(run.lost.read_text())
-    assert record["summary"] == "rank 1 on host b is lost, and all others of that host: it went; exit status 1"
+    assert (
+        record["summary"]
+        == "rank 1 on host b is lost, and all others of that host: it went; exit status 1"
+    )
     assert (record["type"], record["secondary"], record["exit_status"]) == ("LostHost", False, 1)
 
 

@@ -27,7 +27,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("own_package", "own_single"):
         importlib.import_module(name)
     yield folder
-    for name in ("own_package", "own_package.part", "own_single"):  # what else a test brought in is the next one's, too
+    for name in (
+        "own_package",
+        "own_package.part",
+        "own_single",
+    ):  # what else a test brought in is the next one's, too
         del sys.modules[name]
 
 
@@ -47,7 +51,9 @@ def test_what_was_imported_is_copied(project: Path, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_changed_module_is_told_and_one_edited_meanwhile_is_not_taken(project: Path, tmp_path: Path) -> None:
+def test_a_changed_module_is_told_and_one_edited_meanwhile_is_not_taken(
+    project: Path, tmp_path: Path
+) -> None:
     """Another start with other code says so; within a start the copy stays what was imported."""
     run = RunDir(tmp_path / "run")
     copy_modules(run)
@@ -59,7 +65,9 @@ def test_a_changed_module_is_told_and_one_edited_meanwhile_is_not_taken(project:
     assert kept(run)["own_single.py"] == "y = 3\n"
 
 
-def test_what_is_too_large_is_named(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_large_is_named(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The copy is of source, not of data: bounded by file and in all."""
     monkeypatch.setattr(own, "_LARGEST", 10)
     run = RunDir(tmp_path / "run")

@@ -61,7 +61,9 @@ def test_how_a_rank_ends_on_a_full_disk(life: str, run: RunDir) -> None:
 NO_SPACE = "raise OSError(28, 'No space left on device', '/data/x')"
 
 
-@pytest.mark.parametrize("life", [NO_SPACE, f"try:\n    {NO_SPACE}\nexcept OSError:\n    raise RuntimeError('pos')"])
+@pytest.mark.parametrize(
+    "life", [NO_SPACE, f"try:\n    {NO_SPACE}\nexcept OSError:\n    raise RuntimeError('pos')"]
+)
 def test_a_full_disk_is_the_cause(life: str, run: RunDir) -> None:
     """What failed for want of space says so in its one line, also where a library's own error hides it."""
     record = guarded(run, life).record

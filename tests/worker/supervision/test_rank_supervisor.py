@@ -33,8 +33,20 @@ FAILED = "other = RunDir(sys.argv[2]); other.count_account(); open(other.error(0
 EXITS = "signal.signal(15, lambda *_: sys.exit(3))"
 ENDS = {  # life: (status of the guardian, and of the record: exit status, type, secondary, words of its summary)
     "raise ValueError('planted')": (1, 1, "ValueError", False, "failed with ValueError"),
-    "raise RuntimeError('x: Connection closed by peer')": (1, 1, "RuntimeError", True, "failed with RuntimeError"),
-    "raise EngineError('no such operator')": (1, 1, "EngineError", False, "failed with EngineError"),
+    "raise RuntimeError('x: Connection closed by peer')": (
+        1,
+        1,
+        "RuntimeError",
+        True,
+        "failed with RuntimeError",
+    ),
+    "raise EngineError('no such operator')": (
+        1,
+        1,
+        "EngineError",
+        False,
+        "failed with EngineError",
+    ),
     "raise InputError('wrong')": (2, 2, "InputError", False, "failed with InputError"),
     "raise KeyboardInterrupt": (1, 1, "KeyboardInterrupt", False, "failed with KeyboardInterrupt"),
     "sys.exit(7)": (7, 7, "SystemExit", False, "failed with SystemExit; exit status 7"),
@@ -47,16 +59,64 @@ ENDS = {  # life: (status of the guardian, and of the record: exit status, type,
     "sys.exit(85)": (1, 1, "SystemExit", False, "failed with SystemExit; exit status 1"),
     "sys.exit(341)": (1, 1, "SystemExit", False, "failed with SystemExit; exit status 1"),
     "os.kill(os.getpid(), 9)": (-9, 137, "Signal", False, "was ended by SIGKILL; exit status 137"),
-    "os.kill(os.getpid(), 11)": (-11, 139, "Signal", False, "was ended by SIGSEGV; exit status 139"),
+    "os.kill(os.getpid(), 11)": (
+        -11,
+        139,
+        "Signal",
+        False,
+        "was ended by SIGSEGV; exit status 139",
+    ),
     # A stop that is asked for, where nothing is to be saved; 130 after a person's Ctrl-C.
-    "os.kill(os.getppid(), 15); time.sleep(9)": (85, 85, "Stopped", False, "was stopped by SIGTERM before its first"),
-    "os.kill(os.getppid(), 10); time.sleep(9)": (85, 85, "Stopped", False, "was stopped by SIGUSR1 before its first"),
-    "os.kill(os.getppid(), 2); time.sleep(9)": (130, 130, "Stopped", False, "was stopped by SIGINT before its first"),
-    "os.kill(os.getpid(), 15)": (85, 85, "Stopped", False, "was stopped by SIGTERM before its first step"),
-    "os.killpg(os.getpid(), 2)": (130, 130, "Stopped", False, "was stopped by SIGINT before its first step"),
-    "os.kill(os.getppid(), 15); os.kill(os.getpid(), 19); time.sleep(9)": (85, 85, "Stopped", False, "SIGTERM"),
+    "os.kill(os.getppid(), 15); time.sleep(9)": (
+        85,
+        85,
+        "Stopped",
+        False,
+        "was stopped by SIGTERM before its first",
+    ),
+    "os.kill(os.getppid(), 10); time.sleep(9)": (
+        85,
+        85,
+        "Stopped",
+        False,
+        "was stopped by SIGUSR1 before its first",
+    ),
+    "os.kill(os.getppid(), 2); time.sleep(9)": (
+        130,
+        130,
+        "Stopped",
+        False,
+        "was stopped by SIGINT before its first",
+    ),
+    "os.kill(os.getpid(), 15)": (
+        85,
+        85,
+        "Stopped",
+        False,
+        "was stopped by SIGTERM before its first step",
+    ),
+    "os.killpg(os.getpid(), 2)": (
+        130,
+        130,
+        "Stopped",
+        False,
+        "was stopped by SIGINT before its first step",
+    ),
+    "os.kill(os.getppid(), 15); os.kill(os.getpid(), 19); time.sleep(9)": (
+        85,
+        85,
+        "Stopped",
+        False,
+        "SIGTERM",
+    ),
     # Another rank has failed: this one is to go, and whatever listens has nothing to wait for.
-    f"{FAILED}; os.kill(os.getppid(), 15); time.sleep(9)": (-15, 143, "Signal", True, "was ended by SIGTERM; exit"),
+    f"{FAILED}; os.kill(os.getppid(), 15); time.sleep(9)": (
+        -15,
+        143,
+        "Signal",
+        True,
+        "was ended by SIGTERM; exit",
+    ),
     f"{FAILED}; {LISTENS}; os.kill(os.getppid(), 15); time.sleep(9)": (
         -15,
         143,
@@ -92,7 +152,13 @@ ENDS = {  # life: (status of the guardian, and of the record: exit status, type,
         False,
         "was stopped by SIGINT for the second time, before it had saved; exit status 130",
     ),
-    f"{EXITS}; os.kill(os.getppid(), 15); time.sleep(9)": (3, 3, "SystemExit", True, "failed with SystemExit"),
+    f"{EXITS}; os.kill(os.getppid(), 15); time.sleep(9)": (
+        3,
+        3,
+        "SystemExit",
+        True,
+        "failed with SystemExit",
+    ),
     "signal.signal(12, signal.SIG_DFL); os.kill(os.getppid(), 12); time.sleep(9)": (
         -12,
         140,
@@ -136,8 +202,14 @@ def test_how_a_rank_ends(life: str, run: RunDir) -> None:
     assert ended.record is not None
     assert (ended.record["exit_status"], ended.record["type"]) == (recorded, kind)
     assert ended.record["secondary"] is secondary
-    assert (ended.record["rank"], ended.record["local_rank"], ended.record["host"]) == (1, 1, os.uname().nodename)
-    assert ended.record["summary"].startswith(f"rank 1 on host {os.uname().nodename} (local rank 1) ")
+    assert (ended.record["rank"], ended.record["local_rank"], ended.record["host"]) == (
+        1,
+        1,
+        os.uname().nodename,
+    )
+    assert ended.record["summary"].startswith(
+        f"rank 1 on host {os.uname().nodename} (local rank 1) "
+    )
     assert ended.record["summary"].endswith(f"; log: {run.log(1, 'err')}")
     assert words in ended.record["summary"]
 
@@ -147,9 +219,14 @@ def test_a_save_that_outlives_its_grace_is_run_again(run: RunDir) -> None:
     write_text(run.checkpoint(4) / "COMPLETE", "")
     for number, status in ((signal.SIGTERM, 85), (signal.SIGINT, 130)):
         run.error(1).unlink(missing_ok=True)
-        ended = guarded(run, f"{LISTENS}; os.kill(os.getppid(), {number:d}); time.sleep(9)\ntime.sleep(9)")
+        ended = guarded(
+            run, f"{LISTENS}; os.kill(os.getppid(), {number:d}); time.sleep(9)\ntime.sleep(9)"
+        )
         assert ended.record is not None
-        assert (abs(ended.status), ended.record["exit_status"]) == (status if status == 85 else 2, status)
+        assert (abs(ended.status), ended.record["exit_status"]) == (
+            status if status == 85 else 2,
+            status,
+        )
         assert ("; steps after 4 are lost" in ended.record["summary"]) == (status == 85)
 
 
@@ -236,7 +313,9 @@ def test_a_rank_that_saved_and_stopped(launcher: str, status: int, run: RunDir) 
     assert (ended.status, ended.record) == (status, None)
 
 
-@pytest.mark.parametrize(("file", "number"), [("stop_request", signal.SIGUSR1), ("save_request", signal.SIGUSR2)])
+@pytest.mark.parametrize(
+    ("file", "number"), [("stop_request", signal.SIGUSR1), ("save_request", signal.SIGUSR2)]
+)
 def test_a_request_in_the_run_folder_is_a_signal(file: str, number: int, run: RunDir) -> None:
     """Rank 0 looks for both by itself, for a command on another host cannot wake it; each is passed on once."""
     life = (
@@ -268,14 +347,19 @@ def test_a_rank_that_was_asked_to_end_may_end_well(run: RunDir) -> None:
 
 def test_that_a_rank_was_asked_is_known_at_once(run: RunDir) -> None:
     """mpirun kills 0.2 s after SIGTERM: what the guardian was asked is in the run folder before that."""
-    guarded(run, f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); os.kill(os.getppid(), 9); time.sleep(9)")
+    guarded(
+        run,
+        f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); os.kill(os.getppid(), 9); time.sleep(9)",
+    )
     number, when = run.asked(1).read_text().split()
     assert (int(number), float(when) > 0) == (signal.SIGTERM, True)
 
 
 def test_no_rank_without_its_launcher(run: RunDir, tmp_path: Path) -> None:
     """A guardian whose launcher ended before it could ask the kernel to be told starts no rank."""
-    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    gone = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    )
     mark = tmp_path / "mark"
     for pid, begins in ((int(gone.stdout), False), (os.getpid(), True)):
         where = {LAUNCHER_VARIABLE: f"{process_space()} {pid}"}
@@ -289,8 +373,12 @@ ctypes.CDLL(None).__cxa_atexit(handler, None, None)
 """
 
 
-@pytest.mark.parametrize(("variable", "runs"), [("PMI_RANK", True), ("OMPI_COMM_WORLD_RANK", False), ("RANK", False)])
-def test_exit_handlers_run_where_mpich_needs_them(variable: str, runs: bool, run: RunDir, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variable", "runs"), [("PMI_RANK", True), ("OMPI_COMM_WORLD_RANK", False), ("RANK", False)]
+)
+def test_exit_handlers_run_where_mpich_needs_them(
+    variable: str, runs: bool, run: RunDir, tmp_path: Path
+) -> None:
     """Under Hydra C's exit handlers run, by which MPICH signs off; elsewhere a rank leaves at once."""
     mark = tmp_path / "mark"
     life = AT_EXIT % f"open({str(mark)!r}, 'w').close()"
@@ -307,7 +395,9 @@ def test_a_crash_in_an_exit_handler_is_no_failure(run: RunDir) -> None:
 def test_a_rank_dies_with_its_guardian(run: RunDir, tmp_path: Path) -> None:
     """A guardian that is killed takes its rank along."""
     pid = tmp_path / "pid"
-    life = f"open({str(pid)!r}, 'w').write(str(os.getpid())); os.kill(os.getppid(), 9); time.sleep(60)"
+    life = (
+        f"open({str(pid)!r}, 'w').write(str(os.getpid())); os.kill(os.getppid(), 9); time.sleep(60)"
+    )
     assert guarded(run, life).status == -signal.SIGKILL
     deadline = time.monotonic() + 5
     while lives(pid.read_text()) and time.monotonic() < deadline:
@@ -336,7 +426,9 @@ ECHO = "raise RuntimeError('x: Connection closed by peer')"
         ("sys.exit(7)", "a checkpoint", "job.batch", 7),
     ],
 )
-def test_a_pod_that_ends_for_anothers_fault(life: str, others: str, job: str, status: int, run: RunDir) -> None:
+def test_a_pod_that_ends_for_anothers_fault(
+    life: str, others: str, job: str, status: int, run: RunDir
+) -> None:
     """Its status is the one on which an indexed Job replaces it without counting; the faulty rank keeps its own."""
     write_plan(run, "inside")
     run.failure_printed.parent.mkdir(parents=True)

@@ -15,7 +15,15 @@ from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.worker.supervision import exchange, stall
 from ortlaunch.worker.supervision.exchange import Exchange, beat_seconds
-from ortlaunch.worker.supervision.pulse import AUTO, BACKWARD, FORWARD, NEVER, READING, TRAINING, Pulse
+from ortlaunch.worker.supervision.pulse import (
+    AUTO,
+    BACKWARD,
+    FORWARD,
+    NEVER,
+    READING,
+    TRAINING,
+    Pulse,
+)
 from ortlaunch.worker.supervision.slow import SlowRanks
 from ortlaunch.worker.supervision.stall import MEETING, Beat, behind, judge, limits
 from ortlaunch.worker.supervision.watchdog import Watchdog, _first_lines
@@ -41,7 +49,9 @@ def beat(rank: int, moves: int = 9, still: float = 30.0, **fields: object) -> Be
         (NEVER, True, 1.0, (NEVER, NEVER)),
     ],
 )
-def test_limits(setting: float, warm: bool, step_seconds: float, found: tuple[float, float]) -> None:
+def test_limits(
+    setting: float, warm: bool, step_seconds: float, found: tuple[float, float]
+) -> None:
     """Seconds without progress for idle ranks and for busy ones, in steps and elsewhere."""
     assert limits(setting, warm, step_seconds) == found
 
@@ -82,7 +92,10 @@ def test_many_ranks_beat_less_often_and_are_silent_later(ranks: int, seconds: fl
     hub = Exchange(Rank(0, ranks, 0, 1))
     hub._key = b"met"
     late = 3 * (seconds - 1.0)
-    hub._heard = {1: (beat(1), time.monotonic() - late - 4.0, None), 2: (beat(2), time.monotonic() - late - 6.0, None)}
+    hub._heard = {
+        1: (beat(1), time.monotonic() - late - 4.0, None),
+        2: (beat(2), time.monotonic() - late - 6.0, None),
+    }
     assert [one.is_silent for one in hub.beats(beat(0)) or []] == [False, True]
 
 
@@ -100,7 +113,9 @@ def test_a_look_takes_a_bounded_number_of_beats(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_verdict_names_who_where_and_since_when() -> None:
     """One line: rank, host, process, state, step, phase, and what the others do."""
-    found = judge([beat(0), beat(1, moves=8, still=31.0, state="T", phase="the forward pass")], 20.0, 99.0)
+    found = judge(
+        [beat(0), beat(1, moves=8, still=31.0, state="T", phase="the forward pass")], 20.0, 99.0
+    )
     assert found is not None
     assert found.summary == (
         "the run has stood still for 30 s: rank 1 on host h, process 11 (stopped: SIGSTOP, or a frozen control group), "
@@ -112,7 +127,10 @@ def test_the_verdict_names_who_where_and_since_when() -> None:
     assert "it was last seen after step 6, reading data" in silent.summary
     alone = judge([beat(0, step=0, phase="reading data", warm=False)], 20.0, 99.0)
     assert alone is not None
-    assert alone.summary == "the run has stood still for 30 s: rank 0 on host h, process 10, reading data"
+    assert (
+        alone.summary
+        == "the run has stood still for 30 s: rank 0 on host h, process 10, reading data"
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +140,10 @@ def test_the_verdict_names_who_where_and_since_when() -> None:
         ([beat(0), beat(1)], 10.0),  # the guardian itself was stopped until then
         ([beat(0), beat(1, state="t")], 99.0),  # a debugger has it
         ([beat(0, phase=MEETING, warm=False), beat(1)], 99.0),
-        ([beat(0, warm=False), beat(1, warm=False, moves=8, idle=1.0)], 99.0),  # it computes, in an export
+        (
+            [beat(0, warm=False), beat(1, warm=False, moves=8, idle=1.0)],
+            99.0,
+        ),  # it computes, in an export
     ],
 )
 def test_what_is_no_stall(beats: list[Beat], watched: float) -> None:
@@ -295,9 +316,7 @@ def test_a_slow_rank_is_named_once() -> None:
 def test_the_main_threads_innermost_frames_are_shown() -> None:
     """Not the thread that counts collectives; the rest of a deep stack is in errors/."""
     frames = "".join(f'  File "deep.py", line {n} in f\n' for n in range(30))
-    stack = (
-        f'Thread 0x1 (most recent call first):\n  File "meeting.py"\n\nThread 0x2 (most recent call first):\n{frames}'
-    )
+    stack = f'Thread 0x1 (most recent call first):\n  File "meeting.py"\n\nThread 0x2 (most recent call first):\n{frames}'
     shown = _first_lines(stack + '  File "/x/rank_supervisor.py", line 9 in watch\n').splitlines()
     assert shown[:2] == ["Thread 0x2 (most recent call first):", '  File "deep.py", line 0 in f']
     assert (len(shown), shown[-1]) == (13, "  ...")

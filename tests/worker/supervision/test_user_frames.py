@@ -70,7 +70,9 @@ def raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], E
         ("empty", "AssertionError in crash_model.py, empty: assert False, at crash_model.py:20"),
     ],
 )  # fmt: skip
-def test_the_line_is_in_the_users_file(name: str, expected: str, raised: Callable[[str], Exception]) -> None:
+def test_the_line_is_in_the_users_file(
+    name: str, expected: str, raised: Callable[[str], Exception]
+) -> None:
     """The last frame there, also of what a library raises, relative to the current folder."""
     assert described(raised(name)) == expected
 
@@ -79,7 +81,9 @@ def test_an_error_outside_the_users_files_has_no_line() -> None:
     """Python's own frames are none of the user's."""
     with pytest.raises(json.JSONDecodeError) as found:
         json.loads("{")
-    found.value.__traceback__ = found.value.__traceback__.tb_next if found.value.__traceback__ else None
+    found.value.__traceback__ = (
+        found.value.__traceback__.tb_next if found.value.__traceback__ else None
+    )
     assert raised_at(found.value) is None
 
 
@@ -87,7 +91,10 @@ def test_frames_of_packages_are_counted(raised: Callable[[str], Exception]) -> N
     """In place of shown; the user's are whole, with their source line."""
     error = raised("library")
     text = folded("".join(traceback.format_exception(error)))
-    assert "  ... 3 frames of ortlaunch and of packages\njson.decoder.JSONDecodeError: Expecting" in text
+    assert (
+        "  ... 3 frames of ortlaunch and of packages\njson.decoder.JSONDecodeError: Expecting"
+        in text
+    )
     assert 'crash_model.py", line 9, in library\n    return json.loads("{")\n' in text
     assert "decoder.py" not in text
 

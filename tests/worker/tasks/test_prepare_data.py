@@ -27,7 +27,9 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         path = tmp_path / "a.jsonl"
         path.write_text(content)
         data = {"train": {"format": "jsonl", "path": [str(path)]}, "sequence_length": 8}
-        made = bert(data={**data, "tokenizer": {"train": "wordpiece", "vocab_size": 300}}, **changes)
+        made = bert(
+            data={**data, "tokenizer": {"train": "wordpiece", "vocab_size": 300}}, **changes
+        )
         request = io.StringIO(json.dumps({"recipe": to_yaml(made)}))
         monkeypatch.setattr("sys.stdin", request)
         monkeypatch.setattr("sys.argv", ["", "prepare data"])
@@ -38,19 +40,27 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_a_training_finds_it_all_there(prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_finds_it_all_there(
+    prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is tokenized again."""
     made, status = prepare('{"text": "the cat sat on the mat"}\n' * 20)
     assert status == 0
-    assert "data.train: 20 samples\nready in " in capsys.readouterr().out  # of 6 words between [CLS] and [SEP]
+    assert (
+        "data.train: 20 samples\nready in " in capsys.readouterr().out
+    )  # of 6 words between [CLS] and [SEP]
     monkeypatch.setattr(tokens, "_write_tokens", None)
     assert len(LoadedData(made).train) == 20
 
 
-def test_so_it_does_of_rows_with_labels(prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_it_does_of_rows_with_labels(
+    prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No row is read again, not to tell the data from others either."""
     model = {"task": "sequence-classification", "config": BERT}
-    made, status = prepare('{"text": "the cat", "label": 0}\n{"text": "the mat", "label": 2}\n', model=model)
+    made, status = prepare(
+        '{"text": "the cat", "label": 0}\n{"text": "the mat", "label": 2}\n', model=model
+    )
     assert status == 0
     assert (
         "data.train: 2 samples\nclasses: 3\n"
@@ -63,7 +73,9 @@ def test_so_it_does_of_rows_with_labels(prepare: Any, capsys: Captured, monkeypa
     assert identity(found)["fingerprint"]
 
 
-def test_a_full_cache_is_told(prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_cache_is_told(
+    prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a line, with what to do, though the library that writes the tokenizer names no file."""
 
     def full(*arguments: object) -> None:

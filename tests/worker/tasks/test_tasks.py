@@ -14,7 +14,9 @@ from ortlaunch.worker import tasks
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_takes_the_session_or_its_request_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_takes_the_session_or_its_request_and_nothing_else(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plan's word alone chooses the module that runs."""
     module, seen = import_module(TASKS[name].module), list[Any]()
     if TASKS[name].request is not None:

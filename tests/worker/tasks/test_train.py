@@ -24,7 +24,10 @@ from ortlaunch.worker.tasks.train import run as run_task
 from tests.training import SHARDINGS, records, session_here, train_here
 
 STEPS = {"max_steps": 6}
-ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(0))]
+ROWS = [
+    {"x": row, "y": row.sum()}
+    for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+]
 
 
 class Line(nn.Module):
@@ -42,7 +45,9 @@ class Line(nn.Module):
     {"checkpoint": {"every_steps": 4}},
     {"train": {**STEPS, "evaluate_every_steps": 4}},
 ], ids=["checkpoints", "evaluation"])  # fmt: skip
-def test_the_logged_loss_is_of_all_steps_since_the_last_line(sections: dict, tmp_path: Path) -> None:
+def test_the_logged_loss_is_of_all_steps_since_the_last_line(
+    sections: dict, tmp_path: Path
+) -> None:
     """What is done between two log lines, a checkpoint or an evaluation, takes no step out of their loss."""
     log = {"train": STEPS, "log": {"every_steps": 6}}
     plain = train_here(tmp_path / "plain", Line(), ROWS, evaluation=ROWS[:4], **log)
@@ -51,10 +56,17 @@ def test_the_logged_loss_is_of_all_steps_since_the_last_line(sections: dict, tmp
 
 
 @pytest.mark.parametrize("zero", SHARDINGS, ids=str)
-def test_the_gradient_norm_is_logged_without_clipping(zero: dict | None, tmp_path: Path, world: None) -> None:
+def test_the_gradient_norm_is_logged_without_clipping(
+    zero: dict | None, tmp_path: Path, world: None
+) -> None:
     """It is that of the batch's mean loss, on every way to step."""
     model = Line()
-    samples = collate([ROWS[i] for i in Batches(OwnSamples(ROWS), BatchPlan(4, 2, 2, 1, None), 42).indices(0, 0, 0)])
+    samples = collate(
+        [
+            ROWS[i]
+            for i in Batches(OwnSamples(ROWS), BatchPlan(4, 2, 2, 1, None), 42).indices(0, 0, 0)
+        ]
+    )
     model(**samples).backward()
     expected = float(model.weight.grad.norm())
     settings = {"train": {"max_steps": 1}, "batch": {"micro_size": 2, "accumulation_steps": 1}}
@@ -75,7 +87,9 @@ class Spoiled(Line):
             return loss + torch.where(bad.any(), torch.nan, 0.0) * self.weight.sum()
         if self.how == "constant":
             return loss + torch.where(bad.any(), torch.inf, 0.0)
-        return loss + torch.where(bad.any(), self.other, 1.0).sqrt().sum()  # whose slope at 0 is infinite
+        return (
+            loss + torch.where(bad.any(), self.other, 1.0).sqrt().sum()
+        )  # whose slope at 0 is infinite
 
 
 def spoil(at: int) -> list[dict]:
@@ -84,27 +98,45 @@ def spoil(at: int) -> list[dict]:
 
 
 BAD = {
-    "loss": ("step 2: the loss is nan on rank 0, samples {} of data.train", "is not finite: weight\n"),
-    "gradient": ("step 2: every loss is finite, and a gradient is not; samples {} of data.train", "finite: other\n"),
-    "constant": ("step 2: the loss is inf on rank 0, samples {} of data.train", "its gradients were finite"),
+    "loss": (
+        "step 2: the loss is nan on rank 0, samples {} of data.train",
+        "is not finite: weight\n",
+    ),
+    "gradient": (
+        "step 2: every loss is finite, and a gradient is not; samples {} of data.train",
+        "finite: other\n",
+    ),
+    "constant": (
+        "step 2: the loss is inf on rank 0, samples {} of data.train",
+        "its gradients were finite",
+    ),
 }
 
 
 @pytest.mark.parametrize("zero", SHARDINGS, ids=str)
 @pytest.mark.parametrize("how", BAD)
-def test_what_is_not_finite_ends_the_training(how: str, zero: dict | None, tmp_path: Path, world: None) -> None:
+def test_what_is_not_finite_ends_the_training(
+    how: str, zero: dict | None, tmp_path: Path, world: None
+) -> None:
     """The error names the step, the samples and the parameter; that step changes no weight and saves nothing."""
     order = Batches(OwnSamples(ROWS), BatchPlan(4, 2, 2, 1, None), 42)
     samples = order.indices(1, 1, 0)
     model, batch = Spoiled(how), {"micro_size": 2, "accumulation_steps": 2}
     known: list[torch.Tensor] = []
     model.register_forward_pre_hook(lambda *_: known.append(model.weight.detach().clone()))
-    settings = {"train": STEPS, "checkpoint": {"every_steps": 1}, "log": {"every_steps": 1}, "batch": batch}
+    settings = {
+        "train": STEPS,
+        "checkpoint": {"every_steps": 1},
+        "log": {"every_steps": 1},
+        "batch": batch,
+    }
     with pytest.raises(NonFiniteError) as caught:
         train_here(tmp_path, model, spoil(samples[0]), zero=zero, **settings)
     line, parameter = BAD[how]
     all_of_step = [*order.indices(1, 0, 0), *samples]
-    assert line.format(", ".join(map(str, samples if how == "loss" else all_of_step))) in str(caught.value)
+    assert line.format(", ".join(map(str, samples if how == "loss" else all_of_step))) in str(
+        caught.value
+    )
     assert parameter in str(caught.value)
     assert [record["step"] for record in records(RunDir(tmp_path))] == [1]
     assert [step for step, _ in RunDir(tmp_path).complete_checkpoints()] == [1]
@@ -113,7 +145,9 @@ def test_what_is_not_finite_ends_the_training(how: str, zero: dict | None, tmp_p
         assert torch.isfinite(model.weight).all()
 
 
-def test_a_longer_schedule_tells_its_jump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_longer_schedule_tells_its_jump(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """More steps on resume stretch the schedule: allowed, and told with both learning rates; going on is not told."""
     for steps, lost in ((4, 4), (4, None), (8, None)):
         sections = {"checkpoint": {"every_steps": 2}, "log": {"every_steps": 1}}
@@ -142,11 +176,16 @@ class Noting(Line):
         return super().forward(x, y)
 
 
-def test_steps_of_another_size_take_the_samples_that_follow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_of_another_size_take_the_samples_that_follow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Resumed with other batches, as on another number of ranks, a run takes no sample twice and leaves none out."""
     rows, taken = [{**row, "number": torch.tensor(i)} for i, row in enumerate(ROWS)], []
     for steps, size in ((4, 6), (6, 4), (9, 2)):
-        sections = {"train": {"max_steps": steps}, "batch": {"micro_size": size, "accumulation_steps": 1}}
+        sections = {
+            "train": {"max_steps": steps},
+            "batch": {"micro_size": size, "accumulation_steps": 1},
+        }
         trained = train_here(tmp_path, Noting(), rows, **sections)
         taken += trained.model.taken
     alone = Batches(OwnSamples(rows), BatchPlan(38, 38, 1, 1, None), 42)
@@ -190,7 +229,9 @@ def test_fp16_hides_no_failure(slope: float, message: str, tmp_path: Path) -> No
         train_here(tmp_path, Steep(slope), ROWS, **HALF)
 
 
-@pytest.mark.parametrize(("number", "saved"), [(signal.SIGUSR1, [2]), (signal.SIGUSR2, [2, 3, 4, 6])])
+@pytest.mark.parametrize(
+    ("number", "saved"), [(signal.SIGUSR1, [2]), (signal.SIGUSR2, [2, 3, 4, 6])]
+)
 def test_what_is_asked_for_while_one_is_written_beside(
     number: signal.Signals, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +273,9 @@ def test_a_stop_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])
-def test_the_export_after_a_last_save_that_failed(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_export_after_a_last_save_that_failed(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run has failed, and with `continue` the trained model is there; with `stop` the error says that it is not."""
 
     def full(*_: Any) -> None:
@@ -241,10 +284,16 @@ def test_the_export_after_a_last_save_that_failed(policy: str, tmp_path: Path, m
     monkeypatch.setattr(savings, "save", full)
     model = Line()
     session = session_here(tmp_path, model, ROWS, train=STEPS, checkpoint={"on_failure": policy})
-    said = "without its export" if policy == "stop" else f"The export of the last step is whole: {session.run.export}"
+    said = (
+        "without its export"
+        if policy == "stop"
+        else f"The export of the last step is whole: {session.run.export}"
+    )
     with pytest.raises(CheckpointError, match=f"No space left on device\n.*{said}"):
         run_task(session)
     if policy == "continue":
-        assert torch.equal(load_file(session.run.export / "model.safetensors")["weight"], model.weight)
+        assert torch.equal(
+            load_file(session.run.export / "model.safetensors")["weight"], model.weight
+        )
     else:
         assert not session.run.export.exists()

@@ -14,8 +14,13 @@ from tests.worker.unequal_steps import Case, cases, reference
 
 pytest.importorskip("deepspeed")
 QUICK = [
-    *(Case("eager", 2, micro, zero) for micro, zero in ((1, "none"), (4, "none"), (2, "0"), (8, "3"))),
-    *(Case("eager", 2, micro, zero, "8") for micro, zero in ((1, "2"), (4, "none"))),  # the loss in chunks
+    *(
+        Case("eager", 2, micro, zero)
+        for micro, zero in ((1, "none"), (4, "none"), (2, "0"), (8, "3"))
+    ),
+    *(
+        Case("eager", 2, micro, zero, "8") for micro, zero in ((1, "2"), (4, "none"))
+    ),  # the loss in chunks
 ]
 GROUPS = [
     pytest.param(engine, ranks, marks=[pytest.mark.slow, *([needs_ort] if engine == "ort" else [])])
@@ -39,12 +44,18 @@ def compare(chosen: list[Case], folder: Path, timeout: float) -> None:
     apart = {str(case): largest(found[str(case)], expected) for case in chosen}
     print(*(f"{case}: {difference:.1e}" for case, difference in apart.items()), sep="\n")
     assert {case: difference for case, difference in apart.items() if difference > 1e-6} == {}
-    assert [case for case in apart if not found[case]["ran"]] == []  # passes of ORT, graphs of torch.compile
+    assert [
+        case for case in apart if not found[case]["ran"]
+    ] == []  # passes of ORT, graphs of torch.compile
 
 
 def largest(found: dict[str, Any], expected: dict[str, list[float]]) -> float:
     """Relative difference of any number."""
-    pairs = [(ours, right) for name, values in expected.items() for ours, right in zip(found[name], values)]
+    pairs = [
+        (ours, right)
+        for name, values in expected.items()
+        for ours, right in zip(found[name], values)
+    ]
     return max(abs(ours - right) / abs(right) for ours, right in pairs)
 
 

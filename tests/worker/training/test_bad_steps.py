@@ -28,7 +28,10 @@ from ortlaunch.worker.training.bad_steps import Spikes, recorded
 from ortlaunch.worker.training.finite import require_finite_loss
 from tests.training import SHARDINGS, Trained, records, train_here
 
-ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(0))]
+ROWS = [
+    {"x": row, "y": row.sum()}
+    for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+]
 STEPS, BAD_STEP, SIZE = 6, 3, 4  # of two passes of two samples
 ORDER = Batches(OwnSamples(ROWS), BatchPlan(SIZE, 2, 2, 1, None), 42)
 BAD = ORDER.indices(BAD_STEP, 1, 0)[0]
@@ -43,7 +46,11 @@ class Line(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.weight, self.other = how, nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(1))
+        self.how, self.weight, self.other = (
+            how,
+            nn.Parameter(torch.zeros(4)),
+            nn.Parameter(torch.ones(1)),
+        )
         self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
@@ -86,7 +93,9 @@ def rate(step: int) -> float:
     return 0.05 * (1 - step / STEPS)
 
 
-def trained(folder: Path, how: str, zero: dict[str, Any] | None, *bad: int, **train: Any) -> Trained:
+def trained(
+    folder: Path, how: str, zero: dict[str, Any] | None, *bad: int, **train: Any
+) -> Trained:
     settings = {**SETTINGS, "train": {"max_steps": STEPS, **train}, "zero": zero}
     return train_here(folder, Line(how), rows(*(bad or (BAD,))), **settings)
 
@@ -94,12 +103,16 @@ def trained(folder: Path, how: str, zero: dict[str, Any] | None, *bad: int, **tr
 def close(found: nn.Module, expected: nn.Module, buffers: bool = True) -> None:
     for name, value in expected.state_dict().items():
         if value.numel() == found.state_dict()[name].numel() and (buffers or name != "mean"):
-            torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(
+                found.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name
+            )
 
 
 @pytest.mark.parametrize("zero", SHARDINGS, ids=str)
 @pytest.mark.parametrize("how", ["loss", "gradient", "constant"])
-def test_a_skipped_step_changes_nothing(how: str, zero: dict | None, tmp_path: Path, world: None) -> None:
+def test_a_skipped_step_changes_nothing(
+    how: str, zero: dict | None, tmp_path: Path, world: None
+) -> None:
     """Weights and running means are those of a training whose step 4 has no batch; the sample is named and counted."""
     done = trained(tmp_path, how, zero, on_nonfinite="skip")
     if (zero or {}).get("stage") != 3:  # where the weights are pieces
@@ -132,7 +145,10 @@ def test_a_rollback_takes_the_samples_that_follow(
 
 def test_later_losses_are_counted() -> None:
     """Of losses that are not finite the first is named with its samples, the later ones with their count."""
-    losses, group = [torch.tensor(math.nan)] * 9, DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    losses, group = (
+        [torch.tensor(math.nan)] * 9,
+        DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu")),
+    )
     with pytest.raises(NonFiniteError) as error:
         require_finite_loss(math.nan, group, ORDER, 3, losses)
     lines = str(error.value).splitlines()
@@ -146,27 +162,41 @@ def test_a_rollback_before_the_first_checkpoint(tmp_path: Path) -> None:
     bad = ORDER.indices(0, 0, 0)[0], ORDER.indices(1, 1, 0)[1]
     done = trained(tmp_path, "loss", None, *bad, on_nonfinite="rollback")
     close(done.model, reference("loss", [2, 3, 4, 5, 6, 7], rate))
-    assert [(line.checkpoint, line.places) for line in recorded(done.run)] == [(0, [0, 4]), (0, [4, 8])]
+    assert [(line.checkpoint, line.places) for line in recorded(done.run)] == [
+        (0, [0, 4]),
+        (0, [4, 8]),
+    ]
     longer = trained(tmp_path, "loss", None, *bad, on_nonfinite="rollback", max_steps=STEPS + 1)
     assert longer.state.samples == (STEPS + 3) * SIZE
 
 
-def test_what_was_left_out_is_not_another_orders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_left_out_is_not_another_orders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With another seed other samples are in its places: a start that comes there takes them, and says so, once."""
     done = trained(tmp_path, "loss", None, on_nonfinite="rollback")
     for step in (4, 6):
         shutil.rmtree(done.run.checkpoint(step))
     for said in (1, 0):
         capsys.readouterr()
-        other = train_here(tmp_path, Line("loss"), rows(-1), seed=7, **SETTINGS, train={"max_steps": STEPS})
+        other = train_here(
+            tmp_path, Line("loss"), rows(-1), seed=7, **SETTINGS, train={"max_steps": STEPS}
+        )
         assert other.state.samples == STEPS * SIZE
-        assert capsys.readouterr().out.count("the samples that step 4 was taken back for are left out no more") == said
+        assert (
+            capsys.readouterr().out.count(
+                "the samples that step 4 was taken back for are left out no more"
+            )
+            == said
+        )
     (line,) = recorded(done.run)
     assert (line.action, line.places) == ("rollback", None)
 
 
 @pytest.mark.parametrize("zero", [None, {"stage": 1}], ids=str)
-def test_a_rollback_to_the_start_forgets_the_optimizer(zero: dict | None, tmp_path: Path, world: None) -> None:
+def test_a_rollback_to_the_start_forgets_the_optimizer(
+    zero: dict | None, tmp_path: Path, world: None
+) -> None:
     """The checkpoint of step 0 has no moments; those of the steps that are taken back are not gone on with."""
     settings = {**SETTINGS, "checkpoint": {"every_steps": 100}, "zero": zero}
     train = {"max_steps": STEPS, "on_nonfinite": "rollback"}

@@ -24,7 +24,9 @@ BEST = {"keep_best": {"metric": "loss"}, "keep": 1, "every_minutes": None}
 STEPS = {"max_steps": 8, "evaluate_every_steps": 1}
 
 
-def trained(folder: Path, losses: Sequence[float], monkeypatch: pytest.MonkeyPatch, **sections: Any) -> Trained:
+def trained(
+    folder: Path, losses: Sequence[float], monkeypatch: pytest.MonkeyPatch, **sections: Any
+) -> Trained:
     """A training whose evaluations come to these losses, by step."""
     take = best.take
 
@@ -47,16 +49,26 @@ def test_the_best_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Step 3 was best; each best before it went when a better one was complete, and the last step's is there, too."""
     found = trained(tmp_path, [5, 4, 1, 2, 3, 4, 5, 1], monkeypatch)
     assert kept(found) == [3, 8]
-    assert found.state.best[best.KEEP] == {"metric": "loss", "mode": "min", "value": 1, "step": 3, "since": 5}
+    assert found.state.best[best.KEEP] == {
+        "metric": "loss",
+        "mode": "min",
+        "value": 1,
+        "step": 3,
+        "since": 5,
+    }
 
 
 def test_training_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two evaluations that are not better end it, with a checkpoint; a second start has nothing to train."""
-    early = {"train": {**STEPS, "stop_after": {"evaluations": 2}}, "checkpoint": {"every_minutes": None}}
+    early = {
+        "train": {**STEPS, "stop_after": {"evaluations": 2}},
+        "checkpoint": {"every_minutes": None},
+    }
     found = trained(tmp_path, [5, 4, 4, 3, 3, 6, 0, 0], monkeypatch, **early)
     assert (found.state.step, kept(found)) == (6, [6])
-    assert "stopped early after step 6 of 8 (train.stop_after): loss was best, 3, after step 4" in str(
-        best.stops_early(recipe(**early), 6, found.state.best)
+    assert (
+        "stopped early after step 6 of 8 (train.stop_after): loss was best, 3, after step 4"
+        in str(best.stops_early(recipe(**early), 6, found.state.best))
     )
     again = train_here(tmp_path, Line(), ROWS, evaluation=ROWS[:4], **early)
     assert (again.state.step, kept(again)) == (6, [6])
@@ -69,18 +81,27 @@ def test_a_resumed_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     half = {"train": {**STEPS, "max_steps": 4}}
     trained(tmp_path / "one", [5, 1, 4, 3], monkeypatch, **half)
     (tmp_path / "other").mkdir()
-    shutil.copytree(tmp_path / "one/checkpoints/step_00000004", tmp_path / "other/checkpoints/step_00000004")
+    shutil.copytree(
+        tmp_path / "one/checkpoints/step_00000004", tmp_path / "other/checkpoints/step_00000004"
+    )
     assert kept(trained(tmp_path / "one", [0] * 4 + [2, 3, 4, 5], monkeypatch)) == [2, 8]
     assert kept(trained(tmp_path / "other", [0] * 4 + [2, 3, 4, 5], monkeypatch)) == [5, 8]
-    most = {"checkpoint": {**BEST, "keep_best": {"metric": "loss", "mode": "max"}}, "train": {**STEPS, "max_steps": 10}}
+    most = {
+        "checkpoint": {**BEST, "keep_best": {"metric": "loss", "mode": "max"}},
+        "train": {**STEPS, "max_steps": 10},
+    }
     assert kept(trained(tmp_path / "one", [0] * 8 + [0.5, 0.4], monkeypatch, **most)) == [9, 10]
 
 
-def test_the_export_is_of_the_best_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_export_is_of_the_best_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model has the best checkpoint's weights when it is exported."""
     best_of = {"checkpoint": {**BEST, "keep_best": {"metric": "loss", "export": True}}}
     sessions: list[Any] = []
-    monkeypatch.setattr(training, "_resume", lambda s, old=training._resume: sessions.append(s) or old(s))
+    monkeypatch.setattr(
+        training, "_resume", lambda s, old=training._resume: sessions.append(s) or old(s)
+    )
     found = trained(tmp_path / "run", [5, 1, 4, 3, 3, 3, 3, 3], monkeypatch, **best_of)
     last, there = found.model.weight.detach().clone(), LossModule(Line())
     finish(sessions[-1], found.state.step, found.state.best)
@@ -92,7 +113,8 @@ def test_the_export_is_of_the_best_where_that_is_asked_for(tmp_path: Path, monke
 def test_a_metric_that_an_evaluation_has_not() -> None:
     """It is named with those that there are; a number that is not finite is never the best."""
     asked = SimpleNamespace(
-        checkpoint=recipe(checkpoint={"keep_best": {"metric": "perplexity"}}).checkpoint, train=recipe().train
+        checkpoint=recipe(checkpoint={"keep_best": {"metric": "perplexity"}}).checkpoint,
+        train=recipe().train,
     )
     (said,) = best.without(asked, {"loss": 1.0})
     assert said == "checkpoint.keep_best.metric: got perplexity; an evaluation of this run has loss"

@@ -89,16 +89,22 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     assert caught.value.filename == "metrics.jsonl"
 
 
-def test_a_record_is_json(tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_is_json(
+    tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     """A loss that is no number stays one for a person, and becomes a word in metrics.jsonl."""
     metrics = Metrics(recipe(), RunDir(tmp_path), 0)
     metrics.write(10, {"evaluation_loss": float("nan")})
     metrics.close()
-    assert records(RunDir(tmp_path)) == [{"step": 10, "evaluation_loss": "nan", "elapsed_seconds": 0.0}]
+    assert records(RunDir(tmp_path)) == [
+        {"step": 10, "evaluation_loss": "nan", "elapsed_seconds": 0.0}
+    ]
     assert "evaluation loss nan" in capsys.readouterr().out
 
 
-def test_the_line_for_a_person(tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_for_a_person(
+    tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Values with units; what was not computed is left out; the time left by the speed so far."""
     metrics = Metrics(recipe(steps=40), RunDir(tmp_path), 10)
     clock[0] += 5.0
@@ -117,17 +123,27 @@ def test_the_line_for_a_person(tmp_path: Path, clock: list[float], capsys: pytes
     )
 
 
-def test_a_resumed_run_cuts_what_came_after_its_checkpoint(tmp_path: Path, clock: list[float]) -> None:
+def test_a_resumed_run_cuts_what_came_after_its_checkpoint(
+    tmp_path: Path, clock: list[float]
+) -> None:
     """Steps after the checkpoint, and a line that was half written, go; the record continues without a seam."""
     run = RunDir(tmp_path)
-    lines = [{"step": step, "loss": 1.0 / step, "elapsed_seconds": step + 0.5} for step in (2, 4, 4, 6, 8)]
+    lines = [
+        {"step": step, "loss": 1.0 / step, "elapsed_seconds": step + 0.5}
+        for step in (2, 4, 4, 6, 8)
+    ]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1, "lo')
     metrics = Metrics(recipe(), run, 4)
     clock[0] += 2
     metrics.write(6, {"loss": 0.0})
     metrics.close()
     assert records(run)[-1]["elapsed_seconds"] == 6.5  # over all starts
-    assert [(r["step"], r["loss"]) for r in records(run)] == [(2, 0.5), (4, 0.25), (4, 0.25), (6, 0.0)]
+    assert [(r["step"], r["loss"]) for r in records(run)] == [
+        (2, 0.5),
+        (4, 0.25),
+        (4, 0.25),
+        (6, 0.0),
+    ]
 
 
 def test_a_run_without_checkpoint_begins_anew(tmp_path: Path) -> None:
@@ -219,8 +235,15 @@ def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         metrics.close(failed)
     client = MlflowClient((run.trackers / "mlruns").as_uri())
     (theirs,) = client.search_runs([client.get_experiment_by_name("t").experiment_id])
-    assert (theirs.info.status, theirs.data.params["train.max_steps"], theirs.info.run_name) == ("FAILED", "20", "run")
-    assert [(m.step, m.value) for m in client.get_metric_history(theirs.info.run_id, "loss")] == [(2, 1.0), (4, 3.0)]
+    assert (theirs.info.status, theirs.data.params["train.max_steps"], theirs.info.run_name) == (
+        "FAILED",
+        "20",
+        "run",
+    )
+    assert [(m.step, m.value) for m in client.get_metric_history(theirs.info.run_id, "loss")] == [
+        (2, 1.0),
+        (4, 3.0),
+    ]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
@@ -260,7 +283,14 @@ def test_a_tracker_that_hangs_is_left_behind(
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0:00"), (59.9, "0:59"), (60, "1:00"), (3599, "59:59"), (3600, "1:00:00"), (90061, "25:01:01")],
+    [
+        (0, "0:00"),
+        (59.9, "0:59"),
+        (60, "1:00"),
+        (3599, "59:59"),
+        (3600, "1:00:00"),
+        (90061, "25:01:01"),
+    ],
 )
 def test_duration(seconds: float, text: str) -> None:
     """Hours only where there are any."""
@@ -296,7 +326,10 @@ def llama(tied: bool) -> nn.Module:
 def test_flops_of_bert(tied: bool) -> None:
     """6 for each weight that multiplies: the embeddings' norm, the layers and the head, tied or not, and attention."""
     second_bias = 0 if tied else V  # transformers keeps the head's bias twice then
-    assert flops_per_token(bert(tied), T) == 6 * (2 * H + L * BERT_LAYER + BERT_HEAD + second_bias) + ATTENTION
+    assert (
+        flops_per_token(bert(tied), T)
+        == 6 * (2 * H + L * BERT_LAYER + BERT_HEAD + second_bias) + ATTENTION
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -309,15 +342,24 @@ def test_frozen_weights_cost_two_thirds() -> None:
     """A frozen weight has no gradient of its own to compute: 4 instead of 6."""
     import peft
 
-    adapted = peft.get_peft_model(llama(False), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    adapted = peft.get_peft_model(
+        llama(False), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    )
     adapters = L * 2 * 2 * 4 * H
-    assert flops_per_token(adapted, T) == 4 * (L * LLAMA_LAYER + H + V * H) + 6 * adapters + ATTENTION
+    assert (
+        flops_per_token(adapted, T) == 4 * (L * LLAMA_LAYER + H + V * H) + 6 * adapters + ATTENTION
+    )
 
 
 def test_flops_of_a_classifier() -> None:
     """A model without words for output has no head to tie."""
     config = transformers.BertConfig(  # type: ignore[call-arg]
-        vocab_size=V, hidden_size=H, num_hidden_layers=L, num_attention_heads=2, intermediate_size=F, num_labels=3
+        vocab_size=V,
+        hidden_size=H,
+        num_hidden_layers=L,
+        num_attention_heads=2,
+        intermediate_size=F,
+        num_labels=3,
     )
     model = transformers.BertForSequenceClassification(config)
     pooler, labels = H * H + H, 3 * H + 3
@@ -337,7 +379,9 @@ def test_a_rate_above_the_measured_one_has_it_measured_again(
     """The first was measured while other work ran; a reading below it measures nothing. A CPU has no MFU."""
     peaks, tokens = iter([100.0, 400.0]), 32
     monkeypatch.setattr(meter_module, "measured_peak_flops", lambda device, dtype: next(peaks))
-    monkeypatch.setattr(meter_module.time, "perf_counter", itertools.count().__next__)  # a second a reading
+    monkeypatch.setattr(
+        meter_module.time, "perf_counter", itertools.count().__next__
+    )  # a second a reading
     session = SimpleNamespace(
         group=SimpleNamespace(device=torch.device(device), size=1, mean=float),
         plan=SimpleNamespace(batch=SimpleNamespace(tokens_per_step=tokens, global_samples=1)),
@@ -359,7 +403,9 @@ def test_peak_is_the_best_of_several_products(monkeypatch: pytest.MonkeyPatch) -
     assert measured_peak_flops(torch.device("cpu"), torch.float32) == 2 * 1024**3 / 0.5
 
 
-@pytest.mark.parametrize(("bfloat16", "peak", "tried"), [(1.0, 160.0, 2), (90.0, 160.0, 3), (600.0, 600.0, 3)])
+@pytest.mark.parametrize(
+    ("bfloat16", "peak", "tried"), [(1.0, 160.0, 2), (90.0, 160.0, 3), (600.0, 600.0, 3)]
+)
 def test_peak_is_float32s_where_another_type_is_slower(
     bfloat16: float, peak: float, tried: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

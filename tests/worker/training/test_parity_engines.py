@@ -59,7 +59,9 @@ def test_language_models_pass(family: str, dropout: float, lora: bool) -> None:
     assert len(found.gradients) == len(trained)
     assert found.largest < 1e-4
     assert bool(dropouts(model)) == bool(dropout)
-    assert all(torch.equal(model.get_parameter(name).grad, gradient) for name, gradient in before.items())
+    assert all(
+        torch.equal(model.get_parameter(name).grad, gradient) for name, gradient in before.items()
+    )
     if dropout:  # the module that trains would do, and throw its graph away
         before_it = tally.re_exports
         assert compare(model, training, words()).largest < 1e-4
@@ -72,8 +74,13 @@ class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layers = [(nn.Conv2d(i, o, 3), nn.BatchNorm2d(o), nn.ReLU()) for i, o in ((3, 16), (16, 16))]
-        self.body, self.head = nn.Sequential(*(each for layer in layers for each in layer)), nn.Linear(16, 10)
+        layers = [
+            (nn.Conv2d(i, o, 3), nn.BatchNorm2d(o), nn.ReLU()) for i, o in ((3, 16), (16, 16))
+        ]
+        self.body, self.head = (
+            nn.Sequential(*(each for layer in layers for each in layer)),
+            nn.Linear(16, 10),
+        )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(self.head(self.body(x).mean((2, 3))), y)
@@ -86,10 +93,14 @@ def test_a_bias_before_batch_norm_is_no_alarm(threads: int) -> None:
     x = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 30 + 100
     torch.set_num_threads(threads)
     try:
-        found = compare(net, wrapped(net, threads=threads), {"x": x, "y": torch.arange(8)}, tolerance=3e-6)
+        found = compare(
+            net, wrapped(net, threads=threads), {"x": x, "y": torch.arange(8)}, tolerance=3e-6
+        )
     finally:
         torch.set_num_threads(before)
-    assert {each.name for each in found.state} == {n for n, b in net.named_buffers() if b is not None}
+    assert {each.name for each in found.state} == {
+        n for n, b in net.named_buffers() if b is not None
+    }
     assert "body.3.bias" in found.rounding
     assert found.largest < 1e-5
     assert not int(net.body[1].num_batches_tracked)
@@ -105,7 +116,9 @@ class Sampled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mean, spread = self.encoder(x).chunk(2, -1)
-        code = nn.functional.dropout(mean + spread.exp() * torch.randn_like(spread), 0.3, self.training)
+        code = nn.functional.dropout(
+            mean + spread.exp() * torch.randn_like(spread), 0.3, self.training
+        )
         return (self.decoder(code + torch.empty(4).normal_()) - x).square().mean()
 
 
@@ -201,7 +214,11 @@ def test_a_wrong_operator_is_seen() -> None:
     """A sigmoid in place of tanh: the loss differs, and the gradients of the layers before and behind it."""
     found = compared(lambda g, x: g.op("Sigmoid", x))
     assert found.loss_difference > 0.01
-    assert {d.name for d in found.gradients if d.value > 0.1} >= {"first.weight", "first.bias", "second.weight"}
+    assert {d.name for d in found.gradients if d.value > 0.1} >= {
+        "first.weight",
+        "first.bias",
+        "second.weight",
+    }
 
 
 @pytest.fixture
@@ -215,13 +232,17 @@ def wrong_gradient() -> Iterator[None]:
     )
     _custom_gradient_registry.CustomGradientRegistry.register_all()
     yield
-    del _custom_gradient_registry.CustomGradientRegistry._GRADIENTS["org.pytorch.aten::ATen::tanh::"]
+    del _custom_gradient_registry.CustomGradientRegistry._GRADIENTS[
+        "org.pytorch.aten::ATen::tanh::"
+    ]
 
 
 @pytest.mark.usefixtures("wrong_gradient")
 def test_a_wrong_gradient_behind_a_right_loss_is_seen() -> None:
     """The forward pass is right, so the loss and the last layer are; what lies behind tanh is named."""
-    found = compared(lambda g, x: g.op("org.pytorch.aten::ATen", x, operator_s="tanh", overload_name_s=""))
+    found = compared(
+        lambda g, x: g.op("org.pytorch.aten::ATen", x, operator_s="tanh", overload_name_s="")
+    )
     assert found.loss_difference < 1e-6
     values = {d.name: d.value for d in found.gradients}
     assert set(list(values)[:2]) == {"first.weight", "first.bias"}

@@ -50,15 +50,24 @@ def engine(factor: float = 1.0) -> Any:
 
 def group(*others: dict[str, Any]) -> Any:
     """This rank, 0, with what the other ranks send."""
-    return SimpleNamespace(rank=0, size=1 + len(others), gather=lambda text: [text, *map(json.dumps, others)])
+    return SimpleNamespace(
+        rank=0, size=1 + len(others), gather=lambda text: [text, *map(json.dumps, others)]
+    )
 
 
 def steps(
-    run: RunDir, first_step: int = 0, factor: float = 1.0, ranks: Any = None, with_table: bool = False, **settings: Any
+    run: RunDir,
+    first_step: int = 0,
+    factor: float = 1.0,
+    ranks: Any = None,
+    with_table: bool = False,
+    **settings: Any,
 ) -> ParitySteps:
     made = recipe(engine={"name": "inductor", "parity_steps": 2, **settings})
     batches: Any = SimpleNamespace(micro_batch=lambda step, accumulation, rank: BATCH)
-    session = Session(made, plan(made), run, ranks or group(), NO_DATA, batches, NO_MODEL, engine(factor))
+    session = Session(
+        made, plan(made), run, ranks or group(), NO_DATA, batches, NO_MODEL, engine(factor)
+    )
     return ParitySteps(session, first_step, with_table)
 
 
@@ -69,7 +78,9 @@ def lines(run: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in run.parity.read_text().splitlines()]
 
 
-def test_only_the_first_steps_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_first_steps_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two of three, with one line each and one for the end; the table is for `ortlaunch parity`."""
     run = RunDir(tmp_path)
     compared = steps(run)
@@ -136,14 +147,18 @@ def test_the_worst_rank_decides(tmp_path: Path) -> None:
     other = {**lines(run)[0], "rank": 1}
     with pytest.raises(ParityError, match="rank 1"):
         steps(run, ranks=group(other)).check(0)
-    with pytest.raises(EngineError, match="rank 1 could not compare with plain PyTorch: out of memory"):
+    with pytest.raises(
+        EngineError, match="rank 1 could not compare with plain PyTorch: out of memory"
+    ):
         steps(run, ranks=group({"rank": 1, "error": "out of memory"})).check(0)
 
 
 def test_a_comparison_that_raises_reaches_every_rank(tmp_path: Path) -> None:
     """A pass that fails is told to the others before it ends the run."""
     sent = []
-    ranks = SimpleNamespace(rank=0, size=1, gather=lambda text: sent.append(json.loads(text)) or [text])
+    ranks = SimpleNamespace(
+        rank=0, size=1, gather=lambda text: sent.append(json.loads(text)) or [text]
+    )
     compared = steps(RunDir(tmp_path), ranks=ranks)
     compared.engine.to_compare = lambda: lambda x: torch.ones(2) @ x  # type: ignore[return-value]
     with pytest.raises(EngineError, match="rank 0 could not compare"):

@@ -32,7 +32,10 @@ def test_a_folder_that_is_not_writable(session: Any) -> None:
             raise CheckpointError("Permission denied")
         said = f"stopped by {asked.signal.name}, and nothing was saved: Permission denied"
         assert (str(caught.value), caught.value.exit_status) == (said, status)
-    with pytest.raises(CheckpointError, match=r"^Permission"), saved_for(session, SimpleNamespace(), Ask.SAVE):  # type: ignore[arg-type]
+    with (
+        pytest.raises(CheckpointError, match=r"^Permission"),
+        saved_for(session, SimpleNamespace(), Ask.SAVE),
+    ):  # type: ignore[arg-type]
         raise CheckpointError("Permission denied")
 
 

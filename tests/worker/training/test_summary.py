@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.run_folder.engine_report import EngineReport, ExportCopy, FusedNorm, GraphReport, MatmulPrecision
+from ortlaunch.run_folder.engine_report import (
+    EngineReport,
+    ExportCopy,
+    FusedNorm,
+    GraphReport,
+    MatmulPrecision,
+)
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.worker.engine.binding import Bound
 from ortlaunch.worker.training.finish import summarize
@@ -20,7 +26,9 @@ FP16 = "FP16_Optimizer: ortlaunch's, overflow and norm at once"
 
 def report(**ort: Any) -> EngineReport:
     """A run on engine ort with this onnxruntime part."""
-    return engine_report("ort", onnxruntime=onnxruntime(**ort), fp16_optimizer=FusedNorm(True, "ortlaunch", ""))
+    return engine_report(
+        "ort", onnxruntime=onnxruntime(**ort), fp16_optimizer=FusedNorm(True, "ortlaunch", "")
+    )
 
 
 def test_what_ran_is_told_in_nodes_and_calls() -> None:
@@ -40,17 +48,27 @@ def test_a_summary_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture
     write_text(run.checkpoint(3) / "COMPLETE", "")
     found = summarize(run, 10, {"training": 2.0})
     assert (found.steps, found.samples, found.loss, found.training_seconds) == (3, 24, None, 2.0)
-    assert "metrics.jsonl was removed while it trained: summary.json has no loss" in capsys.readouterr().out
+    assert (
+        "metrics.jsonl was removed while it trained: summary.json has no loss"
+        in capsys.readouterr().out
+    )
 
 
 def test_nodes_on_another_provider_are_printed() -> None:
     """On CUDA, the nodes of the graph that ONNX Runtime leaves to the CPU."""
-    graph = {"provider": "CUDAExecutionProvider", "nodes_by_provider": {"CUDAExecutionProvider": 220, "CPU": 7}}
+    graph = {
+        "provider": "CUDAExecutionProvider",
+        "nodes_by_provider": {"CUDAExecutionProvider": 220, "CPU": 7},
+    }
     found = report()
     assert found.onnxruntime is not None
     assert found.onnxruntime.training_graph is not None
-    placed = replace(found.onnxruntime, training_graph=replace(found.onnxruntime.training_graph, **graph))
-    assert "2 Python functions (PythonOp), 7 nodes on CPU" in "".join(outcome_lines(replace(found, onnxruntime=placed)))
+    placed = replace(
+        found.onnxruntime, training_graph=replace(found.onnxruntime.training_graph, **graph)
+    )
+    assert "2 Python functions (PythonOp), 7 nodes on CPU" in "".join(
+        outcome_lines(replace(found, onnxruntime=placed))
+    )
 
 
 def test_a_run_without_a_graph_counts_no_nodes() -> None:
@@ -72,7 +90,11 @@ def test_defaults_are_not_told() -> None:
             {"linear": 2},
             "matmul of float32 in bfloat16",
         ),
-        (MatmulPrecision("medium", "medium", 23, "float32", "no unit"), {"linear": 2}, "gains nothing: no unit"),
+        (
+            MatmulPrecision("medium", "medium", 23, "float32", "no unit"),
+            {"linear": 2},
+            "gains nothing: no unit",
+        ),
         (
             MatmulPrecision("medium", "medium", 7, "bfloat16", None),
             {"gelu": 2},
@@ -80,7 +102,9 @@ def test_defaults_are_not_told() -> None:
         ),
     ],
 )
-def test_lower_precision_of_products_is_told(found: MatmulPrecision, aten: dict[str, int], said: str) -> None:
+def test_lower_precision_of_products_is_told(
+    found: MatmulPrecision, aten: dict[str, int], said: str
+) -> None:
     """What products are made in, or why nothing is gained: also where ONNX Runtime's graph calls none of torch's."""
     graph = GraphReport(105, {}, aten, {}, {})
     lines = plan_lines(replace(report(training_graph=graph), matmul_precision=found))
@@ -88,7 +112,9 @@ def test_lower_precision_of_products_is_told(found: MatmulPrecision, aten: dict[
 
 
 @pytest.mark.parametrize(("sharding", "told"), [("none", False), ("DeepSpeed ZeRO 0", True)])
-def test_an_optimization_that_does_not_apply_is_told_only_where_it_could(sharding: str, told: bool) -> None:
+def test_an_optimization_that_does_not_apply_is_told_only_where_it_could(
+    sharding: str, told: bool
+) -> None:
     """FP16_Optimizer is for DeepSpeed's ZeRO: without that its absence is no news."""
     absent = FusedNorm(False, None, "stage 0")
     lines = plan_lines(replace(report(), sharding=sharding, fp16_optimizer=absent))
@@ -98,8 +124,12 @@ def test_an_optimization_that_does_not_apply_is_told_only_where_it_could(shardin
 def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
     """A copy that was switched off by the recipe is one of the settings."""
     copy = ExportCopy(False, 4000, 5000, "control group /x", 6000)
-    lines = plan_lines(report(deepcopy_before_export=copy, variables={"ORTMODULE_LOG_LEVEL": "ERROR"}))
-    assert lines[1].startswith("deepcopy_before_export: off, for twice the parameters (4,000 bytes) would not fit ")
+    lines = plan_lines(
+        report(deepcopy_before_export=copy, variables={"ORTMODULE_LOG_LEVEL": "ERROR"})
+    )
+    assert lines[1].startswith(
+        "deepcopy_before_export: off, for twice the parameters (4,000 bytes) would not fit "
+    )
     assert "free memory (5,000 bytes, by control group /x); the" in lines[1]
     assert lines[2] == "from the environment: ORTMODULE_LOG_LEVEL=ERROR"
     chosen = {"deepcopy_before_export": False, "log_level": "info"}
@@ -118,7 +148,9 @@ def test_cores_of_ranks_are_told() -> None:
         ["binding core: rank 0 on cores 0-1, rank 1 on cores 0, rank 2 on cores 1"],
         ["binding core: not bound: one rank has all cores"],
     ]
-    quiet = Bound("auto", "none", (0, 1), None, "its cores are one NUMA node").report(["0-1"], ["none"])
+    quiet = Bound("auto", "none", (0, 1), None, "its cores are one NUMA node").report(
+        ["0-1"], ["none"]
+    )
     assert plan_lines(replace(report(), binding=quiet))[1:] == [FP16]
 
 
