@@ -25,7 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT, RANKS, WIDTH = Path(__file__).parents[1], 2, 2048
+ROOT = Path(__file__).parents[1]
+RANKS = 2
+WIDTH = 2048
 
 
 class Turn:
@@ -93,7 +95,8 @@ def ours(turn: Turn, stepper: Any, folder: Path) -> int:
     from ortlaunch.worker import checkpoint
     from ortlaunch.worker.checkpoint.damage import damage
 
-    run, state = RunDir(folder / "ours"), {"step": 1, "samples": 1}
+    run = RunDir(folder / "ours")
+    state = {"step": 1, "samples": 1}
     turn.time(
         "ours: save, flushed", lambda: checkpoint.save(run, {}, turn.group, stepper, 1, state)
     )
@@ -121,7 +124,8 @@ def torchs(turn: Turn, stepper: Any, folder: Path) -> int:
     """torch.save of all weights and moments by rank 0, as a run without ZeRO has them; the other rank waits."""
     import torch
 
-    file, first = folder / "torch" / "state.pt", turn.group.rank == 0
+    file = folder / "torch" / "state.pt"
+    first = turn.group.rank == 0
     whole: dict[str, Any] = {}
     if first:
         file.parent.mkdir(parents=True)
@@ -148,7 +152,9 @@ def trained(
     from ortlaunch.worker.checkpoint.background import Background
     from ortlaunch.worker.checkpoint.transaction import snapshot, write
 
-    run, state, written = RunDir(folder / way), {"step": 1, "samples": 1}, None
+    run = RunDir(folder / way)
+    state = {"step": 1, "samples": 1}
+    written = None
 
     def whole(taken: Any) -> None:
         began = time.perf_counter()
@@ -221,7 +227,10 @@ def rank(arguments: argparse.Namespace) -> None:
     group = DistributedContext(Rank(me, RANKS, me, RANKS), torch.device("cpu"))
     stepper, width = build(int(arguments.parameters), group)
     step(stepper, width)
-    turn, sizes, apart, folder = Turn(group), {}, group.apart(), Path(arguments.write).parent
+    turn = Turn(group)
+    sizes = {}
+    apart = group.apart()
+    folder = Path(arguments.write).parent
     for _ in range(arguments.rounds):
         for name, way in (("ours", ours), ("deepspeed", deepspeeds), ("torch.save", torchs)):
             sizes[name] = way(turn, stepper, folder)
@@ -296,7 +305,8 @@ def told(found: dict[str, Any]) -> list[str]:
         for way in ("sync", "async")
     }
     written = max(statistics.median(rank["async: written within"]) for rank in found["ranks"])
-    disk, memory = size / median["dd"], size / median["copy"]
+    disk = size / median["dd"]
+    memory = size / median["copy"]
     reached = size / (written + median["async: copy in memory"])
     lines += [
         f"  steps alone {alone:.3f}; a save adds {both['sync']:.3f} (sync), {both['async']:.3f} (async: "

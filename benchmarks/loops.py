@@ -17,7 +17,11 @@ from typing import Any
 
 from contest import Gate
 
-LENGTH, SEED, RATE, NORM, NEVER = 128, 7, 1e-4, 1.0, 10**6
+LENGTH = 128
+SEED = 7
+RATE = 1e-4
+NORM = 1.0
+NEVER = 10**6
 LORA = {"r": 8, "alpha": 32, "target_modules": ["q_proj", "v_proj"]}
 
 
@@ -74,7 +78,8 @@ def bare(module: Any, gate: Gate, options: dict[str, Any]) -> None:
 
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
-    data, batch = samples(options["shape"], options["vocabulary"]), options["batch"]
+    data = samples(options["shape"], options["vocabulary"])
+    batch = options["batch"]
     for step in range(NEVER):
         gate.step()
         rows = [data[(step * batch + i) % len(data)] for i in range(batch)]
@@ -119,11 +124,10 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     from ortlaunch.worker.supervision.watchdog import Watchdog
 
     folder = Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]))
-    shape, vocabulary = options["shape"], options["vocabulary"]
-    task, config = (
-        "masked-lm" if shape == "bert" else "causal-lm",
-        size(shape, options["small"], vocabulary),
-    )
+    shape = options["shape"]
+    vocabulary = options["vocabulary"]
+    task = "masked-lm" if shape == "bert" else "causal-lm"
+    config = size(shape, options["small"], vocabulary)
     arguments = {"shape": shape, "vocabulary": vocabulary}
     recipe = {
         "name": "contest", "seed": SEED,

@@ -156,7 +156,8 @@ def training_step(*, agreed: bool) -> Step:
     from ortlaunch.worker.process_group.agreement import agreement
     from ortlaunch.worker.tasks.train import TrainState, train_step
 
-    session, state = session_of(folder, context, "engine.name=eager"), TrainState()
+    session = session_of(folder, context, "engine.name=eager")
+    state = TrainState()
     manager = agreement(context)
     edge = manager.__enter__()
 
@@ -248,7 +249,8 @@ def sleeper() -> int:
     """A process that does nothing until this one ends."""
     from ortlaunch.die_with_parent import die_with_parent
 
-    parent, pid = os.getpid(), os.fork()
+    parent = os.getpid()
+    pid = os.fork()
     if pid == 0:
         die_with_parent(signal.SIGKILL, parent)
         time.sleep(10_000)
@@ -280,7 +282,8 @@ def beats_of(ranks: int) -> Step:
             0.1,
         )
 
-    hub, every = Exchange(Rank(0, ranks, 0, 8)), beat_seconds(ranks)
+    hub = Exchange(Rank(0, ranks, 0, 8))
+    every = beat_seconds(ranks)
     assert hub.socket is not None
     hub.socket.bind(("127.0.0.1", 0))
     address, port = hub.socket.getsockname()
@@ -299,7 +302,8 @@ def beats_of(ranks: int) -> Step:
             began += every
 
     def step() -> float:
-        ends, used = time.monotonic() + 3 * every, 0.0
+        ends = time.monotonic() + 3 * every
+        used = 0.0
         while time.monotonic() < ends:
             time.sleep(0.1)
             hub.tell(beat(0))
@@ -327,7 +331,8 @@ def connections(lazy: str, ranks: int = 32) -> Step:
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks
         )
-        highest, total = torch.tensor([rank]), torch.tensor([float(rank)])
+        highest = torch.tensor([rank])
+        total = torch.tensor([float(rank)])
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=dist.new_group(backend="gloo"))
         dist.all_reduce(total)
         texts = [""] * ranks
@@ -340,7 +345,8 @@ def connections(lazy: str, ranks: int = 32) -> Step:
 
     def step() -> float:
         read_end, write_end = os.pipe()
-        store, pids = scratch() / "store", []
+        store = scratch() / "store"
+        pids = []
         for rank in range(ranks):
             pid = os.fork()
             if pid == 0:
@@ -358,7 +364,9 @@ def connections(lazy: str, ranks: int = 32) -> Step:
 
 # --------------------------------------------------------------------------------------------------- head and loss
 
-ROWS, WIDTH, VOCABULARY = 1024, 768, 32_000
+ROWS = 1024
+WIDTH = 768
+VOCABULARY = 32_000
 
 
 def head(way: str) -> Callable[[], None]:
@@ -422,7 +430,8 @@ def minilm_head(engine: str, chunked: bool) -> Step:
             return transformers.modeling_outputs.MaskedLMOutput(loss=loss, logits=logits)
 
     torch.manual_seed(0)
-    hidden, labels = torch.randn(32, 96, 384, requires_grad=True), torch.randint(30_522, (32, 96))
+    hidden = torch.randn(32, 96, 384, requires_grad=True)
+    labels = torch.randint(30_522, (32, 96))
     labels[torch.rand(32, 96) > 0.15] = -100
     module: Any = LossModule(Head().train())
     if chunked:
@@ -480,7 +489,8 @@ def corpus_in_memory(megabytes: int) -> Step:
     from ortlaunch.worker.data.ahead import Reader
     from ortlaunch.worker.data.shards import ShardWriter, joined
 
-    path, generator = scratch() / "tokens", np.random.default_rng(0)
+    path = scratch() / "tokens"
+    generator = np.random.default_rng(0)
     shards = ShardWriter(path, 0)
     for _ in range(megabytes):
         shards.write(generator.integers(0, 30_000, (1 << 20) // 4, dtype=np.uint32))
@@ -517,7 +527,8 @@ def fed_step(cached: bool) -> Step:
             return self.only
 
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    session, state = session_of(scratch(), alone, "train.max_steps=100000"), TrainState()
+    session = session_of(scratch(), alone, "train.max_steps=100000")
+    state = TrainState()
     if cached:
         session = dataclasses.replace(session, batches=Cached(session.batches))
 
@@ -543,7 +554,8 @@ def tokenized_by(way: str) -> Step:
         *topics.values(),
         *(source.read_text(encoding="utf-8", errors="ignore") for source in sources),
     ]
-    whole, path = "\n\n".join(texts) + "\n\n", scratch() / "corpus.txt"
+    whole = "\n\n".join(texts) + "\n\n"
+    path = scratch() / "corpus.txt"
     path.write_text(whole * math.ceil(20e6 / len(whole)), encoding="utf-8")
     data = {
         "train": "python-docs",
@@ -761,7 +773,8 @@ def held_out(way: str, steps: int = 2000) -> Step:
 
     import numpy as np
 
-    folder, recipe = scratch(), ROOT / "recipes/bert-large/tiny.yaml"
+    folder = scratch()
+    recipe = ROOT / "recipes/bert-large/tiny.yaml"
     pages = [topics[name].split("\n\n") for name in sorted(topics)]
     training = [paragraph for number, page in enumerate(pages) if number % 10 for paragraph in page]
     known = set(training)
@@ -785,12 +798,15 @@ def held_out(way: str, steps: int = 2000) -> Step:
         from ortlaunch.worker.data import LoadedData
 
         data = LoadedData(load(recipe, [f"{name}={value}" for name, value in files.items()]).recipe)
-        size, guesses = len(data.tokenizer), []
+        size = len(data.tokenizer)
+        guesses = []
         source: Any = data.evaluation
         for number in range(len(source)):
             sample = source.sample(number, 0)
-            ids, labels = sample["input_ids"].numpy(), sample["labels"].numpy()
-            truth, places = np.where(labels == -100, ids, labels), np.flatnonzero(labels != -100)
+            ids = sample["input_ids"].numpy()
+            labels = sample["labels"].numpy()
+            truth = np.where(labels == -100, ids, labels)
+            places = np.flatnonzero(labels != -100)
             guesses.append(np.stack([truth[places - 1], truth[places]]))
         before, word = np.concatenate(guesses, 1)
         corpus: Any = data.train
@@ -802,7 +818,8 @@ def held_out(way: str, steps: int = 2000) -> Step:
         np.add.at(pairs, (tokens[:-1], tokens[1:]), 1.0)
         kinds = pairs > 0
         after = (kinds.sum(0) + 1.0) / (kinds.sum() + size)
-        whole, different = pairs.sum(1)[before], kinds.sum(1)[before]
+        whole = pairs.sum(1)[before]
+        different = kinds.sum(1)[before]
 
         def nats(discount: float) -> float:
             left = np.where(whole > 0, discount * different / np.maximum(whole, 1), 1.0)
@@ -841,7 +858,8 @@ def devices(way: str, rounds: int = 5, steps: int = 20, batch: int = 16) -> Step
     """
     from pydoc_data.topics import topics
 
-    folder, clients = scratch(), "abcd"
+    folder = scratch()
+    clients = "abcd"
     names = ["public", "a", "b", "c", "held-out", "d", "public", "a", "b", "c", "d"]
     for name in set(names):
         texts = [
@@ -884,7 +902,8 @@ def on_hosts(way: str, hosts: int = 10, names: int = 10) -> Step:
 
     if lack := lacking():
         raise SystemExit(f"no lab: {lack}")
-    lab, folder = Lab(hosts, aliases=names).__enter__(), scratch()
+    lab = Lab(hosts, aliases=names).__enter__()
+    folder = scratch()
     targets = [alias for name in lab.names for alias in lab.aliases_of(name)]
     (folder / "names").write_text("".join(f"{name}\n" for name in targets))
     (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in targets))
@@ -1024,7 +1043,8 @@ def measure(name: str, rounds: int | None) -> str:
         "|---|---|---|",
     ]
     for side, found in times.items():
-        least, most = min(found.turns), max(found.turns)
+        least = min(found.turns)
+        most = max(found.turns)
         ratio = f"{found.median / base:.2f}" if base else ""
         lines.append(f"| {side} | {found.median:.4g} ({least:.4g} - {most:.4g}) | {ratio} |")
     return "\n".join(lines)

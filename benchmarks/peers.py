@@ -72,7 +72,8 @@ def rates(words: list[str], vocabulary: int) -> str:
 
     lines = []
     for columns in (3072, vocabulary):
-        left, right = torch.randn(1024, 768), torch.randn(768, columns)
+        left = torch.randn(1024, 768)
+        right = torch.randn(768, columns)
         for word in words:
             torch.set_float32_matmul_precision(word)
             seconds = min(_timed(lambda a=left, b=right: a @ b) for _ in range(9))

@@ -20,8 +20,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ORTLAUNCH = str(Path(sys.executable).with_name("ortlaunch"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-LIMIT, SUBMIT_LIMIT, MANY_HOSTS_LIMIT = 0.20, 1.0, 1.5
-HOSTS, SLOTS = 10_000, 8
+LIMIT = 0.20
+SUBMIT_LIMIT = 1.0
+MANY_HOSTS_LIMIT = 1.5
+HOSTS = 10_000
+SLOTS = 8
 
 RECIPE = f"""\
 name: startup

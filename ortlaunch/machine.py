@@ -174,7 +174,8 @@ def _control_group_limits() -> Iterator[MemoryLimit]:
     for version, folder in _control_groups("memory"):
         most, used, cache = _MEMORY_FILES[version]
         with contextlib.suppress(OSError):  # a group without the controller, such as the root's
-            limit, usage = (folder / most).read_text().strip(), int((folder / used).read_text())
+            limit = (folder / most).read_text().strip()
+            usage = int((folder / used).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             if limit != "max" and int(limit) < 1 << 60:  # version 1 writes nearly 2^63 for none
                 # Page cache that the kernel can drop does not count as used.
@@ -255,7 +256,8 @@ def _kernel_log() -> Iterator[str]:
 
 def others_at_work() -> list[str]:
     """`name (pid): share of a core` of every process that works now, this one apart; the busiest first."""
-    before, begun = _ticks(), time.perf_counter()
+    before = _ticks()
+    begun = time.perf_counter()
     time.sleep(_WATCH_SECONDS)
     passed = (time.perf_counter() - begun) * os.sysconf("SC_CLK_TCK")
     shares = [((used - before.get(who, used)) / passed, who) for who, used in _ticks().items()]

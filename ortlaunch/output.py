@@ -30,7 +30,9 @@ class _Output:
     """A text stream that knows what to do where it cannot be written."""
 
     def __init__(self, stream: TextIO, name: str, goes_on: bool) -> None:
-        self.stream, self.name, self.goes_on = stream, name, goes_on
+        self.stream = stream
+        self.name = name
+        self.goes_on = goes_on
         self.lost: Exception | None = None
 
     def __getattr__(self, name: str) -> object:

@@ -97,7 +97,8 @@ def bytes_moved(pid: int) -> int:
 
 def flock_holders(path: Path) -> set[int]:
     """Processes of this user that hold an flock on a file."""
-    file, found = os.path.realpath(path), set()
+    file = os.path.realpath(path)
+    found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # another user's, or it has ended meanwhile
             if any(_holds(process, descriptor, file) for descriptor in os.listdir(process / "fd")):

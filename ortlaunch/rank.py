@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from ortlaunch.errors import RankError
 
-_TORCH, _SLURM = "torchrun", "Slurm"
+_TORCH = "torchrun"
+_SLURM = "Slurm"
 _ELASTIC = "TORCHELASTIC_RUN_ID"
 _STEP = "SLURM_STEP_ID"
 
@@ -147,7 +148,8 @@ def _slurm_step(env: Mapping[str, str]) -> _Set | None:
     if step is None or (re.fullmatch("[0-9]{10}", step) and int(step) > _LAST_REAL_STEP):
         return None
     procid, localid, nodeid = _SLURM_NAMES
-    size, layout = _first_set(_SLURM_SIZES, env), _first_set(_SLURM_LAYOUTS, env)
+    size = _first_set(_SLURM_SIZES, env)
+    layout = _first_set(_SLURM_LAYOUTS, env)
     return _pick(_SLURM, (procid, size, localid, layout, nodeid, _STEP), env)
 
 

@@ -109,9 +109,11 @@ class Results:
 
     def __init__(self, config: pytest.Config, folder: Path) -> None:
         self.folder = folder
-        self.again, self.is_worker = config.getoption("--again"), hasattr(config, "workerinput")
+        self.again = config.getoption("--again")
+        self.is_worker = hasattr(config, "workerinput")
         self.deadline = time.monotonic() + 60 * config.getoption("--minutes")
-        self.machine, self.longest = machine(config.getoption("--device")), 0.0
+        self.machine = machine(config.getoption("--device"))
+        self.longest = 0.0
         self.cases: dict[str, dict[str, Any]] = {}
         self.pending: dict[str, None] = {}
         self.is_first = True
@@ -121,7 +123,8 @@ class Results:
         if not (self.folder / "results.json").exists():
             return
         results = json.loads((self.folder / "results.json").read_text())
-        before, now = results["machine"], self.machine
+        before = results["machine"]
+        now = self.machine
         different = [name for name in ("name", "python", "packages") if before[name] != now[name]]
         if different:
             what = "; ".join(f"{name}: {before[name]}, here {now[name]}" for name in different)
@@ -170,7 +173,8 @@ class Results:
         if report.when == "setup" and report.passed:
             return
         if report.when == "teardown":
-            self.is_first, self.longest = False, max(self.longest, report.duration)
+            self.is_first = False
+            self.longest = max(self.longest, report.duration)
             if report.passed:
                 return
         self.longest = max(self.longest, report.duration)
@@ -231,10 +235,8 @@ def result_of(report: pytest.TestReport) -> dict[str, Any]:
         crash = getattr(report.longrepr, "reprcrash", None)
         why.append(" ".join((crash.message if crash else str(report.longrepr)).split())[-700:])
     file, _, name = report.nodeid.rpartition("::")
-    part, case = (
-        location.get("part", Path(file).stem.removeprefix("test_")),
-        location.get("case", name),
-    )
+    part = location.get("part", Path(file).stem.removeprefix("test_"))
+    case = location.get("case", name)
     return {"part": part, "case": case, "status": status, "seconds": round(report.duration, 1), "why": why,
             "rows": rows or [columns]}  # fmt: skip
 
@@ -248,7 +250,8 @@ def machine(device: str) -> dict[str, Any]:
             [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=False
         )
         gpu = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-    environment, commit = provenance.environment(), provenance.commit(_ROOT)
+    environment = provenance.environment()
+    commit = provenance.commit(_ROOT)
     name = f"{gpu['name']}, {human(gpu['memory'])}, CUDA {gpu['cuda']}" if gpu else "CPU"
     return {
         "name": name,

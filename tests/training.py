@@ -68,9 +68,11 @@ def session_here(
     evaluation: Sequence[Mapping[str, Any]] | None = None, **sections: Any,
 ) -> Session:  # fmt: skip
     """What the one rank of such a training has."""
-    made, run = recipe(**sections), RunDir(folder)
+    made = recipe(**sections)
+    run = RunDir(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    planned, group = plan(made), DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    planned = plan(made)
+    group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     batches = Batches(OwnSamples(samples), planned.batch, made.seed)
     wrapped = LossModule(model.train())
     wrapped.has_numbers = made.model.task == "custom"

@@ -34,7 +34,8 @@ PROVIDER = "CUDAExecutionProvider"
 _TABLE = Path(__file__).parents[1] / "ortlaunch/ortmodule/build/cuda_kernels.txt"
 _LAST = 2**31 - 1
 _OLDEST = 14  # engine.opset begins here
-_FOLDER, _EXECUTOR = "CUDA_KERNELS_FOLDER", "CUDA_KERNELS_EXECUTOR"
+_FOLDER = "CUDA_KERNELS_FOLDER"
+_EXECUTOR = "CUDA_KERNELS_EXECUTOR"
 _WHOLE = "int %s(void **p, size_t n) { *p = aligned_alloc(256, (n / 256 + 1) * 256); return 0; }"
 _COPY = "int %s(void *to, void *from, size_t n) { memmove(to, from, n); return 0; }"
 _SET = "int %s(void *to, int value, size_t n) { memset(to, value, n); return 0; }"
@@ -104,7 +105,8 @@ def _build_libraries(provider: Path, folder: Path) -> None:
     for symbol, library in re.findall(r" UND (\w+)@(libcu[\w.]+)", listed.stdout):
         libraries[library].add(symbol)
     for library, symbols in libraries.items():
-        source, versions = folder / "stub.c", folder / "stub.map"
+        source = folder / "stub.c"
+        versions = folder / "stub.map"
         lines = [
             _FUNCTIONS.get(symbol, "int %s() { return 0; }") % symbol for symbol in sorted(symbols)
         ]

@@ -108,7 +108,8 @@ def _built(model: Any, batch: dict[str, torch.Tensor]) -> onnx.ModelProto:
 
 
 def _without_kernel(model: onnx.ModelProto) -> Counter[str]:
-    types, opset = cuda_kernels.types_of(model.graph), Settings().opset or 17
+    types = cuda_kernels.types_of(model.graph)
+    opset = Settings().opset or 17
     return Counter(
         f"{node.op_type}<{types.get(node.input[0], '') if node.input else ''}>"
         for node in model.graph.node

@@ -189,7 +189,8 @@ def trained(
     for layer in net.children():
         if isinstance(layer, nn.BatchNorm1d) and ".eval()" in made.source():
             layer.eval()
-    module, found = engine(net.double() if exact else net), []
+    module = engine(net.double() if exact else net)
+    found = []
     for batch in made.batches():
         wide = [value.double() if exact and value.is_floating_point() else value for value in batch]
         wide[0] = wide[0].requires_grad_(bool(made.seed % 3 == 0))

@@ -141,7 +141,8 @@ def platforms(machine: str, glibc: str) -> list[str]:
 
 def _collect(target: dict[str, Any], options: argparse.Namespace, scratch: Path) -> str:
     """Fill the folder; why that failed, or an empty text."""
-    stand_ins, built = scratch / "there", scratch / "built"
+    stand_ins = scratch / "there"
+    built = scratch / "built"
     stand_ins.mkdir()
     there = {**target["packages"], **dict.fromkeys(options.without, "9999")}
     pins = [f"{name}=={stand_in(stand_ins, name, version)}" for name, version in there.items()]
@@ -229,7 +230,8 @@ def _pip(*words: str) -> str:
 
 def _conclusion(options: argparse.Namespace, target: dict[str, Any]) -> int:
     sizes = {path.name: path.stat().st_size / 2**20 for path in options.out.glob("*.whl")}
-    total, largest = sum(sizes.values()), sorted(sizes, key=lambda name: -sizes[name])[:5]
+    total = sum(sizes.values())
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:5]
     for name in sorted(sizes):
         print(f"{sizes[name]:7.2f} MiB  {name}")
     print(

@@ -58,7 +58,8 @@ def trained(module: Any, batch: Batch) -> tuple[list[float], dict[str, torch.Ten
     """Losses of every step, gradients of the first."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    losses, gradients = [], {}
+    losses = []
+    gradients = {}
     for _ in range(STEPS):
         loss = module(**batch)
         loss.backward()
@@ -129,7 +130,8 @@ class Custom(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(Doubled.apply(torch.tanh(self.first(x)), 0.5)).square().mean()

@@ -60,7 +60,8 @@ class Limit(NamedTuple):
 
 def count(text: str) -> Counts:
     """Return the counts of a module."""
-    docstrings, comments = list(_docstrings(text)), list(_comments(text))
+    docstrings = list(_docstrings(text))
+    comments = list(_comments(text))
     prose = " ".join((*docstrings, *comments))
     lines = text.splitlines()
     return Counts(
@@ -77,7 +78,8 @@ def count(text: str) -> Counts:
 
 def limits(counts: Counts) -> list[Limit]:
     """Return the rates of a folder with their limits."""
-    words, lines = max(counts.words, 1) / 1000, max(counts.lines, 1)
+    words = max(counts.words, 1) / 1000
+    lines = max(counts.lines, 1)
     return [
         Limit("tell/say/ask per 1,000 words", counts.telling / words, 1),
         Limit("what per 1,000 words", counts.what / words, 3),
@@ -88,12 +90,12 @@ def limits(counts: Counts) -> list[Limit]:
     ]
 
 
-def _docstrings(text: str) -> Iterator[str]:
+def _docstrings(source: str) -> Iterator[str]:
     """Strings that are statements: of modules, classes, functions and fields."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                yield node.value.value
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield text
 
 
 def _comments(text: str) -> Iterator[str]:

@@ -100,7 +100,8 @@ def preview(resolved: ResolvedRun) -> ResolvedRun:
 
 def applied(resolved: ResolvedRun, choice: Choice, source: str = "") -> ResolvedRun:
     """The same run with the chosen engine; its notes say which and why."""
-    engine, before = choice.chosen, resolved.file.recipe.engine
+    engine = choice.chosen
+    before = resolved.file.recipe.engine
     overrides = engine_overrides(engine, before, parity=True)
     note = f"engine auto: {engine}: {choice.why}{f' ({source})' if source else ''}"
     if engine == "eager" and before.parity_steps not in (0, "auto"):
@@ -194,7 +195,9 @@ def digest(resolved: ResolvedRun) -> str:
 
 def key(resolved: ResolvedRun) -> Json:
     """All that decides which engine is fastest, as plain values."""
-    recipe, world, batch = resolved.file.recipe, resolved.world, resolved.work.batch
+    recipe = resolved.file.recipe
+    world = resolved.world
+    batch = resolved.work.batch
     whole = recipe.model_dump(mode="json")
     own = recipe.data.factories
     return {

@@ -67,7 +67,8 @@ def _verdict(rows: Sequence[Json]) -> list[str]:
 
 def title(resolved: ResolvedRun, report: Json) -> str:
     """What was measured on what."""
-    hardware, ranks = report["hardware"], resolved.world.ranks
+    hardware = report["hardware"]
+    ranks = resolved.world.ranks
     gpus = hardware["gpus"] if report["device"] == "cuda" else []
     where = gpus[0] if gpus else f"{hardware['processor']}, {hardware['cores']} cores"
     return f"{report['name']} on {where}, {ranks} {'rank' if ranks == 1 else 'ranks'}"

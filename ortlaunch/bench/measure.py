@@ -91,7 +91,8 @@ def measure(
     Raises:
         Stopped: by SIGINT, SIGTERM, SIGHUP or SIGUSR1; no job is left.
     """
-    begun, load = time.time(), os.getloadavg()
+    begun = time.time()
+    load = os.getloadavg()
     _say_busy(say, load)
     players = [VariantJob(v, RunDir(folder / v.slug)) for v in found if v.resolved is not None]
     length = _that_fits(length, players, say)
@@ -197,7 +198,8 @@ def _that_fits(length: Length, players: Sequence[VariantJob], say: Say) -> Lengt
     plans = [player.variant.resolved.plan for player in players if player.variant.resolved]
     if length.one_at_a_time or any(p.memory is None or p.device != "cpu" for p in plans):
         return length
-    needed, free = 0, machine.tightest_free().free
+    needed = 0
+    free = machine.tightest_free().free
     for plan in plans:
         assert plan.memory is not None
         needed += (PROCESS + dict(plan.memory.by_stage)[plan.memory.chosen].total) * plan.nodes[

@@ -23,7 +23,9 @@ _HEAD = (
     "parity",
     "ratio",
 )
-MEASURED, REFUSED, FAILED = "measured", "refused", "failed"
+MEASURED = "measured"
+REFUSED = "refused"
+FAILED = "failed"
 
 
 def results(variants: Sequence[Variant], players: Sequence[VariantJob]) -> list[Json]:
@@ -47,11 +49,9 @@ def _row(variant: Variant, player: VariantJob | None) -> Json:
         return {**row, "state": FAILED if failed else REFUSED, "reason": reason, **_folder(player)}
     assert variant.resolved is not None
     took = [seconds for turn in player.turns for seconds in turn["seconds"]]
-    batch, ranks, median = (
-        variant.resolved.work.batch,
-        variant.resolved.world.ranks,
-        statistics.median(took),
-    )
+    batch = variant.resolved.work.batch
+    ranks = variant.resolved.world.ranks
+    median = statistics.median(took)
     return {
         **row,
         "state": MEASURED,
@@ -140,7 +140,8 @@ def table(rows: Sequence[Json]) -> str:
     columns = [
         column for column in zip(*cells) if set(column[1:]) != {"-"}
     ]  # tokens/s or MFU that no variant has
-    cells, widths = list(zip(*columns)), [max(map(len, column)) for column in columns]
+    cells = list(zip(*columns))
+    widths = [max(map(len, column)) for column in columns]
     lines = [
         "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in
                   enumerate(zip(line, widths))).rstrip()
@@ -150,7 +151,9 @@ def table(rows: Sequence[Json]) -> str:
 
 
 def _cells(row: Json) -> tuple[str, ...]:
-    seconds, tokens, mfu = row["seconds"], row["tokens_per_second"], row["mfu"]
+    seconds = row["seconds"]
+    tokens = row["tokens_per_second"]
+    mfu = row["mfu"]
     return (
         row["name"],
         f"{seconds['median']:.4g}",

@@ -30,7 +30,8 @@ class VariantJob:
     """A variant that takes part: its job, and every answer that it gave."""
 
     def __init__(self, variant: Variant, run: RunDir) -> None:
-        self.variant, self.run = variant, run
+        self.variant = variant
+        self.run = run
         self.ready: Json = {}
         self.turns: list[Json] = []
         self.parity: Json = {}
@@ -94,7 +95,8 @@ class VariantJob:
         assert self.variant.resolved is not None
         launcher = backend(self.variant.resolved.plan.launcher)
         if launcher.state(self._job) is not JobState.RUNNING:
-            job, self._job = self._job, None
+            job = self._job
+            self._job = None
             end = explain_end(self.run, launcher.wait(job), None, job.ended_by, job.oom_kills)
             raise Failed(end.text if end.status else "it ended before its time without an error")
 
@@ -103,10 +105,8 @@ class VariantJob:
         if not self.alive or self.variant.resolved is None:
             return
         write_json(self.run.order, {"number": self._number + 1, "do": "leave"})
-        launcher, deadline = (
-            backend(self.variant.resolved.plan.launcher),
-            time.monotonic() + _LEAVE_SECONDS,
-        )
+        launcher = backend(self.variant.resolved.plan.launcher)
+        deadline = time.monotonic() + _LEAVE_SECONDS
         while launcher.state(self._job) is JobState.RUNNING and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         self.cancel()

@@ -141,7 +141,8 @@ def _launch_options(
 
 def with_launch_options(verb: Callable[..., None]) -> Callable[..., None]:
     """Give a verb the options that choose launcher, hosts and ranks, in place of its parameter `options`."""
-    shared, own = inspect.signature(_launch_options).parameters, inspect.signature(verb).parameters
+    shared = inspect.signature(_launch_options).parameters
+    own = inspect.signature(verb).parameters
 
     @functools.wraps(verb)
     def with_options(**given: Any) -> None:

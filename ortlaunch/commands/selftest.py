@@ -135,7 +135,8 @@ def selftest(
     Raises:
         InputError: the folder is there and not empty.
     """
-    folder, options = request.folder, request.launch
+    folder = request.folder
+    options = request.launch
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder}: is not empty; give a new folder with --dir")
     hosts = _hosts(options)
@@ -144,10 +145,8 @@ def selftest(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "selftest_model.py").write_text(_MODULE, encoding="utf-8")
     (folder / "recipe.yaml").write_text(_RECIPE % _global_size(hosts), encoding="utf-8")
-    place, measured = (
-        CheckupOptions(folder, port=request.port, ports=request.ports),
-        (*_MEASURED, *request.overrides),
-    )
+    place = CheckupOptions(folder, port=request.port, ports=request.ports)
+    measured = (*_MEASURED, *request.overrides)
     checked = checkup(folder / "recipe.yaml", measured, options, place, environ)
     yield from checked
     if any(finding.verdict == FAILED for finding in checked):
@@ -159,7 +158,8 @@ def selftest(
     expected: tuple[float, ...] | None = None
     for training in _trainings(options, hosts, nodes):
         if training.verb == "submit" and not queues:
-            what, mend = "not tested: it queues a job", "answer yes, or give --yes"
+            what = "not tested: it queues a job"
+            mend = "answer yes, or give --yes"
             yield Finding("all", f"train {training.name}", WARNING, what, mend)
             continue
         trained = _train(folder, training, request.overrides)
@@ -177,9 +177,11 @@ def _measure(
         raise PlanError(
             "selftest starts its ranks itself, and this process is a rank of a launcher already"
         )
-    run, plan = RunDir(folder / "fabric"), resolved.plan
+    run = RunDir(folder / "fabric")
+    plan = resolved.plan
     request = write_run(run, resolved.file.recipe, plan)
-    launcher, log = backend(plan.launcher), run.path / "output.txt"
+    launcher = backend(plan.launcher)
+    log = run.path / "output.txt"
     job = launcher.submit(request._replace(notice_ends=True), log)
     end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills)
     if job.signal is not None:
@@ -250,7 +252,8 @@ def _slurm_nodes() -> int:
 
 def _train(folder: Path, training: Training, overrides: Sequence[str]) -> Trained:
     """Train under one backend, to the end."""
-    run, began = RunDir(folder / training.name.replace(", ", "-")), time.monotonic()
+    run = RunDir(folder / training.name.replace(", ", "-"))
+    began = time.monotonic()
     log = folder / f"{run.path.name}.log"
     command = start.command("ortlaunch.cli")
     words = (

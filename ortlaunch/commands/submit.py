@@ -98,7 +98,8 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
         PlanError: the folder holds something else, or a run that goes on.
         RecipeError: a file or a function of the user's is not there, where the nodes have this host's disk.
     """
-    chosen_recipe, modules = resolved.file.recipe, resolved.command.modules
+    chosen_recipe = resolved.file.recipe
+    modules = resolved.command.modules
     missing = [
         *inputs.missing_files(chosen_recipe),
         *inputs.broken_factories(chosen_recipe, modules),

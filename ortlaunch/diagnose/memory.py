@@ -51,7 +51,8 @@ def _limit(found: Evidence, plan: Plan) -> int | None:
 
 def _less(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, int]]:
     """(what to set, bytes of a rank then), as it is first."""
-    micro, ranks = plan.batch.micro_samples, plan.world_size
+    micro = plan.batch.micro_samples
+    ranks = plan.world_size
     now = _total(recipe, micro, ranks, plan.device)
     yield "as it is", now
     sizes = [size for size in (micro // 2, micro // 4, 1) if 0 < size < micro]

@@ -81,7 +81,8 @@ def with_verdict(run: RunDir, end: End) -> str:
     failure = cause_of(about)
     if failure.kind in _PLAIN:
         return end.text
-    what, before = verdict(failure), end.before.rstrip("\n")
+    what = verdict(failure)
+    before = end.before.rstrip("\n")
     more = what_would_fit(about) if failure.kind is Cause.OUT_OF_MEMORY else []
     first = before.partition("\n")[0]
     if first and (before.startswith(what) or what.startswith(first)):  # do not print it twice
@@ -128,7 +129,9 @@ def _progress(found: Evidence) -> Iterator[str]:
     """How far it came, and whether its numbers were well."""
     steps = evidence.json_lines(found.run.metrics, "step", "loss")
     if steps:
-        loss, first, last = number(steps[-1]["loss"]), steps[0], steps[-1]
+        loss = number(steps[-1]["loss"])
+        first = steps[0]
+        last = steps[-1]
         yield f"  the last logged step is {steps[-1]['step']}" + (
             "" if loss is None else f", loss {loss:.4g}"
         )

@@ -36,7 +36,8 @@ def lacking(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
     for tracker in recipe.log.trackers:
         if not _installed(tracker):
             yield f"log.trackers: {tracker} is not installed", f'pip install "ortlaunch[{tracker}]"'
-    launcher, package = world.launcher, launcher_of(world.launcher).package
+    launcher = world.launcher
+    package = launcher_of(world.launcher).package
     if package and len(world.hosts) > 1 and not _installed(package):
         what = f"launcher {launcher} on more than one host: {package} is not installed"
         yield what, f'pip install "ortlaunch[{launcher}]"'

@@ -22,11 +22,15 @@ from ortlaunch.launch.ssh import needs_no_ssh, ssh
 _CONNECT_SECONDS = 8
 # What is imported must not come from the folder where this starts; then the probe itself, of so many bytes.
 _PYTHON = "import sys; sys.path[:] = filter(None, sys.path); exec(sys.stdin.buffer.read(int(sys.argv[1])))"
-_SECONDS, _AGAIN_SECONDS = 12.0, 6.0
+_SECONDS = 12.0
+_AGAIN_SECONDS = 6.0
 _MORE_SECONDS = 0.05  # for each host: all of them start a program on this one
 _PAIRS = 32  # others that each host tries: all of them, of more hosts some
-_LEAVE_SECONDS, _ERROR_SECONDS = 2.0, 0.2
-_AT_ONCE, _GROUP = 128, 64  # connections; hosts that try each other, where there are more than that
+_LEAVE_SECONDS = 2.0
+_ERROR_SECONDS = 0.2
+# connections; hosts that try each other, where there are more than that
+_AT_ONCE = 128
+_GROUP = 64
 
 
 class Question(NamedTuple):
@@ -150,7 +154,8 @@ def _others(call: _ProbeCall, group: list[_ProbeCall]) -> list[_ProbeCall]:
     1, 2, 4, ... places before and behind it, so that each pair is tried in both directions."""
     if call not in group:
         return []
-    at, count = group.index(call), len(group)
+    at = group.index(call)
+    count = len(group)
     if count <= _PAIRS + 1 or at == 0:
         return [one for one in group if one is not call]
     distances = [sign << power for power in range(count.bit_length() - 1) for sign in (1, -1)]
@@ -164,8 +169,10 @@ class _ProbeCall:
     """A probe that runs on a host, and has told or failed."""
 
     def __init__(self, question: Question, seconds: float, host: str) -> None:
-        self.host, self._deadline = host, time.monotonic() + seconds
-        self._began, self._seconds = time.monotonic(), seconds
+        self.host = host
+        self._deadline = time.monotonic() + seconds
+        self._began = time.monotonic()
+        self._seconds = seconds
         self.answer: Answer | Silence = self._first(question.to(host))
 
     @property
@@ -212,7 +219,8 @@ class _ProbeCall:
         words = " ".join(
             f"{one.told['address']} {tcp} {udp} {one.told['mtu']}" for one, tcp, udp in places
         )
-        before, self._deadline = time.time(), time.monotonic() + _AGAIN_SECONDS
+        before = time.time()
+        self._deadline = time.monotonic() + _AGAIN_SECONDS
         self._send(f"{words}\n".encode())
         line = self._line()
         try:
@@ -263,7 +271,8 @@ class _ProbeCall:
         where the time is over."""
         assert self._process is not None
         assert self._process.stdout is not None
-        pipe, text = self._process.stdout, b""
+        pipe = self._process.stdout
+        text = b""
         while not (text.endswith(b"\n") and text.splitlines()[-1].startswith(b"{")):
             if not select.select([pipe], [], [], max(0.0, self._deadline - time.monotonic()))[0]:
                 return None
@@ -290,7 +299,8 @@ class _ProbeCall:
         """Its error output; somebody may keep that open, as a shared connection of ssh's does."""
         assert self._process is not None
         assert self._process.stderr is not None
-        pipe, text = self._process.stderr, b""
+        pipe = self._process.stderr
+        text = b""
         while select.select([pipe], [], [], _ERROR_SECONDS)[0] and (
             piece := os.read(pipe.fileno(), 1 << 16)
         ):

@@ -26,7 +26,8 @@ def judge(measured: Mapping[str, Any], nodes: Sequence[Node]) -> list[Finding]:
 
 
 def _rates(measured: Mapping[str, Any], nodes: Sequence[Node]) -> Iterator[Finding]:
-    rates, middle = measured["flops"], statistics.median_high(measured["flops"])
+    rates = measured["flops"]
+    middle = statistics.median_high(measured["flops"])
     for node in nodes:
         own = rates[node.first_rank : node.first_rank + node.slots]
         slow = [
@@ -48,7 +49,8 @@ def _links(links: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) -> Iterato
         return
     rate = {host: max(_rate(link) for link in _of(host, links)) for host in range(len(nodes))}
     late = {host: min(link["latency"] for link in _of(host, links)) for host in range(len(nodes))}
-    usual, quick = statistics.median_high(rate.values()), statistics.median_low(late.values())
+    usual = statistics.median_high(rate.values())
+    quick = statistics.median_low(late.values())
     for host, node in enumerate(nodes):
         said = (f"to {nodes[_other(host, link)].host} {_per_second(_rate(link))} and {_microseconds(link['latency'])}"
                 for link in _of(host, links))  # fmt: skip

@@ -119,7 +119,8 @@ def _gpus(versions: dict[str, str]) -> Iterator[Finding]:
         return
     what = ", ".join(dict.fromkeys(names)) or "of unknown kind"
     yield Finding(HERE, "gpus", OK, f"{probe.gpus()}: {what}")
-    torch, nccl = versions.get("torch", ""), _nccl()
+    torch = versions.get("torch", "")
+    nccl = _nccl()
     good = not torch.endswith("+cpu") and nccl is not None
     mend = "install a torch for CUDA: https://pytorch.org/get-started/locally"
     yield judged(

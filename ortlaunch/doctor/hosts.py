@@ -47,9 +47,12 @@ def look(asked: HostRequirements) -> list[Finding]:
     """Every check of every host, in their order."""
     with _token(asked.folder) as token:
         answers, meeting = asking.ask(asked.question)
-    here, sources = probe.versions(), probe.sources()
+    here = probe.versions()
+    sources = probe.sources()
     found: list[Finding] = []
-    usual, shut, first_of = _usual_cpus(answers), _shut(answers), dict[str, str]()
+    usual = _usual_cpus(answers)
+    shut = _shut(answers)
+    first_of = dict[str, str]()
     # A host that is not there has no route to it either.
     routed = len(asked.nodes) > 1 and not any(isinstance(answer, Silence) for answer in answers)
     for node, answer in zip(asked.nodes, answers):
@@ -65,16 +68,12 @@ def look(asked: HostRequirements) -> list[Finding]:
         if told["sources"] != sources and told["packages"].get("ortlaunch") == here.get(
             "ortlaunch"
         ):
-            what, mend = (
-                "other files of ortlaunch than here, of the same version",
-                "install the same one on every host",
-            )
+            what = "other files of ortlaunch than here, of the same version"
+            mend = "install the same one on every host"
             found.append(Finding(node.host, "packages", FAILED, what, mend))
         if (first := first_of.setdefault(told["machine"] or node.host, node.host)) != node.host:
-            what, mend = (
-                f"is the same machine as {first}",
-                f"list it once, as {first} with the slots of both",
-            )
+            what = f"is the same machine as {first}"
+            mend = f"list it once, as {first} with the slots of both"
             found.append(
                 judged(
                     node.host,
@@ -106,7 +105,8 @@ def of_this_host(node: Node, asked: HostRequirements) -> list[Finding]:
     told = probe.told(asked.question.asked_of(node.host))
     doors = probe.Doors(told["address"] or "127.0.0.1", (asked.port,))
     told["listens"] = doors.ports[0][0] if doors.ports else doors.error
-    alone, answer = asked._replace(nodes=(node,)), Answer(told, 0.0)
+    alone = asked._replace(nodes=(node,))
+    answer = Answer(told, 0.0)
     doors.close()
     found = [*_network(node.host, answer, alone, False, node.host), *_own(node, told, asked, None)]
     return [
@@ -206,7 +206,8 @@ def _reached(
             host, "port", OK, f"reaches ports of {counted(len(reached), 'other host')}{rest}"
         )
     if deaf:
-        what = f"no datagram to {_listed([one.host for one in deaf])} is answered: a lost host is noticed as a stall only"
+        what = f"no datagram to {_listed([one.host for one in deaf])} is answered: a lost host "
+        what += "is noticed as a stall only"
         yield Finding(
             host, "udp", WARNING, what, "let these hosts reach all UDP ports of each other"
         )
@@ -241,11 +242,9 @@ def _own(node: Node, told: Json, asked: HostRequirements, token: str | None) -> 
         what = f"{asked.folder} {'is shared' if shared else 'there is another folder than here'}"
         mend = "give a --run-dir on a disk that all hosts share"
         if shared and not told["writable"]:
-            shared, what, mend = (
-                False,
-                f"{asked.folder} cannot be written there",
-                "see how its disk is mounted there",
-            )
+            shared = False
+            what = f"{asked.folder} cannot be written there"
+            mend = "see how its disk is mounted there"
         yield judged(host, "run folder", shared, what, mend, else_=FAILED)
     enough = told["free"] >= asked.bytes_needed
     need = f", and checkpoints take {human(asked.bytes_needed)}" if asked.bytes_needed else ""
@@ -255,7 +254,8 @@ def _own(node: Node, told: Json, asked: HostRequirements, token: str | None) -> 
 
 def _slow(host: str, answer: Answer, asked: HostRequirements, usual_cpus: int) -> Iterator[Finding]:
     """What may slow a run, or end it late."""
-    told, skew = answer.told, answer.skew
+    told = answer.told
+    skew = answer.skew
     checks = [
         ("clock", abs(skew) - answer.doubt <= _SKEW_SECONDS, f"{skew:+.1f} s beside this host",
          "let it follow a time server"),
@@ -303,7 +303,8 @@ def _token(folder: Path | None) -> Iterator[str | None]:
         return
     if not folder.is_dir():
         raise InputError(f"--run-dir {folder}: is no folder; make it first")
-    word, path = secrets.token_hex(8), folder / probe.TOKEN
+    word = secrets.token_hex(8)
+    path = folder / probe.TOKEN
     path.write_text(word, encoding="utf-8")
     try:
         yield word

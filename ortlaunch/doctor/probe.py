@@ -25,10 +25,15 @@ if TYPE_CHECKING:  # typing takes as long as all else here
 PACKAGES = ("ortlaunch", "torch", "transformers", "deepspeed", "onnxruntime-training", "onnxruntime-training-cpu",
             "mpi4py", "numpy")  # fmt: skip
 TOKEN = ".ortlaunch-doctor"
-_REACH_SECONDS, _UDP_SECONDS, _AGAIN_SECONDS = 3.0, 2.0, 0.4
-_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
+_REACH_SECONDS = 3.0
+_UDP_SECONDS = 2.0
+_AGAIN_SECONDS = 0.4
+_SIOCGIFADDR = 0x8915
+_SIOCGIFMTU = 0x8921
 _DO_NOT_FRAGMENT = 10, 2  # IP_MTU_DISCOVER, IP_PMTUDISC_DO: Linux
-_HEADERS, _LONGEST = 28, 65507  # of IPv4 and UDP; a datagram's data
+# of IPv4 and UDP; a datagram's data
+_HEADERS = 28
+_LONGEST = 65507
 _TAG = 12  # bytes of a datagram that are sent back
 
 
@@ -106,7 +111,8 @@ class Doors:
 
     def __init__(self, at: str, ports: Sequence[int]) -> None:
         """Of each of `ports` the TCP port, and UDP at the same one; 0: any. Those that are taken are left out."""
-        self.at, self.sockets = at, list[socket.socket]()
+        self.at = at
+        self.sockets = list[socket.socket]()
         self.error = ""
         for port in ports:
             with contextlib.ExitStack() as opened:
@@ -145,7 +151,8 @@ class Doors:
 
     def lines(self) -> Iterator[str]:
         """Lines of standard input, datagrams being answered meanwhile."""
-        text, file = b"", sys.stdin.fileno()
+        text = b""
+        file = sys.stdin.fileno()
         while True:
             ready = select.select([file, *self.sockets], [], [])[0]
             self.answer(ready)
@@ -159,12 +166,12 @@ class Doors:
     def reach(self, peers: Sequence[tuple[str, int, int, int]]) -> list[tuple[str, bool, bool]]:
         """Of each address, TCP port, UDP port and MTU: why it cannot be connected to (nothing where it can), whether a
         datagram was answered, and one as long as both MTUs allow, unfragmented."""
-        began, tries = (
-            time.monotonic(),
-            [_connecting(address, port) for address, port, _, _ in peers],
-        )
-        errors, own = {number: "timed out" for number, _ in enumerate(peers)}, mtu(self.at)
-        heard, again = set[bytes](), 0.0
+        began = time.monotonic()
+        tries = [_connecting(address, port) for address, port, _, _ in peers]
+        errors = {number: "timed out" for number, _ in enumerate(peers)}
+        own = mtu(self.at)
+        heard = set[bytes]()
+        again = 0.0
         with (
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
             contextlib.ExitStack() as opened,
@@ -302,7 +309,8 @@ def told(question: Json) -> Json:
     Args:
         question: `peers` (names), `interface` (or null), `folder` (the run's, or null), `cuda` (whether GPUs count).
     """
-    folder, count = question["folder"], gpus()
+    folder = question["folder"]
+    count = gpus()
     return {
         "hostname": socket.gethostname(),
         "python": sys.version.split()[0],
@@ -340,7 +348,8 @@ def main(question: Json) -> None:
     print({**first, "doors": ports, "mtu": mtu(first["address"]), "listens": ports[0][0] if ports else doors.error},
           flush=True)  # fmt: skip
     for line in doors.lines():
-        now, words = time.time(), line.split()
+        now = time.time()
+        words = line.split()
         peers = [(words[at], *map(int, words[at + 1 : at + 4])) for at in range(0, len(words), 4)]
         reached = doors.reach(peers)  # type: ignore[arg-type]
         print({"time": now, "took": time.time() - now, "reach": reached}, flush=True)

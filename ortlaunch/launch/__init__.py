@@ -19,7 +19,8 @@ from ortlaunch.plan import Node, Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
 
-_LOST_SECONDS, _STALL_SECONDS = 2.0, 15.0
+_LOST_SECONDS = 2.0
+_STALL_SECONDS = 15.0
 
 
 class Request(NamedTuple):

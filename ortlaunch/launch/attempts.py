@@ -14,7 +14,9 @@ from ortlaunch.rank import NO_FAULT
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
 from ortlaunch.units import counted
 
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds
+# seconds
+_FIRST_WAIT = 1.0
+_LONGEST_WAIT = 60.0
 _FURTHER_STEPS = 100  # that count as progress, where no checkpoint was written
 _KILLED = 137
 
@@ -76,7 +78,8 @@ def wait_seconds(failed: Sequence[Attempt]) -> float:
 
 
 def record_attempt(run: RunDir, end: End, number: int, seconds: float, checkpoint: int) -> Attempt:
-    first, began = first_failure(run), bool(ranks_that_began(run))
+    first = first_failure(run)
+    began = bool(ranks_that_began(run))
     return Attempt(
         number=number,
         seconds=round(seconds, 1),

@@ -110,7 +110,8 @@ def _unheard(run: RunDir, records: list[Json], stopped_by: int | None) -> set[in
 
     Their guardian was killed: it has taken room for an account, and left none; or it never began.
     """
-    began, told = ranks_that_began(run), {record["rank"] for record in records} | set(_asked(run))
+    began = ranks_that_began(run)
+    told = {record["rank"] for record in records} | set(_asked(run))
     killed = {rank for rank in began - told if run.spare(rank).exists()}
     asked_for = stopped_by is not None or run.stop_request.exists()
     return killed if asked_for else killed | set(range(Plan.read(run.plan).world_size)) - began
@@ -138,7 +139,8 @@ def _without_cause(
     run: RunDir, status: int, ended_by: int | None, oom_kills: int | None, records: list[Json]
 ) -> End:
     """The end of a run of which no rank tells a failure of its own."""
-    plan, asked = Plan.read(run.plan), _asked(run)
+    plan = Plan.read(run.plan)
+    asked = _asked(run)
     status = 1 if status == EXIT_SAVED else status  # which a stop's own record alone means
     if ended_by is not None and plan.started_by.program:
         killed = Failure(
@@ -169,7 +171,8 @@ def _without_cause(
         return _stopped(run, first, first["signal"])
     if asked:
         rank = min(asked, key=lambda rank: asked[rank][1])
-        number, launcher = asked[rank][0], plan.started_by.program
+        number = asked[rank][0]
+        launcher = plan.started_by.program
         failure = Failure(Cause.SIGNALLED, launcher, who=_names(plan, [rank]), signal=number)
         return End.of(128 + number, failure, f"; logs: {run.logs}")
     if first is None:
@@ -233,7 +236,8 @@ def _stopped(run: RunDir, first: Json | None, number: int) -> End:
     """The end of a run that was asked to stop and did not save; where an older checkpoint is, it is run again."""
     late = first is None or first["cause"] is Cause.OUTLIVED
     before = f"{_of_rank(first).text}\n" if first and (late or not first["secondary"]) else ""
-    said, saved = f"stopped by {signal.Signals(number).name}", run.complete_checkpoints()
+    said = f"stopped by {signal.Signals(number).name}"
+    saved = run.complete_checkpoints()
     again = (
         late
         and number != signal.SIGINT
@@ -255,9 +259,11 @@ def _stopped(run: RunDir, first: Json | None, number: int) -> End:
 
 def _stopped_without_a_step(run: RunDir, first: Json, stopped_by: int | None) -> End:
     """The end of a run that was asked to stop where it had nothing to save: who asked, not what the ranks received."""
-    status, by = first["exit_status"], None
+    status = first["exit_status"]
+    by = None
     if stopped_by is not None:
-        status, by = 130 if stopped_by == signal.SIGINT else status, signal.Signals(stopped_by).name
+        status = 130 if stopped_by == signal.SIGINT else status
+        by = signal.Signals(stopped_by).name
     elif run.stop_request.exists():
         by = read_json(run.stop_request).get("by")
     if by is None:

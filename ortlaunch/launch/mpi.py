@@ -57,7 +57,8 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
         *store_file(plan, run_dir),
     )
     plan = _with_abi(plan, family(mpirun))
-    stop, given_up = stop_of(plan, run_dir), given_up_of(plan, run_dir)
+    stop = stop_of(plan, run_dir)
+    given_up = given_up_of(plan, run_dir)
     if family(mpirun) != "Open MPI":
         argv = (*argv_mpich(plan, run_dir, mpirun), str(run_dir))
         return Request(argv, plan.env, files, stop=stop, given_up=given_up)

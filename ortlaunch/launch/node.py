@@ -87,7 +87,8 @@ def shared_variables(nodes: int, ranks: int, master: str) -> dict[str, str]:
 
 
 def _wait_for_name(host: str, seconds: float) -> None:
-    began, is_quiet = time.monotonic(), True
+    began = time.monotonic()
+    is_quiet = True
     while host:
         try:
             socket.getaddrinfo(host, None)
@@ -131,7 +132,9 @@ def _started(
 
 def _wait(started: list[subprocess.Popen[bytes]]) -> int:
     """The first failing status, else 85 where ranks have saved, else 0; once one has failed the others are ended."""
-    left, statuses, deadline = list(started), [0], float("inf")
+    left = list(started)
+    statuses = [0]
+    deadline = float("inf")
     while left:
         time.sleep(0.05)
         for process in [process for process in left if process.poll() is not None]:

@@ -36,7 +36,8 @@ class HostAgent:
     """One host's, as this process sees it."""
 
     def __init__(self, host: str, argv: list[str]) -> None:
-        self.host, self.argv = host, argv
+        self.host = host
+        self.argv = argv
         command = start.command("ortlaunch.launch.host_agent", argv[0])
         self._process = subprocess.Popen(
             command if needs_no_ssh(host) else ssh(host, command, _CONNECT_SECONDS, _ALIVE_SECONDS),
@@ -84,7 +85,9 @@ def _values(work: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, st
 
 
 def _wait(agents: list[HostAgent], asked: list[int], run: RunDir) -> int:
-    first, deadline, beat = 0, float("inf"), 0.0
+    first = 0
+    deadline = float("inf")
+    beat = 0.0
     while living := [agent for agent in agents if agent.poll() is None]:
         ended = next(((agent, agent.poll() or 0) for agent in agents if agent.poll()), None)
         if ended and not first:

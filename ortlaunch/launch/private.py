@@ -32,7 +32,8 @@ def make_private(folder: Path) -> None:
     Raises:
         LaunchError: somebody else owns the folder above, which lies in a folder that all users share.
     """
-    above, user = folder.parent, os.geteuid()
+    above = folder.parent
+    user = os.geteuid()
     above.mkdir(mode=0o700, exist_ok=True)
     found = above.lstat()
     if (

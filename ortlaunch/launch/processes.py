@@ -31,7 +31,8 @@ from ortlaunch.run_folder.folder import write_text
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's, to be told before the time is over
 _MORE_SECONDS = 2.0  # a rank's guardian ends it after the grace, and says so, before the guardian itself is ended
-_LOOK_SECONDS, _LOST_SECONDS = 0.5, 2.0
+_LOOK_SECONDS = 0.5
+_LOST_SECONDS = 2.0
 
 
 class Job:
@@ -50,12 +51,10 @@ class Job:
         tells_ranks: bool,
         stop: Stop | None = None,
     ) -> None:
-        self.process, self.orphans, self.tells_ranks, self.stop = (
-            process,
-            orphans,
-            tells_ranks,
-            stop,
-        )
+        self.process = process
+        self.orphans = orphans
+        self.tells_ranks = tells_ranks
+        self.stop = stop
         self.notice_ends = False
         self.is_quiet = False  # another process prints what becomes of a notice
         self.private: str | None = None
@@ -103,11 +102,9 @@ def submit(request: Request, output: Path | None = None) -> Job:
         )
     orphans.belong_to(process.pid)
     job = Job(process, orphans, request.tells_ranks, request.stop)
-    job.notice_ends, job.given_up, job.private = (
-        request.notice_ends,
-        request.given_up,
-        request.private,
-    )
+    job.notice_ends = request.notice_ends
+    job.given_up = request.given_up
+    job.private = request.private
     return job
 
 
@@ -214,7 +211,8 @@ def _forwarding(job: Job) -> Iterator[None]:
 
 def _end(job: Job, number: int) -> None:
     """A signal that asks for the end: first a wish to save and stop, where there is something to save."""
-    asked, job.signal = job.signal is not None, job.signal or number
+    asked = job.signal is not None
+    job.signal = job.signal or number
     if job.stop is not None and not job.stop.is_cancelled:
         if not asked:
             _ask(job, job.stop, number)
@@ -230,7 +228,8 @@ def _end(job: Job, number: int) -> None:
 
 def _ask(job: Job, stop: Stop, number: int) -> None:
     """Ask the ranks to save and stop; after their grace all is killed."""
-    name, grace = signal.Signals(number).name, stop.grace_seconds
+    name = signal.Signals(number).name
+    grace = stop.grace_seconds
     _say(
         f"{name}: saves after this step, stops within {grace} s (launch.grace_seconds); Ctrl-C: now"
     )
@@ -273,7 +272,8 @@ def _say(line: str) -> None:
 
 def _end_rest(job: Job) -> None:
     """End what is left of the job: SIGTERM to what nothing stands above, and after a grace SIGKILL to all."""
-    deadline, asked = time.monotonic() + GRACE_SECONDS + _MORE_SECONDS, set[int]()
+    deadline = time.monotonic() + GRACE_SECONDS + _MORE_SECONDS
+    asked = set[int]()
     while left := job.orphans.left():
         late = time.monotonic() > deadline or job.is_killed
         for pid in (

@@ -25,5 +25,6 @@ def apply_fp16_optimizer(optimizer: object, device: str) -> str:
         return ""
     kind = type(optimizer).__name__
     reason = str(said[0].message).splitlines()[0] if said else f"it does not know {kind}"
-    known, this = "ZeRO 1 and 2 of DeepSpeed 0.9.2-0.13.1", f"{kind} of {deepspeed.__version__}"
+    known = "ZeRO 1 and 2 of DeepSpeed 0.9.2-0.13.1"
+    this = f"{kind} of {deepspeed.__version__}"
     return f"ONNX Runtime 1.19.2 knows {known}, this is {this}: {reason}"

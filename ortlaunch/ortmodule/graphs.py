@@ -133,7 +133,8 @@ class _Key:
     """What the graph of a manager was made for; made after its first pass."""
 
     def __init__(self, manager: Manager, call: _Call) -> None:
-        module, traced = manager._flattened_module, seen_of(manager._graph_transition_manager)
+        module = manager._flattened_module
+        traced = seen_of(manager._graph_transition_manager)
         self._trains, self._mode, self._gradients, self._form = call[:4]
         # A graph whose code reads the grad mode, or that calls Python, which then saves tensors for a backward pass.
         called = any(
@@ -186,7 +187,8 @@ class Graphs:
 
     def run(self, module: TorchModule, args: Args, kwargs: Kwargs) -> object:
         """The forward pass of a TorchModuleORT."""
-        managers, model = module._execution_manager, module._original_module
+        managers = module._execution_manager
+        model = module._original_module
         if managers(True)._fallback_manager.is_pending():
             return managers(module.is_training()).forward(*args, **kwargs)
         module._flattened_module.training = model.training
@@ -210,7 +212,8 @@ class Graphs:
         for transition in (managers(mode)._graph_transition_manager for mode in (True, False)):
             if transition._original_model_has_changed:
                 transition._original_model_has_changed = False
-                self._kept, why = [], "an attribute of the ORTModule"
+                self._kept = []
+                why = "an attribute of the ORTModule"
         self._kept = [manager for manager in self._kept if not manager._ortlaunch_key.stale()]
         for place, manager in enumerate(self._kept):
             why = manager._ortlaunch_key.difference(manager, call)
@@ -241,7 +244,8 @@ class Graphs:
             torch.set_grad_enabled(call.gradients),
             grad_mode.begins(call.gradients),
         ):
-            args, kwargs = call.args, call.kwargs
+            args = call.args
+            kwargs = call.kwargs
             if any(tensor.is_inference() for tensor in tensors((args, kwargs))):
                 # An export needs version counters, which a tensor of inference mode has not.
                 args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))

@@ -38,7 +38,8 @@ class ORTModule(Wrapper):
     """
 
     def __init__(self, model: nn.Module, settings: Settings | None = None) -> None:
-        settings, model = settings or Settings(), without_compile(model)
+        settings = settings or Settings()
+        model = without_compile(model)
         options.prepare(settings)
         import_repaired()
         deepcopy = options.settle_deepcopy(model, settings)

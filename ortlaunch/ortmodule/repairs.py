@@ -49,7 +49,8 @@ def fix_grad_management_device() -> None:
     patching.wrap_method(owner(_MANAGEMENT), _ENABLE, _on_device)
 
 
-_MANAGEMENT, _ENABLE = "_mem_efficient_grad_mgmt:", "post_processing_enable_mem_efficient_training"
+_MANAGEMENT = "_mem_efficient_grad_mgmt:"
+_ENABLE = "post_processing_enable_mem_efficient_training"
 
 
 def _on_device(enable: AnyFunction, model: Any, named_parameters: Any, parameters: Any) -> object:

@@ -79,7 +79,8 @@ class Witness:
             vars(self).update(before)
             torch_calls.restore(calls)
             for graph, forward, backward in passes:
-                graph.forward_passes, graph.backward_passes = forward, backward
+                graph.forward_passes = forward
+                graph.backward_passes = backward
 
     def install(self) -> None:
         """Start to count; every ORTModule of this process is counted, whenever it was made, by the newest witness."""

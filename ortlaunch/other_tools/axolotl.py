@@ -33,7 +33,8 @@ def convert(draft: Draft) -> None:
 
 
 def _model(draft: Draft) -> None:
-    base, tokenizer = draft.take("base_model"), draft.take("tokenizer_config")
+    base = draft.take("base_model")
+    tokenizer = draft.take("tokenizer_config")
     if base is not None:
         draft.put("model.pretrained", base, "base_model")
         draft.assume(
@@ -58,12 +59,14 @@ def _adapter(draft: Draft) -> None:
         draft.drop("adapter", adapter, "model.lora, whose base weights are not quantized")
     else:
         draft.needless("adapter", adapter, "model.lora is there")
-    every, names = draft.take("lora_target_linear"), draft.take("lora_target_modules")
+    every = draft.take("lora_target_linear")
+    names = draft.take("lora_target_modules")
     if every is not None:
         draft.put("model.lora.target_modules", every, "lora_target_linear", ["all-linear"])
     if names is not None:
         draft.put("model.lora.target_modules", names, "lora_target_modules")
-    rank, alpha = draft.take("lora_r"), draft.take("lora_alpha")
+    rank = draft.take("lora_r")
+    alpha = draft.take("lora_alpha")
     for node, key, ours in ((rank, "lora_r", "r"), (alpha, "lora_alpha", "alpha")):
         if node is not None:
             draft.put(f"model.lora.{ours}", node, key)
@@ -98,7 +101,8 @@ def _datasets(draft: Draft) -> None:
 def _source(draft: Draft, node: Tree, key: str, usual: str | None) -> dict[str, object]:
     """A data set, by its path and type; what of it has no place is dropped by name."""
     values = node.plain() if node.kind == "mapping" else {"path": node.scalar}
-    path, kind = values.pop("path", ""), values.pop("type", usual)
+    path = values.pop("path", "")
+    kind = values.pop("type", usual)
     form = _SUFFIXES.get(str(values.get("ds_type") or str(path).rpartition(".")[2]))
     if form:
         values.pop("ds_type", None)
@@ -135,10 +139,8 @@ def _columns(
     if kind == "alpaca" or isinstance(kind, dict):
         fields = kind if isinstance(kind, dict) else {}
         draft.drop(f"{key}.type", here, f"{_PROMPT}; the column input is not read")
-        prompt, answer = (
-            fields.get("field_instruction", "instruction"),
-            fields.get("field_output", "output"),
-        )
+        prompt = fields.get("field_instruction", "instruction")
+        answer = fields.get("field_output", "output")
         return {"prompt_column": prompt, "response_column": answer}
     if kind is not None:
         draft.drop(
@@ -151,7 +153,8 @@ def _columns(
 
 def _template(draft: Draft) -> None:
     """How chats are written."""
-    named, own = draft.take("chat_template"), draft.take("chat_template_jinja")
+    named = draft.take("chat_template")
+    own = draft.take("chat_template_jinja")
     if own is not None:
         draft.put("data.chat_template", own, "chat_template_jinja")
     if named is not None and (own is not None or str(named.scalar).startswith("tokenizer_default")):

@@ -159,7 +159,8 @@ def _others(draft: Draft, key: str, node: Tree) -> None:
 
 
 def _optimizer(draft: Draft, node: Tree) -> None:
-    kind, params = node.find(("type",)), node.find(("params",))
+    kind = node.find(("type",))
+    params = node.find(("params",))
     if kind is not None:
         ours = _OPTIMIZERS.get(str(kind.scalar).lower())
         why = "" if ours else "another optimizer: there is none of that name here"
@@ -184,7 +185,8 @@ def _setting(draft: Draft, key: str, node: Tree) -> None:
 
 
 def _scheduler(draft: Draft, node: Tree) -> None:
-    kind, params = node.find(("type",)), node.find(("params",))
+    kind = node.find(("type",))
+    params = node.find(("params",))
     forms = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     values: dict[str, Tree] = (
         {str(key): child for key, child in params.children.items()} if params is not None else {}
@@ -209,7 +211,8 @@ def _scheduler(draft: Draft, node: Tree) -> None:
 
 
 def _schedule_setting(draft: Draft, key: str, node: Tree, places: dict[str, str]) -> None:
-    name, path = f"scheduler.params.{key}", places.get(key)
+    name = f"scheduler.params.{key}"
+    path = places.get(key)
     there = draft.recipe.find(tuple(path.split("."))) if path else None
     if node.scalar == "auto":
         draft.needless(name, node, _AUTO)

@@ -60,8 +60,10 @@ class Draft:
     def __init__(self, config: Tree, tools: Sequence[str], command: Tree, base: Tree) -> None:
         """`command` has the keys of the command line, which replace the config's; `base` those of --base."""
         self.left = {str(key): node for key, node in config.children.items()}
-        self.tools, self.account = tools, ImportReport()
-        self.command, self.base = command, base
+        self.tools = tools
+        self.account = ImportReport()
+        self.command = command
+        self.base = base
         self.recipe = Tree(config.place, kind="mapping")
         self._assumed: list[tuple[str, object, str]] = []
 

@@ -29,7 +29,8 @@ def convert(draft: Draft) -> None:
 
 def _steps(draft: Draft, node: Tree | None) -> int | None:
     """A number of steps; below 1 it is a share of max_steps. None: it is no number, or the share of an unknown one."""
-    value, whole = number(node), number(draft.left.get("max_steps"))
+    value = number(node)
+    whole = number(draft.left.get("max_steps"))
     if value is None or value >= 1:
         return int(value) if value is not None and float(value).is_integer() else None
     return math.ceil(value * whole) if value > 0 and whole is not None and whole > 0 else None
@@ -37,7 +38,8 @@ def _steps(draft: Draft, node: Tree | None) -> int | None:
 
 def _every(draft: Draft, key: str, path: str) -> None:
     node = draft.take(key)
-    value, steps = number(node), _steps(draft, node)
+    value = number(node)
+    steps = _steps(draft, node)
     if node is not None and value is not None and value < 1 and steps is None:
         draft.drop(key, node, f"below 1 it is a share of max_steps; give {path}")
     elif node is not None:
@@ -80,12 +82,10 @@ def _by_steps(draft: Draft, key: str, strategy: Tree) -> None:
 
 def _best(draft: Draft, why: str) -> None:
     """The best checkpoint, and an early end; `why` there is nothing that they could go by."""
-    best, patience, metric, greater = (
-        draft.take("load_best_model_at_end"),
-        draft.take("early_stopping_patience"),
-        draft.take("metric_for_best_model"),
-        draft.left.pop("greater_is_better", None),
-    )
+    best = draft.take("load_best_model_at_end")
+    patience = draft.take("early_stopping_patience")
+    metric = draft.take("metric_for_best_model")
+    greater = draft.left.pop("greater_is_better", None)
     theirs = word(metric).removeprefix("eval_") if metric is not None else "loss"
     task = draft.expected("model.task")
     any_task = {name: metric for name, metric in METRICS.items() if metric.always}

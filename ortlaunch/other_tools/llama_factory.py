@@ -10,7 +10,8 @@ _STAGES = ("pt", "sft")
 
 def convert(draft: Draft) -> None:
     """One config."""
-    stage, kind = draft.take("stage"), draft.take("finetuning_type")
+    stage = draft.take("stage")
+    kind = draft.take("finetuning_type")
     if stage is not None and stage.scalar not in _STAGES:
         raise trainer.refused("stage", stage, f"only {' and '.join(_STAGES)} can be trained here")
     if kind is not None and kind.scalar not in ("lora", "full"):
@@ -32,7 +33,8 @@ def convert(draft: Draft) -> None:
 
 
 def _adapters(draft: Draft) -> None:
-    target, rank = draft.take("lora_target"), number(draft.left.get("lora_rank")) or 8
+    target = draft.take("lora_target")
+    rank = number(draft.left.get("lora_rank")) or 8
     if target is not None:
         names = (
             [each.strip() for each in word(target).split(",")]
@@ -55,7 +57,8 @@ def _adapters(draft: Draft) -> None:
 
 
 def _data(draft: Draft, chats: bool) -> None:
-    names, packed = draft.take("dataset"), draft.left.pop("packing", None)
+    names = draft.take("dataset")
+    packed = draft.left.pop("packing", None)
     folder = draft.take("dataset_dir")
     if names is not None:
         what = "chats: prompt_column and response_column, or messages_column" if chats else "text"

@@ -93,7 +93,8 @@ def _task(draft: Draft) -> None:
 
 def model(draft: Draft) -> None:
     """Where weights and tokenizer come from."""
-    source, tokenizer = draft.take("model_name_or_path"), draft.take("tokenizer_name")
+    source = draft.take("model_name_or_path")
+    tokenizer = draft.take("tokenizer_name")
     if source is not None:
         draft.put("model.pretrained", source, "model_name_or_path")
     if tokenizer is not None or source is not None:
@@ -132,7 +133,8 @@ def _data(draft: Draft) -> None:
         node = draft.take(key)
         if node is not None:
             files(draft, key, node, part)
-    hub, subset = draft.take("dataset_name"), draft.take("dataset_config_name")
+    hub = draft.take("dataset_name")
+    subset = draft.take("dataset_config_name")
     if hub is not None:
         draft.put("data.train", hub, "dataset_name", {"format": "hub", "name": hub.scalar})
     if subset is not None:
@@ -176,7 +178,8 @@ def optimizer(draft: Draft, key: str) -> None:
                 else "another optimizer: there is none of that name here"
             )
         draft.put("optimizer.name", node, key, ours, why)
-    first, second = draft.take("adam_beta1"), draft.take("adam_beta2")
+    first = draft.take("adam_beta1")
+    second = draft.take("adam_beta2")
     given = first or second
     if given is not None:
         betas = [usual if node is None else node for node, usual in ((first, 0.9), (second, 0.999))]
@@ -185,9 +188,11 @@ def optimizer(draft: Draft, key: str) -> None:
 
 def schedule(draft: Draft, key: str) -> None:
     """Decay and warm-up of the learning rate."""
-    node, extra = draft.take(key), draft.take("lr_scheduler_kwargs")
+    node = draft.take(key)
+    extra = draft.take("lr_scheduler_kwargs")
     kind = str(node.scalar) if node is not None else "linear"
-    ratio, steps = draft.take("warmup_ratio"), draft.take("warmup_steps")
+    ratio = draft.take("warmup_ratio")
+    steps = draft.take("warmup_steps")
     _warmup(draft, kind, ratio, steps)
     if node is not None and kind == "constant":
         draft.put("schedule.name", node, key)
@@ -230,7 +235,8 @@ def _warmup(draft: Draft, kind: str, ratio: Tree | None, steps: Tree | None) -> 
 
 def _least(draft: Draft, extra: Tree) -> None:
     """Where a cosine ends."""
-    least, rate = number(extra.find(("min_lr",))), number(draft.left.get("learning_rate"))
+    least = number(extra.find(("min_lr",)))
+    rate = number(draft.left.get("learning_rate"))
     rate = rate or draft.expected("optimizer.learning_rate") or _DEFAULTS["optimizer.learning_rate"]
     ratio = number(extra.find(("min_lr_rate",)))
     if ratio is None and least is not None:
@@ -289,7 +295,8 @@ def _recomputation(draft: Draft) -> None:
 
 def _grouping(draft: Draft) -> None:
     """Batches of samples of like length; windows of text have no padding."""
-    node, train = draft.take("group_by_length"), str(draft.expected("data.train"))
+    node = draft.take("group_by_length")
+    train = str(draft.expected("data.train"))
     if node is None:
         return
     traits = MODEL_TASKS.get(str(draft.expected("model.task")), ModelTask())
@@ -353,7 +360,8 @@ def trackers(draft: Draft) -> None:
 def length(draft: Draft, epochs: float) -> None:
     """Steps come before epochs, as in Trainer, where -1 steps are none."""
     key = "num_epochs" if "num_epochs" in draft.left else "num_train_epochs"
-    steps, given = draft.take("max_steps"), draft.take(key)
+    steps = draft.take("max_steps")
+    given = draft.take(key)
     if steps is not None and (number(steps) or 0) > 0:
         draft.put("train.max_steps", steps, "max_steps")
         if given is not None:

@@ -34,7 +34,8 @@ def convert(draft: Draft) -> None:
     draft.assume("model.task", "causal-lm", "TRL's SFTTrainer trains no other")
     draft.assume("optimizer.learning_rate", 2e-5, "TRL's default")
     draft.assume("data.sequence_length", 1024, "TRL's default")
-    template, mixture = draft.take("chat_template"), draft.take("dataset_mixture")
+    template = draft.take("chat_template")
+    mixture = draft.take("dataset_mixture")
     if template is not None:
         draft.put("data.chat_template", template, "chat_template")
     if mixture is not None:
@@ -47,9 +48,12 @@ def convert(draft: Draft) -> None:
 
 def _data(draft: Draft, chats: bool) -> None:
     """A data set of the hub; which columns it has TRL sees for itself, and we do not."""
-    hub, subset = draft.take("dataset_name"), draft.take("dataset_config")
-    first, second = draft.take("dataset_train_split"), draft.take("dataset_test_split")
-    field, answers = draft.take("dataset_text_field"), draft.take("assistant_only_loss")
+    hub = draft.take("dataset_name")
+    subset = draft.take("dataset_config")
+    first = draft.take("dataset_train_split")
+    second = draft.take("dataset_test_split")
+    field = draft.take("dataset_text_field")
+    answers = draft.take("assistant_only_loss")
     if hub is not None:
         columns = (
             {"messages_column": "messages"}

@@ -10,15 +10,16 @@ from ortlaunch.json_types import Json
 from ortlaunch.machine import FUSED_ATTENTION_SCORES
 from ortlaunch.recipe import Recipe
 
-_SCALE, _MASK = (
-    4,
-    1,
-)  # bytes that a dropout keeps a number: torch on a CPU the factor, others a truth
+# bytes that a dropout keeps a number: torch on a CPU the factor, others a truth
+_SCALE = 4
+_MASK = 1
 
 
 def layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
     """Bytes a token that one layer keeps; `width` is that of its numbers, 4 or 2."""
-    h, i, heads = int(c["hidden_size"]), int(c["intermediate_size"]), int(c["num_attention_heads"])
+    h = int(c["hidden_size"])
+    i = int(c["intermediate_size"])
+    heads = int(c["num_attention_heads"])
     attention = _attention(c)
     # Llama: norms with what goes in and comes out; gate, its SiLU, up, their product. BERT: two norms; GELU in and out.
     numbers = attention + (6 * h + 4 * i if c["model_type"] == "llama" else 4 * h + 2 * i)
@@ -66,7 +67,8 @@ def _fused(recipe: Recipe, c: Json, length: int, device: str) -> bool:
 
     Engine ort writes short ones out in its graph, and on a CPU those with dropout.
     """
-    engine, asked = recipe.engine, recipe.model.attention
+    engine = recipe.engine
+    asked = recipe.model.attention
     written_out = asked == "eager" or (
         asked == "auto" and (engine.efficient_attention or engine.flash_attention)
     )

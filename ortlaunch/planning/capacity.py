@@ -32,8 +32,10 @@ def _rank(memory: Memory | None, device: str) -> tuple[int, int, str]:
     """Host memory of a rank beside its process: the least and the likely bytes, and a phrase for their content."""
     if memory is None:
         return 0, 0, "of weights, gradients and optimizer state"
-    parts, host = dict(memory.by_stage)[memory.chosen], memory.host
-    kept, likely = host.offloaded + host.snapshot, host.offloaded + host.snapshot
+    parts = dict(memory.by_stage)[memory.chosen]
+    host = memory.host
+    kept = host.offloaded + host.snapshot
+    likely = host.offloaded + host.snapshot
     if device == "cpu":
         kept, likely = kept + parts.model, kept + parts.total
     if kept < host.built:

@@ -28,7 +28,8 @@ def describe(plan: Plan, recipe: Recipe) -> str:
 
 def _world_lines(plan: Plan) -> list[str]:
     shown = plan.nodes if len(plan.nodes) <= 8 else (*plan.nodes[:4], None, *plan.nodes[-2:])
-    ranks, hosts = counted(plan.world_size, "rank"), counted(len(plan.nodes), "host")
+    ranks = counted(plan.world_size, "rank")
+    hosts = counted(len(plan.nodes), "host")
     lines = [f"{plan.name}: {ranks} on {hosts}, {plan.device}, launcher {plan.launcher}"]
     if plan.world_size == 1 and plan.nodes[0].is_here and plan.device == "cpu":
         return lines
@@ -63,7 +64,8 @@ def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
     if not plan.started_by.is_ours:
         return ["  launch.max_restarts: the launcher is not ortlaunch's; a job of `ortlaunch submit` restarts the run; "
                 "else start the same command again from the batch script"]  # fmt: skip
-    times, nodes = counted(most, "time"), recipe.launch.elastic
+    times = counted(most, "time")
+    nodes = recipe.launch.elastic
     lost = (
         [f"  a lost host is left out, and taken back at a restart; hosts: {nodes} (launch.nodes)"]
         if nodes
@@ -93,7 +95,8 @@ def _batch_lines(plan: Plan) -> list[str]:
 
 
 def _length_line(plan: Plan, recipe: Recipe) -> str:
-    steps, epochs = recipe.train.max_steps, recipe.train.epochs
+    steps = recipe.train.max_steps
+    epochs = recipe.train.epochs
     if steps is None:
         return f"steps: as many as {epochs:g} epochs take, known when the data are read"
     return f"steps: {steps:,}, {steps * plan.batch.global_samples:,} samples"

@@ -83,7 +83,8 @@ def hostfile_text(path: str | os.PathLike[str]) -> str:
 
 def _bytes(source: str) -> bytes:
     """What a file holds, or a pipe, as of `<(scontrol show hostnames)`; OSError where there is no end to it."""
-    data, deadline = b"", time.monotonic() + _PIPE_SECONDS
+    data = b""
+    deadline = time.monotonic() + _PIPE_SECONDS
     handle = os.open(source, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(handle, "rb", buffering=0) as file:
         while len(data) <= _MOST_BYTES:
@@ -186,14 +187,16 @@ def _read(
     content: str, default_slots: int | None, marks: set[str], problems: _Problems
 ) -> Host | None:
     """The host on one line, adding the mark of its dialect; None when ``problems`` grew."""
-    column, token = _column(content), content.split(None, 1)[0]
+    column = _column(content)
+    token = content.split(None, 1)[0]
     name, colon = _split(token, column, problems)
     settings = {} if colon is None else {"slots": _Setting(column, token, colon)}
     _read_settings(content, column - 1 + len(token), settings, problems)
     if not problems and default_slots is None and "slots" not in settings:
         problems.append((column, _no_slots(token)))
     numbers = {key: _number(setting, problems) for key, setting in settings.items()}
-    slots, most = numbers.get("slots", default_slots or 0), numbers.get("max_slots")
+    slots = numbers.get("slots", default_slots or 0)
+    most = numbers.get("max_slots")
     if not problems and most is not None and most < slots:
         low = f"max_slots={most} is below slots={slots}; make it {slots} or more, or leave it out"
         problems.append((settings["max_slots"].column, low))
@@ -219,7 +222,9 @@ def _read_settings(
     """Add the ``key=value`` pairs behind the host name to ``settings``; max-slots is max_slots."""
     for match in _SETTING.finditer(content, start):
         key, equals, value, junk = match.groups()
-        column, label, known = match.start() + 1, match[0].rstrip(), (key or "").replace("-", "_")
+        column = match.start() + 1
+        label = match[0].rstrip()
+        known = (key or "").replace("-", "_")
         if junk:
             problems.append(
                 (column, f"{label!r} is not understood; write key=value, such as slots=8")

@@ -62,7 +62,8 @@ def replan(recipe: Recipe, plan: Plan) -> Plan:
     Raises:
         PlanError: the batch equation has no whole solution on these ranks.
     """
-    batch, ranks = solve_batch(recipe, plan.world_size), plan.world_size
+    batch = solve_batch(recipe, plan.world_size)
+    ranks = plan.world_size
     return replace(
         plan,
         batch=batch,

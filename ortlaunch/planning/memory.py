@@ -42,10 +42,14 @@ _MORE_NODES = (
 )  # of engine ort: for Llama, whose graph writes out RMSNorm and rotary positions; for adapters
 # Of a GPU's memory beside tensors, not measured here: CUDA's context with torch's kernels; workspaces of cuBLAS and
 # cuDNN, which engine ort has twice, torch's and ONNX Runtime's; NCCL's buffers.
-_CONTEXT, _WORKSPACES, _NCCL = 500 << 20, 100 << 20, 300 << 20
+_CONTEXT = 500 << 20
+_WORKSPACES = 100 << 20
+_NCCL = 300 << 20
 # DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, what is reduced at once, and what
 # ZeRO 3 gathers at once.
-_PERSISTENT, _BUCKET, _LIVE = 100_000, 500_000_000, 1_000_000_000
+_PERSISTENT = 100_000
+_BUCKET = 500_000_000
+_LIVE = 1_000_000_000
 
 
 def padded_vocabulary(size: int) -> int:
@@ -88,7 +92,9 @@ def tensor_sizes(config: Json, task: str) -> list[int]:
 
 
 def _bert(c: Json, task: str) -> list[int]:
-    h, i, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+    h = c["hidden_size"]
+    i = c["intermediate_size"]
+    vocab = c["vocab_size"]
     embeddings = [vocab * h, c["max_position_embeddings"] * h, c["type_vocab_size"] * h, h, h]
     layer = [*[h * h, h] * 4, h * i, i, i * h, h, *[h] * 4]
     pooler = [h * h, h]
@@ -100,7 +106,8 @@ def _bert(c: Json, task: str) -> list[int]:
         vocab,
         *([] if c.get("tie_word_embeddings", True) else [vocab * h, vocab]),
     ]
-    traits, labels = MODEL_TASKS[task], _labels(c, task)
+    traits = MODEL_TASKS[task]
+    labels = _labels(c, task)
     head = [*(pooler if traits.pools else []), *(words if traits.predicts else [])]
     head += [*([2 * h, 2] if traits.pairs else []), *([labels * h, labels] if traits.label else [])]
     return [*embeddings, *layer * c["num_hidden_layers"], *head]
@@ -112,16 +119,17 @@ def _labels(c: dict[str, Any], task: str) -> int:
 
 
 def _llama(c: Json, task: str) -> list[int]:
-    h, i, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
-    heads, kv = c["num_attention_heads"], c["num_key_value_heads"] or c["num_attention_heads"]
+    h = c["hidden_size"]
+    i = c["intermediate_size"]
+    vocab = c["vocab_size"]
+    heads = c["num_attention_heads"]
+    kv = c["num_key_value_heads"] or c["num_attention_heads"]
     width = c["head_dim"] or h // heads
     attention = [h * heads * width, h * kv * width, h * kv * width, heads * width * h]
     attention += [heads * width, kv * width, kv * width, h] if c["attention_bias"] else []
     mlp = [h * i, h * i, i * h, *([i, i, h] if c["mlp_bias"] else [])]
-    head, label = (
-        [] if c.get("tie_word_embeddings", False) else [vocab * h],
-        MODEL_TASKS[task].label,
-    )
+    head = [] if c.get("tie_word_embeddings", False) else [vocab * h]
+    label = MODEL_TASKS[task].label
     if label:
         labels = _labels(c, task)
         head = [labels * h, *([labels] if label == "word" else [])]
@@ -140,8 +148,10 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         adapters = _lora_tensors(recipe.model.lora, config, recipe.model.task)
         if adapters is None:
             return None
-        tensors, trained = [*tensors, *adapters], adapters
-    parameters, trainable = sum(tensors), sum(trained)
+        tensors = [*tensors, *adapters]
+        trained = adapters
+    parameters = sum(tensors)
+    trainable = sum(trained)
     # Autocast leaves norms, softmax and what they give in float32.
     activations = _activations(recipe, config, micro_samples, 4, device)
     full = recipe.model_copy(
@@ -169,7 +179,8 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
                 ),
             )
         )
-    kind, libraries = str(config["model_type"]), _contexts(recipe, ranks)
+    kind = str(config["model_type"])
+    libraries = _contexts(recipe, ranks)
     stages = [
         (
             stage,
@@ -254,7 +265,8 @@ def _zero(
     # DeepSpeed keeps a float32 master copy beside the weights, also in fp32 from stage 1 on.
     master = 0 if stage == 0 and width == 4 else 4
     optimizer = (master + state_bytes(recipe)) * trainable
-    whole, share = width * trainable, -(-width * trainable // ranks)
+    whole = width * trainable
+    share = -(-width * trainable // ranks)
     # ORTModule returns all gradients at once, also where stage 2 keeps a share of each.
     ort = stage == 2 and ranks > 1 and recipe.engine.name in ("ort", "auto")
     return Bytes(
@@ -292,7 +304,8 @@ def _bucket(
 
     The kernel gives a process only the pages that it writes, CUDA all.
     """
-    size, gathered = int(_setting(recipe, "reduce_bucket_size", _BUCKET)) if stage else _BUCKET, 0
+    size = int(_setting(recipe, "reduce_bucket_size", _BUCKET)) if stage else _BUCKET
+    gathered = 0
     if stage == 0 or device == "cpu":
         size = min(size, trainable)
     elif stage == 3:
@@ -309,7 +322,9 @@ def _setting(recipe: Recipe, name: str, default: float) -> float:
 
 def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
     """Elements of each adapter's two matrices, or None where a target module is not known here."""
-    h, i, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
+    h = c["hidden_size"]
+    i = c["intermediate_size"]
+    heads = c["num_attention_heads"]
     width = (c.get("head_dim") or h // heads) * heads
     narrow = width // heads * (c.get("num_key_value_heads") or heads)
     llama = {
@@ -339,12 +354,11 @@ def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
 
 
 def _activations(recipe: Recipe, c: Json, micro: int, width: int, device: str) -> int:
-    length, layers = recipe.data.sequence_length or 0, int(c["num_hidden_layers"])
+    length = recipe.data.sequence_length or 0
+    layers = int(c["num_hidden_layers"])
     tokens = micro * length
-    a_layer, logits = (
-        tokens * layer_bytes(recipe, c, length, width, device),
-        _logits(recipe, c, tokens, device),
-    )
+    a_layer = tokens * layer_bytes(recipe, c, length, width, device)
+    logits = _logits(recipe, c, tokens, device)
     if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
         # Each layer's input, and the loss or one layer computed again: not at the same time, but a process on a CPU
         # keeps the blocks of one while the other is computed.

@@ -21,7 +21,8 @@ def hosts_of_step(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
     layout = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if not names or not layout:
         return None
-    nodes, tasks = node_names(names), tasks_per_node(layout)
+    nodes = node_names(names)
+    tasks = tasks_per_node(layout)
     if len(nodes) != len(tasks):
         raise PlanError(
             f"Slurm names {len(nodes)} nodes ({names}), and tasks for {len(tasks)} ({layout})"

@@ -44,7 +44,8 @@ def on_host(
         width: bytes of a weight in training.
     """
     state = state_bytes(recipe)
-    share, beside = -(-trainable // ranks), getattr(recipe.checkpoint, "async")
+    share = -(-trainable // ranks)
+    beside = getattr(recipe.checkpoint, "async")
     snapshot = (_MASTER + state) * share if (device == "cuda" if beside is None else beside) else 0
     offload = (
         recipe.zero.offload if recipe.zero and device == "cuda" else None

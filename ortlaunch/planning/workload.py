@@ -39,15 +39,14 @@ def workload(recipe: Recipe, world: World) -> Workload:
 
 def solve_batch(recipe: Recipe, ranks: int) -> BatchPlan:
     """Solve global = micro x accumulation x ranks for the one that the recipe leaves out."""
-    total, micro, steps = (
-        recipe.batch.global_size,
-        recipe.batch.micro_size,
-        recipe.batch.accumulation_steps,
-    )
+    total = recipe.batch.global_size
+    micro = recipe.batch.micro_size
+    steps = recipe.batch.accumulation_steps
     if micro == "auto":
         micro = 1  # until it is found (micro_size.py)
     if total is None:
-        micro, steps = micro or 1, steps or 1
+        micro = micro or 1
+        steps = steps or 1
         total = micro * steps * ranks
     elif micro is None:
         steps = steps or 1
@@ -70,7 +69,8 @@ def solve_batch(recipe: Recipe, ranks: int) -> BatchPlan:
 
 def _divided(total: int, unit: int, shown: str) -> int:
     if total % unit:
-        below, above = total // unit * unit, (total // unit + 1) * unit
+        below = total // unit * unit
+        above = (total // unit + 1) * unit
         near = f"{below} or {above}" if below else str(above)
         raise PlanError(
             f"batch: global_size ({total}) is not a multiple of {shown} = {unit}; {near} would do"

@@ -263,10 +263,8 @@ def _are_declared(options: LaunchOptions, hosts: tuple[Host, ...]) -> bool:
 
 def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions) -> None:
     """hosts x slots must be what the recipe asks for: a world never shrinks by itself."""
-    nodes, per_node = (
-        recipe.launch.nodes,
-        options.processes_per_node or recipe.launch.processes_per_node,
-    )
+    nodes = recipe.launch.nodes
+    per_node = options.processes_per_node or recipe.launch.processes_per_node
     if nodes is not None and len(hosts) not in recipe.launch.node_counts:
         must = "it must be one of these" if recipe.launch.elastic else "they must be equal"
         raise PlanError(f"launch.nodes is {nodes}, and there are {len(hosts)} hosts; {must}")

@@ -26,7 +26,10 @@ class RecipeFile:
     """A valid recipe together with where each of its keys was written, and what was read for it."""
 
     def __init__(self, recipe: Recipe, tree: Tree, read: Tree, overrides: tuple[str, ...]) -> None:
-        self.recipe, self.overrides, self._tree, self._read = recipe, overrides, tree, read
+        self.recipe = recipe
+        self.overrides = overrides
+        self._tree = tree
+        self._read = read
 
     def with_overrides(self, *overrides: str) -> RecipeFile:
         """The same with further `key.path=value`; no file is read again.

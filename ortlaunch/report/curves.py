@@ -101,7 +101,8 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     raw = (high - low) / about or abs(high) or 1.0
     unit = 10.0 ** math.floor(math.log10(raw))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     return [round(each * step, 12) for each in range(first, last + 1)]
 
 
@@ -112,13 +113,16 @@ def _log(value: float) -> float:
 def _scales(curves: Sequence[Curve], from_zero: bool) -> tuple[Scale, Scale]:
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.finite]
-    low, high = (min(0.0, *ys) if from_zero else min(ys)), max(ys)
+    low = min(0.0, *ys) if from_zero else min(ys)
+    high = max(ys)
     wide = not from_zero and low > 0 and high > _SPREAD * statistics.median(ys)
     if low == high:
-        low, high = low - abs(low) * 0.1 - (low == 0), high + abs(high) * 0.1 + (high == 0)
+        low = low - abs(low) * 0.1 - (low == 0)
+        high = high + abs(high) * 0.1 + (high == 0)
     elif not wide:
         room = (high - low) * 0.05
-        low, high = (low if low == 0 and from_zero else low - room), high + room
+        low = low if low == 0 and from_zero else low - room
+        high = high + room
     across = Scale(min(0, *xs), max(xs), AREA["left"], AREA["right"])
     return across, Scale(low, high, AREA["bottom"], AREA["top"], wide)
 

@@ -68,7 +68,8 @@ def read(paths: Sequence[Path]) -> list[Record]:
     Raises:
         InputError: with all folders that are none of a run's.
     """
-    runs, wrong = [], []
+    runs = []
+    wrong = []
     for path, label in zip(paths, labels(paths)):
         try:
             runs.append(_read(RunDir(path), label))

@@ -137,10 +137,8 @@ def _asked(choice: Any, why: str) -> str | None:
 
 def _precision(one: Record) -> str | None:
     """Of the passes; products of float32 matrices may be of another, which says nothing of passes in bf16 or fp16."""
-    passes, products = (
-        one.engine.get("precision"),
-        (one.engine.get("matmul_precision") or {}).get("format"),
-    )
+    passes = one.engine.get("precision")
+    products = (one.engine.get("matmul_precision") or {}).get("format")
     return f"{passes}, matrix products in {products}" if products and passes == "fp32" else passes
 
 
@@ -203,12 +201,14 @@ def _folded(values: Any, noun: str) -> Markup | None:
     each = (
         [f"{name}: {why}" for name, why in values.items()] if isinstance(values, dict) else values
     )
-    head, lines = counted(len(each), noun), "\n".join(map(str, each))
+    head = counted(len(each), noun)
+    lines = "\n".join(map(str, each))
     return Markup("<details><summary>{}</summary>{}</details>").format(head, lines)
 
 
 def _memory(one: Record) -> dict[str, object] | None:
-    measured, planned = one.memory.get("measured"), one.memory.get("planned") or {}
+    measured = one.memory.get("measured")
+    planned = one.memory.get("planned") or {}
     if not measured:
         return None
     peaks = ", ".join(human(size) for size in one.memory.get("peak_by_rank", []))

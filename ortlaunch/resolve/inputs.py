@@ -84,7 +84,8 @@ def unknown_type(recipe: Recipe) -> Iterator[Problem]:
 
 def doubtful(recipe: Recipe) -> Iterator[Problem]:
     """Values that are valid and most likely slips."""
-    rate, name = recipe.optimizer.learning_rate, recipe.optimizer.name
+    rate = recipe.optimizer.learning_rate
+    name = recipe.optimizer.name
     if rate > 1 and recipe.optimizer.traits.adapts:
         yield (
             ("optimizer.learning_rate",),

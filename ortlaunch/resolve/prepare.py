@@ -31,7 +31,8 @@ from ortlaunch.run_folder.records import as_json
 
 def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]) -> RunDir:
     """The folder of a new run: `--run-dir`, else runs/<name>-<timestamp>; ranks of one launcher find the same one."""
-    name, rank = resolved.file.recipe.name, resolved.world.inside
+    name = resolved.file.recipe.name
+    rank = resolved.world.inside
     whole = os.path.abspath(chosen or ".")
     if found := re.search(r"[\x00-\x1f\x7f-\x9f]", whole):
         raise PlanError(

@@ -20,7 +20,8 @@ from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json
 from ortlaunch.run_folder.resume_record import ResumeRecord
 
-AUTO, NEVER = "auto", "never"
+AUTO = "auto"
+NEVER = "never"
 
 
 class ResumeOptions(NamedTuple):
@@ -71,7 +72,8 @@ def choose(run: RunDir, options: ResumeOptions) -> Chosen:
     Raises:
         InputError: there is no such checkpoint.
     """
-    own, skipped = run.complete_checkpoints(), tuple(incomplete(run.checkpoints))
+    own = run.complete_checkpoints()
+    skipped = tuple(incomplete(run.checkpoints))
     if options.choice == NEVER:
         return Chosen(None, skipped=skipped, aside=tuple(_of_training(run)))
     if options.choice.isdecimal():
@@ -148,7 +150,8 @@ def _elsewhere(source: Path) -> Chosen:
     if (source / COMPLETE).exists():
         return Chosen(source, _step_of(source), source, exact=True)
     other = RunDir(source)
-    found, skipped = other.complete_checkpoints(), tuple(incomplete(other.checkpoints))
+    found = other.complete_checkpoints()
+    skipped = tuple(incomplete(other.checkpoints))
     if not found:
         why = (
             "is no run folder with a complete checkpoint, and no complete checkpoint"
@@ -230,7 +233,8 @@ def _since(before: Recipe | None, resolved: ResolvedRun) -> Iterator[str]:
 def today(resolved: ResolvedRun) -> dict[str, object]:
     """What a checkpoint of this run would say."""
     git = provenance.commit(resolved.command.path.parent)
-    world, environment = resolved.world, provenance.environment()
+    world = resolved.world
+    environment = provenance.environment()
     return origin.origin(
         resolved.file.recipe, resolved.work.batch, len(world.hosts), world.device, environment, git
     )

@@ -31,7 +31,8 @@ class CheckupOptions(NamedTuple):
 
 def asked_of(resolved: ResolvedRun, folder: Path) -> HostRequirements:
     """What a run's hosts must have."""
-    world, recipe = resolved.world, resolved.file.recipe
+    world = resolved.world
+    recipe = resolved.file.recipe
     kept = (recipe.checkpoint.keep or 1) + 1
     needed = resolved.work.memory.checkpoint * kept if resolved.work.memory else 0
     return HostRequirements(

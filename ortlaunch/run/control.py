@@ -39,7 +39,8 @@ def train(resolved: ResolvedRun, chosen: Path | None, options: ResumeOptions = A
 def _train(
     resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: ResumeOptions
 ) -> int:
-    started, rank = time.monotonic(), resolved.world.inside
+    started = time.monotonic()
+    rank = resolved.world.inside
     run = run_folder(chosen, resolved, os.environ)
     if run.recipe.exists() and rank is None:
         lock.take(run)  # before anything is measured

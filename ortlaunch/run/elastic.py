@@ -29,7 +29,8 @@ def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[Resolved
     Raises:
         LaunchError: a host is not fit, or fewer than launch.nodes.min are there.
     """
-    launch, elastic = whole.file.recipe.launch, whole.file.recipe.launch.elastic
+    launch = whole.file.recipe.launch
+    elastic = whole.file.recipe.launch.elastic
     if elastic is None and (again or len(whole.world.hosts) == 1 or not launch.preflight):
         return whole, []
     if "SLURM_JOB_ID" in os.environ:

@@ -23,7 +23,9 @@ from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.runs import registry
 
-_JOIN_SECONDS, _POD_SECONDS = 120, 1800  # a pod's image may have to be pulled
+# a pod's image may have to be pulled
+_JOIN_SECONDS = 120
+_POD_SECONDS = 1800
 
 
 def mark_of(run: RunDir, rank: Rank) -> Path:
@@ -58,7 +60,8 @@ def follow(resolved: ResolvedRun, rank: Rank, run: RunDir) -> NoReturn:
     Raises:
         LaunchError: it has not.
     """
-    mark, seconds = mark_of(run, rank), _JOIN_SECONDS
+    mark = mark_of(run, rank)
+    seconds = _JOIN_SECONDS
     if os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:"):
         seconds = _POD_SECONDS
     deadline = time.monotonic() + seconds

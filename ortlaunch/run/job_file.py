@@ -37,7 +37,8 @@ class JobFile:
     """job.json of a run that this process has; an exception that leaves it is the run's end, and so is a signal."""
 
     def __init__(self, run: RunDir, backend: str, saves: bool = True) -> None:
-        self.run, self.saves = run, saves
+        self.run = run
+        self.saves = saves
         self.early: list[int] | None = None
         """Signals that came while ranks were started, or after their end; None: one ends this process."""
         self.record = JobRecord.begun(run, backend, JobState.PENDING)
@@ -86,7 +87,8 @@ class JobFile:
         """Its ranks have failed so far, and may be started again."""
         with contextlib.suppress(OSError):  # a full disk
             self._write(replace(self.record, attempts=tuple(attempts)))
-        early, self.early = self.early, None
+        early = self.early
+        self.early = None
         if early:
             self._leave(early[0], None)
 

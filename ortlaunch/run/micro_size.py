@@ -107,11 +107,14 @@ def find(recipe: Recipe, plan: Plan, run: RunDir) -> int:
     Raises:
         LaunchError: a try failed for another reason than memory, or not even the smallest fits.
     """
-    choices, tries = sizes(plan.batch), list[Try]()
+    choices = sizes(plan.batch)
+    tries = list[Try]()
     print(
         f"micro_size: auto: trying, each size in a job of its own; logs: {run.trials}", flush=True
     )
-    fit, miss, place = -1, len(choices), 0
+    fit = -1
+    miss = len(choices)
+    place = 0
     while miss - fit > 1:
         done = _try(recipe, plan, run, choices[place])
         tries.append(done)
@@ -154,7 +157,8 @@ def _record(recipe: Recipe, plan: Plan, run: RunDir, found: int, tries: list[Try
 
 
 def _try(recipe: Recipe, plan: Plan, run: RunDir, size: int) -> Try:
-    trial, log = run.trial_of(size), run.trial_of(size).path / "output.txt"
+    trial = run.trial_of(size)
+    log = run.trial_of(size).path / "output.txt"
     launcher = backend(plan.launcher)
     request = launcher.request(_write(recipe, plan, trial, size), trial)
     # Its output is in a file: a try that fails, as one must, should not look like a failed run.

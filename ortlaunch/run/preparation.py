@@ -69,7 +69,8 @@ def prepare(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Request:
     if why := foreign(run.path):
         print_lines(
             [
-                f"run folder: {why}: who can write there can run code as this user while the ranks start (docs/trust.md)"
+                f"run folder: {why}: who can write there can run code as this user while the ranks "
+                "start (docs/trust.md)"
             ]
         )
     return request

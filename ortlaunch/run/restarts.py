@@ -87,7 +87,8 @@ def _is_to_go_on(run: RunDir, ended: Ended) -> bool:
 
 
 def _wait(run: RunDir, failed: Sequence[Attempt], limit: int) -> None:
-    seconds, newest = wait_seconds(failed), newest_checkpoint(run)
+    seconds = wait_seconds(failed)
+    newest = newest_checkpoint(run)
     where = f"after step {newest}" if newest else "at step 1, for no checkpoint is complete"
     used = restarts_without_progress(failed) + 1
     print(

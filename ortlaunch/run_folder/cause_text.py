@@ -163,7 +163,10 @@ def kernel_kills(failure: Failure) -> str:
         return " (often the kernel's out-of-memory killer: see dmesg there)"
     if not failure.memory_kills:
         return ""
-    return f"; the kernel's out-of-memory killer ended {failure.memory_kills} of this control group's processes meanwhile"
+    return (
+        f"; the kernel's out-of-memory killer ended {failure.memory_kills} of this control group's "
+        "processes meanwhile"
+    )
 
 
 def _filled(template: str, failure: Failure) -> str:

@@ -361,11 +361,13 @@ class _Mapping(dict[str, object]):
 
 def account(path: Path) -> Json:
     """What ended a rank, or the whole run (`RunDir.told`); of a damaged one that something ended."""
-    number, said = path.stem.removeprefix("rank_"), f"{path} tells no more"
+    number = path.stem.removeprefix("rank_")
+    said = f"{path} tells no more"
     try:
         found = read_json(path)
     except DamagedFile as error:
-        found, said = {}, f"an account of an end cannot be read: {error}"
+        found = {}
+        said = f"an account of an end cannot be read: {error}"
     known = {
         "rank": int(number) if number.isdecimal() else 0, "host": "?", "type": "Unknown", "message": "",
         "traceback": "", "exit_status": 1, "secondary": False, "time": 0.0, "summary": said,

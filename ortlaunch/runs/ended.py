@@ -26,7 +26,9 @@ from ortlaunch.runs.queued import is_prepared
 
 def main() -> int:
     """Print and record the verdict; returns the run's exit status."""
-    run, limit, status = RunDir(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    run = RunDir(sys.argv[1])
+    limit = int(sys.argv[2])
+    status = int(sys.argv[3])
     end = _end(run, status)
     record = JobRecord.begun(run, "inside", JobState.RUNNING)
     if end.status == EXIT_SAVED and not _was_stopped_by_a_person(run):
@@ -81,12 +83,14 @@ def _was_stopped_by_a_person(run: RunDir) -> bool:
 
 def _after_a_fault(run: RunDir, record: JobRecord, end: End, limit: int) -> tuple[JobRecord, End]:
     """Requeue as `launch.max_restarts` allows; the attempt is recorded, and the reason where it is the last."""
-    prepared, began = is_prepared(run), run.job_script.stat().st_mtime
+    prepared = is_prepared(run)
+    began = run.job_script.stat().st_mtime
     failed = failed_turn(run, end, len(record.attempts) + 1, time.time() - began, prepared)
     if failed is None:
         return record, end
     attempts = (*record.attempts, failed)
-    record, reason = replace(record, attempts=attempts), in_vain(attempts, limit)
+    record = replace(record, attempts=attempts)
+    reason = in_vain(attempts, limit)
     if reason is not None:
         return record, end.followed_by(reason)
     write_text(run.requeue_request, "")

@@ -40,7 +40,8 @@ def _nothing_left(recipe: Recipe, run: RunDir) -> str | None:
         return None
     if done >= wanted:
         return f"nothing to train: {done} of {wanted} steps are done"
-    early, asked = read_json(run.summary).get("stopped_early"), recipe.train.stop_after
+    early = read_json(run.summary).get("stopped_early")
+    asked = recipe.train.stop_after
     if early is None or asked is None:
         return None
     same = (asked.metric, direction(asked), asked.evaluations) == (

@@ -40,7 +40,8 @@ def show(run: RunDir, rank: int, follow: bool) -> int:
         if not run.plan.exists():
             return _of_scheduler(status.job, rank, follow)
         queued = False  # their folder is here all the same
-    read, next_look = dict[Path, int](), 0.0
+    read = dict[Path, int]()
+    next_look = 0.0
     while True:
         ended = status.state.is_end
         _print_new(_files(run, rank, queued), read)
@@ -48,7 +49,8 @@ def show(run: RunDir, rank: int, follow: bool) -> int:
             return (status.job.exit_status or 0) if follow else 0
         time.sleep(_POLL_SECONDS)
         if time.monotonic() > next_look:
-            status, next_look = look(run), time.monotonic() + _LOOK_SECONDS
+            status = look(run)
+            next_look = time.monotonic() + _LOOK_SECONDS
 
 
 def _of_scheduler(job: JobRecord, rank: int, follow: bool) -> int:

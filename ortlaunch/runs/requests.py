@@ -108,7 +108,8 @@ def restart(run: RunDir) -> str:
             raise LaunchError(f"{run}: ended and was not started again\n{look(run)}")
         time.sleep(_POLL_SECONDS)
     nodes = Plan.read(run.plan).nodes
-    return f"started again after step {_newest(run)} on {counted(len(nodes), 'host')}: {', '.join(n.host for n in nodes)}"
+    hosts = ", ".join(node.host for node in nodes)
+    return f"started again after step {_newest(run)} on {counted(len(nodes), 'host')}: {hosts}"
 
 
 def _ask(run: RunDir, status: Status, verb: str) -> None:

@@ -153,12 +153,14 @@ def elsewhere(job: JobRecord, run: RunDir | str, verb: str) -> str:
 
 
 def _look(run: RunDir) -> Status:
-    recorded, wrong = _job(run), list[str]()
+    recorded = _job(run)
+    wrong = list[str]()
     certain = recorded.state.is_end or queued.is_queued(recorded) or recorded.process.is_here
     job = _or_told(wrong, lambda: _found(run, recorded), recorded) if certain else recorded
     plan = _or_told(wrong, lambda: Plan.read(run.plan) if run.plan.exists() else None, None)
     steps = _or_told(wrong, lambda: _steps(run), None)
-    metrics, started = _newest_metrics(run, wrong), datetime.fromisoformat(job.started).timestamp()
+    metrics = _newest_metrics(run, wrong)
+    started = datetime.fromisoformat(job.started).timestamp()
     logged = run.metrics.stat().st_mtime if metrics else 0.0
     return Status(
         run=str(run),
@@ -194,7 +196,8 @@ def _job(run: RunDir) -> JobRecord:
         raise InputError(
             f"{run}: is neither a folder nor the name of a run; `ortlaunch list` prints the runs and their folders"
         )
-    job, command = JobRecord.read(run), lock.command_at(run)
+    job = JobRecord.read(run)
+    command = lock.command_at(run)
     if job is not None and queued.is_queued(job):
         return job
     if (

@@ -36,7 +36,8 @@ _STATES = {
 
 def request(job: QueuedRun) -> Request:
     """az and the job's description, which lies in the run folder; it prints the job's name."""
-    own, path = job.options["azureml"], str(job.run.manifest)
+    own = job.options["azureml"]
+    path = str(job.run.manifest)
     where = _where(own["resource_group"] or "", own["workspace"] or "")
     argv = ("az", "ml", "job", "create", f"--file={path}", *where, "--query=name", "--output=tsv")
     return Request(argv, files=((path, manifest(job)),))
@@ -49,7 +50,8 @@ def manifest(job: QueuedRun) -> str:
 
 def description(job: QueuedRun) -> Json:
     """The job; paths of files are this machine's, and are sent along."""
-    own, plan = job.options["azureml"], job.plan
+    own = job.options["azureml"]
+    plan = job.plan
     is_image = not own["environment"].startswith("azureml:")
     return {
         "$schema": _SCHEMA,
@@ -76,7 +78,8 @@ def _command(job: QueuedRun) -> str:
     into = 'cd "${{inputs.data}}" && ' if job.options["azureml"]["data"] else ""
     folder = f'"${{{{outputs.runs}}}}"/{shlex.quote(job.run.path.name)}'
     named = f"{JOB_VARIABLE}=azureml:{_place(job)}/$AZUREML_RUN_ID"
-    return f'export ORTLAUNCH_MODULES="$PWD" {named} && {into}ortlaunch train "${{{{inputs.recipe}}}}" --run-dir {folder}'
+    train = f'{into}ortlaunch train "${{{{inputs.recipe}}}}" --run-dir {folder}'
+    return f'export ORTLAUNCH_MODULES="$PWD" {named} && {train}'
 
 
 def _variables(job: QueuedRun) -> Iterator[tuple[str, str]]:

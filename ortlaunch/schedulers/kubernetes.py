@@ -32,7 +32,8 @@ _WHAT = "submit and ask where kubectl reaches the cluster"
 
 def request(job: QueuedRun) -> Request:
     """kubectl and its manifest, which lies in the run folder."""
-    path, namespace = str(job.run.manifest), job.options["kubernetes"]["namespace"]
+    path = str(job.run.manifest)
+    namespace = job.options["kubernetes"]["namespace"]
     argv = ("kubectl", "create", f"--namespace={namespace}", f"--filename={path}", "--output=name")
     return Request(argv, files=((path, manifest(job)),))
 
@@ -71,7 +72,8 @@ def name_of(job: QueuedRun) -> str:
 
 
 def _object(version: str, kind: str, job: QueuedRun, **parts: Any) -> Object:
-    own, name = job.options["kubernetes"], name_of(job)
+    own = job.options["kubernetes"]
+    name = name_of(job)
     labels = {"app.kubernetes.io/managed-by": "ortlaunch", _LABEL: name}
     if own["queue"] and kind in ("Job", "TrainJob"):
         labels["kueue.x-k8s.io/queue-name"] = own["queue"]
@@ -80,7 +82,8 @@ def _object(version: str, kind: str, job: QueuedRun, **parts: Any) -> Object:
 
 
 def _job(job: QueuedRun) -> Object:
-    count, pod = len(job.plan.nodes), {**_pod(job), "restartPolicy": "Never"}
+    count = len(job.plan.nodes)
+    pod = {**_pod(job), "restartPolicy": "Never"}
     if count > 1:
         pod["subdomain"] = name_of(job)
     pod["containers"] = [
@@ -118,7 +121,8 @@ def _failures(job: QueuedRun) -> Iterator[Object]:
 
 def _trainjob(job: QueuedRun) -> Object:
     """Its failure policy is the runtime's; a patch has no field for one."""
-    own, plan = job.options["kubernetes"], job.plan
+    own = job.options["kubernetes"]
+    plan = job.plan
     container = _container(job)
     folder = container.pop("workingDir")
     trainer = {
@@ -186,7 +190,9 @@ def _container(job: QueuedRun) -> Object:
 
 def _command(job: QueuedRun) -> tuple[str, ...]:
     """A node's ranks; a TrainJob tells the first one's address by itself."""
-    own, name, plan = job.options["kubernetes"], name_of(job), job.plan
+    own = job.options["kubernetes"]
+    name = name_of(job)
+    plan = job.plan
     master = (f"--master={name}-0.{name}",) if own["kind"] == "job" and len(plan.nodes) > 1 else ()
     node = (
         "python3",

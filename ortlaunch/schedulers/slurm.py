@@ -68,7 +68,8 @@ status=$?
 
 
 def _options(job: QueuedRun) -> Iterator[str]:
-    options, plan = job.options, job.plan
+    options = job.options
+    plan = job.plan
     yield f"--job-name={plan.name}"
     yield f"--nodes={len(plan.nodes)}"
     yield f"--ntasks-per-node={plan.nodes[0].slots}"
@@ -123,7 +124,8 @@ def _inside(job: QueuedRun, step: str, command: tuple[str, ...]) -> str:
         *(f"{path}:{path}" for path in dict.fromkeys((job.folder, str(job.run)))),
         *container["mounts"],
     ]
-    folder, image = shlex.quote(job.folder), shlex.quote(container["image"])
+    folder = shlex.quote(job.folder)
+    image = shlex.quote(container["image"])
     if container["runtime"] == "pyxis":
         into = f"--container-image={image} --container-mounts={shlex.quote(','.join(mounts))} "
         return f"{step} {into}--container-workdir={folder} \\\n    {shlex.join(command)}"
@@ -183,7 +185,8 @@ def seen_in_lines(text: str) -> QueueState | None:
 
 def seen_in_record(text: str) -> QueueState | None:
     """`scontrol show job`."""
-    said, reason = re.search(r"\bJobState=(\S+)", text), re.search(r"\bReason=(\S+)", text)
+    said = re.search(r"\bJobState=(\S+)", text)
+    reason = re.search(r"\bReason=(\S+)", text)
     return _seen([said[1]], reason[1] if reason else "") if said else None
 
 

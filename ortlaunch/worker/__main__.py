@@ -58,7 +58,8 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     from ortlaunch.user_modules import make_importable
 
     texts = [path.read_text(encoding="utf-8") for path in (run.recipe, run.plan)]
-    recipe, plan = parse_resolved(texts[0]), Plan.from_json(texts[1])
+    recipe = parse_resolved(texts[0])
+    plan = Plan.from_json(texts[1])
     make_importable(recipe, Path(plan.modules))
     watchdog.take(recipe.train.stall_seconds)
     if not plan.started_by.is_ours:  # ortlaunch's own torchrun has no such port

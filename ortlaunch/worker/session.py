@@ -84,7 +84,8 @@ def build_session(
         explain(run, recipe, found, trained_on, group)
     if group.rank == 0 and plan.traits.saves:
         keep(run, recipe, data.tokenizer, data.class_names, data.classes)
-    memory, built = MemoryUse(group.device, model), time.perf_counter()
+    memory = MemoryUse(group.device, model)
+    built = time.perf_counter()
     batches = Batches(samples, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))
     if not measures:
         recipe = with_steps(recipe, plan.batch, run, group, len(samples), found)

@@ -27,7 +27,9 @@ class Home:
     """A user's folder, and a command that is typed in it on the login node."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
-        self.lab, self.folder, self.run = lab, folder, folder / "my run"
+        self.lab = lab
+        self.folder = folder
+        self.run = folder / "my run"
         self.env = {**lab.environ, **environment(folder), "PATH": lab.environ["PATH"]}
         for name, text in (
             ("toys.py", TOYS),

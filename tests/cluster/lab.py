@@ -122,7 +122,8 @@ class Lab:
 
     def __init__(self, hosts: int = 3, cpus: int = 4, aliases: int = 0) -> None:
         self.names = [f"host{number}" for number in range(1, hosts + 1)]
-        self.cpus, self.aliases = cpus, aliases
+        self.cpus = cpus
+        self.aliases = aliases
         self.folder = Path(tempfile.gettempdir()) / f"{_NAME}-{os.getpid()}"
         self._inits: dict[str, int] = {}
         self._started: list[subprocess.Popen[bytes]] = []
@@ -298,7 +299,8 @@ class Lab:
         self._outside("ip", "address", "add", f"{_NETWORK}.1/24", "dev", "eth0")
         self._outside("ip", "link", "set", "eth0", "up")
         for number, name in enumerate(self.names):
-            pid, cable = str(self._inits[name]), f"to-{name}"
+            pid = str(self._inits[name])
+            cable = f"to-{name}"
             self._outside(
                 "ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", pid
             )

@@ -13,7 +13,8 @@ from tests.cluster.lab import LOGIN
 from tests.e2e.runs import COMMAND, merged
 
 pytestmark = [pytest.mark.lab, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(200)]
-STEPS, SAMPLES = 40, 16
+STEPS = 40
+SAMPLES = 16
 # Each process of a rank notes, pass by pass, the numbers of the samples that it trains on.
 SEEN = """
 import os, time, torch
@@ -76,7 +77,9 @@ def test_a_host_is_lost_and_taken_back(home: Home) -> None:
     first = json.loads((home.run / "job.json").read_text())["attempts"][0]["checkpoint"]
     second = int(back.split()[4])
     files = [path.read_text().splitlines() for path in sorted(home.folder.glob("*.seen"))]
-    both, one, again = files[:2], files[2], files[3:]
+    both = files[:2]
+    one = files[2]
+    again = files[3:]
     trained = [
         *both[0][:first],
         *both[1][:first],

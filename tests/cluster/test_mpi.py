@@ -29,7 +29,8 @@ def _with(mpirun: str, folder: Path) -> tuple[Path, dict[str, str]]:
     program = shutil.which(mpirun)
     if program is None:
         labs.skip(f"no {mpirun} here: apt-get install openmpi-bin mpich")
-    venv, tools = folder / "venv", folder / "tools"
+    venv = folder / "venv"
+    tools = folder / "tools"
     subprocess.run([HERE, "-m", "venv", "--without-pip", venv], check=True)
     packages = next(venv.glob("lib/python*/site-packages"))
     (packages / "all.pth").write_text(

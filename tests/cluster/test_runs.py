@@ -36,7 +36,8 @@ class Site:
     """A user's folder on the shared disk, and commands in it on the login node."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
-        self.lab, self.folder = lab, folder
+        self.lab = lab
+        self.folder = folder
         self.env = {
             **lab.environ,
             **environment(folder),
@@ -149,7 +150,8 @@ def test_a_job_of_ones_own_has_unequal_tasks_and_no_forgotten_srun(
 @contextmanager
 def no_secret_on_a_command_line() -> Iterator[None]:
     """Of any process of any host while this is open: this machine sees them all."""
-    found, over = set[str](), threading.Event()
+    found = set[str]()
+    over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.2):

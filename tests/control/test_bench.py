@@ -245,7 +245,8 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_job_that_works_while_it_waits_is_told() -> None:
     """Half a core in the others' time spoils their figures."""
-    made, said = player("ort", [[1.0]]), []
+    made = player("ort", [[1.0]])
+    said = []
     made.turns[0]["waited"] = {"seconds": 10.0, "processor_seconds": 5.0}
     measure._say_spinning([made], said.append)
     assert said[0].startswith("WARNING: ort used 5.0 s of processor time in 10.0 s of waiting")

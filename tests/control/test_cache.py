@@ -88,7 +88,8 @@ def test_a_private_group_may_write(cache: Path, monkeypatch: pytest.MonkeyPatch)
 def sealed(cache: Path, text: str = "content") -> tuple[Path, Path]:
     """A file in the cache and its seal."""
     folder = cache_folder("files")
-    file, record = folder / "x.bin", folder / "x.seal"
+    file = folder / "x.bin"
+    record = folder / "x.seal"
     file.write_text(text)
     seal(record, [file])
     return file, record

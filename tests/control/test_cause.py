@@ -136,7 +136,8 @@ def test_a_cause_of_another_version_is_unknown() -> None:
 
 def test_nobody_matches_a_rendered_sentence() -> None:
     """Renaming a sentence of cause_text.py can change nobody's decision."""
-    texts, wrong = rendered(), []
+    texts = rendered()
+    wrong = []
     for path in modules():
         for line, text, is_pattern in read_texts(path):
             if " " in text.strip() and (said := found_in(text, is_pattern, texts)):
@@ -146,7 +147,8 @@ def test_nobody_matches_a_rendered_sentence() -> None:
 
 def test_nobody_matches_another_modules_message() -> None:
     """A text of two words that a module looks for is in no message of another module of ours."""
-    said, wrong = messages(), []
+    said = messages()
+    wrong = []
     for path in modules():
         for line, text, is_pattern in read_texts(path):
             others = said.items() if " " in text.strip() else ()

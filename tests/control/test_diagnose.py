@@ -29,7 +29,8 @@ FIRST = "ortlaunch: rank 1 failed; log: x"
 
 def made(folder: Path, made_recipe: Any = None, **ranks: Any) -> RunDir:
     """A run folder of 2 ranks, one of which, 1, left this account; and the job of a command that has ended."""
-    run, chosen = RunDir(folder / "run"), made_recipe or recipe()
+    run = RunDir(folder / "run")
+    chosen = made_recipe or recipe()
     write_text(run.plan, plan(chosen, [host("a", 2)], "torchrun").to_json())
     write_text(run.recipe, to_yaml(chosen))
     write_text(run.request, "")

@@ -54,7 +54,8 @@ def test_the_smoke_runs_on_a_gpu_can_be_planned(
     """27 cells and two ranks on one GPU; ort refuses by its name what it does not know."""
     smoke.write_inputs(tmp_path)
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: 1)
-    refused, cells = {}, list(smoke.commands("cuda"))
+    refused = {}
+    cells = list(smoke.commands("cuda"))
     assert len(cells) == 27 + 4
     for name, commands, _ in cells:
         ranks, (verb, recipe, *words) = commands[0]
@@ -144,10 +145,8 @@ def _refusal(recipe: Path, overrides: list[str]) -> str:
 
 def test_llama_is_the_whole_model_and_too_large_for_a_small_card() -> None:
     """6.7 billion weights, planned above 100 GiB: a card of 80 skips them and says so."""
-    case, shape = (
-        next(c for c in cases("llama", form("cuda", 1)) if "eager" in c.name),
-        form("cuda", 1),
-    )
+    case = next(c for c in cases("llama", form("cuda", 1)) if "eager" in c.name)
+    shape = form("cuda", 1)
     assert "of a card, and this one has 80.0 GiB" in refusal(case, shape, 80 * 2**30)
     assert refusal(case, shape, 139 * 2**30) == ""
 
@@ -248,7 +247,9 @@ def judged(
     return verdicts.bench(getattr(verdicts, check), ended(folder, capability=capability))
 
 
-FUSED, OFF, AUTO = "fused_gradient_norm", "chunked_loss=off", "chunked_loss=auto"
+FUSED = "fused_gradient_norm"
+OFF = "chunked_loss=off"
+AUTO = "chunked_loss=auto"
 STOCK = {"truth": {**variant("eager")["truth"]}}
 DIFFERS = {"parity": {"verdict": "differs", "largest": 0.5, "why": "loss 3 against 2"}}
 NO_ROOM = {"parity": {"verdict": "not compared", "why": "OutOfMemoryError: CUDA out of memory"}}

@@ -128,7 +128,8 @@ def test_results_of_another_machine_are_not_mixed(tmp_path: Path) -> None:
 def test_a_test_that_runs_out_of_time() -> None:
     """The first of a call had all the time there is, and has failed; another is left for the next call."""
     results = object.__new__(page.Results)
-    results.deadline, results.is_first = time.monotonic() + 1, False
+    results.deadline = time.monotonic() + 1
+    results.is_first = False
     with pytest.raises(pytest.skip.Exception, match="left for another call"):
         results.out_of_time("was not done in 1 s")
     results.is_first = True

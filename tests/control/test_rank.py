@@ -137,7 +137,10 @@ def test_pmi_beside_a_complete_set(env: Env, rank: Rank, launcher: str) -> None:
     assert detect(env) == (rank, launcher)
 
 
-READ_OPEN_MPI = "read OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=3 OMPI_COMM_WORLD_LOCAL_RANK=2 OMPI_COMM_WORLD_LOCAL_SIZE=3"
+READ_OPEN_MPI = (
+    "read OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=3 "
+    "OMPI_COMM_WORLD_LOCAL_RANK=2 OMPI_COMM_WORLD_LOCAL_SIZE=3"
+)
 
 
 @pytest.mark.parametrize(

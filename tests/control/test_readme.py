@@ -119,7 +119,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_leads_to_every_page() -> None:
     """No page of docs/ is out of reach of who begins with README."""
-    seen, waiting = set(), [ROOT / "README.md"]
+    seen = set()
+    waiting = [ROOT / "README.md"]
     while waiting:
         page = waiting.pop()
         seen.add(page)

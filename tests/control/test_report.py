@@ -40,10 +40,8 @@ def made(folder: Path, lines: list[dict[str, Any]], verdict: str = "done", **sec
     write_text(run.metrics, "".join(json_text(line) + "\n" for line in lines))
     engine = engine_report("ort", onnxruntime=onnxruntime(fallbacks=3, fallback_reasons=[HOSTILE]))
     write_json(run.engine, engine.to_json())
-    planned, measured = (
-        PlannedMemory(1, 1, 2, 3, 0, 1, 4, 8),
-        MeasuredMemory(1, 1, 2, 0, 5, 4, 2048),
-    )
+    planned = PlannedMemory(1, 1, 2, 3, 0, 1, 4, 8)
+    measured = MeasuredMemory(1, 1, 2, 0, 5, 4, 2048)
     write_json(run.memory, MemoryReport(planned, measured, "resident bytes", 0, [2048]).__dict__ | {
         "planned": asdict(planned), "measured": asdict(measured)})  # fmt: skip
     write_text(

@@ -78,7 +78,8 @@ def _launch(ranks: int, words: list[str], cold: bool) -> int:
     """The status of the first rank that ends with one; the others see by themselves that it is gone."""
     if ranks == 0:
         os.execv(sys.executable, [sys.executable, "-m", "ortlaunch.cli", *words])
-    pids, found = set(), 0
+    pids = set()
+    found = 0
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
@@ -125,7 +126,8 @@ def _in_this_process(command: list[str], **options: Any) -> subprocess.Completed
     """`subprocess.run`, but for a module of the worker side, which is loaded here."""
     if len(command) < 3 or not command[2].startswith("ortlaunch.worker."):
         return _run(command, **options)
-    sys.argv, sys.stdin = list(command[2:]), io.StringIO(options.get("input") or "")
+    sys.argv = list(command[2:])
+    sys.stdin = io.StringIO(options.get("input") or "")
     try:
         runpy.run_module(command[2], run_name="__main__", alter_sys=True)
     except SystemExit as error:

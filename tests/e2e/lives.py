@@ -23,7 +23,8 @@ class Life:
     def __init__(
         self, home: Path, name: str, recipe: str = "killed.yaml", ranks: int = 2, *words: str
     ) -> None:
-        self.run, self.log = RunDir(home / name), home / f"{name}.log"
+        self.run = RunDir(home / name)
+        self.log = home / f"{name}.log"
         self.newest = self.complete()[-1] if self.complete() else 0
         self.process = forked.start(
             home, self.log, ranks, ["train", recipe, f"--run-dir={name}", *words]

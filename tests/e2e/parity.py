@@ -84,7 +84,8 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
 
     recipe = load(ROOT / "recipes" / f"{recipe_name}.yaml", overrides(recipe_name)).recipe
     data = LoadedData(recipe)
-    total, micro = recipe.batch.global_size, recipe.batch.micro_size
+    total = recipe.batch.global_size
+    micro = recipe.batch.micro_size
     batches = Batches(data.train, BatchPlan(total, micro, total // micro, 1, None), recipe.seed)
 
     fields = dict(recipe.model.config)
@@ -115,7 +116,8 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = o.learning_rate * _factor(recipe, step)
-        passes, taken = [], [batches.micro_batch(step, i, 0) for i in range(total // micro)]
+        passes = []
+        taken = [batches.micro_batch(step, i, 0) for i in range(total // micro)]
         counts = [
             int((batch["labels"] != -100).sum()) for batch in taken
         ]  # a short document has fewer masked words

@@ -56,7 +56,8 @@ def bf16(train: Train) -> list[float]:
 
 def precise_curve(train: Train, precision: str, zero: dict[str, int] | None) -> list[float]:
     """Losses of training and evaluation, clipped."""
-    batch, rate = {"global_size": 64, "micro_size": 16}, {"learning_rate": 3e-2}
+    batch = {"global_size": 64, "micro_size": 16}
+    rate = {"learning_rate": 3e-2}
     recipe = merged(FULL, {"precision": precision, "zero": zero, "batch": batch, "optimizer": rate})
     run = ended_well(train(f"{precision}-{bool(zero)}", {**recipe, "model": TOY["model"]}))
     assert run.truth()["precision"] == precision

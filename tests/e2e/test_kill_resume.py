@@ -82,7 +82,8 @@ def one_kill(home: Path, number: int, chance: random.Random) -> dict[str, Any]:
     how = ["partial", "between", "partial", "between", "partial", "partial", "between", "starting"][
         number % 8
     ]
-    life, before = Life(home, "killed"), number and RunDir(home / "killed").complete_checkpoints()
+    life = Life(home, "killed")
+    before = number and RunDir(home / "killed").complete_checkpoints()
     if how == "starting":
         time.sleep(chance.uniform(0.1, 4.0))
     else:

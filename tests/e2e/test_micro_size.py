@@ -55,7 +55,9 @@ class Limited:
     def __init__(
         self, folder: Path, address_space: int | None = None, group: Path | None = None
     ) -> None:
-        self.folder, self.address_space, self.group = folder, address_space, group
+        self.folder = folder
+        self.address_space = address_space
+        self.group = group
         (folder / "wide.py").write_text(MODULE)
         (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
 

@@ -115,7 +115,8 @@ def _plain(
 
     torch.manual_seed(42)
     net: nn.Module = toys.net()
-    optimizer, samples = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.0), toys.data()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.0)
+    samples = toys.data()
     for step in steps:
         if step is not None:
             batch = collate([samples[i] for i in ORDER.indices_of_step(step)])

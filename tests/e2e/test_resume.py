@@ -59,7 +59,8 @@ class Data:
 def data(samples):
     return Data(samples)
 '''
-SAMPLES, MICRO = 100, 8
+SAMPLES = 100
+MICRO = 8
 LIMIT = 1e-5
 SMALL = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "intermediate_size": 64, "max_position_embeddings": 32}  # fmt: skip
@@ -154,11 +155,10 @@ def _taken(path: Path, ranks: int, count: int) -> Iterator[int]:
 
 # ---------------------------------------------------------------------------------------------------- the same world
 
-STEPS, SAVED, SIZE = (
-    5,
-    3,
-    32,
-)  # 96 of 100 samples are taken then, and the next step goes on into another epoch
+# 96 of 100 samples are taken then, and the next step goes on into another epoch
+STEPS = 5
+SAVED = 3
+SIZE = 32
 SAME = [
     *(Way(engine, stage, optimizer) for engine in ("eager", "ort") for stage in (None, 1, 2)
       for optimizer in ("adamw", "fused_adam", "sgd", *(["lamb"] if stage is None else []))),
@@ -193,9 +193,11 @@ def test_the_same_world(
     way: Way, home: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Two ranks end after the save of step 3 and start again."""
-    every, name = f"checkpoint.every_steps={SAVED}", str(way).replace(" ", "-")
+    every = f"checkpoint.every_steps={SAVED}"
+    name = str(way).replace(" ", "-")
     whole = train(home, name, way, 2, STEPS, every, size=SIZE, dropout=0.2)
-    one, other = RunDir(home / name), RunDir(home / f"{name}-resumed")
+    one = RunDir(home / name)
+    other = RunDir(home / f"{name}-resumed")
     shutil.copytree(one.path, other.path)
     _forget_the_end(other)
     rest = train(home, other.path.name, way, 2, STEPS, every, size=SIZE, dropout=0.2)
@@ -277,7 +279,8 @@ def test_other_worlds(
 def _lives(home: Path, chain: list[Way]) -> tuple[RunDir, list[int]]:
     """The run of a chain and its samples; lives that chains begin alike with are lived once."""
     name = "-".join(str(way).replace(" ", "-") for way in chain) or "straight"
-    run, ids = RunDir(home / name), home / f"{name}.ids"
+    run = RunDir(home / name)
+    ids = home / f"{name}.ids"
     if not ids.exists():
         shutil.rmtree(run.path, ignore_errors=True)
         if not chain:

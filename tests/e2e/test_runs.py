@@ -201,7 +201,8 @@ def test_an_export_that_was_taken_away_is_written_again(
 def test_the_end_says_what_came_out(full: Run) -> None:
     """Steps, samples, epochs, time, losses, where the export lies and how to load it, and what to type next."""
     summary = json.loads((full.folder / "summary.json").read_text())
-    loss, evaluation = full.values("loss")[-1][1], full.values("evaluation_loss")[-1][1]
+    loss = full.values("loss")[-1][1]
+    evaluation = full.values("evaluation_loss")[-1][1]
     seconds = full.records()[-1]["elapsed_seconds"]
     parts = summary.pop("seconds")
     assert summary == {"steps": 10, "samples": 160, "epochs": 0.625, "loss": loss, "evaluation_loss": evaluation,
@@ -256,7 +257,8 @@ def test_a_run_on_onnx_runtime_goes_on(train: Train) -> None:
         },
     )
     run = ended_well(train("ten", recipe))
-    losses, first = run.losses(), run.truth()["onnxruntime"]
+    losses = run.losses()
+    first = run.truth()["onnxruntime"]
     (run.folder / "checkpoints/step_00000010/COMPLETE").unlink()
     resumed = ended_well(train("ten", recipe))
     assert "resumed after step 5 from" in resumed.out

@@ -70,7 +70,8 @@ def test_a_run_that_is_asked_to_save_and_to_stop(train: Train, home: Path) -> No
     (home / "slow_toys.py").write_text(SLOW)
     whole = ended_well(train("whole", RECIPE, *TWO_RANKS))
     (home / "slow").touch()
-    run, command = RunDir(home / "stopped"), begun(home, RECIPE)
+    run = RunDir(home / "stopped")
+    command = begun(home, RECIPE)
     try:
         reach(run, 2, command)
         before = step_of(run)
@@ -90,7 +91,8 @@ def test_a_run_that_is_asked_to_save_and_to_stop(train: Train, home: Path) -> No
     finally:
         if command.poll() is None:
             os.killpg(command.pid, signal.SIGKILL)
-    job, stopped = json.loads(run.job.read_text()), step_of(run)
+    job = json.loads(run.job.read_text())
+    stopped = step_of(run)
     assert (job["state"], job["exit_status"]) == ("preempted", 85)
     assert f"saved after step {stopped} of 60" in job["verdict"]
     assert [step for step, _ in run.complete_checkpoints()] == [saved, stopped]

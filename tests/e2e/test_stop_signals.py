@@ -243,12 +243,14 @@ def test_a_signal(
 
 def judge(run: Victim, case: Case, record: Callable[[str, object], None]) -> None:
     """Send the signal, and inspect what becomes of the run."""
-    before, sent = run.steps(), time.time()
+    before = run.steps()
+    sent = time.time()
     send(run, case)
     status = run.command.wait(100)
     took, (step, complete) = time.time() - sent, run.saved()
     gone = wait(lambda: not processes(run.folder), 70, 0.1)
-    gone_after, lost = time.time() - sent, max(0, before - step)
+    gone_after = time.time() - sent
+    lost = max(0, before - step)
     figures = {
         "status": status, "ended after, s": round(took, 2),
         "COMPLETE after, s": round(complete - sent, 2) if complete > sent else None,

@@ -14,7 +14,8 @@ import yaml
 
 from tests.e2e.victim import Victim, processes, wait
 
-STALL_SECONDS, MORE_SECONDS = 5, 5.0
+STALL_SECONDS = 5
+MORE_SECONDS = 5.0
 MODULE = """
 import os, signal, time, torch, torch.distributed as dist
 
@@ -142,7 +143,8 @@ def test_a_rank_that_stands_still(launcher: str, how: str, tmp_path: Path) -> No
     run = Run(tmp_path / how, launcher, how=how)
     verdict = _wait_for_verdict(run, 150)
     took = time.time() - float((run.folder / "began").read_text())
-    status, left = run.finish(60), run.left()
+    status = run.finish(60)
+    left = run.left()
     assert "rank 1 on host" in verdict
     assert took <= STALL_SECONDS + MORE_SECONDS
     assert status == 124
@@ -174,7 +176,8 @@ def test_a_run_that_is_killed_finishes_by_itself(launcher: str, kills: int, tmp_
     model: dict[str, Any] = {**RECIPE["model"], "arguments": {"pause": 0.5}}
     whole = Run(tmp_path / "whole", launcher)
     assert whole.finish(200) == 0
-    run, killed = Run(tmp_path / "killed", launcher, model=model, launch={"max_restarts": 3}), 0
+    run = Run(tmp_path / "killed", launcher, model=model, launch={"max_restarts": 3})
+    killed = 0
     while run.command.poll() is None and killed < kills:
         time.sleep(chance.uniform(8.0, 32.0))
         if ranks := run.ranks():
@@ -198,7 +201,8 @@ def test_a_failure_that_repeats_stops_the_second_time(launcher: str, tmp_path: P
         launch={"max_restarts": 3},
         checkpoint={"every_steps": 100},
     )
-    status, left = run.finish(200), run.left()
+    status = run.finish(200)
+    left = run.left()
     last = run.lines()[-1]
     assert status == 1
     assert "deterministic" in last

@@ -109,10 +109,8 @@ def test_one_number(
     assert samples is not None
     batch = collate([samples.sample(i, epoch=0) for i in range(len(samples))])
     with torch.no_grad():
-        logits, labels = (
-            BertForMaskedLM.from_pretrained(trained.folder / "export").eval()(**batch).logits,
-            batch["labels"],
-        )
+        logits = BertForMaskedLM.from_pretrained(trained.folder / "export").eval()(**batch).logits
+        labels = batch["labels"]
     right = (logits.argmax(-1) == labels).sum() / (labels != -100).sum()
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels)
     assert (found["loss"], found["samples"]) == (pytest.approx(float(loss), rel=1e-5), len(samples))

@@ -63,7 +63,8 @@ class Victim:
         environ: dict[str, str],
         before: Sequence[str] = (),
     ) -> None:
-        self.folder, self.run = folder, folder / "run"
+        self.folder = folder
+        self.run = folder / "run"
         self.output = open(folder / "output", "wb")  # noqa: SIM115
         self.command = subprocess.Popen(
             [*before, *TRAIN, *words, "--run-dir", str(self.run)], cwd=folder, stdin=subprocess.DEVNULL,

@@ -78,7 +78,8 @@ def form(device: str, ranks: int) -> Form:
             chunks="off,256", steps=2,
         )  # fmt: skip
     both = ("fp16", "bf16")
-    bert, llama = 64 * ranks, 2 * ranks
+    bert = 64 * ranks
+    llama = 2 * ranks
     return Form(
         device, ranks, ("bert-large/tiny", "llama2-7b/tiny"), (None, 1, 2, 3), dict.fromkeys(_ENGINES, both),
         bert=("bert-large/phase1", "data.train=python-docs", f"batch.global_size={bert}", "batch.micro_size=64"),

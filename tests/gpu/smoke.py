@@ -21,8 +21,10 @@ import yaml
 from tests.e2e import forked
 from tests.gpu.verdicts import FAILED, SKIPPED, TOLERANCE, Ended, Verdict, difference, judged, near
 
-STEPS, SAVED = 6, 3
-_LAST, _MIDDLE = f"checkpoints/step_{STEPS:08}", f"checkpoints/step_{SAVED:08}"
+STEPS = 6
+SAVED = 3
+_LAST = f"checkpoints/step_{STEPS:08}"
+_MIDDLE = f"checkpoints/step_{SAVED:08}"
 # The loss of half a vocabulary's entropy times DeepSpeed's first scale of 65536 is inf in fp16: steps would be skipped.
 LOW_SCALE = "zero.deepspeed={fp16: {initial_scale_power: 10}}"
 _OTHER_WORLD = 1e-4  # of a loss, summed in another order
@@ -158,10 +160,8 @@ def run(
     Raises:
         TimeoutExpired: they were not done in so many seconds.
     """
-    deadline, gpu = (
-        time.monotonic() + seconds,
-        os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
-    )
+    deadline = time.monotonic() + seconds
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     one = {
         "ORTLAUNCH_SHARE_GPUS": "1",
         "CUDA_VISIBLE_DEVICES": gpu,
@@ -211,7 +211,8 @@ def trained(engine: str, precision: str, first: bool, ended: Ended) -> Verdict:
         return Verdict(SKIPPED, (ended.last_words,))
     if ended.status:
         return failed(ended)
-    run, again = ended.folder / "run", ended.folder / "again"
+    run = ended.folder / "run"
+    again = ended.folder / "again"
     report = json.loads((run / "engine.json").read_text())
     complaints, row, notes = near(_records(run), precision, ended)
     losses = losses_of(run)

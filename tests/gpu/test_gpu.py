@@ -61,7 +61,8 @@ def test_gpu(
     if case.part == "ort" or case.name.startswith(("ort, ", "dropout, ort")):
         request.getfixturevalue("extensions")
     reference = losses_of(case.reference) if case.reference else []
-    folder, seconds = tmp_path / "case", results.remaining
+    folder = tmp_path / "case"
+    seconds = results.remaining
     try:
         if case.forked:
             output = run(case.forked, folder, seconds, request.getfixturevalue("cold"))

@@ -8,12 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+PASSED = "passed"
+FAILED = "failed"
+SKIPPED = "skipped"
 # Largest relative difference of a loss from float32's in plain PyTorch, over 20 steps.
 TOLERANCE = {"fp32": 1e-3, "fp16": 2e-3, "bf16": 5e-3}
-AFTER_SKIP, MOST_SKIPPED = 0.1, 3
+AFTER_SKIP = 0.1
+MOST_SKIPPED = 3
 MEMORY_TOLERANCE = 0.1
-TF32_GAIN, TF32_CAPABILITY = 1.5, 8.0  # on cards from Ampere on
+# on cards from Ampere on
+TF32_GAIN = 1.5
+TF32_CAPABILITY = 8.0
 Row = dict[str, Any]
 
 
@@ -83,14 +88,14 @@ def near(
 
     GradScaler begins at 65,536 and skips a step or two in fp16, which moves what follows: that is compared coarsely.
     """
-    losses, skips = (
-        [record["loss"] for record in records],
-        [record.get("skipped_steps", 0) for record in records],
-    )
-    plain, tolerance = ended.reference, TOLERANCE[precision]
+    losses = [record["loss"] for record in records]
+    skips = [record.get("skipped_steps", 0) for record in records]
+    plain = ended.reference
+    tolerance = TOLERANCE[precision]
     exact = next((place for place, count in enumerate(skips, 1) if count), len(losses))
     largest = difference(losses[:exact], plain[:exact]) if len(losses) == len(plain) else math.inf
-    rest, skipped = difference(losses[exact:], plain[exact : len(losses)]), max(skips, default=0)
+    rest = difference(losses[exact:], plain[exact : len(losses)])
+    skipped = max(skips, default=0)
     complaints = [
         *(
             [f"a loss differs by {largest:.1e}; {tolerance:g} is allowed"]
@@ -173,7 +178,8 @@ def _short(reason: str) -> str:
 
 def _row(variant: Row, folder: Path) -> Row:
     """The figures of one variant, and what the plan said of its memory."""
-    parity, truth = variant["parity"], variant["truth"]
+    parity = variant["parity"]
+    truth = variant["truth"]
     plan = json.loads((folder.parent / variant["folder"] / "plan.json").read_text())["memory"]
     modifier = truth["fp16_optimizer"]["by"] or "DeepSpeed" if "ZeRO" in truth["sharding"] else None
     return {
@@ -228,7 +234,8 @@ def precision_in_force(ended: Ended, rows: list[Row]) -> list[str]:
             word: max((r["peak_flops"] for r in rows if r["matmul"] == word), default=0)
             for word in _words(rows)
         }
-        exact, fast = rates.get("highest", 0), rates.get("high", 0)
+        exact = rates.get("highest", 0)
+        fast = rates.get("high", 0)
         if fast < TF32_GAIN * exact:
             complaints.append(
                 f"a matrix product at high runs at {fast / 1e12:.0f} TFLOP/s, {exact / 1e12:.0f} without"
@@ -280,7 +287,8 @@ def memory(ended: Ended) -> Verdict:
     if ended.status:
         return _ended_badly(ended)
     record = json.loads((ended.folder / "run" / "memory.json").read_text())
-    planned, measured = record["planned"], record["measured"]
+    planned = record["planned"]
+    measured = record["measured"]
     ratio = measured["model"] / planned["model"]
     wrong = abs(ratio - 1) > MEMORY_TOLERANCE
     row = {

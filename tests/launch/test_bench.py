@@ -314,10 +314,8 @@ def test_auto_measures_once_and_takes_the_fastest(tmp_path: Path) -> None:
     """The first training measures, and trains that though the file has changed; the second takes what is remembered, a
     run that goes on its own.
     """
-    folder, cache = (
-        folder_with(tmp_path, engine={"name": "auto"}),
-        {"ORTLAUNCH_CACHE": own_cache(tmp_path)},
-    )
+    folder = folder_with(tmp_path, engine={"name": "auto"})
+    cache = {"ORTLAUNCH_CACHE": own_cache(tmp_path)}
     command = [ORTLAUNCH, "train", "recipe.yaml", "--run-dir=one"]
     with subprocess.Popen(
         command, cwd=folder, env={**os.environ, **cache, **noting_opens(folder)}, text=True,

@@ -55,7 +55,8 @@ def test_every_rank_is_the_planned_one(
     name = "mpi" if launcher == "mpich" else launcher
     made = plan(recipe(launch=LAUNCH), [host("localhost", ranks)], name, environ=os.environ)
     made = dataclasses.replace(made, argv=(sys.executable, "-c", WORKER))
-    starter, run = backend(name), RunDir(tmp_path)
+    starter = backend(name)
+    run = RunDir(tmp_path)
     assert starter.wait(starter.submit(starter.request(made, run))) == 0
     told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(ranks)]
     assert tuple(Rank(*one["rank"]) for one in told) == made.ranks
@@ -139,7 +140,8 @@ def start(launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command, env = [*argv, ORTLAUNCH, "train", RECIPE], {**os.environ, **root}
+    command = [*argv, ORTLAUNCH, "train", RECIPE]
+    env = {**os.environ, **root}
     return subprocess.run(
         command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
     )

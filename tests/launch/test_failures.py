@@ -271,7 +271,8 @@ def test_a_terminated_launcher_is_no_failure_of_its_ranks(start, tmp_path: Path,
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_notice_saves_or_stops(start, tmp_path: Path, launcher: str):
     """SIGUSR2 saves, once, and training goes on; SIGUSR1, as Slurm sends before the time is over, saves and stops."""
-    run, process = RunDir(tmp_path / "run"), start(launcher, "slow", torch=False)
+    run = RunDir(tmp_path / "run")
+    process = start(launcher, "slow", torch=False)
     wait_for_steps(tmp_path, 2)
     process.send_signal(signal.SIGUSR2)
     wait_for_steps(tmp_path, 8)

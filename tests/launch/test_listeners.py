@@ -41,7 +41,8 @@ def listening() -> dict[str, str]:
 
 def listeners(parent: int) -> set[tuple[str, str]]:
     """(program, address:port) of every TCP listener of a process and of its descendants."""
-    sockets, found = listening(), set()
+    sockets = listening()
+    found = set()
     for pid in descendants(parent):
         for handle in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -79,7 +80,8 @@ def train(started: list[subprocess.Popen[bytes]], folder: Path, *command: str) -
                 stderr=said,
             )
         )
-    deadline, metrics = time.monotonic() + 60, folder / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    metrics = folder / "run" / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 2:
         assert started[-1].poll() is None, (folder / "said").read_text()
         assert time.monotonic() < deadline, (folder / "said").read_text()

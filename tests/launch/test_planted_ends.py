@@ -166,7 +166,8 @@ IN_CI = ("abort in C++", "nan in a sample")
 
 def parameters() -> list[Any]:
     """Every end; two of them run in CI, and those that take root in a lab."""
-    nightly, lab = [pytest.mark.nightly], [pytest.mark.lab, pytest.mark.slow]
+    nightly = [pytest.mark.nightly]
+    lab = [pytest.mark.lab, pytest.mark.slow]
     in_ci = [*nightly, pytest.mark.slow, pytest.mark.ci]
     return [
         pytest.param(
@@ -194,9 +195,11 @@ def test_a_planted_end(
     status, output, done = plant(case, tmp_path, "torchrun")
     if done.returncode == 0:
         found = json.loads(done.stdout)
-        kind, verdict = found["kind"], found["verdict"]
+        kind = found["kind"]
+        verdict = found["verdict"]
     else:  # before there is a run folder `train` itself reports it
-        kind, verdict = "refused" if status == 2 else "", output.strip().rpartition("\n")[2]
+        kind = "refused" if status == 2 else ""
+        verdict = output.strip().rpartition("\n")[2]
     for name, value in (("status", status), ("cause", kind), ("verdict", verdict[:500])):
         record_property(name, value)
     assert kind in (case.kind, "refused"), verdict

@@ -136,7 +136,8 @@ def test_an_agent_hears_a_signal_that_came_with_its_work() -> None:
 
 def test_a_host_that_ssh_loses_is_the_cause(tmp_path: Path) -> None:
     """The others' agents end at once; the end is that host's, a fault, and not the SIGTERM that its ranks got then."""
-    run, ssh = RunDir(tmp_path / "run"), tmp_path / "ssh"
+    run = RunDir(tmp_path / "run")
+    ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\nexit 255\n")
     ssh.chmod(0o755)
     write_text(run.plan, made("torchrun", (host("localhost", 1), host("far", 1))).to_json())
@@ -454,7 +455,8 @@ def test_an_unknown_family(tmp_path: Path) -> None:
 
 def test_where_mpirun_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment's own mpirun, which fits its mpi4py, then PATH's mpirun, then PATH's mpiexec, else an error."""
-    inside, outside = tmp_path / "venv", tmp_path / "bin"
+    inside = tmp_path / "venv"
+    outside = tmp_path / "bin"
     inside.mkdir()
     outside.mkdir()
     monkeypatch.setattr(sys, "executable", str(inside / "python"))

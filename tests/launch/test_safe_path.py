@@ -35,7 +35,8 @@ PLANTED = (
 )
 def test_files_around_a_run_are_not_run(launcher: str, tmp_path: Path) -> None:
     """Files in the current folder and beside the recipe that bear the names of packages are not executed."""
-    here, beside = tmp_path / "here", tmp_path / "beside"
+    here = tmp_path / "here"
+    beside = tmp_path / "beside"
     for folder in (here, beside):
         folder.mkdir()
         for name in NAMES:

@@ -34,7 +34,8 @@ def until(run: RunDir, come: Callable[[Status], bool]) -> Status:
 def test_status_and_cancel(launcher: str, tmp_path: Path) -> None:
     """From its start to its cancelled end the folder tells the truth, and nothing of it is left alive."""
     write_recipe(tmp_path, train={"max_steps": 1_000_000}, log={"every_steps": 1})
-    run, ranks = RunDir(tmp_path / "run"), 1 if launcher == "local" else 2
+    run = RunDir(tmp_path / "run")
+    ranks = 1 if launcher == "local" else 2
     words = [
         "train",
         RECIPE,

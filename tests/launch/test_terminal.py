@@ -30,7 +30,8 @@ def typed(folder: Path, *arguments: str, timeout: float = 60, status: int = 0) -
         stderr=theirs,
     )
     os.close(theirs)
-    shown, deadline = b"", time.monotonic() + timeout
+    shown = b""
+    deadline = time.monotonic() + timeout
     try:
         while time.monotonic() < deadline:
             if not select.select([ours], [], [], 0.2)[0]:
@@ -80,10 +81,8 @@ def test_a_run_in_a_terminal(launcher: str, tmp_path: Path) -> None:
 def test_the_live_line_of_a_killed_rank_is_erased(tmp_path: Path) -> None:
     """The first line after it, which says how the run ended, has a line of its own."""
     recipe = write_recipe(tmp_path, train={"max_steps": 400}, log={"every_steps": 2})
-    text, kill = (
-        (tmp_path / "mine.py").read_text(),
-        "os.kill(os.getppid(), signal.SIGKILL), time.sleep(9)",
-    )
+    text = (tmp_path / "mine.py").read_text()
+    kill = "os.kill(os.getppid(), signal.SIGKILL), time.sleep(9)"
     counted = (
         f"        self.count = getattr(self, 'count', 0) + 1\n        self.count < 9 or ({kill})\n"
     )

@@ -74,7 +74,8 @@ class Layers(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, 1)
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.relu(self.first(x))).square().mean()
@@ -112,12 +113,11 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.first, self.norm = (
-            nn.Embedding(30, 16),
-            nn.Linear(16, 32),
-            nn.LayerNorm(32),
-        )
-        self.second, self.last = nn.Linear(32, 16), nn.Linear(16, 1)
+        self.words = nn.Embedding(30, 16)
+        self.first = nn.Linear(16, 32)
+        self.norm = nn.LayerNorm(32)
+        self.second = nn.Linear(32, 16)
+        self.last = nn.Linear(16, 1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.second(nn.functional.gelu(self.norm(self.first(self.words(ids)))))

@@ -66,7 +66,8 @@ def passes_without_gradient(w: Any, m: nn.Module) -> Values:
 
 def inference_mode_alone(w: Any, m: nn.Module) -> Values:
     with torch.inference_mode():
-        one, two = w(X), w(Y.clone())
+        one = w(X)
+        two = w(Y.clone())
         w.eval()
         return {"train": one, "train 2": two, "eval": w(X.clone()), "eval 2": w(Y)}
 
@@ -106,7 +107,8 @@ def a_frozen_network(w: Any, m: nn.Module) -> Values:
 
 def adversarial(w: Any, m: nn.Module) -> Values:
     """FGSM: gradients of the input in evaluation mode, then a training step on what comes of it, in turns."""
-    optimizer, losses = torch.optim.SGD(m.parameters(), 0.1), {}
+    optimizer = torch.optim.SGD(m.parameters(), 0.1)
+    losses = {}
     for step in range(3):
         w.eval()
         p = X.clone().requires_grad_()
@@ -118,7 +120,8 @@ def adversarial(w: Any, m: nn.Module) -> Values:
 
 def all_flags_set(w: Any, m: nn.Module) -> Values:
     """Case 6, Lightning's way: flags are remembered before a validation loop, and set one by one after it."""
-    optimizer, values = torch.optim.SGD(m.parameters(), 0.1), {}
+    optimizer = torch.optim.SGD(m.parameters(), 0.1)
+    values = {}
     for step in range(3):
         modes = {name: module.training for name, module in w.named_modules()}
         w.eval()
@@ -136,7 +139,8 @@ class Holder(nn.Module):
 
     def __init__(self, backbone: Any) -> None:
         super().__init__()
-        self.backbone, self.head = backbone, nn.Linear(3, 1)
+        self.backbone = backbone
+        self.head = nn.Linear(3, 1)
         with torch.no_grad():
             self.head.weight.copy_(torch.tensor([[0.1, -0.2, 0.3]])), self.head.bias.zero_()
 
@@ -267,7 +271,8 @@ def test_dropout_without_gradients() -> None:
     """Case 4: MC dropout drops half of the values, other ones in each pass."""
     module = wrapped(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
     with torch.no_grad():
-        one, two = module(torch.ones(64, 8)), module(torch.ones(64, 8))
+        one = module(torch.ones(64, 8))
+        two = module(torch.ones(64, 8))
     assert 0.4 < (one == 0).float().mean() < 0.6
     assert not one.equal(two)
 
@@ -322,7 +327,8 @@ class Optional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.factor = nn.Linear(8, 8), 1.0
+        self.layer = nn.Linear(8, 8)
+        self.factor = 1.0
 
     def forward(
         self, x: Any, mask: Any = None, other: Any = None, double: bool = False
@@ -403,7 +409,8 @@ def test_the_last_few_graphs_are_kept(turn: Any) -> None:
     before = tally.exports
 
     def program(w: Any, m: Any) -> Values:
-        optimizer, losses = torch.optim.SGD(m.parameters(), 0.1), {}
+        optimizer = torch.optim.SGD(m.parameters(), 0.1)
+        losses = {}
         for step in range(6):
             optimizer.zero_grad()
             losses[f"loss {step}"] = loss = turn(w, m, step).square().mean()
@@ -464,7 +471,8 @@ def test_lightning_validates_in_between(averaged: bool, tmp_path: Path) -> None:
     class Regression(lightning.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self, backbone: Any) -> None:
             super().__init__()
-            self.holder, self.values = Holder(backbone), dict[str, Any]()
+            self.holder = Holder(backbone)
+            self.values = dict[str, Any]()
 
         def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
             loss = self.holder(batch[0]).square().mean()

@@ -31,7 +31,8 @@ class Casts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = (
@@ -79,7 +80,8 @@ class FewLabels(Words):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head, self.loss = nn.Linear(32, 30), nn.CrossEntropyLoss()
+        self.head = nn.Linear(32, 30)
+        self.loss = nn.CrossEntropyLoss()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.first(self.words(ids)))

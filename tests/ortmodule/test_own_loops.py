@@ -38,9 +38,11 @@ def test_losses_are_eagers(
     for package in needs:
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    example, before = dict(EXAMPLES)[title], tally.exports
+    example = dict(EXAMPLES)[title]
+    before = tally.exports
     ours = run(example)
-    passes, exports = witness.forward_passes, tally.exports - before
+    passes = witness.forward_passes
+    exports = tally.exports - before
     monkeypatch.setattr(module, "ORTModule", lambda model, settings=None: model)
     theirs = run(example)
     assert len(ours["losses"]) == 20

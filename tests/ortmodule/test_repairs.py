@@ -68,7 +68,8 @@ class Flexible(nn.Module):
         return y.square().sum() * scale
 
 
-X, Y = torch.randn(2, 4), torch.randn(5, 4)
+X = torch.randn(2, 4)
+Y = torch.randn(5, 4)
 FIRST: tuple[tuple[Any, ...], dict[str, Any]] = (
     (X,),
     {"bias": torch.ones(3), "scale": 2, "flags": [True]},
@@ -103,7 +104,8 @@ def losses(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 def test_a_changed_call_is_exported_again(change: str) -> None:
     """Whatever changes in the call, and when it changes back, both modes give eager's loss and gradients."""
     model = Flexible()
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     before = tally.re_exports
     for args, kwargs in (FIRST, CHANGES[change], CHANGES[change], FIRST):
         for given in (model, eager):
@@ -117,7 +119,8 @@ def test_a_changed_call_is_exported_again(change: str) -> None:
 @pytest.mark.usefixtures("witness")
 def test_who_watches_is_told_of_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace, the gradient graph and the session, each time anew, for they may take longer than any step."""
-    model, told = wrapped(Flexible()), []
+    model = wrapped(Flexible())
+    told = []
 
     @contextlib.contextmanager
     def building() -> Iterator[None]:
@@ -134,7 +137,8 @@ def test_who_watches_is_told_of_an_export(monkeypatch: pytest.MonkeyPatch) -> No
 def test_another_shape_is_the_same_call() -> None:
     """Batches of other sizes run in the graph of the first."""
     model = Flexible()
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     losses(module, *FIRST)
     exports = tally.exports, tally.re_exports
     assert losses(module, (Y,), FIRST[1]) == pytest.approx(losses(eager, (Y,), FIRST[1]), rel=1e-5)
@@ -147,7 +151,8 @@ def test_autocast_is_part_of_a_call() -> None:
     with torch.autocast("cpu", torch.float16, enabled=False):
         model(X)
     manager = manager_of(model)
-    key, call = manager._ortlaunch_key, graphs._call(manager, (X,), {})
+    key = manager._ortlaunch_key
+    call = graphs._call(manager, (X,), {})
     assert key.difference(manager, call) == ""
     with torch.autocast("cpu", torch.bfloat16):
         assert key.difference(manager, graphs._call(manager, (X,), {})) == "the call"
@@ -156,7 +161,8 @@ def test_autocast_is_part_of_a_call() -> None:
 def test_backward_after_another_forward() -> None:
     """Two calls of different form before one backward pass: each runs backward in its own graph."""
     model = Flexible()
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     for given, run in ((model, module), (eager, eager)):
         given.zero_grad()
         (run(X) + run(Y, bias=torch.ones(3)) + run(X, scale=3)).backward()
@@ -170,7 +176,8 @@ def test_frozen_weights_have_no_gradient_in_the_graph() -> None:
     """Only what is trained is an output of the graph; unfrozen weights get their gradient."""
     model = Layers(4)
     model.first.requires_grad_(False)
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     for trained in (2, 4):
         losses(module, (X,), {})
         losses(eager, (X,), {})
@@ -193,7 +200,8 @@ def level(module: Any) -> int:
 def test_checkpointing_becomes_recomputation(reentrant: bool, asked: int) -> None:
     """Without a level in the recipe it is 1, with one that one; gradients are eager's, and a note says so."""
     model = Checkpointed(reentrant, 4)
-    eager, module = copy.deepcopy(model), wrapped(model, memory_optimization=asked)
+    eager = copy.deepcopy(model)
+    module = wrapped(model, memory_optimization=asked)
     tally.notes.clear()
     x = X.clone().requires_grad_()
     for _ in range(2):
@@ -211,7 +219,8 @@ def test_transformers_checkpointing_becomes_recomputation(reentrant: bool) -> No
     model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.model.enable_input_require_grads()
     ids = torch.arange(24).reshape(2, 12)
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     ours, theirs = (
         given(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
         for given in (module, eager.train())
@@ -231,7 +240,8 @@ def test_recomputation_in_a_second_graph() -> None:
             return super().forward(x) * scale
 
     model = Called(reentrant=False, width=4)
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     for scale in (1.0, 2.0, 1.0):
         module(X, scale).backward()
         eager(X, scale).backward()

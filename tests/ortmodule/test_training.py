@@ -69,7 +69,8 @@ def batches() -> Iterator[dict[str, torch.Tensor]]:
 def trained(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of the steps, and the first step's gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, gradients = [], {}
+    losses = []
+    gradients = {}
     for batch in batches():
         loss = model(**batch)
         loss.backward()
@@ -113,7 +114,8 @@ def test_training_equals_eager(witness: Witness, family: str, attention: str) ->
 def test_a_language_model_without_a_mask(witness: Witness) -> None:
     """transformers then looks for borders of documents in the positions: differences, and sums of truths."""
     model = language_model("llama", "sdpa")
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     for size in (3, 5):
         ids = torch.randint(5, 99, (size, 8 + size))
         losses = [each(input_ids=ids, labels=ids) for each in (module, eager)]
@@ -248,7 +250,8 @@ def test_frozen_parameters_have_no_gradient_in_the_graph(witness: Witness) -> No
 def test_settings_hold_for_one_module_and_leave_the_environment_alone(witness: Witness) -> None:
     """Two modules in one process keep their own settings."""
     before = dict(os.environ)
-    plain, special = wrapped(Layers()), wrapped(Layers(), opset=18, memory_optimization=1)
+    plain = wrapped(Layers())
+    special = wrapped(Layers(), opset=18, memory_optimization=1)
     x = torch.randn(4, 8)
     plain(x).backward()
     special(x).backward()
@@ -275,10 +278,12 @@ class Detached(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.linear = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, target = self.linear(x), self.other(x)
+        hidden = self.linear(x)
+        target = self.other(x)
         missed = (hidden - target.detach()).square().mean() + 0.25 * (
             hidden.detach() - target
         ).square().mean()
@@ -293,7 +298,8 @@ def test_no_gradient_goes_through_detach(built: None) -> None:
     """Loss and gradients are eager's, also in a batch of another size, and the evaluation loss."""
     torch.manual_seed(0)
     model = Detached()
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     for rows in (3, 5):
         x = torch.randn(rows, 4)
         losses = []
@@ -316,7 +322,8 @@ class Dropped(nn.Module):
 
 def test_no_mask_is_another_ones_of_the_step_before_or_the_rank_before(built: None) -> None:
     """ORT counts its seeds up, one for each dropout."""
-    module, x = wrapped(Dropped()), torch.ones(40, 40)
+    module = wrapped(Dropped())
+    x = torch.ones(40, 40)
     masks = []
     for step, rank in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0)):
         torch.manual_seed(step_seed(0, step, rank))

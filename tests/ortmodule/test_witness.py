@@ -61,10 +61,8 @@ def profiling(witness: Witness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def with_profile(manager: Any) -> Any:
         session_options, providers, provider_options = configure(manager)
-        session_options.enable_profiling, session_options.profile_file_prefix = (
-            True,
-            str(tmp_path / "profile"),
-        )
+        session_options.enable_profiling = True
+        session_options.profile_file_prefix = str(tmp_path / "profile")
         return session_options, providers, provider_options
 
     monkeypatch.setattr(GraphExecutionManager, "_get_session_config", with_profile)
@@ -110,7 +108,8 @@ def test_evaluation_is_counted_with_its_own_graph(witness: Witness, profiling: N
     counts = witness.counts()
     assert counts["graphs_built"] == 2
     assert profiled(module, training=False) == witness.graphs[-1].forward
-    graph, evaluation = counts["training_graph"], counts["evaluation_graph"]
+    graph = counts["training_graph"]
+    evaluation = counts["evaluation_graph"]
     run = 3 * (graph["forward_nodes"] + graph["backward_nodes"]) + evaluation["forward_nodes"]
     assert counts["nodes_run"] == run == size(profiled(module)) + evaluation["forward_nodes"]
 
@@ -138,7 +137,8 @@ def test_each_node_is_counted_on_its_execution_provider(
     witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ORT's own format has the provider of each node of a graph with a Python function, which runs on afterwards."""
-    placed, is_efficient = [], witnesses._is_memory_efficient
+    placed = []
+    is_efficient = witnesses._is_memory_efficient
 
     def place(options: Any) -> bool:
         session = SimpleNamespace(get_provider_options=lambda: {"CPUExecutionProvider": {}})

@@ -106,7 +106,8 @@ def called_with(module: Any, model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("loss_of", [assigned, called_with])
 def test_weights_from_elsewhere_are_those_of_the_pass(loss_of: Any, witness: Witness) -> None:
     """`load_state_dict(assign=True)` and `functional_call` of an ORTModule give eager's loss and gradients."""
-    eager, ours = Layers(), Layers()
+    eager = Layers()
+    ours = Layers()
     ours.load_state_dict(eager.state_dict())
     for module, model in ((eager, eager), (ORTModule(ours), ours)):
         loss_of(module, model).backward()
@@ -154,10 +155,8 @@ def with_trainer(wrap: Any, folder: Path) -> dict[str, Any]:
 @pytest.mark.ci
 def test_trainer_evaluates_keeps_the_best_and_stops_early(tmp_path: Path, witness: Witness) -> None:
     """Losses, evaluations, best step, last step, the best weights and the files of a checkpoint are eager's."""
-    eager, ours = (
-        with_trainer(lambda model: model, tmp_path / "eager"),
-        with_trainer(ORTModule, tmp_path / "ours"),
-    )
+    eager = with_trainer(lambda model: model, tmp_path / "eager")
+    ours = with_trainer(ORTModule, tmp_path / "ours")
     assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)
     assert ours["evaluated"] == pytest.approx(eager["evaluated"], rel=1e-5)
     assert (ours["steps"], ours["files"]) == (eager["steps"], eager["files"])
@@ -177,7 +176,8 @@ def with_accelerate(wrap: Any, folder: Path) -> dict[str, Any]:
     batches = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8
     )
-    model, batches = wrap(net), list(batches)
+    model = wrap(net)
+    batches = list(batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
 
@@ -210,10 +210,8 @@ def with_accelerate(wrap: Any, folder: Path) -> dict[str, Any]:
 
 def test_accelerate_accumulates_clips_and_goes_on(tmp_path: Path) -> None:
     """Losses are eager's, also after load_state; `unwrap_model(...).module` is the model, with its own keys."""
-    eager, ours = (
-        with_accelerate(lambda net: net, tmp_path / "eager"),
-        with_accelerate(ORTModule, tmp_path / "ours"),
-    )
+    eager = with_accelerate(lambda net: net, tmp_path / "eager")
+    ours = with_accelerate(ORTModule, tmp_path / "ours")
     assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)
     assert ours["keys"] == eager["keys"]
     assert ours["model"].module is ours["net"]

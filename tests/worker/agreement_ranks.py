@@ -24,7 +24,8 @@ def main(rank: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2
     )
-    group, decided = DistributedContext(Rank(rank, 2, rank, 2), torch.device("cpu")), []
+    group = DistributedContext(Rank(rank, 2, rank, 2), torch.device("cpu"))
+    decided = []
     with agreement(group) as agreed:
         for step in range(STEPS):
             if str(step) in plan:

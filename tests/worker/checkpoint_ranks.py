@@ -26,7 +26,10 @@ from ortlaunch.worker.engine.stepping import DeepSpeedStepper, Stepper, TorchSte
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.worker.leaving import leave
 
-STEPS, SAVED, SAMPLES, RATE = 6, 3, 12, 1e-2
+STEPS = 6
+SAVED = 3
+SAMPLES = 12
+RATE = 1e-2
 # Stage (None: without DeepSpeed), optimizer, precision.
 WAYS: dict[str, tuple[int | None, str, str]] = {
     "none": (None, "adamw", "fp32"),
@@ -95,7 +98,8 @@ def build(way: tuple[int | None, str, str], group: DistributedContext) -> Steppe
 
 def steps(stepper: Stepper, group: DistributedContext, which: range) -> list[float]:
     """Losses of some steps, over all ranks."""
-    losses, share = [], SAMPLES // group.size
+    losses = []
+    share = SAMPLES // group.size
     for step in which:
         x = torch.randn(SAMPLES, 7, generator=torch.Generator().manual_seed(step))
         mine = x[group.rank * share : (group.rank + 1) * share]
@@ -106,7 +110,8 @@ def steps(stepper: Stepper, group: DistributedContext, which: range) -> list[flo
 
 def weights(stepper: Stepper) -> list[float]:
     """Numbers that every bit of this rank's master weights and optimizer state changes."""
-    named, found = stepper.named_state(), []
+    named = stepper.named_state()
+    found = []
     for part in named.parts:
         kept = [value for _, value in sorted(named.optimizer.state[part.master].items())]
         for value in (part.master, *(value for value in kept if isinstance(value, torch.Tensor))):
@@ -147,7 +152,9 @@ def beside(
     way: tuple[int | None, str, str], folder: Path, group: DistributedContext
 ) -> dict[str, Any]:
     """The same where training goes on, and all-reduces, while the checkpoint is written on a channel of its own."""
-    run, apart, straight = RunDir(folder), group.apart(), build(way, group)
+    run = RunDir(folder)
+    apart = group.apart()
+    straight = build(way, group)
     losses = steps(straight, group, range(SAVED))
     taken = snapshot(run, group, straight, SAVED, {"step": SAVED}, copied=True)
     written = Background(lambda: write(run, {}, apart, taken, SAVED, SAVED * SAMPLES))
@@ -177,9 +184,11 @@ def main() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute to compile
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    size = torch.distributed.get_world_size()
     group = DistributedContext(Rank(rank, size, rank, size), torch.device("cpu"))
-    folder, file = Path(sys.argv[1]), Path(sys.argv[2])
+    folder = Path(sys.argv[1])
+    file = Path(sys.argv[2])
     if size == 2:
         found = {
             name: interrupted(way, folder / name, group) for name, way in {**WAYS, **ALONE}.items()

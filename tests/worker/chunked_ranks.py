@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from tests.worker.leaving import leave
 
-LENGTH, ROWS, RATE, MICRO = 16, 8, 1e4, 2
+LENGTH = 16
+ROWS = 8
+RATE = 1e4
+MICRO = 2
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "intermediate_size": 48, "max_position_embeddings": LENGTH}  # fmt: skip
 OWN = {
@@ -132,7 +135,8 @@ def main() -> None:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute to compile
     torch.distributed.init_process_group("gloo")
-    size, number = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    size = torch.distributed.get_world_size()
+    number = torch.distributed.get_rank()
     group = DistributedContext(Rank(number, size, number, size), torch.device("cpu"))
     found = {}
     for text in asked:

@@ -8,6 +8,7 @@ timm wants torchvision, which transformers would use where it is installed: what
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -20,7 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-STEPS, SETTINGS = 50, {"betas": (0.9, 0.999), "eps": 1e-6}
+STEPS = 50
+SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-6}
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
@@ -36,7 +38,8 @@ def trained(make: Make) -> list[float]:
         {"params": [net[0].bias, net[1].weight, net[1].bias, net[3].bias], "weight_decay": 0.0},
     ])  # fmt: skip
     for step in range(STEPS):
-        x, y = torch.tensor(random.normal(size=(16, 6))), torch.tensor(random.normal(size=(16, 2)))
+        x = torch.tensor(random.normal(size=(16, 6)))
+        y = torch.tensor(random.normal(size=(16, 2)))
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * (1 - step / STEPS)
         loss = (
@@ -62,8 +65,8 @@ if __name__ == "__main__":
     lamb = _of_timm(Path(sys.argv[1]))
     found = {
         str(always): trained(
-            lambda groups: lamb(groups, always_adapt=always, max_grad_norm=None, **SETTINGS)
-        )  # noqa: B023
+            functools.partial(lamb, always_adapt=always, max_grad_norm=None, **SETTINGS)
+        )
         for always in (False, True)
     }
     print(

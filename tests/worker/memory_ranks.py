@@ -28,7 +28,8 @@ from ortlaunch.worker.model.model import build_model
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import bert, plan
 
-RANKS, ACCUMULATION = 2, 2
+RANKS = 2
+ACCUMULATION = 2
 MODEL = {"model_type": "bert", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
          "intermediate_size": 1024, "vocab_size": 8000}  # fmt: skip
 
@@ -37,7 +38,8 @@ class NoData:
     """Stands in for Data: words and labels decide nothing here."""
 
     tokenizer = train = evaluation = label_names = class_names = None
-    classes, read = 0, ()
+    classes = 0
+    read = ()
 
 
 def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:

@@ -25,7 +25,8 @@ DISTILBERT = {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2
 ROBERTA = {"model_type": "roberta", **SMALL, "max_position_embeddings": 40}
 MISTRAL = {"model_type": "mistral", **SMALL, "num_key_value_heads": 1}
 BLOOM = {"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2}  # has no sdpa
-WORDPIECE, BPE = {"train": "wordpiece", "vocab_size": 400}, {"train": "bpe", "vocab_size": 400}
+WORDPIECE = {"train": "wordpiece", "vocab_size": 400}
+BPE = {"train": "bpe", "vocab_size": 400}
 
 
 def recipe(

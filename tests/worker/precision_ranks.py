@@ -44,8 +44,10 @@ def plain_product() -> str:
 
 def main() -> None:
     """Every run in turn, in the group of the first."""
-    rank, found = Rank.from_environ(os.environ), []
-    folder, joined = Path(sys.argv[1]), distributed.group
+    rank = Rank.from_environ(os.environ)
+    found = []
+    folder = Path(sys.argv[1])
+    joined = distributed.group
     runs = [
         (name, word, RunDir(folder / f"{name}-{i}"))
         for name in sys.argv[3:]
@@ -54,7 +56,9 @@ def main() -> None:
     torch.set_num_threads(1)
 
     def look(session: Any) -> None:
-        engine, batches, group = session.engine, session.batches, session.group
+        engine = session.engine
+        batches = session.batches
+        group = session.group
         engine.stepper.micro_step(engine.take(batches.micro_batch(0, 0, group.rank)), last=True)
         engine.stepper.apply(1e-3)
         mine = {
@@ -72,7 +76,8 @@ def main() -> None:
         def again(*args: Any) -> Iterator[Any]:
             yield group
 
-        distributed.group, tasks.run = again, look
+        distributed.group = again
+        tasks.run = look
         for _, _, run in runs:
             worker.live(run, rank, Watchdog(rank, run))
             found[-1] = [

@@ -59,7 +59,8 @@ def test_a_run_that_goes_on_keeps_its_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Data that has grown changes nothing, and it is said; more epochs do; a run without checkpoint begins anew."""
-    run, three = RunDir(tmp_path), {"train": {"epochs": 3}}
+    run = RunDir(tmp_path)
+    three = {"train": {"epochs": 3}}
     assert [steps(run, 160, **three), steps(run, 320, **three)] == [30, 60]
     checkpoint(run, 5, 80)
     assert capsys.readouterr().out == ""
@@ -71,7 +72,8 @@ def test_a_run_that_goes_on_keeps_its_steps(
 
 def test_epochs_of_other_batches_are_taken_from_the_samples_that_are_left(tmp_path: Path) -> None:
     """Three epochs of 160 samples, 80 of them taken in steps of 8, are 10 steps and 25 of 16."""
-    run, three = RunDir(tmp_path), {"train": {"epochs": 3}}
+    run = RunDir(tmp_path)
+    three = {"train": {"epochs": 3}}
     checkpoint(run, 10, 80)
     assert steps(run, 160, **three) == 35
     assert read_json(run.steps)["max_steps"] == 35
@@ -81,7 +83,8 @@ def test_epochs_of_other_batches_are_taken_from_the_samples_that_are_left(tmp_pa
 
 def test_samples_that_a_rollback_left_out_take_no_steps(tmp_path: Path) -> None:
     """A run that is started again after a rollback has as many steps as one that nobody stopped."""
-    run, three = RunDir(tmp_path), {"train": {"epochs": 3}}
+    run = RunDir(tmp_path)
+    three = {"train": {"epochs": 3}}
     checkpoint(run, 10, 176)  # one batch of 16 was left out
     line = {"step": 4, "kind": "loss", "message": "", "samples": [], "parameter": None, "action": "rollback",
             "checkpoint": 2, "places": [48, 64]}  # fmt: skip

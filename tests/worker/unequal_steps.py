@@ -15,7 +15,10 @@ from typing import Any, NamedTuple
 
 from tests.worker.leaving import leave
 
-GLOBAL, LENGTH, STEPS, RATE = 16, 16, 2, 0.5
+GLOBAL = 16
+LENGTH = 16
+STEPS = 2
+RATE = 0.5
 CONFIG = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
           "vocab_size": 64, "max_position_embeddings": LENGTH, "use_cache": False}  # fmt: skip
 MICRO_SIZES = (1, 2, 4, 8)
@@ -78,7 +81,8 @@ def reference() -> dict[str, list[float]]:
     """Loss and gradient norm of each step over the whole batch, in one pass."""
     import torch
 
-    plain, rows = model(), samples()
+    plain = model()
+    rows = samples()
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     found: dict[str, list[float]] = {"loss": [], "norm": []}
     for _ in range(STEPS):
@@ -158,7 +162,8 @@ def main() -> None:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute to compile
     torch.distributed.init_process_group("gloo")
-    size, number = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    size = torch.distributed.get_world_size()
+    number = torch.distributed.get_rank()
     group = DistributedContext(Rank(number, size, number, size), torch.device("cpu"))
     found = {}
     for text in asked:

@@ -15,7 +15,8 @@ from torch import nn
 
 from tests.worker.leaving import leave
 
-STEPS, BAD_STEP = 6, 3
+STEPS = 6
+BAD_STEP = 3
 CASES: dict[str, dict[str, Any]] = {
     **{
         f"ZeRO {stage}, {precision}, {'clipped' if clip else 'not clipped'}": {
@@ -58,7 +59,8 @@ def train(case: dict[str, Any], ours: bool) -> dict[str, Any]:
     from ortlaunch.worker.deepspeed import gradient_norm
 
     torch.manual_seed(0)
-    net, accumulation = Net(), case.get("accumulation", 1)
+    net = Net()
+    accumulation = case.get("accumulation", 1)
     config = {
         "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulation,
         "gradient_clipping": case["clip"],
@@ -81,7 +83,10 @@ def train(case: dict[str, Any], ours: bool) -> dict[str, Any]:
     measured = counted(gradient_norm)
     dtype = torch.bfloat16 if case["precision"] == "bf16" else torch.float32
     torch.manual_seed(1 + torch.distributed.get_rank())
-    losses, norms, skipped, exact = [], [], [], []
+    losses = []
+    norms = []
+    skipped = []
+    exact = []
     for step in range(STEPS):
         for i in range(accumulation):
             x = torch.randn(4, 7)

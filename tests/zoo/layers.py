@@ -181,7 +181,8 @@ def _transformer(kind: Any, *args: Any) -> nn.Module:
 
 
 def _losses() -> dict[str, Callable[[], Case]]:
-    classes, signs = torch.tensor([1, 0, 3, 2]), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    classes = torch.tensor([1, 0, 3, 2])
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0])
     many = torch.tensor([[3, 0, -1, 1, 2, 4]] * 4)
     binary = (torch.arange(24).reshape(4, 6) % 2).float()
     found: dict[str, Callable[[], Case]] = {

@@ -44,7 +44,8 @@ def cases() -> dict[str, Callable[[], Case]]:
 class GraphAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.node, self.edge = nn.Linear(6, 8, bias=False), nn.Parameter(x(2, 8))
+        self.node = nn.Linear(6, 8, bias=False)
+        self.edge = nn.Parameter(x(2, 8))
 
     def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         h, (source, target) = self.node(nodes).view(-1, 2, 4), edges.unbind()
@@ -107,7 +108,8 @@ class Triplets(nn.Module):
 class Halves(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.one = nn.Conv2d(3, 4, 3, padding=1)
+        self.two = nn.Conv2d(4, 4, 3, padding=1)
         self.out = nn.Conv2d(8, 2, 1)
 
     def forward(self, picture: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
@@ -122,10 +124,8 @@ class Halves(nn.Module):
 class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts = (
-            nn.Linear(8, 4, bias=False),
-            nn.ModuleList(nn.Linear(8, 8) for _ in range(4)),
-        )
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         shares = self.gate(given).softmax(-1)
@@ -142,12 +142,15 @@ class Routed(nn.Module):
 class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.scale = nn.Embedding(20, 16), nn.Parameter(torch.ones(16))
-        self.query, self.key_value = nn.Linear(16, 16, bias=False), nn.Linear(16, 8, bias=False)
+        self.words = nn.Embedding(20, 16)
+        self.scale = nn.Parameter(torch.ones(16))
+        self.query = nn.Linear(16, 16, bias=False)
+        self.key_value = nn.Linear(16, 8, bias=False)
         self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(4, 1, 1))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        h, length = self.words(words), words.shape[1]
+        h = self.words(words)
+        length = words.shape[1]
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
         place = torch.arange(length)
         angle = place[:, None] * 10000 ** (-torch.arange(0, 4, 2) / 4)
@@ -163,7 +166,8 @@ class Rotary(nn.Module):
         return functional.cross_entropy(scores[:, :-1].flatten(0, 1), words[:, 1:].flatten())
 
     def turned(self, h: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-        one, two = h[..., ::2], h[..., 1::2]
+        one = h[..., ::2]
+        two = h[..., 1::2]
         return torch.stack(
             [one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()], -1
         ).flatten(-2)
@@ -177,7 +181,9 @@ class Coupling(nn.Module):
         )
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        one, two, volume = given[:, :2], given[:, 2:], torch.zeros(len(given))
+        one = given[:, :2]
+        two = given[:, 2:]
+        volume = torch.zeros(len(given))
         for net in self.nets:
             scale, shift = net(one).split(2, -1)
             scale = scale.tanh()
@@ -189,16 +195,15 @@ class Coupling(nn.Module):
 class Tags(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.steps, self.first = (
-            nn.Embedding(20, 4),
-            nn.Parameter(x(4, 4)),
-            nn.Parameter(x(4)),
-        )
+        self.words = nn.Embedding(20, 4)
+        self.steps = nn.Parameter(x(4, 4))
+        self.first = nn.Parameter(x(4))
 
     def forward(
         self, words: torch.Tensor, tags: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        scores, inside = self.words(words), torch.arange(words.shape[1]) < lengths[:, None]
+        scores = self.words(words)
+        inside = torch.arange(words.shape[1]) < lengths[:, None]
         alpha = self.first + scores[:, 0]
         for place in range(1, 6):
             later = (alpha[:, :, None] + self.steps).logsumexp(1) + scores[:, place]
@@ -214,13 +219,12 @@ class Tags(nn.Module):
 class Ode(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.time = (
-            nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 4)),
-            nn.Parameter(torch.tensor(1.0)),
-        )
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 4))
+        self.time = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        h, step = start, self.time.exp() / 4
+        h = start
+        step = self.time.exp() / 4
         for _ in range(4):
             one = self.layers(h)
             two = self.layers(h + step / 2 * one)
@@ -232,14 +236,13 @@ class Ode(nn.Module):
 class Sets(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.power, self.out = (
-            nn.Linear(4, 6),
-            nn.Parameter(torch.tensor([3.0])),
-            nn.Linear(12, 1),
-        )
+        self.one = nn.Linear(4, 6)
+        self.power = nn.Parameter(torch.tensor([3.0]))
+        self.out = nn.Linear(12, 1)
 
     def forward(self, given: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-        h, weight = self.one(given).relu(), inside.unsqueeze(-1)
+        h = self.one(given).relu()
+        weight = inside.unsqueeze(-1)
         mean = (h * weight).sum(1) / weight.sum(1).clamp(min=1)
         general = (
             (h.clamp(min=1e-6).pow(self.power) * weight).mean(1).clamp(min=1e-6).pow(1 / self.power)
@@ -250,12 +253,16 @@ class Sets(nn.Module):
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mask, self.steps = nn.BatchNorm1d(6), nn.Linear(4, 6), nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(6)
+        self.mask = nn.Linear(4, 6)
+        self.steps = nn.Linear(6, 16)
         self.out = nn.Linear(4, 2)
 
     def forward(self, given: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
-        h, prior = self.norm(given), torch.ones_like(given)
-        state, total = torch.zeros(len(given), 4), torch.zeros(len(given), 4)
+        h = self.norm(given)
+        prior = torch.ones_like(given)
+        state = torch.zeros(len(given), 4)
+        total = torch.zeros(len(given), 4)
         for _ in range(2):
             mask = self.sparsemax(self.mask(state) * prior)
             prior = prior * (1.3 - mask)
@@ -274,17 +281,13 @@ class Table(nn.Module):
 class Clip(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.scale = (
-            nn.Linear(8, 4),
-            nn.Linear(6, 4, bias=False),
-            nn.Parameter(torch.tensor(2.6)),
-        )
+        self.one = nn.Linear(8, 4)
+        self.two = nn.Linear(6, 4, bias=False)
+        self.scale = nn.Parameter(torch.tensor(2.6))
 
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        one, two = (
-            functional.normalize(self.one(first), dim=-1),
-            functional.normalize(self.two(second), dim=-1),
-        )
+        one = functional.normalize(self.one(first), dim=-1)
+        two = functional.normalize(self.two(second), dim=-1)
         scores = self.scale.exp().clamp(max=100) * one @ two.t()
         kind = torch.arange(len(first))
         return (
@@ -296,7 +299,8 @@ class Dlrm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bags = nn.ModuleList(nn.EmbeddingBag(30, 4, mode="sum") for _ in range(3))
-        self.dense, self.out = nn.Linear(4, 4), nn.Linear(10, 1)
+        self.dense = nn.Linear(4, 4)
+        self.out = nn.Linear(10, 1)
 
     def forward(
         self, dense: torch.Tensor, items: torch.Tensor, clicked: torch.Tensor
@@ -314,12 +318,17 @@ class Dlrm(nn.Module):
 class Pointers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.all, self.step = nn.GRU(2, 6, batch_first=True), nn.GRUCell(2, 6)
-        self.key, self.query, self.score = nn.Linear(6, 6), nn.Linear(6, 6), nn.Parameter(x(6))
+        self.all = nn.GRU(2, 6, batch_first=True)
+        self.step = nn.GRUCell(2, 6)
+        self.key = nn.Linear(6, 6)
+        self.query = nn.Linear(6, 6)
+        self.score = nn.Parameter(x(6))
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         seen, state = self.all(points)
-        state, given, loss = state[0], points[:, 0], torch.zeros(())
+        state = state[0]
+        given = points[:, 0]
+        loss = torch.zeros(())
         taken = torch.zeros(points.shape[:2], dtype=torch.bool)
         for place in range(3):
             state = self.step(given, state)
@@ -334,10 +343,8 @@ class Pointers(nn.Module):
 class Byol(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.guess = (
-            nn.Linear(8, 8),
-            nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)),
-        )
+        self.one = nn.Linear(8, 8)
+        self.guess = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
 
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         query, key = self.one(first).chunk(2, -1)
@@ -351,7 +358,9 @@ class Byol(nn.Module):
 class Codes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.out, self.codes = nn.Linear(6, 4), nn.Linear(4, 6), nn.Embedding(5, 4)
+        self.one = nn.Linear(6, 4)
+        self.out = nn.Linear(4, 6)
+        self.codes = nn.Embedding(5, 4)
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         h = self.one(given)
@@ -370,7 +379,8 @@ class Codes(nn.Module):
 class Preferences(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.out = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.words = nn.Embedding(20, 8)
+        self.out = nn.Linear(8, 20)
 
     def forward(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         gap = self.likely(chosen) - self.likely(rejected)

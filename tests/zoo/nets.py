@@ -46,7 +46,8 @@ def cases() -> dict[str, Callable[[], Case]]:
 class Tagger(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.out = nn.Embedding(20, 6), nn.Linear(10, 4)
+        self.words = nn.Embedding(20, 6)
+        self.out = nn.Linear(10, 4)
         self.layer = PackedLSTM()
 
     def forward(self, words: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -71,7 +72,8 @@ class Speech(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Conv1d(8, 12, 3, 2, 1), nn.BatchNorm1d(12), nn.Hardswish())
-        self.gru, self.out = nn.GRU(12, 6, batch_first=True, bidirectional=True), nn.Linear(12, 9)
+        self.gru = nn.GRU(12, 6, batch_first=True, bidirectional=True)
+        self.out = nn.Linear(12, 9)
 
     def forward(self, sound: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         logs = (
@@ -104,11 +106,9 @@ class UNet(nn.Module):
         self.down = nn.Sequential(
             nn.Conv2d(3, 8, 3, 2, 1), nn.InstanceNorm2d(8, affine=True), nn.ELU()
         )
-        self.up, self.skip, self.out = (
-            nn.ConvTranspose2d(8, 8, 2, 2),
-            nn.Conv2d(3, 8, 1),
-            nn.Conv2d(24, 1, 1),
-        )
+        self.up = nn.ConvTranspose2d(8, 8, 2, 2)
+        self.skip = nn.Conv2d(3, 8, 1)
+        self.out = nn.Conv2d(24, 1, 1)
 
     def forward(self, picture: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         low = self.down(picture)
@@ -120,7 +120,8 @@ class UNet(nn.Module):
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.gate = nn.RMSNorm(8), nn.Linear(8, 4)
+        self.norm = nn.RMSNorm(8)
+        self.gate = nn.Linear(8, 4)
         self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
@@ -134,7 +135,8 @@ class Experts(nn.Module):
 class Spectral(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.filter = nn.Linear(8, 8), nn.Parameter(x(9, 8, 2))
+        self.first = nn.Linear(8, 8)
+        self.filter = nn.Parameter(x(9, 8, 2))
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         spectrum = torch.fft.rfft(self.first(given), dim=1) * torch.view_as_complex(self.filter)
@@ -155,7 +157,8 @@ class Critic(nn.Module):
 class Graph(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.node, self.score = nn.Linear(6, 6), nn.Linear(12, 1)
+        self.node = nn.Linear(6, 6)
+        self.score = nn.Linear(12, 1)
 
     def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         h, (source, target) = self.node(nodes), edges.unbind()
@@ -174,7 +177,8 @@ class Graph(nn.Module):
 class Spatial(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.where, self.what = nn.Linear(3, 6), nn.Conv2d(3, 4, 3)
+        self.where = nn.Linear(3, 6)
+        self.what = nn.Conv2d(3, 4, 3)
 
     def forward(self, picture: torch.Tensor) -> torch.Tensor:
         turn = self.where(picture.mean((2, 3))).view(-1, 2, 3) + torch.eye(2, 3)
@@ -185,7 +189,8 @@ class Spatial(nn.Module):
 class Flow(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mix, self.scale = nn.Parameter(torch.eye(4) + 0.1 * x(4, 4)), nn.Parameter(x(4, 4))
+        self.mix = nn.Parameter(torch.eye(4) + 0.1 * x(4, 4))
+        self.scale = nn.Parameter(x(4, 4))
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         low = self.scale.tril() + 3 * torch.eye(4)
@@ -200,30 +205,33 @@ class Flow(nn.Module):
 class Filter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.step, self.noise = nn.Parameter(0.5 * x(3, 3)), nn.Parameter(x(3, 3))
+        self.step = nn.Parameter(0.5 * x(3, 3))
+        self.noise = nn.Parameter(x(3, 3))
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
         noise = self.noise @ self.noise.T + torch.eye(3)
-        spread, mean, loss = torch.eye(3), torch.zeros(seen.shape[0], 3), torch.zeros(())
+        spread = torch.eye(3)
+        mean = torch.zeros(seen.shape[0], 3)
+        loss = torch.zeros(())
         for row in seen.unbind(1):
-            spread, mean = self.step @ spread @ self.step.T + noise, mean @ self.step.T
+            spread = self.step @ spread @ self.step.T + noise
+            mean = mean @ self.step.T
             gain = spread @ torch.linalg.inv(spread + torch.eye(3))
             loss = (
                 loss
                 + torch.linalg.cholesky(spread).diagonal().log().sum()
                 + (row - mean).square().mean()
             )
-            mean, spread = (
-                mean + torch.einsum("ij,bj->bi", gain, row - mean),
-                spread - gain @ spread,
-            )
+            mean = mean + torch.einsum("ij,bj->bi", gain, row - mean)
+            spread = spread - gain @ spread
         return loss
 
 
 class Clicks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.items, self.out = nn.EmbeddingBag(50, 6, mode="mean"), nn.Linear(6, 5)
+        self.items = nn.EmbeddingBag(50, 6, mode="mean")
+        self.out = nn.Linear(6, 5)
 
     def forward(
         self, items: torch.Tensor, starts: torch.Tensor, clicked: torch.Tensor
@@ -235,7 +243,8 @@ class Clicks(nn.Module):
 class Pondering(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.loop = nn.Linear(8, 8), Loop()
+        self.first = nn.Linear(8, 8)
+        self.loop = Loop()
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         return self.loop(self.first(given)).square().mean()
@@ -270,7 +279,8 @@ class Residual(nn.Module):
 class Shuffle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(8, 8, 1, groups=2), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.one = nn.Conv2d(8, 8, 1, groups=2)
+        self.two = nn.Conv2d(8, 8, 3, padding=1, groups=8)
 
     def forward(self, picture: torch.Tensor) -> torch.Tensor:
         h = functional.channel_shuffle(self.one(picture), 2)
@@ -296,7 +306,8 @@ class Wave(nn.Module):
 class Contrast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(8, 5), nn.Linear(8, 5)
+        self.one = nn.Linear(8, 5)
+        self.two = nn.Linear(8, 5)
 
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         far = torch.cdist(functional.normalize(self.one(first)), self.two(second).roll(1, 0))
@@ -306,7 +317,8 @@ class Contrast(nn.Module):
 class Variational(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.out = nn.Linear(8, 6), nn.Linear(3, 8)
+        self.one = nn.Linear(8, 6)
+        self.out = nn.Linear(3, 8)
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         mean, wide = self.one(given).chunk(2, -1)

@@ -24,7 +24,8 @@ from torch import nn
 from tests.ort import needs_ort
 from tests.zoo import families, layers, nets, training
 
-SECONDS, GIB = 240, 6.0
+SECONDS = 240
+GIB = 6.0
 TITLES = {
     "layers": "Layers, losses and activations of torch.nn",
     "nets": "Nets written out",

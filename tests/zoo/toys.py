@@ -150,7 +150,8 @@ def _ids(*sizes: int) -> torch.Tensor:
 def _text(task: str, takes: set[str]) -> Batch:
     """The last row is shorter: its end is padded."""
     rows = 8 if task == "sequence-classification" else 2
-    ids, mask = _ids(rows, 12), torch.ones(rows, 12, dtype=torch.long)
+    ids = _ids(rows, 12)
+    mask = torch.ones(rows, 12, dtype=torch.long)
     ids[:, -1] = 2  # the end, by which some find the sentence
     ids[-1, -4:] = torch.tensor([2, 0, 0, 0])
     mask[-1, -3:] = 0

@@ -21,7 +21,8 @@ class Net(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layer, self.scale = layer, nn.Parameter(torch.tensor(1.1))
+        self.layer = layer
+        self.scale = nn.Parameter(torch.tensor(1.1))
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         # Sizes as they are: what is a label stays what it is, and only the first number gets a gradient.
@@ -138,7 +139,8 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Relative, by norm; of what is almost nothing, absolute."""
     if not torch.equal(ours.isfinite(), theirs.isfinite()):
         return float("inf")
-    ours, theirs = ours.nan_to_num(0.0, 0.0, 0.0), theirs.nan_to_num(0.0, 0.0, 0.0)
+    ours = ours.nan_to_num(0.0, 0.0, 0.0)
+    theirs = theirs.nan_to_num(0.0, 0.0, 0.0)
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-3))
 
 

@@ -70,7 +70,8 @@ class Gradients:
     """
 
     def __init__(self, is_trained: Callable[[str], bool], device: str) -> None:
-        self._is_trained, self._device = is_trained, device
+        self._is_trained = is_trained
+        self._device = device
         self._known: dict[int, bool] = {}
 
     def reach(self, value: torch.Value) -> bool:
@@ -117,7 +118,8 @@ class Gradients:
 
     def _cut(self, node: torch.Node) -> list[torch.Value]:
         """Inputs of an operator that ORT derives, whose gradient it leaves out or takes for another."""
-        name, inputs = _name(node), list(node.inputs())
+        name = _name(node)
+        inputs = list(node.inputs())
         if name == "Pow" and not _is_scalar(
             inputs[1]
         ):  # that of a power that is broadcast is not summed up

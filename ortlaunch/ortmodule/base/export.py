@@ -35,7 +35,8 @@ class Export(NamedTuple):
 
 def export_of(arguments: Kwargs) -> Export:
     """Of the arguments of ORT's `_export_model` or `_get_exported_model`."""
-    transition, info = arguments["stage3_param_handle"], arguments["model_info_for_export"]
+    transition = arguments["stage3_param_handle"]
+    info = arguments["model_info_for_export"]
     return Export(
         arguments["flattened_module"],
         info.export_mode == torch.onnx.TrainingMode.TRAINING,

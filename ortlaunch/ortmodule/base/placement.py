@@ -37,7 +37,8 @@ def nodes_by_provider(model: str, session: OrtSession) -> dict[str, int]:
         for name, given in session.get_provider_options().items()
     ]
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
     options.add_session_config_entry("session.save_model_format", "ORT")
     with tempfile.TemporaryDirectory(prefix="ortlaunch-") as folder:
         options.optimized_model_filepath = str(Path(folder, "placed.ort"))

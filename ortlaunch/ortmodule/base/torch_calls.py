@@ -185,7 +185,9 @@ def _run(
         needed and given.is_floating_point() for needed, given in zip(ctx.needs_input_grad, inputs)
     ]
     places = set(map(_place, inputs))
-    ctx.leaves, ctx.results, ctx.wanted = (), (), wanted
+    ctx.leaves = ()
+    ctx.results = ()
+    ctx.wanted = wanted
     with torch.autocast(inputs[0].device.type if inputs else "cpu", enabled=False):
         if not any(wanted):
             with torch.no_grad():
@@ -196,7 +198,8 @@ def _run(
         saved = _SavedCopies({_place(given) for i, given in enumerate(inputs) if i not in kept})
         with torch.enable_grad(), saved:
             results = tuple(run(*leaves))
-    ctx.leaves, ctx.results = [*leaves, *own], results
+    ctx.leaves = [*leaves, *own]
+    ctx.results = results
     return tuple(_own(result, saved.places | places) for result in results)
 
 

@@ -42,7 +42,8 @@ def ort_package() -> str:
     Raises MissingDependency, saying what to type, where there is none, the wrong version, or more than one wheel
     that provides the module `onnxruntime`.
     """
-    training, others = versions(EXTRA_OF), versions(_OTHER_WHEELS)
+    training = versions(EXTRA_OF)
+    others = versions(_OTHER_WHEELS)
     if not training:
         raise MissingDependency(_install_hint())
     name, found = next(iter(training.items()))
@@ -151,7 +152,9 @@ def main() -> int:
 
 
 def _say_and_build() -> None:
-    names, folder, start = _unbuilt(), cache_dir(), time.monotonic()
+    names = _unbuilt()
+    folder = cache_dir()
+    start = time.monotonic()
     if not names:
         print(f"{', '.join(wanted())}: already built in {folder}")
         return

@@ -67,7 +67,8 @@ def complete(
     """
     opset = next(used.version for used in model.opset_import if used.domain in ("", "ai.onnx"))
     types = cuda_kernels.types_of(model.graph)
-    rewriting, replaced = Rewriting(model.graph), set()
+    rewriting = Rewriting(model.graph)
+    replaced = set()
     for node in model.graph.node:
         halves = {name for name in (*node.input, *node.output) if types.get(name) == _KIND}
         if not halves or has_kernel(node, types, opset):

@@ -152,7 +152,8 @@ def _either(inference: ShapeInference, one: object, other: object) -> str:
 def _with_hidden_shapes(original: AnyFunction, model: onnx.ModelProto) -> object:
     """Where sizes meet that may differ, ORT's gradient asks for them in each pass, if one shape is not known to it."""
     inferred = original(model)
-    graph, nodes = inferred.graph, []
+    graph = inferred.graph
+    nodes = []
     values = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
     known = {name: _dims(value) for name, value in values.items()}
     known.update({tensor.name: list(tensor.dims) for tensor in graph.initializer})
@@ -201,7 +202,8 @@ def _expand(node: onnx.NodeProto, places: Sequence[int], known: Shapes) -> list[
     """Broadcast these inputs of a Where before it, in a node of which ORT's gradient sums up."""
     from onnx import NodeProto, helper
 
-    nodes, shape = [], f"{node.output[0]}_ortlaunch_shape"
+    nodes = []
+    shape = f"{node.output[0]}_ortlaunch_shape"
     size = known.get(node.output[0])
     whole = next(
         (name for name in node.input if size is not None and known.get(name) == size), None
@@ -233,11 +235,14 @@ def _dims(value: onnx.ValueInfoProto) -> list[str | int] | None:
 def _unsure(node: onnx.NodeProto, known: Shapes) -> list[int]:
     """The inputs whose shapes are to be hidden, of those that may be broadcast: one of two is enough for most."""
     if node.op_type == "Expand":
-        names, places = [node.input[0], node.output[0]], [0]
+        names = [node.input[0], node.output[0]]
+        places = [0]
     elif node.op_type in ("Max", "Min"):  # each is compared with the result
-        names, places = list(node.input), list(range(len(node.input)))
+        names = list(node.input)
+        places = list(range(len(node.input)))
     elif node.op_type in (*_BROADCASTING, "MatMul") and node.op_type != "Where":
-        names, places = list(node.input), list(range(1, len(node.input)))
+        names = list(node.input)
+        places = list(range(1, len(node.input)))
     else:
         return []
     shapes = [shape for name in names if (shape := known.get(name)) is not None]

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     import onnx
 
 _NAMED = {"Concat": range(2**20), "BatchNormalization": (1, 2)}
-_BEFORE, _BEHIND = -(2**40), 2**62
+_BEFORE = -(2**40)
+_BEHIND = 2**62
 
 
 def keep_constants_apart(export: Export, model: onnx.ModelProto) -> None:
@@ -115,7 +116,8 @@ def use_weights_once(export: Export, model: onnx.ModelProto) -> None:
     """Let a node take a weight once, and minus minus the weight: ORT adds up gradients of several nodes only."""
     from onnx import helper
 
-    weights, nodes = _weights(export), []
+    weights = _weights(export)
+    nodes = []
     for node in model.graph.node:
         for place, name in enumerate(node.input):
             if name in weights and name in node.input[:place]:

@@ -32,7 +32,8 @@ def keep_vanishing_sizes() -> None:
 
 def _with_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> object:
     inferred = original(model)
-    graph, nodes = inferred.graph, []
+    graph = inferred.graph
+    nodes = []
     values = (*graph.input, *graph.value_info, *graph.output)
     ranks = {
         value.name: len(value.type.tensor_type.shape.dim) for value in values if _has_shape(value)

@@ -99,7 +99,8 @@ def _info(manager: Manager) -> GraphInfo:
 
 def _facts(manager: Manager) -> _Facts:
     """Computed once for each graph."""
-    info, graph = _info(manager), manager._onnx_models.optimized_model.graph
+    info = _info(manager)
+    graph = manager._onnx_models.optimized_model.graph
     known: tuple[object, _Facts] | None = vars(manager).get("_ortlaunch_facts")
     if known is None or known[0] is not graph:
         names = set(_needed(graph))

@@ -89,10 +89,9 @@ def with_each_mode(export: AnyFunction) -> AnyFunction:
         ):
             return export(module, *args, **kwargs)
         exporter: Any = importlib.import_module(f"{PACKAGE}._custom_autograd_function_exporter")
-        asked, exporter._get_training_mode = (
-            exporter._get_training_mode,
-            lambda: gradients,
-        )  # it knows no third mode
+        # it knows no third mode
+        asked = exporter._get_training_mode
+        exporter._get_training_mode = lambda: gradients
         try:
             return export(module, *args, **{**kwargs, "training": modes.PRESERVE})
         finally:
@@ -189,13 +188,15 @@ def _layers(export: Export, changed: dict[str, int]) -> list[str]:
         EngineError: a buffer that ONNX Runtime's graph would not change as the model does.
         OnceMore: its layer can run as torch.
     """
-    module, outer = export.module, torch_modules.paths(export)
+    module = export.module
+    outer = torch_modules.paths(export)
     changed = {
         name: count for name, count in changed.items() if not torch_modules.inside(name, outer)
     }
     layers = sorted({name.rpartition(".")[0] for name in changed})
     for path in layers:
-        layer, name = module.get_submodule(path), _plain(path)
+        layer = module.get_submodule(path)
+        name = _plain(path)
         if not isinstance(layer, _BatchNorm):
             buffers = ", ".join(
                 _plain(buffer) for buffer in changed if buffer.startswith(f"{path}.")

@@ -68,7 +68,8 @@ _QUIET = (
 @contextlib.contextmanager
 def watched(export: Export) -> Iterator[None]:
     """Note where the model takes values and sizes into Python: a trace makes the first batch's of them constants."""
-    info, seen = export.info, export.seen
+    info = export.info
+    seen = export.seen
     numbers = [
         name in info.onnx_graph_input_const_as_tensor for name in info.onnx_graph_input_names
     ]
@@ -127,7 +128,8 @@ class _Watch(TorchFunctionMode):
         self._kinds = WeakTensorKeyDictionary()  # of the others than values
         self.made = WeakTensorKeyDictionary()
         """Values, with the line of the model's that made each."""
-        self._module, self._numbers = module, numbers
+        self._module = module
+        self._numbers = numbers
         # What is seen of a layer that runs as torch is not its call: the model calls its methods.
         layers = [
             (path, layer)
@@ -195,17 +197,16 @@ class _Watch(TorchFunctionMode):
             frame = frame.f_back
         if any(part in frame.f_code.co_filename for part in _QUIET):
             return
-        asked, sizes = (
-            frame.f_code.co_filename,
-            places is self.places.sizes or places is self.places.ones,
-        )
+        asked = frame.f_code.co_filename
+        sizes = places is self.places.sizes or places is self.places.ones
         if sizes and asked.startswith(_TORCH) and _only_checks(asked, frame.f_lineno):
             return  # as nn.GRU's, of the sizes that it is given
         masked = False
         while frame.f_back and frame.f_code.co_filename.startswith(_TORCH):
             masked = masked or frame.f_code.co_name == _LOOKS_AT_MASK
             frame = frame.f_back
-        file, line = frame.f_code.co_filename, frame.f_lineno
+        file = frame.f_code.co_filename
+        line = frame.f_lineno
         if places is self.places.decisions and _only_checks(file, line):
             places = self.places.checks
         places.add(f"{file}:{line}")
@@ -262,7 +263,8 @@ def judge(export: Export) -> None:
             mend = "Use torch.where or another function of torch's in their place"
             if "masks" in seen:
                 where = _listed(seen["masks"])
-                mend = f"Give is_causal=True or False (a decoder: tgt_is_causal=) at {where}, or torch looks at the mask"
+                mend = f"Give is_causal=True or False (a decoder: tgt_is_causal=) at {where}, "
+                mend += "or torch looks at the mask"
             raise RuntimeError(
                 f"{what}: ONNX Runtime's graph would hold those of the first batch. {mend}, or "
                 f"Settings.allow_traced_values=True where they never change, or {_layer(seen)}"

@@ -115,7 +115,8 @@ class _Writes(TorchDispatchMode):
 
     def __init__(self, seen: _Seen, weights: dict[str, nn.Parameter]) -> None:
         super().__init__()
-        self._seen, self._weights = seen, weights
+        self._seen = seen
+        self._weights = weights
         self.values: dict[str, torch.Tensor] = {}
         """Of changed weights, before."""
 

@@ -10,7 +10,8 @@ import functools
 
 import torch
 
-FORWARD, BACKWARD = "ortlaunch::dropout", "ortlaunch::dropout_backward"
+FORWARD = "ortlaunch::dropout"
+BACKWARD = "ortlaunch::dropout_backward"
 _STEPS = 1 << 16  # a share is a whole number of these: 16 bits an element
 
 

@@ -31,7 +31,8 @@ def calling_chunked_loss(export: AnyFunction) -> AnyFunction:
 def _symbolic(
     g: GraphContext, hidden: torch.Value, weight: torch.Value, *rest: torch.Value
 ) -> Sequence[torch.Value]:
-    own, exact = type_of(hidden), torch.promote_types(type_of(hidden), torch.float32)
+    own = type_of(hidden)
+    exact = torch.promote_types(type_of(hidden), torch.float32)
     _register_gradient([own, type_of(weight)])
     outputs = g.op(
         "org.pytorch.aten::ATen",

@@ -38,7 +38,8 @@ class Call:
 
     def __init__(self, node: torch.Node, inputs: Sequence[Any], schemas: Mapping[str, Any]) -> None:
         self.name = node.kind()
-        self._node, self._inputs = node, inputs
+        self._node = node
+        self._inputs = inputs
         self._old = list(node.inputs())
         made = list(node.outputs())
         self._schema_text = schemas.get(made[0].debugName()) if made else None
@@ -83,7 +84,8 @@ class Call:
         if not self._outputs:
             raise NotCallable("it returns a list of tensors that is used as a whole")
         described = [_described(output) for output in self._outputs]
-        kinds, ranks = [kind for kind, _ in described], [rank for _, rank in described]
+        kinds = [kind for kind, _ in described]
+        ranks = [rank for _, rank in described]
         run = self._function(gradients, draws, kinds)
         if draws:
             self._tensors.append(before or context.op("Constant", value_t=torch.zeros(1)))

@@ -91,6 +91,7 @@ OPERATORS = (
     Operator("split", part_forms.split, "the last part is taken for a whole one"),
     Operator("tensor_split", TORCH, "ORT's shape inference ends; sizes of the first batch"),
     Operator("diff", index_forms.diff, "has no form"),
+    Operator("roll", TORCH, "a shift beyond the size is none"),
     Operator("cumsum", index_forms.cumsum, "of truths: ends the export"),
     # Types and gradients
     Operator(

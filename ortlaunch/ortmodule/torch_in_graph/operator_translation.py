@@ -104,7 +104,9 @@ class _Translator:
     """The exporter's translation of one traced graph."""
 
     def __init__(self, export: Export, names: Sequence[str], able: bool, by_rule: bool) -> None:
-        self._training, self._able, self._by_rule = export.training, able, by_rule
+        self._training = export.training
+        self._able = able
+        self._by_rule = by_rule
         self._names = {*names, *_blamed_so_far(export.options)}
         self._schemas: dict[str, Any] = {}
         self._device = export.device.type

@@ -354,5 +354,6 @@ def _untransposed(graph: Rewriting, name: str, transposed: int) -> tuple[str, bo
         and name in graph.makers
         and graph.makers[name].op_type == "Transpose"
     ):
-        name, over = graph.makers[name].input[0], not over
+        name = graph.makers[name].input[0]
+        over = not over
     return name, over

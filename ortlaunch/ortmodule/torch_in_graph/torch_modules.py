@@ -137,7 +137,8 @@ def is_running() -> bool:
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
     """Nothing that runs is traced, noted or watched, and numbers drawn by Python's generators are given back."""
-    python, array = random.getstate(), numpy.random.get_state()
+    python = random.getstate()
+    array = numpy.random.get_state()
     _running.append(None)
     try:
         with untraced(), python_state.unnoted():
@@ -164,7 +165,8 @@ def _as_node(
     places = [i for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
     rest = [None if i in places else value for i, value in enumerate(given)]
     weights = [weight for weight in layer.parameters() if weight.requires_grad]
-    held, result = weakref.ref(layer), _Result(path)
+    held = weakref.ref(layer)
+    result = _Result(path)
     casts = _autocast()
 
     def outside(leaf: torch.Tensor) -> None:
@@ -231,7 +233,9 @@ class _Result:
         rest = [None if isinstance(value, torch.Tensor) else value for value in values]
         kinds = [(tensor.dtype, tensor.dim()) for tensor in tensors]
         if self._form is None:
-            self._form, self._rest, self._kinds = form, rest, kinds
+            self._form = form
+            self._rest = rest
+            self._kinds = kinds
             self._places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
         if form != self._form or kinds != self._kinds or repr(rest) != repr(self._rest):
             raise RuntimeError(

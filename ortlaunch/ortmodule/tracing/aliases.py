@@ -201,7 +201,8 @@ class _Aliases(TorchFunctionMode):
         ):  # as the model sees it: grad_mode.py
             raise RuntimeError(CHANGED)
         memory.changes += 1
-        alias.changes, alias.value = memory.changes, None if value is tensor else value
+        alias.changes = memory.changes
+        alias.value = None if value is tensor else value
         if not memory.pending or memory.pending[-1][0] is not alias:
             memory.pending.append((alias, value))
         first = memory.first()

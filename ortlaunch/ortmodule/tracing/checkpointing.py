@@ -60,7 +60,8 @@ def _plain_checkpoints() -> Iterator[None]:
 
     parts: Any = torch.utils.checkpoint
     before = parts.CheckpointFunction, parts._checkpoint_without_reentrant_generator
-    parts.CheckpointFunction, parts._checkpoint_without_reentrant_generator = Unrecorded, unrecorded
+    parts.CheckpointFunction = Unrecorded
+    parts._checkpoint_without_reentrant_generator = unrecorded
     try:
         yield
     finally:
@@ -75,7 +76,8 @@ def recompute(export: Export) -> None:
         and export.seen.get("checkpointed")
         and not options.memory_optimizer_is_enabled()
     ):
-        options.memory_optimization_level, options.recompute_probe_config = 1, "1:1"
+        options.memory_optimization_level = 1
+        options.recompute_probe_config = "1:1"
         tally.note(
             "the model's gradient checkpointing became ONNX Runtime's recomputation: memory_optimization: 1"
         )

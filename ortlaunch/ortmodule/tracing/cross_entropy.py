@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.export import Facts
 
-_NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of the reductions
+# torch's numbers of the reductions
+_NONE = 0
+_MEAN = 1
+_SUM = 2
 SPARSE = 0.9
 """Below this share of labels that count, the others are left out; ORT's threshold."""
 Loss = AnyFunction
@@ -114,7 +117,8 @@ def shrink(export: Export, model: onnx.ModelProto) -> None:
     for node in model.graph.node:
         axis = [attribute.i for attribute in node.attribute if attribute.name == "axis"]
         if node.op_type == "Gather" and axis == [0] and _rows(node.input[1], makers):
-            node.op_type, node.domain = "ShrunkenGather", "com.microsoft"
+            node.op_type = "ShrunkenGather"
+            node.domain = "com.microsoft"
     if not any(item.domain == "com.microsoft" for item in model.opset_import):
         model.opset_import.add(domain="com.microsoft", version=1)
 
@@ -158,7 +162,8 @@ def _written_out(plain: Loss) -> Loss:
         if not (likely or smoothing):
             return plain(scores, labels, weight, reduction, ignore_index, smoothing)
         axis = min(scores.dim() - 1, 1)
-        logs, even = scores.log_softmax(axis), smoothing / scores.shape[axis]
+        logs = scores.log_softmax(axis)
+        even = smoothing / scores.shape[axis]
         if weight is not None:
             logs = logs * weight.view([-1 if place == axis else 1 for place in range(scores.dim())])
         if likely:

@@ -81,7 +81,8 @@ def noted(export: Export) -> Iterator[None]:
 @contextlib.contextmanager
 def _unfrozen() -> Iterator[None]:
     """While open, no object is frozen: referrers are searched among the others alone."""
-    frozen, enabled = gc.get_freeze_count(), gc.isenabled()
+    frozen = gc.get_freeze_count()
+    enabled = gc.isenabled()
     gc.disable()
     gc.unfreeze()
     try:

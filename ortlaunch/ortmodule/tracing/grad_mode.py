@@ -144,7 +144,9 @@ class _GradMode(TorchFunctionMode):
                 "the forward pass gives a tensor a hook, and ONNX Runtime's backward pass calls none"
             )
         if func == getter("data"):
-            func, args = _T.detach, args[:1]  # a trace has .data as a constant
+            # a trace has .data as a constant
+            func = _T.detach
+            args = args[:1]
         if any(isinstance(value, complex) for value in args) and (given := tensors(args)):
             # A trace refuses Python's complex numbers, as 1j * x has.
             args = tuple(

@@ -123,7 +123,8 @@ def noted(module: nn.Module) -> Iterator[Reads]:
     before: Any = sys.gettrace()
     hooks = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
     layers: Any = nn.Module
-    layers.__getattribute__, layers.__setattr__ = getting, setting
+    layers.__getattribute__ = getting
+    layers.__setattr__ = setting
     try:
         with _environment(reads, running):
             yield reads
@@ -191,7 +192,8 @@ def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
     if isinstance(value, (set, frozenset)):
         return frozenset(value)
     if isinstance(value, Mapping):
-        items, who = list(value.items()), type(value)
+        items = list(value.items())
+        who = type(value)
     elif hasattr(value, "__dict__") and not isinstance(
         value, (nn.Module, types.ModuleType, enum.Enum)
     ):

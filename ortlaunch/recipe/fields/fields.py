@@ -133,7 +133,8 @@ def description(path: KeyPath) -> str:
     """First sentence of the field's or the section's docstring, or ""."""
     if not path or isinstance(path[-1], int):
         return ""
-    parent, model = section_at(path[:-1]), section_at(path)
+    parent = section_at(path[:-1])
+    model = section_at(path)
     text = manual().get((parent.__name__, path[-1])) if parent else None
     return (
         " ".join((text or (model.__doc__ if model else None) or "").split())

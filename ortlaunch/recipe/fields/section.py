@@ -17,7 +17,10 @@ from pydantic import (
 from pydantic_core import PydanticKnownError, core_schema
 
 # Branches of "a word, a mapping or a list" and of "a number or auto", as they appear in pydantic's locations.
-WORD, MAPPING, LIST, NUMBER = "<word>", "<mapping>", "<list>", "<number>"
+WORD = "<word>"
+MAPPING = "<mapping>"
+LIST = "<list>"
+NUMBER = "<number>"
 
 
 def tuple_of(value: object) -> object:
@@ -86,7 +89,8 @@ class NameIn:
     """For `Annotated[str, NameIn(table)]`: a name of the table, with the error and the schema of a Literal of them."""
 
     def __init__(self, table: Collection[str], *others: str) -> None:
-        self._table, self._others = table, others
+        self._table = table
+        self._others = others
 
     @property
     def names(self) -> tuple[str, ...]:

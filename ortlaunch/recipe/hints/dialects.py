@@ -21,7 +21,10 @@ class Foreign(NamedTuple):
 
 
 _EPOCHS = "train.epochs"
-_PACKED = "none: causal-lm samples of text are always packed (data.attend_across_documents: whether they see each other)"
+_PACKED = (
+    "none: causal-lm samples of text are always packed "
+    "(data.attend_across_documents: whether they see each other)"
+)
 _RESUME = "the command line option --run-dir with the folder of the run to continue"
 _CHECKPOINTING = "model.gradient_checkpointing"
 _RAW_ZERO = "zero.stage, and zero.deepspeed for raw settings"

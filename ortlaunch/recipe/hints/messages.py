@@ -93,7 +93,8 @@ def _short(text: str) -> str:
 
 
 def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
-    kind, context = details["type"], details.get("ctx", {})
+    kind = details["type"]
+    context = details.get("ctx", {})
     if path in (("data", "train"), ("data", "evaluation")):
         lists = ", or a list of {source, weight}" if path[-1] == "train" else ""
         near = _guess(closest(raw, choices(path)))
@@ -155,7 +156,8 @@ def _guess(guess: str | None) -> str:
 
 def _cause(path: KeyPath, details: ErrorDetails, written: Tree | None) -> str:
     """The usual slip behind such a value, as a sentence of its own, or ""."""
-    kind, value = details["type"], written.scalar if written else None
+    kind = details["type"]
+    value = written.scalar if written else None
     raw = (written.raw if written else None) or ""
     if written is None or written.kind != "scalar":
         return ""

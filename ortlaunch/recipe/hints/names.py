@@ -69,7 +69,9 @@ def _unknown(tree: Tree, model: type[BaseModel] = Recipe, path: KeyPath = ()) ->
 
 
 def _moved(tree: Tree, path: KeyPath, advice: Advice) -> Tree:
-    value, rest, target = tree.find(path), tree.without(path), advice.target
+    value = tree.find(path)
+    rest = tree.without(path)
+    target = advice.target
     if value is None or target is None or not advice.sure or rest.find(target) is not None:
         return rest
     on_the_way = (rest.find(target[:end]) for end in range(1, len(target)))

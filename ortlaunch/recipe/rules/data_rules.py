@@ -49,7 +49,8 @@ def data_rules(recipe: Recipe) -> Iterator[Problem]:
 
 def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
     kind = f"{path}.format"
-    needed, takes = _FORMAT_NEEDS[corpus.format], _FORMAT_FIELDS[corpus.format]
+    needed = _FORMAT_NEEDS[corpus.format]
+    takes = _FORMAT_FIELDS[corpus.format]
     if getattr(corpus, needed) is None:
         yield (f"{path}.{needed}", kind), f"is missing: format {corpus.format} takes {needed}"
     for key in sorted(chosen(corpus) - {"format"} - set(takes)):
@@ -85,7 +86,9 @@ def _mixture(data: Data) -> Iterator[Problem]:
 
 def _kinds(recipe: Recipe) -> Iterator[Problem]:
     """What the data are, beside what the task and the other fields want of them."""
-    data, task, traits = recipe.data, recipe.model.task, recipe.model.traits
+    data = recipe.data
+    task = recipe.model.task
+    traits = recipe.model.traits
     own = data.is_custom
     if data.evaluation is not None and is_custom(data.evaluation) != own:
         paths = ("data.evaluation", "data.train.format", "data.evaluation.format")
@@ -146,10 +149,8 @@ def _packing(data: Data, task: str) -> Iterator[Problem]:
 
 
 def _buckets(data: Data, task: str) -> Iterator[Problem]:
-    path, lengths = (
-        "data.bucket_lengths" if data.bucket_lengths else "data.padding",
-        data.bucket_lengths,
-    )
+    path = "data.bucket_lengths" if data.bucket_lengths else "data.padding"
+    lengths = data.bucket_lengths
     if lengths is None and data.padding == "fixed":
         return
     if not MODEL_TASKS[task].label and not any(is_chat(source) for _, source in data.sources()):
@@ -172,7 +173,8 @@ def _buckets(data: Data, task: str) -> Iterator[Problem]:
 
 def _words(data: Data, task: str) -> Iterator[Problem]:
     """The tokenizer, and the words that are masked."""
-    tokenizer, length = data.tokenizer, data.sequence_length
+    tokenizer = data.tokenizer
+    length = data.sequence_length
     if tokenizer in ("wordpiece", "bpe"):
         yield (
             ("data.tokenizer",),

@@ -34,7 +34,8 @@ def launch_rules(recipe: Recipe) -> Iterator[Problem]:
 
 def _processes(recipe: Recipe) -> Iterator[Problem]:
     launch = recipe.launch
-    per_node, nodes = launch.processes_per_node or 1, max(launch.node_counts, default=1)
+    per_node = launch.processes_per_node or 1
+    nodes = max(launch.node_counts, default=1)
     launcher = LAUNCHERS.get(launch.launcher)
     if launcher and launcher.single and per_node * nodes > 1:
         yield (
@@ -71,7 +72,8 @@ def _variables(recipe: Recipe) -> Iterator[Problem]:
 
 def _elastic(recipe: Recipe) -> Iterator[Problem]:
     """The global batch is kept whatever hosts there are, and there is somebody who starts the run again."""
-    launch, batch = recipe.launch, recipe.batch
+    launch = recipe.launch
+    batch = recipe.batch
     nodes = launch.elastic
     assert nodes is not None
     if nodes.min > nodes.max:

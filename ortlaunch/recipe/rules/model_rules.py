@@ -133,7 +133,8 @@ def _wanted(key: str, value: Any, default: object) -> str | None:
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"
     if isinstance(default, int) or key in _COUNTS:
-        least, most = (1 if key in _COUNTS else 0), _MOST.get(key, MOST)
+        least = 1 if key in _COUNTS else 0
+        most = _MOST.get(key, MOST)
         fits = number and isinstance(value, int) and least <= value <= most
         return (
             None
@@ -154,7 +155,8 @@ def _shown(value: object) -> str:
 
 
 def _task(model: Model) -> Iterator[Problem]:
-    config, traits = model.config or {}, model.traits
+    config = model.config or {}
+    traits = model.traits
     family = config.get("model_type")
     paths = ("model.task", f"{_CONFIG}.model_type")
     if family == "llama" and traits.predicts == "masked":
@@ -175,11 +177,9 @@ def _shape(recipe: Recipe) -> Iterator[Problem]:
     full = complete(recipe.model.config)
     if full is None or recipe.model.pretrained:
         return
-    hidden, heads, groups = (
-        full["hidden_size"],
-        full["num_attention_heads"],
-        full.get("num_key_value_heads"),
-    )
+    hidden = full["hidden_size"]
+    heads = full["num_attention_heads"]
+    groups = full.get("num_key_value_heads")
     if full.get("head_dim") is None and hidden % heads:
         yield (
             (f"{_CONFIG}.num_attention_heads", f"{_CONFIG}.hidden_size"),
@@ -195,7 +195,8 @@ def _shape(recipe: Recipe) -> Iterator[Problem]:
 
 def _fit(recipe: Recipe, full: dict[str, Any]) -> Iterator[Problem]:
     """The data's length and vocabulary against the model's."""
-    length, positions = recipe.data.sequence_length, full["max_position_embeddings"]
+    length = recipe.data.sequence_length
+    positions = full["max_position_embeddings"]
     if length and length > positions:
         yield (
             ("data.sequence_length", f"{_CONFIG}.max_position_embeddings"),

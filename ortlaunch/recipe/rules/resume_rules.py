@@ -23,8 +23,11 @@ class Rule(NamedTuple):
     """What a person should know beside."""
 
 
-EFFECT, REFUSED = "takes effect", "refused"
-_EFFECT, _MODEL, _DATA = Rule(EFFECT), Rule(REFUSED, "model"), Rule(REFUSED, "data")
+EFFECT = "takes effect"
+REFUSED = "refused"
+_EFFECT = Rule(EFFECT)
+_MODEL = Rule(REFUSED, "model")
+_DATA = Rule(REFUSED, "data")
 _AS_THE_GLOBAL_SIZE = Rule(EFFECT, why="the next step takes the samples that follow")
 
 

@@ -85,8 +85,11 @@ def task_rules(recipe: Recipe, task: str) -> Iterator[Problem]:
 
 
 def _batch(recipe: Recipe) -> Iterator[Problem]:
-    batch, launch = recipe.batch, recipe.launch
-    total, micro, steps = batch.global_size, batch.micro_size, batch.accumulation_steps
+    batch = recipe.batch
+    launch = recipe.launch
+    total = batch.global_size
+    micro = batch.micro_size
+    steps = batch.accumulation_steps
     if total is None and (micro is None or steps is None) and micro != "auto":
         yield (
             ("batch", "batch.global_size", "batch.micro_size", "batch.accumulation_steps"),
@@ -96,7 +99,9 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
         return
     if micro == "auto":
         yield from _auto(recipe)
-        micro, steps = 1, None  # the smallest that will be tried
+        # the smallest that will be tried
+        micro = 1
+        steps = None
     per_rank = (micro or 1) * (steps or 1)
     if total is None:
         return
@@ -119,7 +124,8 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _auto(recipe: Recipe) -> Iterator[Problem]:
-    total, steps = recipe.batch.global_size, recipe.batch.accumulation_steps
+    total = recipe.batch.global_size
+    steps = recipe.batch.accumulation_steps
     if total is None:
         yield (
             ("batch.micro_size", "batch.global_size"),
@@ -148,10 +154,8 @@ def _batch_on(total: int, per_rank: int, shown: str, ranks: int, exact: bool) ->
             f"got {total}, but {shown} x {of_ranks} = {per_rank * ranks}; leave one of the three out",
         )
     elif total % (per_rank * ranks):
-        near, unit = (
-            _near_multiples(total, per_rank * ranks),
-            f"{shown} x {of_ranks} = {per_rank * ranks}",
-        )
+        near = _near_multiples(total, per_rank * ranks)
+        unit = f"{shown} x {of_ranks} = {per_rank * ranks}"
         yield (
             paths,
             f"got {total}, which is not a multiple of {unit if shown else of_ranks}; {near}",
@@ -159,12 +163,14 @@ def _batch_on(total: int, per_rank: int, shown: str, ranks: int, exact: bool) ->
 
 
 def _near_multiples(total: int, unit: int) -> str:
-    below, above = total // unit * unit, (total // unit + 1) * unit
+    below = total // unit * unit
+    above = (total // unit + 1) * unit
     return f"{below} or {above} would do" if below else f"{above} would do"
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
-    optimizer, zero = recipe.optimizer, recipe.zero
+    optimizer = recipe.optimizer
+    zero = recipe.zero
     takes = optimizer.traits.fields
     of_some = {field for traits in OPTIMIZERS.values() for field in traits.fields}
     for key in sorted(of_some & chosen(optimizer) - set(takes)):
@@ -226,7 +232,8 @@ def _parity(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _train(recipe: Recipe) -> Iterator[Problem]:
-    steps, epochs = recipe.train.max_steps, recipe.train.epochs
+    steps = recipe.train.max_steps
+    epochs = recipe.train.epochs
     if steps is None and epochs is None:
         yield (
             ("train.max_steps", "train.epochs"),

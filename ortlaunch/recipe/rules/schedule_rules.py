@@ -54,9 +54,11 @@ def _overlap(schedule: Schedule, steps: int | None) -> Iterator[Problem]:
     """A decay that would begin in the warm-up."""
     if schedule.name != "wsd":
         return
-    field, warmup = "warmup_ratio", schedule.warmup_ratio or 0.0
+    field = "warmup_ratio"
+    warmup = schedule.warmup_ratio or 0.0
     if schedule.warmup_steps is not None and steps is not None:
-        field, warmup = "warmup_steps", schedule.warmup_steps / steps
+        field = "warmup_steps"
+        warmup = schedule.warmup_steps / steps
     if warmup <= 1 < round(warmup + schedule.decay_ratio, 9):
         message = f"got {schedule.decay_ratio:g} of the steps beside a warm-up of {warmup:.3g} of them; they overlap"
         yield ("schedule.decay_ratio", f"schedule.{field}", "schedule.name"), message

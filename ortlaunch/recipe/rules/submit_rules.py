@@ -69,7 +69,8 @@ def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _of_pods(recipe: Recipe) -> Iterator[Problem]:
-    submit, forward = recipe.submit, recipe.launch.forward
+    submit = recipe.submit
+    forward = recipe.launch.forward
     if submit.scheduler in ("kubernetes", "azureml") and getattr(submit, submit.scheduler) is None:
         needs = (
             "image, runs and volumes"

@@ -37,12 +37,14 @@ class Tree:
 
     def where(self, path: KeyPath) -> Place:
         """Where `path` was written: its key, else the nearest section that was written."""
-        tree, place = self, self.place
+        tree = self
+        place = self.place
         for key in path:
             child = tree.children.get(key)
             if child is None:
                 return place
-            tree, place = child, child.key_place or child.place
+            tree = child
+            place = child.key_place or child.place
         return place
 
     def without(self, path: KeyPath) -> Tree:
@@ -84,5 +86,6 @@ def merge(base: Tree, top: Tree) -> Tree:
 
 
 def _other_format(base: Tree, top: Tree) -> bool:
-    old, new = base.children.get("format"), top.children.get("format")
+    old = base.children.get("format")
+    new = top.children.get("format")
     return old is not None and new is not None and old.plain() != new.plain()

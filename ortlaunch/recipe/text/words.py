@@ -76,7 +76,8 @@ def normal(word: str) -> str:
 
 def likeness(word: str, candidate: str) -> float:
     """From 0, nothing in common, to 1; what cannot reach a half by its letters alone is 0."""
-    one, other = normal(word), normal(candidate)
+    one = normal(word)
+    other = normal(candidate)
     shared = sum((Counter(one) & Counter(other)).values())
     return (
         difflib.SequenceMatcher(None, one, other).ratio()

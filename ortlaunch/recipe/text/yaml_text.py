@@ -86,7 +86,8 @@ def _explained(error: yaml.MarkedYAMLError, source: str, text: str) -> SourceErr
         return SourceError(
             place, "is not YAML: a no-break space follows this colon; write a plain space"
         )
-    found, opened = error.problem_mark or error.context_mark, error.context_mark
+    found = error.problem_mark or error.context_mark
+    opened = error.context_mark
     lines = text.splitlines()
     line = lines[found.line] if found and found.line < len(lines) else ""
     same_line = bool(found and opened and found.line == opened.line)
@@ -166,7 +167,9 @@ class _Builder:
     """YAML nodes -> Tree, with the loader's own reading of scalars but for YAML 1.1's traps."""
 
     def __init__(self, loader: Any, source: str, problems: list[Line], within: KeyPath) -> None:
-        self.loader, self.source, self.problems = loader, source, problems
+        self.loader = loader
+        self.source = source
+        self.problems = problems
         self.open: list[yaml.Node] = []
         self.path = within
         self.values = 0
@@ -210,7 +213,8 @@ class _Builder:
         merged = Tree(self.place(node), kind="mapping")
         for key_node, value_node in node.value:
             key = self.key(key_node)
-            above, self.path = self.path, (*self.path, key)
+            above = self.path
+            self.path = (*self.path, key)
             value = self.build(value_node)
             if key_node.tag == _LIBRARY + "merge":
                 merged = self.merged(merged, value, value_node)
@@ -240,7 +244,8 @@ class _Builder:
         return str(node.value)
 
     def scalar(self, node: yaml.ScalarNode) -> Any:
-        text, tag = node.value, node.tag.replace(_LIBRARY, "")
+        text = node.value
+        tag = node.tag.replace(_LIBRARY, "")
         if not node.style and tag in ("int", "float", "str"):
             if _SURPRISING.fullmatch(text):
                 return text

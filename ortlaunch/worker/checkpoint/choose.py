@@ -93,7 +93,8 @@ def explain(
     Raises:
         CheckpointError: it would be another training, and nobody has allowed that.
     """
-    requested, made = ResumeRecord.read(run), origin.read(found.folder)
+    requested = ResumeRecord.read(run)
+    made = origin.read(found.folder)
     if made is None or not run.plan.exists():
         return
     now = {**origin.of_run(run, recipe), **identity}

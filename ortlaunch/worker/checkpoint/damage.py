@@ -72,7 +72,8 @@ def _restored(run: RunDir, group: DistributedContext) -> bool:
         path.name for match, path in sorted(paths, key=lambda pair: (int(pair[0][1]), pair[1].name))
     ]
     for name in reversed(json.loads(group.gather(json.dumps(names))[0])):
-        aside, folder = run.checkpoints / name, run.checkpoints / name.partition(".")[0]
+        aside = run.checkpoints / name
+        folder = run.checkpoints / name.partition(".")[0]
         if damage(aside, group):
             continue
         if group.rank == 0:
@@ -89,7 +90,8 @@ def damage(folder: Path, group: DistributedContext) -> str:
     Raises:
         CheckpointError: a file could not be read, for which the disk may be at fault: nothing is known of the file.
     """
-    mine, unread = list[str](), ""
+    mine = list[str]()
+    unread = ""
     try:
         mine = (
             [wrong]

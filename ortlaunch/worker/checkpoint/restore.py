@@ -32,7 +32,8 @@ class Shards:
     """A checkpoint's files, as one set of named tensors."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.index = folder, _index_of(folder)
+        self.folder = folder
+        self.index = _index_of(folder)
         self.pieces: dict[tuple[str, str], list[tuple[int, Entry]]] = {}
         self.numbers: dict[str, dict[str, float]] = {}
         self.buffers: list[dict[str, Entry]] = []
@@ -65,7 +66,8 @@ class Shards:
             CheckpointError: some of them are in no file.
         """
         pieces = self.pieces.get((kind, part.name), [])
-        at, end = part.start, part.start + part.count
+        at = part.start
+        end = part.start + part.count
         for start, entry in pieces[
             max(bisect.bisect_right([start for start, _ in pieces], at) - 1, 0) :
         ]:
@@ -123,7 +125,8 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     Raises:
         CheckpointError: as `load`.
     """
-    shards, buffers = Shards(folder), buffers_of(model)
+    shards = Shards(folder)
+    buffers = buffers_of(model)
     _require_same_model(shards.index, trained_shapes(model), buffers)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -141,7 +144,8 @@ def _require_same_model(
 ) -> None:
     there = {**index["weights"], **index["buffers"]}
     here = {**shapes, **{name: value.shape for name, value in buffers.items()}}
-    lost, unknown = sorted(here.keys() - there), sorted(there.keys() - here)
+    lost = sorted(here.keys() - there)
+    unknown = sorted(there.keys() - here)
     if lost or unknown:
         raise CheckpointError(
             f"the checkpoint is of another model: it lacks {lost}, and has {unknown} besides"
@@ -185,7 +189,8 @@ def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
 def _load_master(
     shards: Shards, parts: list[ParameterRange], optimizer: torch.optim.Optimizer
 ) -> None:
-    master, group = parts[0].master, parts[0].group
+    master = parts[0].master
+    group = parts[0].group
     before = optimizer.state.pop(
         master, {}
     )  # after a rollback; a checkpoint may be older than the first step

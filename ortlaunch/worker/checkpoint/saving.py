@@ -44,7 +44,10 @@ class Saving:
         stepper: Stepper,
         identity: Mapping[str, object],
     ) -> None:
-        self.run, self.recipe, self.group, self.stepper = run, recipe, group, stepper
+        self.run = run
+        self.recipe = recipe
+        self.group = group
+        self.stepper = stepper
         self.made_by = {**origin.of_run(run, recipe), **identity} if run.plan.exists() else {}
         self.policy = recipe.checkpoint
         self.last_step = recipe.train.steps  # earlier where train.stop_after says so
@@ -100,7 +103,8 @@ class Saving:
             CheckpointError: it could not be written, and the run must not go on without, or is at its end.
         """
         self.wait()
-        began, self.next_best = time.perf_counter(), state.get("best", {}).get(KEEP, {}).get("step")
+        began = time.perf_counter()
+        self.next_best = state.get("best", {}).get(KEEP, {}).get("step")
         try:
             if self._may_wait(step, asked):
                 self._begin(step, state, began)
@@ -110,7 +114,8 @@ class Saving:
         except CheckpointError as error:
             self._failed(step, time.perf_counter() - began, error)
         finally:
-            self.tried, self.by_clock = time.monotonic(), False
+            self.tried = time.monotonic()
+            self.by_clock = False
 
     def _may_wait(self, step: int, asked: Ask) -> bool:
         """Whether training may go on before this one is complete (collective)."""
@@ -120,7 +125,8 @@ class Saving:
         return asked is Ask.NOTHING or bool(self.group.gather_numbers([by_clock])[0][0])
 
     def _begin(self, step: int, state: Json, began: float) -> None:
-        beside, samples = self.beside, state["samples"]
+        beside = self.beside
+        samples = state["samples"]
         assert beside is not None
         taken = snapshot(self.run, self.group, self.stepper, step, state, copied=True)
         work = functools.partial(write, self.run, self.made_by, beside, taken, step, samples)

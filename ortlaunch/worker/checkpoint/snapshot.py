@@ -30,7 +30,10 @@ from ortlaunch.worker.model.named_state import (
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
-FORMAT, INDEX, WEIGHT, BUFFER = "ortlaunch 1", "index.json", "weight", "buffer"
+FORMAT = "ortlaunch 1"
+INDEX = "index.json"
+WEIGHT = "weight"
+BUFFER = "buffer"
 Entry = tuple[str, tuple[int, ...], torch.Tensor]  # key, shape, flat
 
 
@@ -108,10 +111,14 @@ def _index(named: NamedState, state: dict[str, object], ranks: int) -> dict[str,
 
 def _share(parts: list[ParameterRange], rank: int, ranks: int) -> list[ParameterRange]:
     """An equal share of what every rank holds: of all elements in a row, this rank's stretch."""
-    total, before, found = sum(part.count for part in parts), 0, []
-    first, last = total * rank // ranks, total * (rank + 1) // ranks
+    total = sum(part.count for part in parts)
+    before = 0
+    found = []
+    first = total * rank // ranks
+    last = total * (rank + 1) // ranks
     for part in parts:
-        begin, end = max(first - before, 0), min(last - before, part.count)
+        begin = max(first - before, 0)
+        end = min(last - before, part.count)
         if begin < end:
             found.append(
                 ParameterRange(

@@ -46,10 +46,12 @@ def write_tensors(
     path: Path, tensors: Sequence[tuple[str, Sequence[int], torch.Tensor]], metadata: dict[str, str]
 ) -> File:
     """Write (key, shape, flat tensor) in this order, onto the disk; size and sum of what was written."""
-    header, end = {"__metadata__": metadata} if metadata else {}, 0
+    header = {"__metadata__": metadata} if metadata else {}
+    end = 0
     described: dict[str, object] = dict(header)
     for key, shape, tensor in tensors:
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin = end
+        end = end + tensor.numel() * tensor.element_size()
         described[key] = {
             "dtype": _name_of(key, tensor.dtype),
             "shape": list(shape),
@@ -57,15 +59,18 @@ def write_tensors(
         }
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)
-    head, size = struct.pack("<Q", len(text)) + text, 8 + len(text) + end
+    head = struct.pack("<Q", len(text)) + text
+    size = 8 + len(text) + end
     with open(path, "wb") as file:
         file.write(head)
-        total, waiting = zlib.crc32(head), 0
+        total = zlib.crc32(head)
+        waiting = 0
         for _, _, tensor in tensors:
             for block in _blocks(tensor):
                 file.write(block)
                 _start_writing(file)
-                total, waiting = zlib.crc32(block, total), waiting + len(block)
+                total = zlib.crc32(block, total)
+                waiting = waiting + len(block)
                 if waiting >= _FLUSHED_BYTES:
                     file.flush()
                     os.fsync(file.fileno())

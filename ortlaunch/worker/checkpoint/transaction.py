@@ -71,7 +71,8 @@ def write(
     run: RunDir, made_by: Json, group: DistributedContext, taken: Snapshot, step: int, samples: int
 ) -> Path:
     """Write what was taken, whole or not at all (collective); arguments and errors as of `save`."""
-    folder, partial = run.checkpoint(step), run.partial(step)
+    folder = run.checkpoint(step)
+    partial = run.partial(step)
     with _agreed(run, group, partial):
         if group.rank == 0:
             _begin(run, partial)
@@ -164,7 +165,8 @@ def _flushed(folder: Path, names: list[str]) -> dict[str, File]:
 
 def _complete(run: RunDir, step: int, manifest: dict[str, object]) -> None:
     """Give the folder its name and its mark, in this order also on the disk."""
-    folder, partial = run.checkpoint(step), run.partial(step)
+    folder = run.checkpoint(step)
+    partial = run.partial(step)
     write_json(partial / MANIFEST, manifest)
     for inside in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
         _flush_folder(inside)

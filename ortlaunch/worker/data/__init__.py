@@ -59,7 +59,9 @@ class LoadedData:
             tell: for a person who waits, how far it is.
             vocabulary: of those weights.
         """
-        self._recipe, self._tell, self._vocabulary = recipe, tell, vocabulary
+        self._recipe = recipe
+        self._tell = tell
+        self._vocabulary = vocabulary
         self.tokenizer = load_tokenizer(recipe.data, vocabulary.tokenizer if vocabulary else None)
         self.label_names = (
             []
@@ -79,7 +81,8 @@ class LoadedData:
     @functools.cached_property
     def evaluation(self) -> Samples | None:
         """What is held out."""
-        source, tell = self._recipe.data.evaluation, self._tell
+        source = self._recipe.data.evaluation
+        tell = self._tell
         if source is None:
             return None
         return self._numbered(
@@ -174,7 +177,8 @@ def make_samples(
         items = call("data.factory", str(source.factory), source.arguments)
         return OwnSamples(items, is_mapping=recipe.data.collate is None)
     seed = recipe.seed if seed is None else seed
-    length, traits = recipe.data.sequence_length or 0, recipe.model.traits
+    length = recipe.data.sequence_length or 0
+    traits = recipe.model.traits
     if traits.label:
         return OF_ROWS[traits.label](source, tokenizer, length, tell)
     if is_chat(source):
@@ -198,7 +202,8 @@ def make_samples(
 def _of_text(
     recipe: Recipe, documents: Documents, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> Samples:
-    length, traits = recipe.data.sequence_length or 0, recipe.model.traits
+    length = recipe.data.sequence_length or 0
+    traits = recipe.model.traits
     if traits.predicts != "masked":
         if not recipe.data.attend_across_documents:
             return SeparateDocuments(documents, length)

@@ -28,7 +28,9 @@ from ortlaunch.worker.supervision.child import PASSED_ON
 Batch = dict[str, torch.Tensor]
 Places = list[tuple[int, int]]  # (sample, epoch)
 Read = Callable[[Places], Batch]
-_THREADS_OWN, _EACH_WORKERS = 2, 2  # micro batches that wait
+# micro batches that wait
+_THREADS_OWN = 2
+_EACH_WORKERS = 2
 
 
 class Reader(NamedTuple):
@@ -47,9 +49,13 @@ class Ahead:
         self, read: Read, places: Callable[[int, int], Places], passes: int, reader: Reader
     ) -> None:
         """places: of a step (from 0) and pass."""
-        self._read, self._places, self._passes, self._reader = read, places, passes, reader
+        self._read = read
+        self._places = places
+        self._passes = passes
+        self._reader = reader
         self._source: Iterator[Any] | None = None
-        self._next, self._last = (-1, -1), ((-1, -1), Batch())
+        self._next = (-1, -1)
+        self._last = ((-1, -1), Batch())
 
     def take(self, step: int, number: int) -> Batch:
         """Micro batch `number` of a step; the one that was taken last may be taken again."""

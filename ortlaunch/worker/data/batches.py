@@ -33,24 +33,24 @@ class Batches:
 
         stack: samples -> a batch.
         """
-        self.samples, self.batch, self.seed, self.buckets, self._stack = (
-            samples,
-            batch,
-            seed,
-            buckets,
-            stack,
-        )
+        self.samples = samples
+        self.batch = batch
+        self.seed = seed
+        self.buckets = buckets
+        self._stack = stack
         self._dealt: tuple[int, list[tuple[int, int]]] | None = None
         self._ahead: tuple[int, Ahead] | None = None  # of a rank
         self.left_out = LeftOut()
-        self._step, self._seen = 0, 0
+        self._step = 0
+        self._seen = 0
         self.order = (
             samples.order(seed) if isinstance(samples, Mixture) else Order(len(samples), seed)
         )
 
     def go_on(self, step: int, seen: int) -> None:
         """Step `step` follows on `seen` samples, whatever the global batch was before it."""
-        self._step, self._seen = step, seen
+        self._step = step
+        self._seen = seen
 
     def seen(self, step: int) -> int:
         """Samples that the steps before `step` (from 0) took, with those that were left out before one they took."""

@@ -62,10 +62,8 @@ def tokenized_chats(
 
 def _marked(encoded: Any, answers: list[tuple[int, int]]) -> Sequence[int]:
     """From the first token that has a letter of an answer to the last that has one."""
-    ids, places = (
-        np.array(encoded.ids, np.uint32),
-        np.array(encoded.offsets, np.int64).reshape(-1, 2),
-    )
+    ids = np.array(encoded.ids, np.uint32)
+    places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
     for first, after in answers:
         (inside,) = np.nonzero(
             (places[:, 1] > first) & (places[:, 0] < after) & (places[:, 1] > places[:, 0])
@@ -89,7 +87,8 @@ class _Template:
                 "data.tokenizer has no chat template; give one, as its model's card has it: data.chat_template, a "
                 "Jinja file or its text"
             )
-        self.tokenizer, self.text = tokenizer, str(tokenizer.get_chat_template())
+        self.tokenizer = tokenizer
+        self.text = str(tokenizer.get_chat_template())
         self.marks = _MARKED.search(self.text) is not None
         added = tokenizer.added_tokens_decoder.values()
         self.end_marks = tuple(
@@ -107,7 +106,8 @@ class _Template:
         except DataError:
             raise
         except Exception as error:  # Jinja's, and whatever a template's own code raises
-            line, why = getattr(error, "lineno", None), " ".join(str(error).split())
+            line = getattr(error, "lineno", None)
+            why = " ".join(str(error).split())
             if line:  # of the template: it is none
                 raise DataError(f"data.chat_template: line {line}: {why}") from None
             raise DataError(f"{chat.place}: the chat template refuses it: {why}") from None
@@ -139,7 +139,8 @@ class _Template:
 
     def _answer(self, whole: str, chat: Chat, number: int) -> tuple[int, int]:
         """After the prompt for an answer, with the end mark, without the line end after that."""
-        before, after = self._text(chat.messages[:number]), self._text(chat.messages[: number + 1])
+        before = self._text(chat.messages[:number])
+        after = self._text(chat.messages[: number + 1])
         if not (whole.startswith(before) and whole.startswith(after)):
             raise DataError(
                 f"{chat.place}: the chat template writes message {number + 1} in another way when others follow, so "
@@ -164,12 +165,14 @@ class Conversations:
 
     def __init__(self, documents: Documents, length: int, pad: int, name: str) -> None:
         self.tokens, self.ends = documents
-        self.length, self.pad = length, pad
+        self.length = length
+        self.pad = pad
         sizes = np.diff(self.ends, prepend=0)
         self.kept = np.flatnonzero(
             _has_answer(self.tokens, self.ends - sizes, np.minimum(sizes, length))
         )
-        cut, without = int((sizes > length).sum()), len(sizes) - len(self.kept)
+        cut = int((sizes > length).sum())
+        without = len(sizes) - len(self.kept)
         if not len(self.kept):
             raise DataError(
                 f"{name}: no chat has an answer within its first {length} tokens (data.sequence_length)"
@@ -192,7 +195,8 @@ class Conversations:
         marked = self.tokens[begin : min(int(self.ends[chat]), begin + self.length)].astype(
             np.int64
         )
-        found, empty = len(marked), self.length - len(marked)
+        found = len(marked)
+        empty = self.length - len(marked)
         ids = np.pad(marked & (ANSWER - 1), (0, empty), constant_values=self.pad)
         labels = np.pad(
             np.where(marked & ANSWER, marked & (ANSWER - 1), IGNORED),
@@ -212,7 +216,8 @@ def _has_answer(
     (long,) = np.nonzero(sizes > 1)
     for first in range(0, len(long), _CHATS_AT_ONCE):
         chats = long[first : first + _CHATS_AT_ONCE]
-        begin, after = begins[chats] + 1, begins[chats] + sizes[chats]
+        begin = begins[chats] + 1
+        after = begins[chats] + sizes[chats]
         read = tokens[begin[0] : after[-1]] >= ANSWER
         spans = (
             np.stack([begin, after], axis=1).ravel()[:-1] - begin[0]

@@ -11,7 +11,9 @@ from ortlaunch.worker.data.mixture import Mixture
 from ortlaunch.worker.data.order import order_name
 from ortlaunch.worker.data.samples import Samples
 
-_PIECES, _TOKENS = 64, 4096  # looked at; a corpus may be larger than memory
+# looked at; a corpus may be larger than memory
+_PIECES = 64
+_TOKENS = 4096
 
 
 def identity(samples: Samples) -> dict[str, object]:
@@ -34,10 +36,8 @@ def _fingerprint(samples: object) -> str | None:
             else hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
         )
     if hasattr(samples, "tokens"):
-        tokens, found = (
-            samples.tokens,
-            hashlib.blake2b(str(len(samples.tokens)).encode(), digest_size=8),
-        )
+        tokens = samples.tokens
+        found = hashlib.blake2b(str(len(samples.tokens)).encode(), digest_size=8)
         for start in np.linspace(0, max(0, len(tokens) - _TOKENS), _PIECES, dtype=np.int64):
             found.update(
                 np.ascontiguousarray(tokens[int(start) : int(start) + _TOKENS])

@@ -118,7 +118,8 @@ def scored(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:
 
 def tagged(row: Row, source: Corpus, first: Any) -> tuple[list[str], list[Any]]:
     """Words with a tag each."""
-    words, tags = value(row, source.text_column), value(row, source.label_column)
+    words = value(row, source.text_column)
+    tags = value(row, source.label_column)
     for name, found in ((source.text_column, words), (source.label_column, tags)):
         if not isinstance(found, list) or not found:
             raise DataError(

@@ -71,8 +71,11 @@ class LabelledTexts:
             raise DataError(
                 "data.tokenizer: has neither a token for padding nor one for the end of a text"
             )
-        self.source, self.length, self._tell = source, length, tell
-        self._pad, self._on_the_left = tokenizer.pad_token_id, tokenizer.padding_side == "left"
+        self.source = source
+        self.length = length
+        self._tell = tell
+        self._pad = tokenizer.pad_token_id
+        self._on_the_left = tokenizer.padding_side == "left"
         self._with_mask = "attention_mask" in tokenizer.model_input_names
         self._key = f"{self.task} 2 {fingerprint(source)} {source.label_column}"
         key = f"{self._key} {length} {_decides(tokenizer)}"
@@ -139,8 +142,10 @@ class LabelledTexts:
         return int(max(self.labels)) + 1
 
     def sample(self, index: int, epoch: int) -> Sample:
-        document, size = _document(self._documents, index), self.size(index)
-        ids, behind = document[:size], document[size:]
+        document = _document(self._documents, index)
+        size = self.size(index)
+        ids = document[:size]
+        behind = document[size:]
         found = {"input_ids": self._padded(ids, self._pad)}
         if self._with_mask:
             found["attention_mask"] = self._padded(np.ones_like(ids), 0)
@@ -290,7 +295,8 @@ def number_labels(
         DataError: some sources have words and others numbers, all words are one, or one of the evaluation is in no
             training row.
     """
-    parts, held_out = _labelled(train), _labelled(evaluation)
+    parts = _labelled(train)
+    held_out = _labelled(evaluation)
     if not _are_words(*parts, *held_out):
         return []
     words = sorted({word for part in parts for word in part.all_labels()})

@@ -64,12 +64,11 @@ class Masking:
             raise DataError(
                 f"data.tokenizer has no {', '.join(missing)}, which masked language models need; train wordpiece"
             )
-        self.words, self.settings = len(tokenizer), settings
-        self.cls, self.sep, self.mask_id = (
-            tokenizer.cls_token_id,
-            tokenizer.sep_token_id,
-            tokenizer.mask_token_id,
-        )
+        self.words = len(tokenizer)
+        self.settings = settings
+        self.cls = tokenizer.cls_token_id
+        self.sep = tokenizer.sep_token_id
+        self.mask_id = tokenizer.mask_token_id
         self.goes_on = _pieces(tokenizer) if settings.whole_words else None
 
     def predictions(self, tokens: int) -> int:
@@ -166,7 +165,9 @@ class MaskedBlocks(MaskedSamples):
     """Windows of the corpus with masked words; documents follow each other. Each has as many predictions."""
 
     def __init__(self, tokens: Tokens, length: int, masking: Masking, seed: int) -> None:
-        self.tokens, self.masking, self.seed = tokens, masking, seed
+        self.tokens = tokens
+        self.masking = masking
+        self.seed = seed
         self.body = length - 2
         self.varies = masking.settings.whole_words
 

@@ -32,7 +32,8 @@ class Mixture:
     """The samples of several sources, numbered one source after the other."""
 
     def __init__(self, parts: Sequence[Samples], weights: Sequence[float]) -> None:
-        self.parts, self.weights = parts, weights
+        self.parts = parts
+        self.weights = weights
         self.ends = list(itertools.accumulate(map(len, parts)))
         self.batch = self._batch if all(hasattr(part, "batch") for part in parts) else None
 
@@ -86,7 +87,8 @@ class MixedOrder:
     """The endless order of a mixture."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
-        self.seed, self.counts = seed, shares(weights)
+        self.seed = seed
+        self.counts = shares(weights)
         self.orders = [Order(size, source_seed(seed, number)) for number, size in enumerate(sizes)]
         self.begins = [0, *itertools.accumulate(sizes[:-1])]
         self._blocks: dict[

@@ -14,14 +14,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-SHUFFLE, FEISTEL = "shuffle", "feistel"  # what a checkpoint calls them
+# what a checkpoint calls them
+SHUFFLE = "shuffle"
+FEISTEL = "feistel"
 _MOST_SHUFFLED = 1 << 16  # with few samples a network of eight rounds would prefer some orders
 _ROUNDS = 8
-_FIRST, _SECOND = (
-    np.uint64(0xFF51AFD7ED558CCD),
-    np.uint64(0xC4CEB9FE1A85EC53),
-)  # MurmurHash3's finalizer
-_HALF, _DROPPED = np.uint64(32), np.uint64(24)
+# MurmurHash3's finalizer
+_FIRST = np.uint64(0xFF51AFD7ED558CCD)
+_SECOND = np.uint64(0xC4CEB9FE1A85EC53)
+_HALF = np.uint64(32)
+_DROPPED = np.uint64(24)
 
 
 class Permutation(Protocol):
@@ -39,7 +41,8 @@ class Order:
     """The endless order of a data set, epoch after epoch."""
 
     def __init__(self, samples: int, seed: int) -> None:
-        self.samples, self.seed = samples, seed
+        self.samples = samples
+        self.seed = seed
         self._epochs: dict[
             int, Permutation
         ] = {}  # this one, and the next where a batch reaches into it
@@ -77,11 +80,9 @@ class Feistel:
 
     def __init__(self, samples: int, seed: int, epoch: int) -> None:
         across = math.isqrt(samples - 1) + 1
-        self.samples, self.across, self.down = (
-            np.uint64(samples),
-            np.uint64(across),
-            np.uint64(-(-samples // across)),
-        )
+        self.samples = np.uint64(samples)
+        self.across = np.uint64(across)
+        self.down = np.uint64(-(-samples // across))
         self.keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -55,7 +55,8 @@ class OwnCollate:
     """The user's own function from a list of samples to a batch."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.function = name, find("data.collate", name)
+        self.name = name
+        self.function = find("data.collate", name)
 
     def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
         found = self.function(samples)
@@ -86,7 +87,8 @@ class OwnSamples:
                 f"data.factory returned {type(items).__name__} with keys {keys}; it must have samples by their numbers "
                 "from 0: return one of its values, or a list"
             )
-        self.items, self.is_mapping = items, is_mapping
+        self.items = items
+        self.is_mapping = is_mapping
 
     def __len__(self) -> int:
         return len(self.items)

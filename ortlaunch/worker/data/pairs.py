@@ -30,7 +30,10 @@ class SentencePairs(MaskedSamples):
         self, documents: Documents, length: int, masking: Masking, pad: int, seed: int
     ) -> None:
         self.tokens, self.ends = documents
-        self.length, self.masking, self.pad, self.seed = length, masking, pad, seed
+        self.length = length
+        self.masking = masking
+        self.pad = pad
+        self.seed = seed
         self.body = length - 3
         sizes = np.diff(self.ends, prepend=0)
         windows = np.where(sizes < 2, 0, -(-sizes // self.body))
@@ -50,10 +53,12 @@ class SentencePairs(MaskedSamples):
         found: _Ints = np.zeros((4, len(places), self.length), dtype=np.int64)
         ids, labels, attention, segments = found
         labels[:] = IGNORED
-        ends, unrelated = [], []
+        ends = []
+        unrelated = []
         for row, ((index, _), drawn) in enumerate(zip(places, random[:, : 2 + _DRAWS].tolist())):
             document, start, size = self.place(index)
-            low, high = max(1, size // 4), max(1, size * 3 // 4)
+            low = max(1, size // 4)
+            high = max(1, size * 3 // 4)
             cut = low + int(drawn[0] * (high + 1 - low))
             second = start + cut, size - cut
             unrelated.append(int(drawn[1] < 0.5))

@@ -28,7 +28,8 @@ _OPENED: dict[str, Callable[[BinaryIO], Any]] = {
 }
 _BY_DATASETS = (".zst", ".lz4", ".zip")
 _LOADER = {"text": "text", "jsonl": "json"}
-_LETTERS_AT_ONCE, _ROWS_AT_ONCE = 1 << 20, 1000
+_LETTERS_AT_ONCE = 1 << 20
+_ROWS_AT_ONCE = 1000
 _LONGEST_PARAGRAPH = 16_000_000  # it is joined from portions, and all of it is in memory
 _LONGEST_ROW = 64_000_000  # bytes, all of them in memory
 LONGEST_TEXT = _LONGEST_PARAGRAPH  # characters: a tokenizer needs some hundred bytes for each
@@ -121,7 +122,8 @@ class _TextFile:
 
 
 def _paragraphs(path: str) -> Iterator[Row]:
-    line, rest = 1, ""
+    line = 1
+    rest = ""
     with _TextFile(path) as file:
         letters = io.TextIOWrapper(file.bytes, encoding="utf-8-sig")
         while chunk := letters.read(_LETTERS_AT_ONCE):
@@ -198,7 +200,8 @@ def _parquet(path: str) -> Iterator[Row]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        number, rows = 0, max(1, file.metadata.num_rows)
+        number = 0
+        rows = max(1, file.metadata.num_rows)
         described = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
         names = names_of_numbers((described.get("info") or {}).get("features") or {})
         for batch in file.iter_batches(_ROWS_AT_ONCE):

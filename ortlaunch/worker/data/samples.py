@@ -31,7 +31,8 @@ def cut_padding(batch: dict[str, torch.Tensor], buckets: Sequence[int]) -> dict[
     mask = batch.get("attention_mask")
     if mask is None:
         return batch
-    whole, needed = mask.shape[1], int(mask.sum(1).max())
+    whole = mask.shape[1]
+    needed = int(mask.sum(1).max())
     length = next((bucket for bucket in buckets if bucket >= needed), whole)
     on_the_left = (
         mask[:, 0].sum() < mask[:, -1].sum()

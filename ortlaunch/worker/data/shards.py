@@ -35,7 +35,8 @@ class _Joined:
     """Shards as one row; a slice of two of them is a copy."""
 
     def __init__(self, shards: Sequence[_Ints]) -> None:
-        self.shards, self.size = shards, len(shards[0])
+        self.shards = shards
+        self.size = len(shards[0])
 
     def __len__(self) -> int:
         return (len(self.shards) - 1) * self.size + len(self.shards[-1])
@@ -109,7 +110,9 @@ class ShardWriter:
             )  # tofile says nothing of a full disk but how much it wrote
             self.file.close()
             seal(own_seal(self._path), [self._path])
-            ids, self.room, self.number = ids[self.room :], SHARD, self.number + 1
+            ids = ids[self.room :]
+            self.room = SHARD
+            self.number = self.number + 1
             self.file = self._path.open("wb")
         self.file.write(ids.data)
         self.room -= len(ids)

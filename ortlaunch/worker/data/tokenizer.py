@@ -109,7 +109,8 @@ def _wordpiece(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
     from tokenizers import decoders, models, processors
     from transformers import PreTrainedTokenizerFast
 
-    special, counts = list(_BERT_WORDS.values()), Counter[str]()
+    special = list(_BERT_WORDS.values())
+    counts = Counter[str]()
     found = _wordpiece_vocabulary(_counting(_texts(data), counts), 0, [], None)
     letters = sorted((c for c in counts if c in found), key=lambda c: (-counts[c], c))[
         :_MOST_LETTERS

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tell = Callable[[str], None]
-_DOCUMENTS_AT_ONCE, _LETTERS_AT_ONCE = 1000, 4_000_000
+_DOCUMENTS_AT_ONCE = 1000
+_LETTERS_AT_ONCE = 4_000_000
 _SAVE_SECONDS = 5.0
 _TELL_SECONDS = 0.5
 
@@ -152,7 +153,8 @@ def stored(work: Work, tell: Tell = silent) -> Documents:
 
 def _alone(base: Path, tell: Tell) -> contextlib.AbstractContextManager[object]:
     """The lock of a corpus; who waits for it says so."""
-    lock, seconds = FileLock(base.with_suffix(".lock")), 0
+    lock = FileLock(base.with_suffix(".lock"))
+    seconds = 0
     while True:
         try:
             return lock.acquire(timeout=1)
@@ -163,7 +165,8 @@ def _alone(base: Path, tell: Tell) -> contextlib.AbstractContextManager[object]:
 
 def _write_tokens(base: Path, work: Work, tell: Tell) -> list[Path]:
     """Every document; the files."""
-    ends, note = base.with_suffix(".ends"), base.with_suffix(".written")
+    ends = base.with_suffix(".ends")
+    note = base.with_suffix(".written")
     before = _written(base, ends, note)
     chunks = _chunks(itertools.islice(work.items(), before.documents, None))
     if not before.documents:
@@ -194,14 +197,15 @@ def _write(
     encoded: Iterable[Encoded],
     tell: Tell,
 ) -> None:
-    began, before, saved, told = time.monotonic(), done.tokens, time.monotonic(), 0.0
+    began = time.monotonic()
+    before = done.tokens
+    saved = time.monotonic()
+    told = 0.0
     for ids, sizes, chunk in encoded:
         tokens.write(ids)
         after.write((done.tokens + np.cumsum(sizes, dtype=np.int64)).data)
-        done, now = (
-            Written(done.documents + len(chunk.items), done.tokens + len(ids)),
-            time.monotonic(),
-        )
+        done = Written(done.documents + len(chunk.items), done.tokens + len(ids))
+        now = time.monotonic()
         if now - saved >= _SAVE_SECONDS:
             _save(tokens, after, note, done)
             saved = now
@@ -242,7 +246,8 @@ def _encoded(
         first = next(chunks, None)
         waiting = thread.submit(ids_of, first) if first else None
         while waiting:
-            found, following = waiting, next(chunks, None)
+            found = waiting
+            following = next(chunks, None)
             waiting = thread.submit(ids_of, following) if following else None
             yield found.result()
 
@@ -274,12 +279,14 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 def _chunks(items: Iterable[tuple[Any, float]]) -> Iterator[Chunk]:
     """Bounded in documents and letters, so that memory is too."""
-    taken, letters = list[object](), 0
+    taken = list[object]()
+    letters = 0
     for item, share in items:
         taken.append(item)
         letters += len(item)
         if len(taken) == _DOCUMENTS_AT_ONCE or letters >= _LETTERS_AT_ONCE:
             yield Chunk(taken, share)
-            taken, letters = [], 0
+            taken = []
+            letters = 0
     if taken:
         yield Chunk(taken, 1.0)

@@ -14,7 +14,8 @@ class Blocks:
     """Packed windows for causal language models; documents follow each other, an end mark between them."""
 
     def __init__(self, tokens: Tokens, length: int, with_mask: bool) -> None:
-        self.tokens, self.length = tokens, length
+        self.tokens = tokens
+        self.length = length
         # Without a mask transformers looks for packed sequences with an operator that ONNX has not.
         self.mask = {"attention_mask": torch.ones(length, dtype=torch.int64)} if with_mask else {}
 
@@ -43,7 +44,8 @@ class SeparateDocuments:
         return len(self.tokens) // self.length
 
     def sample(self, index: int, epoch: int) -> Sample:
-        first, after = index * self.length, (index + 1) * self.length
+        first = index * self.length
+        after = (index + 1) * self.length
         known, last = (
             int(np.searchsorted(self.ends, place, side="right")) for place in (first, after)
         )

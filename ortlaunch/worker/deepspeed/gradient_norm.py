@@ -87,7 +87,8 @@ class _FusedPass:
 
     def has_overflow_partitioned_grads_serial(self) -> Tensor:
         """Whether one of this rank's gradients has an inf or nan: bool, shape [1]."""
-        optimizer, sums = self.optimizer, []
+        optimizer = self.optimizer
+        sums = []
         self.left = []
         for i in range(len(optimizer.bit16_groups)):
             gradients = [

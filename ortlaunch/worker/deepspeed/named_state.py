@@ -33,7 +33,8 @@ def named_state(engine: Any, model: nn.Module, rank: int) -> NamedState:
     Raises:
         CheckpointError: DeepSpeed keeps it where we cannot reach it.
     """
-    kind, optimizer = type(engine.optimizer).__name__, engine.optimizer
+    kind = type(engine.optimizer).__name__
+    optimizer = engine.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         named = whole_parts(model.named_parameters(), optimizer)
         return NamedState(trained_shapes(model), named, optimizer, buffers_of(model))
@@ -73,7 +74,8 @@ def _fragments(optimizer: Sharded, model: nn.Module, rank: int) -> Iterator[Para
     for name, parameter in model.named_parameters():
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is not None:
-            here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+            here = mapping.lp_fragment_address
+            there = mapping.hp_fragment_address
             group = optimizer.optimizer.param_groups[mapping.param_group_index]
             yield ParameterRange(
                 name, here.start, here.numel, group["params"][0], there.start, group

@@ -35,7 +35,8 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _on_cpu(tensors: Sequence[Tensor]) -> Tensor:
-    norms, rests = [], []
+    norms = []
+    rests = []
     for tensor in tensors:
         flat = tensor.reshape(-1)
         whole = flat.numel() // _ROW * _ROW

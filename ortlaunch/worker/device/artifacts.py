@@ -51,7 +51,8 @@ def ondevice(
         MissingDependency: onnxruntime-training is not installed.
     """
     made = require()
-    whole, place = trained.float(), DeviceFolder(folder)
+    whole = trained.float()
+    place = DeviceFolder(folder)
     size = sum(parameter.numel() * parameter.element_size() for parameter in whole.parameters())
     if size > _MOST:
         raise InputError(
@@ -80,7 +81,8 @@ def ondevice(
 
 def as_on_a_device(recipe: Recipe, micro_samples: int) -> Recipe:
     """The artifacts' recipe: a step is one pass, nothing is sharded, and attention is written out, for its gradient."""
-    fields, alone = recipe.model, dict[str, object](gradient_checkpointing=False)
+    fields = recipe.model
+    alone = dict[str, object](gradient_checkpointing=False)
     if not fields.traits.is_own:
         alone["attention"] = "eager"
     return recipe.model_copy(
@@ -120,7 +122,8 @@ def _optimizer(recipe: Recipe) -> object:
     """The recipe's, as far as ONNX Runtime has it for devices."""
     from onnxruntime.training.onnxblock import optim
 
-    chosen, norm = recipe.optimizer, recipe.train.max_grad_norm
+    chosen = recipe.optimizer
+    norm = recipe.train.max_grad_norm
     clip = None if norm is None else optim.ClipGradNorm(norm)
     if chosen.traits.on_device == "SGD":
         return optim.SGD(clip_grad=clip)
@@ -134,7 +137,8 @@ def _optimizer(recipe: Recipe) -> object:
 
 def _notes(recipe: Recipe, forward: Forward) -> list[str]:
     """What a device does not do as the recipe says."""
-    chosen, found = recipe.optimizer, []
+    chosen = recipe.optimizer
+    found = []
     if chosen.traits.on_device_note:
         found.append(chosen.traits.on_device_note)
     decays = chosen.traits.on_device == "AdamW"
@@ -196,7 +200,8 @@ def _save_surroundings(whole: LossModule, folder: Path, tokenizer: PreTrainedTok
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """While open, what ONNX Runtime's graph transformers say at every step goes nowhere: no setting reaches them."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield

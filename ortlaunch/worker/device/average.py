@@ -78,7 +78,8 @@ def _differences(path: Path, state: Any, wanted: list[Weights]) -> Iterator[str]
         yield f"{path} is not of these artifacts: it has {len(found)} weights, they {len(names)}; {other} differs"
         return
     for each in wanted:
-        value, here = found[each["name"]].data, found[each["name"]]
+        value = found[each["name"]].data
+        here = found[each["name"]]
         if list(value.shape) != each["shape"]:
             yield f"{path}: {each['name']} is of shape {list(value.shape)}, and of {each['shape']} in the artifacts"
         elif here.requires_grad != each["trained"]:

@@ -37,10 +37,8 @@ def evaluate(place: DeviceFolder, recipe: Recipe, data: LoadedData, checkpoint: 
     """Measure, write evaluation.json, print it."""
     if data.evaluation is None:
         raise InputError(no_evaluation(place.recipe, recipe.data))
-    device, group = (
-        Device(place, checkpoint),
-        DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu")),
-    )
+    device = Device(place, checkpoint)
+    group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     whole = LossModule(_OnDevice(device))
     found = measured(recipe, whole, data.evaluation, group, number(device.state, STEPS))
     write_json(place.evaluation, found.to_json())

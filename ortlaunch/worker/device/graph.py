@@ -32,7 +32,8 @@ class WithLoss(nn.Module):
 
     def __init__(self, whole: LossModule, inputs: tuple[str, ...]) -> None:
         super().__init__()
-        self.model, self.inputs = whole.model, inputs
+        self.model = whole.model
+        self.inputs = inputs
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(self.named(*tensors).values())
@@ -110,7 +111,8 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
     """
     module = WithLoss(whole, tuple(batches[0])).train()
     _require_no_statistics(module)
-    inputs, outputs = _axes(batches), _axes([module.named(*batch.values()) for batch in batches])
+    inputs = _axes(batches)
+    outputs = _axes([module.named(*batch.values()) for batch in batches])
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter(
             "ignore"
@@ -140,9 +142,11 @@ def _write_sizes(path: Path, batches: list[Batch]) -> None:
     model = onnx.load(str(path))
     made = [name for node in model.graph.node for name in node.output if name]
     long, short = (_values(model, made, batch) for batch in batches[:2])
-    known, words = {each.name for each in model.graph.output}, _open_sizes(batches)
+    known = {each.name for each in model.graph.output}
+    words = _open_sizes(batches)
     for name in made:
-        one, other = long[name], short[name]
+        one = long[name]
+        other = short[name]
         if name not in known and one.ndim == other.ndim:
             pairs = zip(one.shape, other.shape)
             sizes = [a if a == b else words.get((a, b), f"size_{a}_{b}") for a, b in pairs]
@@ -153,7 +157,8 @@ def _write_sizes(path: Path, batches: list[Batch]) -> None:
 
 def _open_sizes(batches: list[Batch]) -> dict[tuple[int, int], str]:
     """The names of the sizes that differ between two batches, as the graph's inputs have them."""
-    pairs, axes = dict[tuple[int, int], str](), _axes(batches)
+    pairs = dict[tuple[int, int], str]()
+    axes = _axes(batches)
     for name, value in batches[0].items():
         pairs.update(
             {
@@ -209,7 +214,8 @@ def _sorted(module: WithLoss, forward: Forward) -> Forward:
     import onnx
 
     graph = onnx.load(str(forward.path)).graph
-    used, there = _used(graph), {each.name: list(each.dims) for each in graph.initializer}
+    used = _used(graph)
+    there = {each.name: list(each.dims) for each in graph.initializer}
     forward.shapes.update(there)
     aliases: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -235,7 +241,8 @@ def _sorted(module: WithLoss, forward: Forward) -> Forward:
 def _used(graph: Any) -> set[str]:
     """Names that the loss is computed from."""
     makers = {name: node for node in graph.node for name in node.output}
-    found, left = set[str](), [graph.output[0].name]
+    found = set[str]()
+    left = [graph.output[0].name]
     while left:
         name = left.pop()
         if name not in found:

@@ -58,7 +58,8 @@ def _made_up(device: Device, place: DeviceFolder) -> Batch:
     """A batch for the evaluation graph: whole numbers are 0 and 1, which any vocabulary and number of classes has."""
     import onnx
 
-    generator, graph = torch.Generator().manual_seed(0), onnx.load(str(place.eval)).graph
+    generator = torch.Generator().manual_seed(0)
+    graph = onnx.load(str(place.eval)).graph
     named: Json = {each.name: each.type.tensor_type for each in graph.input}
     found = {}
     for name in device.inputs:

@@ -76,7 +76,8 @@ def train(
 
 
 def _span(recipe: Recipe, samples: int, micro: int, checkpoint: Path, steps: int | None) -> _Span:
-    first, total = number(load_state(checkpoint), STEPS), recipe.train.max_steps
+    first = number(load_state(checkpoint), STEPS)
+    total = recipe.train.max_steps
     if total is None:
         total = max(1, math.ceil(round((recipe.train.epochs or 0.0) * samples / micro, 6)))
     if first >= total:
@@ -95,7 +96,8 @@ def _more(recipe: Recipe, steps: int) -> str:
 
 def _take(device: Device, recipe: Recipe, batches: Batches, span: _Span) -> list[float]:
     """Take the steps; the loss of each."""
-    losses, began = list[float](), time.monotonic()
+    losses = list[float]()
+    began = time.monotonic()
     for step in range(span.first, span.last):
         rate = recipe.optimizer.learning_rate * factor(recipe.schedule, step, span.total)
         losses.append(device.step(batches.micro_batch(step, 0, 0), rate))

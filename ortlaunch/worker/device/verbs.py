@@ -13,11 +13,9 @@ from ortlaunch.user_modules import make_importable
 
 def run(request: DeviceRequest) -> None:
     """Do the requested one."""
-    place, checkpoint, to = (
-        DeviceFolder(request.artifacts),
-        Path(request.checkpoint or ""),
-        Path(request.to or ""),
-    )
+    place = DeviceFolder(request.artifacts)
+    checkpoint = Path(request.checkpoint or "")
+    to = Path(request.to or "")
     if request.verb == "average":
         from ortlaunch.worker.device.average import average
 

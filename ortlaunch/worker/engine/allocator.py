@@ -14,7 +14,9 @@ import platform
 from collections.abc import MutableMapping
 from pathlib import Path
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+# glibc's malloc.h
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 _LARGEST = 32 << 20  # the most that glibc takes
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch at its first tensor
 _NEVER = -1  # as an unsigned number: more than there is

@@ -58,7 +58,8 @@ class Averaging:
         anywhere = {
             name for text in self.group.gather("\n".join(found)) for name in text.split("\n")
         }
-        self.unused, self._looked = tuple(name for name in self.trained if name in anywhere), True
+        self.unused = tuple(name for name in self.trained if name in anywhere)
+        self._looked = True
         if self.unused and self.group.rank == 0:
             print(
                 f"the loss does not use {_listed(self.unused)}: gradients are averaged after the backward pass, not "

@@ -92,7 +92,8 @@ def choose(asked: str, cpus: Sequence[Cpu], rank: Rank, gpus: Sequence[int | Non
         cpus: that the ranks of this host have together, in order.
         gpus: the NUMA node of the GPU of each of its ranks.
     """
-    everything, ranks = tuple(sorted(cpu.number for cpu in cpus)), rank.local_world_size
+    everything = tuple(sorted(cpu.number for cpu in cpus))
+    ranks = rank.local_world_size
     nodes = sorted({cpu.node for cpu in cpus})
     cores = sorted({(cpu.node, cpu.core) for cpu in cpus})
     why = None
@@ -119,7 +120,8 @@ def choose(asked: str, cpus: Sequence[Cpu], rank: Rank, gpus: Sequence[int | Non
 
 def _dealt(cpus: Sequence[Cpu], cores: Sequence[tuple[int, int]], rank: Rank) -> list[int]:
     """As many for each rank, for all wait for the slowest: whole cores where that leaves none over."""
-    ranks, local = rank.local_world_size, rank.local_rank
+    ranks = rank.local_world_size
+    local = rank.local_rank
     if len(cores) % ranks == 0:
         mine = set(_share(cores, local, ranks))
         return [cpu.number for cpu in cpus if (cpu.node, cpu.core) in mine]

@@ -53,7 +53,8 @@ def compare(
     """
     model = reference.model if isinstance(reference, Replaying) else reference
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
-    limits, device = PRECISIONS[precision], parameters[0].device
+    limits = PRECISIONS[precision]
+    device = parameters[0].device
     tolerance = tolerance or limits.tolerance
     dtype = narrow_dtype_of(precision) if autocast else None
 

@@ -41,9 +41,11 @@ class Draws(TorchFunctionMode):
     def __torch_function__(
         self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
         if name in _DROPOUTS and kwargs.get("p", args[1] if len(args) > 1 else 0.5):
-            x, rest = args[0], args[1:]
+            x = args[0]
+            rest = args[1:]
             return x * self._drawn(
                 lambda: func(torch.ones_like(x), *rest, **{**kwargs, "inplace": False})
             )

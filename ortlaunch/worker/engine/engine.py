@@ -136,7 +136,8 @@ def build_engine(
     if not exact:
         keep_positions_exact(model)
     onednn = multiply_by_onednn(recipe, model, group.device)
-    given, recipe = recipe, _with_engine(recipe, onednn=onednn)
+    given = recipe
+    recipe = _with_engine(recipe, onednn=onednn)
     flops = flops_per_token(
         model.model, recipe.data.sequence_length
     )  # now: ZeRO 3 will leave pieces of weights
@@ -148,7 +149,8 @@ def build_engine(
     if dtype is not None:
         cast_parameters(model, dtype)  # DeepSpeed would, on the device, after an export
     _move(model, group.device, recipe)
-    used, fallback = recipe.engine.name, ""
+    used = recipe.engine.name
+    fallback = ""
     module: nn.Module = model
     witness: Witness | None = None
     if used == "ort":
@@ -240,7 +242,8 @@ def _stepper(
 ) -> Stepper:
     if plan.deepspeed is not None:
         return DeepSpeedStepper(module, chosen.optimizer, group, plan.deepspeed)
-    steps, norm = plan.batch.accumulation_steps, recipe.train.max_grad_norm
+    steps = plan.batch.accumulation_steps
+    norm = recipe.train.max_grad_norm
     return TorchStepper(module, chosen.optimizer, group, recipe.precision, steps, norm)
 
 

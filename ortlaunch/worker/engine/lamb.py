@@ -82,7 +82,8 @@ class Lamb(torch.optim.Optimizer):
     def _trust_ratios(
         parameters: list[torch.Tensor], updates: tuple[torch.Tensor, ...] | list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        weights, steps = torch._foreach_norm(parameters), torch._foreach_norm(updates)
+        weights = torch._foreach_norm(parameters)
+        steps = torch._foreach_norm(updates)
         return [
             torch.where((w > 0) & (s > 0), w / s, torch.ones_like(w))
             for w, s in zip(weights, steps)

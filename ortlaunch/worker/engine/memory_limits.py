@@ -50,7 +50,8 @@ def _gpu(device: torch.device) -> Limit:
 
 
 def _host(ranks: int) -> Iterator[Limit]:
-    resident, virtual = status("VmRSS"), status("VmSize")
+    resident = status("VmRSS")
+    virtual = status("VmSize")
     for limit in machine.memory_limits():
         yield Limit(limit.name, limit.size, limit.free // ranks, lambda: status("VmHWM") - resident)
     for name, kind, now, taken in (

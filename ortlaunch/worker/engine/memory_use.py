@@ -51,7 +51,8 @@ class MemoryUse:
     """Looks at one rank from when its model was built; Python and the libraries that were resident do not count."""
 
     def __init__(self, device: torch.device, model: torch.nn.Module) -> None:
-        self.device, self.looks = device, 0
+        self.device = device
+        self.looks = 0
         self.largest = Footprint(0, 0, 0, 0, 0)
         self.resets = _reset_peak(device)
         self.baseline = (
@@ -118,7 +119,8 @@ _PEAK_IS = {
 
 def memory_line(record: MemoryReport) -> str:
     """The record in one line for a person."""
-    planned, measured = record.planned, record.measured
+    planned = record.planned
+    measured = record.measured
     peak = f"memory a rank: {human(measured.peak)} at peak"
     model = f"  weights, gradients and optimizer: {human(measured.model)}"
     if planned is None:

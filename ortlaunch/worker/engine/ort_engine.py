@@ -43,7 +43,8 @@ def build_ort(
     witness.install()
     # In a process of its own, once a host: without a library or driver ORT may abort the process.
     on_gpu = group.device.type == "cuda" and group.local.local_rank == 0
-    reason, wrapped = cuda_libraries.check() if on_gpu else "", None
+    reason = cuda_libraries.check() if on_gpu else ""
+    wrapped = None
     try:
         if not any(group.gather(reason)):
             wrapped = wrapped_in_ort(recipe, model, group)
@@ -69,7 +70,8 @@ def wrapped_in_ort(recipe: Recipe, model: LossModule, group: DistributedContext)
     from ortlaunch.ortmodule import ORTModule
 
     # What transformers' models read does not change between steps; a class of the user's may do anything.
-    follow, here = recipe.model.factory is not None, group.local.local_world_size
+    follow = recipe.model.factory is not None
+    here = group.local.local_world_size
     return ORTModule(
         model, settings_of(recipe.engine, processes_on_host=here, follow_model_state=follow)
     )
@@ -107,11 +109,9 @@ def onnxruntime_report(recipe: Recipe, witness: Witness) -> OnnxRuntime:
     from ortlaunch.ortmodule.base import registry, torch_calls
     from ortlaunch.ortmodule.base.counters import tally
 
-    copied, counts, exported = (
-        options.report().get("deepcopy_before_export"),
-        witness.counts(),
-        tally.truth(),
-    )
+    copied = options.report().get("deepcopy_before_export")
+    counts = witness.counts()
+    exported = tally.truth()
     return OnnxRuntime(
         repairs=list(registry.applied()),
         repairs_not_applied=registry.not_applied(),

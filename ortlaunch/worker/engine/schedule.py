@@ -38,10 +38,8 @@ def factor(schedule: Schedule, step: int, max_steps: int) -> float:
         return 1.0
     if schedule.name == "polynomial":
         return float((1.0 - step / max_steps) ** schedule.power)
-    whole, at_the_end = (
-        (schedule.name, max_steps - warmup),
-        (schedule.decay_type, decay_steps(schedule, max_steps)),
-    )
+    whole = (schedule.name, max_steps - warmup)
+    at_the_end = (schedule.decay_type, decay_steps(schedule, max_steps))
     form, steps = at_the_end if schedule.name == "wsd" else whole
     progress = max(0.0, (step - (max_steps - steps)) / max(1, steps))
     return schedule.minimum_ratio + (1.0 - schedule.minimum_ratio) * _decay(form, progress)

@@ -92,8 +92,12 @@ class TorchStepper:
         accumulation: int,
         max_norm: float | None,
     ) -> None:
-        self.model, self.optimizer, self.group = model, optimizer, group
-        self.accumulation, self.max_norm, self.numbers = accumulation, max_norm, Numbers()
+        self.model = model
+        self.optimizer = optimizer
+        self.group = group
+        self.accumulation = accumulation
+        self.max_norm = max_norm
+        self.numbers = Numbers()
         self.averaging = Averaging(model, group) if group.size > 1 else None
         self.module: nn.Module = self.averaging.module if self.averaging else model
         self.dtype = narrow_dtype_of(precision)
@@ -199,7 +203,9 @@ class DeepSpeedStepper:
         import deepspeed
 
         _only_what_training_needs(deepspeed)
-        self.model, self.group, self.numbers = model, group, Numbers()
+        self.model = model
+        self.group = group
+        self.numbers = Numbers()
         if (
             config["zero_optimization"]["stage"] == 3
         ):  # one tensor after another, so that no device holds all of them
@@ -230,7 +236,8 @@ class DeepSpeedStepper:
             return self._apply_plain(gradient_norm(self.model))
         before = self.engine.skipped_steps
         self.engine.step()
-        told, skipped = self.engine.get_global_grad_norm(), self.engine.skipped_steps > before
+        told = self.engine.get_global_grad_norm()
+        skipped = self.engine.skipped_steps > before
         norm = math.nan if told is None else float(told)
         bad = told is not None and not 0 <= norm < math.inf  # -1 is what some versions say of nan
         return Stepped(

@@ -21,14 +21,17 @@ def are_tags(names: Sequence[str]) -> bool:
 
 def spans(tags: Iterable[str]) -> set[Span]:
     """First word, the one after the last, and type; I-TYPE goes on with an entity of its type, else it begins one."""
-    found, first, inside = set[Span](), 0, ""
+    found = set[Span]()
+    first = 0
+    inside = ""
     for place, tag in enumerate([*tags, "O"]):
         kind = tag[2:]
         if inside and (kind != inside or tag.startswith("B-")):
             found.add((first, place, inside))
             inside = ""
         if kind and not inside:
-            first, inside = place, kind
+            first = place
+            inside = kind
     return found
 
 
@@ -36,11 +39,14 @@ class Entities:
     """How many were given rightly, given, and meant."""
 
     def __init__(self) -> None:
-        self.right, self.given, self.meant = 0, 0, 0
+        self.right = 0
+        self.given = 0
+        self.meant = 0
 
     def add(self, given: Iterable[str], meant: Iterable[str]) -> None:
         """One row's tags."""
-        ours, theirs = spans(given), spans(meant)
+        ours = spans(given)
+        theirs = spans(meant)
         self.right, self.given, self.meant = (
             self.right + len(ours & theirs), self.given + len(ours), self.meant + len(theirs)
         )  # fmt: skip

@@ -36,7 +36,8 @@ def turns(session: Session, samples: Samples) -> Iterator[tuple[Batch, range]]:
 
     A rank without samples left still runs one: with ZeRO 3 a forward pass is a collective.
     """
-    group, micro = session.group, session.plan.batch.micro_samples
+    group = session.group
+    micro = session.plan.batch.micro_samples
     for turn in range(0, len(samples), group.size * micro):
         first = turn + group.rank * micro
         counted = range(first, min(first + micro, len(samples)))
@@ -54,12 +55,13 @@ def evaluate(
 
     None where the ranks agreed to stop meanwhile.
     """
-    engine, group, own_metric = (
-        session.engine,
-        session.group,
-        OwnMetric(session.recipe.train.metric),
-    )
-    total, seen, numbers, model = 0.0, 0.0, Numbers(), session.recipe.model
+    engine = session.engine
+    group = session.group
+    own_metric = OwnMetric(session.recipe.train.metric)
+    total = 0.0
+    seen = 0.0
+    numbers = Numbers()
+    model = session.recipe.model
     counters = measures(model.task, engine)
     with _evaluating(engine.eval_module, engine.plain), _outputs(session) as output_of:
         for batch, counted in turns(session, samples):
@@ -70,7 +72,8 @@ def evaluate(
             taken = engine.take(batch)
             given = _passed(session, taken)
             loss = numbers.take(given, weight) if engine.plain.has_numbers else loss_in(given)
-            total, seen = total + float(loss) * weight, seen + weight
+            total = total + float(loss) * weight
+            seen = seen + weight
             labels = {
                 name: batch[name].to(engine.device) for name in LABELS if name in batch
             }  # without an added one
@@ -102,7 +105,8 @@ def _passed(session: Session, taken: Batch) -> Any:
     ONNX Runtime's graph would be exported anew for its size, and again for the next evaluation's first batch, where the
     model asks sizes in Python.
     """
-    module, micro = session.engine.eval_module, session.plan.batch.micro_samples
+    module = session.engine.eval_module
+    micro = session.plan.batch.micro_samples
     samples = {len(value) if value.dim() else 0 for value in taken.values()}
     graph = session.engine.record.engine.used == "ort" and not session.recipe.model.traits.is_own
     if not graph or len(samples) > 1 or micro in samples or _are_numbers(taken.get("labels")):

@@ -36,7 +36,8 @@ class OwnMetric:
     """One evaluation, seen by the user's function; without `train.metric` it does nothing."""
 
     def __init__(self, name: str | None) -> None:
-        self.name, self.pieces = name, list[Piece]()
+        self.name = name
+        self.pieces = list[Piece]()
 
     def add(self, counted: range, output: Any, batch: Mapping[str, torch.Tensor]) -> None:
         """What the model returned for these samples; an empty range only fills a rank's turn."""
@@ -83,9 +84,8 @@ class OwnMetric:
         try:
             answer = own(outputs, batch)
         except Exception as error:
-            where = "".join(
-                traceback.format_exception(type(error), error, error.__traceback__.tb_next)
-            )  # type: ignore[union-attr]
+            frames = error.__traceback__ and error.__traceback__.tb_next
+            where = "".join(traceback.format_exception(type(error), error, frames))
             raise HookError(
                 f"train.metric: {self.name} raised {type(error).__name__}: {error}\n{where}"
             ) from error

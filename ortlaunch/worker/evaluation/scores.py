@@ -33,7 +33,8 @@ class Scores:
 
     def add(self, output: Any, labels_by_name: Mapping[str, torch.Tensor], counts: bool) -> None:
         """A batch; one that does not count only fills a rank's turn."""
-        logits, labels = logits_of(output), labels_by_name.get("labels")
+        logits = logits_of(output)
+        labels = labels_by_name.get("labels")
         if logits is None or labels is None:
             return
         numbers = labels.is_floating_point()
@@ -59,10 +60,8 @@ class Classes:
     """Accuracy, the mean of the F1 of classes that were given or meant, and whole entities where classes are tags."""
 
     def __init__(self, classes: int, names: Sequence[str], device: torch.device) -> None:
-        kinds, options = (
-            _torchmetrics().classification,
-            {"validate_args": False, "sync_on_compute": False},
-        )
+        kinds = _torchmetrics().classification
+        options = {"validate_args": False, "sync_on_compute": False}
         self._accuracy = kinds.MulticlassAccuracy(classes, average="micro", **options)
         # Each class as a label of its own: F1 of classes makes a table of classes by classes, 4 GB of 21,841.
         self._f1 = kinds.MultilabelF1Score(
@@ -70,16 +69,19 @@ class Classes:
         )
         for metric in (self._accuracy, self._f1):
             metric.set_dtype(torch.float64).to(device)
-        self._classes, self._names = classes, names
+        self._classes = classes
+        self._names = names
         self._entities = Entities() if len(names) == classes and are_tags(names) else None
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Of (samples, classes) or (samples, words, classes)."""
-        given, counted = logits.argmax(-1), labels != IGNORED
+        given = logits.argmax(-1)
+        counted = labels != IGNORED
         if self._entities is not None and labels.dim() == 2:
             for row, meant, here in zip(given.cpu(), labels.cpu(), counted.cpu()):
                 self._entities.add(self._tags(row[here]), self._tags(meant[here]))
-        given, meant = given[counted], labels[counted]
+        given = given[counted]
+        meant = labels[counted]
         if len(meant):
             self._accuracy.update(given, meant)
             self._f1.update(
@@ -101,7 +103,8 @@ class ValueScores:
     """Mean squared error and Pearson's correlation; torchmetrics' own sum over ranks is nan for a sample each."""
 
     def __init__(self) -> None:
-        self._given, self._meant = list[float](), list[float]()
+        self._given = list[float]()
+        self._meant = list[float]()
 
     def add(self, given: torch.Tensor, meant: torch.Tensor) -> None:
         self._given += given.flatten().tolist()

@@ -44,16 +44,15 @@ def word_scores(
         shifted: scores of a place are for the label after it, as causal models'; the first label has none.
     """
     chunked: ChunkedHead | None = getattr(plain, "chunked", None)
-    predictions, losses = (
-        torch.full_like(labels, IGNORED),
-        torch.full(labels.shape, torch.nan, device=labels.device),
-    )
+    predictions = torch.full_like(labels, IGNORED)
+    losses = torch.full(labels.shape, torch.nan, device=labels.device)
     first = int(shifted)
     places = (labels[:, first:] != IGNORED).nonzero()
     for sample, place in (
         each.unbind(1) for each in places.split(chunked.rows if chunked else _ROWS)
     ):
-        rows, wanted = states[sample, place], labels[sample, place + first]
+        rows = states[sample, place]
+        wanted = labels[sample, place + first]
         logits = (rows if chunked is None else chunked.logits(plain.model, rows)).float()
         predictions[sample, place + first] = logits.argmax(-1)
         losses[sample, place + first] = functional.cross_entropy(logits, wanted, reduction="none")
@@ -71,7 +70,8 @@ def word_outputs(
         labels: those of the batch.
         shifted: see `word_scores`.
     """
-    words, states = labels.get("labels"), logits_of(output)
+    words = labels.get("labels")
+    states = logits_of(output)
     if words is None or states is None or words.dim() != 2 or states.dim() != 3:
         return {}
     pairs = {_PAIRS: output[_PAIRS]} if _PAIRS in output else {}

@@ -101,7 +101,8 @@ def _save_tensors(model: torch.nn.Module, path: str) -> None:
     from safetensors.torch import save_file
 
     kept: dict[object, str] = {}
-    metadata, tensors = {"format": "pt"}, {}
+    metadata = {"format": "pt"}
+    tensors = {}
     for name, value in model.state_dict().items():
         place = (
             (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name

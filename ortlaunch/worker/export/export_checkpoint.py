@@ -78,7 +78,8 @@ def trained(
     from ortlaunch.worker.model.precision import dtype_of
     from ortlaunch.worker.process_group.distributed import DistributedContext
 
-    recipe, plan = recipe or _recipe(run), Plan.read(run.plan)
+    recipe = recipe or _recipe(run)
+    plan = Plan.read(run.plan)
     make_importable(recipe, Path(plan.modules))
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     if not (run.checkpoint(step) / COMPLETE).exists():  # a disk without locks: run_folder/held.py
@@ -150,7 +151,8 @@ def _tell(run: RunDir, line: ExportLine) -> None:
 
 def tell_device(found: DeviceArtifacts) -> None:
     """The comparison with PyTorch, what is trained, and what is not as the recipe says."""
-    trained, difference = sum(each.trained for each in found.parameters), found.largest_difference
+    trained = sum(each.trained for each in found.parameters)
+    difference = found.largest_difference
     print(
         f"onnxruntime's loss and logits differ from PyTorch's by at most {difference:.2g} (limit {found.limit:g})"
     )

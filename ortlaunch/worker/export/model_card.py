@@ -123,7 +123,8 @@ def _parts(recipe: Recipe, engine: Json, lines: list[Json], repo: str, step: int
 
 
 def _engine(engine: Json) -> Iterator[str]:
-    chosen, optimizer = engine["engine"], engine["optimizer"]
+    chosen = engine["engine"]
+    optimizer = engine["optimizer"]
     yield f"- engine: {chosen['used']}" + (
         f" (asked: {chosen['asked']})" if chosen["asked"] != chosen["used"] else ""
     )

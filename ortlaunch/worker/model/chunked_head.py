@@ -40,7 +40,8 @@ class ChunkedHead:
     def loss(self, model: nn.Module, batch: Batch, training: bool) -> tuple[Tensor, Any]:
         """The model's loss of a batch, and what it returned without labels; its head must be `open`."""
         output = model(**{name: value for name, value in batch.items() if name not in LABELS})
-        hidden, labels = _before_head(output), batch["labels"]
+        hidden = _before_head(output)
+        labels = batch["labels"]
         if self.shifted:
             labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         head = cast(nn.Linear, model.get_submodule(self.name))
@@ -93,7 +94,8 @@ def chunk_head(recipe: Recipe, module: Any, sample: Batch, device: str) -> Chunk
     if why:
         return ChunkedLoss(asked, None, why)
     head = module.model.get_output_embeddings()
-    labels, vocabulary = sample["labels"].numel(), len(head.weight)
+    labels = sample["labels"].numel()
+    vocabulary = len(head.weight)
     rows = chunk_rows(asked, labels, vocabulary, device)
     if not rows:
         return ChunkedLoss(asked, None, f"logits of {labels:,} x {vocabulary:,} are small")

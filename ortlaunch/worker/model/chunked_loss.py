@@ -57,7 +57,8 @@ def _head_loss(
         share = 1.0 if hidden.dtype == torch.float16 else mean
         logits = hidden.new_empty(min(rows, len(counted)), len(weight))
         for number, index in enumerate(counted.split(rows)):
-            x, y = hidden[index], labels[index].unsqueeze(1)
+            x = hidden[index]
+            y = labels[index].unsqueeze(1)
             chunk = _product(x, weight, bias, logits[: len(index)]).to(loss.dtype)
             loss += _into_probabilities(chunk, y)
             if wanted[0]:
@@ -99,7 +100,8 @@ def _into_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     The largest probability has no logarithm of 0, as a label's may have. (`max`, which also says where, takes longer
     than all the rest.)
     """
-    largest, of_label = logits.amax(1, keepdim=True), logits.gather(1, labels)
+    largest = logits.amax(1, keepdim=True)
+    of_label = logits.gather(1, labels)
     torch.softmax(logits, 1, out=logits)
     return (largest - of_label - logits.amax(1, keepdim=True).log()).sum()
 
@@ -125,7 +127,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     # Not differentiable themselves, so that ctx may hold them without a circle, and autograd fills no zeros for them.
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.gradients, ctx.factor, ctx.dtype = output[1:4], output[4], inputs[1].dtype
+    ctx.gradients = output[1:4]
+    ctx.factor = output[4]
+    ctx.dtype = inputs[1].dtype
 
 
 def _backward(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...]:

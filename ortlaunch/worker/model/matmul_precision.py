@@ -106,7 +106,8 @@ def describe(asked: str, device: torch.device, onednn: bool = False) -> MatmulPr
         if device.type == "cpu"
         else "this GPU has no TensorFloat32"
     )
-    in_force, form = torch.get_float32_matmul_precision(), _FORMATS.get(bits, f"{bits} bits")
+    in_force = torch.get_float32_matmul_precision()
+    form = _FORMATS.get(bits, f"{bits} bits")
     return MatmulPrecision(asked, in_force, bits, form, why if gains_nothing else None, onednn)
 
 

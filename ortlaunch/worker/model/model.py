@@ -118,7 +118,8 @@ def loss_of(output: Any) -> torch.Tensor:
 def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
     """The model in float32 on the CPU; the same seed gives the same weights on every rank and engine."""
     torch.manual_seed(recipe.seed)
-    generates_with_cache, loaded = None, None
+    generates_with_cache = None
+    loaded = None
     if recipe.model.traits.is_own:
         model = call("model.factory", str(recipe.model.factory), recipe.model.arguments)
         if not isinstance(model, nn.Module):
@@ -139,7 +140,8 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
     if not recipe.data.attend_across_documents:
         packing.require_separate(model)
     whole = LossModule(model.train())
-    whole.generates_with_cache, whole.loaded = generates_with_cache, loaded
+    whole.generates_with_cache = generates_with_cache
+    whole.loaded = loaded
     whole.has_numbers = recipe.model.traits.is_own
     return whole
 
@@ -217,7 +219,8 @@ def config_of(recipe: Recipe, data: LoadedData) -> Any:
     """
     from transformers import AutoConfig
 
-    fields, source = dict(recipe.model.config or {}), recipe.model.pretrained
+    fields = dict(recipe.model.config or {})
+    source = recipe.model.pretrained
     kind = fields.pop("model_type", None)
     try:
         config = (
@@ -302,7 +305,8 @@ def refuse_too_small(recipe: Recipe, data: LoadedData, config: PreTrainedConfig)
         )
         told = f"got {words}, and the tokenizer has {len(data.tokenizer)} words"
         raise InputError(f"model.config.vocab_size: {told}{mend}")
-    places, length = getattr(config, "max_position_embeddings", None), recipe.data.sequence_length
+    places = getattr(config, "max_position_embeddings", None)
+    length = recipe.data.sequence_length
     if places is not None and length is not None and length > places:
         raise InputError(
             f"data.sequence_length: got {length}, and the model has max_position_embeddings: {places}"

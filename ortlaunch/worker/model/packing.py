@@ -74,7 +74,8 @@ def require_separate(model: nn.Module) -> None:
     half = torch.arange(_TRIED) // (_TRIED // 2)
     batch = {"input_ids": ids, "position_ids": (torch.arange(_TRIED) % (_TRIED // 2)).expand(2, -1),
              DOCUMENTS: half.expand(2, -1)}  # fmt: skip
-    name, masked = type(model).__name__, with_mask(batch, next(model.parameters()).dtype)
+    name = type(model).__name__
+    masked = with_mask(batch, next(model.parameters()).dtype)
     try:
         with _evaluating(model):
             apart, without = (

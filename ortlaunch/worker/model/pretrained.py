@@ -54,7 +54,8 @@ def load_pretrained(
     Raises:
         InputError: weights have another shape than the model's, are missing or left over, or cannot be read.
     """
-    own, wanted = _vocabulary(_config_of(source)), _vocabulary(config)
+    own = _vocabulary(_config_of(source))
+    wanted = _vocabulary(config)
     if own != wanted:
         config.get_text_config().vocab_size = own
     model, info = _load(auto, source, config=config, **options)
@@ -160,12 +161,14 @@ def loading_notes(loaded: Loaded | None) -> tuple[str, ...]:
     """For a person: a head that starts at random is right for a new task, and wrong where the same one goes on."""
     notes = []
     if loaded and loaded["missing"]:
-        many, names = len(loaded["missing"]), _some(loaded["missing"])
+        many = len(loaded["missing"])
+        names = _some(loaded["missing"])
         notes.append(
             f"model.pretrained: {many} of the model's weights are not in it and start at random: {names}"
         )
     if loaded and loaded["unexpected"]:
-        many, names = len(loaded["unexpected"]), _some(loaded["unexpected"])
+        many = len(loaded["unexpected"])
+        names = _some(loaded["unexpected"])
         notes.append(f"model.pretrained: {many} of its weights are not used: {names}")
     if loaded and loaded.get("relabelled"):
         told = _some(loaded["relabelled"], "; ")

@@ -48,7 +48,8 @@ class Logits(nn.Module):
 
     def __init__(self, model: nn.Module, inputs: tuple[str, ...]) -> None:
         super().__init__()
-        self.model, self.inputs = model, inputs
+        self.model = model
+        self.inputs = inputs
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(self.named(*tensors).values())
@@ -127,7 +128,8 @@ def real_batches(model: nn.Module, data: LoadedData) -> list[Batch]:
     """Three batches of the run's own data: padded, of another length, and one sample alone."""
     samples = data.evaluation or data.train
     whole = collate([samples.sample(index % len(samples), epoch=0) for index in range(3)])
-    length, batch = whole["input_ids"].size(1), {}
+    length = whole["input_ids"].size(1)
+    batch = {}
     for name in _inputs(model, whole):
         batch[name] = whole.get(
             name, torch.full_like(whole["input_ids"], int(name == "attention_mask"))

@@ -35,7 +35,9 @@ class OnnxModel(nn.Module):
             InputError: it is none that onnxruntime takes, or has no logits.
         """
         super().__init__()
-        self.session, self.task, self.config = _session(path), task, config
+        self.session = _session(path)
+        self.task = task
+        self.config = config
         self.inputs = [each.name for each in self.session.get_inputs()]
         self.outputs = [each.name for each in self.session.get_outputs()]
         if not {"logits", "prediction_logits"} & {*self.outputs}:
@@ -83,7 +85,8 @@ def _session(path: Path) -> Any:
 
 def loss(task: str, output: Batch, batch: Batch) -> torch.Tensor:
     """That of transformers' models: mean cross entropy, for one number a sample the mean square."""
-    logits, labels = output.get("prediction_logits", output.get("logits")), batch["labels"]
+    logits = output.get("prediction_logits", output.get("logits"))
+    labels = batch["labels"]
     assert logits is not None, "looked for when the model was loaded"
     if MODEL_TASKS[task].predicts == "next":
         labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]

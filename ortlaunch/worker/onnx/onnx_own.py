@@ -24,7 +24,9 @@ class Outputs(nn.Module):
 
     def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__()
-        self.model, self.inputs, self.outputs = model, tuple(inputs), outputs
+        self.model = model
+        self.inputs = tuple(inputs)
+        self.outputs = outputs
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(self.named(*tensors).values())
@@ -42,7 +44,8 @@ def own_outputs(recipe: Recipe, model: nn.Module, data: LoadedData) -> tuple[Out
     Raises:
         InputError: it returns nothing beside its loss.
     """
-    samples, model = data.evaluation or data.train, model.eval()
+    samples = data.evaluation or data.train
+    model = model.eval()
     stack = stack_of(recipe)
     whole = [
         stack([samples.sample(index % len(samples), epoch=0) for index in indices])

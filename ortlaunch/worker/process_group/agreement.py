@@ -24,7 +24,8 @@ class Agreement:
     """
 
     def __init__(self, group: DistributedContext, requests: Requests) -> None:
-        self.requests, self.stopped = requests, Ask.NOTHING
+        self.requests = requests
+        self.stopped = Ask.NOTHING
         self._channel = side_group() if group.size > 1 else None
         self._number = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None

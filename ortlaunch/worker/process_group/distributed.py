@@ -36,7 +36,10 @@ class DistributedContext:
     """The agreed world as one rank sees it."""
 
     def __init__(self, rank: Rank, device: torch.device, channel: Any = None) -> None:
-        self.rank, self.size, self.local, self.device = rank.rank, rank.world_size, rank, device
+        self.rank = rank.rank
+        self.size = rank.world_size
+        self.local = rank
+        self.device = device
         self._channel = channel  # torch's group; None: the one of all ranks
 
     def apart(self) -> DistributedContext:

@@ -29,7 +29,8 @@ from ortlaunch.worker.supervision import interface
 
 JOIN_TIMEOUT = timedelta(minutes=30)
 MET = threading.Event()  # the first collective of all ranks was done
-_LATE_SECONDS, _ARRIVED = 20, "ortlaunch/arrived/{}"
+_LATE_SECONDS = 20
+_ARRIVED = "ortlaunch/arrived/{}"
 
 
 def join(plan: Plan, rank: Rank, run: RunDir, backend: Mapping[str, Any]) -> None:
@@ -115,7 +116,8 @@ def _through_folder(rank: Rank, path: Path, hosts: Sequence[str]) -> dist.Store:
         listener = _listener(interface.own_address(hosts, os.environ))
         write_json(path, listener.getsockname())
         return _tcp_store(rank, listener.getsockname(), listener)
-    deadline, pause = time.monotonic() + 300, 0.05
+    deadline = time.monotonic() + 300
+    pause = 0.05
     while not (path.exists() and path.stat().st_size):
         if time.monotonic() > deadline:
             raise LaunchError(

@@ -26,7 +26,8 @@ def beating(group: DistributedContext, watchdog: Watchdog) -> Iterator[None]:
     if group.size == 1:
         yield
         return
-    place, pulse = _place(group, watchdog.exchange.socket), watchdog.pulse
+    place = _place(group, watchdog.exchange.socket)
+    pulse = watchdog.pulse
     if place is not None:
         pulse.place = place
     ended = threading.Event()
@@ -39,7 +40,9 @@ def beating(group: DistributedContext, watchdog: Watchdog) -> Iterator[None]:
 
 def _place(group: DistributedContext, hub: socket.socket | None) -> dict[str, object] | None:
     """Address, port and key of rank 0's guardian; None where it has no address, which is said."""
-    hosts, told, error = group.gather(socket.gethostname()), "", ""
+    hosts = group.gather(socket.gethostname())
+    told = ""
+    error = ""
     if group.rank == 0 and hub is not None:
         try:
             hub.bind((_address(group, hosts), 0))

@@ -18,7 +18,8 @@ def require_free(rank: Rank, environ: Mapping[str, str]) -> None:
     Raises:
         LaunchError: it cannot.
     """
-    found, port = detect(environ), environ.get("MASTER_PORT", "")
+    found = detect(environ)
+    port = environ.get("MASTER_PORT", "")
     held = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun itself
     if rank.rank or rank.local_world_size == rank.world_size or held or not port.isdecimal():
         return

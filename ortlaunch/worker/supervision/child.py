@@ -37,15 +37,19 @@ class Child:
 
     def __init__(self, pid: int, run: RunDir, rank: int, grace_seconds: float | None) -> None:
         """grace_seconds: of a rank that listens; None: it has nothing to save and never does."""
-        self.pid, self._parent, self._mark = pid, os.getppid(), run.asked(rank)
-        self.saves, self.grace_seconds = grace_seconds is not None, grace_seconds or GRACE_SECONDS
+        self.pid = pid
+        self._parent = os.getppid()
+        self._mark = run.asked(rank)
+        self.saves = grace_seconds is not None
+        self.grace_seconds = grace_seconds or GRACE_SECONDS
         self.surroundings = Surroundings(run, rank)
         self.asked: int | None = None
         self.asked_at = 0.0
         self.listens = False
         self.ended_by_us = False
         self.is_left_alone = False  # its launcher does not end it where another rank fails: srun
-        self._next_look_at_others, self._others_ended = time.monotonic() + _OTHERS_SECONDS, False
+        self._next_look_at_others = time.monotonic() + _OTHERS_SECONDS
+        self._others_ended = False
         self._deadline = float("inf")
         self._next_look = 0.0
         self._status: int | None = None
@@ -104,11 +108,13 @@ class Child:
         if not self.is_left_alone or time.monotonic() < self._next_look_at_others:
             return False
         self._next_look_at_others = time.monotonic() + _OTHERS_SECONDS
-        before, self._others_ended = self._others_ended, self.surroundings.has_failed()
+        before = self._others_ended
+        self._others_ended = self.surroundings.has_failed()
         return before and self._others_ended
 
     def _note(self, number: int) -> None:
-        self.asked, self.asked_at = number, time.time()
+        self.asked = number
+        self.asked_at = time.time()
         self._deadline = time.monotonic() + (self.grace_seconds if self.listens else GRACE_SECONDS)
         with contextlib.suppress(OSError):  # mpirun may leave no time for more
             self._mark.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,8 @@ class Exchange:
     """One guardian's end. Until the ranks have told where to meet, it hears of its own rank alone."""
 
     def __init__(self, rank: Rank) -> None:
-        self.rank, self.is_hub = rank, rank.rank == 0 and rank.world_size > 1
+        self.rank = rank
+        self.is_hub = rank.rank == 0 and rank.world_size > 1
         # The rank itself binds it, to the address that the others reach: descriptors are shared over a fork.
         self.socket = (
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) if rank.world_size > 1 else None
@@ -52,8 +53,10 @@ class Exchange:
         self._key = b""
         self._heard: dict[int, tuple[Beat, float, Any]] = {}
         self._gone: set[int] = set()
-        self._hub_host, self._hub_address = "", ""
-        self._hub_heard, self._hub_answers = time.monotonic(), False
+        self._hub_host = ""
+        self._hub_address = ""
+        self._hub_heard = time.monotonic()
+        self._hub_answers = False
         self._late = _LOST_BEATS * (
             beat_seconds(rank.world_size) - 1.0
         )  # seconds without a beat that say nothing
@@ -66,8 +69,10 @@ class Exchange:
         """Begin to talk, once the ranks have told where."""
         if self._key or self.socket is None or not place:
             return
-        self._key, self._hub_heard = bytes.fromhex(place["key"]), time.monotonic()
-        self._hub_host, self._hub_address = place["host"], place["address"]
+        self._key = bytes.fromhex(place["key"])
+        self._hub_heard = time.monotonic()
+        self._hub_host = place["host"]
+        self._hub_address = place["address"]
         if not self.is_hub:
             with contextlib.suppress(OSError):
                 self.socket.connect((place["address"], place["port"]))
@@ -168,7 +173,8 @@ class Exchange:
     def _take(self, said: Json, address: Any) -> None:
         word = said["say"]
         if not self.is_hub:
-            self._hub_heard, self._hub_answers = time.monotonic(), True
+            self._hub_heard = time.monotonic()
+            self._hub_answers = True
             self.is_over |= word == "bye"
             self.orders += [word] if word in ("stacks", "end") else []
         elif word == "beat":

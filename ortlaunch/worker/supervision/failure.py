@@ -28,7 +28,9 @@ SEEN = (
     "Signal",
     "Exit",
 )  # ends that a guardian saw: their traceback is the end of the rank's own output
-_MOST_SPARE_BYTES, _ALL_SPARE_BYTES = 1 << 15, 1 << 26  # of a rank, and of all ranks
+# of a rank, and of all ranks
+_MOST_SPARE_BYTES = 1 << 15
+_ALL_SPARE_BYTES = 1 << 26
 _PAGE = 1 << 12
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -37,8 +39,11 @@ class Account:
     """What one rank's process and its guardian write of its end."""
 
     def __init__(self, rank: Rank, run: RunDir, pulse: Pulse) -> None:
-        self.rank, self.run, self._pulse = rank, run, pulse
-        self._path, self._spare = run.error(rank.rank), run.spare(rank.rank)
+        self.rank = rank
+        self.run = run
+        self._pulse = pulse
+        self._path = run.error(rank.rank)
+        self._spare = run.spare(rank.rank)
         self._spare_bytes = max(_PAGE, min(_MOST_SPARE_BYTES, _ALL_SPARE_BYTES // rank.world_size))
 
     def open(self) -> None:
@@ -72,7 +77,8 @@ class Account:
                 in_recipes_words,
             )  # pydantic is loaded by then
 
-            text, message = in_recipes_words(text), in_recipes_words(message)
+            text = in_recipes_words(text)
+            message = in_recipes_words(message)
         status = _status_of(error)
         secondary = isinstance(error, Exception) and lost_a_peer(text)
         kind = type(error).__name__
@@ -92,14 +98,16 @@ class Account:
 
     def of_end(self, pid: int, what: str, record: Json) -> None:
         """Write what the guardian saw of a rank that told nothing itself."""
-        words, no_space = self._last_words(), self._no_space() if record["signal"] is None else ""
+        words = self._last_words()
+        no_space = self._no_space() if record["signal"] is None else ""
         cause, detail = _cause_of_end(record["signal"], words, no_space)
         known = {"message": what, "traceback": words, "cause": cause, "detail": detail}
         self.write(pid, what + no_space, {**known, **record})
 
     def write(self, pid: int, what: str, record: Json) -> None:
         """Add who and where, and write it whole."""
-        host, rank = socket.gethostname(), self.rank
+        host = socket.gethostname()
+        rank = self.rank
         place = f"rank {rank.rank} on host {host} (local rank {rank.local_rank})"
         summary = f"{place} {what}; exit status {record['exit_status']}; log: {self.run.log(rank.rank, 'err')}"
         seen = self._pulse.read()

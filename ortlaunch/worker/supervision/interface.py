@@ -15,8 +15,11 @@ from collections.abc import Iterable, MutableMapping
 from ortlaunch.errors import LaunchError
 from ortlaunch.plan import is_this_host
 
-_SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_RUNNING = 0x8915, 0x8913, 0x40
-_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+_SIOCGIFFLAGS = 0x8913
+_IFF_RUNNING = 0x40
+_GLOO = "GLOO_SOCKET_IFNAME"
+_NCCL = "NCCL_SOCKET_IFNAME"
 _ASKED = 4  # hosts whose names are looked up at most: one that answers is enough
 
 

@@ -31,7 +31,9 @@ class LostHosts:
     """One guardian's look at the hosts that it hears of."""
 
     def __init__(self, host: str, rank: int) -> None:
-        self._host, self._rank, self._next_look = host, rank, 0.0
+        self._host = host
+        self._rank = rank
+        self._next_look = 0.0
 
     def look(self, beats: Iterable[Beat], addresses: Mapping[int, str]) -> Lost | None:
         """The first host that is lost, if any; this one where its own link is down.
@@ -79,7 +81,8 @@ def answers(address: str) -> bool:
         with contextlib.suppress(OSError):
             probe.connect((address, port))
         probes.append(probe)
-    deadline, waiting = time.monotonic() + _ANSWER_SECONDS, list(probes)
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    waiting = list(probes)
     try:
         while waiting and time.monotonic() < deadline:
             _, ready, _ = select.select([], waiting, [], max(0.0, deadline - time.monotonic()))

@@ -15,7 +15,9 @@ from ortlaunch.errors import FileError
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import human
 
-_LARGEST, _MOST = 1 << 20, 8 << 20  # bytes of a file, and of all: source, not data
+# bytes of a file, and of all: source, not data
+_LARGEST = 1 << 20
+_MOST = 8 << 20
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -24,9 +26,11 @@ def copy_modules(run: RunDir, again: bool = False) -> list[str]:
 
     Returns notes: what differs from an earlier start in this folder, and what was too large.
     """
-    notes, room = [], _MOST
+    notes = []
+    room = _MOST
     for module in own_modules():
-        source, target = Path(str(module.__file__)), run.modules / place(module)
+        source = Path(str(module.__file__))
+        target = run.modules / place(module)
         text = source.read_bytes() if source.stat().st_size <= min(_LARGEST, room) else None
         if text is None:
             notes.append(

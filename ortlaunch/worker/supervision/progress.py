@@ -26,7 +26,9 @@ class Progress:
         self.pulse = pulse or Pulse()
         self.width = progress_width() if rank == 0 else None
         self.bar: Any = None
-        self._what, self._since, self._seconds = "", time.perf_counter(), dict[str, float]()
+        self._what = ""
+        self._since = time.perf_counter()
+        self._seconds = dict[str, float]()
 
     def seconds(self) -> dict[str, float]:
         """What each part took so far, in the order in which they began."""
@@ -37,7 +39,8 @@ class Progress:
         """Time counts for this part from now on."""
         now = time.perf_counter()
         self._seconds[self._what] = self._seconds.get(self._what, 0.0) + now - self._since
-        self._what, self._since = what, now
+        self._what = what
+        self._since = now
 
     def doing(self, what: str) -> None:
         """Say what goes on now, in place of the bar if there is one."""

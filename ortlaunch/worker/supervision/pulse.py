@@ -28,10 +28,15 @@ STAGES = (
 )
 READING, PASSING, FORWARD, BACKWARD, STEPPING = range(1, len(STAGES))
 TRAINING = "training"
-_BYTES, _PHASE, _PLACE, _RING, _KEPT_STEPS = 4096, 1024, 2048, 64, 32
+_BYTES = 4096
+_PHASE = 1024
+_PLACE = 2048
+_RING = 64
+_KEPT_STEPS = 32
 _STEP, _MOVES, _STAGE, _COLLECTIVES, _STEPS_HERE, _RUNG = range(6)  # whole numbers
 _SINCE, _LIMIT, _OWN = range(8, 11)  # seconds
-AUTO, NEVER = -1.0, float("inf")
+AUTO = -1.0
+NEVER = float("inf")
 
 
 class RankProgress(NamedTuple):
@@ -59,9 +64,11 @@ class Pulse:
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _BYTES)
         view = memoryview(self._memory)
-        self._numbers, self._seconds = view[:_PHASE].cast("q"), view[:_PHASE].cast("d")
+        self._numbers = view[:_PHASE].cast("q")
+        self._seconds = view[:_PHASE].cast("d")
         self._seconds[_SINCE], self._seconds[_LIMIT] = time.monotonic(), AUTO
-        self._phase, self._stepped_at = "", 0.0
+        self._phase = ""
+        self._stepped_at = 0.0
         self.timer: Any = None  # of forward passes on a GPU (gpus.ForwardTimer)
 
     def doing(self, phase: str) -> None:
@@ -87,7 +94,8 @@ class Pulse:
 
     def at(self, stage: int) -> None:
         """A part of a step begins."""
-        now, before = time.monotonic(), self._numbers[_STAGE]
+        now = time.monotonic()
+        before = self._numbers[_STAGE]
         if before == READING or (before == FORWARD and self.timer is None):
             self._seconds[_OWN] += now - self._seconds[_SINCE]
         if before == FORWARD and self.timer is not None:
@@ -107,7 +115,8 @@ class Pulse:
     def step(self) -> None:
         """A step is done."""
         self.doing(TRAINING) if self._phase != TRAINING else self.at(0)
-        now, numbers = self._seconds[_SINCE], self._numbers
+        now = self._seconds[_SINCE]
+        numbers = self._numbers
         numbers[_STEP] += 1
         numbers[_STEPS_HERE] += 1
         if self._stepped_at and numbers[_STEPS_HERE] > 2:
@@ -154,7 +163,8 @@ class Pulse:
 
     def read(self) -> RankProgress:
         """What it is at now."""
-        numbers, rungs = self._numbers, min(self._numbers[_RUNG], _KEPT_STEPS)
+        numbers = self._numbers
+        rungs = min(self._numbers[_RUNG], _KEPT_STEPS)
         phase = self._memory[_PHASE : _PHASE + 256].rstrip(b"\0").decode(errors="replace")
         stage = STAGES[numbers[_STAGE] % len(STAGES)] if phase == TRAINING else ""
         steps = list(self._seconds[_RING : _RING + rungs])
@@ -173,15 +183,20 @@ class Pulse:
 class Activity:
     """Whether a process and what it started do anything: they compute, or read or write (Linux)."""
 
-    _SHARE, _BYTES = 0.03, 1 << 12  # of a core; a second
+    # of a core; a second
+    _SHARE = 0.03
+    _BYTES = 1 << 12
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._before, self._at, self._active = self._used(), time.monotonic(), time.monotonic()
+        self._before = self._used()
+        self._at = time.monotonic()
+        self._active = time.monotonic()
 
     def idle(self) -> float:
         """Seconds since it last did something; call it about once a second."""
-        now, used = time.monotonic(), self._used()
+        now = time.monotonic()
+        used = self._used()
         passed = max(now - self._at, 1e-3)
         if (
             used is None
@@ -190,7 +205,8 @@ class Activity:
             or used[1] - self._before[1] > self._BYTES * passed
         ):
             self._active = now
-        self._before, self._at = used, now
+        self._before = used
+        self._at = now
         return now - self._active
 
     def _used(self) -> tuple[float, int] | None:

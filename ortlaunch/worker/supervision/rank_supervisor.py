@@ -60,11 +60,13 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
         return 128 + signal.SIGTERM
     lock.share(run)
     watchdog = Watchdog(rank, run)
-    account, oom_kills = Account(rank, run, watchdog.pulse), machine.oom_kills()
+    account = Account(rank, run, watchdog.pulse)
+    oom_kills = machine.oom_kills()
     account.open()
     streams = {name: os.pipe() for name in ("out", "err", "last", "finished")}
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until there is a rank to pass them on to
-    guardian, pid = os.getpid(), os.fork()
+    guardian = os.getpid()
+    pid = os.fork()
     if pid == 0:
         _be_the_rank(
             account,
@@ -80,10 +82,8 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     for number in PASSED_ON:
         signal.signal(number, child.pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    read_ends, screen = (
-        {name: ends[0] for name, ends in streams.items()},
-        screen_of(plan, rank.rank),
-    )
+    read_ends = {name: ends[0] for name, ends in streams.items()}
+    screen = screen_of(plan, rank.rank)
     finished, status = _relay(child, rank, run, read_ends, watchdog, screen)
     code = _conclude(account, child, status, finished, oom_kills, watchdog)
     watchdog.leave()
@@ -245,11 +245,9 @@ def _conclude(
         return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0
     if watchdog.ended_it:
         return _conclude_stall(account, child, watchdog)
-    number, echo, kind = (
-        os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
-        child.asked is not None,
-        "Signal",
-    )
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    echo = child.asked is not None
+    kind = "Signal"
     memory: tuple[str, Json] = ("", {})
     by_stop = number in (*_STOPS, *((signal.SIGKILL,) if child.ended_by_us else ()))
     # The last one reads every rank's account.
@@ -269,9 +267,12 @@ def _conclude(
         and child.ended_by_us
         and not child.was_killed_late
     ):
-        what, number = f"was ended with its run, after {_name(child.asked)}", child.asked
+        what = f"was ended with its run, after {_name(child.asked)}"
+        number = child.asked
     elif number == signal.SIGKILL and echo and child.asked:
-        what, number, kind = _outlived(child), child.asked, "Outlived"
+        what = _outlived(child)
+        number = child.asked
+        kind = "Outlived"
         memory = ("", {"cause": Cause.OUTLIVED})
         if number != signal.SIGINT and account.run.complete_checkpoints():
             return _goes_on(account, child, what, number)
@@ -298,9 +299,15 @@ def _conclude(
 def _conclude_stall(account: Account, child: Child, watchdog: Watchdog) -> int:
     """The rank was ended because the run stood still, or lost a host: see errors/stall.json and lost.json."""
     watchdog.record()
-    status, kind, cause, what = STALLED, "Stall", Cause.HANG, "the run stood still"
+    status = STALLED
+    kind = "Stall"
+    cause = Cause.HANG
+    what = "the run stood still"
     if watchdog.lost is not None:
-        status, kind, cause, what = LOST_STATUS, LOST, Cause.HOST_LOST, "the run lost a host"
+        status = LOST_STATUS
+        kind = LOST
+        cause = Cause.HOST_LOST
+        what = "the run lost a host"
     if not account.is_written:
         record = {
             "exit_status": status,
@@ -363,7 +370,8 @@ def _memory(pid: int, number: int, before: int | None) -> tuple[str, Json]:
     """Whether the kernel ended it for memory: words for a person, and fields of its record."""
     if number != signal.SIGKILL:
         return "", {}
-    line, after = machine.memory_kill_in_log(pid), machine.oom_kills()
+    line = machine.memory_kill_in_log(pid)
+    after = machine.oom_kills()
     kills = 1 if line else after - before if after is not None and before is not None else 0
     if kills <= 0:
         return "", {}

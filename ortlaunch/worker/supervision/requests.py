@@ -18,7 +18,8 @@ from typing import Any
 from ortlaunch.process import heeded
 from ortlaunch.rank import EXIT_SAVED
 
-LISTENING, DEAF = b"listening\n", b"deaf\n"
+LISTENING = b"listening\n"
+DEAF = b"deaf\n"
 
 
 class Ask(IntEnum):

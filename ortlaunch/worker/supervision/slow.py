@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from ortlaunch.worker.supervision.stall import Beat
 
-_STEPS, _SECONDS = 50, 30.0  # of a look, at least
+# of a look, at least
+_STEPS = 50
+_SECONDS = 30.0
 _TIMES = 2.0  # as long as its peers
 _SHARE = 0.2  # of a step that its peers could save
 
@@ -73,7 +75,8 @@ class SlowRanks:
         return found
 
     def _begin(self, beats: Sequence[Beat], now: float) -> None:
-        self._since, self._at = {beat.rank: beat for beat in beats}, now
+        self._since = {beat.rank: beat for beat in beats}
+        self._at = now
 
     def _slowest(self, beats: Sequence[Beat], step_seconds: float) -> Slow | None:
         own = {beat.rank: self._own_seconds(beat) for beat in beats}

@@ -14,7 +14,9 @@ from ortlaunch.worker.supervision.pulse import AUTO, STAGES
 EXIT_STATUS = 124  # as timeout(1)
 MEETING = "meeting the other ranks"  # has torch's own limit, and who is late tells it himself
 SILENT_SECONDS = 5.0
-_LEAST, _TIMES_A_STEP = 60.0, 20.0  # of `auto`, in steps
+# of `auto`, in steps
+_LEAST = 60.0
+_TIMES_A_STEP = 20.0
 _ELSEWHERE = 600.0  # of `auto`, in all else
 _BUSY_TIMES = 10.0  # so much longer has a rank that computes, with `auto` in steps
 _BUSY_TIMES_ELSEWHERE = 30.0  # and with given seconds in all else

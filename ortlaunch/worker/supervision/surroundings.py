@@ -16,8 +16,10 @@ class Surroundings:
     """The run of one rank, as its guardian finds it."""
 
     def __init__(self, run: RunDir, rank: int) -> None:
-        self.run, self.rank = run, rank
-        self._looks, self._save_seen = 0, 0
+        self.run = run
+        self.rank = rank
+        self._looks = 0
+        self._save_seen = 0
 
     def request(self, listens: bool) -> int | None:
         """The signal for a request that nobody has passed on; of all ranks 0 looks, and each when it begins."""

@@ -40,13 +40,15 @@ class Stream:
         found = _LIVE.findall(data)
         *whole, self.begun = _LIVE.sub(b"", data).split(b"\n")
         if len(self.begun) > _LONGEST:
-            whole, self.begun = [*whole, self.begun], b""
+            whole = [*whole, self.begun]
+            self.begun = b""
         self.begun = _last_drawn(self.begun)
         return Taken(b"".join(_plain(line) + b"\n" for line in whole), found[-1] if found else None)
 
     def rest(self) -> bytes:
         """A last line that nobody ended."""
-        line, self.begun = _plain(self.begun), b""
+        line = _plain(self.begun)
+        self.begun = b""
         return line + b"\n" if line else b""
 
 
@@ -64,8 +66,11 @@ class Screen:
     """The terminal, where `width` is known; else only what stands in its place, which lines go to as they are."""
 
     def __init__(self, ends: dict[str, int], width: int | None) -> None:
-        self.ends, self.width, self.live = ends, width, b""
-        self.since, self.ticks = 0.0, 0
+        self.ends = ends
+        self.width = width
+        self.live = b""
+        self.since = 0.0
+        self.ticks = 0
 
     def show(self, name: str, lines: bytes) -> None:
         """Lines that stay, above the live one."""
@@ -80,7 +85,8 @@ class Screen:
         """Put this in the live line's place."""
         if self.width is not None:
             if live != self.live:
-                self.since, self.ticks = time.monotonic(), 0
+                self.since = time.monotonic()
+                self.ticks = 0
             self.live = live
             waited = f" {self.ticks} s" if self.ticks and live.endswith(_WAITS) else ""
             text = f"{live.decode(errors='replace')}{waited}"[: self._columns() - 1]

@@ -28,7 +28,8 @@ def raised_at(error: BaseException) -> str | None:
 
 def described(error: Exception) -> str:
     """Type and message, or the line that raised an error without one; and where it is in the user's files."""
-    own, kind = raised_at(error), type(error).__name__
+    own = raised_at(error)
+    kind = type(error).__name__
     at = f", at {own}" if own else ""
     if str(error):
         return f"{kind}: {error}{at}"
@@ -44,7 +45,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def folded(text: str) -> str:
     """A traceback with its frames outside the user's files counted in place of shown."""
-    kept, hidden, own = list[str](), 0, True
+    kept = list[str]()
+    hidden = 0
+    own = True
     for line in text.splitlines():
         frame = _FRAME.match(line)
         if frame is not None:

@@ -34,7 +34,9 @@ from ortlaunch.worker.supervision.stall import EXIT_STATUS, Beat, Verdict, judge
 _JUDGE_SECONDS = 1.0  # of rank 0's guardian, which judges; the others beat (exchange.beat_seconds)
 _UNHEARD_SECONDS = 10.0  # after the ranks have met
 _ASLEEP_SECONDS = 4.0  # without a look in time: this guardian itself was stopped
-_STACK_SECONDS, _ALL_STACKS_SECONDS, _ORDER_SECONDS = 1.0, 2.0, 5.0
+_STACK_SECONDS = 1.0
+_ALL_STACKS_SECONDS = 2.0
+_ORDER_SECONDS = 5.0
 _PY_SPY_SECONDS = 3
 _SHOWN_LINES = 12
 
@@ -43,7 +45,10 @@ class Watchdog:
     """Made before the fork, for both sides of it."""
 
     def __init__(self, rank: Rank, run: RunDir) -> None:
-        self.rank, self.run, self.pulse, self.exchange = rank, run, Pulse(), Exchange(rank)
+        self.rank = rank
+        self.run = run
+        self.pulse = Pulse()
+        self.exchange = Exchange(rank)
         self.verdict: Verdict | None = None
         self.lost: Lost | None = None
         self.ended_it = False
@@ -57,7 +62,8 @@ class Watchdog:
         self._asked_at: float | None = None
         self._unheard_at = float("inf")  # when to report the ranks that no beat came from
         self._activity: Activity | None = None
-        self._slow, self._lost_hosts = SlowRanks(), LostHosts(socket.gethostname(), rank.rank)
+        self._slow = SlowRanks()
+        self._lost_hosts = LostHosts(socket.gethostname(), rank.rank)
         if not self._plan.traits.watched:
             self.pulse.limit = NEVER
 
@@ -146,7 +152,9 @@ class Watchdog:
 
     def _seen(self, pid: int) -> Beat:
         self._activity = self._activity or Activity(pid)
-        seen, host, stat = self.pulse.read(), socket.gethostname(), read_stat(pid)
+        seen = self.pulse.read()
+        host = socket.gethostname()
+        stat = read_stat(pid)
         state = stat.state if stat else ""
         return Beat(self.rank.rank, host, pid, seen.step, seen.phase, seen.moves, seen.collectives, seen.still,
                     self._activity.idle(), state, seen.warm, seen.step_seconds, seen.own_seconds)  # fmt: skip
@@ -214,7 +222,8 @@ class Watchdog:
                 write_json(self.run.stall, self._record_of(self.verdict))
 
     def _record_of(self, verdict: Verdict) -> dict[str, object]:
-        first, stacks = verdict.behind[0], self.exchange.stacks
+        first = verdict.behind[0]
+        stacks = self.exchange.stacks
         late = [beat.rank for beat in verdict.behind]
         shown = "".join(
             f"rank {rank}:\n{_first_lines(stacks[rank])}" for rank in late if rank in stacks

@@ -39,7 +39,9 @@ def run(session: Session) -> None:
 
 
 def _live(session: Session) -> None:
-    folder, group, engine = session.run, session.group, session.engine
+    folder = session.run
+    group = session.group
+    engine = session.engine
     asked = read_json(folder.bench)
     if group.rank == 0:
         print(*plan_lines(engine.report()), *engine.notes, sep="\n", flush=True)
@@ -76,7 +78,8 @@ class MeasuredTraining:
     """The training that is measured: the same steps as `train` takes."""
 
     def __init__(self, session: Session) -> None:
-        self.session, self.state = session, TrainState()
+        self.session = session
+        self.state = TrainState()
 
     def steps(self, count: int) -> list[float]:
         """Wall-clock of each of `count` optimizer steps, to the end of what the device does."""
@@ -131,7 +134,9 @@ def _write(run: RunDir, group: DistributedContext, record: Json) -> None:
 
 
 def _facts(session: Session) -> Json:
-    recipe, group, engine = session.recipe, session.group, session.engine
+    recipe = session.recipe
+    group = session.group
+    engine = session.engine
     dtype = dtype_of(recipe.precision)
     peak = None
     if group.device.type == "cuda":  # a CPU's changes with every other process
@@ -188,10 +193,12 @@ def _badness(verdict: Json) -> float:
 
 
 def _compared(session: Session) -> Comparison:
-    recipe, engine = session.recipe, session.engine
+    recipe = session.recipe
+    engine = session.engine
     batch = engine.take(session.batches.micro_batch(0, 0, session.group.rank))
     with engine.uncounted(compiled=True):
-        module, autocast = engine.to_compare(), session.plan.deepspeed is None
+        module = engine.to_compare()
+        autocast = session.plan.deepspeed is None
         return compare_with_draws(
             engine.plain,
             module,

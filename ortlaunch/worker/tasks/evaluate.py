@@ -12,7 +12,9 @@ from ortlaunch.worker.training.summary import plan_lines
 
 def run(session: Session) -> None:
     """Measure, write evaluation.json, print it."""
-    found, samples, group = session.checkpoint, session.data.evaluation, session.group
+    found = session.checkpoint
+    samples = session.data.evaluation
+    group = session.group
     assert found is not None, "the control side gives a checkpoint"
     assert samples is not None, "the control side has looked for data.evaluation"
     if group.rank == 0:

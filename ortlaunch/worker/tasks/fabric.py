@@ -60,7 +60,8 @@ def _all_reduce(group: DistributedContext) -> dict[str, float]:
 
 def _links(group: DistributedContext, firsts: list[int]) -> list[dict[str, float]]:
     """Each host's first rank and the next host's send to and fro; links that share no host at the same time."""
-    hosts, found = len(firsts), []
+    hosts = len(firsts)
+    found = []
     pairs = [(number, (number + 1) % hosts) for number in range(hosts if hosts > 2 else hosts - 1)]
     last = [pairs.pop()] if len(pairs) > 1 and hosts % 2 else []
     for together in filter(None, (pairs[::2], pairs[1::2], last)):

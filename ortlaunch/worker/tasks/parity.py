@@ -20,7 +20,8 @@ def run(session: Session) -> None:
         raise ParityError(
             "nothing to compare: ONNX Runtime cannot run this model, and plain PyTorch runs"
         )
-    compared, state = ParitySteps(session, first_step=0, with_table=True), TrainState()
+    compared = ParitySteps(session, first_step=0, with_table=True)
+    state = TrainState()
     while state.step < compared.end:
         compared.check(state.step)
         if state.step + 1 < compared.end:

@@ -16,7 +16,8 @@ _LINE_SECONDS = 30.0
 
 def run(request: DataRequest) -> None:
     """Make a recipe's data, and print what there is."""
-    recipe, line = parse_resolved(request.recipe), _Line()
+    recipe = parse_resolved(request.recipe)
+    line = _Line()
     line.show("loading libraries")
     try:
         from ortlaunch.cache import cache_root, take_notes
@@ -42,7 +43,8 @@ class _Line:
     """One line that is written over and over on a terminal."""
 
     def __init__(self) -> None:
-        self.live, self.shown_at = sys.stderr.isatty(), time.monotonic()
+        self.live = sys.stderr.isatty()
+        self.shown_at = time.monotonic()
 
     def show(self, text: str) -> None:
         """How far it is."""

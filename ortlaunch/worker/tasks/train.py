@@ -76,7 +76,8 @@ def train(session: Session, agreed: Agreement) -> TrainState:
     A stop leaves all saved, and in `agreed.stopped` what was asked for.
     """
     best.require_metrics(session)
-    bad_steps, hook = BadSteps(session), Hook(session, agreed)
+    bad_steps = BadSteps(session)
+    hook = Hook(session, agreed)
     while True:
         with contextlib.suppress(RollBack), contextlib.ExitStack() as ending:
             return _train(session, agreed, bad_steps, hook, ending)
@@ -89,16 +90,15 @@ def _train(
     hook: Hook,
     ending: contextlib.ExitStack,
 ) -> TrainState:
-    recipe, run, group, engine, batches = (
-        session.recipe,
-        session.run,
-        session.group,
-        session.engine,
-        session.batches,
-    )
+    recipe = session.recipe
+    run = session.run
+    group = session.group
+    engine = session.engine
+    batches = session.batches
     state = _resume(session)
     saving = checkpoint.Saving(run, recipe, group, engine.stepper, session.identity)
-    saving.best, saving.completed = best.kept_step(state.best), hook.on_checkpoint
+    saving.best = best.kept_step(state.best)
+    saving.completed = hook.on_checkpoint
     if best.stops_early(recipe, state.step, state.best):
         saving.last_step = state.step
     if state.step >= saving.last_step:
@@ -271,7 +271,8 @@ def train_step(
     Raises:
         BadStepError: on all ranks the same; weights and optimizer are as before the step.
     """
-    engine, group = session.engine, session.group
+    engine = session.engine
+    group = session.group
     rate = state.learning_rate = learning_rate(session.recipe, state.step)
     if bad_steps is not None:
         bad_steps.before()
@@ -297,7 +298,8 @@ def train_step(
 
 def _passes(session: Session, step: int) -> list[torch.Tensor]:
     """Forward and backward of each micro batch of this rank; their losses, weighted."""
-    engine, group = session.engine, session.group
+    engine = session.engine
+    group = session.group
     torch.manual_seed(step_seed(session.recipe.seed, step, group.rank))
     last = session.plan.batch.accumulation_steps - 1
     engine.stepper.numbers.begin()
@@ -334,7 +336,8 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def _resume(session: Session) -> TrainState:
-    batches, own = session.batches, checkpoint.newest_of_all(session.run, session.group)
+    batches = session.batches
+    own = checkpoint.newest_of_all(session.run, session.group)
     found = (
         checkpoint.CompleteCheckpoint(*own) if own else session.checkpoint
     )  # after a rollback there is a newer one
@@ -369,7 +372,8 @@ def _batch_notes(state: TrainState, batch: BatchPlan, usual: int) -> Iterator[st
 
 def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
     """Where a changed length or schedule makes the learning rate jump."""
-    step, before = state.step, state.learning_rate
+    step = state.step
+    before = state.learning_rate
     if (
         before is None
         or step >= recipe.train.steps

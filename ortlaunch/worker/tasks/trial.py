@@ -23,7 +23,8 @@ def run(session: Session) -> None:
     group.barrier()
     limits = RankLimits(group.device, group.local.local_world_size)
     group.barrier()  # nobody takes more before all have looked
-    state, parity = TrainState(), parity_steps(session, first_step=0)
+    state = TrainState()
+    parity = parity_steps(session, first_step=0)
     while state.step - state.skipped < 2 and state.step < _MOST_STEPS:
         if parity is not None and state.step < parity.end:
             _rehearse(parity, state.step)

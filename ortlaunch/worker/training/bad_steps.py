@@ -41,7 +41,8 @@ class BadSteps:
     """The bad steps of one training, over all its starts."""
 
     def __init__(self, session: Session) -> None:
-        self.session, self.train = session, session.recipe.train
+        self.session = session
+        self.train = session.recipe.train
         self.looks = self.train.on_nonfinite != "stop" or self.train.on_spike is not None
         self.spikes = Spikes(self.train.on_spike) if self.train.on_spike else None
         self.rollbacks = 0
@@ -59,10 +60,8 @@ class BadSteps:
                 and line.places[1] > seen
                 and not session.batches.holds(line.places, line.samples)
             ):
-                line.places, changed = (
-                    ([line.places[0], seen] if line.places[0] < seen else None),
-                    True,
-                )
+                line.places = [line.places[0], seen] if line.places[0] < seen else None
+                changed = True
                 if session.group.rank == 0:
                     print(f"the samples that step {line.step} was taken back for are left out no more: in today's "
                           f"order others are in their place", flush=True)  # fmt: skip
@@ -99,7 +98,8 @@ class BadSteps:
         """
         if not self.looks:
             return
-        session, group = self.session, self.session.group
+        session = self.session
+        group = self.session.group
         mean = group.mean(float(sum(losses, start=torch.zeros(()))) / len(losses))
         if not math.isfinite(mean):
             bad = bad_losses(group, losses)
@@ -120,7 +120,9 @@ class BadSteps:
             RollBack: the newest checkpoint is to be taken up.
         """
         found: BadStep = error.found
-        found.action, limit, newest = self._action(error), "", None
+        found.action = self._action(error)
+        limit = ""
+        newest = None
         if found.action == "skip" and state.left_out >= self.train.max_skips:
             limit = f"train.max_skips ({self.train.max_skips}) steps have been skipped"
         if found.action == "rollback" and self.rollbacks >= self.train.max_rollbacks:
@@ -159,12 +161,11 @@ class BadSteps:
 
     def _roll_back(self, found: BadStep, state: Any, newest: tuple[int, Path]) -> None:
         batches = self.session.batches
-        found.checkpoint, found.places = newest[0], list(batches.stretch(state.step))
+        found.checkpoint = newest[0]
+        found.places = list(batches.stretch(state.step))
         self._leave_out(found)
-        where, count = (
-            f"the checkpoint after step {newest[0]}",
-            f"{self.rollbacks} of at most {self.train.max_rollbacks}",
-        )
+        where = f"the checkpoint after step {newest[0]}"
+        count = f"{self.rollbacks} of at most {self.train.max_rollbacks}"
         self._record(
             found, f"{_field(found)} is rollback: back to {where}, without these samples ({count})"
         )

@@ -27,7 +27,8 @@ Memory = dict[str, Json]
 def take(recipe: Recipe, memory: Memory, step: int, evaluated: dict[str, float]) -> None:
     """Take up an evaluation. One whose number is not finite, or absent, is never the best."""
     for wish, asked in _wishes(recipe):
-        value, before = evaluated.get(asked.metric, math.nan), memory.get(wish)
+        value = evaluated.get(asked.metric, math.nan)
+        before = memory.get(wish)
         if math.isfinite(value) and (
             before is None or _is_better(value, before["value"], direction(asked))
         ):
@@ -53,7 +54,8 @@ def require_metrics(session: Session) -> None:
     Raises:
         InputError: evaluations have no such number (collective).
     """
-    recipe, samples = session.recipe, session.data.evaluation
+    recipe = session.recipe
+    samples = session.data.evaluation
     always = {name for name, metric in metrics_of(recipe.model.task).items() if metric.always}
     if samples is None or all(asked.metric in always for _, asked in _wishes(recipe)):
         return
@@ -77,7 +79,8 @@ class _First:
     """The first samples of others."""
 
     def __init__(self, samples: Samples, most: int) -> None:
-        self._samples, self._count = samples, min(most, len(samples))
+        self._samples = samples
+        self._count = min(most, len(samples))
 
     def __len__(self) -> int:
         return self._count
@@ -93,7 +96,8 @@ def kept_step(memory: Memory) -> int | None:
 
 def stops_early(recipe: Recipe, step: int, memory: Memory) -> str | None:
     """Why a training is over at this step before its last; None: it goes on."""
-    asked, found = recipe.train.stop_after, memory.get(STOP)
+    asked = recipe.train.stop_after
+    found = memory.get(STOP)
     if (
         asked is None
         or found is None

@@ -33,8 +33,12 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
         step: the last one.
         memory: of the best evaluations.
     """
-    recipe, run, group, engine = session.recipe, session.run, session.group, session.engine
-    lines, kept = [], _take_best(session, memory)
+    recipe = session.recipe
+    run = session.run
+    group = session.group
+    engine = session.engine
+    lines = []
+    kept = _take_best(session, memory)
     if engine.memory is not None:
         used = engine.memory.record(session.plan, group)
         _export(session)
@@ -88,7 +92,8 @@ def _export(session: Session) -> None:
 
 def _take_best(session: Session, memory: best.Memory) -> BestEvaluation | None:
     """The best evaluation that was asked for; with its weights in the model where the export is to have them."""
-    asked, found = session.recipe.checkpoint.keep_best, memory.get(KEEP)
+    asked = session.recipe.checkpoint.keep_best
+    found = memory.get(KEEP)
     if asked is None or found is None:
         return None
     if asked.export:
@@ -102,7 +107,8 @@ def _take_best(session: Session, memory: best.Memory) -> BestEvaluation | None:
 
 
 def _early(recipe: Recipe, step: int, memory: best.Memory) -> StoppedEarly | None:
-    asked, found = recipe.train.stop_after, memory.get(best.STOP)
+    asked = recipe.train.stop_after
+    found = memory.get(best.STOP)
     if asked is None or found is None or not best.stops_early(recipe, step, memory):
         return None
     return StoppedEarly(

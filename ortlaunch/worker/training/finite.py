@@ -89,9 +89,11 @@ def require_finite_loss(
     """
     if mean is None or math.isfinite(mean):
         return
-    lines, found = [], sorted(bad_losses(group, losses), key=lambda bad: bad.place)
+    lines = []
+    found = sorted(bad_losses(group, losses), key=lambda bad: bad.place)
     for bad in found[:_STEPS]:
-        step, passes = first + bad.place, range(batches.batch.accumulation_steps)
+        step = first + bad.place
+        passes = range(batches.batch.accumulation_steps)
         lines.append(
             bad_loss(
                 step, bad, [index for i in passes for index in batches.indices(step, i, bad.rank)]

@@ -25,8 +25,11 @@ class Hook:
     """The hook of one training; without `train.hook`, and on other ranks, it does nothing."""
 
     def __init__(self, session: Session, agreed: Agreement) -> None:
-        self.name, self.run, self.agreed = session.recipe.train.hook, session.run, agreed
-        self.last_step, self.own = session.recipe.train.steps, None
+        self.name = session.recipe.train.hook
+        self.run = session.run
+        self.agreed = agreed
+        self.last_step = session.recipe.train.steps
+        self.own = None
         if self.name is not None and session.group.rank == 0:
             self.own = call("train.hook", self.name, {})
             _require_known(self.name, self.own)
@@ -50,9 +53,8 @@ class Hook:
         try:
             answer = own(step, what)
         except Exception as error:
-            where = "".join(
-                traceback.format_exception(type(error), error, error.__traceback__.tb_next)
-            )  # type: ignore[union-attr]
+            frames = error.__traceback__ and error.__traceback__.tb_next
+            where = "".join(traceback.format_exception(type(error), error, frames))
             raise HookError(
                 f"train.hook: {self.name}.{method} raised {type(error).__name__} after step {step}: {error}\n{where}"
             ) from error

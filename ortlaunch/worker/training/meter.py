@@ -23,7 +23,8 @@ class Meter:
     """Loss and speed between two log lines; what is not training (evaluation, saving) does not count as time."""
 
     def __init__(self, session: Session) -> None:
-        self.group, self.batch = session.group, session.plan.batch
+        self.group = session.group
+        self.batch = session.plan.batch
         self.numbers = session.engine.stepper.numbers
         # A CPU's rate, measured once for a moment, changes with every other process: a share of it says nothing.
         self.flops_per_token = (

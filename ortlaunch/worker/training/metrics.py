@@ -22,7 +22,8 @@ class Metrics:
     """Writes one object a logged step: step, epoch, loss, learning_rate, tokens_per_second, elapsed_seconds, ..."""
 
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
-        self.max_steps, self.first_step = recipe.train.steps, first_step
+        self.max_steps = recipe.train.steps
+        self.first_step = first_step
         self.before = _cut_after(run, first_step)
         self.file = run.metrics.open("a", encoding="utf-8", buffering=1)
         self.trackers = [Beside(name, recipe, run, first_step) for name in recipe.log.trackers]

@@ -34,14 +34,15 @@ class ParitySteps:
     """The steps of a run that are compared, from 0 on; `with_table`: also printed at the end."""
 
     def __init__(self, session: Session, first_step: int, with_table: bool = False) -> None:
-        recipe, run, group, engine = session.recipe, session.run, session.group, session.engine
-        self.recipe, self.run, self.group, self.engine, self.batches = (
-            recipe,
-            run,
-            group,
-            engine,
-            session.batches,
-        )
+        recipe = session.recipe
+        run = session.run
+        group = session.group
+        engine = session.engine
+        self.recipe = recipe
+        self.run = run
+        self.group = group
+        self.engine = engine
+        self.batches = session.batches
         self.with_table = with_table
         steps, self.why = chosen(session)
         self.end = min(steps, recipe.train.steps)
@@ -91,7 +92,8 @@ class ParitySteps:
                 _say(self.group, self._verdict())
 
     def _leave_out(self, why: str) -> None:
-        self.end, self.module = 0, None
+        self.end = 0
+        self.module = None
         self.engine.record.parity = Parity("not compared", why)
         _say(self.group, f"parity: not compared: {why}")
 
@@ -110,7 +112,8 @@ class ParitySteps:
                     tolerance=self.tolerance,
                 )
         except Exception as error:  # whatever a pass raises; the other ranks are waiting
-            told, random = str(error) or type(error).__name__, isinstance(error, EngineError)
+            told = str(error) or type(error).__name__
+            random = isinstance(error, EngineError)
             return {"rank": self.group.rank, "error": told, "random": random}
         return self._record(step + 1, found)
 
@@ -184,7 +187,8 @@ class ParitySteps:
 
     def _verdict(self) -> str:
         """The last line of a comparison that passed, under the worst step's table if that is wanted."""
-        worst, used = _worst(self.records), self.engine.record.engine.used
+        worst = _worst(self.records)
+        used = self.engine.record.engine.used
         shown = f"{table(worst, used)}\n" if self.with_table else ""
         how = ", both compared at matmul_precision highest" if self.lowered else ""
         return f"{shown}parity: passed: {len(self.records)} steps within {self.tolerance:g}{how}; see {self.run.parity}"
@@ -255,7 +259,8 @@ def _largest_of(found: Comparison, tolerance: float) -> list[Difference]:
 
 
 def _rounding(record: Record) -> str:
-    names, draws = record.get("rounding"), record.get("draws")
+    names = record.get("rounding")
+    draws = record.get("draws")
     judged = f"\n  rounding, as float64 shows: {', '.join(names[:_SHOWN])}" if names else ""
     return judged + (
         "\n  both were given the same random numbers, which training draws itself" if draws else ""

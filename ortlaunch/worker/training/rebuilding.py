@@ -6,7 +6,8 @@ import contextlib
 
 from ortlaunch.worker.supervision.pulse import Pulse
 
-EXPORTING, COMPILING = "exporting to ONNX Runtime", "compiling"
+EXPORTING = "exporting to ONNX Runtime"
+COMPILING = "compiling"
 
 
 def tell_rebuilding(used: str, pulse: Pulse) -> None:

@@ -21,7 +21,9 @@ def stop(session: Session, asked: Ask, step: int) -> Ask:
     """
     if not asked.stops:
         return asked
-    run, steps, folder = session.run, session.recipe.train.steps, session.run.checkpoint(step)
+    run = session.run
+    steps = session.recipe.train.steps
+    folder = session.run.checkpoint(step)
     if not session.group.gather_numbers([(folder / COMPLETE).exists()])[0][0]:
         raise _not_saved(session, asked, "see NOT SAVED above")
     if session.group.rank == 0:

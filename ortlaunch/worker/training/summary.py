@@ -20,10 +20,8 @@ from ortlaunch.worker.supervision.module_copies import copy_modules
 
 def announce(session: Session) -> None:
     """Before step 1, by rank 0: what will run, for how long, and what is kept of the user's code."""
-    engine, length = (
-        session.engine,
-        length_line(session.recipe, session.plan.batch, len(session.data.train)),
-    )
+    engine = session.engine
+    length = length_line(session.recipe, session.plan.batch, len(session.data.train))
     if session.group.rank == 0:
         data = [length, *session.data.class_lines()]
         lines = [*plan_lines(engine.report()), *engine.notes, *data, *copy_modules(session.run)]
@@ -44,7 +42,9 @@ _MOST_RANKS = 8
 
 def plan_lines(report: EngineReport) -> list[str]:
     """What will run, with everything that stands in for something else."""
-    engine, optimizer, fp16 = report.engine, report.optimizer, report.fp16_optimizer
+    engine = report.engine
+    optimizer = report.optimizer
+    fp16 = report.fp16_optimizer
     whole = report.trained_parameters == report.parameters
     trained = "" if whole else f"{report.trained_parameters:,} trained of "
     lines = [
@@ -81,7 +81,8 @@ def _matmul_precision(report: EngineReport) -> list[str]:
         ]
     if found.asked == "highest":
         return []
-    nothing, graph = found.gains_nothing, report.onnxruntime and report.onnxruntime.training_graph
+    nothing = found.gains_nothing
+    graph = report.onnxruntime and report.onnxruntime.training_graph
     if graph and report.device == "cpu" and not products_called(graph):
         nothing = (
             nothing
@@ -158,9 +159,11 @@ def late_notes(report: EngineReport, told: Collection[str]) -> list[str]:
 
 def outcome_lines(report: EngineReport) -> list[str]:
     """What ran."""
-    engine, ort = report.engine, report.onnxruntime
+    engine = report.engine
+    ort = report.onnxruntime
     if report.inductor:
-        graphs, breaks = report.inductor.graphs, report.inductor.graph_breaks
+        graphs = report.inductor.graphs
+        breaks = report.inductor.graph_breaks
         return [
             f"ran on engine inductor: {graphs} graphs compiled, {breaks} graph breaks on rank 0"
         ]

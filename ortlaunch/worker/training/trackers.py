@@ -36,7 +36,8 @@ class Beside:
     """A tracker in its thread."""
 
     def __init__(self, name: str, recipe: Recipe, run: RunDir, first_step: int) -> None:
-        self.name, self._said = name, queue.SimpleQueue[Any]()
+        self.name = name
+        self._said = queue.SimpleQueue[Any]()
         self._thread = threading.Thread(
             target=self._live, args=(recipe, run, first_step), daemon=True
         )

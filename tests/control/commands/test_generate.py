@@ -53,7 +53,8 @@ def test_which_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The export where it is of the newest checkpoint, else that, or the one asked for; the process's exit status."""
-    run, started = run_of(tmp_path / "run", "causal-lm"), list[Any]()
+    run = run_of(tmp_path / "run", "causal-lm")
+    started = list[Any]()
     if finished:
         write_json(run.summary, {"steps": finished})
         write_json(run.export / "config.json", {})

@@ -321,7 +321,8 @@ def test_what_goes_back_into_the_queue(
     status: int, stop: str | None, restarts: int, requeued: bool, tmp_path: Path
 ) -> None:
     """The script as it is, with an srun of this status: a saved run unless a person stopped it, and a fault."""
-    run, tools = RunDir(tmp_path / "my run"), tmp_path / "tools"
+    run = RunDir(tmp_path / "my run")
+    tools = tmp_path / "tools"
     tools.mkdir()
     for name, body in (("srun", f"exit {status}"), ("scontrol", f"echo $* > {tools}/asked")):
         (tools / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -342,7 +343,8 @@ def test_what_goes_back_into_the_queue(
 
 def test_a_node_without_the_folder_starts_no_rank(tmp_path: Path) -> None:
     """A folder that the node does not share: ranks elsewhere would read other data, or other modules."""
-    run, home = RunDir(tmp_path / "run"), Path.cwd() / "gone"
+    run = RunDir(tmp_path / "run")
+    home = Path.cwd() / "gone"
     home.mkdir()
     os.chdir(home)
     write_text(run.job_script, request_of(resolved(), run, "slurm").files[0][1])
@@ -362,7 +364,8 @@ def test_a_node_without_the_folder_starts_no_rank(tmp_path: Path) -> None:
 
 def test_a_controller_that_is_away(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing about the job, which is not taken for lost."""
-    away, gone = "Unable to contact slurm controller (connect failure)", "Invalid job id specified"
+    away = "Unable to contact slurm controller (connect failure)"
+    gone = "Invalid job id specified"
     for words in (away, gone):
         failed = subprocess.CompletedProcess(["squeue"], 1, "", f"slurm_load_jobs error: {words}\n")
         monkeypatch.setattr(slurm, "ask", lambda *argv, what, failed=failed: failed)

@@ -323,7 +323,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_run_in_pods(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Created, waiting, ready, its logs, deleted: by kubectl; the folder here knows of its job alone."""
-    run, named = RunDir("x-20260101-000000"), "default/job.batch/x-20260101-000000"
+    run = RunDir("x-20260101-000000")
+    named = "default/job.batch/x-20260101-000000"
     assert submit(resolved("bert-large", "job"), run.path, run, "kubernetes") == named
     (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4}}))
     assert str(look(run)).splitlines()[1:] == ["queued: no pod is ready"]

@@ -115,7 +115,8 @@ def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that nobody reaches is its own host's finding; one that some reach is that of those who do not."""
     monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
     monkeypatch.setattr(probe, "sources", lambda: 7)
-    shut, open_ = TRIED._replace(host="b", port=4001, error="timed out"), TRIED
+    shut = TRIED._replace(host="b", port=4001, error="timed out")
+    open_ = TRIED
     tries = {"a": (shut,), "b": (open_._replace(error="refused"),), "c": (open_, shut)}
     nodes = tuple(Node(name, 1, rank, (0,)) for rank, name in enumerate(tries))
     answers = [WELL._replace(reached=reached) for reached in tries.values()]
@@ -189,7 +190,8 @@ def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken() -> None:
     """It is left out of those that are opened; of two hosts on loopback each reaches the other, until it is gone."""
-    here, there = probe.Doors("127.0.0.1", (0,)), probe.Doors("127.0.0.1", (0, 0))
+    here = probe.Doors("127.0.0.1", (0,))
+    there = probe.Doors("127.0.0.1", (0, 0))
     taken = probe.Doors("127.0.0.1", (here.ports[0][0],))
     assert (taken.ports, taken.error) == ([], "Address already in use")
     peers = [("127.0.0.1", *ports, 1500) for ports in there.ports]
@@ -203,7 +205,8 @@ def test_a_port_that_is_taken() -> None:
 
 def test_which_hosts_try_which() -> None:
     """Each pair of a small group; of 128 hosts a few of each, in both directions, and the first one all."""
-    few, many = range(5), range(128)
+    few = range(5)
+    many = range(128)
     assert {at: asking._others(at, [*few]) for at in few} == {
         at: [one for one in few if one != at] for at in few
     }  # type: ignore[arg-type, type-var]
@@ -216,13 +219,16 @@ def test_which_hosts_try_which() -> None:
 class SimulatedCall:
     """A host that answers at once, or whose name begins with "dead": once all others have been asked, it is silent."""
 
-    living, everyone_asked = 0, threading.Event()
-    open_now, most_open = set[str](), 0
+    living = 0
+    everyone_asked = threading.Event()
+    open_now = set[str]()
+    most_open = 0
     groups: ClassVar[list[list[str]]] = []
 
     def __init__(self, question: asking.Question, seconds: float, host: str) -> None:
         kind = type(self)
-        self.host, self.listens = host, not host.startswith("dead")
+        self.host = host
+        self.listens = not host.startswith("dead")
         kind.open_now.add(host)
         kind.most_open = max(kind.most_open, len(kind.open_now))
         self.answer: Any = WELL if self.listens else Silence("reached", "no answer", "")

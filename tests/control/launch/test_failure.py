@@ -373,7 +373,8 @@ def test_accounts_are_counted_without_a_listing(tmp_path: Path) -> None:
 
 def test_a_failure_of_another_rank_is_seen_without_a_listing(tmp_path: Path) -> None:
     """A rank's own account is none of another; on a full disk, where none could be counted, the files are listed."""
-    run, other = RunDir(tmp_path / "run"), RunDir(tmp_path / "full")
+    run = RunDir(tmp_path / "run")
+    other = RunDir(tmp_path / "full")
     found = [Surroundings(run, 1).has_failed()]
     for rank in (1, 0):
         run.count_account(rank)

@@ -116,7 +116,8 @@ def test_a_metric_that_the_task_has_not(metric: str, tmp_path: Path) -> None:
 def test_evaluation_data_beside_the_config(way: str, tmp_path: Path) -> None:
     """Evaluation data of the command line or of --base keep the config's evaluations and its best checkpoint."""
     keys: dict[str, Any] = {**LABELS, "validation_file": "absent", "load_best_model_at_end": True}
-    path, base = config(tmp_path, **keys, metric_for_best_model="accuracy"), tmp_path / "base.yaml"
+    path = config(tmp_path, **keys, metric_for_best_model="accuracy")
+    base = tmp_path / "base.yaml"
     base.write_text("data: {evaluation: {format: jsonl, path: b.jsonl}}\n")
     typed = ("data.evaluation={format: jsonl, path: b.jsonl}",)
     found = import_config(path, None, *((None, typed) if way == "command" else (base, ())))

@@ -323,7 +323,8 @@ def test_not_utf8(tmp_path: Path, data: bytes, place: str, byte: str) -> None:
 
 def test_ten_thousand_lines() -> None:
     """Ten thousand lines parse in under 100 ms; tested at 500 ms of CPU for slow and busy machines."""
-    lines, seconds = 10_000, 0.5
+    lines = 10_000
+    seconds = 0.5
     text = "".join(f"worker-{index:05d} slots=8\n" for index in range(lines))
     before = time.process_time()
     assert len(parse_hostfile(text, "F").hosts) == lines

@@ -130,7 +130,8 @@ def test_a_missing_recipe_is_an_error_with_its_path(tmp_path: Path) -> None:
 
 def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
     """A pipe that nobody writes to, a device without an end and a file without measure end at once."""
-    pipe, huge = tmp_path / "pipe", tmp_path / "huge.yaml"
+    pipe = tmp_path / "pipe"
+    huge = tmp_path / "huge.yaml"
     os.mkfifo(pipe)
     with huge.open("wb") as file:
         file.truncate(1 << 40)
@@ -211,7 +212,8 @@ def mutated(text: str, chance: random.Random) -> str:
     """A few characters, lines or words of a recipe cut, doubled, swapped or replaced."""
     for _ in range(chance.randint(1, 4)):
         lines = text.split("\n")
-        at, line = chance.randrange(len(text) + 1), chance.randrange(len(lines))
+        at = chance.randrange(len(text) + 1)
+        line = chance.randrange(len(lines))
         kind = chance.randrange(5)
         if kind == 0:
             text = text[:at] + text[at + chance.randint(1, 8) :]
@@ -237,7 +239,8 @@ def test_mutated_recipes_load_or_are_refused(tmp_path: Path) -> None:
         if path.stem != "phase2"
     ]
     texts.append((FOLDER / "base.yaml").read_text(encoding="utf-8"))
-    path, refused = tmp_path / "mutated.yaml", 0
+    path = tmp_path / "mutated.yaml"
+    refused = 0
     for _ in range(300):
         path.write_bytes(mutated(chance.choice(texts), chance).encode("utf-8", "replace"))
         found = problems(

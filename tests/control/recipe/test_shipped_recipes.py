@@ -300,10 +300,8 @@ def test_full_size_bert_large_takes_the_overrides_of_a_trial() -> None:
 
 def test_parameters_are_those_of_the_published_models() -> None:
     """335 million and 6.74 billion."""
-    bert, llama = (
-        estimate(shipped("bert-large/phase1"), 1, 8),
-        estimate(shipped("llama2-7b/pretrain"), 1, 8),
-    )
+    bert = estimate(shipped("bert-large/phase1"), 1, 8)
+    llama = estimate(shipped("llama2-7b/pretrain"), 1, 8)
     assert bert is not None
     assert llama is not None
     assert round(bert.parameters / 1e6) == 336

@@ -205,7 +205,8 @@ def test_a_link_to_nowhere_is_no_run_folder() -> None:
 
 def test_a_damaged_recipe_beside_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     """The checkpoint records its own recipe, with which the one given is compared: one flipped bit blocks nothing."""
-    run, made = older("mine", steps=2), resolved()
+    run = older("mine", steps=2)
+    made = resolved()
     run.recipe.write_text("\x01" + run.recipe.read_text()[1:])
     with pytest.raises(RecipeError):
         earlier(run, made)
@@ -271,7 +272,8 @@ def test_a_folder_is_continued(
     steps: int | None, sections: dict[str, Any], lines: list[str]
 ) -> None:
     """A run folder of this recipe goes on, and every change is told; without checkpoints anything may change."""
-    run, made = older("mine", steps), resolved(**sections)
+    run = older("mine", steps)
+    made = resolved(**sections)
     assert list(check(made, run, AUTOMATIC)[0].lines) == lines
 
 
@@ -377,7 +379,8 @@ def test_what_engine_ort_takes(
 
     monkeypatch.setattr(extensions, "ort_package", ort_package)
     monkeypatch.setattr(extensions, "missing", lambda: missing)
-    eager, made = resolved(), resolved(engine={"name": "ort"})
+    eager = resolved()
+    made = resolved(engine={"name": "ort"})
     doctor.require(eager.file.recipe, eager.world)
     if line is None:
         doctor.require(made.file.recipe, made.world)

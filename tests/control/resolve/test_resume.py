@@ -194,7 +194,8 @@ def test_a_checkpoint_that_does_not_say_what_made_it() -> None:
     """One of an earlier version: this folder's recipe is compared, that of another folder is not known."""
     folder = save(RUN, 2)
     (folder / origin.ORIGIN).unlink()
-    before, made = resolved().file.recipe, resolved(log={"every_steps": 5})
+    before = resolved().file.recipe
+    made = resolved(log={"every_steps": 5})
     assert resume.beginning(RUN, made, before, ResumeOptions()).lines[1:] == (
         "  changed: log.every_steps: 10 -> 5: takes effect",
     )

@@ -118,7 +118,8 @@ def test_what_trains_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
         return {"variants": measured, "rounds": 3, "steps": 3}
 
     monkeypatch.setattr(auto, "measure", measure)
-    found, run = with_measured_engine(base), RunDir("run")
+    found = with_measured_engine(base)
+    run = RunDir("run")
     write_run(run, found.file.recipe, found.plan, found.choice)
     trained = load(run.recipe).recipe
     assert (trained.engine.name, trained.seed, trained.train.max_steps) == ("inductor", 1, 5)
@@ -142,7 +143,8 @@ def test_a_stop_while_it_is_measured(
 
 def test_a_run_keeps_its_engine() -> None:
     """What the run folder says goes before what was measured since; another recipe without checkpoints does not."""
-    base, run = resolved(), RunDir("run")
+    base = resolved()
+    run = RunDir("run")
     remembered_choice(base, "inductor")
     write_json(run.choice, {**THEN, "key": auto.digest(base)})
     assert known(base, run).notes[-1] == "engine auto: eager: then (as this run began)"
@@ -198,7 +200,8 @@ def test_a_bench_refreshes_what_auto_remembers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is shorter than auto's own is no reason to change the engine."""
-    base, made = resolved(), rows(player("ort", [[1.0]]), player("eager", [[2.0]]))
+    base = resolved()
+    made = rows(player("ort", [[1.0]]), player("eager", [[2.0]]))
     figures = {"variants": made, "rounds": 3}
     monkeypatch.setattr(command, "prepared", lambda *_: [])
     monkeypatch.setattr(command, "measure", lambda *_: figures)

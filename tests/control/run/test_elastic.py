@@ -188,7 +188,8 @@ def test_hosts_of_a_run_with_one_number_of_them(
 
 def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It has saved, and the ranks are started again; that is no failure, and the next stop is one."""
-    run, made = RunDir(tmp_path), plan(recipe())
+    run = RunDir(tmp_path)
+    made = plan(recipe())
     write_text(run.plan, made.to_json())
     write_text(run.restart_request, "{}")
     write_text(run.stop_request, "{}")
@@ -212,10 +213,8 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_findings_have_a_schema() -> None:
     """Which a finding with another verdict, or with a word that nobody knows, does not fit."""
-    schema, good = (
-        json.loads(json_schema()),
-        {"host": "a", "check": "disk", "verdict": "ok", "what": "", "mend": ""},
-    )
+    schema = json.loads(json_schema())
+    good = {"host": "a", "check": "disk", "verdict": "ok", "what": "", "mend": ""}
     jsonschema.validate([good], schema)
     for wrong in ({**good, "verdict": "good"}, {**good, "more": 1}):
         with pytest.raises(jsonschema.ValidationError):

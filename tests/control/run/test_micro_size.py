@@ -85,7 +85,8 @@ def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_found_is_known_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart in the run folder takes the number, but not for another batch or other ranks."""
-    run, made = RunDir(tmp_path), auto(24)
+    run = RunDir(tmp_path)
+    made = auto(24)
     assert known(made, plan(made).batch, run) is None
     stand_in(monkeypatch, 9)
     find(made, plan(made), run)
@@ -129,7 +130,8 @@ def test_which_failures_are_memory(
     cause: str, signal: int | None, memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only an end for lack of memory means that a size does not fit; others end the search with their text."""
-    made, run = auto(4), RunDir(tmp_path)
+    made = auto(4)
+    run = RunDir(tmp_path)
     ended = {
         "summary": "ended",
         "traceback": "planted",
@@ -156,7 +158,8 @@ def test_a_stop_in_a_try(
     name: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing has begun, so that the run is to be run again; also by the notice that Slurm sends before the end."""
-    made, run = auto(4), RunDir(tmp_path)
+    made = auto(4)
+    run = RunDir(tmp_path)
     request = micro_size.backend("local").request(plan(made), run.trial_of(1))
     argv = ("/bin/sh", "-c", f"kill -s {name} $PPID; sleep 9")
     monkeypatch.setattr(
@@ -169,7 +172,8 @@ def test_a_stop_in_a_try(
 
 def test_a_try_is_the_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same ranks, the size, two passes a step where the batch has as many; an old try's words are gone."""
-    made, run = auto(24, zero={"stage": 2}), RunDir(tmp_path)
+    made = auto(24, zero={"stage": 2})
+    run = RunDir(tmp_path)
     resolved = plan(made, [host("localhost", 2)], "torchrun")
     write_json(run.trial_of(4).trial, {"share": 0.1})
     for size, passes in ((4, 2), (12, 1)):

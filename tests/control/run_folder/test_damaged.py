@@ -114,7 +114,8 @@ def test_no_verb_ends_in_a_traceback(
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(lock, "alive_at", lambda run: [])  # looks at every process here
     drawn = random.Random(7)
-    run, wrong = RunDir(shutil.copytree(whole, tmp_path / "run")), []
+    run = RunDir(shutil.copytree(whole, tmp_path / "run"))
+    wrong = []
     registry.add(run)
     for path in sorted(
         each
@@ -144,7 +145,9 @@ def test_status_reads_the_rest_and_says_what_it_left_out(whole: Path, tmp_path: 
     run.recipe.write_text("model: [")
     found = status.look(run)
     assert (found.step, found.metrics["loss"], found.ranks, found.steps) == (30, 1.0, None, None)
-    left, plan, given = found.unreadable[2], found.unreadable[0], found.unreadable[1]
+    left = found.unreadable[2]
+    plan = found.unreadable[0]
+    given = found.unreadable[1]
     assert left == "metrics.jsonl:2 is left out: no whole line of JSON"
     assert plan.startswith(f"{run.plan}: is no plan, damaged, or of another version")
     assert given.startswith(f"{run.recipe}: is no recipe, damaged, or of another version")

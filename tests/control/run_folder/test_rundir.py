@@ -171,7 +171,8 @@ def test_json_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_json_has_no_infinity(tmp_path: Path) -> None:
     """What is not finite becomes a word that float() reads, however deep it lies, for JSON has no number for it."""
-    inf, nan = float("inf"), float("nan")
+    inf = float("inf")
+    nan = float("nan")
     write_json(tmp_path / "x.json", {"a": [inf, 1.0], "b": {"c": (-inf, nan)}})
     assert read_json(tmp_path / "x.json") == {"a": ["inf", 1.0], "b": {"c": ["-inf", "nan"]}}
 

@@ -85,7 +85,8 @@ def test_what_this_python_lacks_is_carried_and_enough(tmp_path: Path) -> None:
     have = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     lines = [f"{name}=={version}" for name, version in have.items() if name not in NOT_THERE]
     (tmp_path / "have.txt").write_text("\n".join(lines))
-    out, site = tmp_path / "wheels", tmp_path / "site"
+    out = tmp_path / "wheels"
+    site = tmp_path / "site"
     python = f"--python={sys.version_info[0]}.{sys.version_info[1]}"
     done = wheels(python, f"--have={tmp_path / 'have.txt'}", f"--out={out}", timeout=200)
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,9 @@ class Pickled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 1)
         self.scale = 2.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +67,8 @@ print(loss.item(), module.module.weight.grad.sum().item())
 
 def test_a_fresh_process_loads_a_pickle(tmp_path: Path) -> None:
     """Nothing but the pickle makes it import ONNX Runtime, which on torch 2.9 and later takes repairs."""
-    module, path = wrapped(nn.Linear(4, 2)), tmp_path / "module.pickle"
+    module = wrapped(nn.Linear(4, 2))
+    path = tmp_path / "module.pickle"
     loss = module(torch.ones(2, 4)).sum()
     path.write_bytes(pickle.dumps(module))
     process = python(_LOADS, str(path))

@@ -113,8 +113,10 @@ class Model(nn.Module):
     def __init__(self, function: Any, uses: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
-        self.function, self.uses = function, uses
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 1)
+        self.function = function
+        self.uses = uses
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.first(x))
@@ -184,7 +186,8 @@ def difference(ours: Any, theirs: Any) -> float:
 
 def compare(model: nn.Module, ours: Any, *batch: torch.Tensor) -> None:
     """Loss and every gradient of one step, eager against ORT; gradients are cleared after."""
-    expected, got = model(*batch), ours(*batch)
+    expected = model(*batch)
+    got = ours(*batch)
     expected.backward()
     got.backward()
     assert got.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
@@ -247,7 +250,8 @@ def test_two_passes_before_one_backward() -> None:
     """Contexts of two forward passes live side by side, and each backward finds its own."""
     model = Model(Cube.apply)
     ours = wrapped(copy.deepcopy(model))
-    x, y = torch.randn(3, 4), torch.randn(5, 4)
+    x = torch.randn(3, 4)
+    y = torch.randn(5, 4)
     for module in (model, ours):
         (module(x) + 2 * module(y)).backward()
     assert difference(ours, model) < 1e-5  # rounding differs between processors

@@ -24,7 +24,8 @@ from tests.ortmodule.modules import manager_of, wrapped
 from tests.ortmodule.tracing.test_half import Bert, Llama
 
 pytestmark = needs_ort
-IDS, FIRST = torch.arange(24).reshape(3, 8) * 5 % 64, torch.tensor(4)
+IDS = torch.arange(24).reshape(3, 8) * 5 % 64
+FIRST = torch.tensor(4)
 # What has no CUDA kernel in the graphs below, each of int64 sizes alone: it runs on the CPU, on numbers that are there,
 # and one of some 8 to 64 bytes is copied to the GPU in a step, without a wait (docs/gpu.md).
 ON_CPU = {"BroadcastGradientArgs"}
@@ -145,7 +146,8 @@ def test_bfloat16_is_completed_to_eagers(built: None, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch_kernels, "replace", lambda *_: None)
     exact = Llama()
-    ours, half = copy.deepcopy(exact), copy.deepcopy(exact)
+    ours = copy.deepcopy(exact)
+    half = copy.deepcopy(exact)
     for model in (ours, half):
         cast_parameters(model, torch.bfloat16)
     module = wrapped(ours)

@@ -274,7 +274,8 @@ def test_a_failed_compilation_shows_its_end_and_leaves_nothing(tmp_path: Path) -
         '#!/bin/sh\ncase "$*" in *" -c "*) echo the compiler says no; exit 1;; esac\nexec c++ "$@"\n'
     )
     compiler.chmod(0o755)
-    temporary, cache = tmp_path / "temporary", tmp_path / "cache"
+    temporary = tmp_path / "temporary"
+    cache = tmp_path / "cache"
     temporary.mkdir()
     environment = {
         **os.environ,

@@ -24,7 +24,8 @@ class Excitation(nn.Module):
     def __init__(self, pool: Images, whole: bool = True) -> None:
         super().__init__()
         self.whole = whole
-        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 8, 1)
         self.pool = pool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +39,8 @@ class Meeting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(3, 4)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (self.first(x) * self.second(y) + self.second(y)).square().sum()
@@ -46,7 +48,8 @@ class Meeting(nn.Module):
 
 def as_eager(model: nn.Module, *batches: Any) -> Any:
     """Gradients of each batch in ORT's graph are eager's."""
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     for batch in batches:
         model.zero_grad()
         eager.zero_grad()
@@ -61,8 +64,10 @@ class Chosen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-        self.rows, self.number = nn.Parameter(torch.randn(8, 1, 1)), nn.Parameter(torch.tensor(0.5))
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 8, 1)
+        self.rows = nn.Parameter(torch.randn(8, 1, 1))
+        self.number = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
@@ -118,7 +123,9 @@ def test_sizes_are_formulas(of: str) -> None:
 
 def test_inputs_of_one_row() -> None:
     """Meet inputs of more, in the first batch or in a later one."""
-    one, more, other = torch.randn(1, 3), torch.randn(4, 3), torch.randn(4, 3)
+    one = torch.randn(1, 3)
+    more = torch.randn(4, 3)
+    other = torch.randn(4, 3)
     as_eager(Meeting(), (more, one), (more, other), (one, more))
     as_eager(
         Meeting(),

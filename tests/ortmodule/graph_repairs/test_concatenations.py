@@ -29,7 +29,9 @@ PARTS: dict[str, Part] = {
 class Joining(nn.Module):
     def __init__(self, part: Part) -> None:
         super().__init__()
-        self.part, self.first, self.last = part, nn.Linear(4, 4), nn.LazyLinear(3)
+        self.part = part
+        self.first = nn.Linear(4, 4)
+        self.last = nn.LazyLinear(3)
         self.register_buffer("buffer", torch.randn(3, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,13 +43,16 @@ class Joining(nn.Module):
 @pytest.mark.parametrize("name", list(PARTS))
 def test_a_part_without_a_gradient_joins_several_times(name: str) -> None:
     """Without the repair the gradient is not built: ORT has two results of one name."""
-    model, batches = Joining(PARTS[name]), [torch.randn(3, 4), torch.randn(3, 4) - 1]
+    model = Joining(PARTS[name])
+    batches = [torch.randn(3, 4), torch.randn(3, 4) - 1]
     model(batches[0])  # for the lazy layer
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     for x in batches:
         model.zero_grad()
         eager.zero_grad()
-        loss, expected = module(x), eager(x)
+        loss = module(x)
+        expected = eager(x)
         loss.backward()
         expected.backward()
         torch.testing.assert_close(loss, expected)
@@ -59,11 +64,9 @@ class Twice(nn.Module):
 
     def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.function, self.row, self.number = (
-            function,
-            nn.Parameter(torch.randn(4)),
-            nn.Parameter(torch.tensor(0.7)),
-        )
+        self.function = function
+        self.row = nn.Parameter(torch.randn(4))
+        self.number = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (
@@ -79,7 +82,8 @@ def test_an_operator_takes_a_weight_twice(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
     """Its gradient is the sum of both, which ORT builds for the weights of several operators only."""
-    model, x = Twice(function), torch.randn(3, 4)
+    model = Twice(function)
+    x = torch.randn(3, 4)
     eager = copy.deepcopy(model)
     wrapped(model)(x).backward()
     eager(x).backward()
@@ -101,7 +105,8 @@ class Standardizing(nn.Module):
 
 def test_two_normalizations_without_weights() -> None:
     """Scale and bias of both are equal constants, of which ORT makes one."""
-    model, x = Standardizing(), torch.randn(3, 6)
+    model = Standardizing()
+    x = torch.randn(3, 6)
     eager = copy.deepcopy(model)
     wrapped(model)(x).backward()
     eager(x).backward()
@@ -113,7 +118,8 @@ class Padded(nn.Module):
 
     def __init__(self, amounts: tuple[int, ...]) -> None:
         super().__init__()
-        self.layer, self.amounts = nn.Linear(4, 3), amounts
+        self.layer = nn.Linear(4, 3)
+        self.amounts = amounts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.pad(self.layer(x), (0, 1, *self.amounts), value=2.0).exp().sum()

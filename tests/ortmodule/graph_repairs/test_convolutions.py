@@ -20,7 +20,8 @@ class Stack(nn.Module):
 
     def __init__(self, kernel: int, **settings: Any) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(12, 12), nn.LazyLinear(12)
+        self.first = nn.Linear(12, 12)
+        self.last = nn.LazyLinear(12)
         layers = [nn.Conv1d(16, 16, kernel, padding=kernel // 2, **settings) for _ in range(4)]
         self.layers = nn.ModuleList(layers)
 
@@ -43,9 +44,12 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_no_other_gradient_is_overwritten(kind: str) -> None:
     """Gradients of ten passes are eager's, and stay so while later passes run; evaluation is eager's."""
     kernel, settings = SETTINGS[kind]
-    model, x = Stack(kernel, **settings), torch.randn(3, 16, 12)
+    model = Stack(kernel, **settings)
+    x = torch.randn(3, 16, 12)
     model(x)
-    eager, module, held = copy.deepcopy(model), wrapped(model), []
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
+    held = []
     eager(x).backward()
     for _ in range(10):
         model.zero_grad()
@@ -78,7 +82,9 @@ def test_the_same_size() -> None:
     model = nn.Sequential(
         nn.Conv2d(4, 4, (3, 2), padding="same"), nn.Conv2d(4, 4, 3, padding="same", dilation=2)
     )
-    eager, module, x = copy.deepcopy(model), wrapped(model), torch.randn(2, 4, 9, 8)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
+    x = torch.randn(2, 4, 9, 8)
     for given in (module, eager):
         given(x).square().mean().backward()
     same(model, eager)

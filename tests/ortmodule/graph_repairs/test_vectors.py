@@ -33,11 +33,9 @@ class ByVector(nn.Module):
 
     def __init__(self, product: Product) -> None:
         super().__init__()
-        self.product, self.layer, self.weight = (
-            product,
-            nn.Linear(4, 4),
-            nn.Parameter(torch.randn(4)),
-        )
+        self.product = product
+        self.layer = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.product(self.layer(x), self.weight) - 1).square().sum()
@@ -48,12 +46,14 @@ def test_a_vectors_gradient_is_eagers(name: str) -> None:
     """That of the vector and of what it is multiplied by, also in a batch of another size."""
     product, shape = PRODUCTS[name]
     model = ByVector(product)
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     for rows in (shape[0], 5):
         x = torch.randn(rows, *shape[1:])
         model.zero_grad()
         eager.zero_grad()
-        loss, expected = module(x), eager(x)
+        loss = module(x)
+        expected = eager(x)
         loss.backward()
         expected.backward()
         torch.testing.assert_close(loss, expected)
@@ -65,7 +65,9 @@ class Picking(nn.Module):
 
     def __init__(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.pick, self.layer, self.head = pick, nn.Linear(4, 4), nn.Linear(4, 3, bias=False)
+        self.pick = pick
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3, bias=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (self.pick(self.head(self.layer(x))) - y).square().mean()
@@ -91,10 +93,13 @@ def test_what_is_picked_from_a_product_is_eagers(
     pick: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]
 ) -> None:
     """Loss and gradients: a pick that kept its size would meet the labels as a matrix."""
-    model, x = Picking(pick), torch.randn(*shape)
+    model = Picking(pick)
+    x = torch.randn(*shape)
     y = torch.randn_like(pick(torch.randn(*shape[:-1], 3)))
-    eager, module = copy.deepcopy(model), wrapped(model)
-    loss, expected = module(x, y), eager(x, y)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
+    loss = module(x, y)
+    expected = eager(x, y)
     loss.backward()
     expected.backward()
     torch.testing.assert_close(loss, expected)
@@ -125,12 +130,14 @@ def test_sizes_that_vanish_otherwise(name: str) -> None:
             return part(super().forward(x)).square().sum()
 
     model = Part(4, 4)
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     for rows in (3, 5):
         x = torch.randn(rows, 4)
         for each in (model, eager):
             each.zero_grad()
-        loss, expected = module(x), eager(x)
+        loss = module(x)
+        expected = eager(x)
         loss.backward()
         expected.backward()
         torch.testing.assert_close(loss, expected)

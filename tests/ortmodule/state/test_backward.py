@@ -23,8 +23,10 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.body = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.first = nn.Linear(8, 4)
+        self.second = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.norm(torch.tanh(self.body(x)))

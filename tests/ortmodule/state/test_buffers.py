@@ -24,8 +24,10 @@ class Normalized(nn.Module):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
-        self.convolution, self.first = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, **settings)
-        self.linear, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=0.3)
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.first = nn.BatchNorm2d(4, **settings)
+        self.linear = nn.Linear(4, 4)
+        self.second = nn.BatchNorm1d(4, momentum=0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(self.first(self.convolution(x))).mean((2, 3))
@@ -43,7 +45,8 @@ def test_batch_normalization_is_eagers(frozen: bool) -> None:
     model = Normalized()
     if frozen:
         model.first.eval()
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     for x in images(5):
         module(x).backward()
         eager(x).backward()
@@ -122,7 +125,8 @@ class Apart(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.linear = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = self.norm(self.linear(x))
@@ -133,7 +137,8 @@ class Apart(nn.Module):
 def test_uses_of_a_layer_keep_their_order() -> None:
     """Running statistics go from use to use as in the forward pass, in whatever order ORT takes nodes."""
     torch.manual_seed(0)
-    model, x = Apart(), torch.randn(5, 4)
+    model = Apart()
+    x = torch.randn(5, 4)
     eager = copy.deepcopy(model)
     module = wrapped(model)
     for _ in range(3):
@@ -187,7 +192,8 @@ def test_a_checkpoint_around_batch_normalization(where: str, reentrant: bool, up
 
     norm = Inside(8) if where == "inside" else nn.BatchNorm1d(8)
     model = nn.Sequential(nn.Linear(8, 8), norm)
-    module, x = wrapped(model), torch.randn(6, 8, requires_grad=True)
+    module = wrapped(model)
+    x = torch.randn(6, 8, requires_grad=True)
     out = module(x) if where == "inside" else checkpoint(module, x, use_reentrant=reentrant)
     out.square().mean().backward()
     assert norm.num_batches_tracked == updates

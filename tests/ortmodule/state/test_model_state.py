@@ -39,7 +39,9 @@ class Changing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.second = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.first = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.second = nn.Linear(6, 3)
         self.register_buffer("offset", torch.zeros(6))
         self.scale: Any = 1.0
         self.weights = [1.0, 2.0]
@@ -179,7 +181,8 @@ OUTSIDE = (of_the_class, a_global, global_setting, class_setting)
 def test_a_changed_model_is_exported_again(change: Callable[[Changing], None]) -> None:
     """Loss, gradients and buffers are eager's before and after, and one export follows the change."""
     model = Changing()
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     before = tally.re_exports
     for step in range(4):
         if step == 2:
@@ -187,7 +190,8 @@ def test_a_changed_model_is_exported_again(change: Callable[[Changing], None]) -
             change(eager)
         for given in (model, eager):
             given.zero_grad()
-        ours, theirs = module(X), eager(X)
+        ours = module(X)
+        theirs = eager(X)
         ours.backward()
         theirs.backward()
         torch.testing.assert_close(ours, theirs)
@@ -214,9 +218,14 @@ class Remembering(nn.Linear):
 
     def __init__(self, called: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__(6, 6)
-        self.called, self.step, self.last, self.table = called, 0, None, None
-        self.rng, self.old_rng = numpy.random.default_rng(0), numpy.random.RandomState(0)
-        self.counted, self.left = {"passes": 0}, dict[str, torch.Tensor]()
+        self.called = called
+        self.step = 0
+        self.last = None
+        self.table = None
+        self.rng = numpy.random.default_rng(0)
+        self.old_rng = numpy.random.RandomState(0)
+        self.counted = {"passes": 0}
+        self.left = dict[str, torch.Tensor]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.called(self, super().forward(x)).square().mean()
@@ -307,7 +316,8 @@ def tells_in_a_dictionary(model: Any, x: torch.Tensor) -> torch.Tensor:
 def test_what_a_pass_makes_for_itself_is_not(called: Any) -> None:
     """A table that is made once, and a value that each pass writes before it reads it."""
     model = Remembering(called)
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     for each in (module, eager):
         each(X).backward()
     same(model, eager)

@@ -28,7 +28,8 @@ class Formed(nn.Module):
 
     def __init__(self, form: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.layer, self.form = nn.Linear(4, 4), form
+        self.layer = nn.Linear(4, 4)
+        self.form = form
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.layer(x)
@@ -40,9 +41,12 @@ class Formed(nn.Module):
 def test_types_are_eagers(form: str, training: bool) -> None:
     """ONNX Runtime computes float16 in float32 on a CPU; what it hands out is float16 all the same."""
     model = Formed(FORMS[form]).train(training)
-    eager, module, x = copy.deepcopy(model), wrapped(model), torch.randn(3, 4)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
+    x = torch.randn(3, 4)
     with torch.set_grad_enabled(training):
-        ours, theirs = module(x), eager(x)
+        ours = module(x)
+        theirs = eager(x)
     assert [output.dtype for output in ours] == [output.dtype for output in theirs]
     torch.testing.assert_close(ours[0], theirs[0], rtol=2e-3, atol=1e-3)
     if training:

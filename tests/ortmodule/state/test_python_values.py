@@ -27,7 +27,8 @@ class Called(nn.Module):
 
     def __init__(self, called: Forward) -> None:
         super().__init__()
-        self.layer, self.called = nn.Linear(4, 4), called
+        self.layer = nn.Linear(4, 4)
+        self.called = called
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.called(self.layer, x)
@@ -92,7 +93,8 @@ class Masked(nn.Module):
     def __init__(self, told: dict[str, bool]) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.layers, self.told = nn.TransformerEncoder(layer, 1), told
+        self.layers = nn.TransformerEncoder(layer, 1)
+        self.told = told
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return self.layers(x, mask, **self.told).square().mean()
@@ -139,8 +141,11 @@ def by_a_branch(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def losses_of_sizes(called: Forward, *sizes: int, **settings: Any) -> tuple[Any, list[int]]:
     """Trains on batches of these sizes against eager; the module, and the number of exports after each."""
-    model, exports = Called(called), []
-    eager, module, before = copy.deepcopy(model), wrapped(model, **settings), tally.exports
+    model = Called(called)
+    exports = []
+    eager = copy.deepcopy(model)
+    module = wrapped(model, **settings)
+    before = tally.exports
     for size in sizes:
         x = torch.randn(size, 4)
         losses = [each(x) for each in (module, eager)]
@@ -193,7 +198,8 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
         self.register_buffer("scale", torch.tensor([1.0, 2.0]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -203,7 +209,8 @@ class Scaled(nn.Module):
 def test_a_buffer_that_python_reads_is_read_again_when_it_changes() -> None:
     """As load_state_dict does, too."""
     model = Scaled()
-    module, before = wrapped(model), tally.exports
+    module = wrapped(model)
+    before = tally.exports
     losses = []
     for value in (3.0, 3.0, 5.0):
         if model.scale[0] != value:

@@ -37,7 +37,8 @@ class Drawing(nn.Module):
 
     def __init__(self, draw: Draw) -> None:
         super().__init__()
-        self.first, self.draw = nn.Linear(8, 8), draw
+        self.first = nn.Linear(8, 8)
+        self.draw = draw
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.draw(self.first(x)).sum()

@@ -26,7 +26,8 @@ class Hyper(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator, self.core = nn.Linear(8, 72), nn.Linear(8, 8)
+        self.generator = nn.Linear(8, 72)
+        self.core = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = self.generator(x.mean(0))
@@ -40,10 +41,8 @@ class LowRank(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = (
-            nn.Parameter(torch.randn(8, 2) / 10),
-            nn.Parameter(torch.randn(2, 8) / 10),
-        )
+        self.left = nn.Parameter(torch.randn(8, 2) / 10)
+        self.right = nn.Parameter(torch.randn(2, 8) / 10)
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight + self.left @ self.right
@@ -70,7 +69,8 @@ class Quantized(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, zeros = self.layer.weight, torch.zeros(8, dtype=torch.int32)
+        weight = self.layer.weight
+        zeros = torch.zeros(8, dtype=torch.int32)
         scale = weight.detach().abs().amax(1) / 127
         weight = torch.fake_quantize_per_channel_affine(weight, scale, zeros, 0, -128, 127)
         return nn.functional.linear(x, weight, self.layer.bias)
@@ -81,7 +81,8 @@ class Diagonal(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.decay, self.turn = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+        self.decay = nn.Parameter(torch.randn(8))
+        self.turn = nn.Parameter(torch.randn(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (torch.exp(-self.decay.exp() + 1j * self.turn) * x).real
@@ -140,7 +141,8 @@ class Given(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.layer = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
 
     def forward(self, batch: Any, scale: Any = 1.0) -> torch.Tensor:
         return self.norm(self.layer(getattr(batch, "x", batch)) * float(scale))

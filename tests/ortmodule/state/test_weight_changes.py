@@ -41,7 +41,9 @@ class Moco(nn.Module):
 
     def __init__(self, change: Change) -> None:
         super().__init__()
-        self.query, self.key, self.change = nn.Linear(8, 4), nn.Linear(8, 4), change
+        self.query = nn.Linear(8, 4)
+        self.key = nn.Linear(8, 4)
+        self.change = change
         self.key.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +73,8 @@ class Projected(nn.Module):
 
     def __init__(self, change: Change) -> None:
         super().__init__()
-        self.first, self.moco = nn.Linear(8, 8), Moco(change)
+        self.first = nn.Linear(8, 8)
+        self.moco = Moco(change)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.moco(self.first(x))

@@ -35,7 +35,10 @@ class Attention(nn.Module):
 
     def __init__(self, mask: Mask, heads: int = 4, size: int = 32, groups: int = 1) -> None:
         super().__init__()
-        self.mask, self.heads, self.size, self.groups = mask, heads, size, groups
+        self.mask = mask
+        self.heads = heads
+        self.size = size
+        self.groups = groups
         self.queries = nn.Linear(16, heads * size)
         self.keys, self.values = (nn.Linear(16, heads // groups * size) for _ in range(2))
         self.last = nn.Linear(heads * size, 3)
@@ -156,7 +159,8 @@ class Loss(nn.Module):
 
     def __init__(self, model: nn.Module, name: str = "") -> None:
         super().__init__()
-        self.model, self.name = model, name
+        self.model = model
+        self.name = name
 
     def forward(self, tokens: torch.Tensor, *other: torch.Tensor) -> torch.Tensor:
         named = {self.name: other[0]} if other else {}

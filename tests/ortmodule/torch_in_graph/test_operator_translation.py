@@ -34,7 +34,8 @@ class Sequences(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.LSTM(4, 5, batch_first=True, bidirectional=True), nn.RMSNorm(10)
+        self.first = nn.LSTM(4, 5, batch_first=True, bidirectional=True)
+        self.norm = nn.RMSNorm(10)
         self.last = nn.Linear(10, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,9 @@ class Images(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.convolution, self.norm, self.prelu = nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.PReLU()
+        self.convolution = nn.Conv2d(1, 4, 3)
+        self.norm = nn.GroupNorm(2, 4)
+        self.prelu = nn.PReLU()
         self.back = nn.ConvTranspose2d(4, 2, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +72,8 @@ class Images(nn.Module):
 
 def trained(model: nn.Module, module: Any, batches: list[Any]) -> list[float]:
     """Losses of SGD's steps on these batches; the last gradients stay."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
     for batch in batches:
         optimizer.zero_grad()
         loss = module(*batch)
@@ -228,7 +232,8 @@ class Decides(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.norm = nn.LSTM(4, 4, batch_first=True), nn.BatchNorm1d(4, momentum=None)
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.norm = nn.BatchNorm1d(4, momentum=None)
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
         x = x * 2 if x.sum().item() > 0 else x.tanh()
@@ -248,7 +253,9 @@ class Holds(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.inner, self.last = nn.Linear(4, 4), Decides(), nn.Linear(4, 1)
+        self.first = nn.Linear(4, 4)
+        self.inner = Decides()
+        self.last = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         found = self.inner(self.first(x), lengths)
@@ -295,7 +302,8 @@ class Owner(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.owner = nn.Linear(4, 4), Owner()
+        self.first = nn.Linear(4, 4)
+        self.owner = Owner()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.owner(self.first(x)).square().mean()
@@ -346,7 +354,8 @@ def test_layer_norms_without_bias_or_weights() -> None:
     """Which ORT derives wrong, or does not take; in training and in evaluation."""
     norms = nn.LayerNorm(6, bias=False), nn.LayerNorm(6, elementwise_affine=False)
     model = nn.Sequential(nn.Linear(4, 6), norms[0], nn.Tanh(), norms[1])
-    eager, x = copy.deepcopy(model), torch.randn(3, 4)
+    eager = copy.deepcopy(model)
+    x = torch.randn(3, 4)
     module = wrapped(model)
     for run in (module, eager):
         run(x).sin().sum().backward()
@@ -367,7 +376,8 @@ def test_dropout_of_torch_is_drawn_once_a_pass() -> None:
             return (functional.rrelu(self.weight * x, 0.1, 0.9, training=True) * x).sum()
 
     model = Drops()
-    module, x = wrapped(model), -torch.ones(1000)
+    module = wrapped(model)
+    x = -torch.ones(1000)
     losses = []
     for _ in range(2):
         model.zero_grad()
@@ -391,7 +401,8 @@ class Router(nn.Linear):
 def test_a_loss_that_a_torch_layer_keeps_outside_its_result(frozen: bool) -> None:
     """Its own weights get eager's gradients; where layers before would get none of it, the backward pass is refused."""
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(not frozen), Router(4, 4))
-    eager, module = copy.deepcopy(model), wrapped(model, torch_modules=["1"])
+    eager = copy.deepcopy(model)
+    module = wrapped(model, torch_modules=["1"])
     for x in torch.randn(3, 6, 4):
         (eager(x).sin().sum() + eager[1].loss).backward()
         loss = module(x).sin().sum() + model[1].loss

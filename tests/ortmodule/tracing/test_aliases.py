@@ -26,7 +26,9 @@ class Two(nn.Module):
 
     def __init__(self, called: Forward) -> None:
         super().__init__()
-        self.first, self.second, self.called = nn.Linear(6, 6), nn.Linear(6, 3), called
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 3)
+        self.called = called
         self.weight = nn.Parameter(torch.randn(6))
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -37,7 +39,8 @@ def equal(called: Forward) -> Any:
     """Trains on batches of two sizes as eager does, and evaluates; the module."""
     torch.manual_seed(0)
     model = Two(called)
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     for training in (True, False):
         module.train(training)
         eager.train(training)
@@ -74,7 +77,8 @@ def test_a_change_through_a_view_or_under_it(view: View) -> None:
     """The view is made in one line and changed in another: the exporter knows but those of one line."""
 
     def called(model: Two, x: torch.Tensor) -> torch.Tensor:
-        hidden, other = model.first(x) + 0, model.first(x) + 0
+        hidden = model.first(x) + 0
+        other = model.first(x) + 0
         part = view(hidden)
         part += 2
         beside = view(other)
@@ -91,7 +95,9 @@ def test_a_change_through_a_view_or_under_it(view: View) -> None:
 
 def through_several(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x) + 0
-    turned, flat, rows = hidden.t(), hidden.view(-1), hidden[1:]
+    turned = hidden.t()
+    flat = hidden.view(-1)
+    rows = hidden[1:]
     turned[0].add_(2.0)
     flat[1] = 7.0
     hidden[:, 3] += 1
@@ -107,7 +113,8 @@ def in_a_function(model: Two, x: torch.Tensor) -> torch.Tensor:
 
     hidden = model.first(x) + 0
     change(hidden)
-    first, second = hidden[:2], hidden.view(-1)
+    first = hidden[:2]
+    second = hidden.view(-1)
     del hidden
     first.add_(1)
     return first.sum() + second.square().sum()
@@ -144,7 +151,8 @@ def a_scattered_mask(model: Two, x: torch.Tensor) -> torch.Tensor:
 
 
 def without_gradients(model: Two, x: torch.Tensor) -> torch.Tensor:
-    hidden, target = model.first(x), torch.zeros(x.shape[0], 6)
+    hidden = model.first(x)
+    target = torch.zeros(x.shape[0], 6)
     with torch.no_grad():
         flat = target.view(-1)
         flat.copy_((hidden * 2).view(-1))
@@ -205,7 +213,8 @@ def test_a_changed_tensor_is_the_models_result() -> None:
         return model.second(hidden).mean(), hidden
 
     torch.manual_seed(0)
-    model, x = Two(changed), torch.randn(4, 6)
+    model = Two(changed)
+    x = torch.randn(4, 6)
     eager = copy.deepcopy(model)
     torch.testing.assert_close(wrapped(model)(x), eager(x))
 

@@ -37,7 +37,9 @@ class Attention(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.attention = nn.MultiheadAttention(8, 2, dropout, batch_first=batch_first)
-        self.mask, self.weights, self.batch_first = mask, weights, batch_first
+        self.mask = mask
+        self.weights = weights
+        self.batch_first = batch_first
 
     def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
         y, weights = self.attention(x, x, x, need_weights=self.weights, **self.masks(padding))
@@ -143,7 +145,8 @@ class Scores(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.scale, self.dropout = nn.Parameter(torch.ones(())), dropout
+        self.scale = nn.Parameter(torch.ones(()))
+        self.dropout = dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
@@ -156,10 +159,9 @@ class Scores(nn.Module):
 def test_attention_dropout_drops_and_keeps_the_scale() -> None:
     """In training the mean over many passes is that without dropout, and they vary as eager's; evaluation is exact."""
     torch.manual_seed(0)
-    model, x = (
-        Scores(0.3),
-        torch.randn(2, 4, 16, 8),
-    )  # ORT's generator begins each mask with nearly the same number
+    # ORT's generator begins each mask with nearly the same number
+    model = Scores(0.3)
+    x = torch.randn(2, 4, 16, 8)
     ours = wrapped(copy.deepcopy(model))
     theirs, mine = (
         torch.tensor([module(x).item() for _ in range(300)]) for module in (model, ours)
@@ -190,7 +192,8 @@ def test_attention_dropout_drops_its_share_of_the_probabilities() -> None:
     torch.manual_seed(
         1_000_003
     )  # ORT's generator on CPU gives the multiples of its seed: 0, 1 and 2 are alike
-    model, x = Probabilities(), torch.randn(4, 4, 64, 8)
+    model = Probabilities()
+    x = torch.randn(4, 4, 64, 8)
     ours = wrapped(copy.deepcopy(model))
     whole, first, second = (call(x).detach() for call in (model.eval(), ours, ours))
     for found in (first, second):
@@ -251,7 +254,8 @@ def test_torchs_own_export_is_untouched() -> None:
     """After an export of ORT's, torch writes unflatten in its own way again, and its fused attention is on again."""
     torch.backends.mha.set_fastpath_enabled(True)
     model = Attention("none", False, True).eval()
-    x, padding = torch.randn(2, LENGTH, 8), torch.zeros(2, LENGTH, dtype=torch.bool)
+    x = torch.randn(2, LENGTH, 8)
+    padding = torch.zeros(2, LENGTH, dtype=torch.bool)
     with torch.no_grad():  # where torch takes its fused attention, which cannot be exported
         assert wrapped(copy.deepcopy(model))(x, padding).item() == pytest.approx(
             model(x, padding).item(), rel=1e-5
@@ -281,10 +285,14 @@ def test_a_row_without_anything_to_attend_to() -> None:
             )
 
     torch.manual_seed(0)
-    model, x, mask = Masked(4, 4), torch.randn(2, 2, 3, 4), torch.ones(2, 1, 3, 3, dtype=torch.bool)
+    model = Masked(4, 4)
+    x = torch.randn(2, 2, 3, 4)
+    mask = torch.ones(2, 1, 3, 3, dtype=torch.bool)
     mask[1, :, 1] = False
-    eager, module = copy.deepcopy(model), wrapped(model)
-    ours, theirs = module(x, mask), eager(x, mask)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
+    ours = module(x, mask)
+    theirs = eager(x, mask)
     if theirs.isnan():
         pytest.skip(f"PyTorch's own is nan in torch {torch.__version__}")
     ours.backward()

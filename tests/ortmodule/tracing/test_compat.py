@@ -274,7 +274,8 @@ def applied(fresh: Run, cache: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def repairs(fresh: Run, refusing: Path) -> dict[str, Path]:
     """Every repair in force on this stack, and a cache with which it is."""
-    with_interop, without = applied(fresh, cache_root()), applied(fresh, refusing)
+    with_interop = applied(fresh, cache_root())
+    without = applied(fresh, refusing)
     assert set(REFUSING) <= set(without)
     assert extensions.interop_refusal() or not set(REFUSING) & set(with_interop)
     return {**dict.fromkeys(without, refusing), **dict.fromkeys(with_interop, cache_root())}

@@ -30,7 +30,10 @@ class Auxiliary(nn.Module):
 
     def __init__(self, keep: Callable[[Any, torch.Tensor], None]) -> None:
         super().__init__()
-        self.first, self.keep, self.losses, self.loss = nn.Linear(8, 4), keep, [], None
+        self.first = nn.Linear(8, 4)
+        self.keep = keep
+        self.losses = []
+        self.loss = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shares = self.first(x).softmax(-1)
@@ -129,7 +132,8 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.angles = nn.Linear(8, 8), None
+        self.first = nn.Linear(8, 8)
+        self.angles = None
         self.register_buffer("rates", torch.rand(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -118,6 +118,7 @@ TORCHS: dict[str, Form] = {
         .square()
         .mean()
     ),
+    "a turn and more": lambda h, w: h.roll(5, -1) * h.roll((1, -7), (0, 1)) + h.roll(3),
     "backwards": lambda h, w: h.flip(-1) * h + h.flip((0, 1)),
     "a copied column": lambda h, w: h.index_copy(-1, torch.tensor([0]), h[:, 1:2] * 3) * h,
     "a filled column": lambda h, w: h.index_fill(-1, torch.tensor([0, 2]), -1.5).exp() * h,
@@ -134,7 +135,9 @@ class Net(nn.Module):
 
     def __init__(self, form: Form) -> None:
         super().__init__()
-        self.form, self.layer, self.weight = form, nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+        self.form = form
+        self.layer = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.form(self.layer(x), self.weight)
@@ -143,9 +146,11 @@ class Net(nn.Module):
 def compare(form: Form, **settings: str) -> None:
     """Results and gradients, of two batches."""
     model = Net(form)
-    eager, module = copy.deepcopy(model), wrapped(model, **settings)
+    eager = copy.deepcopy(model)
+    module = wrapped(model, **settings)
     for rows in (6, 5):
-        x, found = torch.randn(rows, 4), []
+        x = torch.randn(rows, 4)
+        found = []
         for net, called in ((model, module), (eager, eager)):
             net.zero_grad()
             y = called(x)

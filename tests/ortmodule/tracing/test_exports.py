@@ -123,7 +123,8 @@ def test_a_second_model_trains_as_itself(
         torch.manual_seed(0)
         ours = FORMS[form](monkeypatch, second)
         eager = copy.deepcopy(ours)
-        expected, loss = eager(X), ORTModule(ours, Settings(threads=1))(X)
+        expected = eager(X)
+        loss = ORTModule(ours, Settings(threads=1))(X)
         expected.backward()
         loss.backward()
         losses.append(expected.item())
@@ -149,8 +150,10 @@ class Shapes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.convolution = nn.Embedding(50, 64), nn.Conv1d(64, 32, 3, padding=1)
-        self.recurrent, self.last = nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 40)
+        self.words = nn.Embedding(50, 64)
+        self.convolution = nn.Conv1d(64, 32, 3, padding=1)
+        self.recurrent = nn.LSTM(32, 32, batch_first=True)
+        self.last = nn.Linear(32, 40)
         self.register_buffer("sizes", torch.tensor([-1, 20]))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -161,7 +164,9 @@ class Shapes(nn.Module):
 def test_an_export_without_weights_is_the_same(built: None) -> None:
     """What shape inference does not get changes no byte of the graph."""
     repaired.import_ortmodule()
-    model, ids, found = Shapes(), torch.arange(12).reshape(2, 6), []
+    model = Shapes()
+    ids = torch.arange(12).reshape(2, 6)
+    found = []
     settings = {
         "dynamo": False,
         "export_params": False,

@@ -24,7 +24,9 @@ class Two(nn.Module):
 
     def __init__(self, called: Forward) -> None:
         super().__init__()
-        self.first, self.second, self.called = nn.Linear(4, 4), nn.Linear(4, 4), called
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.called = called
         self.register_buffer("angles", torch.arange(4.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +133,9 @@ def test_loss_and_gradients_are_eagers(called: Forward) -> None:
         pytest.skip(extensions.interop_refusal())
     torch.manual_seed(0)
     model = Two(called)
-    eager, module, x = copy.deepcopy(model), wrapped(model), torch.randn(3, 4)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
+    x = torch.randn(3, 4)
     losses = [each(x) for each in (module, eager)]
     for loss in losses:
         loss.backward()

@@ -16,7 +16,8 @@ from tests.ort import needs_ort
 from tests.ortmodule.modules import manager_of, wrapped
 
 pytestmark = needs_ort
-FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
+FLOAT = onnx.TensorProto.FLOAT
+HALF = onnx.TensorProto.FLOAT16
 LONG = 4096
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -96,11 +97,13 @@ def test_float16_equals_float32_and_has_no_float32_product(
 ) -> None:
     """Losses and gradients of float16 parameters are those of float32, and every product is of float16."""
     model = kind()
-    ids, first = torch.arange(24).reshape(3, 8) * 5 % 64, torch.tensor(LONG - 8)
+    ids = torch.arange(24).reshape(3, 8) * 5 % 64
+    first = torch.tensor(LONG - 8)
     half = copy.deepcopy(model)
     cast_parameters(half, torch.float16)
     ours = wrapped(half)
-    loss, expected = ours(ids, first), model(ids, first)
+    loss = ours(ids, first)
+    expected = model(ids, first)
     loss.float().backward()
     expected.backward()
     torch.testing.assert_close(loss.float(), expected, rtol=2e-3, atol=0)
@@ -119,7 +122,8 @@ def test_float16_equals_float32_and_has_no_float32_product(
 def test_autocast_exports_float16_products(kind: type[nn.Module], built: None) -> None:
     """Under float16 autocast the products of attention, behind a mask, are float16 as all others."""
     ours = wrapped(kind())
-    ids, first = torch.arange(24).reshape(3, 8) * 5 % 64, torch.tensor(0)
+    ids = torch.arange(24).reshape(3, 8) * 5 % 64
+    first = torch.tensor(0)
     # BERT's graph under a CPU's autocast has a LayerNormalization of two types, which ORT refuses after the export.
     with contextlib.suppress(RuntimeError), torch.autocast("cpu", torch.float16):
         ours(ids, first)

@@ -73,10 +73,12 @@ class Summing(nn.Linear):
 def test_sums_and_gradients_are_eagers(form: str) -> None:
     """Of the values, and of what they are added to; also for a second batch of another size."""
     model = Summing(FORMS[form])
-    eager, module = copy.deepcopy(model), wrapped(model)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
     for rows in (4, 7):
         x = torch.randn(rows, 6)
-        ours, theirs = module(x), eager(x)
+        ours = module(x)
+        theirs = eager(x)
         ours.backward()
         theirs.backward()
         torch.testing.assert_close(ours, theirs)

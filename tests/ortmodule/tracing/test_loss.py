@@ -18,7 +18,8 @@ from tests.ort import needs_ort
 from tests.ortmodule.modules import Checkpointed, wrapped
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
-BATCH, CLASSES = 40, 23
+BATCH = 40
+CLASSES = 23
 LOSS = nn.functional.cross_entropy
 
 
@@ -28,7 +29,9 @@ class Scores(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.dense, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, CLASSES)
+        self.dense = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, CLASSES)
         self.options = options
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -96,7 +99,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_loss_and_gradients_are_eagers(options: str, density: float, witness: Witness) -> None:
     """Whatever the loss is asked for, also for batches of other density and size than the first."""
     model = Scores(**OPTIONS[options])
-    eager, ignored = copy.deepcopy(model), OPTIONS[options].get("ignore_index", -100)
+    eager = copy.deepcopy(model)
+    ignored = OPTIONS[options].get("ignore_index", -100)
     module = wrapped(model, torch_operators="off")
     check(module, eager, *batch(density, ignored))
     check(module, eager, *batch(1.2 - density, ignored))
@@ -136,7 +140,8 @@ def test_no_label_counts(
     """The mean of nothing is not a number, its sum and gradients zero, as in PyTorch; the next batch is right again."""
     monkeypatch.setattr(torch_kernels, "WIDTH", 4)
     model = Scores(reduction=reduction)
-    eager, module = copy.deepcopy(model), wrapped(model, torch_matmul=matmul)
+    eager = copy.deepcopy(model)
+    module = wrapped(model, torch_matmul=matmul)
     check(module, eager, *batch(0.2))
     if reduction == "sum":
         check(module, eager, *batch(0.0))
@@ -154,7 +159,8 @@ class Legacy(Scores):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         flat = self.dense(x).view(-1, 8)
         chosen = flat[(x.view(-1, 8)[:, 0] > 0).nonzero()]
-        scores, labels = self.head(flat), labels.view(-1)
+        scores = self.head(flat)
+        labels = labels.view(-1)
         each = LOSS(scores, labels, reduce=False)
         return LOSS(scores, labels, size_average=False) + each.mean() + chosen.square().mean()
 
@@ -202,7 +208,8 @@ def test_scores_of_ignored_labels_are_not_computed(tmp_path: Any) -> None:
 def test_evaluation_takes_every_label(witness: Witness) -> None:
     """An evaluation graph gives the same loss; nothing is gathered in it."""
     model = Scores()
-    eager, module = copy.deepcopy(model).eval(), wrapped(model).eval()
+    eager = copy.deepcopy(model).eval()
+    module = wrapped(model).eval()
     with torch.no_grad():
         torch.testing.assert_close(module(*batch(0.2)), eager(*batch(0.2)))
     assert witness.graphs[-1].forward["ShrunkenGather"] == 0
@@ -243,8 +250,10 @@ class Products(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.plain = nn.Embedding(CLASSES, 8), nn.Linear(8, 8, bias=False)
-        self.biased, self.free = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+        self.words = nn.Embedding(CLASSES, 8)
+        self.plain = nn.Linear(8, 8, bias=False)
+        self.biased = nn.Linear(8, 8)
+        self.free = nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.biased(self.words(labels.clamp(min=0)) + self.plain(x))
@@ -262,7 +271,8 @@ def test_torchs_matrix_products(
     """Forward and backward products by a matrix are torch's, with eager's loss and gradients, for any batch."""
     monkeypatch.setattr(torch_kernels, "WIDTH", 4)
     model = kind()
-    eager, module = copy.deepcopy(model), wrapped(model, torch_matmul=True)
+    eager = copy.deepcopy(model)
+    module = wrapped(model, torch_matmul=True)
     check(module, eager, *batch(0.2))
     check(module, eager, *(part[:3] for part in batch(1.0)))
     graph = witness.graphs[-1]

@@ -21,10 +21,8 @@ class Recurrent(nn.Module):
 
     def __init__(self, kind: Any, **settings: Any) -> None:
         super().__init__()
-        self.recurrent, self.last = (
-            kind(4, 5, batch_first=True, **settings),
-            nn.Linear(5 + 5 * bool(settings.get("bidirectional")), 1),
-        )
+        self.recurrent = kind(4, 5, batch_first=True, **settings)
+        self.last = nn.Linear(5 + 5 * bool(settings.get("bidirectional")), 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.recurrent(x)[0]).square().mean()
@@ -32,7 +30,8 @@ class Recurrent(nn.Module):
 
 def steps(model: nn.Module, module: nn.Module, number: int = 8) -> list[float]:
     """Losses of so many steps of SGD on batches of two sizes and lengths."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), 0.5), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    losses = []
     batches = torch.Generator().manual_seed(1)
     for step in range(number):
         loss = module(torch.randn(3 + step % 2, 6 + step % 2, 4, generator=batches))
@@ -50,7 +49,8 @@ def steps(model: nn.Module, module: nn.Module, number: int = 8) -> list[float]:
 def test_one_export_for_all_steps(kind: Any, bidirectional: bool) -> None:
     """The list in which the layer keeps its weights is the same list after an optimizer's step."""
     model = Recurrent(kind, bidirectional=bidirectional)
-    eager, before = copy.deepcopy(model), tally.exports
+    eager = copy.deepcopy(model)
+    before = tally.exports
     losses = steps(model, wrapped(model))
     assert tally.exports - before == 1
     assert losses == pytest.approx(steps(eager, eager), rel=1e-5)
@@ -67,10 +67,8 @@ def test_an_rnn_without_gradient_is_refused() -> None:
 @pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
 def test_an_rnn_is_evaluated(nonlinearity: str) -> None:
     """As it is, by ONNX's own RNN."""
-    model, x = (
-        Recurrent(nn.RNN, nonlinearity=nonlinearity, num_layers=2).eval(),
-        torch.randn(2, 5, 4),
-    )
+    model = Recurrent(nn.RNN, nonlinearity=nonlinearity, num_layers=2).eval()
+    x = torch.randn(2, 5, 4)
     with torch.no_grad():
         assert wrapped(model)(x).item() == pytest.approx(model(x).item(), rel=1e-5)
 
@@ -80,10 +78,8 @@ class Hidden(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.others = (
-            nn.Linear(4, 1),
-            [nn.Parameter(torch.ones(1), requires_grad=False)],
-        )
+        self.layer = nn.Linear(4, 1)
+        self.others = [nn.Parameter(torch.ones(1), requires_grad=False)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.layer(x) * self.others[0]).sum()
@@ -92,7 +88,8 @@ class Hidden(nn.Module):
 def test_a_weight_that_is_not_the_modules_is_followed() -> None:
     """It is a constant of the graph: changed in place, it takes another export."""
     model = Hidden()
-    module, x = wrapped(model), torch.ones(2, 4)
+    module = wrapped(model)
+    x = torch.ones(2, 4)
     first = module(x).item()
     model.others[0].mul_(3)
     assert module(x).item() == pytest.approx(3 * first)

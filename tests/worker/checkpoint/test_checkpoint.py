@@ -195,7 +195,8 @@ def test_an_error_of_reading_is_no_damage(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk or a server that fails for a moment ends the run; no checkpoint is renamed for it."""
-    run, real = RunDir(tmp_path), io.open
+    run = RunDir(tmp_path)
+    real = io.open
     for step in (10, 20):
         save(run, step)
 

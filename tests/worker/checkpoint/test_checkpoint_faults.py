@@ -37,11 +37,9 @@ class Net(nn.Module):
     def __init__(self, before: Callable[[int], None] = lambda _: None) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.layers, self.before, self.passes = (
-            nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 1)),
-            before,
-            0,
-        )
+        self.layers = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 1))
+        self.before = before
+        self.passes = 0
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.passes += 1
@@ -128,7 +126,8 @@ def test_another_runs_damaged_checkpoint_stays_where_it_is(
     exact: bool, whole: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is named; the one before it is taken, unless that one alone was asked for. Nothing there is renamed."""
-    other, new = copy(whole, tmp_path / "other"), RunDir(tmp_path / "new")
+    other = copy(whole, tmp_path / "other")
+    new = RunDir(tmp_path / "new")
     os.truncate(other.checkpoint(6) / "manifest.json", 3)
     replace(
         FROM_THE_BEGINNING, exact=exact, step=6, checkpoint=str(other.checkpoint(6)), source="other"

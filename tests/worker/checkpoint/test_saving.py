@@ -82,7 +82,8 @@ def test_the_time_asks_for_one(
 ) -> None:
     """Rank 0's clock, from the last save on; other ranks hear of it as of any request."""
     monkeypatch.setattr(savings, "time", clock := Clock())
-    saver, asked = saving(RunDir(tmp_path), every_minutes=minutes), []
+    saver = saving(RunDir(tmp_path), every_minutes=minutes)
+    asked = []
     for step in range(1, 99):
         clock.now += 60
         agreed = SimpleNamespace(ask=lambda what, step=step: asked.append((step, what)))
@@ -90,7 +91,8 @@ def test_the_time_asks_for_one(
         if asked and asked[-1][0] == step:
             saver.save(step, {"step": step, "samples": 8 * step})
     assert asked == [(step, Ask.SAVE) for step in saved]
-    saver.group, clock.now = DistributedContext(Rank(1, 2, 1, 2), torch.device("cpu")), 1e9
+    saver.group = DistributedContext(Rank(1, 2, 1, 2), torch.device("cpu"))
+    clock.now = 1e9
     saver.ask_in_time(agreed)  # type: ignore[arg-type]
     assert len(asked) == len(saved)
 
@@ -100,7 +102,8 @@ class Slow(Writer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.may, self.writing = threading.Event(), 0
+        self.may = threading.Event()
+        self.writing = 0
 
     def copied(self) -> Slow:
         return self
@@ -113,7 +116,8 @@ class Slow(Writer):
 
 def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
     """The loop is not held up; one is there once it is whole, a second waits for the first, the last for itself."""
-    run, writer = RunDir(tmp_path), Slow()
+    run = RunDir(tmp_path)
+    writer = Slow()
     saver = saving(run, stepper=writer, every_steps=40, **{"async": True})
     assert save_all(saver, range(1, 51)) == [40]
     saver.ask_in_time(None)  # type: ignore[arg-type]
@@ -127,7 +131,9 @@ def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asked", [Ask.SAVE, Ask.TERMINATE])
 def test_what_is_asked_for_is_complete(asked: Ask, tmp_path: Path) -> None:
     """Whoever stops a run, or asks for a checkpoint, has it when the save returns; one by the clock may wait."""
-    run, writer, clock = RunDir(tmp_path), Slow(), Agreed()
+    run = RunDir(tmp_path)
+    writer = Slow()
+    clock = Agreed()
     saver = saving(run, stepper=writer, every_minutes=1, **{"async": True})
     saver.tried -= 61
     saver.ask_in_time(clock)  # type: ignore[arg-type]
@@ -150,7 +156,8 @@ def test_one_written_beside_training_that_fails(
     policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Told at the next step's edge, never counted as saved; with `stop` it ends the run."""
-    run, writer = RunDir(tmp_path), Slow()
+    run = RunDir(tmp_path)
+    writer = Slow()
     saver = saving(run, stepper=writer, every_steps=40, on_failure=policy, **{"async": True})
     writer.fails = True
     writer.may.set()
@@ -169,7 +176,8 @@ def test_one_written_beside_training_that_fails(
 @pytest.mark.parametrize("policy", ["stop", "continue"])
 def test_a_save_that_fails(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`stop` ends the run; `continue` tells, counts and tries again; at the end it is a failure with either."""
-    run, writer = RunDir(tmp_path), Writer()
+    run = RunDir(tmp_path)
+    writer = Writer()
     saver = saving(run, stepper=writer, every_steps=10, on_failure=policy)
     save_all(saver, range(1, 11))
     writer.fails = True

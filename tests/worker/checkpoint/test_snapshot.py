@@ -75,7 +75,8 @@ def same(one: TorchStepper, other: TorchStepper) -> bool:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_training_goes_on(optimizer: str, ranks: int, tmp_path: Path) -> None:
     """Whatever the optimizer keeps, and however many ranks shared the writing, the next steps are the same."""
-    first, second = stepper(net(), optimizer), stepper(net(), optimizer)
+    first = stepper(net(), optimizer)
+    second = stepper(net(), optimizer)
     train(first)
     save(first.named_state(), tmp_path, ranks, {"step": 3, "learning_rate": 0.1})
     assert load(tmp_path, second.named_state(), ALONE) == {"step": 3, "learning_rate": 0.1}
@@ -87,7 +88,9 @@ def test_a_training_goes_on(optimizer: str, ranks: int, tmp_path: Path) -> None:
 
 def test_a_copy_is_of_its_moment(tmp_path: Path) -> None:
     """What is copied and written later is what was there, however training went on."""
-    first, second, later = stepper(net()), stepper(net()), stepper(net())
+    first = stepper(net())
+    second = stepper(net())
+    later = stepper(net())
     for one in (first, later):
         train(one)
     taken = take(later.named_state(), {}, ALONE).copied()
@@ -119,7 +122,8 @@ def test_ranks_share_the_writing(tmp_path: Path) -> None:
 
 def test_frozen_weights_are_not_saved(tmp_path: Path) -> None:
     """A checkpoint has what training changes, and buffers; frozen weights stay those that the model was built with."""
-    first, second = stepper(net(frozen=True)), stepper(net(frozen=True))
+    first = stepper(net(frozen=True))
+    second = stepper(net(frozen=True))
     train(first)
     save(first.named_state(), tmp_path)
     names = {key.split(":")[1].split("@")[0] for key in load_file(tmp_path / file_of(0))}
@@ -138,9 +142,9 @@ def test_weights_laid_out_otherwise(tmp_path: Path) -> None:
 
     def built() -> nn.Module:
         torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Linear(2, 2).double()
-        )  # type: ignore[call-overload]
+        convolution = nn.Conv2d(3, 4, 3)
+        convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = nn.Sequential(convolution, nn.Linear(2, 2).double())
         model.scale = nn.Parameter(torch.tensor(2.0))
         return model
 
@@ -174,7 +178,8 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
 
 def test_another_optimizer_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Said; the weights are taken."""
-    first, second = stepper(net()), stepper(net(), "sgd")
+    first = stepper(net())
+    second = stepper(net(), "sgd")
     train(first)
     save(first.named_state(), tmp_path)
     load(tmp_path, second.named_state(), ALONE)

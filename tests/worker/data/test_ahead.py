@@ -73,7 +73,8 @@ def test_the_same_batches_as_without(reader: Reader) -> None:
 
 def test_processes_read_and_draw_alike() -> None:
     """What a sample draws is a function of seed, epoch and sample: not of the process, nor of where reading began."""
-    drawn, readers = {}, set()
+    drawn = {}
+    readers = set()
     for workers, first in ((1, 0), (3, 0), (2, 5)):
         batches = batches_of(Items())
         with batches.read_ahead(0, Reader(workers)):

@@ -92,7 +92,8 @@ def test_before_the_ranks_meet(
     task: str, content: bytes, config: Any, message: str, tmp_path: Path
 ) -> None:
     """Each with its place, or with both numbers that do not fit."""
-    path, run = tmp_path / "a.jsonl", RunDir(tmp_path / "run")
+    path = tmp_path / "a.jsonl"
+    run = RunDir(tmp_path / "run")
     path.write_bytes(content)
     run.path.mkdir()
     chats = task == "causal-lm"

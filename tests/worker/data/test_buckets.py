@@ -60,7 +60,8 @@ def test_a_step_has_the_same_samples_with_less_padding(texts: LabelledTexts) -> 
     """On 1 and 2 ranks: each step those of a run without, shortest first, cut to the length that holds them."""
     for ranks in (1, 2):
         plan = BatchPlan(16, 4, 4 // ranks, ranks, None)
-        without, with_buckets = Batches(texts, plan, 7), Batches(texts, plan, 7, BUCKETS)
+        without = Batches(texts, plan, 7)
+        with_buckets = Batches(texts, plan, 7, BUCKETS)
         for step in range(4):
             taken = step_of(with_buckets, step)
             assert sorted(i for indices, _ in taken for i in indices) == sorted(
@@ -80,11 +81,10 @@ def test_padding_to_the_longest(texts: LabelledTexts) -> None:
     """The same samples, each micro batch cut to a multiple of 8 that holds it, or to the whole length."""
     data = {"train": {"format": "jsonl", "path": "a"}, "tokenizer": "x", "padding": "longest"}
     assert [*Data.model_validate({**data, "sequence_length": 24}).lengths] == [8, 16]
-    lengths, plan = (
-        Data.model_validate({**data, "sequence_length": 12}).lengths,
-        BatchPlan(16, 4, 2, 2, None),
-    )
-    longest, fixed = Batches(texts, plan, 7, lengths), Batches(texts, plan, 7)
+    lengths = Data.model_validate({**data, "sequence_length": 12}).lengths
+    plan = BatchPlan(16, 4, 2, 2, None)
+    longest = Batches(texts, plan, 7, lengths)
+    fixed = Batches(texts, plan, 7)
     for step in range(4):
         taken = step_of(longest, step)
         assert sorted(i for indices, _ in taken for i in indices) == sorted(
@@ -118,7 +118,8 @@ def test_gradients_are_the_same(texts: LabelledTexts) -> None:
         "num_attention_heads": 2,
         "intermediate_size": 16,
     }
-    model, found = BertForSequenceClassification(BertConfig(vocab_size=8, **sizes)).eval(), []
+    model = BertForSequenceClassification(BertConfig(vocab_size=8, **sizes)).eval()
+    found = []
     if texts.sample(0, 0)["attention_mask"][0] == 0:
         pytest.skip("absolute positions count padding on the left")
     for buckets in ((), BUCKETS):

@@ -114,7 +114,8 @@ def test_answers_are_those_that_transformers_marks(
         tokenized_chats(source, tokenizer_of(kind, form(template)), print)
         for form in (marked, plain)
     )
-    tokenizer, begin = tokenizer_of(kind, marked(template)), 0
+    tokenizer = tokenizer_of(kind, marked(template))
+    begin = 0
     for end, turns in zip(by_marks.ends.tolist(), (TURNS, TURNS[1:3], [*TURNS[1:], *TURNS[1:3]])):
         theirs = tokenizer.apply_chat_template(
             turns, return_dict=True, return_assistant_tokens_mask=True
@@ -147,7 +148,8 @@ def test_samples_have_one_length(tmp_path: Path) -> None:
     ]
     sample = samples.sample(1, 0)
     size = int(sample["attention_mask"].sum())
-    ids, labels = sample["input_ids"], sample["labels"]
+    ids = sample["input_ids"]
+    labels = sample["labels"]
     assert {len(value) for value in sample.values()} == {40}
     assert sample["attention_mask"].tolist() == [1] * size + [0] * (40 - size)
     assert ids[size:].tolist() == [2] * (40 - size)
@@ -222,7 +224,8 @@ def test_bad_chats_are_named(row: Any, template: str | None, message: str, tmp_p
     if template in (CHATML, LLAMA):
         template = plain(template)
     elif template and "jsonl:2" in message:
-        source, message = corpus(tmp_path, row), message.replace("jsonl:2", "jsonl:1")
+        source = corpus(tmp_path, row)
+        message = message.replace("jsonl:2", "jsonl:1")
     with pytest.raises(DataError, match=message):
         tokenized_chats(source, tokenizer_of("byte-level", template), print)
 

@@ -278,7 +278,8 @@ def test_the_revision_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -
     """`revision` reaches the library that reads the data set."""
     import datasets
 
-    asked, empty = [], datasets.Dataset.from_list([])
+    asked = []
+    empty = datasets.Dataset.from_list([])
     monkeypatch.setattr(
         "datasets.load_dataset", lambda *args, **options: asked.append(options["revision"]) or empty
     )
@@ -292,7 +293,8 @@ def test_the_revision_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -
 class Letters:
     """A tokenizer of letters, as `_tokenized` uses one."""
 
-    is_fast, eos_token_id = False, 7
+    is_fast = False
+    eos_token_id = 7
 
     def __init__(self, shift: int = 0) -> None:
         self.shift = shift

@@ -191,7 +191,8 @@ def test_documents_begin_as_a_pretrained_tokenizer_begins_them(
         words = llama_like(begins)
         data = data_of("causal-lm", train=source, tokenizer=words, sequence_length=20)
         ids = data.train.sample(0, 0)["input_ids"].tolist()
-        end, begin = data.tokenizer.eos_token_id, data.tokenizer.bos_token_id
+        end = data.tokenizer.eos_token_id
+        begin = data.tokenizer.bos_token_id
         found.append([ids[0] == begin, ids[ids.index(end) + 1] == begin, ids.count(begin)])
     assert found == [[False, False, 0], [True, True, ids.count(end)], [False, False, 0]]
 

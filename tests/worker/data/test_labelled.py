@@ -50,7 +50,8 @@ def test_labelled_texts(tmp_path: Path) -> None:
         label_column="stars",
     )
     assert (len(samples), samples.classes) == (2, 5)
-    short, long = samples.sample(0, 0), samples.sample(1, 0)
+    short = samples.sample(0, 0)
+    long = samples.sample(1, 0)
     assert {name: value.tolist() for name, value in short.items()} == {
         "input_ids": [1, 2, 0, 0],
         "attention_mask": [1, 1, 0, 0],
@@ -171,7 +172,8 @@ def test_names_of_numbers(source: str, kind: Any, tmp_path: Path) -> None:
         label: Any = datasets.ClassLabel(names=names)
         row: dict[str, Any] = {"text": "a", "label": 1}
         if kind is TaggedWords:
-            label, row = datasets.Sequence(label), {name: [value] for name, value in row.items()}
+            label = datasets.Sequence(label)
+            row = {name: [value] for name, value in row.items()}
         rows = datasets.Dataset.from_list([row]).cast_column("label", label)
         rows.to_parquet(str(folder / "train.parquet"))
         place: Any = (
@@ -290,7 +292,9 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
     encoded = tokenizer(
         row["text"], is_split_into_words=True, truncation=True, padding="max_length", max_length=12
     )
-    tags, before, expected = [0, 2, 1, 2], None, []
+    tags = [0, 2, 1, 2]
+    before = None
+    expected = []
     for (
         word
     ) in encoded.word_ids():  # run_ner.py: tokenize_and_align_labels, without label_all_tokens

@@ -135,8 +135,10 @@ def test_texts_are_as_the_tokenizer_makes_them(
 ) -> None:
     """Bit for bit, when they are tokenized, and when they come from the cache, for which no row is read."""
     texts, labels = KINDS[kind]
-    source, tokenizer = corpus(tmp_path / "x.jsonl", texts, labels), make(side)
-    plain, expected = make(side), []
+    source = corpus(tmp_path / "x.jsonl", texts, labels)
+    tokenizer = make(side)
+    plain = make(side)
+    expected = []
     plain.pad_token = plain.pad_token or plain.eos_token
     for text, label in zip(texts, labels):
         found = plain(text, truncation=True, max_length=LENGTH, padding="max_length", return_token_type_ids=False,
@@ -161,14 +163,17 @@ def test_words_are_as_the_tokenizer_makes_them(
 ) -> None:
     """Each word's first piece has its tag, also of words that are cut off; that of other pieces is ignored."""
     labels = [[(number + len(words)) % 5 for number in range(len(words))] for words in WORDS]
-    source, tokenizer, plain = corpus(tmp_path / "x.jsonl", WORDS, labels), make(side), make(side)
+    source = corpus(tmp_path / "x.jsonl", WORDS, labels)
+    tokenizer = make(side)
+    plain = make(side)
     tokenizer.truncation_side = plain.truncation_side = cut
     plain.pad_token = plain.pad_token or plain.eos_token
     expected = []
     for words, tags in zip(WORDS, labels):
         found = plain(words, is_split_into_words=True, truncation=True, max_length=LENGTH, padding="max_length",
                       return_token_type_ids=False)  # fmt: skip
-        before, of_pieces = None, []
+        before = None
+        of_pieces = []
         for word in found.word_ids():
             of_pieces.append(IGNORED if word is None or word == before else tags[word])
             before = word
@@ -276,11 +281,9 @@ def test_a_killed_process_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.Mo
 
     texts = [f"text {number}" for number in range(40)]
     labels = [f"label {number % 7}" for number in range(40)]
-    source, seen, call = (
-        corpus(tmp_path / "x.jsonl", texts, labels),
-        list[str](),
-        PreTrainedTokenizerFast.__call__,
-    )
+    source = corpus(tmp_path / "x.jsonl", texts, labels)
+    seen = list[str]()
+    call = PreTrainedTokenizerFast.__call__
     killed = multiprocessing.get_context("fork").Process(
         target=_killed_at, args=("text 25", source)
     )
@@ -370,7 +373,8 @@ def test_a_tokenizer_that_takes_no_lists_of_words(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As transformers 4 says of a byte-level one without add_prefix_space; nor may it be in Python alone."""
-    source, tokenizer = corpus(tmp_path / "x.jsonl", [["a"]], [["O"]]), byte_level()
+    source = corpus(tmp_path / "x.jsonl", [["a"]], [["O"]])
+    tokenizer = byte_level()
 
     def call(*arguments: Any, **options: Any) -> Any:
         raise AssertionError(

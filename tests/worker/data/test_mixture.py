@@ -16,7 +16,8 @@ from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.mixture import BLOCK, MixedOrder, shares
 from tests.makers import recipe
 
-SIZES, WEIGHTS = [1000, 50, 7], [6.0, 3.0, 1.0]
+SIZES = [1000, 50, 7]
+WEIGHTS = [6.0, 3.0, 1.0]
 PLACES = 3 * BLOCK
 
 
@@ -42,7 +43,8 @@ def test_weights_are_hit_within_three_deviations(taken: list[tuple[int, int]], s
 def test_sources_are_shuffled_among_each_other(taken: list[tuple[int, int]]) -> None:
     """A source follows on itself as often as by chance."""
     first = np.array([source_of(sample) == 0 for sample, _ in taken])
-    pairs, chance = int((first[1:] & first[:-1]).sum()), 0.36
+    pairs = int((first[1:] & first[:-1]).sum())
+    chance = 0.36
     assert abs(pairs - PLACES * chance) < 4 * math.sqrt(PLACES * chance * (1 - chance))
 
 

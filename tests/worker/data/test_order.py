@@ -13,7 +13,8 @@ import pytest
 from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.order import Feistel, Order, permutation
 
-COUNT, CELLS = 200_000, 64
+COUNT = 200_000
+CELLS = 64
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 65_535, 65_536, 65_537, 70_000, 99_856, 262_144])
@@ -42,7 +43,8 @@ def test_the_order_of_a_seed_stands() -> None:
 
 def test_places_count_on_from_epoch_to_epoch() -> None:
     """A batch that spans two of them, asked for alone or after others."""
-    order, last = Order(70_000, 7), [69_998, 69_999, 70_000, 70_001, 140_000]
+    order = Order(70_000, 7)
+    last = [69_998, 69_999, 70_000, 70_001, 140_000]
     found = order.at(last)
     assert [epoch for _, epoch in found] == [0, 0, 1, 1, 2]
     expected = [
@@ -67,7 +69,8 @@ def test_half_a_thousand_million_samples_take_no_memory() -> None:
 
 def excess(counts: np.ndarray[Any, Any]) -> float:
     """Chi-square of equal cells, in standard deviations above its mean."""
-    expected, freedom = counts.sum() / counts.size, counts.size - 1
+    expected = counts.sum() / counts.size
+    freedom = counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 
 
@@ -87,7 +90,10 @@ def ours(seed: int, epoch: int) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("make", [numpys, ours])
 def test_uniform_serial_and_independent(make: Any) -> None:
     """Where from and where to, neighbours, samples far apart, epochs and seeds: chi-squares within four deviations."""
-    place, order, next_epoch, next_seed = np.arange(COUNT), make(1, 0), make(1, 1), make(2, 0)
+    place = np.arange(COUNT)
+    order = make(1, 0)
+    next_epoch = make(1, 1)
+    next_seed = make(2, 0)
     to = order * CELLS // COUNT
     pairs = {
         "place": place * CELLS // COUNT,

@@ -23,14 +23,21 @@ from ortlaunch.worker.data import (
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.tokens import Documents
 
-CLS, SEP, MASK, WORDS = 1, 2, 3, 400
+CLS = 1
+SEP = 2
+MASK = 3
+WORDS = 400
 
 
 class Words:
     """What masking needs of a tokenizer."""
 
-    cls_token, sep_token, mask_token = "[CLS]", "[SEP]", "[MASK]"
-    cls_token_id, sep_token_id, mask_token_id = CLS, SEP, MASK
+    cls_token = "[CLS]"
+    sep_token = "[SEP]"
+    mask_token = "[MASK]"
+    cls_token_id = CLS
+    sep_token_id = SEP
+    mask_token_id = MASK
 
     def __len__(self) -> int:
         return WORDS
@@ -150,7 +157,8 @@ def test_masking_is_a_function_of_seed_epoch_and_index(pairs: bool) -> None:
     def ids(samples: Any, index: int, epoch: int) -> list[int]:
         return list(samples.sample(index, epoch)["input_ids"].tolist())
 
-    first, second = masked(pairs=pairs), masked(pairs=pairs)
+    first = masked(pairs=pairs)
+    second = masked(pairs=pairs)
     forward = [ids(first, i, 2) for i in range(9)]
     assert [ids(second, i, 2) for i in reversed(range(9))] == forward[::-1]
     assert ids(first, 4, 3) != forward[4]
@@ -213,12 +221,15 @@ def test_pairs_are_two_segments_that_follow_each_other_or_not() -> None:
         10, 10 + len(samples.tokens)
     )  # each token is its own, so that its place is known
     samples.tokens = marked.astype(np.uint32)
-    unrelated, seen, full = [], set(), 0
+    unrelated = []
+    seen = set()
+    full = 0
     for number in range(10_000):
         epoch, index = divmod(number, len(samples))
         sample = samples.sample(index, epoch)
         size = int(sample["attention_mask"].sum())
-        text, segments = original(sample)[:size], sample["token_type_ids"]
+        text = original(sample)[:size]
+        segments = sample["token_type_ids"]
         ends = torch.nonzero(text == SEP).flatten().tolist()
         assert (int(text[0]), len(ends), ends[1]) == (CLS, 2, size - 1)
         assert segments.tolist() == [0] * (ends[0] + 1) + [1] * (size - 1 - ends[0]) + [0] * (
@@ -275,10 +286,12 @@ def test_whole_words() -> None:
     """All pieces of a word are predicted or none, as many as without, or one less; fates are drawn piece by piece."""
 
     samples = whole_words()
-    counts, mixed = [], 0
+    counts = []
+    mixed = 0
     for index in range(300):
         sample = samples.sample(index, 0)
-        text, chosen = original(sample), sample["labels"] != IGNORED
+        text = original(sample)
+        chosen = sample["labels"] != IGNORED
         for place in range(2, 63):
             if text[place] % 3 == 0:
                 assert chosen[place] == chosen[place - 1]

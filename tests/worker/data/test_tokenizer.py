@@ -96,7 +96,8 @@ def test_wordpiece_is_berts(corpus: Path) -> None:
         made("Éa", add_special_tokens=False)["input_ids"]
         == made("ea", add_special_tokens=False)["input_ids"]
     )
-    first, second = made("a b", "c")["input_ids"], made("a b", "c")["token_type_ids"]
+    first = made("a b", "c")["input_ids"]
+    second = made("a b", "c")["token_type_ids"]
     assert (first.count(made.sep_token_id), second) == (2, [0, 0, 0, 0, 1, 1])
     assert made.decode(made("abcabc")["input_ids"], skip_special_tokens=True) == "abcabc"
     assert (

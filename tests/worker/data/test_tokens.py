@@ -39,7 +39,8 @@ class Counting(Letters):
 
     def __init__(self, deadly: str = "") -> None:
         super().__init__()
-        self.deadly, self.seen = deadly, list[str]()
+        self.deadly = deadly
+        self.seen = list[str]()
 
     def __call__(self, texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
         self.seen += texts
@@ -63,7 +64,8 @@ def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
     killed.start()
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
-    second, told = Counting(), list[str]()
+    second = Counting()
+    told = list[str]()
     found = tokens.tokenized(source, second, True, tell=told.append)[:].tolist()
     assert bytes(found).decode() == "\7".join(text.removesuffix("\n") for text in TEXTS) + "\n\7"
     assert 16 <= len(second.seen) <= 24  # at most two chunks of those before are noted late

@@ -124,7 +124,8 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
     chosen = recipe(
         "masked-lm", {"config": BERT}, {"train": {"format": "text", "path": [str(corpus)]}}
     )
-    run, first = RunDir(tmp_path / "run"), LoadedData(chosen)
+    run = RunDir(tmp_path / "run")
+    first = LoadedData(chosen)
     run.path.mkdir()
     keep(run, chosen, first.tokenizer, first.class_names, first.classes)
     corpus.write_text(corpus.read_text() + "\n\nquite other words")
@@ -148,7 +149,8 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:
     """Takes what stands beside the checkpoint."""
-    other, run = RunDir(tmp_path / "other"), RunDir(tmp_path / "run")
+    other = RunDir(tmp_path / "other")
+    run = RunDir(tmp_path / "run")
     other.path.mkdir()
     run.path.mkdir()
     chosen = classifier(tmp_path, [*NEWS])

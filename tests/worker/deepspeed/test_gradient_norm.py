@@ -276,11 +276,10 @@ def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str
 FUSED = "FP16_Optimizer: ortlaunch's, overflow and norm at once"
 LEFT = "FP16_Optimizer: not applied"
 WITHOUT = "it modifies DeepSpeed's ZeRO optimizer, and this run is without DeepSpeed"
-EAGER, CPU_ORT = "engine eager runs without ONNX Runtime", "ONNX Runtime's is for CUDA"
-OFF, OFFLOAD = (
-    "zero.fused_gradient_norm is false",
-    "with CPU offload DeepSpeed measures gradients as it copies them",
-)
+EAGER = "engine eager runs without ONNX Runtime"
+CPU_ORT = "ONNX Runtime's is for CUDA"
+OFF = "zero.fused_gradient_norm is false"
+OFFLOAD = "with CPU offload DeepSpeed measures gradients as it copies them"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_training_is_the_same(case: str, found: dict[str, Any]) -> None:
     """Losses, skipped steps and weights are stock's; norms are stock's and float64's within 1e-6."""
-    stock, ours = found[case]["stock"], found[case]["ours"]
+    stock = found[case]["stock"]
+    ours = found[case]["ours"]
     assert ours["applied"] == {"applied": True, "by": "ortlaunch", "why": ""}
     assert ours["skipped"] == stock["skipped"]
     for name in ("losses", "weights", "norms"):

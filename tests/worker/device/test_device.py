@@ -53,7 +53,8 @@ class Made:
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         folder.mkdir()
-        self.recipe, self.place = as_on_a_device(recipe, 2), DeviceFolder(folder)
+        self.recipe = as_on_a_device(recipe, 2)
+        self.place = DeviceFolder(folder)
         self.data = LoadedData(self.recipe)
         self.data.train, self.data.evaluation = First(self.data.train), First(self.data.train)
         self.whole: LossModule = build_model(self.recipe, self.data)
@@ -95,10 +96,8 @@ def test_steps_are_pytorchs(bert: Made) -> None:
     """Clipping and AdamW with decay, two batches of different lengths: the weights that PyTorch has."""
     assert bert.told.outputs == ["loss", "prediction_logits", "seq_relationship_logits"]
     assert bert.told.inputs[-2:] == ["labels", "next_sentence_label"]
-    device, batches = (
-        Device(bert.place, bert.place.checkpoint, trains=True),
-        graph.labelled_batches(bert.recipe, bert.whole, bert.data),
-    )
+    device = Device(bert.place, bert.place.checkpoint, trains=True)
+    batches = graph.labelled_batches(bert.recipe, bert.whole, bert.data)
     whole = build_model(bert.recipe, bert.data).float()
     optimizer = torch.optim.AdamW(
         whole.parameters(), lr=1e-2, weight_decay=0.1, eps=bert.recipe.optimizer.epsilon
@@ -166,10 +165,8 @@ def test_adapters_alone_are_trained(tmp_path: Path) -> None:
     """Under LoRA a device changes the adapters and nothing else; the recipe that it reads is the artifacts'."""
     made = Made(LORA, tmp_path / "artifacts")
     assert parse_resolved(made.place.recipe.read_text()).model.attention == "eager"
-    before, after = (
-        weights(load_state(made.place.checkpoint)),
-        weights(made.train(tmp_path / "after", steps=2)),
-    )
+    before = weights(load_state(made.place.checkpoint))
+    after = weights(made.train(tmp_path / "after", steps=2))
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert changed == {each.name for each in made.told.parameters if each.trained}
     assert all("lora_" in name for name in changed)
@@ -194,10 +191,8 @@ def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
     assert batch["document_ids"].any()
     with torch.no_grad():
         inner: Any = made.whole.model
-        loss, across = (
-            float(made.whole(**batch)),
-            float(inner(batch["input_ids"], labels=batch["labels"]).loss),
-        )
+        loss = float(made.whole(**batch))
+        across = float(inner(batch["input_ids"], labels=batch["labels"]).loss)
     assert abs(loss - across) > 0.01
     assert any("each document in a row of its own" in note for note in made.told.notes)
     device = Device(made.place, made.place.checkpoint, trains=True)
@@ -216,10 +211,13 @@ def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
 
 def test_clients_are_averaged(bert: Made, tmp_path: Path) -> None:
     """Weighted by the samples of each since the last average, or as asked; trained again it begins to count anew."""
-    one, two = bert.train(tmp_path / "one", steps=1), bert.train(tmp_path / "two", steps=3)
+    one = bert.train(tmp_path / "one", steps=1)
+    two = bert.train(tmp_path / "two", steps=3)
     clients = [tmp_path / "one", tmp_path / "two"]
     average(bert.place, clients, None, tmp_path / "mean")
-    mean, first, second = load_state(tmp_path / "mean"), weights(one), weights(two)
+    mean = load_state(tmp_path / "mean")
+    first = weights(one)
+    second = weights(two)
     for name, value in weights(mean).items():
         np.testing.assert_allclose(value, (first[name] + 3 * second[name]) / 4, atol=1e-6)
     assert (number(mean, STEPS), number(mean, SAMPLES)) == (3, 8)
@@ -244,7 +242,8 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"device\.json is no checkpoint of onnxruntime's"):
         average(bert.place, [good, bert.place.description], None, to)
 
-    spoiled, name = Device(bert.place, good), bert.told.parameters[0].name
+    spoiled = Device(bert.place, good)
+    name = bert.told.parameters[0].name
     parameters = spoiled.state.parameters
     parameters[name] = np.full_like(parameters[name].data, np.nan)
     save_state(spoiled.state, tmp_path / "nan", with_optimizer=False)

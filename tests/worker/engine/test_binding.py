@@ -75,7 +75,8 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 
 def test_threads_follow(cores: list[set[int]]) -> None:
     """Ours are as many as cores; the user's fewer stay, and more are refused, for they would wait for each other."""
-    rank, made = Rank(1, 2, 1, 2), plan(recipe(), [host("a", 2)], "torchrun")
+    rank = Rank(1, 2, 1, 2)
+    made = plan(recipe(), [host("a", 2)], "torchrun")
     environ = {"OMP_NUM_THREADS": "1"}  # of torchrun's, not the user's
     assert bind("core", made, rank, environ) == Bound("core", "core", (2, 3), 2, None)
     assert (environ, cores) == ({"OMP_NUM_THREADS": "2"}, [{2, 3}])

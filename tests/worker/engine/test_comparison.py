@@ -28,8 +28,12 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
-        self.second, self.unused, self.frozen = nn.Linear(8, 1), nn.Linear(2, 2), nn.Linear(8, 8)
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.3)
+        self.second = nn.Linear(8, 1)
+        self.unused = nn.Linear(2, 2)
+        self.frozen = nn.Linear(8, 8)
         self.frozen.requires_grad_(False)
         self.attention_dropout = 0.2
 
@@ -83,7 +87,8 @@ def test_nothing_is_left_behind() -> None:
     gradients = {
         name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()
     }
-    buffers, random = copy.deepcopy(dict(net.named_buffers())), torch.get_rng_state()
+    buffers = copy.deepcopy(dict(net.named_buffers()))
+    random = torch.get_rng_state()
     compare(net, lambda x: net(x + torch.rand(1)), BATCH)
     assert all((p.grad is None) == (gradients[n] is None) for n, p in net.named_parameters())
     assert all(g is None or torch.equal(g, net.get_parameter(n).grad) for n, g in gradients.items())
@@ -158,7 +163,8 @@ def test_rounding_of_a_zero_gradient_is_no_difference() -> None:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.linear, self.shift = nn.Linear(8, 8), nn.Parameter(torch.zeros(1))
+            self.linear = nn.Linear(8, 8)
+            self.shift = nn.Parameter(torch.zeros(1))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (torch.softmax(self.linear(x) + self.shift, -1) * x).square().sum()
@@ -171,7 +177,8 @@ def test_rounding_of_a_zero_gradient_is_no_difference() -> None:
 
     module = Softmax()
     engine = Apart()
-    engine.linear, engine.shift = module.linear, module.shift
+    engine.linear = module.linear
+    engine.shift = module.shift
     found = compare(module, engine, BATCH)
     shift = next(d for d in found.gradients if d.name == "shift")
     assert abs(shift.norm - shift.reference_norm) > 0.1 * shift.reference_norm
@@ -184,7 +191,9 @@ class Moving(nn.Module):
     def __init__(self, moves: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.query, self.key, self.moves = nn.Linear(8, 1), nn.Linear(8, 1), moves
+        self.query = nn.Linear(8, 1)
+        self.key = nn.Linear(8, 1)
+        self.moves = moves
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.moves:
@@ -195,9 +204,12 @@ class Moving(nn.Module):
 
 def test_weights_that_a_pass_moves_are_put_back_and_compared() -> None:
     """The reference moves them for nobody, and an engine that does not move them differs, though its loss is equal."""
-    net, stays = Moving(), Moving(moves=False)
-    stays.query, stays.key = net.query, net.key
-    before, storage = copy.deepcopy(net.state_dict()), net.key.weight.data_ptr()
+    net = Moving()
+    stays = Moving(moves=False)
+    stays.query = net.query
+    stays.key = net.key
+    before = copy.deepcopy(net.state_dict())
+    storage = net.key.weight.data_ptr()
     assert compare(net, net, BATCH).largest == 0
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert net.key.weight.data_ptr() == storage
@@ -221,7 +233,8 @@ def test_weights_that_a_pass_moves_are_put_back_and_compared() -> None:
 @pytest.mark.parametrize("momentum", [0.1, 0.2])
 def test_statistics_that_a_pass_leaves_are_compared(momentum: float) -> None:
     """BatchNorm's buffers are put back; an engine that updates them by another share differs."""
-    net, other = Net(), Net()
+    net = Net()
+    other = Net()
     other.load_state_dict(net.state_dict())
     other.norm.momentum = momentum
     for name in ("first", "second", "unused", "frozen"):
@@ -240,7 +253,9 @@ class BeforeNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 2)
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3))).square().mean()
@@ -261,7 +276,8 @@ def off_by(net: BeforeNorm, error: float) -> Any:
 )
 def test_float64_tells_rounding_from_an_error(roundings: int, judgement: str) -> None:
     """A few of eager's own roundings are no difference; what is many times as far from float64 as eager is one."""
-    net, tolerance = BeforeNorm(), 1e-7
+    net = BeforeNorm()
+    tolerance = 1e-7
     images = {"x": torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1)) * 30 + 100}
     own = next(each for each in compare(net, net, images).gradients if each.name == "conv.bias")
     assert 0 < own.reference_norm < 1e-8
@@ -331,7 +347,8 @@ def test_a_reentrant_checkpoint_is_compared() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)
 
-    net, plain = Checkpointed(), Net()
+    net = Checkpointed()
+    plain = Net()
     plain.norm = net.norm = nn.LayerNorm(8)
     plain.attention_dropout = 0.0
     for name, module in plain.named_children():
@@ -365,10 +382,13 @@ class Sampling(nn.Module):
     def __init__(self, gamma: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.gamma = nn.Linear(8, 8), nn.Linear(8, 1), gamma
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 1)
+        self.gamma = gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mean, spread = self.first(x), self.second(x).exp()
+        mean = self.first(x)
+        spread = self.second(x).exp()
         hidden = (
             mean
             + spread * torch.randn_like(mean)
@@ -386,7 +406,8 @@ class Sampling(nn.Module):
 
 def test_recorded_random_numbers_are_given_to_both() -> None:
     """A model that draws is compared: equal to itself, unlike one that differs; random numbers go on as they would."""
-    net, before = Sampling(), torch.get_rng_state()
+    net = Sampling()
+    before = torch.get_rng_state()
     found = compare_with_draws(net, net, BATCH, lambda model: model)
     assert (found.largest, found.draws) == (0, 6)
     assert {each.name for each in found.gradients} == {name for name, _ in net.named_parameters()}

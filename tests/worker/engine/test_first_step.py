@@ -26,10 +26,9 @@ from tests.training import ZERO_3
 
 CPU = torch.device("cpu")
 GROUP = DistributedContext(Rank(0, 1, 0, 1), CPU)
-RATE, ADAM = (
-    0.01,
-    {"learning_rate": 0.1, "weight_decay": 0.5, "no_decay": []},
-)  # the rate of step 1 is a warm-up's
+# the rate of step 1 is a warm-up's
+RATE = 0.01
+ADAM = {"learning_rate": 0.1, "weight_decay": 0.5, "no_decay": []}
 
 
 class Mean(nn.Module):
@@ -100,7 +99,8 @@ def test_an_offloaded_optimizer_trains_as_one_that_is_not(
             zero={**ZERO_3, "stage": stage, "offload": offload},
             optimizer={"name": "fused_adam", **ADAM},
         )
-        model, generator = Mean(), torch.Generator().manual_seed(1)
+        model = Mean()
+        generator = torch.Generator().manual_seed(1)
         config: Any = deepspeed_config(made, 4, 1, 1)
         chosen = build_optimizer(made.optimizer, model, "eager", CPU, config, 1)
         stepper = DeepSpeedStepper(model, chosen.optimizer, GROUP, config)

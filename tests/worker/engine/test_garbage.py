@@ -21,7 +21,8 @@ def test_garbage_of_the_start_is_collected_and_what_stays_is_left_out() -> None:
     try:
         look_rarely()
         assert gc.get_threshold()[0] > 10 * usual[0]
-        gone, stays = weakref.ref(Cycle()), Cycle()
+        gone = weakref.ref(Cycle())
+        stays = Cycle()
         look_as_usual()
         assert (gone(), gc.get_threshold()) == (None, usual)
         later = weakref.ref(Cycle())

@@ -16,7 +16,9 @@ from ortlaunch.worker.engine.lamb import Lamb
 from tests.worker.lamb_problem import SETTINGS, trained
 
 RATES = (0.05, 0.1, 0.1, 0.02, 0.0, 0.07)
-BETAS, EPS, DECAY = (0.9, 0.98), 1e-6, 0.01
+BETAS = (0.9, 0.98)
+EPS = 1e-6
+DECAY = 0.01
 Arrays = list[np.ndarray[Any, Any]]
 
 
@@ -24,7 +26,9 @@ def reference(weights: Arrays, gradients: list[Arrays], decay: float) -> Arrays:
     """Weights after all steps, in float64; NVIDIA's FusedLAMB (adam_w_mode, grad_averaging, not use_nvlamb)."""
     found = []
     for number, start in enumerate(weights):
-        w, m, v = start.astype(np.float64), np.zeros(start.shape), np.zeros(start.shape)
+        w = start.astype(np.float64)
+        m = np.zeros(start.shape)
+        v = np.zeros(start.shape)
         for step, rate in enumerate(RATES, 1):
             g = gradients[step - 1][number].astype(np.float64)
             m = BETAS[0] * m + (1 - BETAS[0]) * g
@@ -32,7 +36,8 @@ def reference(weights: Arrays, gradients: list[Arrays], decay: float) -> Arrays:
             update = (m / (1 - BETAS[0] ** step)) / (
                 np.sqrt(v / (1 - BETAS[1] ** step)) + EPS
             ) + decay * w
-            w_norm, u_norm = np.linalg.norm(w), np.linalg.norm(update)
+            w_norm = np.linalg.norm(w)
+            u_norm = np.linalg.norm(update)
             ratio = w_norm / u_norm if decay and w_norm and u_norm else 1.0
             w = w - rate * ratio * update
         found.append(w)
@@ -83,11 +88,13 @@ def test_it_is_the_paper_formula(
 ) -> None:
     """Six steps of both groups at once equal the formula, tensor by tensor, with zeros among weights and gradients."""
     monkeypatch.setattr(lamb, "_PORTION", portion)
-    start, gradients = tensors(0), noise()
+    start = tensors(0)
+    gradients = noise()
     for step in gradients:
         step[1][:] = 0.0  # a tensor that never gets a gradient still decays
     gradients[2][0][:] = 0.0
-    decayed, spared = parameters_of(start, dtype), parameters_of(start, dtype)
+    decayed = parameters_of(start, dtype)
+    spared = parameters_of(start, dtype)
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": spared, "weight_decay": 0.0}]
     train(
         Lamb(groups, betas=BETAS, eps=EPS),
@@ -103,8 +110,10 @@ def test_it_is_the_paper_formula(
 
 def test_without_decay_it_is_adam() -> None:
     """The trust ratio stays 1 where there is no weight decay, so the weights are those of Adam."""
-    start, gradients = tensors(0), noise()
-    ours, theirs = parameters_of(start), parameters_of(start)
+    start = tensors(0)
+    gradients = noise()
+    ours = parameters_of(start)
+    theirs = parameters_of(start)
     train(Lamb(ours, betas=BETAS, eps=EPS), ours, gradients)
     train(torch.optim.AdamW(theirs, betas=BETAS, eps=EPS, weight_decay=0.0), theirs, gradients)
     for a, b in zip(ours, theirs):
@@ -138,7 +147,8 @@ def test_nothing_to_do_changes_nothing() -> None:
 
 def test_a_saved_state_goes_on_where_it_was() -> None:
     """Moments and step count survive state_dict: the rest of the steps are the same."""
-    start, gradients = tensors(0), noise(2 * len(RATES))
+    start = tensors(0)
+    gradients = noise(2 * len(RATES))
     whole = parameters_of(start)
     optimizer = Lamb(whole, betas=BETAS, eps=EPS, weight_decay=DECAY)
     train(optimizer, whole, gradients[: len(RATES)])

@@ -200,7 +200,8 @@ def test_sgd_with_momentum_has_state() -> None:
 )
 def test_an_evaluation_of_labels_imports_torchmetrics(task: str, more: int) -> None:
     """Its modules stay in the process: 152 MiB were measured where 94 had been planned."""
-    model, held_out = {"task": task, "config": BERT}, {"format": "jsonl", "path": "b.jsonl"}
+    model = {"task": task, "config": BERT}
+    held_out = {"format": "jsonl", "path": "b.jsonl"}
     data = {**WORDS, "train": {"format": "jsonl", "path": "a.jsonl"}}
     plain, evaluated = (
         known(bert(model=model, data=each)) for each in (data, {**data, "evaluation": held_out})

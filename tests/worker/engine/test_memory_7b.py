@@ -16,7 +16,9 @@ from tests.makers import bert
 from tests.worker.engine.test_memory import LLAMA_7B
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
-ROOT, RANKS, PARAMETERS = Path(__file__).parents[3], 8, 6_738_415_616
+ROOT = Path(__file__).parents[3]
+RANKS = 8
+PARAMETERS = 6_738_415_616
 STATE = 8 * PARAMETERS // RANKS  # Adam's moments, which exist from the first step on
 NO_GATHER = {"zero_optimization": {"stage3_max_live_parameters": 0}}
 
@@ -54,7 +56,8 @@ def planned(sections: dict[str, Any]) -> dict[str, int]:
         "cuda",
     )
     assert memory is not None
-    parts, stage = dict(memory.by_stage)[memory.chosen], sections["zero"]["stage"]
+    parts = dict(memory.by_stage)[memory.chosen]
+    stage = sections["zero"]["stage"]
     early = (
         parts.gradients + parts.buckets if stage == 3 else 0
     )  # others make them in the first backward pass

@@ -61,7 +61,8 @@ def measured(cases: dict[str, Any], folder: Path, timeout: float) -> dict[str, A
 def hold(found: dict[str, Any]) -> None:
     """Each kind within 10 % of the plan (the issue asks it of their sum), and no tensor of weight left uncounted."""
     for name, record in found.items():
-        planned, counted = record["planned"], record["measured"]
+        planned = record["planned"]
+        counted = record["measured"]
         for kind in ("weights", "gradients", "optimizer", "model"):
             if planned[kind]:
                 assert counted[kind] / planned[kind] == pytest.approx(1, abs=0.1), (

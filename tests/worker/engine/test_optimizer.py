@@ -14,7 +14,8 @@ from ortlaunch.recipe.fields.models import Optimizer
 from ortlaunch.worker.engine.lamb import Lamb
 from ortlaunch.worker.engine.optimizer import _why_not_these, build_optimizer, parameter_groups
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 
 
 class Net(nn.Module):
@@ -163,11 +164,14 @@ def by_hand(
     mode: str, weights: list[torch.Tensor], gradients: list[list[torch.Tensor]], **settings: Any
 ) -> None:
     """ORT 1.19.2's multi_tensor_adam.cu, written out: ADAMW_TORCH or ADAMW_TRANSFORMERS."""
-    rate, decay, epsilon = settings["lr"], settings["weight_decay"], settings["eps"]
+    rate = settings["lr"]
+    decay = settings["weight_decay"]
+    epsilon = settings["eps"]
     first, second = settings["betas"]
     means, squares = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
     for step, of_step in enumerate(gradients, 1):
-        one, two = 1 - first**step, 1 - second**step
+        one = 1 - first**step
+        two = 1 - second**step
         for weight, gradient, mean, square in zip(weights, of_step, means, squares):
             if mode == "ADAMW_TORCH":
                 weight.sub_(weight * rate * decay)
@@ -252,7 +256,8 @@ def test_onnx_runtimes_fused_adam_is_torchs_fused_adamw() -> None:
 
     import_ortmodule()
     model, gradients = fifty_steps(torch.float32)
-    ours, theirs = copy.deepcopy(model).cuda(), model.cuda()
+    ours = copy.deepcopy(model).cuda()
+    theirs = model.cuda()
     fields = recipe(name="fused_adam", weight_decay=0.1)
     kernels = [
         build_optimizer(fields, ours, "eager", CUDA),

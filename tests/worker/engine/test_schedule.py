@@ -36,7 +36,8 @@ def test_as_in_transformers(name: str, warmup: int, steps: int) -> None:
     """The warm-up is one step ahead of transformers', everything after it is the same."""
     schedule = Schedule(name=name, warmup_steps=warmup)
     # Theirs has no peak where the warm-up ends with the run: one more step shows it.
-    rising, falling = theirs(name, warmup, steps + 1)[1:], theirs(name, warmup, steps)
+    rising = theirs(name, warmup, steps + 1)[1:]
+    falling = theirs(name, warmup, steps)
     for step in range(steps):
         expected = rising[step] if step < warmup else falling[step]
         assert factor(schedule, step, steps) == pytest.approx(expected, abs=1e-12)

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortlaunch.worker.engine.stepping import TorchStepper
 
-PASSES, RATE = 3, 0.5
+PASSES = 3
+RATE = 0.5
 
 
 class Squared(nn.Module):
@@ -33,7 +34,8 @@ class Casts(TorchDispatchMode):
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
-        self.weight, self.count = weight, 0
+        self.weight = weight
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.ops.aten._to_copy.default and args[0] is self.weight
@@ -42,7 +44,8 @@ class Casts(TorchDispatchMode):
 
 def test_weights_are_cast_once_a_step() -> None:
     """And anew in the next, with the numbers of passes that each cast their own, bit for bit."""
-    model, plain = Squared(), Squared()
+    model = Squared()
+    plain = Squared()
     optimizers = [torch.optim.SGD(one.parameters(), lr=RATE) for one in (model, plain)]
     group: Any = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
     stepper = TorchStepper(model, optimizers[0], group, "bf16", PASSES, None)

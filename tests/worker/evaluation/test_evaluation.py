@@ -91,10 +91,8 @@ def scored(
 
 def test_classes() -> None:
     """Accuracy and macro F1; a class that was neither given nor meant is none."""
-    logits, labels = (
-        torch.randn(40, 5, generator=torch.Generator().manual_seed(0)),
-        torch.arange(40) % 4,
-    )
+    logits = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(40) % 4
     logits[:, 4] = -9
     found = scored(*zip(logits.split(15), labels.split(15)))
     given = logits.argmax(-1)
@@ -133,7 +131,8 @@ def test_numbers(size: float, noise: float) -> None:
     meant = size + torch.randn(50, generator=draw) * min(1, size)
     given = meant + torch.randn(50, generator=draw) * noise
     found = scored(*zip(given[:, None].split(20), meant.split(20)))
-    x, y = given.double().numpy(), meant.double().numpy()
+    x = given.double().numpy()
+    y = meant.double().numpy()
     assert found["mse"] == pytest.approx(((x - y) ** 2).mean(), rel=1e-9, abs=0)
     assert found["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1], rel=1e-9)
 
@@ -156,11 +155,13 @@ def test_what_does_not_vary_has_no_correlation() -> None:
 def test_tagged_words_are_counted_where_they_have_a_tag() -> None:
     """Accuracy and macro F1 over first pieces; a batch may have none."""
     draw = torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(6, 9, 4, generator=draw), torch.randint(4, (6, 9), generator=draw)
+    logits = torch.randn(6, 9, 4, generator=draw)
+    labels = torch.randint(4, (6, 9), generator=draw)
     labels[torch.rand(6, 9, generator=draw) < 0.5] = IGNORED
     labels[4:] = IGNORED
     found = scored(*zip(logits.split(2), labels.split(2)))
-    given, meant = logits.argmax(-1)[labels != IGNORED], labels[labels != IGNORED]
+    given = logits.argmax(-1)[labels != IGNORED]
+    meant = labels[labels != IGNORED]
     assert found == {
         "classification_accuracy": pytest.approx(float((given == meant).double().mean())),
         "f1_macro": pytest.approx(f1_by_hand(given.tolist(), meant.tolist())),
@@ -180,12 +181,10 @@ class Ranks:
     """Group of one rank after the other: what each sends is kept, and in a second round all of it is there."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.rank, self.sent, self.call = (
-            size,
-            0,
-            dict[tuple[int, int], list[float]](),
-            0,
-        )
+        self.size = size
+        self.rank = 0
+        self.sent = dict[tuple[int, int], list[float]]()
+        self.call = 0
 
     def gather_numbers(self, mine: list[float]) -> list[list[float]]:
         self.call += 1
@@ -197,7 +196,8 @@ class Ranks:
         for _ in range(2):
             found = []
             for rank in range(self.size):
-                self.rank, self.call = rank, 0
+                self.rank = rank
+                self.call = 0
                 found.append(evaluate(session, samples))
         return found
 
@@ -215,8 +215,10 @@ def session_of(
         model={"task": task, "config": {"model_type": "bert", **SIZES}},
         batch={"global_size": micro, "micro_size": micro}, engine={"name": "eager", **engine},
     )  # fmt: skip
-    planned, alone = plan(made), DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    batches, wrapped = Batches(OwnSamples(rows), planned.batch, 0), LossModule(model.train())
+    planned = plan(made)
+    alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    batches = Batches(OwnSamples(rows), planned.batch, 0)
+    wrapped = LossModule(model.train())
     built = build_engine(made, planned, wrapped, alone, batches.micro_batch(0, 0, 0))
     return SimpleNamespace(
         engine=built,
@@ -297,10 +299,8 @@ def test_numbers_on_any_ranks() -> None:
     ]
     session = session_of("sequence-regression", model, rows, micro=1)
     with torch.no_grad():
-        x, y = (
-            model.eval()(collate(rows)["input_ids"]).logits[:, 0].double().numpy(),
-            np.arange(3.0),
-        )
+        x = model.eval()(collate(rows)["input_ids"]).logits[:, 0].double().numpy()
+        y = np.arange(3.0)
     expected = {"mse": ((x - y) ** 2).mean(), "pearson": np.corrcoef(x, y)[0, 1]}
     for size in (1, 2, 4):
         session.group = Ranks(size)
@@ -322,7 +322,8 @@ def test_entities_on_any_ranks() -> None:
         given = model.eval()(collate(rows)["input_ids"]).logits.argmax(-1).tolist()
     found = [spans(names[number] for number in row) for row in given]
     meant = spans(names[number] for number in rows[0]["labels"].tolist())
-    right, count = sum(len(row & meant) for row in found), sum(map(len, found))
+    right = sum(len(row & meant) for row in found)
+    count = sum(map(len, found))
     expected = {
         "entity_precision": right / count, "entity_recall": right / 15, "entity_f1": 2 * right / (count + 15)
     }  # fmt: skip

@@ -78,7 +78,8 @@ class Ranks(test_evaluation.Ranks):
 def test_one_number_on_any_ranks(tmp_path: Path) -> None:
     """Seven samples on 1, 2 and 4 ranks, whose last batches are short or empty: as at once."""
     torch.manual_seed(0)
-    model, rows = Told(), ROWS[:7]
+    model = Told()
+    rows = ROWS[:7]
     nn.init.normal_(model.weight)
     train = {"max_steps": 1, "metric": "metrics_of_a_test:spread"}
     session: Any = session_here(tmp_path, model, rows, batch={"micro_size": 3}, train=train)
@@ -128,7 +129,8 @@ def test_a_name_that_is_none_is_told_before_step_1(wish: str, tmp_path: Path) ->
         "evaluate_every_steps": 3,
         "metric": "metrics_of_a_test:spread",
     }
-    checkpoint, asked = {}, {"metric": "medain", "mode": "max"}
+    checkpoint = {}
+    asked = {"metric": "medain", "mode": "max"}
     if wish == "train.stop_after":
         train["stop_after"] = {**asked, "evaluations": 2}
     else:

@@ -43,11 +43,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def exported(chosen: Recipe, folder: Path) -> dict[str, Any]:
     """config.json and generation_config.json of a model that was built, passed through once and exported."""
-    run, data, group = (
-        RunDir(folder),
-        LoadedData(chosen),
-        DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu")),
-    )
+    run = RunDir(folder)
+    data = LoadedData(chosen)
+    group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     model = build_model(chosen, data)
     inner: Any = model.model
     assert inner.config.use_cache is False  # in training keys and values are of no use

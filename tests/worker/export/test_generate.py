@@ -77,7 +77,8 @@ def test_a_chat(model: Any, tokenizer: Any, capsys: Any) -> None:
     import copy
 
     chats = copy.deepcopy(tokenizer)
-    chats.chat_template, chats.eos_token = TEMPLATE, None
+    chats.chat_template = TEMPLATE
+    chats.eos_token = None
     ids = [5, 3, 4, 6]
     with torch.no_grad():
         for _ in range(6):

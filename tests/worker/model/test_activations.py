@@ -13,7 +13,8 @@ from ortlaunch.recipe import Recipe
 from tests.makers import bert
 from tests.worker.model.test_gradient_checkpointing_ranks import saved
 
-TOKENS, LENGTH = 64, 32
+TOKENS = 64
+LENGTH = 32
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 160, "vocab_size": 48}
 DROPOUTS = {
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -48,7 +49,8 @@ def kept(recipe: Recipe, precision: str) -> int:
     import transformers
 
     config = dict(recipe.model.config or {})
-    kind, attention = config.pop("model_type"), recipe.model.attention
+    kind = config.pop("model_type")
+    attention = recipe.model.attention
     auto = (
         transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
     )
@@ -101,7 +103,8 @@ def a_layer(attention: str, dropout: float, device: str = "cpu", **engine: Any) 
 
 def test_where_scores_are_kept() -> None:
     """Engine ort writes short attention out; torch's kernel on CUDA has dropout, with small masks."""
-    eager, ort = {"name": "eager"}, {"name": "ort"}
+    eager = {"name": "eager"}
+    ort = {"name": "ort"}
     assert (
         a_layer("auto", 0.0, **ort)
         == a_layer("eager", 0.0, **eager)
@@ -115,8 +118,10 @@ def test_where_scores_are_kept() -> None:
 
 def test_long_attention_stays_torchs_on_engine_ort(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then no scores are kept; but with dropout on a CPU, and recomputation keeps what the kernel saves."""
-    eager, ort = {"name": "eager"}, {"name": "ort"}
-    short, dropped = a_layer("auto", 0.0, **ort), a_layer("auto", 0.1, **ort)
+    eager = {"name": "eager"}
+    ort = {"name": "ort"}
+    short = a_layer("auto", 0.0, **ort)
+    dropped = a_layer("auto", 0.1, **ort)
     monkeypatch.setattr(activations, "FUSED_ATTENTION_SCORES", LENGTH * LENGTH)
     assert a_layer("auto", 0.0, **ort) == a_layer("sdpa", 0.0, **eager) < short
     assert a_layer("auto", 0.0, **ort, torch_operators="off") == short
@@ -137,7 +142,8 @@ def test_recomputed_layers_keep_their_input() -> None:
     again = recipe.model_copy(
         update={"model": recipe.model.model_copy(update={"gradient_checkpointing": True})}
     )
-    inputs, loss = 7 * TOKENS * 64 * 4, TOKENS * 48 * 16
+    inputs = 7 * TOKENS * 64 * 4
+    loss = TOKENS * 48 * 16
     layer = (planned(recipe) - loss) // 7
     assert (planned(again), planned(again, device="cuda")) == (
         inputs + layer + loss,

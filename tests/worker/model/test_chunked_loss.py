@@ -19,7 +19,10 @@ from ortlaunch.worker.model.model import LossModule, whole_logits
 from ortlaunch.worker.training.summary import _chunked_loss
 from tests.makers import BERT, bert, recipe
 
-ROWS, WIDTH, WORDS, CHUNK = 70, 32, 1000, 16
+ROWS = 70
+WIDTH = 32
+WORDS = 1000
+CHUNK = 16
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
          "vocab_size": 300, "max_position_embeddings": 40}  # fmt: skip
 
@@ -138,7 +141,8 @@ def test_torch_compile_takes_it_as_one_operator() -> None:
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor, chosen: Tensor) -> Tensor:
         return chunked_loss(hidden * 2, weight, bias, chosen, CHUNK, torch.is_grad_enabled())
 
-    eager, compiled = head(), head()
+    eager = head()
+    compiled = head()
     loss(*eager, labels()).backward()  # type: ignore[call-arg]
     torch.compile(loss, backend="aot_eager", fullgraph=True)(*compiled, labels()).backward()  # type: ignore[call-arg]
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager, compiled))  # type: ignore[union-attr]
@@ -255,7 +259,8 @@ def test_evaluation_has_the_same_loss_and_no_gradients() -> None:
 def test_the_model_gets_its_head_back() -> None:
     """For parity, and for good before the export: logits are then the model's, and its weights have the same names."""
     module = built("causal-lm", "llama").eval()
-    names, ids = list(module.state_dict()), batch("causal-lm")["input_ids"]
+    names = list(module.state_dict())
+    ids = batch("causal-lm")["input_ids"]
     chunk(module, "causal-lm")
     assert list(module.state_dict()) == names
     assert module.model(input_ids=ids).logits.shape[-1] == 32

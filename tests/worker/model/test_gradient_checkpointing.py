@@ -67,7 +67,8 @@ def passed(made: nn.Module) -> tuple[float, dict[str, torch.Tensor], int]:
 @pytest.mark.parametrize(("family", "lora"), [("bert", False), ("llama", False), ("llama", True)])
 def test_gradients_are_the_same_from_less_memory(family: str, lora: bool) -> None:
     """Bit for bit, dropout and frozen embeddings (LoRA) included; a third of the activations is kept at most."""
-    plain, checkpointed = model(family, lora), model(family, lora)
+    plain = model(family, lora)
+    checkpointed = model(family, lora)
     _checkpoint_gradients(checkpointed)
     loss, gradients, kept = passed(plain)
     ours, our_gradients, our_kept = passed(checkpointed)

@@ -25,7 +25,8 @@ def models(lora: bool) -> tuple[LossModule, LossModule, LossModule]:
     plain = language_model("llama", "sdpa")
     if lora:
         plain = LossModule(_with_adapters(plain.model, Lora(), "causal-lm"))
-    checkpointed, reference = copy.deepcopy(plain), copy.deepcopy(plain)
+    checkpointed = copy.deepcopy(plain)
+    reference = copy.deepcopy(plain)
     _checkpoint_gradients(checkpointed.model)
     reference(input_ids=IDS, labels=IDS).backward()
     return plain, checkpointed, reference

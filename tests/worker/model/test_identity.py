@@ -32,10 +32,8 @@ class Adapted(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.base, self.weight = (
-            nn.Linear(4, 300).requires_grad_(False),
-            nn.Parameter(torch.ones(300)),
-        )
+        self.base = nn.Linear(4, 300).requires_grad_(False)
+        self.weight = nn.Parameter(torch.ones(300))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return ((self.base(x) @ self.weight - y) ** 2).mean()
@@ -43,7 +41,9 @@ class Adapted(nn.Module):
 
 def test_a_fingerprint() -> None:
     """The seed's; what is trained has no part in it."""
-    one, other, trained = Adapted(1), Adapted(1), Adapted(2)
+    one = Adapted(1)
+    other = Adapted(1)
+    trained = Adapted(2)
     with torch.no_grad():
         other.weight.mul_(2)
     assert of_frozen(one) == of_frozen(other) != of_frozen(trained)
@@ -55,7 +55,8 @@ def test_another_base_needs_a_word(
     allow: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As after another seed, or other packages: a resume with --allow model, and no export, takes it up."""
-    run, sections = RunDir(tmp_path), {"train": {"max_steps": 1}}
+    run = RunDir(tmp_path)
+    sections = {"train": {"max_steps": 1}}
     write_text(run.plan, plan(recipe(**sections)).to_json())
     train_here(run.path, Adapted(1), ROWS, **sections)
     replace(

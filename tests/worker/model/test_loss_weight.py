@@ -72,7 +72,8 @@ def settings(micro: int, weight: str | None = "labels", **sections: Any) -> dict
 @pytest.mark.parametrize("micro", [1, 2, 4, 8])
 def test_accumulation_changes_no_loss_and_no_gradient(micro: int, tmp_path: Path) -> None:
     """Eight samples with 0 to 6 counted labels are one mean, however they are cut into passes."""
-    model, whole = Classes(), Classes()
+    model = Classes()
+    whole = Classes()
     loss = whole(
         **{name: value for name, value in collate(SAMPLES).items() if name in ("x", "labels")}
     )

@@ -35,7 +35,8 @@ class Seen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.words = nn.Parameter(torch.ones(3)), set[str]()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.words = set[str]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.words.add(torch.get_float32_matmul_precision())
@@ -206,7 +207,8 @@ def test_onednn_is_refused_where_it_does_nothing() -> None:
 
 def test_parity_is_compared_at_highest() -> None:
     """What is compared is the engine, not the unit that multiplies."""
-    reference, module = Seen(), Seen()
+    reference = Seen()
+    module = Seen()
     module.weight = reference.weight
     with matmul_precision("medium"):
         compare(reference, module, {"x": torch.ones(3)})
@@ -244,7 +246,8 @@ def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, f
 
 def test_rotary_positions_are_multiplied_by_elements() -> None:
     """A product over one element would round position 257 to 256 in bfloat16; the angles stay the same, bit for bit."""
-    model, places = nn.Sequential(Rotary()), torch.arange(600.0).repeat(2, 1)
+    model = nn.Sequential(Rotary())
+    places = torch.arange(600.0).repeat(2, 1)
     with Counted() as plainly:
         before = model(places)
     keep_positions_exact(model)

@@ -40,7 +40,8 @@ def test_common_defaults_are_of_the_right_kind() -> None:
 
 def test_linear_layers_are_those_of_transformers() -> None:
     """Names that an adapter can be put on."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
     small = {
         "hidden_size": 8,
         "num_hidden_layers": 1,

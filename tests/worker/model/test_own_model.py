@@ -23,7 +23,8 @@ class Net(nn.Module):
 
     def __init__(self, form: Any) -> None:
         super().__init__()
-        self.weight, self.form = nn.Parameter(torch.tensor(2.0)), form
+        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.form = form
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.form(self.weight * x)

@@ -45,7 +45,8 @@ class ByLayer(Told):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.layer = None, nn.Linear(4, 3)
+        self.weight = None
+        self.layer = nn.Linear(4, 3)
 
     def found(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x).sum(-1)
@@ -120,7 +121,8 @@ class Two:
 
 def test_ranks_count_by_their_weights() -> None:
     """Also where one of them has not returned a name; a step that is left out counts nothing."""
-    numbers, group = Numbers(), Two({"a": [40.0, 4.0], "b": [5.0, 1.0]})
+    numbers = Numbers()
+    group = Two({"a": [40.0, 4.0], "b": [5.0, 1.0]})
     for value, weight in ((1.0, 1.5), (2.0, 0.5)):
         numbers.take({"loss": torch.tensor(0.0), "a": torch.tensor(value)}, weight)
     numbers.keep()
@@ -142,7 +144,8 @@ def test_on_onnx_runtime_they_are_outputs_of_the_graph() -> None:
         batch = {
             name: torch.stack([row[name] for row in ROWS[start : start + 8]]) for name in ("x", "y")
         }
-        ours, theirs = module(**batch), model(**batch)
+        ours = module(**batch)
+        theirs = model(**batch)
         assert list(ours) == list(theirs)
         torch.testing.assert_close(
             {k: v.float() for k, v in ours.items()}, {k: v.float() for k, v in theirs.items()}

@@ -18,7 +18,8 @@ from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.packing import require_separate, with_mask
 from tests.ort import needs_ort
 
-LENGTH, SIZES = 24, [5, 30, 1, 0, 7, 24, 2, 2, 40, 9]
+LENGTH = 24
+SIZES = [5, 30, 1, 0, 7, 24, 2, 2, 40, 9]
 
 
 def packed() -> SeparateDocuments:
@@ -46,14 +47,18 @@ def model(family: str = "llama", attention: str = "eager") -> Any:
 def test_places_of_documents() -> None:
     """Positions begin anew with each document and with each sample; its first token has no label."""
     samples = packed()
-    ends, first = set(np.cumsum(SIZES).tolist()), {0}
+    ends = set(np.cumsum(SIZES).tolist())
+    first = {0}
     assert len(samples) == 5
     for index in range(5):
-        sample, begun, document = samples.sample(index, 0), index * LENGTH, -1
+        sample = samples.sample(index, 0)
+        begun = index * LENGTH
+        document = -1
         for place in range(LENGTH):
             token = index * LENGTH + place
             if token in ends | first or place == 0:
-                begun, document = token, document + 1
+                begun = token
+                document = document + 1
             assert int(sample["position_ids"][place]) == token - begun
             assert int(sample["document_ids"][place]) == document
             assert int(sample["labels"][place]) == (
@@ -63,7 +68,8 @@ def test_places_of_documents() -> None:
 
 def alone(net: nn.Module, samples: list[Any]) -> float:
     """Mean loss of all documents of the samples, one after another in plain PyTorch, without mask or padding."""
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for sample in samples:
         for document in sample["document_ids"].unique():
             ids = sample["input_ids"][sample["document_ids"] == document][None]
@@ -79,10 +85,8 @@ def alone(net: nn.Module, samples: list[Any]) -> float:
 )
 def test_losses_are_those_of_documents_alone(family: str, attention: str) -> None:
     """To 1e-5, in plain PyTorch; without the mask they are not."""
-    net, samples = (
-        model(family, attention).eval(),
-        [packed().sample(index, 0) for index in range(5)],
-    )
+    net = model(family, attention).eval()
+    samples = [packed().sample(index, 0) for index in range(5)]
     batch = collate(samples)
     require_separate(net)
     with torch.no_grad():
@@ -99,10 +103,13 @@ def test_onnx_runtime_has_them_too(witness: Any, attention: str) -> None:
     """Loss and gradients of ORT's own graph, which makes the mask; it has run, and another batch is another mask."""
     from ortlaunch.ortmodule import ORTModule
 
-    net, samples = model(attention=attention), [packed().sample(index, 0) for index in range(5)]
-    module, plain = ORTModule(LossModule(net)), LossModule(net)
+    net = model(attention=attention)
+    samples = [packed().sample(index, 0) for index in range(5)]
+    module = ORTModule(LossModule(net))
+    plain = LossModule(net)
     for chosen in (samples[:3], samples[2:]):
-        losses, gradients = [], []
+        losses = []
+        gradients = []
         for each in (module, plain):
             net.zero_grad()
             loss = each(**collate(chosen))

@@ -42,7 +42,8 @@ def test_weights_of_a_folder(saved: tuple[str, Any]) -> None:
         {"tokenizer": folder},
     )
     again: Any = build_model(chosen, LoadedData(chosen)).model
-    theirs, ours = model.state_dict(), again.state_dict()
+    theirs = model.state_dict()
+    ours = again.state_dict()
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
     assert {p.dtype for p in again.parameters()} == {torch.float32}
@@ -58,7 +59,8 @@ def said() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             found.append(record.getMessage())
 
-    logger, handler = logging.getLogger("transformers.modeling_utils"), Listening()
+    logger = logging.getLogger("transformers.modeling_utils")
+    handler = Listening()
     logger.addHandler(handler)
     yield found
     logger.removeHandler(handler)
@@ -134,7 +136,8 @@ def test_a_resized_vocabulary(saved: tuple[str, Any], tmp_path: Path, said: list
     chosen = recipe("masked-lm", {"pretrained": saved[0], "config": {"vocab_size": 408}}, data)
     found = [build_model(chosen, LoadedData(chosen)) for _ in range(2)]
     model: Any = found[0].model
-    words, old = model.get_input_embeddings().weight, saved[1].get_input_embeddings().weight
+    words = model.get_input_embeddings().weight
+    old = saved[1].get_input_embeddings().weight
     assert (model.config.vocab_size, words.shape, model.cls.predictions.bias.shape) == (
         408,
         (408, 16),
@@ -274,7 +277,8 @@ def test_words_of_labels_are_in_the_models_config(
     start: str, saved: tuple[str, Any], tmp_path: Path
 ) -> None:
     """Saved beside the weights, as transformers' pipelines read them; another number of labels is refused."""
-    path, folder = tmp_path / "words.jsonl", saved[0]
+    path = tmp_path / "words.jsonl"
+    folder = saved[0]
     path.write_text(
         "".join(f'{{"text": "a text", "label": "{word}"}}\n' for word in ("no", "yes", "maybe"))
     )

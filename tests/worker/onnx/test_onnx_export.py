@@ -24,7 +24,8 @@ from tests.ort import needs_ort
 pytestmark = needs_ort
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
          "max_position_embeddings": 32, "vocab_size": 512}  # fmt: skip
-BERT, LLAMA = {"model_type": "bert", **SMALL}, {"model_type": "llama", **SMALL}
+BERT = {"model_type": "bert", **SMALL}
+LLAMA = {"model_type": "llama", **SMALL}
 WORDPIECE = {"train": "wordpiece", "vocab_size": 300}
 PRETRAINING = makers.recipe(
     model={"task": "pretraining", "config": BERT},

@@ -28,7 +28,9 @@ class Own(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.drop, self.last = nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 2)
+        self.first = nn.Linear(1, 8)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(8, 2)
 
     def scores(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         found: torch.Tensor = self.last(self.drop(self.first(x[..., None]).relu())).mean(1)
@@ -171,8 +173,12 @@ def exported(
 ) -> tuple[OnnxCheck, nn.Module]:
     """As `ortlaunch export` makes it."""
     module: Any = types.ModuleType("own_onnx")
-    module.model, module.data, module.longest = model, data, longest
-    module.ragged, module.ragged_later, module.weighted = ragged, ragged_later, weighted
+    module.model = model
+    module.data = data
+    module.longest = longest
+    module.ragged = ragged
+    module.ragged_later = ragged_later
+    module.weighted = weighted
     patch.setitem(sys.modules, "own_onnx", module)
     train = {"format": "custom", "factory": own.get("data", "own_onnx:data")}
     collate = {"collate": own["collate"]} if "collate" in own else {}
@@ -197,7 +203,8 @@ def test_what_the_loss_alone_takes_is_no_input(
         [[3], [2], [1]],
     )
     assert found.open_axes == {"x": [0], "scale": [0], "scores": [0], "best": [0]}
-    x, scale = torch.rand(9, 5), torch.rand(9, 2)
+    x = torch.rand(9, 5)
+    scale = torch.rand(9, 2)
     session = onnxruntime.InferenceSession(
         str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"]
     )

@@ -74,7 +74,8 @@ ASKED = {
 @pytest.mark.parametrize("number", ASKED)
 def test_a_signal_is_a_request(number: signal.Signals) -> None:
     """Each that asks for an end is a stop; once nobody listens any more it is what it was."""
-    found, requests = signal.getsignal(number), Requests()
+    found = signal.getsignal(number)
+    requests = Requests()
     if found is signal.SIG_IGN:  # nohup's tests: it is heeded, and would be no request
         signal.signal(number, signal.SIG_DFL)
     before = signal.getsignal(number)
@@ -148,7 +149,8 @@ def test_a_loaders_worker_ignores_requests() -> None:
 
 def test_the_users_own_handler_hears_it_too() -> None:
     """A script that handles SIGUSR1 itself goes on to hear it, and the run stops."""
-    heard, requests = [], Requests()
+    heard = []
+    requests = Requests()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     requests.listen()
     try:

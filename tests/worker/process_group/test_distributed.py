@@ -376,7 +376,8 @@ def test_meeting_through_a_folder_that_is_not_shared(
 @pytest.mark.parametrize("old", [False, True])
 def test_the_store_file_is_its_owners_alone(umask: int, old: bool, tmp_path: Path) -> None:
     """What ranks send each other through it is unpickled: nobody else may write there, whatever the umask is."""
-    path, before = tmp_path / "store", os.umask(umask)
+    path = tmp_path / "store"
+    before = os.umask(umask)
     try:
         if old:
             path.touch()

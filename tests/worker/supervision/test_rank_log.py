@@ -34,7 +34,8 @@ def test_all_ranks_are_shown_where_that_is_asked_for(run: RunDir) -> None:
     """`log.ranks: all`: each line behind its host and rank; logs are as ever."""
     made = plan(recipe(log={"ranks": "all"}), [host("localhost", 2)], "torchrun")
     write_text(run.plan, made.to_json())
-    ended, name = guarded(run, "print('more')"), f"{os.uname().nodename} rank 1: "
+    ended = guarded(run, "print('more')")
+    name = f"{os.uname().nodename} rank 1: "
     assert (ended.out, ended.err) == (f"{name}to stdout\n{name}more\n", f"{name}to stderr\n")
     assert run.log(1, "out").read_text() == "to stdout\nmore\n"
 

@@ -275,14 +275,16 @@ def test_an_export_in_mid_training_may_take_long() -> None:
         seen = pulse.read()
     assert (seen.phase, seen.warm, seen.moves) == ("compiling", False, before.moves)
     assert pulse.read()._replace(still=0) == before._replace(still=0)
-    waits, builds = beat(0, still=700.0), beat(1, moves=8, still=700.0, idle=0.0)
+    waits = beat(0, still=700.0)
+    builds = beat(1, moves=8, still=700.0, idle=0.0)
     assert judge([waits, builds], AUTO, 999.0) is not None
     assert judge([waits, builds._replace(phase=seen.phase, warm=seen.warm)], AUTO, 999.0) is None
 
 
 def test_torch_tells_of_a_later_compilation() -> None:
     """By its own callbacks; forward and backward alike."""
-    pulse, seen = Pulse(), []
+    pulse = Pulse()
+    seen = []
     tell_rebuilding("inductor", pulse)
 
     def backend(graph: torch.fx.GraphModule, _: object) -> object:
@@ -316,7 +318,8 @@ def test_a_slow_rank_is_named_once() -> None:
 def test_the_main_threads_innermost_frames_are_shown() -> None:
     """Not the thread that counts collectives; the rest of a deep stack is in errors/."""
     frames = "".join(f'  File "deep.py", line {n} in f\n' for n in range(30))
-    stack = f'Thread 0x1 (most recent call first):\n  File "meeting.py"\n\nThread 0x2 (most recent call first):\n{frames}'
+    stack = 'Thread 0x1 (most recent call first):\n  File "meeting.py"\n\n'
+    stack += f"Thread 0x2 (most recent call first):\n{frames}"
     shown = _first_lines(stack + '  File "/x/rank_supervisor.py", line 9 in watch\n').splitlines()
     assert shown[:2] == ["Thread 0x2 (most recent call first):", '  File "deep.py", line 0 in f']
     assert (len(shown), shown[-1]) == (13, "  ...")

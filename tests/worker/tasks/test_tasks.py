@@ -18,7 +18,8 @@ def test_a_task_takes_the_session_or_its_request_and_nothing_else(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan's word alone chooses the module that runs."""
-    module, seen = import_module(TASKS[name].module), list[Any]()
+    module = import_module(TASKS[name].module)
+    seen = list[Any]()
     if TASKS[name].request is not None:
         (given,) = inspect.signature(module.run, eval_str=True).parameters.values()
         assert given.annotation is TASKS[name].request

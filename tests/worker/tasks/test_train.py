@@ -79,7 +79,8 @@ class Spoiled(Line):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.other = how, nn.Parameter(torch.zeros(1))
+        self.how = how
+        self.other = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
         loss = super().forward(x, y)
@@ -121,7 +122,8 @@ def test_what_is_not_finite_ends_the_training(
     """The error names the step, the samples and the parameter; that step changes no weight and saves nothing."""
     order = Batches(OwnSamples(ROWS), BatchPlan(4, 2, 2, 1, None), 42)
     samples = order.indices(1, 1, 0)
-    model, batch = Spoiled(how), {"micro_size": 2, "accumulation_steps": 2}
+    model = Spoiled(how)
+    batch = {"micro_size": 2, "accumulation_steps": 2}
     known: list[torch.Tensor] = []
     model.register_forward_pre_hook(lambda *_: known.append(model.weight.detach().clone()))
     settings = {
@@ -180,7 +182,8 @@ def test_steps_of_another_size_take_the_samples_that_follow(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Resumed with other batches, as on another number of ranks, a run takes no sample twice and leaves none out."""
-    rows, taken = [{**row, "number": torch.tensor(i)} for i, row in enumerate(ROWS)], []
+    rows = [{**row, "number": torch.tensor(i)} for i, row in enumerate(ROWS)]
+    taken = []
     for steps, size in ((4, 6), (6, 4), (9, 2)):
         sections = {
             "train": {"max_steps": steps},
@@ -200,7 +203,8 @@ class Steep(nn.Module):
 
     def __init__(self, slope: float) -> None:
         super().__init__()
-        self.layer, self.slope = nn.Linear(4, 1), slope
+        self.layer = nn.Linear(4, 1)
+        self.slope = slope
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (self.layer(x).float() * self.slope + 0 * y).mean()
@@ -236,7 +240,9 @@ def test_what_is_asked_for_while_one_is_written_beside(
     number: signal.Signals, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stop takes the checkpoint that is being written, once it is whole; a save is of the next step, and whole."""
-    snapshot, write, asked = savings.snapshot, savings.write, []
+    snapshot = savings.snapshot
+    write = savings.write
+    asked = []
 
     def with_request(*args: Any, **how: Any) -> Any:
         if not asked:

@@ -40,7 +40,8 @@ def took(chosen: list[Case], file: Path, timeout: float) -> dict[str, Any]:
 
 def compare(chosen: list[Case], folder: Path, timeout: float) -> None:
     """Loss and gradient norm of both steps, the second of which shows the first's gradients (`pytest -rP` prints)."""
-    expected, found = reference(), took(chosen, folder / "found.json", timeout)
+    expected = reference()
+    found = took(chosen, folder / "found.json", timeout)
     apart = {str(case): largest(found[str(case)], expected) for case in chosen}
     print(*(f"{case}: {difference:.1e}" for case, difference in apart.items()), sep="\n")
     assert {case: difference for case, difference in apart.items() if difference > 1e-6} == {}

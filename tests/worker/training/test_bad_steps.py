@@ -32,7 +32,10 @@ ROWS = [
     {"x": row, "y": row.sum()}
     for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 ]
-STEPS, BAD_STEP, SIZE = 6, 3, 4  # of two passes of two samples
+# of two passes of two samples
+STEPS = 6
+BAD_STEP = 3
+SIZE = 4
 ORDER = Batches(OwnSamples(ROWS), BatchPlan(SIZE, 2, 2, 1, None), 42)
 BAD = ORDER.indices(BAD_STEP, 1, 0)[0]
 SETTINGS: dict[str, Any] = {
@@ -46,11 +49,9 @@ class Line(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.weight, self.other = (
-            how,
-            nn.Parameter(torch.zeros(4)),
-            nn.Parameter(torch.ones(1)),
-        )
+        self.how = how
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.other = nn.Parameter(torch.ones(1))
         self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
@@ -75,7 +76,8 @@ def rows(*bad: int) -> list[dict[str, Any]]:
 
 def reference(how: str, steps: Sequence[int | None], rate: Any) -> nn.Module:
     """Plain PyTorch: step i takes the batch `steps[i]`, or none."""
-    model, samples = Line(how), rows()
+    model = Line(how)
+    samples = rows()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
     for step, batch in enumerate(steps):
         if batch is None:
@@ -145,10 +147,8 @@ def test_a_rollback_takes_the_samples_that_follow(
 
 def test_later_losses_are_counted() -> None:
     """Of losses that are not finite the first is named with its samples, the later ones with their count."""
-    losses, group = (
-        [torch.tensor(math.nan)] * 9,
-        DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu")),
-    )
+    losses = [torch.tensor(math.nan)] * 9
+    group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     with pytest.raises(NonFiniteError) as error:
         require_finite_loss(math.nan, group, ORDER, 3, losses)
     lines = str(error.value).splitlines()

@@ -188,7 +188,8 @@ def wandb_records(file: Path) -> Iterator[Any]:
     """Of a short file: behind seven bytes, records of LevelDB's log, each with check sum, length and kind before it."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at = file.read_bytes(), 7
+    data = file.read_bytes()
+    at = 7
     while at + 7 <= len(data):
         size, kind = struct.unpack_from("<HB", data, at + 4)
         assert kind == 1, "a record in parts: the file is longer than a block"
@@ -299,7 +300,12 @@ def test_duration(seconds: float, text: str) -> None:
 
 # ---------------------------------------------------------------------------------- floating point operations
 
-H, F, L, V, T = 16, 48, 2, 80, 32  # hidden, intermediate, layers, words, tokens
+# hidden, intermediate, layers, words, tokens
+H = 16
+F = 48
+L = 2
+V = 80
+T = 32
 ATTENTION = 12 * L * H * T
 BERT_LAYER = 4 * (H * H + H) + (H * F + F) + (F * H + H) + 2 * 2 * H
 BERT_HEAD = (H * H + H) + 2 * H + (V * H + V)
@@ -362,7 +368,8 @@ def test_flops_of_a_classifier() -> None:
         num_labels=3,
     )
     model = transformers.BertForSequenceClassification(config)
-    pooler, labels = H * H + H, 3 * H + 3
+    pooler = H * H + H
+    labels = 3 * H + 3
     assert flops_per_token(model, T) == 6 * (2 * H + L * BERT_LAYER + pooler + labels) + ATTENTION
 
 
@@ -377,7 +384,8 @@ def test_a_rate_above_the_measured_one_has_it_measured_again(
     device: str, expected: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first was measured while other work ran; a reading below it measures nothing. A CPU has no MFU."""
-    peaks, tokens = iter([100.0, 400.0]), 32
+    peaks = iter([100.0, 400.0])
+    tokens = 32
     monkeypatch.setattr(meter_module, "measured_peak_flops", lambda device, dtype: next(peaks))
     monkeypatch.setattr(
         meter_module.time, "perf_counter", itertools.count().__next__

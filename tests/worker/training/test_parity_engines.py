@@ -77,10 +77,8 @@ class Images(nn.Module):
         layers = [
             (nn.Conv2d(i, o, 3), nn.BatchNorm2d(o), nn.ReLU()) for i, o in ((3, 16), (16, 16))
         ]
-        self.body, self.head = (
-            nn.Sequential(*(each for layer in layers for each in layer)),
-            nn.Linear(16, 10),
-        )
+        self.body = nn.Sequential(*(each for layer in layers for each in layer))
+        self.head = nn.Linear(16, 10)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(self.head(self.body(x).mean((2, 3))), y)
@@ -89,7 +87,8 @@ class Images(nn.Module):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_bias_before_batch_norm_is_no_alarm(threads: int) -> None:
     """Rounding is judged by float64; the statistics that a pass leaves are compared, and put back."""
-    net, before = Images(), torch.get_num_threads()
+    net = Images()
+    before = torch.get_num_threads()
     x = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 30 + 100
     torch.set_num_threads(threads)
     try:
@@ -112,7 +111,8 @@ class Sampled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(4, 8)
+        self.encoder = nn.Linear(8, 8)
+        self.decoder = nn.Linear(4, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mean, spread = self.encoder(x).chunk(2, -1)
@@ -141,12 +141,15 @@ def test_a_reentrant_checkpoint_is_compared() -> None:
 
 def test_a_model_that_draws_random_numbers_is_compared() -> None:
     """Both passes get the same ones, new ones in every step, from one graph."""
-    net, made = Sampled(), []
+    net = Sampled()
+    made = []
 
     def replaying(model: nn.Module) -> Any:
         return made[0] if made else made.append(wrapped(model)) or made[0]
 
-    module, exports, losses = wrapped(net), tally.exports, set()
+    module = wrapped(net)
+    exports = tally.exports
+    losses = set()
     for _ in range(2):
         found = compare_with_draws(net, module, {"x": X}, replaying)
         assert (found.draws, found.largest < 1e-5) == (3, True)
@@ -186,7 +189,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(self.first(x))).square().mean()
