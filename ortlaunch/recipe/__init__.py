@@ -53,7 +53,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RecipeFile:
     """Read a recipe, what it extends, and `key.path=value` overrides.
 
     Raises:
-        RecipeError: with every problem, each as `file:line:column: key.path: what; what would be right`.
+        RecipeError: with every problem, each as `file:line:column: key.path: what; what would be
+            right`.
     """
     problems: list[Line] = []
     try:

@@ -1,4 +1,5 @@
-"""Tree -> Recipe: pydantic finds what is wrong, this says where it was written and goes on with the rest."""
+"""Tree -> Recipe: pydantic finds what is wrong, this says where it was written and goes on with the
+rest."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ _FIRST = "<!DOCTYPE html><!-- ortlaunch report -->\n"
 
 
 def report(runs: Sequence[Path], to: Path | None, now: str) -> Path:
-    """Write the page; returns where: report.html in the run's folder, or in the current one for several runs.
+    """Write the page; returns where: report.html in the run's folder, or in the current one for
+    several runs.
 
     Raises:
         InputError: a folder is none of a run's, or there is another file in the page's place.

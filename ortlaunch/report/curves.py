@@ -1,4 +1,5 @@
-"""What a chart draws: a line for each run over the steps, with the values under the pointer. Pure."""
+"""What a chart draws: a line for each run over the steps, with the values under the pointer.
+Pure."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ def _decades(up: Scale) -> list[float]:
 
 
 def _drawn(curve: Curve, across: Scale, up: Scale) -> Json:
-    """The lines of a run; few points are drawn as dots, too, and where a later start took the run up again."""
+    """The lines of a run; few points are drawn as dots, too, and where a later start took the run
+    up again."""
     groups = groupby(curve.points, key=lambda point: point[1] is not None)
     lines = [[(x, y) for x, y in group if y is not None] for is_whole, group in groups if is_whole]
     return {
@@ -150,7 +152,8 @@ def _drawn(curve: Curve, across: Scale, up: Scale) -> Json:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """The least and the greatest value of each of so many pieces, in their order; few points as they are."""
+    """The least and the greatest value of each of so many pieces, in their order; few points as
+    they are."""
     if len(points) <= 2 * _BUCKETS:
         return list(points)
     size = math.ceil(len(points) / _BUCKETS)

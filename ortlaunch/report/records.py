@@ -81,7 +81,8 @@ def read(paths: Sequence[Path]) -> list[Record]:
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
-    """A short name of each: its folder's, with as much of the path before it as tells them apart."""
+    """A short name of each: its folder's, with as much of the path before it as tells them
+    apart."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts), default=1) + 1):
         short = ["/".join(each[-length:]) for each in parts]
@@ -135,7 +136,8 @@ class _Files:
         )
 
     def lines(self, path: Path, *names: str) -> list[dict[str, Any]]:
-        """Every whole line with these names; the last may be half written, of a run that goes on."""
+        """Every whole line with these names; the last may be half written, of a run that goes
+        on."""
         found = json_lines(path, *names)
         self._remember(found.left_out)
         return found.found

@@ -26,7 +26,8 @@ _CURVES = (
     ("Gradient norm before clipping", "gradient_norm", True),
     ("Model FLOPs utilization", "mfu", True),
 )
-# Of metrics.jsonl's lines, what is no curve; all others are, also those that a model of the user's own brings.
+# Of metrics.jsonl's lines, what is no curve; all others are, also those that a model of the user's
+# own brings.
 _NO_CURVES = ("step", "samples", "epoch", "skipped_steps", "left_out_steps", "elapsed_seconds")
 _PARTS = ("weights", "gradients", "optimizer", "activations", "buckets", "other", "model", "peak")
 
@@ -77,7 +78,8 @@ def _newest(one: Record, name: str) -> object:
 
 
 def _median(one: Record, name: str) -> float | None:
-    """Without the first logged line, which has compilation and exports in it, where there are more."""
+    """Without the first logged line, which has compilation and exports in it, where there are
+    more."""
     values = [value for line in one.logged if (value := number(line.get(name))) is not None]
     return statistics.median(values[1:] or values) if values else None
 
@@ -136,7 +138,8 @@ def _asked(choice: Any, why: str) -> str | None:
 
 
 def _precision(one: Record) -> str | None:
-    """Of the passes; products of float32 matrices may be of another, which says nothing of passes in bf16 or fp16."""
+    """Of the passes; products of float32 matrices may be of another, which says nothing of passes
+    in bf16 or fp16."""
     passes = one.engine.get("precision")
     products = (one.engine.get("matmul_precision") or {}).get("format")
     return f"{passes}, matrix products in {products}" if products and passes == "fp32" else passes
@@ -158,7 +161,10 @@ def _fallbacks(one: Record) -> str | None:
 def _exports(one: Record) -> str | None:
     if "exports" not in one.ort:
         return None
-    return f"{one.ort['exports']}, {one.ort['re_exports']} of them again, in {one.ort['export_seconds']:.1f} s"
+    return (
+        f"{one.ort['exports']}, {one.ort['re_exports']} of them again, in "
+        f"{one.ort['export_seconds']:.1f} s"
+    )
 
 
 def _nodes(one: Record) -> str | None:

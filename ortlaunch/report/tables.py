@@ -1,4 +1,5 @@
-"""Values of a report's tables: a row for each fact, a column for each run; a fact that no run has is left out. Pure."""
+"""Values of a report's tables: a row for each fact, a column for each run; a fact that no run has
+is left out. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def cards(
 
 
 def told(read: Callable[[Record], object], record: Record) -> Any:
-    """What a record says; where another version of ortlaunch wrote it, or it is damaged, that this cannot be told."""
+    """What a record says; where another version of ortlaunch wrote it, or it is damaged, that this
+    cannot be told."""
     try:
         return read(record)
     except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -12,11 +12,12 @@ class KeepBest(Section):
     """Which checkpoint stays beside the newest."""
 
     metric: Text = "loss"
-    """Of an evaluation: `loss`; a metric of the model's task, as evaluation.json names it (run-folder.md lists them); a
-    number of `train.metric`, or one that a custom model returns beside its loss."""
+    """Of an evaluation: `loss`; a metric of the model's task, as evaluation.json names it
+    (run-folder.md lists them); a number of `train.metric`, or one that a custom model returns
+    beside its loss."""
     mode: Mode = None
-    """`min`: less is better, `max`: more is. null: what run-folder.md has for the metric; give it for numbers of your
-    own."""
+    """`min`: less is better, `max`: more is. null: what run-folder.md has for the metric; give it
+    for numbers of your own."""
     export: bool = False
     """Make the run's export/ from it, not from the last step."""
 

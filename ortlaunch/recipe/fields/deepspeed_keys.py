@@ -1,4 +1,5 @@
-"""DeepSpeed's JSON names, for raw settings under `zero.deepspeed`: which exist, and which the recipe owns. Pure.
+"""DeepSpeed's JSON names, for raw settings under `zero.deepspeed`: which exist, and which the
+recipe owns. Pure.
 
 Taken from DeepSpeed 0.19.8. DeepSpeed ignores an unknown top-level key without a word, and refuses
 an unknown nested one only after every rank has started.
@@ -148,7 +149,8 @@ def _settings(settings: dict[str, Any], section: str) -> Iterator[Problem]:
         elif value == "auto":
             yield (
                 path,
-                "got auto, which only Hugging Face's Trainer fills in; leave it out for DeepSpeed's default",
+                "got auto, which only Hugging Face's Trainer fills in; leave it out for "
+                "DeepSpeed's default",
             )
         elif isinstance(value, dict):
             yield from _settings(value, name)

@@ -1,4 +1,5 @@
-"""Questions to the recipe's models: which fields a section has, what a field is, which words it takes."""
+"""Questions to the recipe's models: which fields a section has, what a field is, which words it
+takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""No data.evaluation: what to type for a held-out corpus, of the kind that the training corpus is."""
+"""No data.evaluation: what to type for a held-out corpus, of the kind that the training corpus
+is."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The recipe's fields: one frozen model a section, named after the module that consumes it (some sections
-have files of their own).
+"""The recipe's fields: one frozen model a section, named after the module that consumes it (some
+sections have files of their own).
 
-The docstring under each field is the manual; error messages and `ortlaunch schema` read it when they need it
-(`fields.manual`), not pydantic at every start.
-Imports pydantic only, so that `--help`, `validate` and `plan` stay fast.
+The docstring under each field is the manual; error messages and `ortlaunch schema` read it when
+they need it (`fields.manual`), not pydantic at every start. Imports pydantic only, so that
+`--help`, `validate` and `plan` stay fast.
 """
 
 from __future__ import annotations
@@ -49,39 +49,43 @@ class Lora(Section):
     target_modules: OneOrMore = ("q_proj", "v_proj")
     """Names of the linear layers that get an adapter; `all-linear`: all but the head."""
     merge: bool = True
-    """Export the whole model with the adapters merged into its weights; false: the adapters alone, as peft
-    writes them. Checkpoints hold the adapters alone in any case."""
+    """Export the whole model with the adapters merged into its weights; false: the adapters alone,
+    as peft writes them. Checkpoints hold the adapters alone in any case."""
 
 
 class Model(Section):
     """What is trained."""
 
     task: Annotated[str, NameIn(MODEL_TASKS)]
-    """`pretraining` is BERT's: masked words and next sentence. `sequence-classification`: a class for a text;
-    `sequence-regression`: a number; `token-classification`: a class for each word. `custom` takes `factory`."""
+    """`pretraining` is BERT's: masked words and next sentence. `sequence-classification`: a class
+    for a text; `sequence-regression`: a number; `token-classification`: a class for each word.
+    `custom` takes `factory`."""
     pretrained: Text | None = None
-    """Local folder or hub id of a transformers model to start from; null: random weights from `config`."""
+    """Local folder or hub id of a transformers model to start from; null: random weights from
+    `config`."""
     config: dict[str, Any] | None = None
-    """Fields of the transformers config, `model_type` first (with `pretrained`: fields to change; its vocabulary is
-    resized to another `vocab_size`, new words near the mean of the others)."""
+    """Fields of the transformers config, `model_type` first (with `pretrained`: fields to change;
+    its vocabulary is resized to another `vocab_size`, new words near the mean of the others)."""
     allow_partial: bool = False
-    """Train on from `pretrained` though some of its weights have no place in the model, or some of the model's are not
-    in it and start at random. False: only a head that is new for the task, or of another number of labels, may start
-    so, or be left out."""
+    """Train on from `pretrained` though some of its weights have no place in the model, or some of
+    the model's are not in it and start at random. False: only a head that is new for the task, or
+    of another number of labels, may start so, or be left out."""
     factory: Text | None = None
-    """`package.module:function` that returns the model when task is custom; its forward takes a batch's
-    keys and returns the loss (or an object, mapping or tuple that holds it). The module may lie beside
-    the recipe."""
+    """`package.module:function` that returns the model when task is custom; its forward takes a
+    batch's keys and returns the loss (or an object, mapping or tuple that holds it). The module may
+    lie beside the recipe."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for `factory`."""
     attention: Literal["auto", "eager", "sdpa"] = "auto"
-    """Attention implementation in transformers. `auto`: sdpa for the models that have it, but eager with
-    `engine.efficient_attention` or `engine.flash_attention`, which replace attention that is written out."""
+    """Attention implementation in transformers. `auto`: sdpa for the models that have it, but eager
+    with `engine.efficient_attention` or `engine.flash_attention`, which replace attention that is
+    written out."""
     gradient_checkpointing: bool = False
-    """Keep each layer's input alone and compute the layer again in the backward pass, on every engine: transformers'
-    own, not reentrant, on eager and inductor; ONNX Runtime's recomputation (`engine.memory_optimization: 1`) on ort.
-    Saves most of the activations, costs about a forward pass, a quarter to a third of a step; for what does not fit
-    otherwise. A custom model must have a method `gradient_checkpointing_enable`, which is called."""
+    """Keep each layer's input alone and compute the layer again in the backward pass, on every
+    engine: transformers' own, not reentrant, on eager and inductor; ONNX Runtime's recomputation
+    (`engine.memory_optimization: 1`) on ort. Saves most of the activations, costs about a forward
+    pass, a quarter to a third of a step; for what does not fit otherwise. A custom model must have
+    a method `gradient_checkpointing_enable`, which is called."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights (needs the extra `lora`)."""
 
@@ -92,15 +96,16 @@ class Model(Section):
 
 
 class Batch(Section):
-    """global_size = micro_size x accumulation_steps x data-parallel ranks; give two of the three, or global_size alone
-    (accumulation_steps is 1 then)."""
+    """global_size = micro_size x accumulation_steps x data-parallel ranks; give two of the three,
+    or global_size alone (accumulation_steps is 1 then)."""
 
     global_size: Positive | None = None
     """Samples an optimizer step, over all ranks."""
     micro_size: PositiveOrAuto | None = None
-    """Samples a rank takes through one forward and backward pass. `auto`: the largest that fits into memory, found by
-    trying before the run (seconds a try); `global_size` is kept by accumulation, so give it, and no
-    accumulation_steps. The number found is in the run folder's recipe.yaml, the tries in its micro_size.json."""
+    """Samples a rank takes through one forward and backward pass. `auto`: the largest that fits
+    into memory, found by trying before the run (seconds a try); `global_size` is kept by
+    accumulation, so give it, and no accumulation_steps. The number found is in the run folder's
+    recipe.yaml, the tries in its micro_size.json."""
     accumulation_steps: Positive | None = None
     """Forward and backward passes of each rank before an optimizer step."""
 
@@ -109,9 +114,9 @@ class Optimizer(Section):
     """How weights change."""
 
     name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
-    """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (said in engine.json); both as torch's AdamW,
-    decay before the step by rate x weight_decay. `lamb`: the large-batch optimizer of BERT; not above ZeRO 0, where
-    its trust ratio would be wrong."""
+    """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (said in engine.json);
+    both as torch's AdamW, decay before the step by rate x weight_decay. `lamb`: the large-batch
+    optimizer of BERT; not above ZeRO 0, where its trust ratio would be wrong."""
     learning_rate: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(tuple_of)] = (0.9, 0.999)
@@ -125,8 +130,8 @@ class Optimizer(Section):
     no_decay: Words = ("bias", "norm", "LayerNorm")
     """Parameters whose name contains one of these words get no weight decay."""
     always_adapt: bool = False
-    """lamb: scale every tensor by its own norm, as the paper's algorithm. False: only those with weight decay, as
-    NVIDIA's FusedLAMB and Google's BERT."""
+    """lamb: scale every tensor by its own norm, as the paper's algorithm. False: only those with
+    weight decay, as NVIDIA's FusedLAMB and Google's BERT."""
 
     @property
     def traits(self) -> OptimizerTraits:
@@ -138,14 +143,15 @@ class Offload(Section):
     """Where DeepSpeed keeps what the GPU has no room for."""
 
     optimizer: Literal["cpu", "nvme"] | None = None
-    """Master weights, optimizer state and the optimizer step: in host memory, or in files below `nvme_path` (stage 3
-    alone). Stages 1 to 3. The step is torch's AdamW on the CPU."""
+    """Master weights, optimizer state and the optimizer step: in host memory, or in files below
+    `nvme_path` (stage 3 alone). Stages 1 to 3. The step is torch's AdamW on the CPU."""
     parameters: Literal["cpu", "nvme"] | None = None
     """Weights that no layer uses now: in host memory, or in files below `nvme_path`. Stage 3."""
     nvme_path: Text | None = None
     """Folder on a fast local disk of every host, for `nvme`."""
     pin_memory: bool = False
-    """Host memory that the GPU reads directly: faster copies, and memory that cannot be swapped out."""
+    """Host memory that the GPU reads directly: faster copies, and memory that cannot be swapped
+    out."""
 
 
 class Zero(Section):
@@ -153,13 +159,16 @@ class Zero(Section):
 
     # Not a Literal, which would take true for 1 and 2.0 for 2.
     stage: Annotated[int, Field(ge=0, le=3)] = 1
-    """Shard over the ranks: 1 optimizer state, 2 also gradients, 3 also weights (not with engine ort)."""
+    """Shard over the ranks: 1 optimizer state, 2 also gradients, 3 also weights (not with engine
+    ort)."""
     fused_gradient_norm: bool = True
-    """Stages 1 and 2: the overflow check and the gradient norm from one pass over the gradients, in place of
-    DeepSpeed's several, by ONNX Runtime's FP16_Optimizer where it can, else by ortlaunch. Several times faster,
-    equal to double precision within 1e-6, no memory. engine.json says whose runs, and why. False: DeepSpeed's own."""
+    """Stages 1 and 2: the overflow check and the gradient norm from one pass over the gradients, in
+    place of DeepSpeed's several, by ONNX Runtime's FP16_Optimizer where it can, else by ortlaunch.
+    Several times faster, equal to double precision within 1e-6, no memory. engine.json says whose
+    runs, and why. False: DeepSpeed's own."""
     offload: Offload | None = None
-    """Keep optimizer state or weights in host memory or on a disk; null: all of it is on the GPU."""
+    """Keep optimizer state or weights in host memory or on a disk; null: all of it is on the
+    GPU."""
     deepspeed: dict[str, Any] = {}
     """Raw DeepSpeed settings, merged last; keys that the recipe owns are refused."""
 
@@ -170,10 +179,12 @@ class Spike(Section):
     action: BadStepAction = "stop"
     """As `train.on_nonfinite`: `stop`, `skip` or `rollback`."""
     deviations: Annotated[float, Field(gt=0)] = 10.0
-    """The loss of a step jumped where it is above the median of the last `window` losses by more than this many of
-    their standard deviations (robust: 1.4826 x their median distance from the median; at least 1 % of the median)."""
+    """The loss of a step jumped where it is above the median of the last `window` losses by more
+    than this many of their standard deviations (robust: 1.4826 x their median distance from the
+    median; at least 1 % of the median)."""
     window: Annotated[int, Field(ge=8, le=10_000)] = 100
-    """Losses to compare with, each the mean over all ranks; no step is judged before this start has seen so many."""
+    """Losses to compare with, each the mean over all ranks; no step is judged before this start has
+    seen so many."""
 
 
 class Train(Section):
@@ -182,43 +193,48 @@ class Train(Section):
     max_steps: Positive | None = None
     """Optimizer steps. Or give `epochs`."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training data, in place of `max_steps`: as many steps as they take, known when the data are read.
-    0.5 is half a pass."""
+    """Passes over the training data, in place of `max_steps`: as many steps as they take, known
+    when the data are read. 0.5 is half a pass."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip the global gradient norm to this; null: no clipping."""
     loss_weight: Text | None = None
-    """What a micro batch counts in the loss of a step and of an evaluation, for custom data: `samples`, `labels` (those
-    that are not -100, without the first of each sample where the model predicts the next word), or a key of the batch,
-    whose numbers are summed (a number a sample, or a mask). Loss and gradients are then the mean over all that counts
-    in the global batch, over passes and ranks: the model itself must return the mean over what counts in its micro
-    batch. The key goes to the model only where its forward names it. null: labels for transformers'
-    tasks (of pretraining on text the masked words, whose weight the sentence pairs take), samples for task custom."""
+    """What a micro batch counts in the loss of a step and of an evaluation, for custom data:
+    `samples`, `labels` (those that are not -100, without the first of each sample where the model
+    predicts the next word), or a key of the batch, whose numbers are summed (a number a sample, or
+    a mask). Loss and gradients are then the mean over all that counts in the global batch, over
+    passes and ranks: the model itself must return the mean over what counts in its micro batch. The
+    key goes to the model only where its forward names it. null: labels for transformers' tasks (of
+    pretraining on text the masked words, whose weight the sentence pairs take), samples for task
+    custom."""
     evaluate_every_steps: Positive | None = None
     """Evaluate on `data.evaluation` this often; it is always evaluated at the end."""
     stop_after: StopAfter | None = None
-    """End the training early, with its export, as `{metric: loss, evaluations: 3}`: when so many evaluations one after
-    another were not better than the best before them; null: never."""
+    """End the training early, with its export, as `{metric: loss, evaluations: 3}`: when so many
+    evaluations one after another were not better than the best before them; null: never."""
     hook: Text | None = None
-    """`package.module:Class`, beside the recipe or installed: a class of yours without arguments, made on rank 0, with
-    any of `on_step(step, values)` (each logged step, with that line of metrics.jsonl), `on_evaluation(step, values)`
-    (`loss` and the other metrics) and `on_checkpoint(step, folder)` (a complete one). A method that returns `"stop"`
-    ends the run as `ortlaunch stop` does, saved; one that raises ends it with an error. null: none."""
+    """`package.module:Class`, beside the recipe or installed: a class of yours without arguments,
+    made on rank 0, with any of `on_step(step, values)` (each logged step, with that line of
+    metrics.jsonl), `on_evaluation(step, values)` (`loss` and the other metrics) and
+    `on_checkpoint(step, folder)` (a complete one). A method that returns `"stop"` ends the run as
+    `ortlaunch stop` does, saved; one that raises ends it with an error. null: none."""
     metric: Text | None = None
-    """`package.module:function`, beside the recipe or installed: a metric of yours, called on rank 0 after each
-    evaluation as `function(outputs, batch)`, and returning numbers by name. Both are NumPy arrays by name, a row a
-    sample of `data.evaluation` in its order, whatever the number of ranks: what the model returns beside its loss, such
-    as `logits`, and what the samples hold, such as `labels` (a list of rows where batches differ in their shape). Of
-    language models (causal-lm, masked-lm, pretraining), whose scores over a vocabulary are too large to keep, it gets
-    `predictions` and `losses` in the place of each label: the likeliest word (-100 where no label counts), and the
-    label's negative log likelihood (nan there). The numbers stand beside the evaluation's own, and
-    `checkpoint.keep_best` and `stop_after` may name one. null: none."""
+    """`package.module:function`, beside the recipe or installed: a metric of yours, called on rank
+    0 after each evaluation as `function(outputs, batch)`, and returning numbers by name. Both are
+    NumPy arrays by name, a row a sample of `data.evaluation` in its order, whatever the number of
+    ranks: what the model returns beside its loss, such as `logits`, and what the samples hold, such
+    as `labels` (a list of rows where batches differ in their shape). Of language models (causal-lm,
+    masked-lm, pretraining), whose scores over a vocabulary are too large to keep, it gets
+    `predictions` and `losses` in the place of each label: the likeliest word (-100 where no label
+    counts), and the label's negative log likelihood (nan there). The numbers stand beside the
+    evaluation's own, and `checkpoint.keep_best` and `stop_after` may name one. null: none."""
     on_nonfinite: BadStepAction = "stop"
-    """What follows a loss or gradient that is inf or nan and that no fp16 loss scale brought about. `stop`: the run
-    ends. `skip`: this step changes no weight, no optimizer state and no buffer. `rollback`: the newest checkpoint is
-    taken up in the same process, and the batch is left out: the step takes the samples that follow (without a
-    checkpoint one is written before step 1). In each case the step, the samples and the first bad parameter are
-    printed, and recorded in bad_steps.jsonl. `skip` and `rollback` look at the loss of every step before its update, on
-    all ranks."""
+    """What follows a loss or gradient that is inf or nan and that no fp16 loss scale brought about.
+    `stop`: the run ends. `skip`: this step changes no weight, no optimizer state and no buffer.
+    `rollback`: the newest checkpoint is taken up in the same process, and the batch is left out:
+    the step takes the samples that follow (without a checkpoint one is written before step 1). In
+    each case the step, the samples and the first bad parameter are printed, and recorded in
+    bad_steps.jsonl. `skip` and `rollback` look at the loss of every step before its update, on all
+    ranks."""
     on_spike: Spike | None = None
     """The same for a loss that jumps, as `{action: rollback}`; null: no loss is too high."""
     max_skips: Positive = 10
@@ -226,10 +242,11 @@ class Train(Section):
     max_rollbacks: Positive = 3
     """After so many rollbacks of a run, over all its starts, the next bad step ends it."""
     stall_seconds: SecondsOrAuto | None = "auto"
-    """A run without progress for so long is ended, with the ranks that are behind and where each stands. `auto`: in
-    steps 20 times as long as they take and at least 60 (ten times that while those ranks compute), and 600 where no
-    rank does anything in the first two steps, in an export, a save or an evaluation. A number holds for all of them,
-    but a rank that computes there has 30 times as long. null: never."""
+    """A run without progress for so long is ended, with the ranks that are behind and where each
+    stands. `auto`: in steps 20 times as long as they take and at least 60 (ten times that while
+    those ranks compute), and 600 where no rank does anything in the first two steps, in an export,
+    a save or an evaluation. A number holds for all of them, but a rank that computes there has 30
+    times as long. null: never."""
 
     @property
     def steps(self) -> int:
@@ -242,28 +259,32 @@ class Checkpoint(Section):
     """Saved state to continue from."""
 
     every_minutes: Annotated[float, Field(gt=0)] | None = 30
-    """Save when so much time has gone by since the last save, by rank 0's clock; null: not by time. One is always
-    written at the end."""
+    """Save when so much time has gone by since the last save, by rank 0's clock; null: not by time.
+    One is always written at the end."""
     every_steps: Positive | None = None
     """Save after every so many steps, too; null: not by steps."""
     keep: Positive | None = 3
     """Newest checkpoints to keep; null keeps all."""
     keep_every: Positive | None = None
-    """Of those that `keep` takes away, keep one for good every so many steps: the first at or after each multiple."""
+    """Of those that `keep` takes away, keep one for good every so many steps: the first at or after
+    each multiple."""
     keep_best: KeepBest | None = None
-    """Save after each evaluation that is the best so far, and keep the best checkpoint beside those of `keep`, as
-    `{metric: f1_macro}`; null: none."""
+    """Save after each evaluation that is the best so far, and keep the best checkpoint beside those
+    of `keep`, as `{metric: f1_macro}`; null: none."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """A save that fails (a full disk, a folder that became read-only) leaves older checkpoints as they are. `stop`: the
-    run ends. `continue`: it says so, counts it in summary.json, trains on and tries again at the next save; where
-    the save at the end fails the export is written, and the run has failed."""
+    """A save that fails (a full disk, a folder that became read-only) leaves older checkpoints as
+    they are. `stop`: the run ends. `continue`: it says so, counts it in summary.json, trains on and
+    tries again at the next save; where the save at the end fails the export is written, and the run
+    has failed."""
     __annotations__["async"] = Annotated[  # a word of Python's own, which no plain line can name
         bool | None,
         Field(
             default=None,
             description="Copy the state into memory and write it while training goes on; another save waits for it, "
-            "and so does the end of the run. Saves that a stop or `ortlaunch checkpoint` asks for, and the last, are "
-            "written at once. Takes memory of the host for one more copy of weights and optimizer state. null: on "
+            "and so does the end of the run. Saves that a stop or `ortlaunch checkpoint` asks "
+            "for, and the last, are "
+            "written at once. Takes memory of the host for one more copy of weights and "
+            "optimizer state. null: on "
             "GPUs.",
         ),
     ]
@@ -275,13 +296,15 @@ class Log(Section):
     every_steps: Positive = 10
     """Print and record metrics this often."""
     ranks: Literal["first", "all"] = "first"
-    """Whose output the terminal shows while they run: rank 0's, or every line of all behind `HOST rank N: `. Each rank
-    has its own logs in the run folder, and the error of any is shown at the end."""
+    """Whose output the terminal shows while they run: rank 0's, or every line of all behind `HOST
+    rank N: `. Each rank has its own logs in the run folder, and the error of any is shown at the
+    end."""
     trackers: Annotated[
         tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(tuple_of)
     ] = ()
-    """Where metrics go beside metrics.jsonl; each needs the extra of its name. W&B and MLflow take account and server
-    from their own variables (`WANDB_*`, `MLFLOW_*`; `WANDB_MODE=offline` works). One that fails never ends a run."""
+    """Where metrics go beside metrics.jsonl; each needs the extra of its name. W&B and MLflow take
+    account and server from their own variables (`WANDB_*`, `MLFLOW_*`; `WANDB_MODE=offline` works).
+    One that fails never ends a run."""
     project: str | None = None
     """W&B's project, MLflow's experiment; the recipe's name if not given."""
 

@@ -1,7 +1,9 @@
-"""The environment variables that ORTModule 1.19.2 reads: which field of `engine` each one is, and what contradicts it.
+"""The environment variables that ORTModule 1.19.2 reads: which field of `engine` each one is, and
+what contradicts it.
 
-The recipe is the one source: a variable that has a field must agree with it, and one without is refused with its
-reason, for outside a recipe nothing would show it. Pure; both sides of a run import it.
+The recipe is the one source: a variable that has a field must agree with it, and one without is
+refused with its reason, for outside a recipe nothing would show it. Pure; both sides of a run
+import it.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ def seen(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def contradictions(engine: Engine, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(variable, what is wrong with it) for each that says something else than the recipe, or nothing at all."""
+    """(variable, what is wrong with it) for each that says something else than the recipe, or
+    nothing at all."""
     for name, text in seen(environ).items():
         message = _contradiction(engine, name, text)
         if message:

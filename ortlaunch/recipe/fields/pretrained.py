@@ -1,4 +1,5 @@
-"""The config.json of a pretrained model that lies here: in its folder, or in the hub's cache. Nothing is downloaded."""
+"""The config.json of a pretrained model that lies here: in its folder, or in the hub's cache.
+Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def _counts(config: dict[str, Any]) -> bool:
 
 
 def _snapshot(name: str) -> Path | None:
-    """Where huggingface_hub keeps what the main branch of a repository was when it was last asked for."""
+    """Where huggingface_hub keeps what the main branch of a repository was when it was last asked
+    for."""
     home = (
         os.environ.get("HF_HOME")
         or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"

@@ -1,4 +1,5 @@
-"""What the recipe's sections share: their base model, and the kinds of values that several of them take."""
+"""What the recipe's sections share: their base model, and the kinds of values that several of them
+take."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError, core_schema
 
-# Branches of "a word, a mapping or a list" and of "a number or auto", as they appear in pydantic's locations.
+# Branches of "a word, a mapping or a list" and of "a number or auto", as they appear in pydantic's
+# locations.
 WORD = "<word>"
 MAPPING = "<mapping>"
 LIST = "<list>"
@@ -86,7 +88,8 @@ OperatorsOrWord = Annotated[
 
 
 class NameIn:
-    """For `Annotated[str, NameIn(table)]`: a name of the table, with the error and the schema of a Literal of them."""
+    """For `Annotated[str, NameIn(table)]`: a name of the table, with the error and the schema of a
+    Literal of them."""
 
     def __init__(self, table: Collection[str], *others: str) -> None:
         self._table = table

@@ -1,4 +1,5 @@
-"""The recipe's section `submit`: how a scheduler is asked for the run's place (`ortlaunch submit`)."""
+"""The recipe's section `submit`: how a scheduler is asked for the run's place (`ortlaunch
+submit`)."""
 
 from __future__ import annotations
 
@@ -23,27 +24,33 @@ class Container(Section):
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """`pyxis`: srun's `--container-image`; `apptainer`: `apptainer exec --nv` on each rank."""
     image: Text
-    """As the runtime takes it, for example `nvcr.io#nvidia/pytorch:25.01-py3` or `/images/train.sif`."""
+    """As the runtime takes it, for example `nvcr.io#nvidia/pytorch:25.01-py3` or
+    `/images/train.sif`."""
     mounts: Words = ()
-    """Folders to bring in, as `/data:/data`. The run folder and the current folder are brought in anyway."""
+    """Folders to bring in, as `/data:/data`. The run folder and the current folder are brought in
+    anyway."""
 
 
 class Kubernetes(Section):
     """A run in pods, one for each node (`submit.scheduler: kubernetes`)."""
 
     kind: Literal["job", "trainjob"] = "job"
-    """`job`: an indexed Job, as every cluster has it; `trainjob`: the TrainJob of Kubeflow Trainer 2.2 or later."""
+    """`job`: an indexed Job, as every cluster has it; `trainjob`: the TrainJob of Kubeflow Trainer
+    2.2 or later."""
     trainer: Literal["v2.2", "v2.3"] = "v2.3"
-    """Version of Kubeflow Trainer for `trainjob`; v2.3 is for later ones, too. A manifest for v2.2 has no grace period
-    of the pods: the runtime's is in force (30 s by default), and `launch.grace_seconds` must fit into it."""
+    """Version of Kubeflow Trainer for `trainjob`; v2.3 is for later ones, too. A manifest for v2.2
+    has no grace period of the pods: the runtime's is in force (30 s by default), and
+    `launch.grace_seconds` must fit into it."""
     image: Text
     """Image of the pods; it must hold ortlaunch."""
     runs: Path
     """Folder of the pods, on one of `volumes`, that run folders are made in; as `/data/runs`."""
     volumes: Annotated[dict[Text, Path], Field(min_length=1)]
-    """Claims of volumes and where pods see them, as `{training: /data}`; several pods need one that all can write."""
+    """Claims of volumes and where pods see them, as `{training: /data}`; several pods need one that
+    all can write."""
     workdir: Path = "/workspace"
-    """Folder of the image or of a volume that the command starts in: for relative paths and your own modules."""
+    """Folder of the image or of a volume that the command starts in: for relative paths and your
+    own modules."""
     namespace: KubernetesName = "default"
     """Namespace."""
     queue: Text | None = None
@@ -51,7 +58,8 @@ class Kubernetes(Section):
     runtime: Text = "torch-distributed"
     """The TrainJob's cluster-wide runtime, one with `torch` and a job `node`."""
     secret: Text | None = None
-    """Secret that has the variables that `launch.forward` names, as its keys; the manifest has their names alone."""
+    """Secret that has the variables that `launch.forward` names, as its keys; the manifest has
+    their names alone."""
     gpu: Text = "nvidia.com/gpu"
     """Resource that is asked for, one a rank, where `launch.device` is cuda."""
     cpu: Quantity | None = None
@@ -72,12 +80,13 @@ class AzureMl(Section):
     compute: Text
     """Compute target, as `azureml:gpu-cluster`."""
     environment: Text
-    """Image of a registry, or an environment of the workspace as `azureml:NAME@latest`; it must hold ortlaunch."""
+    """Image of a registry, or an environment of the workspace as `azureml:NAME@latest`; it must
+    hold ortlaunch."""
     runs: Text = "azureml://datastores/workspaceblobstore/paths/runs"
     """Folder of a datastore that run folders are made in."""
     data: Text | None = None
-    """Folder of a datastore or a data asset, as `azureml:wiki@latest`: it is mounted to be read, and the command starts
-    in it, for relative paths."""
+    """Folder of a datastore or a data asset, as `azureml:wiki@latest`: it is mounted to be read,
+    and the command starts in it, for relative paths."""
     code: Text | None = None
     """Folder of this machine that is sent along: your own modules."""
     distribution: Literal["pytorch", "mpi"] = "pytorch"
@@ -93,8 +102,9 @@ class AzureMl(Section):
 
 
 class Submit(Section):
-    """What a job in a queue is asked for beside `launch.nodes`, `launch.processes_per_node` and the device. What is
-    null is left to the cluster. All but `requeue`, `kubernetes` and `azureml` are Slurm's."""
+    """What a job in a queue is asked for beside `launch.nodes`, `launch.processes_per_node` and the
+    device. What is null is left to the cluster. All but `requeue`, `kubernetes` and `azureml` are
+    Slurm's."""
 
     scheduler: Literal["slurm", "kubernetes", "azureml"] = "slurm"
     """Whose queue; `ortlaunch submit --scheduler` comes first."""
@@ -111,10 +121,11 @@ class Submit(Section):
     reservation: Text | None = None
     """Reservation."""
     time: SlurmTime | None = None
-    """Time limit in quotes, as `"30"` (minutes), `"4:00:00"` or `"2-12:00:00"`. The run saves before it and goes on
-    in a next turn (`requeue`)."""
+    """Time limit in quotes, as `"30"` (minutes), `"4:00:00"` or `"2-12:00:00"`. The run saves
+    before it and goes on in a next turn (`requeue`)."""
     gpus: Literal["gpus-per-node", "gres"] = "gpus-per-node"
-    """How GPUs are asked for, one a rank: `--gpus-per-node=8`, or `--gres=gpu:8` as older clusters have it."""
+    """How GPUs are asked for, one a rank: `--gpus-per-node=8`, or `--gres=gpu:8` as older clusters
+    have it."""
     gpu_type: Text | None = None
     """Kind of GPU, as `a100`."""
     cpus_per_task: Positive | None = None
@@ -138,16 +149,19 @@ class Submit(Section):
     mail_type: Text | None = None
     """About what, as `END,FAIL`."""
     requeue: bool = True
-    """Go back into the queue when the run was stopped and has saved (exit status 85), before the time limit or by
-    preemption, until it is done; not after `ortlaunch stop`, nor where a later turn's time was over before its first
-    step. False: end there. Azure ML and TrainJob cannot: they end with that status, and `ortlaunch submit` with the
-    same run folder goes on. To an indexed Job `ortlaunch stop` is like the others: end it by `ortlaunch cancel`."""
+    """Go back into the queue when the run was stopped and has saved (exit status 85), before the
+    time limit or by preemption, until it is done; not after `ortlaunch stop`, nor where a later
+    turn's time was over before its first step. False: end there. Azure ML and TrainJob cannot: they
+    end with that status, and `ortlaunch submit` with the same run folder goes on. To an indexed Job
+    `ortlaunch stop` is like the others: end it by `ortlaunch cancel`."""
     signal_seconds: Annotated[int, Field(ge=1, le=65535)] = 120
-    """Seconds before the time limit at which ranks are asked to save and stop: more than a step and a checkpoint."""
+    """Seconds before the time limit at which ranks are asked to save and stop: more than a step and
+    a checkpoint."""
     container: Container | None = None
-    """Image that ranks run in; null: this environment, which the nodes must see under the same path."""
+    """Image that ranks run in; null: this environment, which the nodes must see under the same
+    path."""
     setup: Words = ()
-    """Lines of shell before the ranks start, as `module load cuda/12.4`. No secrets: what is exported in your shell
-    goes with the job."""
+    """Lines of shell before the ranks start, as `module load cuda/12.4`. No secrets: what is
+    exported in your shell goes with the job."""
     options: Words = ()
     """Further lines for `#SBATCH`, as `--switches=1`."""

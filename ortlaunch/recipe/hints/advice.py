@@ -80,7 +80,8 @@ def _elsewhere(key: str, section: KeyPath) -> Advice | None:
 
 
 def _nearest(key: str, section: KeyPath) -> Advice | None:
-    """The most similar key: of this section rather than of another one, of ours rather than of another tool."""
+    """The most similar key: of this section rather than of another one, of ours rather than of
+    another tool."""
     options = [
         (
             likeness(key, name) + 0.1,

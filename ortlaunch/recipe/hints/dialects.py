@@ -1,6 +1,7 @@
 """What other tools call their keys: tables of foreign keys -> ours.
 
-Error hints read them, and `ortlaunch import`, which takes a value over where `ours` is a key and nothing more.
+Error hints read them, and `ortlaunch import`, which takes a value over where `ours` is a key and
+nothing more.
 
 Knows nothing of the recipe's models.
 """

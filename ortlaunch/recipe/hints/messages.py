@@ -1,4 +1,5 @@
-"""What to say of a value that a field does not take: what was written, what would be right, and the usual cause."""
+"""What to say of a value that a field does not take: what was written, what would be right, and the
+usual cause."""
 
 from __future__ import annotations
 
@@ -74,7 +75,10 @@ def missing(path: KeyPath) -> str:
 def wrong(path: KeyPath, details: ErrorDetails, written: Tree | None) -> str:
     """For a value of the wrong kind, or out of bounds."""
     raw = (written.raw if written else None) or str(details["input"])
-    return f"got {_got(details, written)}; {_wanted(path, details, raw)}{_cause(path, details, written)}"
+    return (
+        f"got {_got(details, written)}; "
+        f"{_wanted(path, details, raw)}{_cause(path, details, written)}"
+    )
 
 
 def _got(details: ErrorDetails, written: Tree | None) -> str:
@@ -112,7 +116,10 @@ def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
     if kind in _BOUNDS:
         return f"it must be {_BOUNDS[kind]} {next(iter(context.values()))}"
     if _KINDS.get(kind) == "a mapping" and raw in choices((*path, "name")):
-        return f"it must be a mapping, as {EXAMPLES[path]}; on the command line: {dotted(path)}.name={raw}"
+        return (
+            f"it must be a mapping, as {EXAMPLES[path]}; on the command line: "
+            f"{dotted(path)}.name={raw}"
+        )
     if kind in _KINDS:
         about = (
             f", as {EXAMPLES[path]}"
@@ -140,7 +147,10 @@ def _pattern(path: KeyPath) -> str:
     if path == ("submit", "time"):
         return 'it must be a time of Slurm: minutes as "30", else "4:00:00" or "2-12:00:00"'
     if path == ("submit", "kubernetes", "namespace"):
-        return "it must be a name of Kubernetes: up to 63 of a-z, 0-9 and -, which it does not begin or end with"
+        return (
+            "it must be a name of Kubernetes: up to 63 of a-z, 0-9 and -, which it does not "
+            "begin or end with"
+        )
     if path[:2] == ("submit", "kubernetes") and path[-1] in ("cpu", "memory", "shared_memory"):
         return "it must be a quantity of Kubernetes, as 96, 500m or 1000Gi"
     if path[:2] == ("submit", "kubernetes"):

@@ -1,4 +1,5 @@
-"""Unknown keys: each is reported with advice, and its value put where it was meant, so that it is checked as well."""
+"""Unknown keys: each is reported with advice, and its value put where it was meant, so that it is
+checked as well."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def _moved(tree: Tree, path: KeyPath, advice: Advice) -> Tree:
 
 
 def _without_empty(tree: Tree, path: KeyPath = ()) -> Tree:
-    """null where a key has a default and null is none of its values: the key was left empty, or unset."""
+    """null where a key has a default and null is none of its values: the key was left empty, or
+    unset."""
     for key, child in tree.children.items():
         below = (*path, key)
         if child.kind == "scalar" and child.scalar is None:

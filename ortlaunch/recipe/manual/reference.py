@@ -1,6 +1,8 @@
-"""docs/recipe.md: every field of a recipe with its type, bounds, default and manual, in the recipe's order.
+"""docs/recipe.md: every field of a recipe with its type, bounds, default and manual, in the
+recipe's order.
 
-Made from the JSON schema before it is sorted, so that it cannot say anything else than editors are told.
+Made from the JSON schema before it is sorted, so that it cannot say anything else than editors are
+told.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ _EXTENDS = {
     "type": "string",
     "minLength": 1,
     "title": "Extends",
-    "description": "Another recipe, relative to this file: this one is merged over it, key by key; lists are replaced. "
+    "description": "Another recipe, relative to this file: this one is merged over it, key by key; lists "
+    "are replaced. "
     "Keys beside it that begin with `x-` or `.` are ignored: a place for YAML anchors.",
 }
 
@@ -22,8 +23,9 @@ _NULL = {"type": "null"}
 def json_schema() -> str:
     """JSON text with sorted keys.
 
-    A file that extends another one gives only what differs. JSON schema cannot see the other file, so `required` holds
-    at the top for files that extend nothing, and in the sections not at all; `ortlaunch validate` is the full check.
+    A file that extends another one gives only what differs. JSON schema cannot see the other file,
+    so `required` holds at the top for files that extend nothing, and in the sections not at all;
+    `ortlaunch validate` is the full check.
     """
     whole = document()
     for section in (whole, *whole["$defs"].values()):
@@ -68,7 +70,8 @@ def _or_null(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tidy(value: Any) -> Any:
-    """Without `additionalProperties: true`, which says nothing and only newer versions of pydantic write."""
+    """Without `additionalProperties: true`, which says nothing and only newer versions of pydantic
+    write."""
     if isinstance(value, list):
         return [_tidy(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,5 @@
-"""Rules about what follows a bad step: (paths involved, message) for each one that is broken. Pure."""
+"""Rules about what follows a bad step: (paths involved, message) for each one that is broken.
+Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def bad_step_rules(recipe: Recipe) -> Iterator[Problem]:
             paths = (f"train.{name}", "train.on_nonfinite", "train.on_spike")
             yield (
                 paths,
-                f"got {limit}, and nothing is answered by {action}; set train.on_nonfinite: {action}, too",
+                f"got {limit}, and nothing is answered by {action}; set train.on_nonfinite: "
+                f"{action}, too",
             )
     raw = recipe.zero.deepspeed.get("bf16") if recipe.zero else None
     if (
@@ -35,5 +37,6 @@ def bad_step_rules(recipe: Recipe) -> Iterator[Problem]:
         paths = ("zero.deepspeed", "train.on_nonfinite", "train.on_spike")
         yield (
             paths,
-            "has bf16.check_grad_overflow: false, with which DeepSpeed takes steps that are bad; leave it out",
+            "has bf16.check_grad_overflow: false, with which DeepSpeed takes steps that are bad; "
+            "leave it out",
         )

@@ -31,7 +31,10 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
         known = metrics_of(recipe.model.task)
         own = recipe.train.metric is not None or recipe.model.traits.is_own
         if asked.metric not in known and not own:
-            message = f"got {asked.metric}; evaluations of task {recipe.model.task} have {', '.join(known)}"
+            message = (
+                f"got {asked.metric}; evaluations of task {recipe.model.task} have "
+                f"{', '.join(known)}"
+            )
             yield (f"{path}.metric", "model.task"), message
         elif asked.metric not in known and asked.mode is None:
             message = f"is missing: give min or max, for {asked.metric} is a number of your own"

@@ -1,4 +1,5 @@
-"""Rules over the section `data`: sources with their formats, and what the task makes of them. Pure."""
+"""Rules over the section `data`: sources with their formats, and what the task makes of them.
+Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _FORMAT_NEEDS = {
     "hub": "name",
     "custom": "factory",
 }
-# A block of a mixture has 65,536 samples (worker/data/mixture.py); each source has one of them at least.
+# A block of a mixture has 65,536 samples (worker/data/mixture.py); each source has one of them at
+# least.
 _SMALLEST_SHARE = 1 / 65_536
 
 
@@ -42,7 +44,10 @@ def data_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _packing(recipe.data, recipe.model.task)
     yield from _buckets(recipe.data, recipe.model.task)
     if recipe.data.padding == "longest" and recipe.engine.name == "inductor":
-        message = "got longest, and inductor compiles each length, up to eight; the others it runs as eager: give"
+        message = (
+            "got longest, and inductor compiles each length, up to eight; the others it runs as "
+            "eager: give"
+        )
         yield ("data.padding", "engine.name"), f"{message} data.bucket_lengths, up to three"
     yield from function("data.collate", recipe.data.collate)
 
@@ -77,7 +82,8 @@ def _mixture(data: Data) -> Iterator[Problem]:
         if part.weight / total < _SMALLEST_SHARE:
             yield (
                 (f"{key}.weight", "data.train"),
-                f"got {part.weight:g}, and all weights are {total:g}: less than one sample in 65,536; leave it out",
+                f"got {part.weight:g}, and all weights are {total:g}: less than one sample in "
+                "65,536; leave it out",
             )
         if is_custom(part.source) and not data.is_custom:
             paths = (f"{key}.source", "data.train")
@@ -108,7 +114,8 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
         paths = ("data.masked_lm", "model.task", "data.train.format")
         yield (
             paths,
-            f"is for the tasks masked-lm and pretraining on text, not for {'custom data' if own else task}",
+            "is for the tasks masked-lm and pretraining on text, not for "
+            f"{'custom data' if own else task}",
         )
     if data.collate is not None and not own:
         yield (

@@ -1,4 +1,5 @@
-"""Rules among the fields of `engine`, and against precision, DeepSpeed and device: (paths, message) each. Pure."""
+"""Rules among the fields of `engine`, and against precision, DeepSpeed and device: (paths, message)
+each. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
         path = ("engine.matmul_precision", "precision")
         yield (
             path,
-            f"does nothing with {recipe.precision}: it is about products of float32 numbers; leave it out",
+            f"does nothing with {recipe.precision}: it is about products of float32 numbers; "
+            "leave it out",
         )
     yield from _onednn(recipe)
     yield from _chunked_loss(recipe)
@@ -58,7 +60,8 @@ def _chunked_loss(recipe: Recipe) -> Iterator[Problem]:
         path = ("engine.chunked_loss", "model.task")
         yield (
             path,
-            f"does nothing with task {recipe.model.task}, which has no head over a vocabulary; leave it out",
+            f"does nothing with task {recipe.model.task}, which has no head over a vocabulary; "
+            "leave it out",
         )
     if recipe.zero and recipe.zero.stage == 3:
         path = ("engine.chunked_loss", "zero.stage")
@@ -88,7 +91,8 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
         path = ("engine.matmul_precision", "launch.device")
         yield (
             path,
-            f"does nothing with {own}: the products are ONNX Runtime's own, which are float32; leave one out",
+            f"does nothing with {own}: the products are ONNX Runtime's own, which are float32; "
+            "leave one out",
         )
     for name, why in CUDA_ONLY.items():
         if getattr(recipe.engine, name) != type(recipe.engine).model_fields[name].default:
@@ -104,13 +108,15 @@ def _onednn(recipe: Recipe) -> Iterator[Problem]:
         path = ("engine.onednn", "precision")
         yield (
             path,
-            f"does nothing with {recipe.precision}: it is about products of float32 numbers; leave it out",
+            f"does nothing with {recipe.precision}: it is about products of float32 numbers; "
+            "leave it out",
         )
     if engine.matmul_precision != "highest":
         path = ("engine.onednn", "engine.matmul_precision")
         yield (
             path,
-            f"does nothing with matmul_precision {engine.matmul_precision}, which is oneDNN's; leave one out",
+            f"does nothing with matmul_precision {engine.matmul_precision}, which is oneDNN's; "
+            "leave one out",
         )
     if engine.onednn and engine.name == "ort" and (own := ort_multiplies(recipe)):
         yield (
@@ -147,7 +153,8 @@ def _pairs(recipe: Recipe) -> Iterator[Problem]:
             paths = (f"engine.{name}", "model.attention")
             yield (
                 paths,
-                "does nothing with attention sdpa: it replaces attention that is written out; use eager",
+                "does nothing with attention sdpa: it replaces attention that is written out; "
+                "use eager",
             )
 
 
@@ -156,37 +163,43 @@ def _memory(recipe: Recipe) -> Iterator[Problem]:
     if engine.memory_optimization_config and engine.memory_optimization:
         yield (
             ("engine.memory_optimization_config", "engine.memory_optimization"),
-            f"does nothing at memory_optimization {engine.memory_optimization}, which chooses the subgraphs itself; "
+            f"does nothing at memory_optimization {engine.memory_optimization}, which chooses the "
+            "subgraphs itself; "
             "set memory_optimization: 0",
         )
     checkpointing = recipe.model.gradient_checkpointing
     if engine.memory_optimization_config and checkpointing:
         yield (
             ("model.gradient_checkpointing", "engine.memory_optimization_config"),
-            "does nothing beside memory_optimization_config, which names what is recomputed; leave one out",
+            "does nothing beside memory_optimization_config, which names what is recomputed; "
+            "leave one out",
         )
     if engine.torch_matmul and (
         checkpointing or engine.memory_optimization or engine.memory_optimization_config
     ):
         yield (
             ("engine.torch_matmul", "engine.memory_optimization", "model.gradient_checkpointing"),
-            "does nothing with memory optimization, which recomputes ONNX Runtime's own matrix products; leave it out",
+            "does nothing with memory optimization, which recomputes ONNX Runtime's own matrix "
+            "products; leave it out",
         )
     if engine.torch_matmul and engine.memory_efficient_grad_management:
         yield (
             ("engine.torch_matmul", "engine.memory_efficient_grad_management"),
-            "does nothing with memory_efficient_grad_management, whose graph has no weights to know by; leave one out",
+            "does nothing with memory_efficient_grad_management, whose graph has no weights to "
+            "know by; leave one out",
         )
     for plan in engine.memory_optimization_config:
         if not _PLAN.fullmatch(plan):
             yield (
                 ("engine.memory_optimization_config",),
-                f"got {plan}; write cluster:strategy:count, as BiasGelu+:1:-1 (strategy 0, 1 or 2; count -1 for all)",
+                f"got {plan}; write cluster:strategy:count, as BiasGelu+:1:-1 (strategy 0, 1 or "
+                "2; count -1 for all)",
             )
     if engine.memory_efficient_grad_management and recipe.zero:
         yield (
             ("engine.memory_efficient_grad_management", "zero"),
-            "got true with DeepSpeed, which takes each gradient as soon as it is there itself; leave it out",
+            "got true with DeepSpeed, which takes each gradient as soon as it is there itself; "
+            "leave it out",
         )
 
 
@@ -198,7 +211,10 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
         ):
             continue
         how = "DeepSpeed, whose weights are 16 bits wide" if recipe.zero else recipe.precision
-        message = f"does nothing with {how}: it moves the casts of autocast, which is fp16 without DeepSpeed"
+        message = (
+            f"does nothing with {how}: it moves the casts of autocast, which is fp16 without "
+            "DeepSpeed"
+        )
         yield (f"engine.{name}", "precision", "zero"), message
 
 

@@ -40,7 +40,8 @@ def _processes(recipe: Recipe) -> Iterator[Problem]:
     if launcher and launcher.single and per_node * nodes > 1:
         yield (
             ("launch.launcher", "launch.processes_per_node", "launch.nodes"),
-            f"got {launch.launcher}, which is one process, for {nodes * per_node} processes; use torchrun, mpi or auto",
+            f"got {launch.launcher}, which is one process, for {nodes * per_node} processes; use "
+            "torchrun, mpi or auto",
         )
 
 
@@ -54,7 +55,8 @@ def _variables(recipe: Recipe) -> Iterator[Problem]:
         elif SECRET.search(name):
             yield (
                 (f"launch.env.{name}",),
-                "looks like a secret, and the run folder keeps the recipe; export it in your shell and name it in "
+                "looks like a secret, and the run folder keeps the recipe; export it in your "
+                "shell and name it in "
                 "launch.forward",
             )
         elif name in launch.forward:
@@ -71,7 +73,8 @@ def _variables(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _elastic(recipe: Recipe) -> Iterator[Problem]:
-    """The global batch is kept whatever hosts there are, and there is somebody who starts the run again."""
+    """The global batch is kept whatever hosts there are, and there is somebody who starts the run
+    again."""
     launch = recipe.launch
     batch = recipe.batch
     nodes = launch.elastic
@@ -85,7 +88,8 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
     if launcher and not launcher.sees_lost_hosts:
         yield (
             ("launch.launcher", "launch.nodes"),
-            f"got {launch.launcher} with launch.nodes {{min, max}}: a lost host is seen by torchrun's ssh alone; use "
+            f"got {launch.launcher} with launch.nodes {{min, max}}: a lost host is seen by "
+            "torchrun's ssh alone; use "
             "torchrun or auto",
         )
     if not launch.max_restarts:
@@ -96,7 +100,8 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
     if not launch.preflight:
         yield (
             ("launch.preflight", "launch.nodes"),
-            "got false with launch.nodes {min, max}, which finds by it the hosts that are there; leave it out",
+            "got false with launch.nodes {min, max}, which finds by it the hosts that are there; "
+            "leave it out",
         )
     if (
         batch.global_size is None
@@ -111,6 +116,7 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
                 "batch.accumulation_steps",
                 "launch.nodes",
             ),
-            "with launch.nodes {min, max} the global batch is kept by accumulation: give global_size and micro_size as "
+            "with launch.nodes {min, max} the global batch is kept by accumulation: give "
+            "global_size and micro_size as "
             "numbers, and leave accumulation_steps out",
         )

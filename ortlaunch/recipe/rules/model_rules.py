@@ -1,4 +1,5 @@
-"""Rules over `model` and what it asks of `data`: (paths involved, message) for each one that is broken. Pure."""
+"""Rules over `model` and what it asks of `data`: (paths involved, message) for each one that is
+broken. Pure."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def _builder(model: Model) -> Iterator[Problem]:
     if not model.pretrained and not model.config:
         yield (
             ("model", "model.pretrained", "model.config"),
-            "has neither `pretrained` (a folder or hub id) nor `config` (for random weights); give one",
+            "has neither `pretrained` (a folder or hub id) nor `config` (for random weights); "
+            "give one",
         )
 
 
@@ -169,7 +171,8 @@ def _task(model: Model) -> Iterator[Problem]:
     if family == "bert" and traits.predicts == "next" and not config.get("is_decoder"):
         yield (
             paths,
-            "got causal-lm with bert, which sees the words it should predict; use masked-lm or pretraining",
+            "got causal-lm with bert, which sees the words it should predict; use masked-lm or "
+            "pretraining",
         )
 
 
@@ -200,7 +203,8 @@ def _fit(recipe: Recipe, full: dict[str, Any]) -> Iterator[Problem]:
     if length and length > positions:
         yield (
             ("data.sequence_length", f"{_CONFIG}.max_position_embeddings"),
-            f"got {length}, and the model has max_position_embeddings: {positions}; make one fit the other",
+            f"got {length}, and the model has max_position_embeddings: {positions}; make one fit "
+            "the other",
         )
     tokenizer = recipe.data.tokenizer
     if not isinstance(tokenizer, TokenizerTraining) or "vocab_size" not in (

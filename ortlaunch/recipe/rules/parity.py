@@ -1,4 +1,5 @@
-"""How many first steps of a training are compared with plain PyTorch: `engine.parity_steps`, and what `auto` means."""
+"""How many first steps of a training are compared with plain PyTorch: `engine.parity_steps`, and
+what `auto` means."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What becomes of a field that is not what it was when a checkpoint was written: one rule for each, a test holds that.
+"""What becomes of a field that is not what it was when a checkpoint was written: one rule for each,
+a test holds that.
 
-A field whose change would make a resumed run another training needs a word: `--allow NAME`. All others take effect.
+A field whose change would make a resumed run another training needs a word: `--allow NAME`. All
+others take effect.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def _all(rule: Rule, names: str, section: str = "") -> dict[str, RuleOf]:
     return {f"{section}.{name}" if section else name: rule for name in names.split()}
 
 
-# A mapping of the user's own (model.config) is one field. So is the held-out corpus, which nothing is trained on.
+# A mapping of the user's own (model.config) is one field. So is the held-out corpus, which nothing
+# is trained on.
 RULES: dict[str, RuleOf] = {
     "name": _EFFECT,
     "seed": Rule(REFUSED, "data", "order, masking and dropout are drawn from it"),
@@ -202,7 +205,8 @@ OTHER_RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "ortlaunch commit dirty python", "code"),
     "packages": _EFFECT,
 }
-# Of no effect on an evaluation, which takes no step; of the data, but for what the run made of them.
+# Of no effect on an evaluation, which takes no step; of the data, but for what the run made of
+# them.
 _STEPS = (
     "batch",
     "world",
@@ -230,7 +234,10 @@ class Change(NamedTuple):
 
     def line(self, allowed: tuple[str, ...] = ()) -> str:
         """For a person."""
-        told = f"{self.field}: {_as_written(self.before)} -> {_as_written(self.after)}: {self._verdict(allowed)}"
+        told = (
+            f"{self.field}: {_as_written(self.before)} -> {_as_written(self.after)}: "
+            f"{self._verdict(allowed)}"
+        )
         return f"{told} ({self.rule.why})" if self.rule.why else told
 
     def _verdict(self, allowed: tuple[str, ...]) -> str:
@@ -251,7 +258,8 @@ class Change(NamedTuple):
 
 
 def _as_written(value: Any) -> str:
-    """As a recipe has it, where a list of one text is one text, too; keys without a value are left out."""
+    """As a recipe has it, where a list of one text is one text, too; keys without a value are left
+    out."""
     if isinstance(value, Mapping):
         value = {key: each for key, each in value.items() if each not in (None, {}, [])}
     single = isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str)
@@ -277,7 +285,8 @@ def of_evaluation(found: list[Change], keeps_vocabulary: bool) -> list[Change]:
     """Those that concern it: refused are another model's, all others take effect.
 
     Args:
-        keeps_vocabulary: whether the run keeps its tokenizer and labels, as all do but a checkpoint that was copied
+        keeps_vocabulary: whether the run keeps its tokenizer and labels, as all do but a checkpoint
+            that was copied
             without its run folder.
     """
     hidden = (*_STEPS, *_TRAINED_ON) if keeps_vocabulary else _STEPS

@@ -1,4 +1,5 @@
-"""Rules over several fields of a recipe: (paths involved, message) for each one that is broken. Pure."""
+"""Rules over several fields of a recipe: (paths involved, message) for each one that is broken.
+Pure."""
 
 from __future__ import annotations
 
@@ -65,13 +66,15 @@ def device_rules(recipe: Recipe, device: str, hosts: str = "the run's hosts") ->
     if recipe.engine.name == "ort" and recipe.format.is_narrow:
         yield (
             ("precision", "engine.name", "launch.device"),
-            f"got {recipe.precision} with engine ort on {cpu}, where ONNX Runtime trains in fp32 only; {use} "
+            f"got {recipe.precision} with engine ort on {cpu}, where ONNX Runtime trains in fp32 "
+            f"only; {use} "
             "precision: fp32, or engine.name: eager",
         )
     elif recipe.format.scales_loss and recipe.zero:
         yield (
             ("precision", "zero", "launch.device"),
-            f"got fp16 with DeepSpeed on {cpu}, which DeepSpeed refuses; {use} bf16 or fp32, or zero: null",
+            f"got fp16 with DeepSpeed on {cpu}, which DeepSpeed refuses; {use} bf16 or fp32, or "
+            "zero: null",
         )
 
 
@@ -134,7 +137,8 @@ def _auto(recipe: Recipe) -> Iterator[Problem]:
     if steps is not None:
         yield (
             ("batch.accumulation_steps", "batch.micro_size"),
-            f"got {steps} beside micro_size: auto, from which accumulation follows; leave it out, or write null",
+            f"got {steps} beside micro_size: auto, from which accumulation follows; leave it out, "
+            "or write null",
         )
 
 
@@ -151,7 +155,8 @@ def _batch_on(total: int, per_rank: int, shown: str, ranks: int, exact: bool) ->
     if exact and total != per_rank * ranks:
         yield (
             paths,
-            f"got {total}, but {shown} x {of_ranks} = {per_rank * ranks}; leave one of the three out",
+            f"got {total}, but {shown} x {of_ranks} = {per_rank * ranks}; leave one of the three "
+            "out",
         )
     elif total % (per_rank * ranks):
         near = _near_multiples(total, per_rank * ranks)
@@ -181,8 +186,10 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     if optimizer.traits.needs_whole_tensors and zero is not None and zero.stage > 0:
         yield (
             ("optimizer.name", "zero.stage"),
-            f"got {optimizer.name} with ZeRO {zero.stage}: {optimizer.name.upper()} scales each tensor by its own "
-            "norm, and ZeRO cuts tensors into flat pieces, so every scale would be wrong; use fused_adam, or "
+            f"got {optimizer.name} with ZeRO {zero.stage}: {optimizer.name.upper()} scales each "
+            "tensor by its own "
+            "norm, and ZeRO cuts tensors into flat pieces, so every scale would be wrong; use "
+            "fused_adam, or "
             "zero.stage: 0",
         )
 
@@ -194,19 +201,25 @@ def _engine(recipe: Recipe) -> Iterator[Problem]:
             paths = ("engine.name", "batch.micro_size")
             yield (
                 paths,
-                "got auto beside micro_size: auto, and each is measured with the other fixed; give one of them",
+                "got auto beside micro_size: auto, and each is measured with the other fixed; "
+                "give one of them",
             )
         return
     if engine.name != "ort":
         for key in sorted(chosen(engine) - {*_EVERY_ENGINES, *_PARITY}):
-            message = f"does nothing with engine {engine.name}: it is for ort; leave it out, or write null"
+            message = (
+                f"does nothing with engine {engine.name}: it is for ort; leave it out, or write "
+                "null"
+            )
             yield (f"engine.{key}", "engine.name"), message
         return
     if recipe.zero and recipe.zero.stage == 3:
         yield (
             ("zero.stage", "engine.name"),
-            "got 3 with engine ort: ONNX Runtime 1.19.2 rebuilds DeepSpeed's ZeRO 3 hooks from their code of before "
-            "0.16.9, and today's differ in name, closures and per-module classes; use stage 2, or engine.name: eager",
+            "got 3 with engine ort: ONNX Runtime 1.19.2 rebuilds DeepSpeed's ZeRO 3 hooks from "
+            "their code of before "
+            "0.16.9, and today's differ in name, closures and per-module classes; use stage 2, "
+            "or engine.name: eager",
         )
 
 
@@ -215,7 +228,10 @@ def _parity(recipe: Recipe) -> Iterator[Problem]:
     asked = [key for key in _PARITY if key in chosen(engine)]
     if engine.name == "eager":
         for key in asked:
-            message = "does nothing with engine eager: it compares another engine with plain PyTorch; leave it out"
+            message = (
+                "does nothing with engine eager: it compares another engine with plain PyTorch; "
+                "leave it out"
+            )
             yield (f"engine.{key}", "engine.name"), message
     elif engine.name != "auto" and not compared_steps(recipe).steps:
         for key in set(asked) - {"parity_steps"}:
@@ -226,7 +242,8 @@ def _parity(recipe: Recipe) -> Iterator[Problem]:
     elif engine.parity_steps != "auto" and recipe.zero and recipe.zero.stage == 3:
         yield (
             ("engine.parity_steps", "zero.stage"),
-            f"got {engine.parity_steps} with ZeRO 3, where no rank has whole weights to compare with; use stage 2 for "
+            f"got {engine.parity_steps} with ZeRO 3, where no rank has whole weights to compare "
+            "with; use stage 2 for "
             "these steps",
         )
 
@@ -243,14 +260,16 @@ def _train(recipe: Recipe) -> Iterator[Problem]:
         paths = ("train.epochs", "train.max_steps")
         yield (
             paths,
-            f"got {epochs:g} beside max_steps: {steps}; keep one, and write null in place of the other",
+            f"got {epochs:g} beside max_steps: {steps}; keep one, and write null in place of the "
+            "other",
         )
     yield from function("train.hook", recipe.train.hook)
     yield from function("train.metric", recipe.train.metric)
     if recipe.train.loss_weight is not None and not recipe.data.is_custom:
         yield (
             ("train.loss_weight", "data.train", "data.train.format"),
-            "is for custom data (format: custom); in these data each sample counts the same; leave it out",
+            "is for custom data (format: custom); in these data each sample counts the same; "
+            "leave it out",
         )
     if recipe.train.evaluate_every_steps and recipe.data.evaluation is None:
         yield (

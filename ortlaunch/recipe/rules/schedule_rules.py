@@ -60,5 +60,8 @@ def _overlap(schedule: Schedule, steps: int | None) -> Iterator[Problem]:
         field = "warmup_steps"
         warmup = schedule.warmup_steps / steps
     if warmup <= 1 < round(warmup + schedule.decay_ratio, 9):
-        message = f"got {schedule.decay_ratio:g} of the steps beside a warm-up of {warmup:.3g} of them; they overlap"
+        message = (
+            f"got {schedule.decay_ratio:g} of the steps beside a warm-up of {warmup:.3g} of them; "
+            "they overlap"
+        )
         yield ("schedule.decay_ratio", f"schedule.{field}", "schedule.name"), message

@@ -16,7 +16,8 @@ _EXPORT = re.compile(r"\s*(?:export\s+|declare\s+-x\s+)?([A-Za-z_][A-Za-z0-9_]*)
 
 
 def submit_rules(recipe: Recipe) -> Iterator[Problem]:
-    """Secrets in what the run folder keeps, options that are none, a device that is not asked for."""
+    """Secrets in what the run folder keeps, options that are none, a device that is not asked
+    for."""
     submit = recipe.submit
     for path, value in _texts(submit.model_dump(exclude={"setup"}), "submit"):
         if found := CONTROL.search(value) or re.search(r"[\t\r\n]", value):
@@ -29,7 +30,8 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
         if name and SECRET.search(name[1]):
             yield (
                 ("submit.setup",),
-                f"sets {name[1]}, which looks like a secret, and the run folder keeps the recipe; export it in your "
+                f"sets {name[1]}, which looks like a secret, and the run folder keeps the recipe; "
+                "export it in your "
                 "shell, which goes with the job",
             )
     for option in submit.options:
@@ -39,7 +41,10 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
                 f"got {option!r}; write one option of sbatch, as --switches=1",
             )
         elif re.match(r"--array\b|-a", option):
-            what = "would start several tasks in one run folder; submit each with a --run-dir of its own"
+            what = (
+                "would start several tasks in one run folder; submit each with a --run-dir of "
+                "its own"
+            )
             yield ("submit.options",), f"got {option!r}, which {what}"
     if submit.gpu_type is not None and recipe.launch.device == "cpu":
         yield (
@@ -50,13 +55,15 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
     if submit.scheduler == "azureml" and recipe.launch.forward:
         yield (
             ("launch.forward",),
-            "is not possible with Azure ML, which shows a job's variables to all readers of the workspace; have the "
+            "is not possible with Azure ML, which shows a job's variables to all readers of the "
+            "workspace; have the "
             "job read its secrets from Key Vault, or leave it out",
         )
 
 
 def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Each text below a value, with its dotted path; keys are texts, too, and a list has one path."""
+    """Each text below a value, with its dotted path; keys are texts, too, and a list has one
+    path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):
@@ -95,6 +102,7 @@ def _of_pods(recipe: Recipe) -> Iterator[Problem]:
     if submit.scheduler == "kubernetes" and forward and pods.secret is None:
         yield (
             ("launch.forward",),
-            "takes submit.kubernetes.secret: pods have variables from a Secret, not from your shell, as of kubectl "
+            "takes submit.kubernetes.secret: pods have variables from a Secret, not from your "
+            "shell, as of kubectl "
             f"create secret generic NAME --from-literal={forward[0]}=...",
         )

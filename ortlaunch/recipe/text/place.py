@@ -1,4 +1,5 @@
-"""How a problem is told: where it was written, which key it is about, and what is wrong, in one line."""
+"""How a problem is told: where it was written, which key it is about, and what is wrong, in one
+line."""
 
 from __future__ import annotations
 

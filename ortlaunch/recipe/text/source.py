@@ -1,4 +1,5 @@
-"""A recipe file, what it extends, and `key.path=value` overrides -> one tree. Knows nothing of the recipe's fields."""
+"""A recipe file, what it extends, and `key.path=value` overrides -> one tree. Knows nothing of the
+recipe's fields."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def _read_base(base: Tree, path: Path, problems: list[Line], seen: Sequence[Path
 
 
 def override(tree: Tree, assignments: Iterable[str], problems: list[Line]) -> Tree:
-    """`tree` with every `key.path=value` set; the value is read as YAML and replaces what was there."""
+    """`tree` with every `key.path=value` set; the value is read as YAML and replaces what was
+    there."""
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         place = Place(f"override {path + '=...' if SECRET.search(path.strip()) else assignment!r}")

@@ -10,7 +10,8 @@ from ortlaunch.recipe.text.place import Key, KeyPath, Place
 
 @dataclass(frozen=True)
 class Tree:
-    """A value with its place; a mapping or a list has `children`, a scalar has `scalar` and its raw text."""
+    """A value with its place; a mapping or a list has `children`, a scalar has `scalar` and its raw
+    text."""
 
     place: Place
     scalar: Any = None

@@ -87,7 +87,8 @@ def likeness(word: str, candidate: str) -> float:
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `word` most likely stands for, by other tools' use or by likeness; or None."""
+    """The candidate that `word` most likely stands for, by other tools' use or by likeness; or
+    None."""
     candidates = tuple(candidates)
     translated = WORDS.get(normal(word))
     if translated in candidates:

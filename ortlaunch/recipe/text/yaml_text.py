@@ -1,4 +1,5 @@
-"""One YAML document -> a tree with places; YAML 1.1's traps are taken out and syntax errors explained."""
+"""One YAML document -> a tree with places; YAML 1.1's traps are taken out and syntax errors
+explained."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import yaml
 from ortlaunch.recipe.text.place import Key, KeyPath, Line, Place, SourceError, dotted
 from ortlaunch.recipe.text.tree import Tree, merge
 
-# PyYAML follows YAML 1.1, where a number has a point and a signed exponent: `1e-5` and `1.5e3` are words there.
+# PyYAML follows YAML 1.1, where a number has a point and a signed exponent: `1e-5` and `1.5e3` are
+# words there.
 _FLOAT = re.compile(
     r"^[-+]?(?=[0-9_.]*[.eE])([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$"
 )
@@ -23,7 +25,8 @@ _SCALAR_TAGS = ("str", "int", "float", "bool", "null")
 _WORD_TAGS = ("timestamp", "value", "merge")  # a date, `=` and `<<` are words here
 _LIBRARY = "tag:yaml.org,2002:"
 _FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# libyaml's composer recurses in C without a limit: text long enough to nest that deep goes to the slow one.
+# libyaml's composer recurses in C without a limit: text long enough to nest that deep goes to the
+# slow one.
 _FAST_UP_TO = 10_000
 MAX_CHARACTERS = 250_000
 _MAX_DEPTH = 50
@@ -100,7 +103,8 @@ def _explained(error: yaml.MarkedYAMLError, source: str, text: str) -> SourceErr
 
 
 def _diagnosis(what: str, context: str, line: str, same_line: bool) -> tuple[bool, str, str]:
-    """Whether the place to mend is where the unfinished thing was opened; what is wrong; what to do."""
+    """Whether the place to mend is where the unfinished thing was opened; what is wrong; what to
+    do."""
     if "quoted" in context and "unexpected" in what:
         return True, "this quote is never closed", "close it at the end of the value"
     if "quoted" in context:
@@ -234,7 +238,10 @@ class _Builder:
 
     def once(self, first: Tree | None, value: Tree, place: Place) -> Tree:
         if first is not None and first.key_place:
-            text = f"{dotted(self.path)}: this key is already given in line {first.key_place.line}; keep one of them"
+            text = (
+                f"{dotted(self.path)}: this key is already given in line {first.key_place.line}; "
+                "keep one of them"
+            )
             self.problems.append(Line(place, text))
         return replace(value, key_place=place)
 
