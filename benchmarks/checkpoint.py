@@ -298,7 +298,8 @@ def told(found: dict[str, Any]) -> list[str]:
             if key.startswith(f"{name}:")
         }
         lines.append(f"  {name:10}  {found['bytes'][name] / 1e9:6.3f} GB  "
-                     + ", ".join(f"{part} {value:.3f}" for part, value in parts.items()))  # fmt: skip
+                     + ", ".join((f"{part} "
+                                 f"{value:.3f}") for part, value in parts.items()))  # fmt: skip
     alone = median["steps, alone"]
     both = {
         way: median[f"steps, {way}"] - alone + median.get(f"{way}: wait at the end", 0)
@@ -309,9 +310,12 @@ def told(found: dict[str, Any]) -> list[str]:
     memory = size / median["copy"]
     reached = size / (written + median["async: copy in memory"])
     lines += [
-        f"  steps alone {alone:.3f}; a save adds {both['sync']:.3f} (sync), {both['async']:.3f} (async: "
-        f"copy {median['async: copy in memory']:.3f}, wait at the end {median['async: wait at the end']:.3f})",
-        f"  written at {reached / 1e9:.3f} GB/s (async), {size / median['ours: save, flushed'] / 1e9:.3f} (sync); "
+        f"  steps alone {alone:.3f}; a save adds {both['sync']:.3f} (sync), "
+        f"{both['async']:.3f} (async: "
+        f"copy {median['async: copy in memory']:.3f}, wait at the end "
+        f"{median['async: wait at the end']:.3f})",
+        f"  written at {reached / 1e9:.3f} GB/s (async), "
+        f"{size / median['ours: save, flushed'] / 1e9:.3f} (sync); "
         f"dd with fsync {disk / 1e9:.3f}, a copy in memory {memory / 1e9:.3f}: "
         f"{reached / min(disk, memory):.0%} of the slower",
     ]

@@ -104,6 +104,7 @@ def table(times: Mapping[str, Times], against: str) -> str:
     for name, found in times.items():
         spread = f"{found.median:.3f} ({min(found.turns):.3f} - {max(found.turns):.3f})"
         lines.append(
-            f"| {name} | {spread} | {times[against].median / found.median:.2f} | {found.warm_up:.2f} |"
+            f"| {name} | {spread} | {times[against].median / found.median:.2f} | "
+            f"{found.warm_up:.2f} |"
         )
     return "\n".join(lines)

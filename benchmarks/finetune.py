@@ -45,8 +45,11 @@ RATE = 3e-4
 WARM_UP = 0.1
 NORM = 1.0
 PARTS = (
-    "loading libraries", "reading checkpoints", "reading data", "building the model", "building the engine",
-    "exporting to ONNX Runtime", "compiling in the first step", "training", "evaluating", "saving a checkpoint",
+    ("loading "
+    "libraries"), ("reading "
+                  "checkpoints"), "reading data", "building the model", "building the engine",
+    ("exporting to "
+    "ONNX Runtime"), "compiling in the first step", "training", "evaluating", "saving a checkpoint",
     "writing the export",
 )  # fmt: skip
 SETTINGS = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
@@ -401,10 +404,13 @@ def main() -> int:
                 trainers(folder, steps) if trainer else ours(folder, steps, name, options.set)
             )
             found.append({**told, **judge(export, folder)})
-    print(f"\nMiniLM, 22 million parameters, {steps} steps of {BATCH} x {LENGTH} tokens, {options.evaluation} samples "
-          f"evaluated twice, median of {options.rounds}, seconds:\n\n{table(runs, steps)}", flush=True)  # fmt: skip
+    print(f"\nMiniLM, 22 million parameters, {steps} steps of {BATCH} x {LENGTH} tokens, "
+          f"{options.evaluation} samples "
+          f"evaluated twice, median of {options.rounds}, "
+          f"seconds:\n\n{table(runs, steps)}", flush=True)  # fmt: skip
     kept = frozen(folder)
-    print(f"\nfrozen features and logistic regression (decay {kept['decay']:g}): accuracy {kept['accuracy']:.4f}, "
+    print(f"\nfrozen features and logistic regression (decay {kept['decay']:g}): accuracy "
+          f"{kept['accuracy']:.4f}, "
           f"loss {kept['loss']:.5f}", flush=True)  # fmt: skip
     return int(
         any(

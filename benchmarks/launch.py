@@ -139,7 +139,10 @@ def measure(rounds: int, run: Run, ours: dict[str, list[str]], peers: dict[str, 
 def report(times: dict[str, list[float]], base: float) -> None:
     """A line for each, beside torchrun."""
     print(f"load of this machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    head = "| from the command to the later rank's first line | s, median (least - most) | torchrun + s | x torchrun |"
+    head = (
+        "| from the command to the later rank's first line | s, median (least - most) | "
+        "torchrun + s | x torchrun |"
+    )
     print(f"{head}\n|---|---|---|---|")
     for name, found in times.items():
         median = statistics.median(found)
@@ -161,7 +164,8 @@ def peers_on_hosts() -> dict[str, list[str]]:
         "none",
     ]
     options = "--nnodes=2 --nproc-per-node=1 --master-addr=host1 --master-port=29511"
-    torchrun = [f'ssh host{1 + rank} "cd $PWD && {BIN}/torchrun {options} --node-rank={rank} script.py times"'
+    torchrun = [(f'ssh host{1 + rank} "cd $PWD && {BIN}/torchrun {options} '
+                f'--node-rank={rank} script.py times"')
                 for rank in (0, 1)]  # fmt: skip
     return {
         "torchrun": ["sh", "-c", f"{torchrun[0]} & {torchrun[1]}; wait $!"],
@@ -203,7 +207,8 @@ def timed(run: Run, command: list[str], folder: Path) -> float:
     ended = run(command, folder)
     if ended.returncode:
         raise SystemExit(
-            f"{' '.join(command)}: status {ended.returncode}\n{ended.stdout[-1000:]}\n{ended.stderr[-2000:]}"
+            f"{' '.join(command)}: status "
+            f"{ended.returncode}\n{ended.stdout[-1000:]}\n{ended.stderr[-2000:]}"
         )
     return started
 

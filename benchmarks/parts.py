@@ -937,11 +937,13 @@ def peak(way: str) -> Step:
 
 PARTS: dict[str, Part] = {
     "agreement": Part(
-        "a step of bert-large/tiny on 2 ranks without and with the ranks' agreement, and the agreement alone",
+        ("a step of bert-large/tiny on 2 ranks without and with the ranks' agreement, and "
+        "the agreement alone"),
         {"without": of(training_step, agreed=False), "with": of(training_step, agreed=True),
          "agreement alone": agreement_alone}, steps=20),
     "marks": Part(
-        "a rank's heartbeat marks of a step", {"bare loop": of(marks, False), "marks": of(marks, True)}, "us"),
+        ("a rank's heartbeat marks "
+        "of a step"), {"bare loop": of(marks, False), "marks": of(marks, True)}, "us"),
     "supervisors": Part(
         "processor time of the supervisors of 2 ranks, a second",
         {"bare loop": of(supervisors, 0), "2 supervisors": of(supervisors, 2)}, "ms", rounds=3),
@@ -963,12 +965,15 @@ PARTS: dict[str, Part] = {
          for engine in ("eager", "ort") for chunked in (False, True)}),
     "data_order": Part(
         "200 micro batches of 64 samples from all over an epoch",
-        {"permutation in memory": of(batches_of_order, False), "computed": of(batches_of_order, True)}),
+        {("permutation "
+         "in memory"): of(batches_of_order, False), "computed": of(batches_of_order, True)}),
     "data_order_memory": Part(
         "the order of 500 million samples: memory at its peak",
-        {"permutation in memory": of(first_batch, False), "computed": of(first_batch, True)}, "MiB", rounds=1),
+        {("permutation "
+         "in memory"): of(first_batch, False), "computed": of(first_batch, True)}, "MiB", rounds=1),
     "data_memory": Part(
-        "memory of a process that reads all over a corpus (without mapped pages, which the kernel takes back)",
+        ("memory of a process that reads all over a corpus (without mapped pages, which the "
+        "kernel takes back)"),
         {"100 MiB": of(corpus_in_memory, 100), "3,000 MiB": of(corpus_in_memory, 3000)}, "MiB", rounds=3),
     "data_speed": Part(
         "a step of bert-large/tiny on engine ort on one cached batch and on read ones",
@@ -977,11 +982,13 @@ PARTS: dict[str, Part] = {
         "tokenizing 20 MB", {"datasets.map": of(tokenized_by, "datasets"), "ortlaunch": of(tokenized_by, "ortlaunch")},
         rounds=3),
     **{f"gradient_norm_zero_{stage}_{precision}": Part(
-        f"DeepSpeed's overflow check and gradient norm of BERT-base on 2 ranks, ZeRO {stage}, {precision}",
+        ("DeepSpeed's overflow check and gradient norm of BERT-base on 2 ranks, ZeRO "
+        f"{stage}, {precision}"),
         {"DeepSpeed's": of(norm_of_gradients, False, stage, precision),
          "ours": of(norm_of_gradients, True, stage, precision)}) for stage in (1, 2) for precision in ("fp32", "bf16")},
     **{f"torch_in_graph_{name}": Part(
-        f"forward and backward of {name} on engine ort with torch inside the graph where it takes it",
+        (f"forward and backward of {name} on engine ort with torch inside the graph where it "
+        "takes it"),
         {base: of(torch_in_graph, name, base), "ort, auto": of(torch_in_graph, name, "auto")}, steps=5)
        for name, base in (("bert", "off"), ("llama", "off"), ("convolutions", "eager"), ("LSTM", "eager"),
                           ("GRU", "eager"))},
@@ -991,11 +998,13 @@ PARTS: dict[str, Part] = {
          for engine in ("eager", "inductor", "ort") for again in (False, True)}, unit, rounds=1)
        for unit, shown in (("MiB", "memory of activations"), ("s", "time of a step"))},
     **{f"precision_{family}": Part(
-        f"the last loss of the tiny recipe of {family} at `engine.matmul_precision` highest and medium",
+        (f"the last loss of the tiny recipe of {family} at `engine.matmul_precision` highest "
+        "and medium"),
         {word: of(last_loss, recipe, word) for word in ("highest", "medium")}, "nats", rounds=1)
        for family, recipe in (("bert", "recipes/bert-large/tiny.yaml"), ("llama", "recipes/llama2-7b/tiny.yaml"))},
     "learns": Part(
-        "guesses of held-out masked words: counts of words and of pairs, and bert-large/tiny after 2,000 steps",
+        ("guesses of held-out masked words: counts of words and of pairs, and "
+        "bert-large/tiny after 2,000 steps"),
         {"word pairs": of(held_out, "pairs"), "frequency": of(held_out, "frequency"), "model": of(held_out, "model")},
         "nats", rounds=1),
     "federated": Part(
@@ -1003,7 +1012,8 @@ PARTS: dict[str, Part] = {
         {way: of(devices, way) for way in ("one place", "in turn", "federated")}, "nats", rounds=1),
     "doctor": Part(
         "a look at 100 names of hosts (a lab; root)",
-        {"ssh HOST true": of(on_hosts, "ssh"), "ortlaunch doctor --hostfile": of(on_hosts, "doctor")}),
+        {("ssh "
+         "HOST true"): of(on_hosts, "ssh"), "ortlaunch doctor --hostfile": of(on_hosts, "doctor")}),
 }  # fmt: skip
 
 

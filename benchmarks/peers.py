@@ -140,9 +140,13 @@ def main() -> int:
             times = race(
                 commands, options.rounds, {**os.environ, **SETTINGS, "CONTEST_FOLDER": folder}
             )
-        what = f"vocabulary {options.vocabulary:,}, {'LoRA, r 8 on q and v' if lora else 'all weights'}"
+        what = (
+            f"vocabulary {options.vocabulary:,}, "
+            f"{'LoRA, r 8 on q and v' if lora else 'all weights'}"
+        )
         print(f"\n{shape}-shaped, hidden 768, 4 layers, batch {options.batch} x 128, {what}, fp32, "
-              f"{options.rounds} turns of {options.steps} steps:\n\n{table(times, against)}", flush=True)  # fmt: skip
+              f"{options.rounds} turns of {options.steps} "
+              f"steps:\n\n{table(times, against)}", flush=True)  # fmt: skip
     return 0
 
 

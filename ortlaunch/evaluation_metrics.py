@@ -54,7 +54,10 @@ METRICS = {
         "By the run's engine, weighted as in training.", "min", "evaluation loss {:.4f}", {}
     ),
     "perplexity": Metric(
-        "e to the mean negative log likelihood of a word: of masked ones in masked language models.",
+        (
+            "e to the mean negative log likelihood of a word: of masked ones in masked "
+            "language models."
+        ),
         "min",
         "perplexity {:,.4g}",
         {"causal-lm": _LOSS, **_MASKED},

@@ -23,7 +23,9 @@ _CAUSES = {  # "": the system's own words are enough
     errno.ENFILE: "this machine has too many open files",
     errno.EAGAIN: "raise the limit of processes (ulimit -u)",
     errno.E2BIG: "the variables of launch.env and of your shell are longer than the kernel takes",
-    errno.ENOLCK: "a disk has no file locks (flock), which run folder, ORTLAUNCH_CACHE and TMPDIR need",
+    errno.ENOLCK: (
+        "a disk has no file locks (flock), which run folder, ORTLAUNCH_CACHE and TMPDIR need"
+    ),
     errno.EROFS: "nothing can be written there",
     errno.EACCES: "",
     errno.EPERM: "",

@@ -51,7 +51,8 @@ LAUNCHERS = {
         "mpirun",
         "a port of rank 0's host, sent through MPI",
         package="mpi4py",
-        note="launcher mpi: mpirun itself listens on every interface of this host, for which it has no setting; on one "
+        note="launcher mpi: mpirun itself listens on every interface of this host, for "
+        "which it has no setting; on one "
         "host launcher torchrun opens no port",
         stays_after_loss=True,
     ),

@@ -93,7 +93,10 @@ def without_matrix_unit(precision: str) -> str | None:
         return None
     if precision == "high":
         return "torch has no TensorFloat32 products on a CPU"
-    return f"this processor has {', '.join(units) or 'no bf16 unit'}, and float32 products can use amx_bf16 alone"
+    return (
+        f"this processor has {', '.join(units) or 'no bf16 unit'}, and float32 products "
+        "can use amx_bf16 alone"
+    )
 
 
 def matmul_effect(precision: str, device: str) -> str:

@@ -119,7 +119,10 @@ def _described(found: _Set) -> str:
         rank = _rank(found)
     except RankError as error:
         return f"unusable, {error}; read {found.shown}"
-    place = f"rank {rank.rank} of {rank.world_size}, local rank {rank.local_rank} of {rank.local_world_size}"
+    place = (
+        f"rank {rank.rank} of {rank.world_size}, local rank {rank.local_rank} of "
+        f"{rank.local_world_size}"
+    )
     return f"{place}; read {found.shown}"
 
 
@@ -197,11 +200,20 @@ def _partial(found: _Set, complete: Sequence[_Set], env: Mapping[str, str]) -> s
         nodes = (
             "Kubeflow PyTorchJob and Alibaba PAI set RANK and WORLD_SIZE to count nodes, not ranks"
         )
-        mend = "start torchrun on each node with --nnodes=$WORLD_SIZE --node-rank=$RANK, which sets all four"
+        mend = (
+            "start torchrun on each node with --nnodes=$WORLD_SIZE --node-rank=$RANK, "
+            "which sets all four"
+        )
         return f"{head}: {nodes}; {mend}"
     if found.missing == ["LOCAL_WORLD_SIZE"] and "LOCAL_SIZE" in env:
-        return f"{head}: DeepSpeed's launcher calls it LOCAL_SIZE; type: export LOCAL_WORLD_SIZE=$LOCAL_SIZE"
-    return f"{head}: a launcher sets all of them; if no launcher started this process, type: unset {names}"
+        return (
+            f"{head}: DeepSpeed's launcher calls it LOCAL_SIZE; type: export "
+            "LOCAL_WORLD_SIZE=$LOCAL_SIZE"
+        )
+    return (
+        f"{head}: a launcher sets all of them; if no launcher started this process, "
+        f"type: unset {names}"
+    )
 
 
 def _refuse_disagreement(one: _Set, other: _Set) -> None:

@@ -147,7 +147,10 @@ def _write_table(wheel: Path) -> int:
     lines = [
         f"# Kernels of the CUDA provider of {wheel.name},",
         f"# sha256 {digest}, read by tools/cuda_kernels.py from the registry of the",
-        "# running provider. Domain (- is ONNX's), operator, versions; types of each kernel by constraint or argument.",
+        (
+            "# running provider. Domain (- is ONNX's), operator, versions; types of each kernel "
+            "by constraint or argument."
+        ),
         *sorted(" ".join((*operator, _in_one(kernels))) for operator, kernels in operators.items()),
     ]
     print(len(lines) - 3, "operators")
@@ -318,7 +321,8 @@ def _place(graphs: list[Path]) -> int:
             if "Memcpy" in node.op_type
         )
         print(
-            f"{path}: {len(graph.node)} nodes; on the CPU {dict(collections.Counter(nodes))}; copies {dict(copies)}"
+            f"{path}: {len(graph.node)} nodes; on the CPU "
+            f"{dict(collections.Counter(nodes))}; copies {dict(copies)}"
         )
     return 0
 

@@ -66,7 +66,10 @@ def main() -> int:
             try:
                 found = _tried(name, precision, options.save)
             except Exception as error:
-                found = f"not built: {type(error).__name__}: {' '.join(str(error.__cause__ or error).split())[-300:]}"
+                found = (
+                    f"not built: {type(error).__name__}: "
+                    f"{' '.join(str(error.__cause__ or error).split())[-300:]}"
+                )
             print(f"{name} {precision}: {found} ({time.monotonic() - began:.0f} s)", flush=True)
     return 0
 
@@ -87,7 +90,10 @@ def _tried(name: str, precision: str, folder: Path | None) -> str:
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
         onnx.save(graph, str(folder / f"{name.replace(':', '-')}-{precision}.onnx"))
-    return f"{len(graph.graph.node)} nodes; without a kernel {dict(after)}; completed {dict(before - after)}"
+    return (
+        f"{len(graph.graph.node)} nodes; without a kernel {dict(after)}; completed "
+        f"{dict(before - after)}"
+    )
 
 
 def _built(model: Any, batch: dict[str, torch.Tensor]) -> onnx.ModelProto:

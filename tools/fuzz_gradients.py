@@ -290,7 +290,10 @@ def main() -> int:
                 file.write(json.dumps(found[seed]) + "\n")
         if found[seed]["state"] not in ("same", "no case") or options.only:
             print(
-                f"seed {seed}: {found[seed]['state']} {found[seed]['why']}\n{found[seed]['source']}",
+                (
+                    f"seed {seed}: {found[seed]['state']} "
+                    f"{found[seed]['why']}\n{found[seed]['source']}"
+                ),
                 flush=True,
             )
     _table(list(found.values()))
@@ -349,7 +352,8 @@ def _table(results: Sequence[dict[str, Any]]) -> None:
             cells = (str(counts[state]) for state in ("same", "differs", "refused", "ended"))
             print(f"| `{form.replace('|', '/')}` | {' | '.join(cells)} |")
     print(
-        f"{len(results)} programs, {len(rows)} forms: {dict(Counter(one['state'] for one in results))}"
+        f"{len(results)} programs, {len(rows)} forms: "
+        f"{dict(Counter(one['state'] for one in results))}"
     )
 
 

@@ -240,7 +240,8 @@ def _conclusion(options: argparse.Namespace, target: dict[str, Any]) -> int:
     if total > options.limit:
         told = ", ".join(f"{name.partition('-')[0]} {sizes[name]:.0f}" for name in largest)
         return _refuse(
-            f"{total:.0f} MiB, and {options.limit:g} are allowed; largest: {told}. Give --have, and the target's own "
+            f"{total:.0f} MiB, and {options.limit:g} are allowed; largest: {told}. Give "
+            "--have, and the target's own "
             "are not carried; or --without datasets, which the proof does not need",
             status=1,
         )

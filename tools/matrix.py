@@ -61,7 +61,10 @@ def main() -> int:
             _row(torch, wanted, results, options)
         for transformers in options.transformers:
             print(
-                f"torch {torch}, transformers {transformers}: {_told(results[torch], transformers)}",
+                (
+                    f"torch {torch}, transformers {transformers}: "
+                    f"{_told(results[torch], transformers)}"
+                ),
                 flush=True,
             )
     if options.write:
@@ -120,7 +123,8 @@ def _install_torch(environment: Path, torch: str, row: dict[str, Any]) -> str:
         free = shutil.disk_usage(environment.parent).free
         if free < ENOUGH_DISK:
             raise SystemExit(
-                f"{environment.parent} has {free / 1e9:.0f} GB free, and a torch with CUDA takes 6-9"
+                f"{environment.parent} has {free / 1e9:.0f} GB free, and a torch with CUDA "
+                "takes 6-9"
             )
         subprocess.run([_python(), "-m", "venv", environment], check=True)
     requirements = [*_pins(), *OTHERS]
@@ -137,7 +141,10 @@ def _set_up(environment: Path, row: dict[str, Any]) -> str:
     """Build ORT's torch extensions; why that failed, or an empty text."""
     start = time.monotonic()
     module = "ortlaunch.ortmodule.build.extensions"
-    code = f"import {module} as e; s = e.main(); print(e.interop_refusal()[-300:]); raise SystemExit(s)"
+    code = (
+        f"import {module} as e; s = e.main(); print(e.interop_refusal()[-300:]); raise "
+        "SystemExit(s)"
+    )
     done = _run(environment, "-c", code, timeout=900)
     row["setup_seconds"] = max(
         round(time.monotonic() - start), row.get("setup_seconds", 0)
@@ -261,7 +268,8 @@ def _told(row: dict[str, Any], transformers: str) -> str:
         )
         passed = [CHECKS[check] for check, answer in ran.items() if _passed(answer)]
         lines.append(
-            f"{'ok' if len(passed) == len(CHECKS) else 'ok: ' + ', '.join(passed)} (differences: {differences})"
+            f"{'ok' if len(passed) == len(CHECKS) else 'ok: ' + ', '.join(passed)} "
+            f"(differences: {differences})"
         )
     lines += [f"{CHECKS[c]} differs: {a}" for c, a in ran.items() if not _passed(a)]
     lines += [
@@ -277,9 +285,15 @@ def _table(results: dict[str, Any]) -> str:
     lines = [
         "# Versions that engine `ort` was run on",
         "",
-        "Written by `make matrix` (tools/matrix.py): each cell installs the pair, runs `ortlaunch setup`, and trains a",
+        (
+            "Written by `make matrix` (tools/matrix.py): each cell installs the pair, runs "
+            "`ortlaunch setup`, and trains a"
+        ),
         f"small {', '.join(CHECKS.values())} on ORT 1.19.2 and in eager PyTorch.",
-        "Differences are relative: of the losses of four AdamW steps; of the first step's gradients, to the largest.",
+        (
+            "Differences are relative: of the losses of four AdamW steps; of the first step's "
+            "gradients, to the largest."
+        ),
         "",
         "| torch | setup | " + " | ".join(f"transformers {name}" for name in columns) + " |",
         "|---" * (2 + len(columns)) + "|",

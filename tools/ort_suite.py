@@ -107,7 +107,8 @@ def main() -> int:
     work = options.folder / "cpu"
     adapt(options.folder, work)
     print(
-        "| file | passed | failed | skipped | expected to fail | without a reason |\n|---|---|---|---|---|---|"
+        "| file | passed | failed | skipped | expected to fail | without a reason "
+        "|\n|---|---|---|---|---|---|"
     )
     told = [line for name in options.files for line in run(work, name, options.timeout)]
     print("\n" + "\n".join(told))

@@ -128,6 +128,7 @@ def _refuse_undecodable(words: list[str]) -> None:
     for word in words:
         if not word.isascii() and any("\udc80" <= character <= "\udcff" for character in word):
             raise InputError(
-                f"{word!a} is not text in this shell's encoding ({sys.getfilesystemencoding()}); give it in UTF-8, "
+                f"{word!a} is not text in this shell's encoding "
+                f"({sys.getfilesystemencoding()}); give it in UTF-8, "
                 "with LC_ALL=C.UTF-8 or PYTHONUTF8=1 in the environment"
             )

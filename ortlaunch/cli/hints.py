@@ -17,7 +17,10 @@ from ortlaunch.errors import InputError
 # Verbs of other tools.
 _TRAIN = "train RECIPE"
 _EVALUATION = "evaluate RUN_FOLDER; train evaluates at its end, and each train.evaluate_every_steps"
-_EXPORT = "export RUN_FOLDER; every training leaves its model in export/ of the run folder, as transformers loads it"
+_EXPORT = (
+    "export RUN_FOLDER; every training leaves its model in export/ of the run folder, "
+    "as transformers loads it"
+)
 _RESULT = (
     "train: every training leaves its model in export/ of the run folder, as transformers loads it"
 )

@@ -39,7 +39,10 @@ RunDirOption = Annotated[
     Path | None,
     typer.Option(
         "--run-dir",
-        help="Run folder; runs/NAME-TIME by default. An existing one is continued from its newest checkpoint.",
+        help=(
+            "Run folder; runs/NAME-TIME by default. An existing one is continued from its "
+            "newest checkpoint."
+        ),
     ),
 ]
 ResumeOption = Annotated[
@@ -47,7 +50,8 @@ ResumeOption = Annotated[
     typer.Option(
         "--resume",
         metavar="auto|never|STEP|PATH",
-        help="auto: the run folder's newest complete checkpoint; never: begin anew; STEP: that one; PATH: another "
+        help="auto: the run folder's newest complete checkpoint; never: begin anew; STEP: "
+        "that one; PATH: another "
         "run's folder or a checkpoint, for a run folder that has none yet.",
     ),
 ]
@@ -82,7 +86,10 @@ DryRun = Annotated[
     typer.Option(
         "--dry-run",
         "--dryrun",
-        help="Print the command that would run, on standard error plan, changes and refusals; write nothing.",
+        help=(
+            "Print the command that would run, on standard error plan, changes and "
+            "refusals; write nothing."
+        ),
     ),
 ]
 

@@ -14,7 +14,8 @@ from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.units import human
 
 _UNKNOWN = (
-    "the plan cannot count this model; less memory a rank: batch.micro_size lower (accumulation keeps global_size) or "
+    "the plan cannot count this model; less memory a rank: batch.micro_size lower "
+    "(accumulation keeps global_size) or "
     "auto, zero.stage 1 to 3 on several ranks, model.gradient_checkpointing: true"
 )
 

@@ -112,7 +112,10 @@ def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
     prefix = found.run.flight_recorder
     recorders = [path for path in prefix.parent.glob(f"{prefix.name}*") if path.stat().st_size]
     if recorders:
-        yield f"  NCCL's flight recorder: {len(recorders)} files; torchfrtrace {prefix.parent} -p {prefix.name}"
+        yield (
+            f"  NCCL's flight recorder: {len(recorders)} files; torchfrtrace "
+            f"{prefix.parent} -p {prefix.name}"
+        )
 
 
 def _meaning(code: int) -> str:
@@ -140,7 +143,10 @@ def _progress(found: Evidence) -> Iterator[str]:
         )
         between = steps[-1]["step"] - steps[0]["step"]
         if between and skipped / between > _SKIPPED_OFTEN:
-            yield f"  fp16 skipped {skipped:.0f} of the last {between} steps: its loss scale finds no place"
+            yield (
+                f"  fp16 skipped {skipped:.0f} of the last {between} steps: its loss "
+                "scale finds no place"
+            )
     for line in evidence.json_lines(found.run.bad_steps, "step", "action", "message")[-3:]:
         message = str(line["message"]).partition("\n")[0]
         yield f"  bad step {line['step']} ({line['action']}): {message}"

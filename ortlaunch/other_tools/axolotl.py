@@ -162,7 +162,10 @@ def _template(draft: Draft) -> None:
             "chat_template", named, "data.chat_template, or the tokenizer's own if there is none"
         )
     elif named is not None:
-        why = "the tokenizer's own is taken; Axolotl's of that name can be given as data.chat_template"
+        why = (
+            "the tokenizer's own is taken; Axolotl's of that name can be given as "
+            "data.chat_template"
+        )
         draft.drop("chat_template", named, why)
 
 

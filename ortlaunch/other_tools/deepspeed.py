@@ -251,7 +251,10 @@ def _raw(draft: Draft, key: str, node: Tree, path: str) -> None:
         draft.drop(
             key,
             node,
-            "it needs DeepSpeed's own Adam on the CPU; the optimizer here is torch's or ONNX Runtime's",
+            (
+                "it needs DeepSpeed's own Adam on the CPU; the optimizer here is torch's or "
+                "ONNX Runtime's"
+            ),
         )
     elif DEEPSPEED_OWNED.get(path, "").startswith("zero.offload."):
         _offload(draft, key, node, DEEPSPEED_OWNED[path])

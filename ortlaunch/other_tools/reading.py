@@ -22,7 +22,8 @@ def config(path: Path) -> Tree:
     if path.suffix == ".py":
         write = "open('args.json', 'w').write(args.to_json_string())"
         raise InputError(
-            f"{path}: is a Python program; give its TrainingArguments as JSON, which it writes with {write}"
+            f"{path}: is a Python program; give its TrainingArguments as JSON, which it "
+            f"writes with {write}"
         )
     try:
         text = text_of(path)

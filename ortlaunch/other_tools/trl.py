@@ -39,7 +39,10 @@ def convert(draft: Draft) -> None:
     if template is not None:
         draft.put("data.chat_template", template, "chat_template")
     if mixture is not None:
-        why = "give data.train, a list of sources; a weight is a share of the samples, TRL's is a part of the rows"
+        why = (
+            "give data.train, a list of sources; a weight is a share of the samples, "
+            "TRL's is a part of the rows"
+        )
         draft.drop("dataset_mixture", mixture, why)
     _data(draft, chats=template is not None)
     _packing(draft, chats=template is not None)

@@ -15,27 +15,41 @@ VERDICT = "verdict: "
 TRY = "try: "
 # Ends of which no rank tells a failure of its own.
 _SENTENCES = {
-    Cause.LAUNCHER_FAILED: "{who} failed with {detail}, and ended the ranks; its traceback is above",
+    Cause.LAUNCHER_FAILED: (
+        "{who} failed with {detail}, and ended the ranks; its traceback is above"
+    ),
     Cause.NO_LOCKS: "{who} failed with {detail}, and ended the ranks; its traceback is above",
-    Cause.COMMAND_KILLED: "the command ({who}) disappeared without an error record (usually SIGKILL, often out of "
+    Cause.COMMAND_KILLED: "the command ({who}) disappeared without an error record (usually "
+    "SIGKILL, often out of "
     "memory), and its ranks ended with it",
-    Cause.LAUNCHER_KILLED: "{who} was ended by {name}, and the ranks with it; none of them had failed before{memory}",
+    Cause.LAUNCHER_KILLED: (
+        "{who} was ended by {name}, and the ranks with it; none of them had failed before{memory}"
+    ),
     Cause.DISK_FULL: "no space left on device ({detail}), where no rank could write how it ended",
-    Cause.RANK_VANISHED: "{who} disappeared without an error record, as a process killed by SIGKILL does{memory}",
+    Cause.RANK_VANISHED: (
+        "{who} disappeared without an error record, as a process killed by SIGKILL does{memory}"
+    ),
     Cause.NEVER_BEGAN: "{absent}, and the launcher ended with status {status}{memory}",
-    Cause.SIGNALLED: "{who} was ended by {name}, sent to it{launcher} from outside this run; no rank had failed before",
+    Cause.SIGNALLED: (
+        "{who} was ended by {name}, sent to it{launcher} from outside this "
+        "run; no rank had failed before"
+    ),
 }
 _VERDICTS = {
     Cause.RUNNING: "the run has not ended: {detail}",
     Cause.ENDED_WELL: "the run ended well",
     Cause.LOSS_SCALE_COLLAPSE: "fp16's loss scale collapsed: {detail}",
     Cause.DISK_FULL: "the disk is full, met by {place}: {detail}",
-    Cause.KILLED: "{place} was killed (SIGKILL), and not for memory as far as its control group counts",
+    Cause.KILLED: (
+        "{place} was killed (SIGKILL), and not for memory as far as its control group counts"
+    ),
     Cause.SIGNALLED: "{place} was ended by {name}, sent from outside this run",
     Cause.PORT_TAKEN: "{place} met a port that is taken: {detail}{at}",
     Cause.NO_GPU: "{place} has no GPU to train on: {detail}{at}",
     Cause.OTHER_WORLD: "the launcher started another world than the plan's: {detail}{at}",
-    Cause.INDEX_OUT_OF_RANGE: "{place} met a label, token or position that the model has not: {detail}{at}",
+    Cause.INDEX_OUT_OF_RANGE: (
+        "{place} met a label, token or position that the model has not: {detail}{at}"
+    ),
     Cause.MISSING_MODULE: "{place} lacks a Python module: {detail}{at}",
     Cause.MISSING_FILE: "{place} lacks a file: {detail}{at}",
     Cause.UNREADABLE_FILE: "{place} may not open a file: {detail}{at}",
@@ -57,17 +71,24 @@ _CRASHES = {
 CRASHES = tuple(_CRASHES)
 """Signals of a crash in native code."""
 _OUTSIDE = (
-    "who sends signals: a person, a scheduler's limit, a watchdog; see the scheduler's log and dmesg",
+    (
+        "who sends signals: a person, a scheduler's limit, a watchdog; see the scheduler's log "
+        "and dmesg"
+    ),
 )
 _AGAIN = ("start the same command with --run-dir to go on",)
-_NUMBERS = ("look at these samples", "a lower optimizer.learning_rate, a warm-up (schedule.warmup_steps), "
+_NUMBERS = (("look at "
+            "these samples"), "a lower optimizer.learning_rate, a warm-up (schedule.warmup_steps), "
             "a lower train.max_grad_norm")  # fmt: skip
 _ROLLBACK = "train.on_nonfinite: rollback leaves such a batch out, and training continues"
 _ADVICE: dict[Cause, tuple[str, ...]] = {
     Cause.RUNNING: ("ortlaunch status RUN says how far it is",),
     Cause.STOPPED: _AGAIN,
     Cause.HANG: (
-        "a rank that is stopped (SIGSTOP, a debugger) or waits for a disk or a network keeps all others waiting",
+        (
+            "a rank that is stopped (SIGSTOP, a debugger) or waits for a disk or a network "
+            "keeps all others waiting"
+        ),
         "where a step may truly take so long, set train.stall_seconds higher",
     ),
     Cause.HOST_LOST: (
@@ -86,24 +107,34 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
     Cause.NOT_FINITE: (*_NUMBERS, _ROLLBACK),
     Cause.LOSS_SCALE_COLLAPSE: ("precision: bf16", _NUMBERS[1], _ROLLBACK),
     Cause.PORT_TAKEN: (
-        "ss -ltnp names who has it; MASTER_PORT or launch.env choose another, or let ortlaunch choose",
+        (
+            "ss -ltnp names who has it; MASTER_PORT or launch.env choose another, or let "
+            "ortlaunch choose"
+        ),
     ),
     Cause.NO_GPU: ("nvidia-smi there", "or launch.device: cpu"),
     Cause.OTHER_WORLD: (
         "give hosts and ranks in one place: the host file, or the launcher's own options",
     ),
     Cause.INDEX_OUT_OF_RANGE: (
-        "compare the labels with the number of classes (model.config.num_labels), and token ids with vocab_size",
+        (
+            "compare the labels with the number of classes (model.config.num_labels), and token "
+            "ids with vocab_size"
+        ),
     ),
     Cause.MISSING_MODULE: (
-        "install it in this environment, on every host; a module of your own lies beside the recipe",
+        (
+            "install it in this environment, on every host; a module of your own lies beside "
+            "the recipe"
+        ),
     ),
     Cause.MISSING_FILE: (
         "relative paths begin where you run the command; every host must see the file",
     ),
     Cause.UNREADABLE_FILE: ("ls -l it, as the user of the run, on that host",),
     Cause.NO_LOCKS: (
-        "run folder (--run-dir), ORTLAUNCH_CACHE and TMPDIR must be on disks with file locks (flock); NFS has them "
+        "run folder (--run-dir), ORTLAUNCH_CACHE and TMPDIR must be on disks with file "
+        "locks (flock); NFS has them "
         "where its lock service runs",
     ),
     Cause.CRASH: (
@@ -119,7 +150,10 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
     Cause.LAUNCHER_FAILED: ("its traceback is above its last line",),
     Cause.RANK_VANISHED: ("dmesg on that host: was it out of memory?", *_OUTSIDE),
     Cause.NEVER_BEGAN: (
-        "the launcher's own words are above its last line; `ortlaunch doctor` and --dry-run show what is sent",
+        (
+            "the launcher's own words are above its last line; `ortlaunch doctor` and --dry-run "
+            "show what is sent"
+        ),
     ),
     Cause.LOST_PEERS: ("the network between the hosts",),
 }
@@ -153,7 +187,10 @@ def _of_memory(failure: Failure) -> str:
         return f"out of memory: the kernel ended {failure.place} (SIGKILL)"
     if failure.memory_kills:
         kills = failure.memory_kills
-        return f"out of memory: the kernel's out-of-memory killer ended {kills} of this run's processes"
+        return (
+            f"out of memory: the kernel's out-of-memory killer ended {kills} of this "
+            "run's processes"
+        )
     return f"out of memory: {failure.place} could not allocate: {failure.detail}"
 
 

@@ -12,7 +12,8 @@ from ortlaunch.cause import Cause
 _CAUSES = (
     (
         Cause.OUT_OF_MEMORY,
-        r"allocate memory|unable to allocate|failed to allocate|out of memory|OutOfMemory|bad_alloc|MemoryError"
+        r"allocate memory|unable to allocate|failed to allocate|out of "
+        r"memory|OutOfMemory|bad_alloc|MemoryError"
         r"|Errno 12\b",
     ),
     (Cause.DISK_FULL, r"[Nn]o space left on device|Errno 28\b|Errno 122\b|[Dd]isk quota exceeded"),
@@ -20,7 +21,10 @@ _CAUSES = (
     (Cause.NO_GPU, r"no NVIDIA driver|not compiled with CUDA|no CUDA-capable device"),
     (
         Cause.INDEX_OUT_OF_RANGE,
-        r"index out of range in self|Target \d+ is out of bounds|device-side assert|out of bounds for",
+        (
+            r"index out of range in self|Target \d+ is out of bounds|device-side assert|out of "
+            r"bounds for"
+        ),
     ),
     (Cause.MISSING_MODULE, r"ModuleNotFoundError|No module named|ImportError"),
     (Cause.MISSING_FILE, r"FileNotFoundError|No such file or directory|Errno 2\b"),
@@ -32,7 +36,8 @@ _NATIVE = (
 )
 # A rank that loses its peers fails too; these words tell that the cause is elsewhere.
 _PEER_IS_GONE = (
-    r"Connection closed by peer|Connection reset by peer|remote process|NCCL error|Broken pipe|Timed out waiting"
+    r"Connection closed by peer|Connection reset by peer|remote process|NCCL error|Broken "
+    r"pipe|Timed out waiting"
     r"|Socket closed|DistBackendError|DistNetworkError"
 )
 _MOST = 300  # characters of a line

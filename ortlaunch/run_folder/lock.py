@@ -72,18 +72,23 @@ def _begin(file: int, run: RunDir) -> bool:
         except OSError as error:
             if error.errno not in _HELD:
                 print(
-                    f"{run}: no file locks here ({error.strerror}): a second run in it would not be seen",
+                    (
+                        f"{run}: no file locks here ({error.strerror}): a second run in it "
+                        "would not be seen"
+                    ),
                     flush=True,
                 )
                 return False
         holder = _holder(file)
         if not _has_gone(holder):
             raise PlanError(
-                f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give another folder"
+                f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give "
+                "another folder"
             )
         if time.monotonic() > deadline:
             raise PlanError(
-                f"--run-dir {run}: {_named(holder)} has ended, but ranks of it are still alive; end them"
+                f"--run-dir {run}: {_named(holder)} has ended, but ranks of it are still "
+                "alive; end them"
             )
         if not told:
             print(
@@ -131,7 +136,8 @@ def refuse_living(run: RunDir) -> None:
         os.close(file)
         if holder and not _has_gone(holder):
             raise PlanError(
-                f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give another folder"
+                f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give "
+                "another folder"
             )
 
 

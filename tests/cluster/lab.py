@@ -111,7 +111,10 @@ def lacking() -> str:
         return "a lab takes root"
     absent = [name for name in NEEDED if shutil.which(name, path=_TOOLS) is None]
     if absent:
-        return f"no {', '.join(absent)} here: apt-get install iproute2 nftables openssh-server slurm-wlm munge"
+        return (
+            f"no {', '.join(absent)} here: apt-get install iproute2 nftables "
+            "openssh-server slurm-wlm munge"
+        )
     spaces = ("--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc")  # as of a host's
     tried = subprocess.run(["unshare", *spaces, "true"], capture_output=True, check=False)
     return "" if tried.returncode == 0 else f"no namespaces here: {tried.stderr.decode().strip()}"
@@ -389,7 +392,8 @@ def shell(hosts: int) -> Iterator[Lab]:
     began = time.monotonic()
     with Lab(hosts) as lab:
         print(
-            f"{hosts} hosts in {time.monotonic() - began:.1f} s; try: ssh host1, sinfo, sbatch; exit ends all"
+            f"{hosts} hosts in {time.monotonic() - began:.1f} s; try: ssh host1, sinfo, "
+            "sbatch; exit ends all"
         )
         yield lab
 

@@ -80,16 +80,25 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "ssh refused": Case("host2                reached      failed   ssh: connect to host host2 port 23: ",
+    "ssh refused": Case(("host2                reached      failed   ssh: connect to host "
+                        "host2 port 23: "),
                         _ssh_refused),
-    "another torch": Case("host2                packages     failed   torch 2.6.0 (here ", _another_torch),
+    "another torch": Case(("host2                packages     failed   torch "
+                          "2.6.0 (here "), _another_torch),
     "link down": Case("host2                reached      failed   ", _link_down),
-    "a host missing": Case("host9                reached      failed   ssh: ", hosts="host1 slots=1\nhost9 slots=1\n"),
-    "wrong interface": Case("host2                interface    failed   no eth9 there; it has lo, eth0",
+    ("a "
+    "host missing"): Case(("host9                reached      "
+                          "failed   ssh: "), hosts="host1 slots=1\nhost9 slots=1\n"),
+    ("wrong "
+    "interface"): Case("host2                interface    failed   no eth9 there; it has lo, eth0",
                             words=("launch.interface=eth9",), doctor=("--interface", "eth9")),
-    "folder not shared": Case("host2                run folder   failed   /mnt/run there is another folder than here",
+    ("folder "
+    "not shared"): Case(("host2                run folder   failed   /mnt/run there is "
+                        "another folder than here"),
                               run_dir="/mnt/run", doctor=("--run-dir", "/mnt/run")),
-    "disk nearly full": Case("free, and checkpoints take ", words=("checkpoint.keep=100000000",), doctor=None),
+    ("disk "
+    "nearly full"): Case(("free, and "
+                         "checkpoints take "), words=("checkpoint.keep=100000000",), doctor=None),
 }  # fmt: skip
 
 
@@ -119,7 +128,10 @@ def test_a_host_that_is_not_fit(case: Case, lab: Lab, tmp_path: Path) -> None:
         assert seen.returncode == 1
 
 
-SQUATTER = "import socket, time; s = socket.create_server(('', 29500)); print('up', flush=True); time.sleep(1000)"
+SQUATTER = (
+    "import socket, time; s = socket.create_server(('', 29500)); print('up', "
+    "flush=True); time.sleep(1000)"
+)
 
 
 def test_a_port_that_is_taken(lab: Lab, tmp_path: Path) -> None:

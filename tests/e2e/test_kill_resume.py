@@ -101,7 +101,8 @@ def one_kill(home: Path, number: int, chance: random.Random) -> dict[str, Any]:
     expected = before[-1][0] if before else 0
     if resumed != expected and not (how == "starting" and resumed == 0):
         pytest.fail(
-            f"kill {number}: went on from step {resumed}, and {expected} was the newest complete one"
+            f"kill {number}: went on from step {resumed}, and {expected} was the newest "
+            "complete one"
         )
     partial = any(life.run.checkpoints.glob("step_*.partial"))
     return {

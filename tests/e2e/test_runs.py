@@ -208,7 +208,8 @@ def test_the_end_says_what_came_out(full: Run) -> None:
     assert summary == {"steps": 10, "samples": 160, "epochs": 0.625, "loss": loss, "evaluation_loss": evaluation,
                        "training_seconds": seconds, "failed_saves": 0,
                        "bad_steps": {}}  # fmt: skip
-    assert [*parts] == ["loading libraries", "reading checkpoints", "reading data", "building the model",
+    assert [*parts] == [("loading "
+                        "libraries"), "reading checkpoints", "reading data", "building the model",
                         "building the engine", "training", "evaluating", "saving a checkpoint",
                         "writing the export"]  # fmt: skip
     assert parts["loading libraries"] > 0

@@ -280,7 +280,8 @@ def test_a_custom_run_is_measured_without_its_training_data(home: Path) -> None:
     (home / "own_data.yaml").write_text(
         "name: own\nmodel: {task: custom, factory: 'own_data:Net'}\n"
         f"data: {{train: {source.format(16, 'seen')}, evaluation: {source.format(8, 'held')}}}\n"
-        "batch: {micro_size: 8, accumulation_steps: 1}\noptimizer: {name: sgd, learning_rate: 0.1}\n"
+        "batch: {micro_size: 8, accumulation_steps: 1}\noptimizer: {name: sgd, "
+        "learning_rate: 0.1}\n"
         "engine: {name: eager}\ntrain: {max_steps: 2}\n"
     )
     done = ortlaunch(home, "train", "own_data.yaml", "--run-dir=own_data")

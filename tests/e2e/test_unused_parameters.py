@@ -49,7 +49,10 @@ def test_parameters_that_no_loss_uses(train: Train, engine: str, micro: int) -> 
     one = ended_well(train(f"one-{engine}-{micro}", settings))
     two = ended_well(train(f"two-{engine}-{micro}", settings, *TWO_RANKS))
     same(two, one)
-    said = "the loss does not use model.lonely, model.spare.weight, model.spare.bias: gradients are averaged after"
+    said = (
+        "the loss does not use model.lonely, model.spare.weight, model.spare.bias: "
+        "gradients are averaged after"
+    )
     assert two.out.count(said) == 1
     assert sorted(two.truth()["unused_parameters"]) == sorted(["model.lonely", *SPARE])
     assert said not in one.out
