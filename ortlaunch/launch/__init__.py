@@ -1,7 +1,8 @@
-"""Plan -> running processes. Each backend builds its Request purely; only `submit`, `state` and `cancel` act.
+"""Start the processes of a plan: each backend builds a Request without side effects.
 
-Backends are named by string and loaded on use, so that an absent one costs nothing. May import plan's types,
-run.folder and errors; never the recipe or the worker.
+Only `submit`, `state`, `wait` and `cancel` act on processes. Backends are named by string and
+imported on first use, so that an absent one costs nothing. This package may import the plan's
+types, run_folder and errors, but never the recipe or the worker.
 """
 
 from __future__ import annotations
@@ -19,32 +20,30 @@ from ortlaunch.plan import Node, Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
 
+# Seconds that a launcher has to end by itself after the ranks lost a host, or made no progress.
 _LOST_SECONDS = 2.0
 _STALL_SECONDS = 15.0
 
 
 class Request(NamedTuple):
-    """What will be sent, exactly: files to write, variables to add to the environment, the command."""
+    """The exact content of a start: files to write, variables for the environment, the command."""
 
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str], ...] = ()
-    tells_ranks: bool = True  # SIGUSR1 and SIGUSR2 to the command reach the ranks
-    notice_ends: bool = (
-        False  # SIGUSR1 to the command ends all, for it is a part of what is asked to stop
-    )
-    stop: Stop | None = (
-        None  # how the ranks are asked to save and stop; None: they have nothing to save
-    )
-    private: str | None = (
-        None  # a folder that is this user's alone, new for each start and removed after it
-    )
-    given_up: tuple[
-        tuple[str, float], ...
-    ] = ()  # file, seconds: once it exists, the command is ended after so long
+    # Whether SIGUSR1 and SIGUSR2 to the command reach the ranks.
+    tells_ranks: bool = True
+    # Whether SIGUSR1 to the command ends the job, as for a part of a run that is requested to stop.
+    notice_ends: bool = False
+    # How the ranks are requested to save and stop; None: they have nothing to save.
+    stop: Stop | None = None
+    # A folder that only this user can access: new for each start, removed after it.
+    private: str | None = None
+    # (file, seconds): once the file exists, the command is ended after so many seconds.
+    given_up: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
-        """What a person would type."""
+        """The shell commands that a person would type."""
         folder = f"(umask 077; mkdir -p {shlex.quote(self.private)})\n" if self.private else ""
         files = "".join(
             f"cat > {shlex.quote(path)} <<'EOF'\n{text}EOF\n" for path, text in self.files
@@ -54,12 +53,13 @@ class Request(NamedTuple):
 
 
 def store_file(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, str], ...]:
-    """The file in which ranks of one host meet, empty: what an earlier start left would confuse them."""
+    """Return the file through which ranks of one host find each other, or nothing for one rank."""
+    # Emptied at each start: entries of an earlier start would confuse the ranks.
     return ((str(run_dir.store), ""),) if 1 < plan.world_size == plan.nodes[0].slots else ()
 
 
 def stop_of(plan: Plan, run_dir: RunDir) -> Stop | None:
-    """How this plan's ranks are asked to stop."""
+    """Return how the ranks of this plan are requested to stop; None if they save nothing."""
     return (
         Stop(str(run_dir.stop_request), str(run_dir.cancelled), plan.grace_seconds)
         if plan.traits.saves
@@ -68,7 +68,10 @@ def stop_of(plan: Plan, run_dir: RunDir) -> Stop | None:
 
 
 def given_up_of(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, float], ...]:
-    """Verdicts of the ranks of several hosts after which a launcher may wait for ever for a host that is gone."""
+    """Return the files that record a lost host or a stall, with the launcher's remaining seconds.
+
+    Without such a limit, the launcher of several hosts may wait for ever for a host that is gone.
+    """
     return (
         ((str(run_dir.lost), _LOST_SECONDS), (str(run_dir.stall), _STALL_SECONDS))
         if len(plan.nodes) > 1
@@ -77,59 +80,68 @@ def given_up_of(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, float], ...]:
 
 
 class JobState(Enum):
-    """Where a job is in its life."""
+    """The state of a job."""
 
-    PENDING = "pending"  # queued, or its command prepares: no rank has been started
+    # Queued, or its command prepares: no rank has been started.
+    PENDING = "pending"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # it was asked to stop, and saved: run it again
-    CANCELLED = "cancelled"  # a person or a signal asked for its end
+    # It saved after a stop request: run it again.
+    PREEMPTED = "preempted"
+    # A person or a signal requested its end.
+    CANCELLED = "cancelled"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
 
     @classmethod
     def of_status(cls, status: int) -> JobState:
-        """How a run has ended that left with this status by itself."""
+        """Return the state of a run that ended by itself with this exit status."""
         return cls.PREEMPTED if status == EXIT_SAVED else cls.FAILED if status else cls.SUCCEEDED
 
     @property
     def is_end(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether the job has ended."""
         return self not in (JobState.PENDING, JobState.RUNNING)
 
 
 class Backend(Protocol):
-    """A module with these functions; a job is what `submit` returned, or the JobRecord of one of another process."""
+    """A module with these functions.
+
+    A job is the result of `submit`, or the JobRecord of a job of another process.
+    """
 
     def check(self, nodes: Sequence[Node], run_dir: RunDir) -> None:
-        """Find what would keep it from starting ranks there, before anything is chosen by trying or written.
+        """Check that the backend can start ranks there, before anything is measured or written.
 
         Raises:
-            PlanError, MissingDependency: it cannot.
+            PlanError, MissingDependency: it cannot start them.
         """
 
     def request(self, plan: Plan, run_dir: RunDir) -> Request:
-        """What to send for this plan; pure."""
+        """Return the request for this plan, without side effects."""
 
     def submit(self, request: Request, output: Path | None = None) -> Any:
-        """Send it; returns the job, whose `signal` becomes the one that the user stopped it with.
+        """Start the request and return the job.
 
-        output: a file for what the job says, in place of this process's own output.
+        The job's `signal` is set if the user stops it with one.
+
+        Args:
+            output: a file for the job's output, instead of this process's own output.
         """
 
     def state(self, job: object) -> JobState:
-        """Where the job is."""
+        """Return the state of the job."""
 
     def wait(self, job: Any) -> int:
-        """Wait for its end; the exit status."""
+        """Wait for the end of the job and return its exit status."""
 
     def cancel(self, job: object) -> None:
-        """End it and everything it started; returns when it has ended.
+        """End the job and every process that it started; return when they have ended.
 
         Raises:
-            PermissionError: it is another user's.
+            PermissionError: the job belongs to another user.
         """
 
 
 def backend(name: str) -> Backend:
-    """The backend of a launcher's name."""
+    """Return the backend of this launcher."""
     return cast(Backend, import_module(LAUNCHERS[name].module))

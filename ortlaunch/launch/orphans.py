@@ -1,7 +1,8 @@
-"""What a job leaves on this host when its launcher ends: found, waited for and ended.
+"""The processes that a job leaves on this host when its launcher ends.
 
-This process is made the reaper of its descendants: the kernel gives it every process whose parent has ended, whatever
-session or group torchrun or mpirun put it into, so that none can be missed.
+This process becomes the reaper of its descendants: the kernel makes it the parent of every
+descendant whose parent has ended. So none is missed, whatever session or group torchrun or mpirun
+put it into.
 """
 
 from __future__ import annotations
@@ -12,26 +13,33 @@ import os
 
 from ortlaunch.process import all_processes
 
+# From <linux/prctl.h>.
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Orphans:
-    """The processes of one job; made before the job is started."""
+    """The processes of one job; created before the job is started."""
 
-    _launchers: set[int] = set()  # of all jobs that this process has now
+    # Launchers of all jobs that this process has now: they are no orphans of each other.
+    _launchers: set[int] = set()
 
     def __init__(self) -> None:
         self._launcher = 0
         _be_the_reaper(True)
+        # Children from before the job do not belong to it and must not be ended with it.
         self._before = {one.pid for one in all_processes() if one.parent == os.getpid()}
 
     def belong_to(self, launcher: int) -> None:
-        """Say which process the job began with."""
+        """Set the process with which the job began."""
         self._launcher = launcher
         self._launchers.add(launcher)
 
     def left(self) -> dict[int, bool]:
-        """pid -> whether nothing of the job stands above it, of all that are alive; those that ended are reaped."""
+        """Reap the job's ended processes and return the living ones.
+
+        Returns:
+            Process id -> whether no other process of the job is an ancestor of it.
+        """
         everything = {one.pid: one for one in all_processes()}
         roots = {
             pid
@@ -48,11 +56,11 @@ class Orphans:
         return {pid: is_root for pid, is_root in found.items() if not everything[pid].has_ended}
 
     def children_of(self, parent: int) -> list[int]:
-        """Living processes that this one started."""
+        """Return the living processes that `parent` started."""
         return [one.pid for one in all_processes() if one.parent == parent and not one.has_ended]
 
     def done(self) -> None:
-        """Nothing is left of the job."""
+        """Forget the job, of which no process is left."""
         self._launchers.discard(self._launcher)
         if not self._launchers:
             _be_the_reaper(False)
@@ -64,6 +72,6 @@ def _be_the_reaper(wanted: bool) -> None:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to a process, or with a negative number to a group, that may have ended."""
+    """Send a signal to a process that may have ended, or to a group if `pid` is negative."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)

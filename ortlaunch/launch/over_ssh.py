@@ -1,7 +1,8 @@
-"""`python ortlaunch/start.py ortlaunch.launch.over_ssh AGENTS`: one command on each host, as if they were one command.
+"""Start one command on each host, as if they were one: `start.py ortlaunch.launch.over_ssh AGENTS`.
 
-Each host's agent (launch/host_agent.py) gets what it runs, the variables' values and signals through its standard
-input, so that nothing secret stands on a command line; when that input ends or is silent, it ends what it started.
+Each host's agent (launch/host_agent.py) receives its command, the variables' values and signals
+through its standard input, so that no secret appears on a command line. When that input ends or is
+silent, the agent ends its command.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ from ortlaunch.run_folder.lost import Lost
 
 _CONNECT_SECONDS = 10
 _ALIVE_SECONDS = 4
-_LOST = 255  # what ssh itself ends with
-_MORE_SECONDS = 6.0  # than an agent and its launcher have to end
+# The status with which ssh reports an error of its own.
+_LOST = 255
+# Added to the grace in which an agent and its launcher end their ranks.
+_MORE_SECONDS = 6.0
 
 
 class HostAgent:
-    """One host's, as this process sees it."""
+    """The agent of one host, as this process controls it."""
 
     def __init__(self, host: str, argv: list[str]) -> None:
         self.host = host
         self.argv = argv
         command = start.command("ortlaunch.launch.host_agent", argv[0])
+        # A session of its own: Ctrl-C must reach the agent through this process alone.
         self._process = subprocess.Popen(
             command if needs_no_ssh(host) else ssh(host, command, _CONNECT_SECONDS, _ALIVE_SECONDS),
             stdin=subprocess.PIPE,
@@ -46,26 +50,31 @@ class HostAgent:
         )
 
     def tell(self, line: str) -> None:
-        """Send it a line, if it still reads."""
+        """Send the agent a line, if it still reads."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
         except OSError:
-            pass  # it has gone: its status says why
+            # The agent has ended; its exit status gives the cause.
+            pass
 
     def poll(self) -> int | None:
-        """Its exit status, as a shell would have it, once it has ended."""
+        """Return the agent's exit status as a shell reports it; None while the agent runs."""
         status = self._process.poll()
         return 128 - status if status is not None and status < 0 else status
 
     def kill(self) -> None:
-        """End it now; what it started sees the end of its input."""
+        """Kill the agent's process here; the end of its input ends the command on the host."""
         send(-self._process.pid, signal.SIGKILL)
 
 
 def main() -> int:
-    """Start every agent and wait for them; the first that fails ends the others. Returns its status."""
+    """Start all agents and wait for them; the first that fails ends the others.
+
+    Returns:
+        The exit status of the first agent that failed, else 0.
+    """
     work = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     asked: list[int] = []
     for number in heeded(
@@ -80,7 +89,7 @@ def main() -> int:
 
 
 def _values(work: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the ranks: those with a value of the plan's, and the named ones of this shell."""
+    """Return the ranks' variables: those of the plan, and the forwarded ones of this shell."""
     return {**{name: environ[name] for name in work["forward"] if name in environ}, **work["env"]}
 
 
@@ -94,11 +103,13 @@ def _wait(agents: list[HostAgent], asked: list[int], run: RunDir) -> int:
             first = ended[1]
             if ended[1] == _LOST:
                 _is_lost(ended[0].host, run)
+            # The run cannot continue without the ranks of one host: end those of the others.
             asked.append(signal.SIGTERM)
         while asked:
             number = asked.pop(0)
             for agent in living:
                 agent.tell(str(int(number)))
+            # SIGUSR1 and SIGUSR2 are notices; only the other signals start the time to end.
             if number not in (signal.SIGUSR1, signal.SIGUSR2):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS + _MORE_SECONDS)
         if time.monotonic() > deadline:
@@ -113,7 +124,8 @@ def _wait(agents: list[HostAgent], asked: list[int], run: RunDir) -> int:
 
 
 def _is_lost(host: str, run: RunDir) -> None:
-    """Say it, and leave it as the cause: ranks that see it end without a grace, for nothing can be saved without it."""
+    """Print that the host is lost, and record it as the cause of the run's end."""
+    # Ranks that see the record end without a grace: nothing can be saved without the lost host.
     words = (
         f"ssh to {host} ended with status {_LOST}: it could not connect, or the connection was lost"
     )

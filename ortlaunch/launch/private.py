@@ -1,7 +1,8 @@
-"""A folder of one run on this host, in which its user alone can write, for the launcher's own files.
+"""A folder for one run on this host that only its user can write to, for the launcher's own files.
 
-torchrun unpickles what its rendezvous holds, and Open MPI does not start beside files of a killed mpirun.
-The run folder is as open as the umask, and a group that may write there could replace files in it. Standard library.
+torchrun unpickles the contents of its rendezvous, and Open MPI does not start beside files of a
+killed mpirun. The run folder is as open as the umask, and a group that may write there could
+replace files in it. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from ortlaunch.run_folder.folder import RunDir
 
 
 def private_folder(run_dir: RunDir) -> Path:
-    """Its path, the same for each start of a run on this host, so that it can be printed before anything is started."""
+    """Return the path of the private folder.
+
+    It is the same for each start of a run on this host, so that it can be printed before the start.
+    """
+    # The host's name is part of it: several hosts may share the temporary folder.
     name = hashlib.sha256(
         os.fsencode(f"{socket.gethostname()} {os.path.abspath(run_dir.path)}")
     ).hexdigest()[:16]
@@ -27,14 +32,15 @@ def private_folder(run_dir: RunDir) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create it, empty.
+    """Create the private folder, empty.
 
     Raises:
-        LaunchError: somebody else owns the folder above, which lies in a folder that all users share.
+        LaunchError: another user owns the folder above it, or others can write there.
     """
     above = folder.parent
     user = os.geteuid()
     above.mkdir(mode=0o700, exist_ok=True)
+    # Every user can create files in the temporary folder: a link must not be followed.
     found = above.lstat()
     if (
         not stat.S_ISDIR(found.st_mode)
@@ -42,9 +48,13 @@ def make_private(folder: Path) -> None:
         or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     ):
         raise LaunchError(
-            f"{above}: must be a folder of user {user} in which nobody else can write, for launchers trust "
-            f"the files in it; got {stat.filemode(found.st_mode)} of user {found.st_uid}: remove it, or set TMPDIR"
+            f"{above}: must be a folder of user {user} in which nobody else can write, "
+            "for launchers trust "
+            f"the files in it; got {stat.filemode(found.st_mode)} of user {found.st_uid}: "
+            "remove it, or set TMPDIR"
         )
-    shutil.rmtree(folder, ignore_errors=True)  # of a command that was killed
+    # A command that was killed leaves its folder.
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    folder.chmod(stat.S_IRWXU)  # whatever the umask
+    # A mode given to mkdir would be reduced by the umask.
+    folder.chmod(stat.S_IRWXU)

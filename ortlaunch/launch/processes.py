@@ -1,7 +1,8 @@
-"""Start a command in its own process group, wait for it and for all that it started here, and leave nothing behind.
+"""Start a command in its own process group, wait for it and its descendants, and end all of them.
 
-The command dies with this process, and every rank with its parent (see worker/supervision/rank_supervisor.py), so
-ending either ends the run, on this host and, through the launcher's own daemons, on the others.
+The command ends with this process, and every rank ends with its parent (see
+worker/supervision/rank_supervisor.py). So ending either ends the run: on this host, and through the
+launcher's own daemons on the others.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE
 from ortlaunch.run_folder.folder import write_text
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's, to be told before the time is over
-_MORE_SECONDS = 2.0  # a rank's guardian ends it after the grace, and says so, before the guardian itself is ended
+# A scheduler sends these some time before the job's time limit.
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+# A rank's supervisor ends the rank after the grace and records that; it needs the time to do so.
+_MORE_SECONDS = 2.0
 _LOOK_SECONDS = 0.5
 _LOST_SECONDS = 2.0
 
@@ -38,10 +41,14 @@ _LOST_SECONDS = 2.0
 class Job:
     """A started command; its process group has the id of the command.
 
-    early: signals that came while it was started; they count once somebody waits for it.
-    signal: the one that stopped it, if any, sent to this process by the user.
-    ended_by: the one that the command itself died of, if any.
-    oom_kills: how many processes of this control group the kernel ended for memory meanwhile; None where it is silent.
+    Attributes:
+        is_quiet: another process prints the effect of a notice.
+        early: signals that came while it was started; they count once `wait` is called.
+        signal: the signal by which the user stopped it, sent to this process, if any.
+        is_ended, is_killed: whether this process sent SIGTERM, or SIGKILL.
+        ended_by: the signal that ended the command itself, if any.
+        oom_kills: processes of this control group that the kernel's out-of-memory killer ended
+            during the job; None if the kernel reports none.
     """
 
     def __init__(
@@ -56,18 +63,18 @@ class Job:
         self.tells_ranks = tells_ranks
         self.stop = stop
         self.notice_ends = False
-        self.is_quiet = False  # another process prints what becomes of a notice
+        self.is_quiet = False
         self.private: str | None = None
         self.given_up: tuple[tuple[str, float], ...] = ()
         self.early: list[int] = []
         self.signal: int | None = None
-        self.is_ended = self.is_killed = False  # by SIGTERM, by SIGKILL from here
+        self.is_ended = self.is_killed = False
         self.ended_by: int | None = None
         self.oom_kills: int | None = None
         self._oom_kills_before = machine.oom_kills()
 
     def has_ended(self, status: int) -> None:
-        """Keep what can be seen of the end."""
+        """Record the signal that ended the command, and the out-of-memory kills since its start."""
         self.ended_by = -status if status < 0 else None
         after = machine.oom_kills()
         if after is not None and self._oom_kills_before is not None:
@@ -75,7 +82,14 @@ class Job:
 
 
 def submit(request: Request, output: Path | None = None) -> Job:
-    """Write the request's files and start its command; what it says goes to the end of `output` if that is given."""
+    """Write the request's files and start its command.
+
+    Args:
+        output: the file to which the command's output is appended; None: this process's own output.
+
+    Raises:
+        LaunchError: the program is not installed.
+    """
     if request.private:
         make_private(Path(request.private))
     for path, text in request.files:
@@ -109,7 +123,7 @@ def submit(request: Request, output: Path | None = None) -> Job:
 
 
 def state(job: Job | JobRecord) -> JobState:
-    """Where the job is; another process's has failed where its command went without a word."""
+    """Return the state of a job; one of another process has failed if its command left no record."""
     if isinstance(job, JobRecord):
         return job.state if job.state.is_end or job.process.lives() else JobState.FAILED
     status = job.process.poll()
@@ -119,21 +133,26 @@ def state(job: Job | JobRecord) -> JobState:
 
 
 def wait(job: Job) -> int:
-    """Wait for the end of the job and of all that it started here; signals to this process go to the job first.
+    """Wait until the job and all its processes on this host have ended.
 
-    Returns an exit status as a shell would.
+    Signals to this process are forwarded to the job during that time.
+
+    Returns:
+        The exit status as a shell reports it: 128 + the signal's number after a signal.
     """
     with _forwarding(job):
         status = _wait_for_command(job)
         job.has_ended(status)
         _end_rest(job)
-    if job.signal is not None and status:  # 0: it came to its end all the same
+    # With status 0 the command completed in spite of the signal.
+    if job.signal is not None and status:
         return 128 + job.signal
     return 128 - status if status < 0 else status
 
 
 def _wait_for_command(job: Job) -> int:
-    """Wait for it, but only seconds after the ranks gave up: mpirun waits for its daemon on a lost host."""
+    """Wait for the command, but only a few seconds once the ranks gave up."""
+    # mpirun would wait for ever for its daemon on a lost host.
     while job.given_up and job.process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.process.wait(_LOOK_SECONDS)
@@ -148,7 +167,10 @@ def _wait_for_command(job: Job) -> int:
 
 
 def cancel(job: Job | JobRecord) -> None:
-    """End the job: SIGTERM, and after a grace SIGKILL, to all that it started; its command, where another has it."""
+    """End the job with SIGTERM, and after a grace with SIGKILL, and all processes that it started.
+
+    For a job of another process, end that process's command.
+    """
     if isinstance(job, JobRecord):
         _end_command(job.process)
     else:
@@ -157,18 +179,21 @@ def cancel(job: Job | JobRecord) -> None:
 
 
 def _end_command(command: Process) -> None:
-    """Ask a command to end its ranks and itself, which takes their grace; else kill it, and what it started.
+    """Let a command end its ranks and itself within their grace; else kill it and its descendants.
 
     Raises:
         LaunchError: SIGKILL does not end one of them.
     """
     command.send(signal.SIGTERM)
-    command.send(signal.SIGCONT)  # what is stopped could not end
+    # A process that is suspended by SIGSTOP handles SIGTERM only after SIGCONT.
+    command.send(signal.SIGCONT)
     if _gone([command], GRACE_SECONDS + 2 * _MORE_SECONDS):
         return
+    # Collected before the kill: afterwards the descendants have another parent.
     family = [command, *(Process.of(pid) for pid in descendants_of(command.pid))]
     command.send(signal.SIGKILL)
-    if _gone(family, GRACE_SECONDS + _MORE_SECONDS):  # launcher and ranks die with it
+    # The launcher and the ranks end with the command.
+    if _gone(family, GRACE_SECONDS + _MORE_SECONDS):
         return
     for one in family:
         one.send(signal.SIGKILL)
@@ -178,7 +203,7 @@ def _end_command(command: Process) -> None:
 
 
 def _gone(family: Sequence[Process], seconds: float) -> bool:
-    """Whether all of them have ended within so long."""
+    """Whether all of these processes ended within `seconds`."""
     deadline = time.monotonic() + seconds
     while any(one.lives() for one in family):
         if time.monotonic() > deadline:
@@ -189,13 +214,14 @@ def _gone(family: Sequence[Process], seconds: float) -> bool:
 
 @contextlib.contextmanager
 def _forwarding(job: Job) -> Iterator[None]:
-    """While open, signals to this process are for the job."""
+    """Forward signals of this process to the job inside the `with` block."""
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
     handlers.update(dict.fromkeys(heeded(_ENDING_SIGNALS), lambda number, frame: _end(job, number)))
     handlers.update(dict.fromkeys(_NOTICES, lambda number, frame: _notify(job, number)))
     if job.stop is not None or job.notice_ends:
         handlers[signal.SIGUSR1] = lambda number, frame: _end(job, number)
     if job.stop is not None:
+        # The interval timer that `_ask` sets raises SIGALRM when the grace is over.
         handlers[signal.SIGALRM] = lambda number, frame: _kill(job)
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -210,7 +236,7 @@ def _forwarding(job: Job) -> Iterator[None]:
 
 
 def _end(job: Job, number: int) -> None:
-    """A signal that asks for the end: first a wish to save and stop, where there is something to save."""
+    """Handle a signal that requests the end: first let the ranks save, if the run saves at all."""
     asked = job.signal is not None
     job.signal = job.signal or number
     if job.stop is not None and not job.stop.is_cancelled:
@@ -223,11 +249,12 @@ def _end(job: Job, number: int) -> None:
     else:
         job.is_ended = True
         _signal_group(job, signal.SIGTERM)
-        _signal_group(job, signal.SIGCONT)  # what is stopped could not end
+        # A suspended process cannot end.
+        _signal_group(job, signal.SIGCONT)
 
 
 def _ask(job: Job, stop: Stop, number: int) -> None:
-    """Ask the ranks to save and stop; after their grace all is killed."""
+    """Request the ranks to save and stop; the timer kills all of them after their grace."""
     name = signal.Signals(number).name
     grace = stop.grace_seconds
     _say(
@@ -236,20 +263,19 @@ def _ask(job: Job, stop: Stop, number: int) -> None:
     stop.ask(name)
     _signal_group(job, signal.SIGCONT)
     _wake(job, signal.SIGUSR1)
-    signal.setitimer(
-        signal.ITIMER_REAL, grace + 2 * _MORE_SECONDS
-    )  # guardians kill, and say so, before that
+    # Later than the supervisors, which kill their ranks after the grace and record that.
+    signal.setitimer(signal.ITIMER_REAL, grace + 2 * _MORE_SECONDS)
 
 
 def _kill(job: Job) -> None:
-    """End all of it now."""
+    """Kill the job and all its processes now."""
     job.is_killed = True
     for pid in (job.process.pid, *job.orphans.left()):
         send(pid, signal.SIGKILL)
 
 
 def _notify(job: Job, number: int) -> None:
-    """Pass a notice on."""
+    """Forward a notice to the ranks."""
     saves = job.stop is not None and number == signal.SIGUSR2
     name = signal.Signals(number).name
     if not job.is_quiet:
@@ -259,19 +285,21 @@ def _notify(job: Job, number: int) -> None:
 
 
 def _wake(job: Job, number: int) -> None:
-    """Send the ranks' guardians a signal, through the launcher where that hands it on."""
+    """Send a signal to the ranks' supervisors, through the launcher if it forwards signals."""
     for pid in [job.process.pid] if job.tells_ranks else job.orphans.children_of(job.process.pid):
         send(pid, number)
 
 
 def _say(line: str) -> None:
+    # Called in signal handlers: print is not reentrant, os.write is.
     with contextlib.suppress(OSError):
-        start = "\r\x1b[K" if os.isatty(2) else ""  # the terminal's ^C stands behind the live line
-        os.write(2, f"{start}ortlaunch: {line}\n".encode())  # print is not reentrant
+        # Clear the line: the terminal's ^C follows the progress line.
+        start = "\r\x1b[K" if os.isatty(2) else ""
+        os.write(2, f"{start}ortlaunch: {line}\n".encode())
 
 
 def _end_rest(job: Job) -> None:
-    """End what is left of the job: SIGTERM to what nothing stands above, and after a grace SIGKILL to all."""
+    """End the job's remaining processes: SIGTERM to the topmost, and after a grace SIGKILL to all."""
     deadline = time.monotonic() + GRACE_SECONDS + _MORE_SECONDS
     asked = set[int]()
     while left := job.orphans.left():

@@ -1,6 +1,6 @@
-"""job.json: a job as other processes find it in the run folder, while it lives and after it has ended.
+"""job.json: the record of a job in the run folder, during the job and after its end.
 
-Written by the command that starts the ranks, or by rank 0 under a launcher of the user's own.
+Written by the command that starts the ranks, or by rank 0 under the user's own launcher.
 """
 
 from __future__ import annotations
@@ -21,81 +21,85 @@ from ortlaunch.run_folder.records import from_json
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the ranks that failed, of a command that restarts them (`launch.max_restarts`)."""
+    """One failed start of the ranks, by a command that restarts them (`launch.max_restarts`)."""
 
     number: int
-    """From 1."""
+    """Number of the attempt, from 1."""
     seconds: float
-    """From start to end."""
+    """Duration in seconds."""
     exit_status: int
-    """What the command would have left with."""
+    """The exit status that the command would have had without a restart."""
     cause: Cause
-    """Why it failed."""
+    """The cause of the failure."""
     verdict: str
-    """What the command said last of it."""
+    """The line that the command printed at the end of the attempt."""
     failure: str
-    """What is compared with the attempt before: the exception, or the exit status."""
+    """The exception or the exit status, which is compared with the attempt before."""
     step: int | None
-    """Steps that were done when it failed; null: not known, or no rank began."""
+    """Completed steps at the failure; null if unknown, or if no rank began."""
     checkpoint: int
-    """Step of the newest complete checkpoint at its end; 0: none."""
+    """Step of the newest complete checkpoint at the end of the attempt; 0 if there is none."""
     resumed: int
-    """The same at its start, from which it went on."""
+    """Step of the newest complete checkpoint at the start, from which the attempt resumed."""
     folder: str | None = None
-    """Where its logs and errors are, once another attempt has begun."""
+    """Folder of its logs and errors, once another attempt has begun."""
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What job.json holds."""
+    """The contents of job.json."""
 
     backend: str
-    """`local`, `torchrun`, `mpi`, `inside` for ranks of a launcher of the user's own, or a scheduler: `slurm`,
-    `kubernetes`, `azureml`."""
+    """`local`, `torchrun`, `mpi`, `inside` for ranks of the user's own launcher, or a scheduler:
+    `slurm`, `kubernetes`, `azureml`."""
 
     id: str
-    """The process id of the command, which waits for the ranks (of rank 0's supervisor with `inside`); of a
-    scheduler's job."""
+    """Process id of the command that waits for the ranks (with `inside`, of rank 0's supervisor),
+    or the id of a scheduler's job."""
 
     host: str
     """The host of that process."""
 
     space: str
-    """Host and namespace in which the process id means that process."""
+    """Host and process namespace in which the process id is valid."""
 
     began: str
-    """When the process began, in the kernel's count: a later process with the same id has another."""
+    """Start time of the process as the kernel counts it; it differs for a later process with the
+    same id."""
 
     started: str
-    """When the command took the folder; ISO 8601."""
+    """Time at which the command took over the folder; ISO 8601."""
 
     state: JobState
-    """As the command last wrote it; after `kill -9` of the command it stays what it was."""
+    """The state as the command last wrote it; it stays the same after `kill -9` of the command."""
 
     ended: str | None = None
-    """When the run ended; ISO 8601. None before that."""
+    """End of the run; ISO 8601. None before that."""
 
     exit_status: int | None = None
-    """The command's, once the run has ended."""
+    """Exit status of the command, once the run has ended."""
 
     verdict: str | None = None
-    """What the command said last."""
+    """The last text that the command printed."""
 
     failure: Failure | None = None
-    """Why it failed, once it has."""
+    """The cause of a failed run."""
 
     attempts: tuple[Attempt, ...] = ()
-    """Starts of the ranks that failed, after each of which they were started again, or not."""
+    """Failed starts of the ranks, whether or not the ranks were started again."""
 
     @classmethod
     def of_this_process(cls, backend: str, state: JobState) -> JobRecord:
-        """The record of a job that this process has."""
+        """Return the record of a job of this process."""
         me = Process.this()
         return cls(backend, str(me.pid), me.host, me.space, me.began, now(), state)
 
     @classmethod
     def begun(cls, run: RunDir, backend: str, state: JobState) -> JobRecord:
-        """The record of this process's job: the scheduler's, where one that `ortlaunch submit` queued started it."""
+        """Return the record of this process's job.
+
+        If `ortlaunch submit` queued it, the record is that of the scheduler's job.
+        """
         scheduler, _, number = os.environ.get(JOB_VARIABLE, "").partition(":")
         if not number:
             return cls.of_this_process(backend, state)
@@ -108,7 +112,7 @@ class JobRecord:
         """The record in a run folder, or None.
 
         Raises:
-            InputError: the file is none of ours.
+            InputError: the file is no record of a job.
         """
         try:
             value = read_json(run.job)
@@ -121,10 +125,12 @@ class JobRecord:
             record = from_json(
                 cls, {**value, "state": state, "failure": failure, "attempts": attempts}
             )
+            # Fail here on damaged times and ids, not in a later caller.
             for time in filter(None, (record.started, record.ended)):
                 datetime.fromisoformat(time)
             if record.began:
-                int(record.id)  # of a process
+                # The id of a scheduler's job need not be a number, a process id must be one.
+                int(record.id)
             return record
         except FileNotFoundError:
             return None
@@ -133,17 +139,17 @@ class JobRecord:
 
     @property
     def process(self) -> Process:
-        """The command."""
+        """The process of the command."""
         return Process(int(self.id), self.host, self.space, self.began)
 
     def write(self, run: RunDir) -> None:
-        """Put it into the run folder."""
+        """Write the record into the run folder."""
         write_json(run.job, {**asdict(self), "state": self.state.value})
 
     def at_end(
         self, state: JobState, exit_status: int, verdict: str, failure: Failure | None = None
     ) -> JobRecord:
-        """The same job, ended now."""
+        """Return the record of the same job, ended now."""
         return replace(
             self,
             state=state,
@@ -155,5 +161,5 @@ class JobRecord:
 
 
 def now() -> str:
-    """The time of day, for a record."""
+    """Return the current local time with its offset; ISO 8601, in seconds."""
     return datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds")

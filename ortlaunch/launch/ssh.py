@@ -1,4 +1,4 @@
-"""Commands on other hosts: the options of every ssh that ortlaunch starts, and which hosts need none."""
+"""Commands on other hosts: the options of every ssh that ortlaunch starts."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from collections.abc import Iterable
 
 from ortlaunch.plan import is_this_host
 
+# ssh's own default of ServerAliveCountMax.
 _MISSED_ANSWERS = 3
 
 
 def needs_no_ssh(host: str) -> bool:
-    """Whether a command for this host, as a host file names it, is started here: by its own name, and as no user."""
+    """Whether a command for this host name is started here: the host is this one, without a user."""
     return "@" not in host and is_this_host(host)
 
 
 def ssh(
     host: str, command: Iterable[str], connect_seconds: int, alive_seconds: int | None = None
 ) -> list[str]:
-    """The ssh that runs a command on a host, without a terminal and without questions.
+    """Return the ssh command that runs `command` on a host, without a terminal and without prompts.
 
     Args:
-        connect_seconds: after which a host that does not answer fails.
-        alive_seconds: between two checks of the connection, which ends when the third in a row fails; None: no checks.
+        connect_seconds: time after which an attempt to connect fails.
+        alive_seconds: time between two checks of the connection, which ends when three in a row
+            fail; None: no checks.
     """
     options = ["BatchMode=yes", f"ConnectTimeout={connect_seconds}"]
     if alive_seconds is not None:

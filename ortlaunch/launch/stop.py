@@ -1,6 +1,6 @@
-"""A stop that is asked for: its file in the run folder, which the ranks see by themselves, and the time that they have.
+"""A stop request: a file in the run folder, which the ranks read, and the time that they have.
 
-The signal that wakes them is SIGUSR1, because mpirun kills its ranks 0.2 s after it got SIGTERM or SIGINT itself.
+SIGUSR1 wakes the ranks, because mpirun kills its ranks 0.2 s after it received SIGTERM or SIGINT.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from ortlaunch.run_folder.folder import write_json
 
 
 class Stop(NamedTuple):
-    """How the ranks of one run are asked."""
+    """How the ranks of one run are requested to stop."""
 
     file: str
-    cancelled: str  # a file: they are to end at once all the same
+    # A file; if it exists, the ranks end at once in any case.
+    cancelled: str
     grace_seconds: int
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether `ortlaunch cancel` wants it gone."""
+        """Whether `ortlaunch cancel` cancelled the run."""
         return os.path.exists(self.cancelled)
 
     def ask(self, by: str) -> None:
-        """Leave the request, unless there is one; a full disk leaves the signal alone."""
+        """Write the request, unless there is one."""
+        # On a full disk the signal alone has to reach the ranks.
         if not os.path.exists(self.file):
             with contextlib.suppress(OSError):
                 write_request(Path(self.file), by)
 
 
 def write_request(path: Path, by: str) -> None:
-    """A request in the run folder, whole or not at all."""
+    """Write a stop request into the run folder, completely or not at all."""
     write_json(path, {"by": by, "pid": os.getpid(), "host": socket.gethostname()})

@@ -1,11 +1,14 @@
-"""The ranks through torchrun: one on this host, or one on each of several, started through ssh (launch/over_ssh.py).
+"""Start the ranks through torchrun, on this host or on each of several (launch/over_ssh.py).
 
-Its rendezvous would listen on every interface and unpickle what anybody puts there. Here it is a file, new for each
-start: on one host in a folder that this user alone can write to, on several in the run folder, which they share. Ranks
-of one host meet in another file, those of several at a port of rank 0's address that is told through the run folder
-(worker/process_group/join.py). On more hosts than such a file serves, launch/node.py takes torchrun's place,
-with the same variables: the plan numbers the hosts already. A world of several hosts has as many ranks on each:
-torchrun documents no other.
+torchrun's own rendezvous would listen on every interface and unpickle data from anybody. Here the
+rendezvous is a file, new for each start: on one host in a folder that only this user can write to,
+on several hosts in the run folder, which they share. Ranks of one host meet through another file.
+Ranks of several hosts meet at a port of rank 0's address, which is published in the run folder
+(worker/process_group/join.py).
+
+The rendezvous file serves at most `MOST_RENDEZVOUS_HOSTS` hosts. For more, launch/node.py replaces
+torchrun and sets the same variables: the plan numbers the hosts already. All hosts have the same
+number of ranks, because torchrun documents no other case.
 """
 
 from __future__ import annotations
@@ -26,27 +29,27 @@ from ortlaunch.run_folder.folder import RunDir
 
 __all__ = ["cancel", "check", "request", "state", "submit", "wait"]
 
-MOST_RENDEZVOUS_HOSTS = (
-    64  # the file is read whole by each host, and grows with the square of the hosts
-)
-_KEEP_ALIVE_SECONDS = 3600  # each one makes the file longer; a lost host is seen by ssh
-_NO_STORE = {
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
-}  # else torchrun opens a port for a store of the ranks
+# Each host reads the whole file, which grows with the square of the number of hosts.
+MOST_RENDEZVOUS_HOSTS = 64
+# Each keep-alive makes the file longer, and ssh detects a lost host.
+_KEEP_ALIVE_SECONDS = 3600
+# Else torchrun opens a port for a store of the ranks.
+_NO_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def check(nodes: Sequence[Node], run_dir: RunDir) -> None:
-    """As many ranks on every host: torchrun documents no other number."""
+    """Check that all hosts have the same number of slots: torchrun documents no other case."""
     slots = sorted({node.slots for node in nodes})
     if len(slots) > 1:
         raise PlanError(
-            f"launcher torchrun takes as many ranks on every host, and they have {' and '.join(map(str, slots))} "
+            "launcher torchrun takes as many ranks on every host, "
+            f"and they have {' and '.join(map(str, slots))} "
             "slots; make them equal, or use launcher mpi"
         )
 
 
 def request(plan: Plan, run_dir: RunDir) -> Request:
-    """torchrun with a rendezvous in a file; it never restarts ranks by itself."""
+    """Return a torchrun command with a rendezvous in a file; it never restarts ranks by itself."""
     check(plan.nodes, run_dir)
     # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset.
     env = {
@@ -60,9 +63,8 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
         return _on_hosts(plan, run_dir, env)
     private = private_folder(run_dir)
     rendezvous = private / run_dir.rendezvous.name
-    argv = _torchrun(
-        plan, run_dir, "localhost", rendezvous, (f"--log-dir={private}",)
-    )  # else a folder for good in /tmp
+    # Without --log-dir, torchrun leaves a folder in /tmp for good.
+    argv = _torchrun(plan, run_dir, "localhost", rendezvous, (f"--log-dir={private}",))
     files = ((str(rendezvous), ""), *store_file(plan, run_dir))
     stop = stop_of(plan, run_dir)
     return Request(
@@ -71,7 +73,8 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
 
 
 def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
-    """One torchrun on each host; they count themselves in the order of the names that they are given."""
+    """Return the request that starts one torchrun on each host through ssh."""
+    # Without `threads` in the plan, each host's own value of OMP_NUM_THREADS counts.
     if plan.threads is None:
         env = {
             name: value
@@ -79,6 +82,7 @@ def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
             if name != "OMP_NUM_THREADS" or name in dict(plan.env)
         }
     many = len(plan.nodes) > MOST_RENDEZVOUS_HOSTS
+    # torchrun orders the nodes by the name in --local-addr, hence the number with leading zeros.
     agents = [
         {"host": node.host, "argv": _node(plan, run_dir, number) if many
          else _torchrun(plan, run_dir, f"{number:05d}.{node.host}", run_dir.rendezvous)}
@@ -98,13 +102,14 @@ def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
 
 
 def _node(plan: Plan, run_dir: RunDir, number: int) -> tuple[str, ...]:
-    """The command on one of many hosts: ortlaunch's own starter of ranks, which needs no rendezvous."""
+    """Return the command of one of many hosts: launch/node.py, which needs no rendezvous."""
     return (
         *start.command("ortlaunch.launch.node", plan.argv[0]),
         f"--nodes={len(plan.nodes)}",
         f"--ranks={plan.nodes[0].slots}",
         f"--number={number}",
-        "--master=127.0.0.1",  # never used: ranks meet through the run folder
+        # Never used: the ranks meet through the run folder.
+        "--master=127.0.0.1",
         "--",
         *plan.argv,
         str(run_dir),
@@ -114,7 +119,7 @@ def _node(plan: Plan, run_dir: RunDir, number: int) -> tuple[str, ...]:
 def _torchrun(
     plan: Plan, run_dir: RunDir, name: str, rendezvous: Path, more: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """The command on one host; ranks are counted in the order of `name`."""
+    """Return the command of one host; torchrun numbers the hosts in the order of `name`."""
     return (
         *start.command("torch.distributed.run", plan.argv[0]),
         f"--nnodes={len(plan.nodes)}",
@@ -124,6 +129,7 @@ def _torchrun(
         f"--rdzv-conf=store_type=file,keep_alive_interval={_KEEP_ALIVE_SECONDS}",
         f"--local-addr={name}",
         *more,
+        # run/restarts.py restarts the ranks, for all launchers alike.
         "--max-restarts=0",
         "--no-python",
         *plan.argv,
@@ -132,12 +138,17 @@ def _torchrun(
 
 
 def _error_file(run_dir: RunDir) -> dict[str, str]:
-    """Where torchrun writes an exception of its own, which ranks cannot tell from a stop; they get other files."""
+    """Return the variable with the path to which torchrun writes its own exceptions."""
+    # Ranks get other files, because they cannot distinguish torchrun's exception from a stop.
     return {"TORCHELASTIC_ERROR_FILE": str(run_dir.launcher_error)}
 
 
 def _grace(plan: Plan) -> dict[str, str]:
-    """A guardian ends its rank after the grace; one that is stopped is killed soon after it, not after 30 s."""
+    """Return the variable with the seconds from torchrun's SIGTERM to its SIGKILL."""
+    # A supervisor ends its rank after the grace. A suspended supervisor is killed 2 s after that,
+    # not after torchrun's default of 30 s.
     return {
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{(plan.grace_seconds if plan.traits.saves else GRACE_SECONDS) + 2:.0f}"
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (
+            f"{(plan.grace_seconds if plan.traits.saves else GRACE_SECONDS) + 2:.0f}"
+        )
     }
