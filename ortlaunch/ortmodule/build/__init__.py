@@ -1,1 +1,1 @@
-"""Extensions, CUDA libraries and kernels that ONNX Runtime needs before it is imported."""
+"""The extensions, CUDA libraries and kernel table that ONNX Runtime needs before its import."""

@@ -1,6 +1,7 @@
-"""Which operators have a kernel of ONNX Runtime's CUDA provider, for which types, by the table cuda_kernels.txt.
+"""The operators that have a kernel of ONNX Runtime's CUDA provider, and the kernels' types.
 
-`tools/cuda_kernels.py` reads the table from the wheel. Types are ONNX's names in lower case, "" where unknown.
+The table is cuda_kernels.txt; `tools/cuda_kernels.py` reads it from the wheel. Types are ONNX's
+names in lower case; an empty string is an unknown type.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import onnx
 
+# The output types of operators whose output type does not follow from their inputs.
 _RESULTS = {
     **dict.fromkeys(
         ("And", "Equal", "Greater", "IsInf", "IsNaN", "Less", "Not", "Or", "Xor"), "bool"
@@ -23,12 +25,17 @@ _RESULTS = {
 
 
 def has_kernel(node: onnx.NodeProto, types: Mapping[str, str], opset: int) -> bool:
-    """Whether an onnx.NodeProto can run on CUDA; `types` are those of tensors, `opset` the model's.
+    """Return whether an onnx.NodeProto can run on CUDA.
 
-    The first input's type, and every other one but int64, which are sizes and axes, must be one of a kernel's.
+    Args:
+        node: the operator's node.
+        types: the types of the graph's tensors, by tensor name.
+        opset: the version of ONNX's operators that the model uses.
     """
     kinds = [types.get(name, "") for name in (*node.input, *node.output) if name]
+    # int64 inputs after the first one are sizes and axes, which have constraints of their own.
     needed = {*kinds[:1], *(kind for kind in kinds if kind != "int64")} - {""}
+    # ORT's own operators (com.microsoft) have version 1 only.
     version = 1 if node.domain else opset
     return any(
         first <= version <= (last or version)
@@ -38,20 +45,25 @@ def has_kernel(node: onnx.NodeProto, types: Mapping[str, str], opset: int) -> bo
 
 
 def types_of(graph: onnx.GraphProto) -> dict[str, str]:
-    """Types of the tensors of an onnx.GraphProto. ORT omits tensors of unknown shape; their types are inferred here."""
+    """Return the types of the tensors of an onnx.GraphProto, by tensor name."""
     types = {
         value.name: _name(value.type.tensor_type.elem_type)
         for value in (*graph.value_info, *graph.input, *graph.output)
     }
     types.update({tensor.name: _name(tensor.data_type) for tensor in graph.initializer})
     for node in graph.node:
+        # ORT omits tensors of unknown shape from value_info, so their types are inferred.
         for name in node.output[:1]:
             types[name] = types.get(name) or _inferred(node, types)
     return types
 
 
 def _inferred(node: onnx.NodeProto, types: Mapping[str, str]) -> str:
-    """Type of a node's first output: by its operator, by an attribute, or of the first input that is not bool."""
+    """Return the type of a node's first output; an empty string if unknown.
+
+    The type is the operator's own, else that of an attribute, else that of the first input that is
+    not bool.
+    """
     stated = (
         _name(one.t.data_type or one.i) for one in node.attribute if one.name in ("value", "to")
     )
@@ -67,7 +79,11 @@ def _name(number: int) -> str:
 
 @functools.cache
 def _table() -> dict[tuple[str, str], list[tuple[int, int, list[set[str]]]]]:
-    """By domain and name: the first version of an operator, its last or 0, and the types of each kernel."""
+    """Return the kernels by (domain, operator name).
+
+    Each entry holds the operator's first version, its last version (0: still current), and one set
+    of types for each kernel.
+    """
     table: dict[tuple[str, str], list[Any]] = {}
     for line in Path(__file__).with_suffix(".txt").read_text().splitlines():
         if not line.startswith("#"):

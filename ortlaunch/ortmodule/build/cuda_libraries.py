@@ -1,10 +1,13 @@
-"""CUDA 11 libraries of onnxruntime-training 1.19.2: finding and loading them, and a check that ORT runs on the GPU.
+"""Find and load the CUDA 11 libraries of onnxruntime-training 1.19.2, and check that ORT runs on
+the GPU.
 
-The wheel for CUDA is a CUDA 11.8 + cuDNN 8 build, and torch's wheels do not bring those libraries. They come from
-packages of their own (extra `ort-cuda`) or the system. They are loaded by path before onnxruntime, beside a torch of
-CUDA 12 or 13, whose libraries have other names and versioned symbols. Without them ORT computes on the CPU.
-Also finds the toolkit and the headers that extensions are compiled with.
-The control side imports this: nothing but the standard library at the top.
+The CUDA wheel is a CUDA 11.8 + cuDNN 8 build, and torch's wheels do not include those libraries.
+They come from separate packages (extra `ort-cuda`) or from the system. Without them ORT computes on
+the CPU. They are loaded by path before onnxruntime is imported. A torch of CUDA 12 or 13 can be in
+the same process, because its libraries have other names and versioned symbols.
+
+The module also finds the CUDA toolkit and the headers that the extensions are compiled with. The
+control side imports this module, so only the standard library is imported at the top.
 """
 
 from __future__ import annotations
@@ -24,13 +27,12 @@ from typing import NamedTuple
 from ortlaunch import start
 
 PROVIDER = "CUDAExecutionProvider"
-_CHECK_SECONDS = (
-    300  # a first use may compile kernels for a GPU that the wheel has no machine code for
-)
+# The first use may compile kernels, for a GPU that the wheel has no machine code for.
+_CHECK_SECONDS = 300
 
 
 class Library(NamedTuple):
-    """A shared library, the folder of site-packages/nvidia that may have it, and the package that brings it."""
+    """A shared library, its folder in site-packages/nvidia, and the package that provides it."""
 
     name: str
     folder: str
@@ -49,20 +51,26 @@ LIBRARIES = (
 
 
 def missing() -> list[Library]:
-    """Libraries that are neither in an installed package nor where the dynamic linker looks; nothing is loaded."""
+    """Return the libraries that neither an installed package nor the dynamic linker provides.
+
+    Nothing is loaded.
+    """
     return [
         library for library in LIBRARIES if _installed(library) is None and not _in_system(library)
     ]
 
 
 def hint(absent: list[Library]) -> str:
-    """The command that installs what is missing."""
+    """Return the command that installs the missing libraries."""
     packages = " ".join(dict.fromkeys(library.package for library in absent))
     return f'pip install "ortlaunch[ort-cuda]" (or: pip install --no-deps {packages})'
 
 
 def preload() -> None:
-    """Load the libraries for this process, so that onnxruntime's CUDA provider finds them; absent ones are skipped."""
+    """Load the libraries into this process, so that onnxruntime's CUDA provider finds them.
+
+    Libraries without an installed package are skipped.
+    """
     for library in LIBRARIES:
         path = _installed(library)
         if path is not None:
@@ -70,14 +78,15 @@ def preload() -> None:
 
 
 def check() -> str:
-    """Why ONNX Runtime does not run on this process's GPU; empty where it does.
-
-    Runs one Relu on CUDA in a process of its own: where a library or the driver is absent, ORT may abort the process.
-    """
+    """Return why ONNX Runtime does not run on this process's GPU; empty if it does."""
     absent = missing()
     if absent:
         names = ", ".join(library.name for library in absent)
-        return f"the CUDA libraries of onnxruntime-training are not installed ({names}). Type: {hint(absent)}"
+        return (
+            f"the CUDA libraries of onnxruntime-training are not installed ({names}). "
+            f"Type: {hint(absent)}"
+        )
+    # In a subprocess: where a library or the driver is absent, ORT may abort the process.
     command = start.command("ortlaunch.ortmodule.build.cuda_libraries")
     try:
         done = subprocess.run(
@@ -95,19 +104,26 @@ def check() -> str:
         re.findall(r"CUDA failure \d+: [^;\n]*|.*Failed to load library.*", output)
         + output.strip().splitlines()[-1:]
     )
-    return f"ONNX Runtime cannot compute on this GPU ({ending}): {causes[0].strip() if causes else 'no message'}"
+    return (
+        f"ONNX Runtime cannot compute on this GPU ({ending}): "
+        f"{causes[0].strip() if causes else 'no message'}"
+    )
 
 
 def toolkit(search_path: str) -> str:
-    """Folder of the CUDA toolkit: the user's, else nvcc's (which may be a link or a script), else the usual one."""
+    """Return the folder of the CUDA toolkit; empty if there is none.
+
+    CUDA_HOME and CUDA_PATH come first, then nvcc's folder on `search_path`, then /usr/local/cuda.
+    """
     nvcc = Path(shutil.which("nvcc", path=search_path) or "/usr/local/cuda/bin/nvcc")
+    # nvcc on PATH may be a link or a script outside the toolkit.
     homes = (nvcc.parents[1], nvcc.resolve().parents[1], Path("/usr/local/cuda"))
     whole = (str(home) for home in homes if (home / "include" / "cuda_runtime.h").is_file())
     return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or next(whole, "")
 
 
 def headers(cuda: str) -> list[str]:
-    """Folders of headers that the wheels of a torch for this version of CUDA bring."""
+    """Return the include folders that torch's wheels for this CUDA version provide."""
     name = "c*" if cuda.startswith("12.") else f"cu{cuda.partition('.')[0]}"
     return [str(path) for folder in _folders() for path in sorted(folder.glob(f"{name}/include"))]
 
@@ -118,15 +134,16 @@ def _installed(library: Library) -> Path | None:
 
 
 def _folders() -> Iterator[Path]:
-    """The folders `nvidia` of site-packages: a namespace that several packages share."""
+    """Yield the folders `nvidia` of site-packages, a namespace that several packages share."""
     spec = importlib.util.find_spec("nvidia")
     yield from map(Path, (spec.submodule_search_locations or []) if spec else [])
 
 
 def _in_system(library: Library) -> bool:
-    """Whether the dynamic linker finds it: in LD_LIBRARY_PATH, the wheel's own run path, or its cache."""
+    """Return whether the dynamic linker finds the library."""
     folders = [
         *filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)),
+        # The run path of the wheel's CUDA provider.
         "/usr/local/cuda-11.8/lib",
     ]
     return any(Path(folder, library.name).exists() for folder in folders) or _in_linker_cache(
@@ -151,7 +168,7 @@ def _relu() -> bytes:
 
 
 def main() -> int:
-    """Compute one Relu on CUDA; 0 where ONNX Runtime did it there."""
+    """Compute one Relu on CUDA; return 0 if ONNX Runtime ran it there."""
     preload()
     import numpy
     import onnxruntime

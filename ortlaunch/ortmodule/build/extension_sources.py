@@ -1,7 +1,7 @@
-"""What is changed in a copy of ORT's installed extension sources before it is compiled.
+"""Changes to a copy of ORT's installed extension sources, made before the copy is compiled.
 
-ORT 1.19.2's sources name parts of torch 2.6 that later versions hide or have changed. Every text that is replaced must
-be found exactly once: sources that are not the known ones are not built. Standard library only.
+ORT 1.19.2's sources use parts of torch 2.6 that later versions hide or have changed. Each replaced
+text must occur exactly once; unknown sources are not built. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
-# torch/torch.h and torch/extension.h are all of torch's C++ front end; what is used of it compiles faster alone.
+# torch/torch.h and torch/extension.h include all of torch's C++ front end. The used headers alone
+# compile faster.
 _EXECUTOR_INCLUDES = """\
 #include <torch/version.h>
 #include <torch/csrc/jit/runtime/operator.h>
 #include <ATen/ScalarOps.h>
 #include <pybind11/pybind11.h>"""
-# A view of an input, as of unfold, would be read after ORT has given the input's memory to another node.
+# The result of an operator may be a view of an input (unfold). ORT would read the view after it has
+# given the input's memory to another node, so views are copied.
 _OWN_MEMORY = """\
 static DLManagedTensor* own_memory(const at::Tensor& tensor, const std::vector<c10::IValue>& arguments) {
   for (const auto& argument : arguments) {
@@ -39,8 +41,8 @@ _INTEROP_INCLUDES = """\
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/python_strings.h>"""
 
-# Torch 2.7 hides the typeinfo that a dynamic_cast to PyNode needs, and 2.13 renamed PyNode::obj. The Python object of a
-# custom function's node, which torch's own functionToPyObject gives, has been the same THPFunction all along.
+# Torch 2.7 hides the typeinfo that a dynamic_cast to PyNode needs, and 2.13 renamed PyNode::obj.
+# torch's functionToPyObject returns the THPFunction of a custom function's node in all versions.
 _PYTHON_FUNCTION = """\
 template <typename NodePointer>
 static py::object python_function(const NodePointer& node) {
@@ -51,7 +53,7 @@ static py::object python_function(const NodePointer& node) {
 
 """
 
-# Torch 2.13 hides tensor_fromDLPack; this is what it did, over at::fromDLPack, which stays visible.
+# Torch 2.13 hides tensor_fromDLPack. This copy of it uses at::fromDLPack, which stays visible.
 _FROM_CAPSULE = """
 
 static at::Tensor tensor_from_capsule(PyObject* capsule) {
@@ -63,13 +65,13 @@ static at::Tensor tensor_from_capsule(PyObject* capsule) {
 }
 """
 
-# One file instead of five: torch's headers take nearly all of the time.
+# Compiled as one file instead of five: torch's headers take nearly all of the compile time.
 _INTEROP_FILES = ("ctx_pool", "custom_function_shared", "custom_function_bw", "custom_function_fw")
 
-# The installed file -> texts in it and what each becomes.
+# By extension and installed file: pairs of a text and its replacement.
 _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
     "torch_gpu_allocator": {
-        # emptyCache has an argument from torch 2.7 on, and ORT calls this address without one.
+        # emptyCache has an argument since torch 2.7, and ORT calls this address without one.
         "torch_gpu_allocator.cc": (
             (
                 "&c10::cuda::CUDACachingAllocator::emptyCache)",
@@ -88,7 +90,8 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
         ),
     },
     "torch_interop_utils": {
-        # torch 2.13 holds nodes by intrusive_ptr. Half an address, as a key, can belong to two contexts.
+        # torch 2.13 holds nodes by intrusive_ptr. ORT's keys are the low 32 bits of an address,
+        # which two contexts can share.
         "ctx_pool.h": (
             ("#include <torch/extension.h>", _INTEROP_INCLUDES + _FROM_CAPSULE),
             (
@@ -103,8 +106,10 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
                 "at::Tensor target) {\n  uintptr_t y = reinterpret_cast<uintptr_t>(ctx.ptr());",
             ),
             (
-                "unregister_grad_fn(py::object ctx) {\n  uint32_t y = reinterpret_cast<uintptr_t>(ctx.ptr());",
-                "unregister_grad_fn(py::object ctx) {\n  uintptr_t y = reinterpret_cast<uintptr_t>(ctx.ptr());",
+                "unregister_grad_fn(py::object ctx) {\n"
+                "  uint32_t y = reinterpret_cast<uintptr_t>(ctx.ptr());",
+                "unregister_grad_fn(py::object ctx) {\n"
+                "  uintptr_t y = reinterpret_cast<uintptr_t>(ctx.ptr());",
             ),
         ),
         "custom_function_shared.h": (("#include <torch/extension.h>", ""),),
@@ -175,13 +180,15 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
                 ),
                 "",
             ),
-            # torch says which C++ it takes: 17, and later 20.
+            # torch adds the C++ standard that it needs: 17, in later versions 20. The code only
+            # forwards calls, so -O1 loses nothing.
             ('["-O3", "-std=c++17"]', '["-O1"]'),
         ),
     },
 }
 
-# Its last step, in the process that has torch loaded: symbols that torch hides are missing only now.
+# Appended to setup.py: load the built extension, in the process that has imported torch. Symbols
+# that torch hides are missed only at this point, not by the compiler.
 _LOADS = {
     "torch_interop_utils": """
 import glob, importlib.util
@@ -193,13 +200,14 @@ importlib.util.module_from_spec(_spec)
 
 
 class UnknownSource(ValueError):
-    """An installed source file is not the one that the changes were written for."""
+    """An installed source file differs from the one that the changes were written for."""
 
 
 def adapt(name: str, work: Path) -> None:
     """Change the copy of an extension's sources in `work` so that it builds on every torch.
 
-    Raises UnknownSource, with the file and the text, where a text to replace is not there exactly once.
+    Raises:
+        UnknownSource: a text to replace does not occur exactly once; names the file and the text.
     """
     for file, replacements in _CHANGES.get(name, {}).items():
         path = work / file
@@ -210,7 +218,7 @@ def adapt(name: str, work: Path) -> None:
 
 
 def revision() -> str:
-    """A word that differs whenever this file does: what was built by another one is not found again."""
+    """Return a checksum of this file; builds of another revision are not reused."""
     return f"{zlib.crc32(Path(__file__).read_bytes()):08x}"
 
 
@@ -219,7 +227,8 @@ def _replaced(path: Path, replacements: tuple[tuple[str, str], ...]) -> str:
     for old, new in replacements:
         if text.count(old) != 1:
             raise UnknownSource(
-                f"ORT's {path.name} has {text.count(old)} times, instead of once: {old.strip()[:120]!r}"
+                f"ORT's {path.name} has {text.count(old)} times, instead of once: "
+                f"{old.strip()[:120]!r}"
             )
         text = text.replace(old, new)
     return text

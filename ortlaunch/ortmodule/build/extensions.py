@@ -1,7 +1,8 @@
-"""Builds ORT's torch C++ extensions once per stack of versions, and finds them again.
+"""Build ORT's torch C++ extensions once for each combination of versions, and cache them.
 
-Owns the extensions' folder in the cache and the question which ORT wheel is installed. Torch runs in the compiler's own
-process, and is not imported here: the control side of ortlaunch imports this module, too.
+The module owns the extensions' folder in the cache, and determines which ORT wheel is installed.
+The control side of ortlaunch imports this module, so torch is not imported here; it runs only in
+the compiler's process.
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ ORT_VERSION = "1.19.2"
 EXTRA_OF = {"onnxruntime-training-cpu": "ort-cpu", "onnxruntime-training": "ort-cuda"}
 _OTHER_WHEELS = ("onnxruntime", "onnxruntime-gpu")
 NEWEST_PYTHON = (3, 11)
-_FIRST_WITHOUT_VOLTA = 13  # CUDA's major version whose nvcc no longer compiles for 7.0
+# The first major version of CUDA whose nvcc does not compile for compute capability 7.0.
+_FIRST_WITHOUT_VOLTA = 13
 
-# Without it custom autograd functions are refused, and all else works.
+# Without this extension custom autograd functions are refused; everything else works.
 INTEROP = "torch_interop_utils"
 
 
 def ort_package() -> str:
-    """The one installed onnxruntime-training wheel, by name; reads package metadata only.
+    """Return the name of the installed onnxruntime-training wheel; read package metadata only.
 
-    Raises MissingDependency, saying what to type, where there is none, the wrong version, or more than one wheel
-    that provides the module `onnxruntime`.
+    Raises:
+        MissingDependency: no wheel is installed, its version is wrong, or several wheels provide
+            the module `onnxruntime`. The message has the command to type.
     """
     training = versions(EXTRA_OF)
     others = versions(_OTHER_WHEELS)
@@ -51,14 +54,14 @@ def ort_package() -> str:
         raise MissingDependency(_clash_hint({**training, **others}, EXTRA_OF[name]))
     if found != ORT_VERSION:
         raise MissingDependency(
-            f"the ort engine's repairs are written for {name} {ORT_VERSION}, and {found} is installed. "
-            f'Type: pip install "ortlaunch[{EXTRA_OF[name]}]"'
+            f"the ort engine's repairs are written for {name} {ORT_VERSION}, and {found} is "
+            f'installed. Type: pip install "ortlaunch[{EXTRA_OF[name]}]"'
         )
     return name
 
 
 def version(package: str) -> str | None:
-    """Version of an installed package, from its metadata; None where it is not installed."""
+    """Return the version of an installed package from its metadata; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -66,17 +69,19 @@ def version(package: str) -> str | None:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Those of the packages that are installed, with their versions."""
+    """Return those of the packages that are installed, with their versions."""
     return {package: found for package in packages if (found := version(package))}
 
 
 def cache_dir() -> Path:
-    """The folder of the extensions built for this Python, torch, ORT and machine; it need not exist."""
+    """Return the folder of the extensions for this Python, torch, ORT and machine; it may not
+    exist.
+    """
     return cache_root() / "extensions" / _key()
 
 
 def wanted() -> list[str]:
-    """Names of the extensions that ORT uses on this stack."""
+    """Return the names of the extensions that ORT uses with the installed versions."""
     names = ["aten_op_executor", INTEROP]
     if _cuda_versions() is not None:
         names += ["torch_gpu_allocator", "fused_ops"]
@@ -84,13 +89,19 @@ def wanted() -> list[str]:
 
 
 def missing() -> list[str]:
-    """Names of the wanted extensions that are not in the cache, but for one that could not be built for this torch."""
+    """Return the names of the wanted extensions that are not in the cache.
+
+    torch_interop_utils is left out if its build failed for this torch.
+    """
     refusal = interop_refusal()
     return [name for name in _unbuilt() if not (name == INTEROP and refusal)]
 
 
 def interop_refusal() -> str:
-    """Why torch_interop_utils could not be built for this torch; empty where it is built, or was not tried."""
+    """Return why torch_interop_utils could not be built for this torch.
+
+    The text is empty if the extension is built, or if no build was tried.
+    """
     folder = cache_dir()
     note = folder / f"{INTEROP}.refused"
     return note.read_text() if note.is_file() and not (folder / f"{INTEROP}.so").is_file() else ""
@@ -101,14 +112,17 @@ def _unbuilt() -> list[str]:
 
 
 def damage() -> list[str]:
-    """What is wrong with extensions that were built and are no longer what the compiler made."""
+    """Return a description of each built extension that changed after the build."""
     return [
         why for name in wanted() if (cache_dir() / f"{name}.so").exists() and (why := _damage(name))
     ]
 
 
 def _damage(name: str) -> str:
-    """What keeps an extension from being loaded; a library that was cut would end the process by SIGBUS."""
+    """Return why an extension cannot be loaded; empty if it can.
+
+    A truncated library would end the process by SIGBUS.
+    """
     folder = cache_dir()
     for path in filter(Path.is_dir, (cache_root(), folder.parent, folder)):
         require_own(path)
@@ -116,9 +130,12 @@ def _damage(name: str) -> str:
 
 
 def build() -> list[str]:
-    """Build what is missing into the cache and return its names; two builders of one cache take turns.
+    """Build the missing extensions into the cache and return their names.
 
-    Raises MissingDependency where a tool is absent, the cache cannot be written or the compiler fails.
+    A file lock makes two builders of one cache wait for each other.
+
+    Raises:
+        MissingDependency: a tool is absent, the cache cannot be written or the compiler fails.
     """
     import filelock
 
@@ -129,6 +146,7 @@ def build() -> list[str]:
     try:
         cache_folder("extensions", folder.name)
         with filelock.FileLock(folder / ".lock"):
+            # Another process may have built them while this one waited for the lock.
             names = _unbuilt()
             _compile(names, folder)
             for library in (folder / f"{name}.so" for name in names):
@@ -136,13 +154,14 @@ def build() -> list[str]:
                     seal(library.with_suffix(".seal"), [library])
     except OSError as error:
         raise MissingDependency(
-            f"cannot write the cache folder {folder}: {error}. Set ORTLAUNCH_CACHE to a folder you can write"
+            f"cannot write the cache folder {folder}: {error}. "
+            "Set ORTLAUNCH_CACHE to a folder you can write"
         ) from error
     return names
 
 
 def main() -> int:
-    """What `ortlaunch setup` runs in a process of its own; the exit status."""
+    """Run the build of `ortlaunch setup`, in a process of its own; return the exit status."""
     try:
         _say_and_build()
     except OrtlaunchError as error:
@@ -161,18 +180,20 @@ def _say_and_build() -> None:
     for why in damage():
         print(f"{why}; built anew")
     print(
-        f"building {', '.join(names)} for torch {_torch_version()} and {ort_package()} {ORT_VERSION} ...",
+        f"building {', '.join(names)} for torch {_torch_version()} and {ort_package()} "
+        f"{ORT_VERSION} ...",
         flush=True,
     )
     build()
     print(f"built in {time.monotonic() - start:.0f} s: {folder}")
     if interop_refusal():
         print(
-            f"without {INTEROP}: engine ort refuses custom autograd functions, because {interop_refusal()}"
+            f"without {INTEROP}: engine ort refuses custom autograd functions, because "
+            f"{interop_refusal()}"
         )
 
 
-# ---------------------------------------------------------------------------------------- what is installed
+# -------------------------------------------------------------------------------- installed versions
 
 
 def _torch_version() -> str:
@@ -185,8 +206,10 @@ def _torch_version() -> str:
 def _install_hint() -> str:
     if sys.version_info[:2] > NEWEST_PYTHON:
         return (
-            f"onnxruntime-training ends at Python 3.11 and this is Python {sys.version_info[0]}.{sys.version_info[1]}. "
-            "Use Python 3.10 or 3.11 for the ort engine, or another engine (engine.name: eager or inductor)"
+            "onnxruntime-training ends at Python 3.11 and this is "
+            f"Python {sys.version_info[0]}.{sys.version_info[1]}. "
+            "Use Python 3.10 or 3.11 for the ort engine, or another engine "
+            "(engine.name: eager or inductor)"
         )
     return (
         "the ort engine needs ONNX Runtime Training. "
@@ -203,24 +226,25 @@ def _clash_hint(found: dict[str, str], extra: str) -> str:
 
 
 def _package(name: str) -> Path:
-    """Folder of an installed package, found without importing it."""
+    """Return the folder of an installed package without importing it."""
     spec = importlib.util.find_spec(name)
     folders = spec.submodule_search_locations if spec else None
     if not folders:
         raise MissingDependency(
-            f"the package {name} is listed as installed, and its folder is not there: install it again"
+            f"the package {name} is listed as installed, and its folder is not there: "
+            "install it again"
         )
     return Path(folders[0])
 
 
 def _constant(file: Path, name: str) -> str | None:
-    """A string constant at the top of a package's file, read without importing the package."""
+    """Return a string constant at the top level of a file, read without importing its package."""
     found = re.search(rf"^{name}\b[^=]*=\s*['\"]([^'\"]+)['\"]", file.read_text(), re.MULTILINE)
     return found[1] if found else None
 
 
 def _cuda_versions() -> tuple[str, str] | None:
-    """(torch's, ORT's) CUDA versions where both are CUDA builds, else None."""
+    """Return the CUDA versions of torch and of ORT if both are CUDA builds, else None."""
     if ort_package() != "onnxruntime-training":
         return None
     torch_cuda = _constant(_package("torch") / "version.py", "cuda")
@@ -231,7 +255,8 @@ def _cuda_versions() -> tuple[str, str] | None:
 
 
 def _key() -> str:
-    ort = f"{ort_package()}-{ORT_VERSION}"  # first: that it has no wheel for this Python matters more than torch
+    # Before torch's version: that ORT has no wheel for this Python is the more useful error.
+    ort = f"{ort_package()}-{ORT_VERSION}"
     python = sys.implementation.cache_tag or "python"
     cuda = _cuda_versions()
     gpus = (re.sub(r"[^\w.+]+", "-", _architectures(cuda[0])),) if cuda else ()
@@ -241,11 +266,11 @@ def _key() -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------ the build
+# ----------------------------------------------------------------------------------------- the build
 
 
 def _search_path() -> str:
-    # ninja of a virtual environment that was never activated lies beside its python, not on PATH.
+    # In a virtual environment that was not activated, ninja is beside python and not on PATH.
     here = (sysconfig.get_path("scripts"), os.path.dirname(sys.executable))
     return os.pathsep.join((*here, os.environ.get("PATH", os.defpath)))
 
@@ -254,7 +279,8 @@ def _require_tools() -> None:
     lacking = list(_lacking_tools())
     if lacking:
         raise MissingDependency(
-            f"building ORT's torch extensions needs: {'; '.join(lacking)}. Then type: ortlaunch setup"
+            f"building ORT's torch extensions needs: {'; '.join(lacking)}. "
+            "Then type: ortlaunch setup"
         )
 
 
@@ -269,11 +295,13 @@ def _lacking_tools() -> Iterator[str]:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         yield "Python's C headers (apt-get install python3-dev)"
     if _cuda_versions() and not cuda_libraries.toolkit(_search_path()):
-        yield f"CUDA's compiler (nvcc {(_cuda_versions() or ('',))[0]} was not found; set CUDA_HOME)"
+        yield (
+            f"CUDA's compiler (nvcc {(_cuda_versions() or ('',))[0]} was not found; set CUDA_HOME)"
+        )
 
 
 def _compile(names: list[str], folder: Path) -> None:
-    """Compile all of them side by side in a temporary folder, then publish each into `folder`."""
+    """Compile the extensions in parallel in a temporary folder, then copy each into `folder`."""
     with tempfile.TemporaryDirectory(prefix="ortlaunch-") as temporary:
         works = {name: Path(temporary) / name for name in names}
         failed = {
@@ -287,6 +315,7 @@ def _compile(names: list[str], folder: Path) -> None:
                 if process.wait() != 0
             }
         )
+        # Training without torch_interop_utils works, so its failure is recorded and not raised.
         required = [problem for name, problem in failed.items() if name != INTEROP]
         if required:
             raise MissingDependency(required[0])
@@ -300,7 +329,7 @@ def _compile(names: list[str], folder: Path) -> None:
 
 
 def _copy_sources(name: str, work: Path) -> str:
-    """Copy and adapt an extension's installed sources; what is wrong with them, or an empty text."""
+    """Copy and adapt an extension's installed sources; return why that failed, or an empty text."""
     source = next(_package("onnxruntime").glob(f"training/ortmodule/torch_cpp_extensions/*/{name}"))
     shutil.copytree(source, work, ignore=shutil.ignore_patterns("__pycache__"))
     try:
@@ -329,18 +358,19 @@ def _build_environment() -> dict[str, str]:
         "PATH": _search_path(),
         "MAX_JOBS": os.environ.get("MAX_JOBS") or str(machine.cores()),
     }
-    # Newer setuptools take CFLAGS instead of Python's own flags, older ones add them: say all of them.
-    # Both CPU extensions only forward calls, so that -O1 costs nothing. The others' own -O3 comes later and wins.
+    # Newer setuptools use CFLAGS in place of Python's flags and older ones add CFLAGS to them, so
+    # CFLAGS has Python's flags too. Both CPU extensions only forward calls, so -O1 costs nothing.
+    # The other extensions set -O3 themselves; it comes later on the command line and wins.
     values["CFLAGS"] = (
         f"{sysconfig.get_config_var('CFLAGS') or ''} {os.environ.get('CFLAGS', '')} -O1 -g0"
     )
     cuda = _cuda_versions()
     if cuda is not None:
-        # What torch_cpp_extensions/install.py sets for their setup.py.
+        # torch_cpp_extensions/install.py sets these variables for the extensions' setup.py.
         values["ONNXRUNTIME_CUDA_VERSION"] = cuda[1]
         values["TORCH_CUDA_ARCH_LIST"] = _architectures(cuda[0])
         values["CUDA_HOME"] = cuda_libraries.toolkit(_search_path())
-        # Searched last: for toolkits without the headers of cuBLAS, cuSPARSE and cuSOLVER.
+        # Searched last, for toolkits without the headers of cuBLAS, cuSPARSE and cuSOLVER.
         values["CPATH"] = os.pathsep.join(
             filter(None, (os.environ.get("CPATH"), *cuda_libraries.headers(cuda[0])))
         )
@@ -350,13 +380,17 @@ def _build_environment() -> dict[str, str]:
 
 
 def _architectures(cuda: str) -> str:
-    """The GPUs to compile for: the user's, else all that this CUDA knows, for a login node has none to look at."""
+    """Return the GPU architectures to compile for: TORCH_CUDA_ARCH_LIST, else all that this CUDA
+    supports.
+    """
+    # All of them, because a login node has no GPU whose capability could be read.
     oldest = "7.0;7.5" if int(cuda.partition(".")[0]) < _FIRST_WITHOUT_VOLTA else "7.5"
     return os.environ.get("TORCH_CUDA_ARCH_LIST") or f"{oldest};8.0;8.6;9.0+PTX"
 
 
 def _publish(built: Path, destination: Path) -> None:
-    # A reader must never see half a file, and the temporary folder may be on another file system.
+    # Copied beside the destination, then renamed: a reader never sees half a file, and the
+    # temporary folder may be on another file system.
     arriving = destination.with_name(f".{destination.name}.{os.getpid()}")
     try:
         shutil.copyfile(built, arriving)
@@ -367,7 +401,9 @@ def _publish(built: Path, destination: Path) -> None:
 
 
 def _failure(name: str, work: Path) -> str:
-    """The compiler's last lines and what became of them, without setuptools' own traceback in between."""
+    """Return the compiler's last lines and the final error, without setuptools' traceback between
+    them.
+    """
     log = (work / "build.log").read_text(errors="replace")
     compiler, _, traceback = log.partition("Traceback (most recent call last):")
     lines = compiler.splitlines()[-30:] + traceback.strip().splitlines()[-1:]
@@ -377,10 +413,13 @@ def _failure(name: str, work: Path) -> str:
 
 
 def _refusal(problem: str, log: Path) -> str:
-    """The line that tells, and the file that has the rest."""
+    """Write the whole problem to `log`; return the line with the error and the log's path."""
     log.write_text(problem)
     lines = problem.splitlines()
-    return f"{next((line for line in lines if ' error: ' in line), lines[-1]).strip()} (the whole: {log})"
+    return (
+        f"{next((line for line in lines if ' error: ' in line), lines[-1]).strip()} "
+        f"(the whole: {log})"
+    )
 
 
 if __name__ == "__main__":
