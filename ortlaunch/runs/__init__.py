@@ -1,4 +1,4 @@
-"""Runs of other processes: status, logs, lists, stop, cancel, and their ends.
+"""Commands on runs of other processes: status, logs, list, stop and cancel.
 
 Must not import resolve.
 """

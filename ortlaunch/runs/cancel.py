@@ -1,4 +1,4 @@
-"""Ending a run from another process: its command is asked, then killed; what is left of it here is killed too."""
+"""Cancel a run from another process: end its command, and kill its remaining processes here."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from ortlaunch.runs.queued import cancel as cancel_queued
 from ortlaunch.runs.queued import is_queued
 from ortlaunch.runs.status import Status, elsewhere, look
 
-_MORE_SECONDS = 4.0  # than ranks have once their command was killed
+# Added to the ranks' grace, once their command was killed.
+_MORE_SECONDS = 4.0
 
 
 def cancel(run: RunDir) -> str:
-    """End it, and say what was done; returns when nothing of it is alive on this host.
+    """Cancel a run, and return a text with the result once none of its processes here is alive.
 
     Raises:
-        InputError: it is no run, or not one that can be ended from here by this user.
-        LaunchError: something of it cannot be ended.
+        InputError: it is no run, or this user cannot end it from this host.
+        LaunchError: one of its processes cannot be ended.
     """
     status = look(run)
     if is_queued(status.job):
@@ -35,7 +36,8 @@ def cancel(run: RunDir) -> str:
         _refuse(run, status)
     try:
         if not status.state.is_end:
-            write_text(run.cancelled, "")  # else SIGTERM would be a wish to save first
+            # Without this file, SIGTERM would request the ranks to save first.
+            write_text(run.cancelled, "")
             backend(status.job.backend).cancel(status.job)
         killed = _end_rest(run, status.job.process)
     except PermissionError:
@@ -70,7 +72,7 @@ def _refuse(run: RunDir, status: Status) -> None:
 
 
 def _end_rest(run: RunDir, command: Process) -> int:
-    """Wait for the ranks, which end with their command; kill those that do not. Returns how many that were."""
+    """Wait for the ranks, which end with their command; kill the others and return their number."""
     if _gone(run, command, GRACE_SECONDS + _MORE_SECONDS):
         return 0
     left = _left(run, command)
@@ -93,12 +95,13 @@ def _gone(run: RunDir, command: Process, seconds: float) -> bool:
 
 
 def _left(run: RunDir, command: Process) -> list[int]:
-    """Processes of that command's run; another command may have begun one there meanwhile."""
+    """Return the living processes of that command's run."""
+    # Another command may have started a run in the folder meanwhile.
     return lock.alive_at(run) if lock.command_at(run) == command else []
 
 
 def _record(run: RunDir, job: JobRecord, killed: int) -> None:
-    """Say in job.json that it was cancelled, where the command could not."""
+    """Record in job.json that the run was cancelled, if its command could not do so."""
     written = JobRecord.read(run)
     if written is not None and written.process == job.process and not written.state.is_end:
         said = f"ortlaunch: cancelled; the command had to be killed{_killed(killed)}"

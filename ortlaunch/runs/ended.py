@@ -1,8 +1,11 @@
-"""`python ortlaunch/start.py ortlaunch.runs.ended RUN RESTARTS STATUS`: a queued run's verdict, for its script.
+"""Print and record the verdict of a queued run, for its job script.
 
-srun's status may be that of a rank that was ended because another failed. This one's is the first failing rank's, and
-it writes the verdict into job.json, as `ortlaunch train` does for the ranks that it starts itself. Where the run
-continues in another turn it leaves `requests/requeue`, on which the script requeues the job.
+    python ortlaunch/start.py ortlaunch.runs.ended RUN RESTARTS STATUS
+
+srun's status may be that of a rank that was ended because another failed. This command returns the
+first failing rank's, and writes the verdict into job.json, as `ortlaunch train` does for ranks that
+it starts itself. If the run continues in another start of the job, it writes `requests/requeue`,
+and the script then requeues the job.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from ortlaunch.runs.queued import is_prepared
 
 
 def main() -> int:
-    """Print and record the verdict; returns the run's exit status."""
+    """Print and record the verdict, and return the run's exit status."""
     run = RunDir(sys.argv[1])
     limit = int(sys.argv[2])
     status = int(sys.argv[3])
@@ -45,24 +48,30 @@ def main() -> int:
 def _end(run: RunDir, status: int) -> End:
     if is_prepared(run):
         end = explain_end(run, status)
-    elif status == 0 and run.request.exists():  # an earlier turn had done it all
+    # An earlier start of the job had completed the run.
+    elif status == 0 and run.request.exists():
         return End(0, f"done: {run}")
     else:
         why = f"srun ended with status {status} before rank 0 prepared {run}; see above"
         end = End.of(status or 1, Failure(Cause.UNKNOWN, why))
     if end.status == EXIT_SAVED and _is_in_vain(run):
-        why = "this turn's time was over before its first step; raise submit.time or lower submit.signal_seconds"
+        why = (
+            "this turn's time was over before its first step; "
+            "raise submit.time or lower submit.signal_seconds"
+        )
         return end.followed_by(f"not queued again: {why}")._replace(status=1)
     return end
 
 
 def _is_in_vain(run: RunDir) -> bool:
-    """Whether the signal before the time limit ended a turn after the first before a step: the next would be alike."""
+    """Whether a requeued start ran into the time limit before its first step."""
+    # The next start would end in the same way.
     if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0") or _was_stopped_by_a_person(run):
         return False
     if not is_prepared(run):
         return True
     first = first_failure(run)
+    # Slurm sends SIGUSR1 `submit.signal_seconds` before the time limit.
     if run.stopped.exists() or first is None or first.get("signal") != signal.SIGUSR1:
         return False
     began = run.request.stat().st_mtime_ns
@@ -72,7 +81,8 @@ def _is_in_vain(run: RunDir) -> bool:
 
 
 def _was_stopped_by_a_person(run: RunDir) -> bool:
-    """Whether `ortlaunch stop` or a hook asked for the end; a command of one rank leaves the same file on a signal."""
+    """Whether `ortlaunch stop` or a hook requested the end."""
+    # The command of a single rank writes the same file on a signal, with the signal's name.
     if not run.stop_request.exists():
         return False
     try:
@@ -82,7 +92,12 @@ def _was_stopped_by_a_person(run: RunDir) -> bool:
 
 
 def _after_a_fault(run: RunDir, record: JobRecord, end: End, limit: int) -> tuple[JobRecord, End]:
-    """Requeue as `launch.max_restarts` allows; the attempt is recorded, and the reason where it is the last."""
+    """Request a requeue if `launch.max_restarts` allows it.
+
+    Returns:
+        The record with the failed attempt, and the end with a line on the requeue, or on why there
+        is none.
+    """
     prepared = is_prepared(run)
     began = run.job_script.stat().st_mtime
     failed = failed_turn(run, end, len(record.attempts) + 1, time.time() - began, prepared)

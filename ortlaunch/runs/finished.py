@@ -1,4 +1,4 @@
-"""A run that ended: the command that continues it, and whether another start has anything left to train."""
+"""A run that ended: the command that continues it, and whether any training is left to do."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ortlaunch.recipe.fields.best import direction
 from ortlaunch.run_folder.folder import RunDir, read_json
 
 CONTINUE = "to continue: "
+# Options that `with_next` leaves out or sets itself.
 _PLACES = ("--run-dir", "--resume")
 
 
 def nothing_left(recipe: Recipe, run: RunDir) -> str | None:
-    """Says that all steps are done and exported; None where the ranks have something to do, or nothing tells."""
+    """Return a line if all steps are complete and exported; None if not, or if that is unknown."""
     try:
         return _nothing_left(recipe, run)
     except (DamagedFile, KeyError, TypeError):
@@ -31,12 +32,11 @@ def _nothing_left(recipe: Recipe, run: RunDir) -> str | None:
     saved = run.complete_checkpoints()
     if wanted is None or not saved or not run.summary.exists() or not run.export.exists():
         return None
-    done = saved[-1][
-        0
-    ]  # not the summary's: who takes the last checkpoint away wants to go on from the one before
-    if (
-        read_json(run.summary)["steps"] != done
-    ):  # of a shorter training: this one ended before its export
+    # Not the summary's steps: a user who deletes the last checkpoint wants to continue from the
+    # one before it.
+    done = saved[-1][0]
+    # The summary is that of a shorter training: this one ended before its export.
+    if read_json(run.summary)["steps"] != done:
         return None
     if done >= wanted:
         return f"nothing to train: {done} of {wanted} steps are done"
@@ -59,12 +59,13 @@ def _nothing_left(recipe: Recipe, run: RunDir) -> str | None:
 def with_next(
     said: str, typed: Sequence[str], recipe: Recipe, run: RunDir, stopped: bool = False
 ) -> str:
-    """The text, and where `train` was typed the whole command that continues the run.
+    """Return the text; if the user typed `train`, with the command that continues the run.
 
     Args:
-        said: how the run ended.
-        typed: the words after `ortlaunch`.
-        stopped: before its last step, so that it continues to the length it has; else it gets twice that length.
+        said: the text on the end of the run.
+        typed: the arguments after `ortlaunch`.
+        stopped: whether it stopped before its last step. The command then continues to the same
+            length, else to twice the length.
     """
     if typed[:1] != ["train"] or not (stopped or run.summary.exists()):
         return said
@@ -75,7 +76,8 @@ def with_next(
 
 
 def _further(recipe: Recipe, summary: Mapping[str, Any]) -> tuple[str, str]:
-    """The override, as key and value, with which a finished run has something to train."""
+    """Return the override, as key and value, that gives a finished run more to train."""
+    # An early stop left steps to do, so that removing its condition is enough.
     if summary.get("stopped_early"):
         return "train.stop_after", "null"
     if recipe.train.epochs:
@@ -84,7 +86,9 @@ def _further(recipe: Recipe, summary: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _kept(typed: Sequence[str], key: str) -> Iterator[str]:
-    """The words without the run's folder, where it began (`--resume never` would begin anew), and the key that changes.
+    """Yield the typed arguments without the run's folder and the key that changes.
+
+    Also without `--resume`: `--resume never` would train from the beginning again.
 
     `train.epochs=null` stays beside `train.max_steps`: the recipe's file may have epochs.
     """

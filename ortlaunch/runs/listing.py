@@ -1,4 +1,4 @@
-"""All runs of this user, each at one moment."""
+"""The status of all runs of this user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ortlaunch.runs.status import Status, look
 
 
 def looks(newest: int | None) -> list[Status]:
-    """How each of the newest runs goes or went; one whose files are none of ours any more is left out."""
+    """Return the status of the newest runs; those with unreadable files are left out."""
     found = []
     for run in registry.runs()[:newest]:
         try:
@@ -22,10 +22,14 @@ HEAD = f"{'state':<10} {'step':>12}  {'job':<16} {'started':<19}  folder"
 
 
 def line(status: Status) -> str:
-    """For a person."""
+    """Return the row of a run in the list, for a person."""
     step = (
         "-" if status.step is None else f"{status.step}{f'/{status.steps}' if status.steps else ''}"
     )
+    # The process is on another host, so the recorded state may be out of date.
     sure = "" if status.certain else "?"
     job = f"{status.job.backend} {status.job.id}"
-    return f"{status.state.value + sure:<10} {step:>12}  {job:<16} {status.job.started[:19]}  {status.run}"
+    return (
+        f"{status.state.value + sure:<10} {step:>12}  {job:<16} {status.job.started[:19]}  "
+        f"{status.run}"
+    )

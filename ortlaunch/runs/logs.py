@@ -1,4 +1,4 @@
-"""What a run says: a rank's output, or a queued job's own, printed and followed."""
+"""Print and follow the output of a run's rank, or of a queued job."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from ortlaunch.runs.status import look
 from ortlaunch.schedulers import SCHEDULERS, scheduler
 
 _POLL_SECONDS = 0.5
-_LOOK_SECONDS = 3.0  # a queue is asked less often
+# The status is read less often than the files: it may query a scheduler.
+_LOOK_SECONDS = 3.0
 
 
 def show(run: RunDir, rank: int, follow: bool) -> int:
-    """Print a rank's output and, for rank 0 of a job in a queue, what its script and the scheduler said.
+    """Print a rank's output; for rank 0 of a queued job, the output of its script and scheduler.
 
     Args:
-        follow: go on until the run has ended.
+        follow: continue until the run has ended.
 
     Returns:
-        0, or the run's exit status where its end was followed.
+        0; with `follow` the run's exit status.
 
     Raises:
-        InputError: it is no run folder, or has no such rank.
+        InputError: it is no run folder, or the rank does not exist.
     """
     status = look(run)
     if status.ranks is not None and rank >= status.ranks:
@@ -39,7 +40,8 @@ def show(run: RunDir, rank: int, follow: bool) -> int:
     if queued and SCHEDULERS[status.job.backend].elsewhere:
         if not run.plan.exists():
             return _of_scheduler(status.job, rank, follow)
-        queued = False  # their folder is here all the same
+        # The ranks' folder is on this host all the same, with their logs.
+        queued = False
     read = dict[Path, int]()
     next_look = 0.0
     while True:
@@ -54,10 +56,11 @@ def show(run: RunDir, rank: int, follow: bool) -> int:
 
 
 def _of_scheduler(job: JobRecord, rank: int, follow: bool) -> int:
-    """Ranks write their logs where this host does not see them."""
+    """Print the scheduler's logs, for ranks whose own logs this host cannot read."""
     if rank:
         raise InputError(
-            f"--rank is {rank}, and {job.backend} shows rank 0's node alone; logs/ of the pods' run folder has all"
+            f"--rank is {rank}, and {job.backend} shows rank 0's node alone; "
+            "logs/ of the pods' run folder has all"
         )
     argv = scheduler(job.backend).logs(job.id, follow)
     if shutil.which(argv[0]) is None:
@@ -66,7 +69,7 @@ def _of_scheduler(job: JobRecord, rank: int, follow: bool) -> int:
 
 
 def _files(run: RunDir, rank: int, queued: bool) -> list[Path]:
-    """A job's own output holds rank 0's."""
+    """Return the files with a rank's output; that of a queued job's rank 0 is in the job's own."""
     if queued and rank == 0:
         return sorted(run.logs.glob("slurm-*.out"))
     return [path for path in (run.log(rank, "out"), run.log(rank, "err")) if path.exists()]
@@ -74,6 +77,7 @@ def _files(run: RunDir, rank: int, queued: bool) -> list[Path]:
 
 def _print_new(files: Iterable[Path], read: dict[Path, int]) -> None:
     for path in files:
+        # Offsets count bytes, so the file is read as bytes.
         with open(path, "rb") as file:
             file.seek(read.get(path, 0))
             text = file.read()

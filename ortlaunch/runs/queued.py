@@ -1,4 +1,4 @@
-"""A run whose job a scheduler has: what its queue says and what its folder tells, put together."""
+"""The state of a run in a scheduler's queue, from the queue and from the run folder together."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import SCHEDULERS, QueueState, scheduler
 
+# A preempted job is not among them: the scheduler may queue it again.
 _LAST = (
     JobState.SUCCEEDED,
     JobState.FAILED,
     JobState.CANCELLED,
-)  # a job that was preempted may be queued again
-_END_SECONDS = 120  # KillWait is 30 s as Slurm comes, and what is running then has to be reaped
+)
+# Slurm's default KillWait is 30 s, and the processes have to be reaped after that.
+_END_SECONDS = 120
 _POLL_SECONDS = 1.0
 
 
 def is_queued(job: JobRecord) -> bool:
-    """Whether a scheduler has it."""
+    """Whether the job belongs to a scheduler."""
     return job.backend in SCHEDULERS
 
 
 def found(run: RunDir, job: JobRecord) -> JobRecord:
-    """The record with the state that the queue tells, and a verdict where nobody could leave one."""
+    """Return the record with the queue's state, and with a verdict if none was recorded."""
     if job.state in _LAST:
         return job
     seen = scheduler(job.backend).state(job.id)
@@ -39,7 +41,8 @@ def found(run: RunDir, job: JobRecord) -> JobRecord:
         return job if job.state.is_end else _ended(run, job, None)
     if not seen.state.is_end:
         return replace(job, state=seen.state, ended=None, exit_status=None, verdict=_waiting(seen))
-    written = JobRecord.read(run)  # its script may have said how it ended between two looks
+    # The job's script may have recorded the end since `job` was read.
+    written = JobRecord.read(run)
     if written is not None and written.id == job.id and written.state.is_end:
         cancelled_later = written.state is JobState.PREEMPTED and seen.state is JobState.CANCELLED
         return _ended(run, job, seen) if cancelled_later else written
@@ -47,7 +50,8 @@ def found(run: RunDir, job: JobRecord) -> JobRecord:
 
 
 def is_prepared(run: RunDir) -> bool:
-    """Whether rank 0 of this turn of the job wrote the folder: its script is touched when a turn begins."""
+    """Whether rank 0 of the job's current start prepared the folder."""
+    # The script is touched at the beginning of each start, so an older request is of another one.
     if not (run.plan.exists() and run.request.exists()):
         return False
     return (
@@ -57,10 +61,10 @@ def is_prepared(run: RunDir) -> bool:
 
 
 def cancel(run: RunDir, job: JobRecord) -> JobRecord:
-    """End it, and return its record once the queue has let it go.
+    """Cancel the job and return its record, once the job has left the queue.
 
     Raises:
-        LaunchError: it was refused, or takes longer than the scheduler gives it.
+        LaunchError: the scheduler refused, or the job takes longer than the scheduler allows.
     """
     scheduler(job.backend).cancel(job.id)
     deadline = time.monotonic() + _END_SECONDS
@@ -70,7 +74,8 @@ def cancel(run: RunDir, job: JobRecord) -> JobRecord:
                 f"{run}: job {job.id} of {job.backend} is still {seen.words} after {_END_SECONDS} s"
             )
         time.sleep(_POLL_SECONDS)
-    if seen is None and SCHEDULERS[job.backend].elsewhere:  # it was deleted
+    # A job without a state was deleted; its folder is not on this host and gives no other state.
+    if seen is None and SCHEDULERS[job.backend].elsewhere:
         job.at_end(JobState.CANCELLED, 1, "ortlaunch: cancelled").write(run)
     return found(run, JobRecord.read(run) or job)
 
@@ -80,18 +85,21 @@ def _waiting(seen: QueueState) -> str | None:
 
 
 def _ended(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
-    """A job whose script was ended with it: by a person, a time limit, a node that failed; it is recorded."""
+    """Record the end of a job whose script was ended together with it.
+
+    Causes are a person, a time limit, or a node that failed.
+    """
     if SCHEDULERS[job.backend].elsewhere and not run.plan.exists():
         return _ended_elsewhere(run, job, seen)
     end = _end_of_folder(run, job)
+    # The queue may have forgotten the job; the run folder then decides on its state.
     state, words = seen or QueueState(
         JobState.SUCCEEDED if end.status == 0 else JobState.FAILED, "no job that it knows"
     )
     if state is JobState.SUCCEEDED:
         state = JobState.FAILED if end.status else JobState.SUCCEEDED
-    cancelled = (
-        state is JobState.CANCELLED and end.status == EXIT_SAVED
-    )  # which would mean: run me again
+    # EXIT_SAVED requests another start, which a cancelled job must not get.
+    cancelled = state is JobState.CANCELLED and end.status == EXIT_SAVED
     status = (
         128 + signal.SIGTERM
         if cancelled
@@ -103,10 +111,11 @@ def _ended(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
 
 
 def _ended_elsewhere(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
-    """Ranks wrote their folder where this host does not see it."""
+    """Record the end of a job whose ranks wrote a run folder that this host cannot read."""
     state, words = seen or QueueState(
         JobState.FAILED, "no job that it knows, so how it ended is not known"
     )
+    # The exit status of such a job is unknown here: 1 stands for every failure.
     status = {JobState.SUCCEEDED: 0, JobState.PREEMPTED: EXIT_SAVED}.get(state, 1)
     verdict = f"{job.backend} says: {words}"
     record = job.at_end(state, status, verdict, Failure(Cause.UNKNOWN, verdict) if status else None)
@@ -115,7 +124,8 @@ def _ended_elsewhere(run: RunDir, job: JobRecord, seen: QueueState | None) -> Jo
 
 
 def _end_of_folder(run: RunDir, job: JobRecord) -> End:
-    """What the ranks left."""
+    """Return the end that the ranks recorded in the run folder."""
+    # A summary from before this job belongs to an earlier one.
     trained = (
         run.summary.exists()
         and run.summary.stat().st_mtime >= datetime.fromisoformat(job.started).timestamp()

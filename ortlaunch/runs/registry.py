@@ -1,4 +1,4 @@
-"""Which runs this user has started, wherever their folders lie: a small file for each in the cache folder."""
+"""The runs that this user has started, in any folder: a small file for each in the cache folder."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from ortlaunch.run_folder.folder import RunDir, write_text
 
 
 def add(run: RunDir) -> None:
-    """Remember a run; where that cannot be written, the run goes on all the same, and it is said."""
+    """Record a run; if the file cannot be written, print that and continue."""
     path = os.path.abspath(run.path)
     try:
+        # A hash of the path, so that any path makes a valid and unique file name.
         write_text(cache_folder("runs") / hashlib.sha256(os.fsencode(path)).hexdigest()[:16], path)
     except (OSError, FileError) as error:
         print(f"`ortlaunch list` will not know of {run}: {error}", file=sys.stderr, flush=True)
 
 
 def named(given: Path) -> Path:
-    """The newest run of this user for `latest`, or of a run's name or folder name; anything else stays a path."""
+    """Return the folder of the run that `given` names.
+
+    `latest`, a run's name and a folder's name stand for the newest such run of this user. Other
+    paths are returned unchanged.
+    """
     if given.exists() or str(given) != given.name:
         return given
+    # A folder's name is the run's name with the date, the time and a number if it is not unique.
     pattern = re.compile(
         "" if str(given) == "latest" else rf"{re.escape(str(given))}(-\d{{8}}-\d{{6}}(-\d+)?)?$"
     )
@@ -38,9 +44,13 @@ def named(given: Path) -> Path:
 
 
 def runs() -> list[RunDir]:
-    """Those whose folders are still there, the newest start first; the others are forgotten."""
+    """Return the runs whose folders still exist, the latest change of job.json first.
+
+    Entries of the others are deleted.
+    """
     found = []
     for file in cache_folder("runs").iterdir():
+        # Another process may delete an entry at the same time.
         with contextlib.suppress(OSError, UnicodeDecodeError):
             run = RunDir(file.read_text(encoding="utf-8"))
             if run.job.exists():

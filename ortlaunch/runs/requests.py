@@ -1,4 +1,4 @@
-"""Asking a run for something from another process: to stop once it has saved, or to save and go on."""
+"""Requests to a run from another process: to save and stop, save and continue, or restart."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ from ortlaunch.runs.status import Status, look
 from ortlaunch.units import counted
 
 _POLL_SECONDS = 0.2
+# Exit statuses of a run that completed, saved, or was interrupted by its user.
 _GOOD = (0, EXIT_SAVED, 128 + signal.SIGINT)
 
 
 def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
-    """Ask a run to save and stop; what to say, and the exit status: 0 where it did (with `wait`) or was asked to.
+    """Request a run to save and stop.
+
+    Returns:
+        The text to print, and the exit status: 0 if the run stopped well, or, without `wait`, if
+        the request was made.
 
     Raises:
-        InputError: it is no run, has nothing to save, or is another user's.
+        InputError: it is no run, has nothing to save, or belongs to another user.
     """
     status = look(run)
     if status.state.is_end:
@@ -43,7 +48,8 @@ def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
         )
         raise InputError(f"{run}: waits in the queue, and {saved}; `ortlaunch cancel` takes it out")
     else:
-        _wake(status, run, signal.SIGTERM)  # it measures or prepares, and reads no request
+        # Its command measures or prepares, and reads no request.
+        _wake(status, run, signal.SIGTERM)
     if not wait:
         return f"asked to stop: {run}", 0
     while not (status := look(run)).state.is_end:
@@ -56,10 +62,10 @@ def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
 
 
 def checkpoint(run: RunDir) -> str:
-    """Have a run save after its next step, and wait for it; says which checkpoint that is.
+    """Request a run to save after its next step, wait, and return a line with that checkpoint.
 
     Raises:
-        InputError: it is no run that trains now, or is another user's.
+        InputError: it does not train now, or belongs to another user.
         LaunchError: it ended, or could not save.
     """
     status = look(run)
@@ -68,6 +74,7 @@ def checkpoint(run: RunDir) -> str:
     _require_training(run, "checkpoint")
     before = _newest(run)
     _ask(run, status, "checkpoint")
+    # Rank 0 removes the request once it has saved, or failed to save.
     while run.save_request.exists():
         if look(run).state.is_end:
             raise LaunchError(f"{run}: ended before it saved\n{look(run)}")
@@ -81,10 +88,13 @@ def checkpoint(run: RunDir) -> str:
 
 
 def restart(run: RunDir) -> str:
-    """Have an elastic run save and start again on all hosts that are there now; says which they are.
+    """Request an elastic run to save and start again on all hosts that are available now.
+
+    Returns:
+        A line with the hosts.
 
     Raises:
-        InputError: it is no run that trains now, none with hosts to take back, or another user's.
+        InputError: it does not train now, its hosts are fixed, or it belongs to another user.
         LaunchError: it ended.
     """
     status = look(run)
@@ -95,14 +105,14 @@ def restart(run: RunDir) -> str:
     _require_training(run, "restart")
     if recipe.load(run.recipe).recipe.launch.elastic is None:
         raise InputError(
-            f"{run}: launch.nodes is no {{min, max}}, so that its hosts are always the same; `ortlaunch stop`, then "
+            f"{run}: launch.nodes is no {{min, max}}, so that its hosts are always the same; "
+            "`ortlaunch stop`, then "
             "`ortlaunch train` with this --run-dir, starts it again"
         )
     by = f"`ortlaunch restart` of {getpass.getuser()} on host {socket.gethostname()}"
     _write(run, run.restart_request, by)
-    _write(
-        run, run.stop_request, by
-    )  # rank 0 looks twice a second; a signal would end the command, too
+    # No signal: it would end the command, too. Rank 0 reads the request within half a second.
+    _write(run, run.stop_request, by)
     while run.restart_request.exists():
         if look(run).state.is_end:
             raise LaunchError(f"{run}: ended and was not started again\n{look(run)}")
@@ -113,7 +123,8 @@ def restart(run: RunDir) -> str:
 
 
 def _ask(run: RunDir, status: Status, verb: str) -> None:
-    """Leave the request, and wake the command where it is on this host; rank 0 looks twice a second by itself."""
+    """Write the request, and send a signal to the run's command if it is on this host."""
+    # Without the signal, rank 0 reads the request within half a second.
     path = run.stop_request if verb == "stop" else run.save_request
     _write(run, path, f"`ortlaunch {verb}` of {getpass.getuser()} on host {socket.gethostname()}")
     _wake(status, run, signal.SIGUSR1 if verb == "stop" else signal.SIGUSR2)
@@ -139,7 +150,8 @@ def _wake(status: Status, run: RunDir, number: int) -> None:
 
 
 def _seen_end(run: RunDir, status: Status) -> End | None:
-    """The end that a run left whose processes are another host's, if any: nobody writes it into its job.json."""
+    """Return the end of a run whose processes are on another host; None if it has not ended."""
+    # No process may be left to write this end into job.json.
     first = first_failure(run)
     if first is not None:
         return End(first["exit_status"], f"{run}: {first['summary']}")
@@ -156,11 +168,12 @@ def _require_training(run: RunDir, verb: str) -> None:
     plan = Plan.read(run.plan)
     if not plan.traits.saves:
         raise InputError(
-            f"{run}: runs {plan.task}, which has nothing to save; `ortlaunch cancel` ends it, not `{verb}`"
+            f"{run}: runs {plan.task}, which has nothing to save; "
+            f"`ortlaunch cancel` ends it, not `{verb}`"
         )
 
 
 def _newest(run: RunDir) -> int:
-    """The step of the newest checkpoint; 0: there is none."""
+    """Return the step of the newest checkpoint; 0 if there is none."""
     saved = run.complete_checkpoints()
     return saved[-1][0] if saved else 0

@@ -1,4 +1,4 @@
-"""How a run goes or went, as another process finds it: its job's state, its newest metrics, its verdict."""
+"""The status of a run for another process: its job's state, newest metrics and verdict."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from ortlaunch.units import counted, duration, number
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.5
-_TAIL_BYTES = 1 << 16  # of metrics.jsonl: more than the newest line of each kind takes
+# Bytes at the end of metrics.jsonl that are read: more than the newest line of each kind needs.
+_TAIL_BYTES = 1 << 16
 _SHOWN = {
     "loss": "loss {:.4f}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -37,32 +38,37 @@ _SHOWN = {
 
 @dataclass(frozen=True)
 class Status:
-    """A run at one moment; what is not known is None."""
+    """The state of a run at one moment; unknown values are None."""
 
     run: str
     state: JobState
-    job: JobRecord  # as recorded, with the verdict that its command would have left
-    certain: (
-        bool  # False where its process is another host's, so that `state` is what was recorded last
-    )
-    seconds: float | None  # from its start until now, or to its end
+    # As recorded, with the verdict that its command would have written.
+    job: JobRecord
+    # False if its process is on another host; `state` is then the last recorded one.
+    certain: bool
+    # From the start until now, or until the end.
+    seconds: float | None
     ranks: int | None
     ranks_begun: int
     hosts: int | None
     step: int | None
     steps: int | None
-    logged_seconds_ago: float | None  # since the newest metrics of this start
-    metrics: Json  # the newest of each name
-    alive: tuple[int, ...]  # processes of it here that have not ended yet though it has
-    unreadable: tuple[str, ...] = ()  # what of its files is damaged, and was left out
+    # Since the newest metrics of this start.
+    logged_seconds_ago: float | None
+    # The newest value of each name.
+    metrics: Json
+    # Processes on this host that have not ended, although the run has.
+    alive: tuple[int, ...]
+    # Errors of damaged files, which were left out.
+    unreadable: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """One JSON object."""
+        """Return the status as one JSON object."""
         job = {**asdict(self.job), "state": self.job.state.value}
         return json_text({**asdict(self), "state": self.state.value, "job": job}, indent=2)
 
     def __str__(self) -> str:
-        """For a person: state, ranks, progress, verdict."""
+        """Return lines for a person: state, ranks, progress, verdict."""
         return "\n".join(line for line in (self._headline(), *self._lines()) if line)
 
     def _headline(self) -> str:
@@ -75,7 +81,10 @@ class Status:
         status = "" if self.job.exit_status is None else f", exit status {self.job.exit_status}"
         where = f"launcher {self.job.backend}, process {self.job.id} on host {self.job.host}"
         where = f"job {self.job.id} of {self.job.backend}" if queued.is_queued(self.job) else where
-        return f"{self.run}: {self.state.value}{took}{status} (started {_time(self.job.started)}{ended}; {where})"
+        return (
+            f"{self.run}: {self.state.value}{took}{status} "
+            f"(started {_time(self.job.started)}{ended}; {where})"
+        )
 
     def _lines(self) -> Iterator[str]:
         if not self.certain:
@@ -95,7 +104,7 @@ class Status:
         yield from _short(self.job.verdict or "")
 
     def _attempts(self) -> Iterator[str]:
-        """Starts of the ranks that failed, and which this one is."""
+        """Yield a line for each failed start of the ranks, and the number of the current one."""
         for one in self.job.attempts:
             at = "" if one.step is None else f" after step {one.step}"
             yield f"attempt {one.number} failed{at}, in {duration(one.seconds)}: {one.verdict}"
@@ -120,10 +129,10 @@ class Status:
 
 
 def look(run: RunDir) -> Status:
-    """How it goes.
+    """Return the current status of a run.
 
     Raises:
-        InputError: it is no run folder, or its files are not for this user.
+        InputError: the folder is not that of a run, or this user may not read its files.
     """
     try:
         return _look(run)
@@ -134,10 +143,10 @@ def look(run: RunDir) -> Status:
 
 
 def wait(run: RunDir) -> Status:
-    """How it ended, once it has.
+    """Wait for the end of a run and return its final status.
 
     Raises:
-        InputError: as `look`; or the end cannot be seen from here.
+        InputError: as `look`; or the end cannot be detected from this host.
     """
     while not (status := look(run)).state.is_end:
         if not status.certain:
@@ -147,7 +156,7 @@ def wait(run: RunDir) -> Status:
 
 
 def elsewhere(job: JobRecord, run: RunDir | str, verb: str) -> str:
-    """What to do about a job whose process cannot be seen from here."""
+    """Return the advice for a job whose process cannot be seen from this host."""
     there = f"process {job.id} on host {job.host} cannot be seen from here"
     return f"{there}; there, or by ssh: ssh {job.host} ortlaunch {verb} {os.path.abspath(str(run))}"
 
@@ -173,6 +182,7 @@ def _look(run: RunDir) -> Status:
         hosts=len(plan.nodes) if plan else None,
         step=metrics.pop("step", None),
         steps=steps,
+        # Metrics from before the start are those of an earlier start.
         logged_seconds_ago=time.time() - logged if logged >= started else None,
         metrics=metrics,
         alive=tuple(lock.alive_at(run)) if job.state.is_end else (),
@@ -181,7 +191,10 @@ def _look(run: RunDir) -> Status:
 
 
 def _or_told(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:
-    """What is read; of a damaged file, or of a queue that does not answer, that it is so."""
+    """Return the result of `read`, or `otherwise` after an error, which is appended to `wrong`.
+
+    Such errors are those of damaged files and of a queue that does not answer.
+    """
     try:
         return read()
     except (DamagedFile, LaunchError, MissingDependency) as error:
@@ -191,39 +204,43 @@ def _or_told(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:
 
 
 def _job(run: RunDir) -> JobRecord:
-    """The job of the command that has the folder now, else the recorded one."""
+    """Return the job of the command that has the folder now, else the recorded one."""
     if not run.path.is_dir():
         raise InputError(
-            f"{run}: is neither a folder nor the name of a run; `ortlaunch list` prints the runs and their folders"
+            f"{run}: is neither a folder nor the name of a run; "
+            "`ortlaunch list` prints the runs and their folders"
         )
     job = JobRecord.read(run)
     command = lock.command_at(run)
     if job is not None and queued.is_queued(job):
         return job
+    # A command that took the folder over replaces the job of an earlier one.
     if (
         command is not None
         and command.is_here
         and command.lives()
         and (job is None or job.process != command)
     ):
-        return JobRecord(
-            "local", str(command.pid), *command[1:], now(), JobState.PENDING
-        )  # it measures, or resolves
+        # The command resolves or measures, and has not written its own job.json yet.
+        return JobRecord("local", str(command.pid), *command[1:], now(), JobState.PENDING)
     if job is None:
         raise InputError(
-            f"{run}: holds no job.json: no run was started there, or by an ortlaunch that wrote none"
+            f"{run}: holds no job.json: no run was started there, "
+            "or by an ortlaunch that wrote none"
         )
     return job
 
 
 def _found(run: RunDir, job: JobRecord) -> JobRecord:
-    """The record with the state that the job has now, and a verdict where its command could leave none."""
+    """Return the record with the job's current state, and with a verdict if none was recorded."""
     if queued.is_queued(job):
         return queued.found(run, job)
+    # A job that no launcher of ours started (`inside`) is checked by its process alone.
     state = backend(job.backend if job.backend in LAUNCHERS else "local").state(job)
     if not state.is_end or job.state.is_end:
         return replace(job, state=state)
-    written = JobRecord.read(run)  # it may have ended well between two looks
+    # The command may have recorded its end since the record was read.
+    written = JobRecord.read(run)
     if written is not None and written.process == job.process and written.state.is_end:
         return written
     end = _unrecorded(run, job)
@@ -237,7 +254,10 @@ def _found(run: RunDir, job: JobRecord) -> JobRecord:
 
 
 def _unrecorded(run: RunDir, job: JobRecord) -> End:
-    """The end of a run that no command recorded: it was killed, or a launcher of the user's own started the ranks."""
+    """Return the end of a run that no command recorded.
+
+    Its command was killed, or the user's own launcher started the ranks.
+    """
     started = datetime.fromisoformat(job.started).timestamp()
     trained = run.summary.exists() and run.summary.stat().st_mtime >= started
     failed = first_failure(run)
@@ -249,7 +269,7 @@ def _unrecorded(run: RunDir, job: JobRecord) -> End:
 
 
 def _compared_to_the_end(run: RunDir) -> bool:
-    """Whether `parity`, which leaves no summary, ended by itself on rank 0 and no rank failed."""
+    """Whether `parity`, which writes no summary, ended by itself on rank 0, and no rank failed."""
     if (
         not run.plan.exists()
         or not Plan.read(run.plan).traits.compares
@@ -266,7 +286,8 @@ def _seconds(job: JobRecord, started: float) -> float | None:
 
 
 def _newest_metrics(run: RunDir, wrong: list[str]) -> Json:
-    """The newest value of each name; a last line that was half written is none, and one that is damaged is told."""
+    """Return the newest value of each metric; damaged lines are reported in `wrong`."""
+    # A last line that is only half written is skipped without a report.
     if not run.metrics.exists():
         return {}
     lines = json_tail(run.metrics, _TAIL_BYTES, "step")
@@ -275,10 +296,11 @@ def _newest_metrics(run: RunDir, wrong: list[str]) -> Json:
 
 
 def _steps(run: RunDir) -> int | None:
-    """The steps that the run is to have in the end."""
+    """Return the number of steps that the run has at its end; None if unknown."""
     if not run.recipe.exists():
         return None
     given = read_resolved(run.recipe).train.max_steps
+    # For a length in epochs, the ranks compute the steps and write them to a file.
     return (
         given
         if given is not None or not run.steps.exists()
@@ -290,7 +312,7 @@ _CONCLUSION = (VERDICT, TRY, OURS, CONTINUE)
 
 
 def _short(verdict: str) -> list[str]:
-    """Of the end of a run that failed the conclusion, without tracebacks and tables: `diagnose` has those."""
+    """Return the conclusion of a failed run, without the tracebacks that `diagnose` prints."""
     lines = verdict.splitlines()
     return [line for line in lines if line.startswith(_CONCLUSION)] if VERDICT in verdict else lines
 
