@@ -1,10 +1,8 @@
-"""On a CPU: memory that a step frees stays with the process, because the next step asks for the same again.
+"""Memory settings of a CPU process: freed blocks stay with the process for the next step.
 
-glibc gives every large tensor back to the kernel and takes it anew, zeroed page by page: about a tenth of the processor
-time of a training step. Here blocks of up to 32 MiB are kept. Larger ones go back, for kept ones leave holes that
-nothing else fills (2.6 times the memory, measured); torch takes them in pages of 2 MiB, but for guests whose host takes
-free memory back: there a huge page is often one that the host has to find anew (128 MiB: 15 ms, or 110 to 400 ms; in
-pages of 4 KiB always 55 ms).
+By default glibc returns every large tensor to the kernel and allocates it again, zeroed page by
+page. This costs about a tenth of the processor time of a training step. With these settings the
+process keeps freed blocks of up to 32 MiB.
 """
 
 from __future__ import annotations
@@ -14,21 +12,27 @@ import platform
 from collections.abc import MutableMapping
 from pathlib import Path
 
-# glibc's malloc.h
+# Parameter numbers of mallopt, from glibc's malloc.h.
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
-_LARGEST = 32 << 20  # the most that glibc takes
-_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch at its first tensor
-_NEVER = -1  # as an unsigned number: more than there is
+# The largest threshold that glibc accepts. Larger blocks go back to the kernel anyway: kept ones
+# would leave holes that nothing else fills (2.6 times the memory, measured).
+_LARGEST = 32 << 20
+# torch reads this variable when it allocates its first tensor.
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+# glibc reads it as an unsigned integer, which is more than any process can hold.
+_NEVER = -1
 _REPORTING = Path("/sys/module/page_reporting/parameters/page_reporting_order")
-_LARGEST_ORDER = 64  # the kernel's value is 2^32 - 1 until a balloon driver asks for reports
+# The kernel's value is 2^32 - 1 until a balloon driver enables the reports.
+_LARGEST_ORDER = 64
 KEPT = "kept by the process from step to step, in blocks of up to 32 MiB"
 
 
 def keep_freed_memory(environ: MutableMapping[str, str]) -> str:
-    """Let glibc's malloc keep what is freed; what it does, in words, is returned for engine.json.
+    """Make glibc's malloc keep freed memory; return a description of the result for engine.json.
 
-    Left alone where the environment says how malloc is to be (MALLOC_*, GLIBC_TUNABLES, LD_PRELOAD), and without glibc.
+    Nothing changes without glibc, or where the environment already configures malloc (MALLOC_*,
+    GLIBC_TUNABLES, LD_PRELOAD).
     """
     chosen = [name for name in sorted(environ) if name.startswith("MALLOC_")]
     chosen += ["GLIBC_TUNABLES"] if "glibc.malloc" in environ.get("GLIBC_TUNABLES", "") else []
@@ -48,17 +52,25 @@ def keep_freed_memory(environ: MutableMapping[str, str]) -> str:
 
 
 def _choose_pages(environ: MutableMapping[str, str]) -> str:
-    """Ask torch for huge pages where they gain; which pages it is, in words."""
+    """Enable torch's huge pages where they are faster; return a description of the pages in use."""
     if _HUGE_PAGES in environ:
         return f"as {_HUGE_PAGES}={environ[_HUGE_PAGES]} says"
     if host_takes_free_memory():
-        return "in ordinary pages: the host of this virtual machine takes back what is free, huge pages first"
+        # The host often has to find a huge page first: 128 MiB then take 15 ms, or 110 to 400 ms.
+        # In pages of 4 KiB they always take 55 ms.
+        return (
+            "in ordinary pages: the host of this virtual machine takes back what is free, "
+            "huge pages first"
+        )
     environ[_HUGE_PAGES] = "1"
     return "in huge pages"
 
 
 def host_takes_free_memory() -> bool:
-    """Whether this guest reports free pages to its host (virtio-balloon, Hyper-V), as Linux 5.14 and newer tell."""
+    """Return whether this guest reports free pages to its host (virtio-balloon, Hyper-V).
+
+    Linux 5.14 and newer publish this; older kernels give False.
+    """
     try:
         return int(_REPORTING.read_text()) % 2**32 < _LARGEST_ORDER
     except (OSError, ValueError):
@@ -66,6 +78,6 @@ def host_takes_free_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Give back what is free now, once: an export's copies of the model are not needed again."""
+    """Trim the heap once: the model copies of an export are no longer needed."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,8 +1,9 @@
-"""Gradients averaged over the ranks by DistributedDataParallel, or by hand where the loss leaves parameters out.
+"""Gradient averaging by DistributedDataParallel, or by hand if the loss leaves parameters out.
 
-DistributedDataParallel waits for every parameter's gradient, and where one does not come averages none of its bucket.
-Its find_unused_parameters looks at the last micro batch of an accumulation only: what another rank used before differs
-then from rank to rank.
+DistributedDataParallel waits for the gradient of every parameter. If one does not come, it does not
+average any gradient of that bucket. Its find_unused_parameters is no help: it inspects only the
+last micro batch of an accumulation, and parameters that earlier micro batches used may differ from
+rank to rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 class Averaging:
     """A model whose gradients are averaged in the last backward pass of a step.
 
-    The first pass shows whether every rank uses every trained parameter; all ranks decide the same.
+    The first pass shows whether every rank uses every trained parameter. All ranks make the same
+    decision.
     """
 
     def __init__(self, model: nn.Module, group: DistributedContext) -> None:
@@ -33,12 +35,18 @@ class Averaging:
         )
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.unused: tuple[str, ...] = ()
-        """Trained parameters that got no gradient on some rank in the first pass: if any, averaging is by hand."""
+        """Trained parameters without a gradient on some rank in the first pass.
+
+        If there are any, gradients are averaged by hand.
+        """
         self._looked = False
 
     @contextlib.contextmanager
     def of(self, last: bool) -> Iterator[None]:
-        """Around one forward and backward pass; `last` of the accumulation.
+        """Average gradients around one forward and backward pass.
+
+        Args:
+            last: this is the last pass of the accumulation; gradients are averaged only then.
 
         Raises:
             EngineError: a parameter was used in the first pass and not in this one.
@@ -62,13 +70,17 @@ class Averaging:
         self._looked = True
         if self.unused and self.group.rank == 0:
             print(
-                f"the loss does not use {_listed(self.unused)}: gradients are averaged after the backward pass, not "
-                "during it; freeze what is never used (requires_grad_(False)) to save that time",
+                f"the loss does not use {_listed(self.unused)}: gradients are averaged after the "
+                "backward pass, not during it; freeze what is never used (requires_grad_(False)) "
+                "to save that time",
                 flush=True,
             )
 
     def _average(self) -> None:
-        """As DistributedDataParallel: what no rank used keeps no gradient, and the next step takes rank 0's buffers."""
+        """Average the gradients by hand, with the same result as DistributedDataParallel.
+
+        A parameter that no rank used keeps no gradient.
+        """
         used = torch.tensor([p.grad is not None for p in self.trained.values()], dtype=torch.uint8)
         used = used.to(self.group.device)
         dist.all_reduce(used, dist.ReduceOp.MAX)
@@ -82,9 +94,12 @@ class Averaging:
                 under_way.append(dist.all_reduce(parameter.grad, async_op=True))
         for work in under_way:
             work.wait()
+        # The next forward pass then copies rank 0's buffers, as after an averaging pass.
         self.module.require_forward_param_sync = True
 
     def _require_averaged(self) -> None:
+        # DistributedDataParallel itself reports a missing gradient in the next forward pass only,
+        # when the weights have changed already.
         try:
             self.module._check_reducer_finalized()
         except RuntimeError as error:
@@ -96,9 +111,10 @@ class Averaging:
                 else ["some parameters"]
             )
             raise EngineError(
-                f"the loss of this step does not use {_listed(missing)} on rank {self.group.rank}, and that of the "
-                "first step did, so that gradients could not be averaged; use every trained parameter in every pass "
-                "(as 0 * parameter.sum(), where it has no part), freeze it, or train with DeepSpeed: zero={stage: 0}"
+                f"the loss of this step does not use {_listed(missing)} on rank "
+                f"{self.group.rank}, and that of the first step did, so that gradients could not "
+                "be averaged; use every trained parameter in every pass (as 0 * parameter.sum(), "
+                "where it has no part), freeze it, or train with DeepSpeed: zero={stage: 0}"
             ) from None
 
 

@@ -1,7 +1,8 @@
-"""`launch.binding`: which of its host's cores a rank runs on, settled before anything starts threads.
+"""`launch.binding`: the cores of its host on which a rank runs, set before any thread starts.
 
-Every launcher of ours leaves the ranks unbound, and each rank binds itself here: one way under all of them. What its
-threads allocate comes from the memory beside those cores. Standard library only; Linux.
+All our launchers leave the ranks unbound and each rank binds itself here, so that binding is the
+same under all of them. The threads of a rank then allocate memory beside those cores. Standard
+library only; Linux.
 """
 
 from __future__ import annotations
@@ -28,34 +29,41 @@ class Cpu(NamedTuple):
 
     node: int
     core: int
-    """The first of the logical processors of its core."""
+    """The first logical processor of its core."""
     number: int
+    # The order of the fields is the sort order: processors of a core and of a node stay together.
 
 
 class Bound(NamedTuple):
-    """What a rank is bound to."""
+    """The binding of one rank."""
 
     asked: str
+    """The value of `launch.binding`."""
     used: str
     """core, numa or none."""
     cpus: tuple[int, ...]
-    """That it may run on."""
+    """The logical processors on which the rank may run."""
     threads: int | None
-    """Its share of them; None: not bound."""
+    """The rank's share of these processors; None if it is not bound."""
     why: str | None
-    """Why it is not bound."""
+    """The reason why the rank is not bound; None if it is."""
 
     def report(self, cores: list[str], used: list[str]) -> Binding:
-        """For engine.json, by the cores of every rank and what bound it: hosts may differ in ranks and cores."""
+        """Return the record for engine.json.
+
+        Args:
+            cores: the cores of every rank.
+            used: the binding of every rank; hosts may differ in ranks and cores.
+        """
         how = next((word for word in used if word != "none"), "none")
         return Binding(self.asked, how, None if how != "none" else self.why, cores)
 
 
 def bind(asked: str, plan: Plan, rank: Rank, environ: MutableMapping[str, str]) -> Bound:
-    """Bind this process, and the threads that it will start, as `launch.binding` has it.
+    """Bind this process and the threads that it will start, as `launch.binding` requires.
 
     Raises:
-        LaunchError: more threads are asked for than a rank has cores then.
+        LaunchError: the user set more threads than a bound rank has cores.
     """
     allowed = os.sched_getaffinity(0)
     if asked == "none":
@@ -74,23 +82,28 @@ def bind(asked: str, plan: Plan, rank: Rank, environ: MutableMapping[str, str]) 
                 f"launch.binding is {asked}, {why}; lower it, or set launch.binding=none"
             )
         return Bound(asked, "none", tuple(sorted(allowed)), None, why)
+    # Threads inherit the affinity of the process when they start: later would be too late.
     os.sched_setaffinity(0, found.cpus)
     environ[_THREADS] = str(threads)
     return found._replace(threads=threads)
 
 
 def _asked_threads(plan: Plan, environ: Mapping[str, str]) -> int | None:
-    """The user's number of threads; torchrun is started with one of ours."""
+    """Return the user's number of threads, or None."""
+    # The variable may also be ours, because torchrun is started with it: only values that the plan
+    # forwards or sets come from the user.
     asked = environ.get(_THREADS, "") if _THREADS in (*plan.forward, *dict(plan.env)) else ""
     return int(asked) if asked.isdecimal() and int(asked) else None
 
 
 def choose(asked: str, cpus: Sequence[Cpu], rank: Rank, gpus: Sequence[int | None] = ()) -> Bound:
-    """Which logical processors this rank gets.
+    """Choose the logical processors of this rank.
 
     Args:
-        cpus: that the ranks of this host have together, in order.
-        gpus: the NUMA node of the GPU of each of its ranks.
+        asked: the value of `launch.binding`.
+        cpus: the processors that the ranks of this host share, in order.
+        rank: this rank.
+        gpus: the NUMA node of each local rank's GPU; empty on a CPU.
     """
     everything = tuple(sorted(cpu.number for cpu in cpus))
     ranks = rank.local_world_size
@@ -119,7 +132,11 @@ def choose(asked: str, cpus: Sequence[Cpu], rank: Rank, gpus: Sequence[int | Non
 
 
 def _dealt(cpus: Sequence[Cpu], cores: Sequence[tuple[int, int]], rank: Rank) -> list[int]:
-    """As many for each rank, for all wait for the slowest: whole cores where that leaves none over."""
+    """Return the processors of this rank, equally many for every rank of the host.
+
+    A rank has whole cores if the cores divide evenly, else whole processors.
+    """
+    # Equal shares, because all ranks wait for the slowest.
     ranks = rank.local_world_size
     local = rank.local_rank
     if len(cores) % ranks == 0:
@@ -132,7 +149,7 @@ def _dealt(cpus: Sequence[Cpu], cores: Sequence[tuple[int, int]], rank: Rank) ->
 def _nodes_of(
     local: int, ranks: int, nodes: Sequence[int], gpus: Sequence[int | None]
 ) -> tuple[int, ...]:
-    """NUMA nodes of a rank: its GPU's, else its share of them all, else the one that it shares."""
+    """Return a rank's NUMA nodes: its GPU's, else its share of all, else one that ranks share."""
     if gpus and gpus[local] in nodes:
         return (gpus[local],)  # type: ignore[return-value]  # it is one of `nodes`
     return tuple(_share(nodes, local, ranks)) or (nodes[local * len(nodes) // ranks],)
@@ -143,7 +160,7 @@ def _share(things: Sequence[object], number: int, shares: int) -> Sequence[Any]:
 
 
 def cpus_of(allowed: Iterable[int]) -> list[Cpu]:
-    """These logical processors, those of a core and of a NUMA node beside each other."""
+    """Return these logical processors, sorted by NUMA node and core."""
     nodes = _node_of_each()
     return sorted(Cpu(nodes.get(number, 0), _first_of_core(number), number) for number in allowed)
 
@@ -165,12 +182,10 @@ def _first_of_core(number: int) -> int:
 
 
 def gpu_nodes(plan: Plan, rank: Rank, environ: Mapping[str, str]) -> list[int | None]:
-    """The NUMA node beside the GPU of each rank of this host, None where it is unknown; empty on a CPU.
-
-    GPUs count as the driver lists them, by their address on the bus.
-    """
+    """Return the NUMA node of each local rank's GPU; None where it is unknown; empty on a CPU."""
     if plan.device != "cuda":
         return []
+    # The driver numbers GPUs by their PCI address.
     present = sorted(path.name for path in _GPUS.glob("*"))
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
@@ -185,12 +200,13 @@ def gpu_nodes(plan: Plan, rank: Rank, environ: Mapping[str, str]) -> list[int | 
 def _node_of_gpu(address: str) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         node = int((_PCI / address.lower() / "numa_node").read_text())
+        # The kernel writes -1 for a device without a NUMA node.
         return node if node >= 0 else None
     return None
 
 
 def numbers(text: str) -> list[int]:
-    """`0-2,5` as the kernel writes it."""
+    """Return the integers of a list such as `0-2,5`, as the kernel writes it."""
     ends = [part.partition("-") for part in text.strip().split(",") if part]
     return [
         number for first, _, last in ends for number in range(int(first), int(last or first) + 1)
@@ -198,7 +214,7 @@ def numbers(text: str) -> list[int]:
 
 
 def shown(cpus: Sequence[int]) -> str:
-    """`0-2,5`, as the kernel writes it."""
+    """Return a list such as `0-2,5`, as the kernel writes it."""
     runs: list[list[int]] = []
     for number in cpus:
         if runs and number == runs[-1][-1] + 1:

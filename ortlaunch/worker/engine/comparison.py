@@ -1,7 +1,8 @@
-"""One micro batch through plain PyTorch and through an engine's module, on the same weights: how far apart they are.
+"""Comparison of plain PyTorch with an engine's module, for one micro batch and the same weights.
 
-Owns the comparison, and switching dropout off around it. Leaves no trace: gradients go to nobody's `.grad`; weights,
-buffers and random numbers are put back. Knows no engine; must not import onnxruntime or deepspeed.
+This module also switches dropout off during the comparison. The comparison has no side effects: it
+writes no `.grad`, and it restores weights, buffers and random states. The module is independent of
+the engines and must not import onnxruntime or deepspeed.
 """
 
 from __future__ import annotations
@@ -35,21 +36,27 @@ def compare(
     autocast: bool = False,
     tolerance: float | None = None,
 ) -> Comparison:
-    """Forward and backward of `batch` through `reference` and `module`, dropout off and products exact in both.
+    """Compare forward and backward of `batch` through `reference` and through `module`.
 
-    Where they differ by more than the tolerance in fp32, the reference also runs in float64: what is as far from
-    PyTorch as PyTorch is from float64 is rounding.
+    Both passes run without dropout and with exact matmuls. If they differ by more than the
+    tolerance in fp32, the reference also runs in float64. A difference from PyTorch that is as
+    large as PyTorch's own difference from float64 is rounding.
 
     Args:
-        reference: returns the loss of `batch`; its forward is called past torch.compile and hooks of its own.
-        module: the same model on an engine, holding the same parameter objects, exported with dropout off if the
-            model has any: an ONNX graph keeps the ratio that it was exported with (see `dropouts`).
-        precision: fp32, fp16 or bf16, of the passes: sets what counts as rounding (`PRECISIONS`).
-        autocast: run both passes under autocast to `precision`; else weights and batch are in it already.
-        tolerance: in place of the precision's own.
+        reference: returns the loss of `batch`. Its forward is called directly, without
+            torch.compile and without the module's hooks.
+        module: the same model on an engine, with the same parameter objects. If the model has
+            dropout, it must be exported with dropout off (see `dropouts`), because an ONNX graph
+            keeps the ratio of its export.
+        batch: one micro batch, as arguments by name.
+        precision: fp32, fp16 or bf16: the precision of the passes. It sets the limits of rounding
+            (`PRECISIONS`).
+        autocast: run both passes under autocast to `precision`. If false, weights and batch are
+            already in that precision.
+        tolerance: replaces the precision's own tolerance.
 
     Raises:
-        DrawsNumbers: the model draws random numbers beside dropout, so that two passes cannot be the same.
+        DrawsNumbers: the model draws random numbers beside dropout, so that two passes differ.
     """
     model = reference.model if isinstance(reference, Replaying) else reference
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
@@ -60,13 +67,13 @@ def compare(
 
     def passed(call: Callable[..., torch.Tensor], precisely: bool = False) -> Pass:
         lowered = torch.autocast(device.type, dtype, enabled=dtype is not None)
-        # In this order: what is kept and put back is kept in its own precision.
+        # The state is saved first, outside the casts, so that it is saved in its own precision.
         with _state_kept(model) as moved, lowered, in_float64(batch, precisely) as given:
             loss, gradients = _derived(call, given, parameters, limits.scale)
         return Pass(loss, gradients, moved)
 
     devices = [device] if device.type == "cuda" else []
-    # What is compared is the engine, not the unit that multiplies.
+    # At the highest precision, to compare the engines and not TF32 or oneDNN's bfloat16.
     with torch.random.fork_rng(devices), without_dropout(reference), matmul_precision("highest"):
         before = _random_state(device)
         with _as_reference(model):
@@ -80,7 +87,8 @@ def compare(
         try:
             with _as_reference(model):
                 in_wide = passed(reference.forward, precisely=True)
-        except Exception as error:  # whatever a model has against float64
+        # A model may fail in float64 for any reason; the comparison is then without this judgement.
+        except Exception as error:
             return found._replace(not_judged=str(error) or type(error).__name__)
         errors = compared(names, ours, in_wide, limits), compared(names, theirs, in_wide, limits)
         return judged(found, *errors, tolerance)
@@ -93,12 +101,18 @@ def compare_with_draws(
     replaying: Callable[[Replaying], Callable[..., torch.Tensor]] | None,
     **terms: Any,
 ) -> Comparison:
-    """`compare`; random numbers that the model draws are recorded, and given to both passes.
+    """Run `compare`; if the model draws random numbers, record them and pass them to both passes.
 
-    replaying: the engine's module of a model that is given its random numbers; None: such models are not compared.
+    Args:
+        reference: see `compare`.
+        module: see `compare`.
+        batch: see `compare`.
+        replaying: makes the engine's module of a model that receives its random numbers as inputs.
+            None: such models are not compared.
+        terms: further arguments of `compare`.
 
     Raises:
-        DrawsNumbers: the model draws random numbers that cannot be given to both.
+        DrawsNumbers: the model draws random numbers that cannot be passed to both.
     """
     try:
         return compare(reference, module, batch, **terms)
@@ -117,18 +131,19 @@ def compare_with_draws(
 
 
 class DrawsNumbers(EngineError):
-    """A model draws random numbers that two passes do not share."""
+    """A model draws random numbers that differ between two passes."""
 
     def __init__(self) -> None:
         super().__init__(
-            "the model draws random numbers in its forward, which cannot be recorded and given to both: no two passes "
-            "are the same"
+            "the model draws random numbers in its forward, which cannot be recorded and given to "
+            "both: no two passes are the same"
         )
 
 
 @contextlib.contextmanager
 def _as_reference(model: nn.Module) -> Iterator[None]:
-    """Whole logits, and no reentrant checkpoints, whose weights autograd.grad cannot see."""
+    """Compute whole logits, without reentrant checkpoints, while the context is open."""
+    # autograd.grad does not reach weights inside a reentrant checkpoint.
     function = torch.utils.checkpoint.CheckpointFunction
     with (
         whole_logits(model),
@@ -145,14 +160,17 @@ def _derived(
 ) -> tuple[float, Tensors]:
     """The loss and its gradients."""
     loss = loss_in(call(**batch))
-    # Not backward(): that would run the hooks by which DistributedDataParallel and DeepSpeed take gradients.
+    # backward() would run the hooks by which DistributedDataParallel and DeepSpeed get gradients.
     return float(loss.detach()), torch.autograd.grad(
         loss.float() * scale, parameters, allow_unused=True
     )
 
 
 def dropouts(model: nn.Module) -> list[tuple[object, str, float]]:
-    """(owner, attribute, value) of every dropout above 0: of modules, of modules' numbers, of their configs."""
+    """Return (owner, attribute, value) of every dropout above 0.
+
+    Owners are modules and the configs of modules.
+    """
     owners = {
         id(owner): owner for m in model.modules() for owner in (m, getattr(m, "config", None))
     }
@@ -165,13 +183,17 @@ def dropouts(model: nn.Module) -> list[tuple[object, str, float]]:
 
 
 def _is_dropout(owner: object, name: str) -> bool:
-    """`p` of nn.Dropout and its kin; attention_dropout, resid_pdrop, drop_prob, layerdrop ... of any owner."""
+    """Return whether an attribute is a dropout ratio.
+
+    It is `p` of nn.Dropout and similar classes, and attention_dropout, resid_pdrop, drop_prob,
+    layerdrop and similar names of any owner.
+    """
     return "drop" in name.lower() or (name == "p" and "drop" in type(owner).__name__.lower())
 
 
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """While open, every dropout of the model is 0, in training mode."""
+    """Set every dropout of the model to 0 while the context is open; training mode stays on."""
     found = dropouts(model)
     try:
         for owner, name, _ in found:
@@ -184,7 +206,10 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _state_kept(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Weights and buffers are afterwards what they were; yields, filled at the end, how far the pass had moved them."""
+    """Restore weights and buffers at the end; yield a dictionary of the changes of the pass.
+
+    The dictionary is filled at the end, with the difference of each tensor that changed, by name.
+    """
     kept = {
         name: (tensor, tensor.data, tensor.detach().clone())
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -195,17 +220,17 @@ def _state_kept(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     finally:
         with torch.no_grad():
             for name, (tensor, data, value) in kept.items():
-                if tensor.shape == value.shape and not _equal(
-                    tensor, value
-                ):  # one of another shape is a table that grew
+                # A tensor of another shape is a table that grew: it has no difference to report.
+                if tensor.shape == value.shape and not _equal(tensor, value):
                     moved[name] = exact(tensor.detach()) - exact(value)
+                # The pass may have replaced `.data` or written into it: undo both.
                 tensor.data = data
                 if not _equal(data, value):
                     data.copy_(value)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether all values are the same; nan is nan."""
+    """Return whether all values are the same; nan equals nan."""
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 

@@ -1,6 +1,6 @@
-"""How far one pass is from another: loss, gradients, and what it changed; and what of that is rounding.
+"""Differences between two passes in loss, gradients and state, and which of them are rounding.
 
-Tolerances are in the table of precisions. Knows no model and no engine.
+The tolerances are in the table of precisions. This module is independent of models and engines.
 """
 
 from __future__ import annotations
@@ -14,64 +14,73 @@ import torch
 from ortlaunch.precisions import Precision
 
 Tensors = Sequence["torch.Tensor | None"]
-# A loss near zero has no relative difference; those of training are of order one.
+# A loss near zero has no useful relative difference. Losses of training are of order one.
 LEAST_LOSS = 1e-3
 
 
 ROUNDING = 10
-"""In fp32 a difference is rounding if the engine is no more than this many times as far from float64 as PyTorch is."""
+"""The largest ratio of the engine's error to PyTorch's error that counts as rounding in fp32.
+
+Both errors are distances from float64.
+"""
 CAP = 10
-"""Above this many times the tolerance a difference is rounding only if the engine itself is within the tolerance of
-float64: a model whose passes differ is far from float64, too."""
+"""The multiple of the tolerance above which a small ratio of errors does not prove rounding.
+
+Above it, a difference is rounding only if the engine itself is within the tolerance of float64: a
+model whose passes differ is far from float64, too.
+"""
 
 
 class Difference(NamedTuple):
-    """One parameter's gradient, or what a pass left of a weight or buffer: engine against plain PyTorch."""
+    """The difference between engine and plain PyTorch in one tensor.
+
+    The tensor is the gradient of a parameter, or the change of a weight or buffer by a pass.
+    """
 
     name: str
     value: float
-    """Norm of the difference / norm of the reference, float64; inf where a number is not finite."""
+    """Norm of the difference / norm of the reference, in float64; inf if a value is not finite."""
     norm: float
     reference_norm: float
     rounding: bool = False
-    """Whether it is above the tolerance and float64 shows that it is rounding."""
+    """Whether the difference is above the tolerance and float64 shows that it is rounding."""
 
 
 class Comparison(NamedTuple):
-    """What one micro batch showed."""
+    """The result of comparing two passes of one micro batch."""
 
     loss: float
     reference_loss: float
     loss_difference: float
     gradients: tuple[Difference, ...]
-    """Every trained parameter, the largest difference first, then those that are rounding."""
+    """Every trained parameter, the largest difference first; those that are rounding at the end."""
     state: tuple[Difference, ...] = ()
     """Every weight and buffer that a pass changed, in the same order."""
     loss_is_rounding: bool = False
     draws: int = 0
-    """How many tensors of random numbers were recorded and given to both passes."""
+    """The number of random tensors that were recorded and passed to both passes."""
     not_judged: str = ""
-    """Why float64 could not show whether a difference is rounding."""
+    """Why float64 could not show whether a difference is rounding; empty if it could."""
 
     @property
     def gradient_difference(self) -> float:
-        """The largest of all trained parameters; that of rounding does not count."""
+        """The largest difference of a gradient; rounding does not count."""
         return _largest(self.gradients)
 
     @property
     def state_difference(self) -> float:
-        """The same of weights and buffers that a pass changed."""
+        """The largest difference of a weight or buffer that a pass changed, without rounding."""
         return _largest(self.state)
 
     @property
     def rounding(self) -> list[str]:
-        """What is above the tolerance and, as float64 shows, rounding."""
+        """The names of differences that are above the tolerance and are rounding, by float64."""
         names = [each.name for each in (*self.gradients, *self.state) if each.rounding]
         return [*(["loss"] if self.loss_is_rounding else []), *names]
 
     @property
     def largest(self) -> float:
-        """Of loss, gradients and state: what a tolerance is held against."""
+        """The largest difference of loss, gradients and state, to be compared with a tolerance."""
         return max(0.0 if self.loss_is_rounding else self.loss_difference, self.gradient_difference,
                    self.state_difference)  # fmt: skip
 
@@ -81,16 +90,23 @@ def _largest(differences: Sequence[Difference]) -> float:
 
 
 class Pass(NamedTuple):
-    """What a forward and backward pass gave."""
+    """The results of a forward and backward pass."""
 
     loss: float
     gradients: Tensors
     state: dict[str, torch.Tensor]
-    """How far the pass moved weights and buffers; of those alone that it changed."""
+    """The changes of weights and buffers by the pass; only of those that it changed."""
 
 
 def compared(names: Sequence[str], ours: Pass, theirs: Pass, limits: Precision) -> Comparison:
-    """How far a pass is from another."""
+    """Return the differences between two passes.
+
+    Args:
+        names: the names of the gradients, in their order.
+        ours: the engine's pass.
+        theirs: the reference's pass.
+        limits: the precision of both.
+    """
     loss_difference = abs(ours.loss - theirs.loss) / max(abs(theirs.loss), LEAST_LOSS)
     gradients = _differences(names, ours.gradients, theirs.gradients, limits.floor, limits.scale)
     moved = sorted({*ours.state, *theirs.state})
@@ -100,7 +116,14 @@ def compared(names: Sequence[str], ours: Pass, theirs: Pass, limits: Precision) 
 
 
 def judged(found: Comparison, ours: Comparison, theirs: Comparison, tolerance: float) -> Comparison:
-    """`found`, with what is rounding by how far the engine and PyTorch are from float64."""
+    """Return `found` with its rounding marked.
+
+    Args:
+        found: the engine's differences from PyTorch.
+        ours: the engine's differences from float64.
+        theirs: PyTorch's differences from float64.
+        tolerance: the largest difference that needs no reason.
+    """
 
     def is_rounding(value: float, our: float, their: float) -> bool:
         near = value <= CAP * tolerance and our <= ROUNDING * their
@@ -132,8 +155,9 @@ def judged(found: Comparison, ours: Comparison, theirs: Comparison, tolerance: f
 def _differences(
     names: Sequence[str], ours: Tensors, theirs: Tensors, floor: float, scale: float = 1.0
 ) -> tuple[Difference, ...]:
-    """Differences of all tensors, the largest first; none is one of zeros."""
+    """Return the differences of all tensors, the largest first; None counts as zeros."""
     norms = [_norm(tensor) for tensor in theirs]
+    # A tensor that is tiny beside all others is compared with this norm, not with its own.
     least = floor * math.hypot(*norms)
     found = []
     for name, our, their, reference_norm in zip(names, ours, theirs, norms):

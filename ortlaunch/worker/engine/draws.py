@@ -1,6 +1,7 @@
-"""Random numbers of a forward pass as tensors: recorded in one pass, and given to every other one.
+"""Random numbers of a forward pass, recorded as tensors in one pass and used in every other one.
 
-So two engines with generators of their own compute the same function. Must not import onnxruntime.
+With them two engines that have their own generators compute the same function. This module must
+not import onnxruntime.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from torch.overrides import TorchFunctionMode
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
 
+# Functions of torch that return random numbers, by name: a new one in torch must be added here.
 _DRAWN = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
           "multinomial", "poisson"}  # fmt: skip
+# Methods of a tensor that fill it with random numbers.
 _IN_PLACE = {
     "normal_",
     "uniform_",
@@ -31,7 +34,7 @@ _DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
 
 
 class Draws(TorchFunctionMode):
-    """Records what torch draws; with `given`, returns that in its place, in the same order."""
+    """A mode that records torch's random numbers, or replaces them by `given` in that order."""
 
     def __init__(self, given: Sequence[torch.Tensor] | None = None) -> None:
         super().__init__()
@@ -44,6 +47,7 @@ class Draws(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
         if name in _DROPOUTS and kwargs.get("p", args[1] if len(args) > 1 else 0.5):
+            # The record is the mask with its scale, not the result: other passes have another x.
             x = args[0]
             rest = args[1:]
             return x * self._drawn(
@@ -65,7 +69,7 @@ class Draws(TorchFunctionMode):
 
 
 class Replaying(nn.Module):
-    """A model whose forward pass is given the numbers that it draws."""
+    """A model whose forward pass receives its random numbers as the input `draws`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""eager | inductor | ort: what runs the model, composed in the one right order, and the truth about it.
+"""The engines eager, inductor and ort: their parts, built in the required order, and their record.
 
-Order: ORTModule (or torch.compile) -> optimizer -> DeepSpeed or DistributedDataParallel -> FP16_Optimizer.
-With ortmodule/, the only place that names ORTModule, FusedAdam and FP16_Optimizer.
+The order is: ORTModule (or torch.compile), optimizer, DeepSpeed or DistributedDataParallel,
+FP16_Optimizer. Only this module and ortmodule/ name ORTModule, FusedAdam and FP16_Optimizer.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.witness import Witness
 
+# Packages whose versions are in engine.json.
 _PACKAGES = (
     "torch",
     "transformers",
@@ -71,7 +72,11 @@ _PACKAGES = (
 
 @dataclass
 class TrainingEngine:
-    """A stepper, and the record of what runs; `plain` and `another(plain)`, of this engine, share the weights."""
+    """A stepper and the record of the engine that runs.
+
+    `plain` is the model without an engine. `another(plain)` is a module of this engine with the
+    same weights.
+    """
 
     stepper: Stepper
     eval_module: nn.Module
@@ -86,16 +91,22 @@ class TrainingEngine:
     plain: Any = None
     another: Callable[[nn.Module], nn.Module] = field(default=lambda model: model)
     onnxruntime: Callable[[], OnnxRuntime | None] = field(default=lambda: None)
-    """What ONNX Runtime has done so far, for the report."""
+    """Returns the report of ONNX Runtime so far."""
     own_precision: bool = False
-    """The module's products are as exact as when it was built, whatever torch's setting is: ORT's on CUDA."""
+    """Whether the module keeps the matmul precision of its build and ignores torch's setting.
+
+    This is so for ORT on CUDA.
+    """
 
     def take(self, batch: Batch) -> Batch:
-        """A batch as this engine's model takes it: on its device, numbers with a point in the weights' precision."""
+        """Move a batch to the device and cast floating-point tensors to the weights' dtype."""
         return _placed(self.loss_weight.prepared(batch), self.device, self.input_dtype)
 
     def to_compare(self) -> nn.Module:
-        """A module without dropout, with products as exact as torch's: the run's own where it is one."""
+        """Return a module without dropout and with torch's matmul precision.
+
+        The run's own module is returned if it already is such a module.
+        """
         return (
             self.another(self.plain)
             if dropouts(self.plain) or self.own_precision
@@ -104,14 +115,18 @@ class TrainingEngine:
 
     @contextlib.contextmanager
     def uncounted(self, compiled: bool) -> Iterator[None]:
-        """While open, passes do not count as the run's; nor, where `compiled` is true, does what is compiled."""
+        """Exclude passes from the run's counts while the context is open.
+
+        Args:
+            compiled: also exclude the graphs that torch.compile compiles meanwhile.
+        """
         witness = self.witness.uncounted() if self.witness is not None else contextlib.nullcontext()
         inductor = self.record.engine.used == "inductor"
         with witness, _compiling_uncounted() if compiled and inductor else contextlib.nullcontext():
             yield
 
     def report(self) -> EngineReport:
-        """The record, with what ONNX Runtime has executed, or torch.compile has compiled, so far."""
+        """Return the record, with the work of ONNX Runtime or torch.compile so far."""
         return replace(
             self.record,
             unused_parameters=list(self.stepper.unused),
@@ -126,7 +141,12 @@ def build_engine(
     """Put the model on its device and its engine.
 
     Args:
-        sample: one micro batch; engine ort runs it once, forward and backward, to know before step 1 that it can.
+        recipe: the run's recipe.
+        plan: the run's plan.
+        model: the model that returns its loss.
+        group: the ranks of the run.
+        sample: one micro batch. Engine ort runs it once, forward and backward, so that a model that
+            ONNX Runtime cannot run fails before step 1.
 
     Raises:
         EngineError: ONNX Runtime cannot run the model and the recipe does not allow a fallback.
@@ -138,16 +158,16 @@ def build_engine(
     onednn = multiply_by_onednn(recipe, model, group.device)
     given = recipe
     recipe = _with_engine(recipe, onednn=onednn)
-    flops = flops_per_token(
-        model.model, recipe.data.sequence_length
-    )  # now: ZeRO 3 will leave pieces of weights
+    # Before DeepSpeed: ZeRO 3 leaves only pieces of the weights on a rank.
+    flops = flops_per_token(model.model, recipe.data.sequence_length)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     weight = LossWeight(recipe, model)
     chunked = _chunked(recipe, model, weight.prepared(sample), group)
     model.evaluates_with_scores = evaluates_with_scores(recipe)
     dtype = narrow_dtype_of(recipe.precision) if plan.deepspeed else None
     if dtype is not None:
-        cast_parameters(model, dtype)  # DeepSpeed would, on the device, after an export
+        # DeepSpeed would cast them later: on the device, and after an export.
+        cast_parameters(model, dtype)
     _move(model, group.device, recipe)
     used = recipe.engine.name
     fallback = ""
@@ -181,13 +201,13 @@ def build_engine(
         pretrained=dict(model.loaded) if model.loaded else None,
         gradient_checkpointing=_recomputed(recipe, used),
         onnxruntime=None,
-        versions={
-            **extensions.versions(_PACKAGES),
-            "torch": torch.__version__,
-        },  # torch's own: with its build
+        # torch.__version__ names the build, too, as in 2.4.0+cu121.
+        versions={**extensions.versions(_PACKAGES), "torch": torch.__version__},
         fp16_optimizer=fused_norm,
-        freed_memory=None,  # the session's
+        # The session fills it in.
+        freed_memory=None,
     )
+    # For comparisons ORT needs a second module: the graph of the first keeps its dropout ratio.
     another = (
         functools.partial(wrapped_in_ort, _at_highest(recipe), group=group)
         if used == "ort"
@@ -203,20 +223,20 @@ def build_engine(
 
 
 def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters in place, and no buffer, as DeepSpeed does.
-
-    Rotary frequencies are a buffer: those of a Llama in float16 are off by 0.99 rad at position 4,096.
-    """
+    """Cast the parameters in place, and no buffer, as DeepSpeed does."""
+    # Rotary frequencies are a buffer: those of a Llama in float16 are off by 0.99 rad at position
+    # 4,096.
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
 def _move(model: torch.nn.Module, device: torch.device, recipe: Recipe) -> None:
-    """Move the model to its device; with ZeRO 3 no parameter, of which the device may hold pieces only."""
+    """Move the model to its device; with ZeRO 3 move only its buffers."""
     if recipe.zero is None or recipe.zero.stage < 3:
         model.to(device)
         return
+    # The device may have memory for pieces of the parameters only.
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
 
@@ -229,7 +249,7 @@ def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Ba
 
 
 def _at_highest(recipe: Recipe) -> Recipe:
-    """The recipe with products of full precision, as everything is compared."""
+    """Return the recipe with matmuls of the highest precision, as all comparisons use it."""
     return _with_engine(recipe, matmul_precision="highest")
 
 
@@ -250,7 +270,8 @@ def _stepper(
 def _chunked(
     recipe: Recipe, model: LossModule, sample: Batch, group: DistributedContext
 ) -> ChunkedLoss:
-    """Head and loss in chunks on every rank, or on none: their batches may differ in size."""
+    """Compute head and loss in chunks on every rank or on none; return the record."""
+    # Ranks may decide differently, because their batches differ in size.
     chunked = chunk_head(recipe, model, sample, group.device.type)
     why = next((text for text in group.gather(chunked.why or "") if text), None)
     if why and chunked.rows:
@@ -265,7 +286,8 @@ def _sharding(recipe: Recipe, group: DistributedContext) -> str:
 
 
 def _compiled() -> Inductor:
-    """How much torch.compile took: a break leaves a piece of the model to eager PyTorch."""
+    """Return the graphs that torch.compile made and its graph breaks."""
+    # A break leaves a piece of the model to eager PyTorch.
     from torch._dynamo.utils import counters
 
     return Inductor(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
@@ -282,7 +304,7 @@ def _compiling_uncounted() -> Iterator[None]:
 
 
 def _recomputed(recipe: Recipe, used: str) -> str | None:
-    """Who computes layers again in the backward pass for `model.gradient_checkpointing`."""
+    """Return the component that recomputes layers for `model.gradient_checkpointing`, or None."""
     if not recipe.model.gradient_checkpointing:
         return None
     level = recipe.engine.memory_optimization or 1
@@ -298,7 +320,10 @@ def _attention(model: LossModule) -> str | None:
 def _fp16_optimizer(
     recipe: Recipe, used: str, stepper: Stepper, group: DistributedContext
 ) -> FusedNorm:
-    """Whose fused overflow check and gradient norm is in force, and why: ONNX Runtime's where it can, else ours."""
+    """Install a fused overflow check and gradient norm in DeepSpeed's optimizer; return the record.
+
+    It is ONNX Runtime's where that is possible, else ours.
+    """
     from ortlaunch.worker.deepspeed.gradient_norm import Applied, fuse_gradient_norm
 
     if recipe.zero is None or not isinstance(stepper, DeepSpeedStepper):

@@ -1,7 +1,8 @@
-"""One pass of a float32 model in float64: which of two float32 results is nearer to the exact one.
+"""One pass of a float32 model in float64, to find which float32 result is nearer to the exact one.
 
-Nothing of the model changes: every call of torch's functions gets its float32 tensors as float64, and what it writes
-into a weight or buffer goes back into that. Must not import onnxruntime.
+The model does not change: every call of a torch function gets its float32 tensors as float64, and
+values that the call writes into a weight or buffer are copied back into it. This module must not
+import onnxruntime.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 _T = torch.Tensor
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
+# Casts by these methods become casts to float64.
 _CASTS = {_T.float, _T.half, _T.bfloat16}
+# Calls that compute nothing and must see the tensor itself, not its float64 form.
 _AS_IT_IS = {
     getter("requires_grad"),
     getter("is_leaf"),
@@ -37,7 +40,10 @@ _AS_IT_IS = {
 def in_float64(
     batch: dict[str, torch.Tensor], wanted: bool = True
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """While open, torch computes in float64; yields the batch in it. Not wanted: nothing changes."""
+    """Compute in float64 while the context is open; yield the batch in float64.
+
+    Without `wanted` nothing changes.
+    """
     if not wanted:
         yield batch
         return
@@ -54,9 +60,8 @@ def in_float64(
 class _InFloat64(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self._known = (
-            WeakTensorKeyDictionary()
-        )  # each with its float64 form, and its version when that was made
+        # Each tensor with its float64 form, and the tensor's version when that was made.
+        self._known = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -73,7 +78,7 @@ class _InFloat64(TorchFunctionMode):
         result = (_T.double if func in _CASTS else func)(*args, **kwargs)
         for tensor, version in zip(narrow, versions):
             wide = self._known[tensor][0]
-            # BatchNorm's kernel counts no version of its statistics.
+            # BatchNorm's kernel does not count versions of its statistics: compare those by value.
             if wide._version != version or not (
                 tensor.requires_grad or torch.equal(tensor.double(), wide)
             ):
@@ -88,6 +93,7 @@ class _InFloat64(TorchFunctionMode):
         if not _is_narrow(value):
             return value
         wide, version = self._known.get(value, (None, None))
+        # A form that was made without gradients cannot be used where gradients are needed.
         derives = value.requires_grad and torch.is_grad_enabled()
         if wide is None or version != value._version or (derives and not wide.requires_grad):
             wide = value.double()

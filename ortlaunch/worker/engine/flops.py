@@ -8,14 +8,16 @@ import torch
 
 
 def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> float | None:
-    """Floating point operations of forward and backward a token, after Chowdhery et al., "PaLM" (2022), appendix B.
+    """Return the floating point operations of forward and backward per token.
 
-    6 for each weight that multiplies (4 where it is frozen), and 12 x layers x hidden x length for attention. None
-    for models without a transformers config.
+    The formula is from Chowdhery et al., "PaLM" (2022), appendix B: 6 for each weight that
+    multiplies (4 if it is frozen), and 12 x layers x hidden x length for attention. The result is
+    None for models without a transformers config.
     """
     config = getattr(model, "config", None)
     if config is None or sequence_length is None or not hasattr(config, "num_hidden_layers"):
         return None
+    # Embedding tables are looked up, not multiplied, unless the head uses the same weight.
     tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     output_embeddings = getattr(model, "get_output_embeddings", None)
     head = output_embeddings() if output_embeddings else None
@@ -30,22 +32,22 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> floa
 
 
 def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Rate of a large matrix product here and now, operations a second: what MFU is measured against.
+    """Measure the rate of a large matmul, in operations per second: the reference of MFU.
 
-    On a CPU float32's where that is the higher: some have bfloat16 in software alone, a hundred times slower.
+    On a CPU the result is the higher rate of float32 and `dtype`.
     """
     if device.type == "cuda":
         return _rate_of_products(device, dtype, 8192)
     best = _rate_of_products(device, torch.float32, 1024)
-    if (
-        dtype == torch.float32 or _rate_of_products(device, dtype, 256) < best / 8
-    ):  # a large one would take seconds
+    # Some CPUs have bfloat16 in software only, a hundred times slower: a small matmul shows it,
+    # and a large one would take seconds.
+    if dtype == torch.float32 or _rate_of_products(device, dtype, 256) < best / 8:
         return best
     return max(best, _rate_of_products(device, dtype, 1024))
 
 
 def _rate_of_products(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """The best of five."""
+    """Return the best rate of five matmuls, in operations per second."""
     a = torch.randn(size, size, device=device).to(dtype)
     best = float("inf")
     for _ in range(5):
@@ -58,6 +60,6 @@ def _rate_of_products(device: torch.device, dtype: torch.dtype, size: int) -> fl
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,6 +1,7 @@
-"""When a rank looks for garbage: rarely while libraries load, and afterwards not in what they left.
+"""Thresholds of Python's garbage collector: high while libraries load, usual afterwards.
 
-Every look goes through all that is there, and an eighth of a start went into looks that found next to nothing.
+A full collection visits all objects. An eighth of the start-up time went into collections that
+freed almost nothing.
 """
 
 from __future__ import annotations
@@ -8,16 +9,18 @@ from __future__ import annotations
 import gc
 
 _USUAL = gc.get_threshold()
-_RARELY = 50_000  # objects between two looks
+# Objects between two collections.
+_RARELY = 50_000
 
 
 def look_rarely() -> None:
-    """Until `look_as_usual`."""
+    """Collect garbage rarely until `look_as_usual` is called."""
     gc.set_threshold(_RARELY)
 
 
 def look_as_usual() -> None:
-    """Collect once, then leave out all that is there now: libraries and the session, which stay to the end."""
+    """Collect once, then restore the usual threshold and exclude all present objects."""
     gc.collect()
+    # Libraries and the session live until the end: no collection needs to visit them again.
     gc.freeze()
     gc.set_threshold(*_USUAL)

@@ -1,6 +1,8 @@
-"""LAMB (You et al., "Large Batch Optimization for Deep Learning", 2020), as NVIDIA's FusedLAMB trains BERT.
+"""The optimizer LAMB, as NVIDIA's FusedLAMB trains BERT.
 
-AdamW's update, scaled for each tensor by |weights| / |update|. Gradient clipping is the loop's, not done here.
+The paper is You et al., "Large Batch Optimization for Deep Learning", 2020.
+It is AdamW's update, scaled for each tensor by |weights| / |update|. The training loop clips
+gradients, not this optimizer.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ from ortlaunch.json_types import Json
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
-# Elements updated at once: a step needs about three copies of them for a moment.
+# Elements that are updated at once: a step needs about three copies of them for a short time.
 _PORTION = 1 << 25
 
 
 class Lamb(torch.optim.Optimizer):
     """LAMB with bias correction and decoupled weight decay.
 
-    Tensors without weight decay keep a trust ratio of 1, as in FusedLAMB (use_nvlamb=False), but with `always_adapt`,
-    as in the paper's algorithm. It must see whole tensors: on flattened partitions every ratio is wrong.
+    Tensors without weight decay keep a trust ratio of 1, as in FusedLAMB (use_nvlamb=False). With
+    `always_adapt` they have a ratio of their own, as in the paper's algorithm. LAMB must get whole
+    tensors: on flattened partitions every ratio is wrong.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # no overloads
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient, once."""
         loss = closure() if closure else None
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
@@ -61,6 +64,7 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
         roots = torch._foreach_sqrt(torch._foreach_div(squares, 1 - second ** group["step"]))
         torch._foreach_add_(roots, group["eps"])
+        # Both moments start at 0: the divisions by 1 - beta ** step correct that bias.
         updates = torch._foreach_div(torch._foreach_div(means, 1 - first ** group["step"]), roots)
         if group["weight_decay"]:
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
@@ -82,6 +86,7 @@ class Lamb(torch.optim.Optimizer):
     def _trust_ratios(
         parameters: list[torch.Tensor], updates: tuple[torch.Tensor, ...] | list[torch.Tensor]
     ) -> list[torch.Tensor]:
+        # A ratio is 1 where a norm is 0: weights that start at 0 could otherwise never change.
         weights = torch._foreach_norm(parameters)
         steps = torch._foreach_norm(updates)
         return [
@@ -91,7 +96,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 def _portions(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Lists of parameters of about `_PORTION` elements each."""
+    """Yield lists of parameters of about `_PORTION` elements each."""
     portion: list[torch.Tensor] = []
     for parameter in parameters:
         portion.append(parameter)

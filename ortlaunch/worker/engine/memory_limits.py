@@ -1,7 +1,8 @@
-"""How much memory a rank may still take, by whichever limit is the nearest, and how much of it was taken.
+"""Memory limits of a rank: the tightest limit, and how much of it the rank has used.
 
-On CPU: what the machine and this process's control groups have left, shared among the ranks of the host, and the
-process's own RLIMIT_AS and RLIMIT_DATA. On CUDA: what is free on the GPU.
+On a CPU the limits are the free memory of the machine and of the process's control groups, shared
+among the ranks of the host, and the process's own RLIMIT_AS and RLIMIT_DATA. On CUDA the limit is
+the free memory of the GPU.
 """
 
 from __future__ import annotations
@@ -19,22 +20,28 @@ STATUS = Path("/proc/self/status")
 
 
 class Limit(NamedTuple):
-    """One limit: its size, what it left to this rank when it was looked at, and what has been taken since."""
+    """One memory limit of a rank, in bytes."""
 
     name: str
     size: int
     free: int
+    """This rank's share of the free memory when the limit was read."""
     taken: Callable[[], int]
+    """Returns the most memory that the rank has used since then."""
 
 
 class RankLimits:
-    """The limits of one rank, from the moment that this is made (all ranks of a host at once)."""
+    """The limits of one rank, counted from the creation of this object."""
 
     def __init__(self, device: torch.device, ranks_on_host: int) -> None:
+        # All ranks of a host must do this at once, because each gets an equal share of free memory.
         self.limits = [_gpu(device)] if device.type == "cuda" else list(_host(ranks_on_host))
 
     def tightest(self) -> tuple[float, Limit]:
-        """The limit that came nearest to its end, and the share of what it had left that was taken at the peak."""
+        """Return the share of free memory that was used at the peak, and its limit.
+
+        Of all limits it is the one with the largest share.
+        """
         return max(
             ((limit.taken() / max(1, limit.free), limit) for limit in self.limits),
             key=lambda pair: pair[0],
@@ -56,6 +63,7 @@ def _host(ranks: int) -> Iterator[Limit]:
         yield Limit(limit.name, limit.size, limit.free // ranks, lambda: status("VmHWM") - resident)
     for name, kind, now, taken in (
         ("RLIMIT_AS", resource.RLIMIT_AS, virtual, lambda: status("VmPeak") - virtual),
+        # The kernel keeps no peak of VmData: the growth of resident memory is used instead.
         ("RLIMIT_DATA", resource.RLIMIT_DATA, status("VmData"), lambda: status("VmHWM") - resident),
     ):
         most = resource.getrlimit(kind)[0]
@@ -64,6 +72,7 @@ def _host(ranks: int) -> Iterator[Limit]:
 
 
 def status(name: str) -> int:
-    """A size in /proc/self/status, in bytes."""
+    """Return a size of /proc/self/status, in bytes."""
+    # The file has kibibytes.
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024

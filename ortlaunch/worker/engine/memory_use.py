@@ -1,6 +1,7 @@
-"""What this rank's memory really holds: exact bytes of the live tensors by kind, and the peak of the process.
+"""The measured memory of this rank: exact bytes of the live tensors by type, and the peak.
 
-The plan (`ortlaunch/planning/memory.py`) says beforehand; this looks. The only place that names DeepSpeed's buffers.
+`ortlaunch/planning/memory.py` estimates the same before the run. Only this module names the buffers
+of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from ortlaunch.worker.engine.memory_limits import status
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
-_LOOKS = 4  # before and after the first two steps: gradients live before a step, optimizer state after the first
+# Before and after each of the first two steps: gradients exist before a step, and optimizer state
+# exists only after the first step.
+_LOOKS = 4
+# Writing 5 into this file resets VmHWM, the peak of resident memory.
 _CLEAR = Path("/proc/self/clear_refs")
-# Where DeepSpeed 0.19 keeps tensors beside those of the parameters and the optimizer inside it.
+# Attributes of DeepSpeed 0.19 with tensors that are neither parameters nor in its inner optimizer.
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition",
             "fp32_groups_flat", "fp32_groups")  # fmt: skip
 _GRADIENTS = ("averaged_gradients", "all_grad_tensors", "grads_in_partition", "grad_partitions_flat_buffer",
@@ -33,44 +37,56 @@ _WEIGHTS = ("bit16_groups_flat", "fp16_groups_flat", "bf16_groups_flat", "fp16_p
 
 
 class Footprint(NamedTuple):
-    """Bytes of the tensors of one rank, each storage once; `buckets` are communication's, `other` all the rest."""
+    """Bytes of the tensors of one rank; each storage counts once."""
 
     weights: int
     gradients: int
     optimizer: int
     buckets: int
+    """Buffers of communication."""
     other: int
+    """All other tensors."""
 
     @property
     def model(self) -> int:
-        """What the plan calls exact: weights, gradients and optimizer state."""
+        """Bytes of weights, gradients and optimizer state, which the plan computes exactly."""
         return self.weights + self.gradients + self.optimizer
 
 
 class MemoryUse:
-    """Looks at one rank from when its model was built; Python and the libraries that were resident do not count."""
+    """The memory use of one rank since its model was built.
+
+    Python and the libraries that were resident at that time do not count.
+    """
 
     def __init__(self, device: torch.device, model: torch.nn.Module) -> None:
         self.device = device
         self.looks = 0
         self.largest = Footprint(0, 0, 0, 0, 0)
         self.resets = _reset_peak(device)
+        # The weights are resident already, but count as the run's memory.
         self.baseline = (
             status("VmRSS") - _count(model.parameters(), {}) if device.type == "cpu" else 0
         )
 
     def look(self, stepper: Stepper) -> None:
-        """Count the live tensors, before and after each of the first two steps; later calls cost nothing."""
+        """Count the live tensors; to be called before and after each step.
+
+        Only the first two steps are counted. Later calls cost nothing.
+        """
         if self.looks == 0:
             self._look_before_reducing(stepper)
         if self.looks < _LOOKS:
             self.looks += 1
             self._count(stepper)
+        # Remove the hook of `_look_before_reducing`, so that later steps do not pay for it.
         if self.looks == _LOOKS and "allreduce_gradients" in vars(getattr(stepper, "engine", self)):
             del stepper.engine.allreduce_gradients  # type: ignore[attr-defined]
 
     def _look_before_reducing(self, stepper: Stepper) -> None:
-        """ZeRO 1 and 2 let go of gradients at the end of the backward pass: look also just before, from step 2 on."""
+        """Also count just before DeepSpeed reduces gradients, from step 2 on."""
+        # ZeRO 1 and 2 free their gradients at the end of the backward pass, so that a count between
+        # backward pass and step does not see them.
         engine = getattr(stepper, "engine", None)
         if engine is None or engine.zero_optimization_stage() not in (1, 2):
             return
@@ -86,20 +102,22 @@ class MemoryUse:
         self.largest = Footprint(*map(max, zip(self.largest, live_bytes(stepper))))
 
     def peak(self) -> int:
-        """Most bytes at once since this object was made."""
+        """Return the most bytes in use at once since this object was made."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         return max(0, status("VmHWM") - self.baseline)
 
     def record(self, plan: Plan, group: DistributedContext) -> MemoryReport:
-        """Planned and measured side by side, for the rank that has most (collective)."""
+        """Return planned and measured bytes; each measured figure is the largest of all ranks.
+
+        This is a collective call.
+        """
         mine = {**self.largest._asdict(), "model": self.largest.model, "peak": self.peak()}
         ranks = [json.loads(text) for text in group.gather(json.dumps(mine))]
         worst = {name: max(rank[name] for rank in ranks) for name in mine}
         bytes_ = dict(plan.memory.by_stage)[plan.memory.chosen] if plan.memory else None
-        beside = (
-            bytes_.overhead if bytes_ and self.device.type == "cuda" else 0
-        )  # what torch's allocator does not see
+        # On CUDA the measured peak is of torch's allocator, which does not see the overhead.
+        beside = bytes_.overhead if bytes_ and self.device.type == "cuda" else 0
         return MemoryReport(
             planned=bytes_
             and PlannedMemory(**bytes_._asdict(), model=bytes_.model, peak=bytes_.total - beside),
@@ -112,13 +130,14 @@ class MemoryUse:
 
 
 _PEAK_IS = {
-    "cpu": "most resident bytes of the process, less what was resident, without the weights, when the model was built",
+    "cpu": "most resident bytes of the process, less what was resident, without the weights, "
+    "when the model was built",
     "cuda": "torch.cuda.max_memory_allocated",
 }
 
 
 def memory_line(record: MemoryReport) -> str:
-    """The record in one line for a person."""
+    """Return the record as text for the terminal, in two lines."""
     planned = record.planned
     measured = record.measured
     peak = f"memory a rank: {human(measured.peak)} at peak"
@@ -129,7 +148,7 @@ def memory_line(record: MemoryReport) -> str:
 
 
 def live_bytes(stepper: Stepper) -> Footprint:
-    """Bytes of every tensor that lives now, each storage in the first kind that holds it."""
+    """Return the bytes of all live tensors; each storage counts in the first type that has it."""
     seen: dict[int, int] = {}
     sharder = getattr(stepper, "engine", None) and stepper.engine.optimizer  # type: ignore[attr-defined]
     parameters = list(stepper.module.parameters())
@@ -140,7 +159,8 @@ def live_bytes(stepper: Stepper) -> Footprint:
         _held(sharder, _MASTERS)
     )
     weights = _count([*_weights(parameters), *_held(sharder, _WEIGHTS)], seen)
-    buckets = _count(_buckets(sharder), seen)  # before gradients, which lie in them for a while
+    # Before gradients, because gradients may be views of the buckets.
+    buckets = _count(_buckets(sharder), seen)
     gradients = _count([*_gradients([*parameters, *masters]), *_held(sharder, _GRADIENTS)], seen)
     state = _count([*masters, *_tensors(list(optimizer.state.values()))], seen)
     return Footprint(weights, gradients, state, buckets, other=_count(_all_tensors(), seen))
@@ -149,7 +169,8 @@ def live_bytes(stepper: Stepper) -> Footprint:
 def _weights(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     for parameter in parameters:
         yield parameter
-        shard = getattr(parameter, "ds_tensor", None)  # ZeRO 3
+        # ZeRO 3 keeps this rank's piece of a parameter here.
+        shard = getattr(parameter, "ds_tensor", None)
         if shard is not None:
             yield shard
 
@@ -172,7 +193,7 @@ def _buckets(sharder: object) -> Iterator[torch.Tensor]:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Tensors in lists and mappings, however deep."""
+    """Yield the tensors in nested lists and mappings, of any depth."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple, set)):
@@ -181,12 +202,12 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def _all_tensors() -> list[torch.Tensor]:
-    # By type, not by isinstance: asking an object of a lazy module for its class would import that.
+    # By type, not by isinstance: to get `__class__` of a lazy module's object would import it.
     return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
 
 
 def _count(tensors: Iterable[torch.Tensor], seen: dict[int, int]) -> int:
-    """Bytes of the storages among `tensors` that are not in `seen` yet."""
+    """Return the bytes of those storages of `tensors` that are not in `seen`; add them to it."""
     total = 0
     for tensor in tensors:
         try:
@@ -198,7 +219,8 @@ def _count(tensors: Iterable[torch.Tensor], seen: dict[int, int]) -> int:
                 continue
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
-        except RuntimeError:  # other stand-ins have no device or no address
+        # Other kinds of fake tensors have no device or no address.
+        except RuntimeError:
             continue
         if storage.nbytes() and address not in seen:
             seen[address] = storage.nbytes()

@@ -1,4 +1,4 @@
-"""The optimizer of a run, and what stands in where the one asked for does not exist."""
+"""The optimizer of a run, and its replacement where the requested one is not available."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _MOST_ELEMENTS = 2**31
 
 
 class Building(NamedTuple):
-    """What an optimizer is made of."""
+    """The inputs from which an optimizer is built."""
 
     recipe: Optimizer
     groups: list[Json]
-    """Of parameters, with their weight decay."""
+    """Parameter groups with their weight decay."""
     engine: str
-    """That runs the model."""
+    """The engine that runs the model."""
     device: torch.device
-    """Where the model is."""
+    """The device of the model."""
     deepspeed: Mapping[str, Any] | None = None
     """DeepSpeed's config, which divides and moves parameters; None without DeepSpeed."""
     ranks: int = 1
-    """Over which DeepSpeed divides them."""
+    """The number of ranks over which DeepSpeed divides parameters."""
 
     @property
     def adam(self) -> Json:
-        """Settings of Adam's kind."""
+        """The settings that all Adam-like optimizers share."""
         return {
             "lr": self.recipe.learning_rate,
             "betas": self.recipe.betas,
@@ -43,12 +43,15 @@ class Building(NamedTuple):
 
 
 class BuiltOptimizer(NamedTuple):
-    """An optimizer, what it really is, why it is not what was asked for (or ""), and notes for the user."""
+    """An optimizer and its record."""
 
     optimizer: torch.optim.Optimizer
     used: str
+    """The name of its class, with the arguments that matter."""
     why: str = ""
+    """Why it is not the requested one; empty if it is."""
     notes: tuple[str, ...] = ()
+    """Notes for the user."""
 
 
 def build_optimizer(
@@ -59,15 +62,18 @@ def build_optimizer(
     deepspeed: Mapping[str, Any] | None = None,
     ranks: int = 1,
 ) -> BuiltOptimizer:
-    """The recipe's optimizer over the model's trained parameters, in decay and no-decay groups.
+    """Build the recipe's optimizer over the trained parameters, in decay and no-decay groups.
 
     Args:
         recipe: the recipe's `optimizer`.
         model: its trained parameters are optimized.
         engine: the engine that runs the model.
-        device: where the model is.
+        device: the device of the model.
         deepspeed: DeepSpeed's config, which divides and moves parameters; None without DeepSpeed.
-        ranks: over which DeepSpeed divides them.
+        ranks: the number of ranks over which DeepSpeed divides them.
+
+    Raises:
+        InputError: the model has no trained parameter.
     """
     groups, notes = parameter_groups(recipe, model.named_parameters())
     if not groups:
@@ -82,7 +88,7 @@ def build_optimizer(
 
 
 def lamb(parts: Building) -> BuiltOptimizer:
-    """Ours."""
+    """Build our own LAMB."""
     from ortlaunch.worker.engine.lamb import Lamb
 
     made = Lamb(parts.groups, **parts.adam, always_adapt=parts.recipe.always_adapt)
@@ -90,7 +96,7 @@ def lamb(parts: Building) -> BuiltOptimizer:
 
 
 def sgd(parts: Building) -> BuiltOptimizer:
-    """torch's."""
+    """Build torch's SGD."""
     made = torch.optim.SGD(
         parts.groups, lr=parts.recipe.learning_rate, momentum=parts.recipe.momentum
     )
@@ -98,12 +104,12 @@ def sgd(parts: Building) -> BuiltOptimizer:
 
 
 def adamw(parts: Building) -> BuiltOptimizer:
-    """torch's."""
+    """Build torch's AdamW."""
     return BuiltOptimizer(torch.optim.AdamW(parts.groups, **parts.adam), "torch.optim.AdamW")
 
 
 def fused_adam_or_torch(parts: Building) -> BuiltOptimizer:
-    """ONNX Runtime's, or torch's fused one with why."""
+    """Build ONNX Runtime's FusedAdam, or torch's fused AdamW with the reason."""
     zero = (parts.deepspeed or {}).get("zero_optimization")
     why = _why_not_ort(parts.engine, parts.device) or _why_not_these(
         parts.groups, zero, parts.ranks
@@ -129,22 +135,32 @@ def _why_not_ort(engine: str, device: torch.device) -> str:
 def _why_not_these(
     groups: Sequence[Mapping[str, Any]], zero: Mapping[str, Any] | None, ranks: int
 ) -> str:
-    """Why ONNX Runtime's FusedAdam cannot update these parameters as DeepSpeed's ZeRO holds them; empty if it can."""
+    """Return why ONNX Runtime's FusedAdam cannot update these parameters; empty if it can.
+
+    The answer depends on the form in which DeepSpeed's ZeRO holds the parameters.
+    """
     if zero and (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
         return "ONNX Runtime's is for CUDA only, and zero.offload keeps the optimizer off the GPU"
     sizes = [[parameter.numel() for parameter in group["params"]] for group in groups]
-    if zero:  # flattens each group, and gives each rank a part
+    # ZeRO flattens each group and gives each rank a part of it (stage 0: all of it).
+    if zero:
         sizes = [[-(-sum(group) // (ranks if zero.get("stage") else 1))] for group in sizes]
     largest = max((size for group in sizes for size in group), default=0)
     if largest >= _MOST_ELEMENTS:
-        return f"ONNX Runtime's FusedAdam counts in int32, and a tensor has {largest:,} elements on a rank"
+        return (
+            "ONNX Runtime's FusedAdam counts in int32, and a tensor has "
+            f"{largest:,} elements on a rank"
+        )
     return ""
 
 
 def parameter_groups(
     recipe: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> tuple[list[dict[str, object]], tuple[str, ...]]:
-    """Trained parameters with and without weight decay; a word of `no_decay` that matches nothing is noted."""
+    """Return the groups of trained parameters with and without weight decay, and notes.
+
+    A name of `no_decay` that matches no parameter makes a note.
+    """
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     spared = {name for name, _ in trained for word in recipe.no_decay if word in name}
     groups = [
@@ -155,7 +171,8 @@ def parameter_groups(
         {"params": [p for name, p in trained if name in spared], "weight_decay": 0.0},
     ]
     idle = [word for word in recipe.no_decay if not any(word in name for name, _ in trained)]
-    # The default names what several families call their norms; only the user's own words are worth a note.
+    # The default lists the norms of several model families, of which each model has only some:
+    # only the user's own names make a note.
     own = recipe.no_decay != Optimizer.model_fields["no_decay"].default and recipe.weight_decay > 0
     notes = (
         (f"optimizer.no_decay: no parameter's name contains {', '.join(idle)}",)

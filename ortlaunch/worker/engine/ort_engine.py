@@ -1,4 +1,4 @@
-"""The model in ONNX Runtime's ORTModule, tried once before step 1, and the record of what it does."""
+"""The model in ONNX Runtime's ORTModule, tested once before step 1, and its record."""
 
 from __future__ import annotations
 
@@ -27,21 +27,33 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.witness import Witness
 
 _ADVICE = (
-    "The run ends here, before step 1. Try engine.name=inductor or engine.name=eager, or engine.allow_fallback=true to "
-    "train what ONNX Runtime cannot run in eager PyTorch, or engine.torch_modules=[PATH] for a layer it cannot take"
+    "The run ends here, before step 1. Try engine.name=inductor or engine.name=eager, or "
+    "engine.allow_fallback=true to train what ONNX Runtime cannot run in eager PyTorch, or "
+    "engine.torch_modules=[PATH] for a layer it cannot take"
 )
 
 
 def build_ort(
     recipe: Recipe, model: LossModule, group: DistributedContext, sample: Batch
 ) -> tuple[nn.Module, Witness, str]:
-    """(module, witness, why it fell back or ""): all ranks decide the same."""
+    """Build the model in ORTModule and run it once; all ranks make the same decision.
+
+    Returns:
+        The module, the witness of ONNX Runtime's graphs, and the reason for a fallback to eager
+        PyTorch (empty without one).
+
+    Raises:
+        EngineError: ONNX Runtime cannot run the model and the recipe does not allow a fallback, or
+            a setting has no effect.
+        MissingDependency: ORTModule cannot be imported.
+    """
     from ortlaunch.ortmodule.options import require_effect
     from ortlaunch.ortmodule.witness import Witness
 
     witness = Witness()
     witness.install()
-    # In a process of its own, once a host: without a library or driver ORT may abort the process.
+    # Once a host, and in a separate process: ORT may abort its process if a library or driver is
+    # missing.
     on_gpu = group.device.type == "cuda" and group.local.local_rank == 0
     reason = cuda_libraries.check() if on_gpu else ""
     wrapped = None
@@ -54,22 +66,25 @@ def build_ort(
         raise
     except EngineError as error:
         raise EngineError(in_recipes_words(str(error))) from error
-    except Exception as error:  # whatever ONNX Runtime or the exporter raises is a reason
+    # ONNX Runtime and the exporter raise many types of exceptions: all of them are reasons.
+    except Exception as error:
         reason = described(error)
     reason = next((text for text in group.gather(reason) if text), "")
     if reason and not recipe.engine.allow_fallback:
         raise EngineError(
             f"ONNX Runtime cannot run this model: {in_recipes_words(brief(reason))}\n{_ADVICE}"
         )
+    # The pass of `_probe` does not count as the run's.
     witness.restart()
     return (model if reason or wrapped is None else wrapped), witness, reason
 
 
 def wrapped_in_ort(recipe: Recipe, model: LossModule, group: DistributedContext) -> nn.Module:
-    """The model in ORTModule, with the recipe's settings."""
+    """Wrap the model in ORTModule with the recipe's settings."""
     from ortlaunch.ortmodule import ORTModule
 
-    # What transformers' models read does not change between steps; a class of the user's may do anything.
+    # The state that transformers' models read does not change between steps. A model class of the
+    # user may change its state in any pass.
     follow = recipe.model.factory is not None
     here = group.local.local_world_size
     return ORTModule(
@@ -80,8 +95,9 @@ def wrapped_in_ort(recipe: Recipe, model: LossModule, group: DistributedContext)
 def _probe(
     recipe: Recipe, wrapped: nn.Module, model: LossModule, group: DistributedContext, sample: Batch
 ) -> None:
-    """One pass forward and backward that leaves no trace: not in buffers, gradients or random numbers."""
+    """Run one forward and backward pass without effect on buffers, gradients or random state."""
     buffers = {name: value.clone() for name, value in model.named_buffers()}
+    # DeepSpeed casts the weights themselves, so that autocast is not used with it.
     dtype = narrow_dtype_of(recipe.precision) if recipe.zero is None else None
     devices = [group.device] if group.device.type == "cuda" else []
     with (
@@ -97,14 +113,14 @@ def _probe(
 
 
 def brief(reason: str) -> str:
-    """The telling part of an exporter's page of text."""
+    """Return the first line of an exporter's message and its last error, in 600 characters."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     raised = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception): ", line)]
     return " ".join([*lines[:1], *raised[-1:]])[:600]
 
 
 def onnxruntime_report(recipe: Recipe, witness: Witness) -> OnnxRuntime:
-    """What ONNX Runtime has done so far."""
+    """Return the report of ONNX Runtime so far."""
     from ortlaunch.ortmodule import options
     from ortlaunch.ortmodule.base import registry, torch_calls
     from ortlaunch.ortmodule.base.counters import tally
@@ -133,7 +149,7 @@ def onnxruntime_report(recipe: Recipe, witness: Witness) -> OnnxRuntime:
 
 
 def ort_notes() -> tuple[str, ...]:
-    """What the user should know of this engine: repairs that were left out, and notes of the export."""
+    """Return notes for the user: repairs that were not applied, and notes of the export."""
     from ortlaunch.ortmodule.base import registry
     from ortlaunch.ortmodule.base.counters import tally
 

@@ -1,4 +1,4 @@
-"""The recipe's section `engine` as settings of ortmodule/, and ortmodule's words as the recipe's."""
+"""The recipe's section `engine` as settings of ortmodule/, with messages in the recipe's names."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ _variables: dict[str, str] = {}
 
 
 def settings_of(engine: Engine, **others: object) -> Settings:
-    """Settings of the same name, and those that the recipe has another word for; `others` are no recipe's."""
+    """Return the settings of ortmodule for the recipe's section `engine`.
+
+    Args:
+        engine: the section. Most settings have the same name there; some have another name.
+        others: settings that are not in the recipe.
+    """
     lower = engine.matmul_precision != "highest"
-    # bfloat16, and oneDNN, are inside torch's products only.
+    # Only torch's matmuls can use bfloat16 or oneDNN inside.
     torchs = engine.matmul_precision == "medium" or engine.onednn or None
     torch_matmul = torchs if engine.torch_matmul is None else engine.torch_matmul
     same = {name: getattr(engine, name) for name in _SAME}
@@ -30,10 +35,11 @@ def settings_of(engine: Engine, **others: object) -> Settings:
 
 
 def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
-    """Import ORTModule with the recipe's settings; once, before transformers.
+    """Import ORTModule with the recipe's settings; call this once, before transformers is imported.
 
     Raises:
-        EngineError: this host's environment contradicts the recipe, or a setting needs what this stack has not.
+        EngineError: this host's environment contradicts the recipe, or a setting needs a part that
+            is not installed.
         MissingDependency: ORTModule cannot be imported.
     """
     from ortlaunch.ortmodule import options
@@ -52,7 +58,10 @@ def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def report(recipe: Recipe) -> Json:
-    """For engine.json: what the recipe chose, and variables from outside, which agree with it."""
+    """Return the record for engine.json: the recipe's settings and environment variables.
+
+    The variables were set outside and agree with the recipe.
+    """
     chosen = recipe.engine.model_dump(
         mode="json", exclude_defaults=True, exclude={"name", "allow_fallback"}
     )

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step, so that a resumed run needs no state for it."""
+"""The learning rate as a pure function of the step: a resumed run needs no state for it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from ortlaunch.recipe.fields.schedule import Schedule
 
 
 def warmup_steps(schedule: Schedule, max_steps: int) -> int:
-    """Steps of the warm-up."""
+    """Return the number of warm-up steps."""
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
     return round((schedule.warmup_ratio or 0.0) * max_steps)
 
 
 def decay_steps(schedule: Schedule, max_steps: int) -> int:
-    """Steps of wsd's decay; at least one, and none of the warm-up's, which may be rounded up beside it."""
+    """Return the number of steps of wsd's decay: at least one, and none of the warm-up steps."""
+    # Warm-up and decay may both be rounded up: their sum must not exceed max_steps.
     return max(
         1,
         min(round(schedule.decay_ratio * max_steps), max_steps - warmup_steps(schedule, max_steps)),
@@ -23,14 +24,15 @@ def decay_steps(schedule: Schedule, max_steps: int) -> int:
 
 
 def factor(schedule: Schedule, step: int, max_steps: int) -> float:
-    """Share of the peak learning rate at `step` (from 0).
+    """Return the share of the peak learning rate at `step` (from 0).
 
-    linear, cosine, constant and wsd are transformers' get_*_schedule_with_warmup and get_wsd_schedule, with
-    `minimum_ratio` as its min_lr_rate after the warm-up; polynomial is BERT's own, (1 - step / max_steps) ** power
-    after the warm-up. The warm-up is from 0 and one step ahead of transformers': its first step is 1 / warmup
-    instead of 0. NVIDIA's PolyWarmUpScheduler has the same warm-up and is one step ahead of this decay: its last step
-    is at 0. So no step is without effect.
+    linear, cosine, constant and wsd are get_*_schedule_with_warmup and get_wsd_schedule of
+    transformers. `minimum_ratio` is their min_lr_rate after the warm-up. polynomial is BERT's
+    schedule, (1 - step / max_steps) ** power after the warm-up.
     """
+    # No step has a rate of 0, which would have no effect. The warm-up is one step ahead of
+    # transformers': its first step is at 1 / warmup instead of 0. NVIDIA's PolyWarmUpScheduler has
+    # the same warm-up, and its decay is one step ahead of this one: its last step is at 0.
     warmup = warmup_steps(schedule, max_steps)
     if step < warmup:
         return (step + 1) / warmup
@@ -46,7 +48,7 @@ def factor(schedule: Schedule, step: int, max_steps: int) -> float:
 
 
 def _decay(form: str, progress: float) -> float:
-    """From 1 to 0."""
+    """Return the factor of a decay, which falls from 1 to 0 while `progress` rises from 0 to 1."""
     if form == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
     return 1.0 - (math.sqrt(progress) if form == "1-sqrt" else progress)

@@ -1,7 +1,8 @@
 """One optimizer step, with and without DeepSpeed, behind one small interface.
 
-`backward` takes a micro batch's loss, `apply` changes the weights; `named_state` says where it keeps what a checkpoint
-holds, because only a stepper knows what it shards.
+`micro_step` runs forward and backward of a micro batch, and `apply` changes the weights.
+`named_state` gives access to the contents of a checkpoint, because only a stepper knows how they
+are sharded.
 """
 
 from __future__ import annotations
@@ -37,51 +38,69 @@ Batch = dict[str, torch.Tensor]
 
 
 class Stepped(NamedTuple):
-    """What a step did, the same on every rank."""
+    """The result of one step, the same on every rank."""
 
     gradient_norm: float | None
-    """Before clipping; None: not finite, or DeepSpeed was told not to compute it."""
+    """Norm before clipping; None if it is not finite or DeepSpeed is set not to compute it."""
     skipped: bool
-    """Weights stay: a gradient was not finite, as fp16's loss scale brings about until it fits."""
+    """Whether the weights stay unchanged because a gradient was not finite.
+
+    This is normal in fp16 until the loss scale fits.
+    """
     failed: bool = False
-    """Weights stay, and no loss scale is the reason: a gradient is not finite."""
+    """Whether the weights stay unchanged because a gradient is not finite without loss scaling."""
 
 
 class Stepper(Protocol):
-    """What the loop needs of an engine."""
+    """The interface of an engine to the training loop."""
 
     module: nn.Module
     numbers: Numbers
-    """What the passes returned beside their losses."""
+    """Values that the passes returned beside their losses."""
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Trained parameters that the loss leaves out on some rank, as far as anybody looked."""
+        """Trained parameters that the loss leaves out on some rank, as far as that was checked."""
 
     def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
-        """Forward and backward of one micro batch; returns its loss times `factor`, detached. `last` of a step."""
+        """Run forward and backward of one micro batch.
+
+        Args:
+            batch: the arguments of the model's forward, by name.
+            last: this is the last micro batch of a step.
+            factor: multiplies the loss before the backward pass.
+
+        Returns:
+            The loss times `factor`, detached.
+        """
 
     def apply(self, learning_rate: float) -> Stepped:
-        """Clip, step, clear gradients; no step where a gradient is not finite."""
+        """Clip gradients, step and clear gradients; do not step if a gradient is not finite."""
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Each parameter's name and what this rank has of its gradient, after the passes of a step."""
+        """Yield each parameter's name and this rank's part of its gradient.
+
+        To be called after the passes of a step and before `apply`.
+        """
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of a step's passes, whether or not `apply` has seen them; nothing else changes."""
+        """Drop the gradients of a step's passes, before or after `apply`; change nothing else."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each trained parameter's name and what this rank holds of it."""
+        """Yield each trained parameter's name and this rank's part of it."""
 
     def named_state(self) -> NamedState:
-        """What training changes, by parameter name: a checkpoint is written from it and read into it."""
+        """Return the state that training changes, by parameter name.
+
+        A checkpoint is written from this state and read into it.
+        """
 
     def whole_weights(self) -> contextlib.AbstractContextManager[object]:
-        """While open, the model's parameters are whole on rank 0 (collective)."""
+        """Gather whole parameters on rank 0 while the context is open (collective)."""
 
 
 class TorchStepper:
-    """Plain PyTorch: gradients averaged by DistributedDataParallel, precision by autocast and a gradient scaler."""
+    """Steps in plain PyTorch: DistributedDataParallel, autocast and a gradient scaler."""
 
     def __init__(
         self,
@@ -112,7 +131,7 @@ class TorchStepper:
 
     @contextlib.contextmanager
     def _pass(self, last: bool) -> Iterator[None]:
-        """Autocast, and gradients averaged with the last micro batch."""
+        """Open autocast around a pass; average gradients with the last micro batch."""
         averaging = self.averaging.of(last) if self.averaging else contextlib.nullcontext()
         self._keep_casts()
         with (
@@ -125,7 +144,8 @@ class TorchStepper:
             self.casts = None
 
     def _keep_casts(self) -> None:
-        """Cast weights once a step: autocast drops what it has cast where the outermost context ends, so open one."""
+        """Cast weights once a step instead of once a pass."""
+        # Autocast drops its cached casts at the end of the outermost context, so keep one open.
         if self.casts is None and self.dtype is not None:
             self.casts = contextlib.ExitStack()
             self.casts.enter_context(torch.autocast(self.group.device.type, enabled=False))
@@ -133,7 +153,8 @@ class TorchStepper:
     def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
         with self._pass(last):
             loss = _weighted(self.numbers.take(self.module(**batch), factor), factor)
-            # Inside, because DistributedDataParallel decides in the backward pass whether to average.
+            # Inside the context: DistributedDataParallel decides in the backward pass whether to
+            # average.
             self.scaler.scale(loss / self.accumulation).backward()
         return loss.detach()
 
@@ -142,6 +163,7 @@ class TorchStepper:
             group["lr"] = learning_rate
         self.scaler.unscale_(self.optimizer)
         norm = self._norm()
+        # With a scaler an overflow is usual: the scaler skips the step and lowers its scale.
         failed = not (math.isfinite(norm) or self.scaler.is_enabled())
         before = self.scaler.get_scale()
         if not failed:
@@ -149,7 +171,7 @@ class TorchStepper:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         scale = self.scaler.get_scale()
-        # Gradients that overflow without being scaled up do so by themselves.
+        # At a scale of 1 or less, scaling cannot be the reason of an overflow.
         return Stepped(
             norm if math.isfinite(norm) else None,
             scale < before,
@@ -157,7 +179,10 @@ class TorchStepper:
         )
 
     def _norm(self) -> float:
-        """The gradient norm before clipping, and clips; averaged gradients give every rank the same."""
+        """Clip gradients; return their norm before clipping.
+
+        The result is the same on every rank, because gradients are averaged.
+        """
         if self.max_norm is None:
             return gradient_norm(self.model)
         return float(
@@ -189,9 +214,10 @@ class TorchStepper:
 
 
 class DeepSpeedStepper:
-    """DeepSpeed's engine around the model; ZeRO shards what the stage says."""
+    """Steps of DeepSpeed's engine, with ZeRO at the configured stage."""
 
-    unused = ()  # DeepSpeed takes a gradient that does not come for zeros
+    # DeepSpeed uses zeros for a gradient that does not come.
+    unused = ()
 
     def __init__(
         self,
@@ -206,9 +232,8 @@ class DeepSpeedStepper:
         self.model = model
         self.group = group
         self.numbers = Numbers()
-        if (
-            config["zero_optimization"]["stage"] == 3
-        ):  # one tensor after another, so that no device holds all of them
+        # ZeRO 3: divide one tensor after another, so that no device ever holds all of them.
+        if config["zero_optimization"]["stage"] == 3:
             deepspeed.init_distributed(dist_init_required=False)
             deepspeed.zero.Init(module=model, config_dict_or_path=config)
         with _no_step(optimizer):
@@ -217,29 +242,31 @@ class DeepSpeedStepper:
             )
         self.module: nn.Module = self.engine
         self.scales = bool(config.get("fp16", {}).get("enabled"))
-        self.named_state()  # now, that a run whose state cannot be saved does not begin
+        # Called for its checks: a run whose state cannot be saved must not start.
+        self.named_state()
 
     def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(last)
         loss = _weighted(self.numbers.take(self.engine(**batch), factor), factor)
         self.engine.backward(loss)
         if not last:
-            self.engine.step()  # counts the micro step; weights change at the boundary
+            # Counts the micro step; the weights change at the boundary only.
+            self.engine.step()
         return loss.detach()
 
     def apply(self, learning_rate: float) -> Stepped:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        if not hasattr(
-            self.engine.optimizer, "_global_grad_norm"
-        ):  # stage 0 in fp32: DeepSpeed measures nothing
+        # Stage 0 in fp32: DeepSpeed does not compute a norm.
+        if not hasattr(self.engine.optimizer, "_global_grad_norm"):
             return self._apply_plain(gradient_norm(self.model))
         before = self.engine.skipped_steps
         self.engine.step()
         told = self.engine.get_global_grad_norm()
         skipped = self.engine.skipped_steps > before
         norm = math.nan if told is None else float(told)
-        bad = told is not None and not 0 <= norm < math.inf  # -1 is what some versions say of nan
+        # Some versions return -1 for nan.
+        bad = told is not None and not 0 <= norm < math.inf
         return Stepped(
             norm if 0 <= norm < math.inf else None,
             skipped,
@@ -290,10 +317,10 @@ class DeepSpeedStepper:
 
 
 def _weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
-    """Loss x factor, in float32 at least; the loss itself where that is 1, so that no bit changes."""
-    if (
-        Requests.is_forked_child
-    ):  # it would write metrics and checkpoints, and speak to the other ranks, beside its parent
+    """Return loss x factor in float32 or wider; return the loss itself if the factor is 1."""
+    # A forked child that went on would write metrics and checkpoints and communicate with the other
+    # ranks, beside its parent.
+    if Requests.is_forked_child:
         told = "a process that the model or the data forked goes on as this rank, and is ended"
         print(
             f"ortlaunch: {told} (process {os.getpid()}): a child must leave by os._exit",
@@ -307,7 +334,7 @@ def _weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def gradient_norm(model: nn.Module) -> float:
-    """The norm of all gradients, as exact as in double precision; inf or nan where one of their numbers is."""
+    """Return the norm of all gradients with double precision; inf or nan if an element is."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     dense = [
         gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
@@ -316,12 +343,14 @@ def gradient_norm(model: nn.Module) -> float:
 
 
 def _piece(parameter: Any) -> torch.Tensor | None:
-    """This rank's piece of a gradient under DeepSpeed, between backward pass and step."""
-    if hasattr(parameter, "ds_id"):  # ZeRO 3
+    """Return this rank's piece of a gradient under DeepSpeed, between backward pass and step."""
+    # Only parameters of ZeRO 3 have this attribute.
+    if hasattr(parameter, "ds_id"):
         from deepspeed.utils import safe_get_local_grad
 
         local: torch.Tensor | None = safe_get_local_grad(parameter)
         return local
+    # ZeRO 1 and 2 keep pieces of gradients behind this mapping.
     mapping = getattr(parameter, "_hp_mapping", None)
     gradient: torch.Tensor | None = parameter.grad
     if gradient is None and mapping is not None:
@@ -330,7 +359,8 @@ def _piece(parameter: Any) -> torch.Tensor | None:
 
 
 def _forget_averaged(optimizer: Any) -> None:
-    """What DeepSpeed's ZeRO 1 and 2 do after an overflow: later passes would else add to these gradients."""
+    """Drop averaged gradients as DeepSpeed's ZeRO 1 and 2 do after an overflow."""
+    # Otherwise later passes would add to these gradients.
     from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
     optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
@@ -343,11 +373,10 @@ def _forget_averaged(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def _no_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While open, steps of this optimizer do nothing.
-
-    DeepSpeed 0.19.8 makes the state of stage 0 in bf16 and fp16 by a step with gradients of zero. Adam counts it, so
-    that its true first step is 0.74 of what it should be, and weights decay by the peak learning rate.
-    """
+    """Disable the steps of this optimizer while the context is open."""
+    # DeepSpeed 0.19.8 makes the state of stage 0 in bf16 and fp16 by a step with zero gradients.
+    # Adam counts that step: its true first step would be 0.74 of the correct size, and the weights
+    # would decay by the peak learning rate.
     vars(optimizer)["step"] = lambda *_, **__: None
     try:
         yield
