@@ -1,6 +1,7 @@
-"""Attention that stays torch's fused kernel in ORT's graph, and causal masks that are not written out.
+"""Attention as torch's fused kernel inside ORT's graph, without materialized causal masks.
 
-Imports no transformers: its module of masks is changed where a model has imported it.
+The module does not import transformers. It patches transformers' mask module only if the model has
+imported it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from ortlaunch import machine
 from ortlaunch.ortmodule.base.export import Export
 
 NAME = "aten::scaled_dot_product_attention"
-_TRACER: Any = torch._C  # its functions that read and pause a trace have no stubs
+# Any: the functions that read and pause a trace have no stubs.
+_TRACER: Any = torch._C
 _MASKS = "transformers.masking_utils"
 _PACKED = "find_packed_sequence_indices"
-# Operators by which positions of 0, 1, 2, ... stay positions that count on by one.
+# Operators that keep positions 0, 1, 2, ... consecutive.
 _COUNTING = {
     "aten::arange", "aten::add", "aten::unsqueeze", "aten::expand", "aten::to", "aten::view", "aten::reshape",
     "prim::NumToTensor", "aten::Int", "aten::ScalarImplicit", "prim::ListConstruct", "prim::Constant", "aten::size",
@@ -28,11 +30,12 @@ _COUNTING = {
 
 
 def is_fused(inputs: Sequence[Any], device: str, learns_mask: bool) -> bool:
-    """Return whether torch's fused kernel computes a traced attention faster than nodes of the graph do.
+    """Return whether torch's fused kernel computes a traced attention faster than ONNX nodes do.
 
-    inputs: of the traced call: query, key, value, mask, share of dropout, ...
-    device: its type.
-    learns_mask: the mask has a gradient, for which torch has no fused kernel.
+    Args:
+        inputs: the inputs of the traced call: query, key, value, mask, dropout probability, ...
+        device: the device's type.
+        learns_mask: whether the mask has a gradient, for which torch has no fused kernel.
     """
     query, key, value, _, dropout = inputs[:5]
     sizes = [one.type().sizes() for one in (query, key, value)]
@@ -40,17 +43,16 @@ def is_fused(inputs: Sequence[Any], device: str, learns_mask: bool) -> bool:
         return False
     if sizes[0][2] * sizes[1][2] < machine.FUSED_ATTENTION_SCORES or sizes[1][3] != sizes[2][3]:
         return False
-    return (
-        device != "cpu" or not dropout.toIValue()
-    )  # torch has no fused kernel for CPUs with dropout
+    # torch has no fused CPU kernel with dropout.
+    return device != "cpu" or not dropout.toIValue()
 
 
 @contextlib.contextmanager
 def without_causal_masks(export: Export) -> Iterator[None]:
-    """While open, transformers leave out a causal mask where they do in eager PyTorch for want of packed documents.
+    """Let transformers leave out causal masks in an export, as it does in eager mode.
 
-    In a trace they always search the positions for documents, so that the mask is written out: the fused kernel then
-    computes both halves of the scores instead of one.
+    Under a trace transformers always searches the position ids for packed documents, so it
+    materializes the mask. The fused kernel then computes both halves of the scores instead of one.
     """
     masks = sys.modules.get(_MASKS)
     original: Callable[[torch.Tensor], torch.Tensor | None] | None = getattr(masks, _PACKED, None)
@@ -60,6 +62,8 @@ def without_causal_masks(export: Export) -> Iterator[None]:
 
     def find(positions: torch.Tensor) -> torch.Tensor | None:
         if torch.jit.is_tracing() and _count_on(positions):
+            # Pause the trace: only outside a trace does transformers compare the values of the
+            # position ids, and return None if there is one document.
             state = _TRACER._get_tracing_state()
             _TRACER._set_tracing_state(None)
             try:
@@ -74,7 +78,10 @@ def without_causal_masks(export: Export) -> Iterator[None]:
 
 
 def _count_on(positions: torch.Tensor) -> bool:
-    """Whether positions were counted by the model itself, whatever the batch: of its sizes and constants alone."""
+    """Return whether the model itself counted the positions, from sizes and constants alone.
+
+    Such positions are consecutive for every batch.
+    """
     remaining = [_TRACER._get_value_trace(positions)]
     while remaining:
         node = remaining.pop().node()

@@ -1,7 +1,8 @@
-"""Dropout for graphs on the CPU: operators of torch's, `ortlaunch::dropout` and its gradient, that a graph can call.
+"""CPU dropout for ORT's graphs: the torch operators `ortlaunch::dropout` and its gradient.
 
-ONNX Runtime draws a number of its own for every element, on one thread; torch's bernoulli takes as long on each of its
-threads. Here one number of 64 bits is drawn for four elements, from torch's generator. Knows nothing of ORTModule.
+ONNX Runtime draws one random number for each element, on one thread. torch's bernoulli takes the
+same time on each of its threads. Here one 64-bit number from torch's generator serves four
+elements. The module does not depend on ORTModule.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ import torch
 
 FORWARD = "ortlaunch::dropout"
 BACKWARD = "ortlaunch::dropout_backward"
-_STEPS = 1 << 16  # a share is a whole number of these: 16 bits an element
+# The drop probability is rounded to a multiple of 1 / 65,536, because an element has 16 random
+# bits.
+_STEPS = 1 << 16
 
 
 @functools.cache
 def define_operators() -> torch.library.Library:
-    """Once a process; the library lives as long as what is returned."""
+    """Register the operators, once in a process.
+
+    The operators exist for as long as the returned library.
+    """
     library = torch.library.Library("ortlaunch", "DEF")
     library.define("dropout(Tensor x, float p, bool train) -> (Tensor, Tensor)")
     library.define("dropout_backward(Tensor gradient, Tensor kept, float p, bool train) -> Tensor")
@@ -27,9 +33,11 @@ def define_operators() -> torch.library.Library:
 
 
 def dropout(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x with a share p of its elements dropped and the others scaled up, 1 where an element is kept as uint8)."""
+    """Return x with dropout at probability p, and a uint8 mask with 1 for kept elements."""
     if not train:
         return x.clone(), torch.ones_like(x, dtype=torch.uint8)
+    # One int64 is viewed as four int16. The bounds of random_ cover all 64 bits, so each int16 is
+    # uniform.
     numbers = (
         torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     )
@@ -40,15 +48,22 @@ def dropout(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch
 def dropout_backward(
     gradient: torch.Tensor, kept: torch.Tensor, p: float, train: bool
 ) -> torch.Tensor:
-    """The gradient of what went in, from that of what came out."""
+    """Return the gradient of dropout's input, from the gradient of its output."""
     return (gradient * kept).mul_(_scale(p)) if train else gradient.clone()
 
 
 def _dropped(p: float) -> int:
-    """Of 65,536 elements; never all, so that there is a scale (for p = 1 it is 0: all zeros, as torch gives)."""
+    """Return how many of the 65,536 values of 16 bits drop an element.
+
+    The result is at most 65,535, so that `_scale` does not divide by zero. For p = 1 the scale is
+    0, so the output is all zeros, as in torch.
+    """
     return min(round(p * _STEPS), _STEPS - 1)
 
 
 def _scale(p: float) -> float:
-    """Of what is kept, after the share that is dropped in fact: the mean stays what it was."""
+    """Return the factor for the kept elements.
+
+    The factor uses the probability after rounding, so the expected value stays that of the input.
+    """
     return _STEPS / (_STEPS - _dropped(p)) if p < 1 else 0.0

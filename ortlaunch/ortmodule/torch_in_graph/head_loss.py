@@ -1,6 +1,7 @@
-"""The chunked loss (worker/model/chunked_loss.py) inside ORT's graph: a call of torch's operator, as ORT calls aten's.
+"""The chunked loss (worker/model/chunked_loss.py) as a call of torch's operator in ORT's graph.
 
-Its gradients are outputs of the forward pass, which the backward pass multiplies by the gradient of the loss.
+ORT calls the operator as it calls aten operators. The forward pass also returns the gradients; the
+backward pass multiplies them by the gradient of the loss.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ OPERATOR = "ortlaunch::head_loss"
 
 
 def calling_chunked_loss(export: AnyFunction) -> AnyFunction:
-    """An export in which the operator of a chunked loss stays one call."""
+    """Wrap an export so that the operator of a chunked loss stays one call."""
     return registered(export, lambda: {OPERATOR: _symbolic})
 
 
@@ -44,13 +45,18 @@ def _symbolic(
         outputs=5,
     )
     for output, dtype in zip(outputs, (exact, own, exact, exact, exact)):
-        sizes: Any = [] if output is outputs[0] else None  # unknown
+        # The first output, the loss, is a scalar; the sizes of the others are unknown.
+        sizes: Any = [] if output is outputs[0] else None
         output.setType(hidden.type().with_dtype(dtype).with_sizes(sizes))
     return outputs
 
 
 def _register_gradient(types: list[torch.dtype]) -> None:
-    """For the graph that is exported now: ORT's definitions name types by their numbers."""
+    """Register the gradient for the current export.
+
+    It is registered anew for every export, because ORT's definitions contain the tensors' type
+    codes.
+    """
     from onnxruntime.training.ortmodule._custom_gradient_registry import _to_gradient_definition
 
     module: Any = importlib.import_module("onnxruntime.capi._pybind_state")
@@ -58,8 +64,13 @@ def _register_gradient(types: list[torch.dtype]) -> None:
     module.register_gradient_definition(key, _to_gradient_definition(list(_gradient(types))))
 
 
+# In ORT's gradient definitions GO is the gradient of an output, GI that of an input, O an output.
 def _gradient(types: list[torch.dtype]) -> Iterator[tuple[Any, ...]]:
-    """Nodes of a gradient definition: of the weight and the bias in float32 or above first."""
+    """Yield the nodes of a gradient definition.
+
+    The gradients of weight and bias are multiplied in float32 or above, then cast to the weight's
+    type.
+    """
     yield "Mul", ["GO(0)", "O(4)"], ["factor"]
     yield "Cast", ["factor"], ["own"], _to(types[0])
     yield "Mul", ["O(1)", "own"], ["GI(0)"]

@@ -1,4 +1,4 @@
-"""One call of a torch operator in a traced graph, and the node that calls it from ORT's graph."""
+"""A call of a torch operator in a traced graph, written as a node of ORT's graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 _EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"
+# Files in site-packages and in ortlaunch; `Call.line` reports lines of other files only.
 _NOT_THE_USERS = (str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1]))
+# ONNX has no complex types: ORT's graph holds complex tensors as pairs of real numbers.
 _COMPLEX = {"ComplexHalf": "Half", "ComplexFloat": "Float", "ComplexDouble": "Double"}
 _KINDS = {
     "Byte": torch.uint8, "Char": torch.int8, "Short": torch.int16, "Int": torch.int32, "Long": torch.int64,
@@ -30,11 +32,14 @@ Build = Callable[[Sequence[torch.Tensor]], Any]
 
 
 class NotCallable(Exception):
-    """Why an operator cannot be called from ORT's graph."""
+    """The reason why an operator cannot be called from ORT's graph."""
 
 
 class Call:
-    """A node of a traced graph, its inputs as they stand in the graph that is written, and schemas by output."""
+    """A node of the traced graph, with its inputs in the ONNX graph that is being written.
+
+    `schemas` maps the names of outputs to the operators' schemas.
+    """
 
     def __init__(self, node: torch.Node, inputs: Sequence[Any], schemas: Mapping[str, Any]) -> None:
         self.name = node.kind()
@@ -48,11 +53,11 @@ class Call:
         self._tensors: list[Any] = []
 
     def given(self) -> Sequence[Any]:
-        """Its inputs, as they are in the traced graph."""
+        """Return the node's inputs in the traced graph."""
         return self._old
 
     def line(self) -> str:
-        """` at FILE:LINE` of the user's code that calls it; empty where the trace does not know."""
+        """Return ` at FILE:LINE` of the user's code that calls the operator; empty if unknown."""
         places = re.findall(r"^(.+?)\((\d+)\): ", str(self._node.sourceRange()), re.MULTILINE)
         users = [
             f" at {file}:{line}" for file, line in places if not file.startswith(_NOT_THE_USERS)
@@ -60,7 +65,10 @@ class Call:
         return users[0] if users else ""
 
     def is_complex(self) -> bool:
-        """Whether a complex tensor goes in or comes out: in ORT's graph it is one of real numbers, in pairs."""
+        """Return whether an input or output is a complex tensor.
+
+        In ORT's graph such a tensor is a real one, with pairs in the last dimension.
+        """
         return any(
             _kind(value) in _COMPLEX for value in (*self._old, *self._outputs, *self._listed())
         )
@@ -73,13 +81,17 @@ class Call:
     def write(
         self, context: GraphContext, gradients: Any, draws: bool = False, before: Any = None
     ) -> Any:
-        """Put the call into the graph; its outputs there.
+        """Write the call into the graph and return its outputs there.
 
-        draws: the operator draws random numbers, which have no gradient, and may be given no tensor.
-        before: a value of the graph that is computed before the call.
+        Args:
+            context: the exporter's context for this node.
+            gradients: decides which inputs need a gradient.
+            draws: whether the operator draws random numbers. These have no gradient, and the
+                operator may have no tensor inputs.
+            before: a value of the graph that must be computed before the call.
 
         Raises:
-            NotCallable: with the reason.
+            NotCallable: the operator cannot be called; has the reason.
         """
         if not self._outputs:
             raise NotCallable("it returns a list of tensors that is used as a whole")
@@ -88,6 +100,8 @@ class Call:
         ranks = [rank for _, rank in described]
         run = self._function(gradients, draws, kinds)
         if draws:
+            # A PythonOp needs a tensor input. An unused input also fixes the order in which random
+            # numbers are drawn.
             self._tensors.append(before or context.op("Constant", value_t=torch.zeros(1)))
         kept = frozenset(
             i for i, value in enumerate(self._tensors) if value.node().kind() == "prim::Param"
@@ -104,6 +118,7 @@ class Call:
         exporter: Any = importlib.import_module(_EXPORTER)
         codes = [exporter.pytorch_type_to_onnx_dtype(_NAMES[kind]) for kind in kinds]
         name = f"{function.__module__}.{function.__qualname__}"
+        # ORT's calling convention has one letter for each argument; "d" is a tensor.
         convention = "d" * len(self._tensors)
         written = exporter._default_export(
             context, name, function, convention, len(kinds), codes, ranks, *self._tensors
@@ -111,14 +126,17 @@ class Call:
         values = list(written) if isinstance(written, (tuple, list)) else [written]
         like = torch._C.TensorType.get()
         for value, kind, rank in zip(values, kinds, ranks):
+            # Unknown sizes, because the exporter would use the first batch's as constants.
             value.setType(like.with_dtype(kind).with_sizes([None] * rank))
         return values
 
     def _function(self, gradients: Any, draws: bool, kinds: list[torch.dtype]) -> AnyFunction:
-        """Return what runs the operator on the node's tensors and gives results of these types.
+        """Return a function that runs the operator and returns results of these types.
 
-        The trace has numbers as float64 tensors without dimensions, beside which another one becomes float64.
-        Those without a gradient are detached: torch refuses a scale of fake_quantize that has one.
+        Args:
+            gradients: decides which inputs need a gradient.
+            draws: whether the operator draws random numbers.
+            kinds: the types of the results.
         """
         operator = self._operator()
         schema = operator._schema.arguments
@@ -136,6 +154,7 @@ class Call:
         place = f"{self.name}{self.line()}"
 
         def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+            # torch refuses some inputs with a gradient, such as the scale of fake_quantize.
             tensors = [
                 tensor if derives else tensor.detach() for tensor, derives in zip(inputs, derived)
             ]
@@ -147,19 +166,25 @@ class Call:
             results = list(_flat(results))
             if len(results) != len(pairs):
                 raise RuntimeError(
-                    f"{place} returns {len(results)} tensors, and {len(pairs)} in the first batch: ONNX "
-                    "Runtime's graph has that many"
+                    f"{place} returns {len(results)} tensors, and {len(pairs)} in the first batch: "
+                    "ONNX Runtime's graph has that many"
                 )
             real = [
                 torch.view_as_real(r.resolve_conj()) if pair else r
                 for r, pair in zip(results, pairs)
             ]
+            # The trace holds Python numbers as float64 tensors without dimensions. Beside one,
+            # another tensor without dimensions would be promoted to float64.
             return [result.to(kind) for result, kind in zip(real, kinds)]
 
         return run
 
     def _operator(self) -> Any:
-        """The overload that the trace called; by its arguments where the exporter's passes have made the node anew."""
+        """Return the overload that the trace called.
+
+        If the exporter's passes have rebuilt the node, its schema is lost, and the arguments select
+        the overload.
+        """
         space, _, name = self.name.partition("::")
         packet = getattr(getattr(torch.ops, space), name, None)
         if packet is None:
@@ -170,10 +195,8 @@ class Call:
             overloads = [
                 one for one in overloads if one._schema.overload_name == wanted.overload_name
             ]
-        for scalars in (
-            False,
-            True,
-        ):  # an overload for numbers goes before one for tensors without dimensions
+        # Overloads for numbers come before those for tensors without dimensions.
+        for scalars in (False, True):
             for one in overloads:
                 if self._fits(one._schema, scalars):
                     return one
@@ -220,15 +243,17 @@ class Call:
         if _is_complex(old):
             return lambda tensors: torch.view_as_complex(tensors[place].contiguous())
         dtype = _KINDS.get(_kind(old) or "")
-        if dtype and _kind(new) != _kind(
-            old
-        ):  # the exporter's form of what made it has another type
+        # The ONNX form of the operator that made this tensor can return another type.
+        if dtype and _kind(new) != _kind(old):
             return lambda tensors: tensors[place].to(dtype)
         return lambda tensors: tensors[place]
 
 
 def _unpacked(tensors: Any) -> list[Any]:
-    """What the traced graph takes out of a list of tensors; nothing where it uses the list as a whole."""
+    """Return the tensors that the traced graph unpacks from a list of tensors.
+
+    The result is empty if the graph uses the list as a whole.
+    """
     users = [use.user for use in tensors.uses()]
     return (
         list(users[0].outputs()) if [user.kind() for user in users] == ["prim::ListUnpack"] else []
@@ -261,7 +286,11 @@ def _fits(old: Any, kind: str, scalars: bool) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """A tensor without dimensions is one, as a trace has it, but for a bool: that was a tensor."""
+    """Return whether a constant stands for a Python number or string.
+
+    In a trace a Python number is a tensor without dimensions. A bool tensor without dimensions is a
+    real tensor.
+    """
     found = _value(value)
     of_tensor = isinstance(found, torch.Tensor) and not found.dim() and found.dtype != torch.bool
     return of_tensor or isinstance(found, (int, float, str))
@@ -291,7 +320,7 @@ def _is_complex(value: Any) -> bool:
 
 
 def _described(value: Any) -> tuple[torch.dtype, int]:
-    """Type and number of dimensions, of pairs for complex numbers."""
+    """Return the type and the number of dimensions; for complex numbers, those of pairs."""
     kind = _kind(value)
     rank = value.type().dim() if kind else None
     if kind is None or (rank is None and kind not in _KINDS):

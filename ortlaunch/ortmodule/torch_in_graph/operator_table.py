@@ -1,9 +1,10 @@
-"""The table of torch operators that neither torch's exporter nor ONNX Runtime computes as torch does.
+"""Torch operators that neither torch's exporter nor ONNX Runtime computes as torch does.
 
-Each row answers one question: is the operator written in an exact ONNX form here, or does torch itself compute it,
-called from inside ONNX Runtime's graph (torch_in_graph/operator_translation.py)? Any other operator is exported as the
-exporter has it, and computed by torch where the exporter has no form of it or ONNX Runtime no gradient
-(base/differentiable.py). A new row takes torch, unless a form is measured to be faster.
+Each row decides between two remedies: the operator is written in an exact ONNX form here, or torch
+itself computes it, called from ONNX Runtime's graph (torch_in_graph/operator_translation.py). All
+other operators use the exporter's forms. If the exporter has no form, or ONNX Runtime no gradient
+(base/differentiable.py), torch computes them too. A new row should use torch, unless a form is
+measured to be faster.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from ortlaunch.ortmodule.tracing import attention_forms, exact_forms, index_form
 from ortlaunch.ortmodule.tracing.symbolics import Export, Form, constants, registered
 
 TORCH = None
-"""In place of a form: torch computes the operator."""
+"""The value of `Operator.form` if torch computes the operator."""
 _FLOATS = ("Float", "Double", "Half", "BFloat16")
+# Orders of norms whose exported forms are right.
 _NORMS = (0.0, 1.0, 2.0, math.inf, -math.inf)
 _POOLS = ("avg_pool2d", "max_pool2d", "adaptive_avg_pool2d")
 _UPSAMPLES = (
@@ -60,15 +62,16 @@ def _has_rare_order(inputs: Sequence[Any]) -> bool:
 
 
 class Operator(NamedTuple):
-    """One of torch's, by its name without `aten::`."""
+    """A row of the table: an operator of torch and the reason for its remedy."""
 
     name: str
+    """The operator's name without `aten::`."""
     form: Form | None
-    """Writes it in ONNX, or TORCH."""
+    """The function that writes the operator in ONNX, or TORCH."""
     why: str
-    """What is wrong, of the exporter's form or of ONNX Runtime's gradient of it."""
+    """The fault of the exporter's form, or of ONNX Runtime's gradient of that form."""
     where: Callable[[Sequence[Any]], bool] = _always
-    """Of TORCH: for which inputs of a call in the traced graph."""
+    """For TORCH: a condition on the inputs of a call in the traced graph."""
 
 
 OPERATORS = (
@@ -157,7 +160,8 @@ OPERATORS = (
     ),
 )
 _TORCHS = {f"aten::{row.name}": row for row in OPERATORS if row.form is TORCH}
-# ONNX Runtime's generator is not torch's: torch.manual_seed repeats none of its numbers.
+# Operators that draw random numbers. torch.manual_seed does not set ONNX Runtime's generator, so
+# that torch draws them.
 DRAWING = {
     "aten::bernoulli", "aten::normal", "aten::rand", "aten::rand_like", "aten::randint", "aten::randint_like",
     "aten::randn", "aten::randn_like", "aten::randperm",
@@ -165,16 +169,18 @@ DRAWING = {
 
 
 def is_torchs(name: str, inputs: Sequence[Any]) -> bool:
-    """Whether the table leaves a call in a traced graph, by full name and inputs, to torch."""
+    """Return whether torch computes a call, by the table.
+
+    Args:
+        name: the operator's full name.
+        inputs: the call's inputs in the traced graph.
+    """
     row = _TORCHS.get(name)
     return row is not None and row.where(inputs)
 
 
 def with_forms(export: Export, *names: str) -> Export:
-    """An export with the forms of the table, or with those of `names` alone.
-
-    Torch's fused attention of eval mode, which has no ONNX form, is off meanwhile.
-    """
+    """Wrap an export so that it uses the table's forms, or only those of `names`."""
 
     def forms() -> dict[str, Form]:
         rows = (row for row in OPERATORS if not names or row.name in names)
@@ -183,6 +189,8 @@ def with_forms(export: Export, *names: str) -> Export:
     with_own = registered(export, forms)
 
     def export_with_operators(*args: Any, **kwargs: Any) -> Any:
+        # torch's fast path for attention in eval mode has no ONNX form, so it is off during the
+        # export.
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:

@@ -1,8 +1,9 @@
-"""Operators that ONNX has no form for, or ORT no gradient of, stay torch's inside ORT's graph.
+"""Keep operators as torch calls in ORT's graph if ONNX has no form, or ORT no gradient, for them.
 
-The exporter translates one operator of the traced graph after the other. Here each translation is looked at: where it
-fails, or puts an ONNX operator that ORT does not derive in the way of a gradient, a call of the operator itself takes
-its place (torch_calls.py). What shows only when ORT builds the gradient is exported once more.
+The exporter translates the traced graph operator by operator. Each translation is checked here. If
+it fails, or if it puts an ONNX operator without a gradient in ORT on the path of a gradient, a call
+of the torch operator replaces it (torch_calls.py). If the failure appears only when ORT builds the
+gradient, the model is exported again.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
+# Never torch calls: `detach` has an exact form, and the others give sizes and Python numbers.
 _NEVER = {
     "aten::detach",
     "aten::size",
@@ -42,8 +44,11 @@ _NEVER = {
     "aten::IntImplicit",
     "aten::Bool",
 }
+# The most retries of an export; each one may detect further operators to keep as torch calls.
 _ROUNDS = 8
+# The most source locations in an error message.
 _FEW = 3
+# ORT's error messages that name the ONNX operator whose gradient could not be built.
 _FAILED = (
     r"gradient builder has not been registered: ?(\w+)",
     r"Could not find an implementation for (\w+?)(?:Grad)?\(",
@@ -53,7 +58,7 @@ _FAILED = (
 
 
 def install() -> None:
-    """Let the build of a gradient that fails for one operator be tried with that operator as torch's."""
+    """Wrap ORT's methods so that a failed gradient build is retried with torch's operator."""
     for step in ("_build_graph", "_create_execution_agent"):
         wrap_method(owner(TRAINING), step, _trying_again)
     wrap_method(owner(EVALUATION), "_create_execution_agent", _forgetting_call)
@@ -68,7 +73,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def kept(export: Export) -> Iterator[None]:
-    """While open, exports keep operators as the settings say."""
+    """Keep operators as torch calls in exports, as the settings require."""
     asked = settings_of(export.options).torch_operators
     able = asked != "off" and not extensions.interop_refusal()
     names = tuple(map(_full, asked)) if able and asked != "auto" else ()
@@ -101,7 +106,7 @@ def _around(original: AnyFunction, method: AnyFunction) -> AnyFunction:
 
 
 class _Translator:
-    """The exporter's translation of one traced graph."""
+    """The translation of one traced graph by the exporter."""
 
     def __init__(self, export: Export, names: Sequence[str], able: bool, by_rule: bool) -> None:
         self._training = export.training
@@ -110,8 +115,11 @@ class _Translator:
         self._names = {*names, *_blamed_so_far(export.options)}
         self._schemas: dict[str, Any] = {}
         self._device = export.device.type
+        # The latest random values in the graph. The next ones depend on them, so that the order
+        # of the draws is that of eager PyTorch.
         self._drawn: Any = None
-        """The random numbers that the graph draws last: the next ones come after them, as in eager PyTorch."""
+        # By ONNX operator: the torch operators translated to it, with their source locations.
+        # Stored in the options, which outlive the export: `_blame` reads it when a build fails.
         self._makers: dict[str, dict[str, str]] = vars(export.options).setdefault(
             "_ortlaunch_makers", {}
         )
@@ -123,7 +131,9 @@ class _Translator:
         self._gradients = Gradients(is_trained, export.device.type)
 
     def noting(self, original: AnyFunction, graph: Any, *args: object, **kwargs: object) -> Any:
-        """Note each operator's schema, which the exporter's passes over the traced graph forget."""
+        """Record each operator's schema before the exporter's passes over the traced graph drop
+        it.
+        """
         for node in _nodes(graph):
             schema = node.schema()
             if schema != "(no schema)" and node.outputsSize():
@@ -131,7 +141,7 @@ class _Translator:
         return original(graph, *args, **kwargs)
 
     def translate(self, original: AnyFunction, *given: Any) -> Any:
-        """The exporter's `_run_symbolic_function`."""
+        """Translate one node; a replacement for the exporter's `_run_symbolic_function`."""
         graph, block, node, inputs, env, known, new = given[:7]
 
         def plainly() -> Any:
@@ -183,11 +193,15 @@ class _Translator:
         return self._gradients.lost(written, values) if self._training else ""
 
     def _check(self, call: Any, written: Sequence[Any], outputs: Any) -> None:
-        """Refuse what would be wrong without a word, where the settings keep it from being torch's."""
+        """Refuse a translation that would be wrong without an error.
+
+        This applies where the settings do not let the operator stay torch's.
+        """
         if is_torchs(call.name.rstrip("_"), call.given()) or self._lost(written, outputs) in SILENT:
             raise RuntimeError(
-                f"{call.name} or its gradient is another one in ONNX Runtime than in torch; it can stay torch's: "
-                f"engine.torch_operators=auto, or a list with it. {extensions.interop_refusal()}".rstrip()
+                f"{call.name} or its gradient is another one in ONNX Runtime than in torch; "
+                "it can stay torch's: engine.torch_operators=auto, or a list with it. "
+                f"{extensions.interop_refusal()}".rstrip()
             )
 
     def _instead(
@@ -197,11 +211,13 @@ class _Translator:
             return call.write(context, self._gradients)
         except operator_calls.NotCallable as why:
             if outputs is not None:
-                return outputs  # ORT says what is wrong with it, where a gradient comes by
+                # If this value needs a gradient, ORT raises an error of its own later.
+                return outputs
             before = f"{' '.join(str(error).split()) or type(error).__name__}; " if error else ""
             raise RuntimeError(
-                f"{before}torch cannot compute {call.name}{call.line()} inside ONNX Runtime's graph: {why}. Write it "
-                "with other operators, or let the layer run as torch (Settings.torch_modules)"
+                f"{before}torch cannot compute {call.name}{call.line()} inside ONNX Runtime's "
+                f"graph: {why}. Write it with other operators, or let the layer run as torch "
+                "(Settings.torch_modules)"
             ) from error
 
 
@@ -210,7 +226,7 @@ def _is_trained(parameters: dict[str, bool], others: set[str], name: str) -> boo
 
 
 def _operator(node: torch.Node) -> str:
-    """Its name in ONNX, or torch's of an ATen node."""
+    """Return a node's operator in ONNX; for an ATen node, torch's operator."""
     name = str(node.kind()).rpartition("::")[2]
     return (
         str(node.s("operator")) if name == "ATen" and "operator" in node.attributeNames() else name
@@ -225,14 +241,15 @@ def _nodes(block: Any) -> Iterator[Any]:
 
 
 _MOVED = "torch.onnx._internal.torchscript_exporter.jit_utils"
-_JIT = "torch.onnx._internal.jit_utils"  # as compat.py has it, on every torch
+# compat.py makes this name importable on every torch.
+_JIT = "torch.onnx._internal.jit_utils"
 
 
 def _opset() -> int:
     return int(importlib.import_module("torch.onnx._globals").GLOBALS.export_onnx_opset_version)
 
 
-# ------------------------------------------------------------------------------------------- what fails later
+# ------------------------------------------------------------------ failures after the translation
 
 
 def _blamed_so_far(options: Any) -> set[str]:
@@ -241,9 +258,11 @@ def _blamed_so_far(options: Any) -> set[str]:
 
 
 def _noting_call(original: AnyFunction, transition: Any, inputs: Any, kwargs: Any) -> Any:
+    # For `_export_anew`, if the build that follows fails.
     transition._ortlaunch_given = inputs, kwargs
     changed, info = _with_known_shapes(original, transition, inputs, kwargs)
-    if not changed:  # no build follows, and a batch is not to be kept
+    # No build follows, so the batch is freed.
+    if not changed:
         del transition._ortlaunch_given
     return changed, info
 
@@ -258,8 +277,8 @@ def _with_known_shapes(original: AnyFunction, transition: Any, inputs: Any, kwar
                 makers = vars(options).get("_ortlaunch_makers", {}).get(error.operator, {})
                 lines = ", ".join(f"{name}{line}" for name, line in sorted(makers.items())[:_FEW])
                 raise RuntimeError(
-                    f"{error}, which is exported for {lines or 'the model'}: write it with other operators, or let the "
-                    "layer run as torch (Settings.torch_modules)"
+                    f"{error}, which is exported for {lines or 'the model'}: write it with other "
+                    "operators, or let the layer run as torch (Settings.torch_modules)"
                 ) from error
             transition._exported_model_info = None
     return original(transition, inputs, kwargs)
@@ -292,12 +311,13 @@ def _trying_again(original: AnyFunction, manager: Manager, *args: Any) -> Any:
 
 
 def _leave_optimizer(manager: Manager, message: str, *configs: Any) -> bool:
-    """Whether ORT's compute optimizer ended at a shape that is not known, and is off from now on."""
+    """Turn ORT's compute optimizer off if it failed at an unknown shape; return whether it did."""
     options = manager._runtime_options
     if "compute_optimizer" not in message or not options.enable_compute_optimizer:
         return False
     tally.note(
-        "compute_optimizer is off: ONNX Runtime's ends at a shape of this model that is known in a pass only"
+        "compute_optimizer is off: ONNX Runtime's ends at a shape of this model that is known in a "
+        "pass only"
     )
     for one in (options, *configs):
         one.enable_compute_optimizer = False
@@ -310,14 +330,19 @@ def _built(manager: Manager, step: str) -> None:
 
 
 def _blame(options: Any, named: set[str], message: str) -> set[str]:
-    """Torch's operators, not kept yet, that were translated to the ONNX operators which ORT names."""
+    """Mark the torch operators that were translated to the ONNX operators in ORT's error.
+
+    Returns:
+        The newly marked operators; the next export keeps them as torch calls.
+    """
     if settings_of(options).torch_operators != "auto" or extensions.interop_refusal():
         return set()
     makers: dict[str, dict[str, str]] = vars(options).get("_ortlaunch_makers", {})
     new = {maker for name in named for maker in makers.get(name, ())} - _blamed_so_far(options)
     if new:
         tally.note(
-            f"exported once more with {', '.join(sorted(new))} as torch's: {message.splitlines()[-1][:200]}"
+            f"exported once more with {', '.join(sorted(new))} as torch's: "
+            f"{message.splitlines()[-1][:200]}"
         )
     _blamed_so_far(options).update(new)
     return new
@@ -328,5 +353,6 @@ def _export_anew(manager: Manager, step: str) -> None:
     transition._exported_model_info = None
     _, info = transition.get_post_processed_model(*transition._ortlaunch_given)
     manager._initialize_graph_builder(info)
+    # The execution agent is created from a built graph, so the new export is built first.
     if step != "_build_graph":
         manager._build_graph(manager._get_graph_transformer_config())

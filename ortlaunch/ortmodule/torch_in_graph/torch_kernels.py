@@ -1,9 +1,12 @@
-"""Work of a training graph on the CPU that torch's kernels do faster than ONNX Runtime's, called from inside the graph.
+"""Calls of torch's CPU kernels from a training graph, for operators at which ORT is slow or wrong.
 
-Cross entropy, dropout, GELU and the gradients of GELU and LayerNorm, which ORT computes mostly on one thread, and where
-wanted large matrix products, in which MKL is faster on Intel's processors; and sigmoid, which is 0 in ORT's from -18
-downwards, so that its logarithm is infinite. ORT's nodes become torch's operators (ATen
-nodes) with the same inputs and outputs; whatever does not look as expected is left to ORT.
+The operators are cross entropy, dropout, GELU, and the gradients of GELU and LayerNorm, which ORT
+computes mostly on one thread. Large matmuls are included if requested, because MKL is faster on
+Intel processors. Sigmoid is included because ORT returns 0 from -18 downwards, so that its
+logarithm is infinite.
+
+ORT's nodes are replaced by torch's operators (ATen nodes) with the same inputs and outputs. A node
+in an unexpected form stays ORT's.
 """
 
 from __future__ import annotations
@@ -25,21 +28,30 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 WIDTH = 256
-"""Products of a model without a matrix as wide stay ORT's: a call to torch costs some microseconds."""
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # torch's numbers
-_FLOAT = 6  # torch's number of the type
+"""The least size, in both dimensions, of one matrix of a model whose matmuls are torch's.
+
+In narrower models a call of torch, some microseconds, costs more than the faster kernel saves.
+"""
+# torch's codes of the reductions, and of the type float32.
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_FLOAT = 6
+# torch's default ignore_index.
 _IGNORED = -100
 
 
 def call_torch_kernels() -> None:
-    """Some of ORT's CPU kernels are slow, and its cross entropy takes a label that is no class for one."""
+    """Replace slow CPU kernels of ORT, and its cross entropy.
+
+    ORT's cross entropy uses labels that are no class as if they were one.
+    """
     wrap_method(owner(TRAINING), "_build_graph", _building)
 
 
 def torch_products(settings: Settings) -> bool:
-    """Whether matrix products are to be torch's: as asked, else on Intel's processors.
+    """Return whether torch computes matmuls: as requested, else on Intel processors only.
 
-    ORT's recomputation knows only its own, so not with memory optimization.
+    With memory optimization the result is False, because ORT's recomputation knows only its own
+    matmuls.
     """
     if settings.memory_optimization or settings.memory_optimization_config:
         return False
@@ -53,9 +65,8 @@ def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
     if manager._device.type != "cpu":
         return
     products = torch_products(settings_of(manager))
-    if (
-        products and manager._runtime_options.memory_optimizer_is_enabled()
-    ):  # the model's own checkpoints became it
+    # torch_products checks the settings; checkpoints of the model also turn recomputation on.
+    if products and manager._runtime_options.memory_optimizer_is_enabled():
         tally.note(
             "torch_matmul is off: ONNX Runtime's recomputation knows its own matrix products only"
         )
@@ -65,9 +76,13 @@ def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
 
 
 def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) -> None:
-    """Put torch's operators in place of ORT's, in an onnx.GraphProto with a forward and a backward pass.
+    """Replace nodes of ORT by torch's operators in an onnx.GraphProto.
 
-    recomputes: the backward pass will compute parts of the forward pass again, for which dropout must be ORT's own.
+    Args:
+        graph: a graph with a forward and a backward pass; changed in place.
+        products: whether matmuls are replaced.
+        recomputes: whether the backward pass recomputes parts of the forward pass. Dropout then
+            stays ORT's.
     """
     rewriting = Rewriting(graph)
     kernels: dict[str, Callable[[Rewriting, onnx.NodeProto], bool]] = {
@@ -95,7 +110,7 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
 
 
 class Rewriting:
-    """A graph as it was, and the nodes of the one that takes its place."""
+    """The original graph, and the nodes of the graph that replaces it."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.types = {
@@ -108,13 +123,19 @@ class Rewriting:
             for name in node.input:
                 self.users.setdefault(name, []).append(node)
         self.nodes: list[onnx.NodeProto] = []
+        # The outputs of torch's operators.
         self.made: set[str] = set()
-        """What torch's operators put out."""
+        # Those of type uint8; all others are float32.
         self.masks: set[str] = set()
-        """Those that are bytes; all others are float32."""
 
     def call(self, operator: str, inputs: Sequence[object], outputs: Sequence[str]) -> None:
-        """Add a call of torch's `operator`: inputs are names of tensors, "" for none, or numbers."""
+        """Add a call of torch's `operator`.
+
+        Args:
+            operator: the operator's name without `aten::`, or with its own namespace.
+            inputs: names of tensors, Python numbers, lists of numbers, or "" for a missing input.
+            outputs: the names of the outputs.
+        """
         from onnx import helper
 
         name = f"{outputs[0]}_{operator}"
@@ -129,7 +150,7 @@ class Rewriting:
         self.made.update(outputs)
 
     def shape(self, tensor: str, name: str) -> str:
-        """Add a node for the shape of a tensor."""
+        """Add a Shape node for a tensor; return its output's name."""
         from onnx import helper
 
         self.nodes.append(helper.make_node("Shape", [tensor], [name], name))
@@ -149,21 +170,25 @@ class Rewriting:
         return name
 
     def rank(self, name: str) -> int | None:
-        """Number of dimensions of a float32 tensor, where both are known."""
+        """Return the number of dimensions of a float32 tensor; None if type or rank is unknown."""
         found = self.types.get(name)
         if found is None or found.elem_type != 1 or not found.HasField("shape"):
             return None
         return len(found.shape.dim)
 
     def living(self) -> list[onnx.NodeProto]:
-        """The nodes, without transposes that nothing takes any more."""
+        """Return the nodes, without transposes whose output is no longer used."""
         used = {name for node in self.nodes for name in node.input} | self.outputs
         return [
             node for node in self.nodes if node.op_type != "Transpose" or node.output[0] in used
         ]
 
     def unknown_values(self, kind: int = 1) -> list[onnx.ValueInfoProto]:
-        """Types of what torch's operators put out, which ORT could not infer: `kind` (ONNX's number), or masks'."""
+        """Return the types of the outputs of torch's operators that ORT could not infer.
+
+        Args:
+            kind: ONNX's code of the type of all outputs but masks (default: float32).
+        """
         from onnx import TensorProto, helper
 
         unknown = sorted(name for name in self.made - self.types.keys() if name)
@@ -183,11 +208,11 @@ def _input(node: onnx.NodeProto, place: int) -> str:
     return str(node.input[place]) if len(node.input) > place else ""
 
 
-# ------------------------------------------------------------------------------------------------- cross entropy
+# ------------------------------------------------------------------------------------ cross entropy
 
 
 def _fits(graph: Rewriting, forward: onnx.NodeProto) -> bool:
-    """Scores of one row a label, unweighted."""
+    """Return whether the loss is unweighted and has one row of scores for each label."""
     return not _input(forward, 2) and 2 in (
         graph.rank(forward.input[0]),
         graph.rank(forward.output[1]),
@@ -200,6 +225,7 @@ def _loss(graph: Rewriting, node: onnx.NodeProto) -> bool:
     loss, logs = node.output
     graph.call("_log_softmax", [node.input[0], 1, False], [logs])
     inputs = [logs, node.input[1], "", _reduction(node), _input(node, 3) or _IGNORED]
+    # The second output, the labels' total weight, is an input of nll_loss_backward.
     graph.call("nll_loss_forward", inputs, [loss, _total(node)])
     return True
 
@@ -236,11 +262,11 @@ def _reduction(node: onnx.NodeProto) -> int:
     return _REDUCTIONS[_attributes(node).get("reduction", b"mean").decode()]
 
 
-# ----------------------------------------------------------------------------------------------- dropout
+# ------------------------------------------------------------------------------------------ dropout
 
 
 def _dropout(graph: Rewriting, node: onnx.NodeProto) -> bool:
-    """Where its mask goes nowhere but into the gradient."""
+    """Replace a dropout if its mask is used only by its gradient."""
     known = graph.types.get(node.input[0])
     mask = node.output[1] if len(node.output) > 1 else f"{node.output[0]}_mask"
     only_gradient = all(user.op_type == "DropoutGrad" for user in graph.users.get(mask, ()))
@@ -272,14 +298,13 @@ def _bytes(mask: str) -> str:
     return f"{mask}_bytes"
 
 
-# ----------------------------------------------------------------------------------------------- GELU, LayerNorm
+# --------------------------------------------------------------------------------- GELU, LayerNorm
 
 
 def _function(graph: Rewriting, node: onnx.NodeProto, operator: str, *options: str) -> bool:
     known = graph.types.get(node.input[0])
-    if (
-        known is not None and known.elem_type != 1
-    ):  # what comes next must know its type, and float32 is what it is told
+    # `unknown_values` declares the outputs as float32.
+    if known is not None and known.elem_type != 1:
         return False
     graph.call(operator, [*node.input, *options], node.output)
     return True
@@ -291,7 +316,7 @@ def _gelu_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
 
 
 def _norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
-    """Over the last dimension. Torch asks for the bias, and takes no more than its size."""
+    """Replace the gradient of a LayerNorm over the last dimension."""
     gradient, x, scale, mean, inverse = node.input
     last = _attributes(node).get("axis", -1) in (-1, (graph.rank(x) or 0) - 1)
     if not (last and graph.rank(scale) == 1 and len(node.output) == 3 and all(node.output)):
@@ -303,6 +328,7 @@ def _norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
         mean,
         inverse,
         scale,
+        # The bias, of which torch uses only the size.
         scale,
         [True] * 3,
     ]
@@ -310,18 +336,22 @@ def _norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     return True
 
 
-# ----------------------------------------------------------------------------------------------- matrix products
+# ------------------------------------------------------------------------------------------ matmuls
 
 
 def _wide(graph: onnx.GraphProto) -> bool:
-    """Whether the model has matrices that are worth a call."""
+    """Return whether the model has a matrix that is wide enough for a call of torch."""
     shapes = [[d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input]
     shapes += [list(tensor.dims) for tensor in graph.initializer]
     return any(len(shape) == 2 and min(shape) >= WIDTH for shape in shapes)
 
 
 def _product(graph: Rewriting, node: onnx.NodeProto) -> bool:
-    """op(a) op(b), where b is a matrix, and a too where it is transposed; a transpose at its end is done with it."""
+    """Replace a matmul op(a) op(b), where op may transpose.
+
+    b must be a matrix; a must be one too if it is transposed. A transpose that alone follows is
+    merged into the call.
+    """
     a, b = node.input[:2]
     settings = _attributes(node)
     ranks = (2, 2) if node.op_type == "Gemm" else (graph.rank(a), graph.rank(b))
@@ -337,7 +367,7 @@ def _product(graph: Rewriting, node: onnx.NodeProto) -> bool:
     if not over_a:
         graph.call("linear" if over_b else "matmul", [a, b, ""] if over_b else [a, b], node.output)
         return True
-    # tensordot takes a matrix by either dimension, so that neither is copied for its transpose.
+    # tensordot contracts over either dimension of a matrix, so no matrix is copied for a transpose.
     users = graph.users.get(node.output[0], [])
     if len(users) == 1 and users[0].op_type == "Transpose" and node.output[0] not in graph.outputs:
         graph.call("tensordot", [b, a, [int(over_b)], [0]], users[0].output)
@@ -347,7 +377,7 @@ def _product(graph: Rewriting, node: onnx.NodeProto) -> bool:
 
 
 def _untransposed(graph: Rewriting, name: str, transposed: int) -> tuple[str, bool]:
-    """A matrix before its transposes, and whether it is to be taken transposed."""
+    """Return the matrix before its Transpose nodes, and whether to use it transposed."""
     over = bool(transposed)
     while (
         name not in graph.made

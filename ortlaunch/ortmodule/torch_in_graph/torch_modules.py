@@ -1,7 +1,9 @@
-"""Layers that run whole as torch inside ORT's graph: code with decisions, buffers of its own, packed sequences.
+"""Layers that run whole as torch inside ORT's graph.
 
-In an export such a layer is one call (a PythonOp), and nothing that its code does is seen by the trace or by what
-watches the trace. In training it is the layer itself that runs: its buffers, its random numbers, its modes.
+Examples are layers with data-dependent control flow, with buffers of their own, or with packed
+sequences. In an export such a layer is one call (a PythonOp). The trace, and the code that watches
+the trace, see nothing of the layer's own code. In training the layer itself runs, with its buffers,
+random numbers and modes.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from ortlaunch.ortmodule.tracing import python_state
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs, RuntimeOptions
 
-# Layers of torch.nn whose code takes sizes that depend on values, or checks of values, which no trace follows, or
-# changes a buffer in place in a way of which the exporter's translation ends.
+# Layers of torch.nn that cannot be traced: sizes or checks that depend on values, or in-place
+# changes of a buffer at which the exporter fails.
 _NO_TRACE = (
     nn.AdaptiveLogSoftmaxWithLoss,
     nn.MaxUnpool1d,
@@ -44,7 +46,11 @@ _MARK = "_ortlaunch_torch"
 
 
 def paths(export: Export) -> list[str]:
-    """The layers of the flattened module that run as torch: the outermost of those asked for or found."""
+    """Return the paths of the layers that run as torch: the outermost of the requested or detected
+    ones.
+
+    The paths are those of the flattened module.
+    """
     found: set[str] = set(chosen(export.options))
     if _by_rule(export.options):
         found.update(
@@ -65,17 +71,27 @@ def paths(export: Export) -> list[str]:
 
 
 def chosen(options: RuntimeOptions) -> set[str]:
-    """Layers that earlier exports of this module found to need torch."""
+    """Return the layers for which earlier exports of this module detected that they need torch."""
     known: set[str] = vars(options).setdefault("_ortlaunch_layers", set())
     return known
 
 
 class OnceMore(Exception):
-    """An export has found a layer that is to run as torch; the next one knows it."""
+    """Raised when an export has detected a layer that must run as torch; the export is repeated."""
 
 
 def instead(export: Export, path: str, why: str) -> Exception:
-    """What to raise where a layer of the flattened module is wrong in ORT's graph: another export, or the reason."""
+    """Return the exception to raise for a layer that is wrong in ORT's graph.
+
+    Args:
+        export: the current export.
+        path: the layer's path in the flattened module.
+        why: the reason, for the note or the error.
+
+    Returns:
+        OnceMore if the layer can run as torch in a further export, else an EngineError with the
+            reason.
+    """
     if not _by_rule(export.options) or "." not in path:
         return EngineError(why)
     chosen(export.options).add(path)
@@ -88,21 +104,23 @@ def _by_rule(options: RuntimeOptions) -> bool:
 
 
 def _is_named(path: str, pattern: str) -> bool:
-    plain = path.partition(".")[2]  # without ORT's own part of it
+    # The first part of the path is ORT's.
+    plain = path.partition(".")[2]
     return fnmatch.fnmatchcase(plain, pattern) or fnmatch.fnmatchcase(plain, f"*.{pattern}")
 
 
 def inside(name: str, outer: Sequence[str]) -> bool:
-    """Whether a layer or buffer is one of these layers', or one of them."""
+    """Return whether a layer or buffer is one of the layers `outer`, or inside one."""
     return any(name == path or name.startswith(f"{path}.") for path in outer)
 
 
 @contextlib.contextmanager
 def called(export: Export) -> Iterator[None]:
-    """While open, such layers are one call each."""
+    """Turn each such layer into one call in exports."""
     marked = [(path, export.module.get_submodule(path)) for path in paths(export)]
     plain = nn.Module.__call__
-    before: dict[str, torch.Tensor] = {}  # of layers with buffers: a tensor of the call before
+    # For layers with buffers: an output of the layer's previous call.
+    before: dict[str, torch.Tensor] = {}
 
     def call(layer: nn.Module, *args: object, **kwargs: object) -> object:
         path = vars(layer).get(_MARK)
@@ -117,7 +135,8 @@ def called(export: Export) -> Iterator[None]:
             return plain(layer, *args, **kwargs)
 
     for path, layer in marked:
-        vars(layer)[_MARK] = path.partition(".")[2]  # goes with copies
+        # An attribute, because copies of the layer keep it.
+        vars(layer)[_MARK] = path.partition(".")[2]
     try:
         with mock.patch.object(nn.Module, "__call__", call) if marked else contextlib.nullcontext():
             yield
@@ -130,13 +149,16 @@ _running: list[None] = []
 
 
 def is_running() -> bool:
-    """Whether one of these layers runs as torch, unseen by the export."""
+    """Return whether one of these layers is running as torch, hidden from the export."""
     return bool(_running)
 
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """Nothing that runs is traced, noted or watched, and numbers drawn by Python's generators are given back."""
+    """Hide the layer's code from the trace and from the code that watches it.
+
+    The states of Python's and NumPy's random generators are restored afterwards.
+    """
     python = random.getstate()
     array = numpy.random.get_state()
     _running.append(None)
@@ -156,10 +178,18 @@ def _as_node(
     arguments: tuple[Args, Kwargs],
     before: torch.Tensor | None,
 ) -> tuple[object, torch.Tensor]:
-    """Call a layer as a custom autograd function, which a trace takes for one node; its result, and a tensor of it.
+    """Call a layer as a custom autograd function, which a trace records as one node.
 
-    before: of the layer's call before this one, without which ORT might make the later call first, and its buffers
-        would be others.
+    Args:
+        path: the layer's path.
+        layer: the layer.
+        plain: the original nn.Module.__call__.
+        arguments: the positional and keyword arguments of the call.
+        before: an output of the layer's previous call. Without this dependency ORT might run the
+            later call first, which changes the layer's buffers.
+
+    Returns:
+        The layer's result, and a tensor of it.
     """
     given, form = tree_flatten(arguments)
     places = [i for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
@@ -167,33 +197,35 @@ def _as_node(
     weights = [weight for weight in layer.parameters() if weight.requires_grad]
     held = weakref.ref(layer)
     result = _Result(path)
+    # ORT calls the layer outside the user's autocast context, so that of the export is restored.
     casts = _autocast()
 
     def outside(leaf: torch.Tensor) -> None:
         raise RuntimeError(
-            f"a loss was computed with a tensor that {path}, which runs as torch, keeps outside its result: its "
-            "gradient would not reach the layers before. Return the tensor from the layer's and the model's forward"
+            f"a loss was computed with a tensor that {path}, which runs as torch, keeps outside "
+            "its result: its gradient would not reach the layers before. Return the tensor from "
+            "the layer's and the model's forward"
         )
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         values = list(rest)
         for place, tensor in zip(places, tensors):
-            values[place] = (
-                tensor.clone() if tensor.requires_grad else tensor
-            )  # it may change what it is given
+            # A clone, because the layer may change its inputs in place.
+            values[place] = tensor.clone() if tensor.requires_grad else tensor
             if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(
-                    outside
-                )  # not called in the graph's own backward pass
+                # The graph's own backward pass does not call this hook.
+                tensor.register_post_accumulate_grad_hook(outside)
         inner_args, inner_kwargs = tree_unflatten(values, form)
         module = held()
         assert module is not None, f"{path} is gone"
+        # _version counts the in-place changes of a tensor.
         before = [value._version for value in values if isinstance(value, torch.Tensor)]
         with torch.autocast(*casts):
             outputs = result.taken(plain(module, *inner_args, **inner_kwargs))
         if before != [value._version for value in values if isinstance(value, torch.Tensor)]:
             raise RuntimeError(
-                f"{path} changes a tensor that it is given, which ONNX Runtime's graph would not see"
+                f"{path} changes a tensor that it is given, which ONNX Runtime's graph would not "
+                "see"
             )
         return outputs
 
@@ -213,13 +245,16 @@ def _autocast() -> tuple[str, torch.dtype, bool]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """In an export unseen; in ORT's graph as it is."""
+    """Hide the layer's code in an export; do nothing when ORT's graph runs."""
     with _unseen() if torch.jit.is_tracing() else contextlib.nullcontext():
         yield
 
 
 class _Result:
-    """What a layer returns: its tensors go through the graph, the rest must be what it was in the export."""
+    """The structure of a layer's result.
+
+    The tensors go through the graph. All other values must stay as in the export.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -239,12 +274,13 @@ class _Result:
             self._places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
         if form != self._form or kinds != self._kinds or repr(rest) != repr(self._rest):
             raise RuntimeError(
-                f"{self._path} runs as torch, and returns tensors of other types or dimensions, or other values beside "
-                f"tensors, than when the graph was made{self._mend()}"
+                f"{self._path} runs as torch, and returns tensors of other types or dimensions, or "
+                f"other values beside tensors, than when the graph was made{self._mend()}"
             )
         if not tensors:
             raise RuntimeError(
-                f"{self._path} returns no tensor, so that it cannot run as torch in ONNX Runtime's graph"
+                f"{self._path} returns no tensor, so that it cannot run as torch in ONNX "
+                "Runtime's graph"
             )
         return tensors
 
