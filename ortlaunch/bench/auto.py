@@ -60,9 +60,10 @@ def known(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
         return found, "cached"
     if resolved.world.inside is not None:
         raise PlanError(
-            "engine.name: auto has not been measured for this model, shape and machine, and a launcher's rank can "
-            f"start no jobs; run `ortlaunch bench {resolved.command.path}` once outside of the launcher, with as many "
-            f"ranks, or name the engine{_nearest(resolved)}"
+            "engine.name: auto has not been measured for this model, shape and machine, and a "
+            f"launcher's rank can start no jobs; run `ortlaunch bench {resolved.command.path}` "
+            "once outside of the launcher, with as many ranks, or name the "
+            f"engine{_nearest(resolved)}"
         )
     return None
 
@@ -173,7 +174,10 @@ def _left_out(rows: Sequence[Json]) -> Iterator[str]:
         if row["state"] != MEASURED:
             yield f"{row['engine']} {row['state']}: {short_reason(row['reason'])}"
         elif not passes(row):
-            yield f"{row['engine']} left out: parity: {row['parity']['verdict']}: {row['parity'].get('why')}"
+            yield (
+                f"{row['engine']} left out: parity: {row['parity']['verdict']}: "
+                f"{row['parity'].get('why')}"
+            )
 
 
 def _brief(row: Json) -> MeasuredEngine:

@@ -58,12 +58,14 @@ def prepared(resolved: ResolvedRun, engines: Sequence[str], vary: Sequence[str])
     """
     if resolved.world.inside is not None:
         raise PlanError(
-            "a bench starts its jobs itself, and this process is a rank of a launcher already; start it outside, with "
-            "--launcher, --nproc-per-node or --hostfile as the training has them"
+            "a bench starts its jobs itself, and this process is a rank of a launcher already; "
+            "start it outside, with --launcher, --nproc-per-node or --hostfile as the training "
+            "has them"
         )
     if resolved.file.recipe.batch.micro_size == "auto":
         raise PlanError(
-            "batch.micro_size is auto, and variants are compared on one batch; add batch.micro_size=NUMBER"
+            "batch.micro_size is auto, and variants are compared on one batch; add "
+            "batch.micro_size=NUMBER"
         )
     found = [resolve_variant(variant, resolved) for variant in variants(engines, vary)]
     if all(variant.resolved is None for variant in found):
@@ -145,7 +147,8 @@ def play(players: Sequence[VariantJob], length: Length, say: Say) -> None:
 def _start(player: VariantJob, say: Say) -> None:
     player.start()
     say(
-        f"{player.variant.name}: first step {player.ready['first_step']['since_launch']:.1f} s after its launch"
+        f"{player.variant.name}: first step {player.ready['first_step']['since_launch']:.1f} s "
+        "after its launch"
     )
 
 
@@ -208,8 +211,8 @@ def _that_fits(length: Length, players: Sequence[VariantJob], say: Say) -> Lengt
     if needed <= free:
         return length
     say(
-        f"{len(plans)} variants would take {human(needed)} at once, and {human(free)} are free: one at a time, each "
-        "started again for every turn (--one-at-a-time)"
+        f"{len(plans)} variants would take {human(needed)} at once, and {human(free)} are free: "
+        "one at a time, each started again for every turn (--one-at-a-time)"
     )
     return length._replace(one_at_a_time=True)
 
@@ -219,7 +222,8 @@ def _say_busy(say: Say, load: Sequence[float]) -> None:
     cores = machine.hardware()["cores"] or 1
     if others or load[0] > _LEAST_BUSY_LOAD * cores:
         say(
-            f"WARNING: this machine is busy (load {load[0]:.1f} on {cores} cores), which makes the figures noisy\n"
+            f"WARNING: this machine is busy (load {load[0]:.1f} on {cores} cores), which makes "
+            "the figures noisy\n"
             f"  busy: {', '.join(others[:3]) or 'nothing at this moment'}"
         )
 
@@ -233,6 +237,7 @@ def _say_spinning(players: Sequence[VariantJob], say: Say) -> None:
         )
         if waited > 1 and worked > _SPUN * waited:
             say(
-                f"WARNING: {player.variant.name} used {worked:.1f} s of processor time in {waited:.1f} s of waiting, "
-                "which slowed the others; is OMP_WAIT_POLICY=active, or a thread of your model's at work?"
+                f"WARNING: {player.variant.name} used {worked:.1f} s of processor time in "
+                f"{waited:.1f} s of waiting, which slowed the others; is OMP_WAIT_POLICY=active, "
+                "or a thread of your model's at work?"
             )

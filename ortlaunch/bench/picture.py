@@ -20,7 +20,8 @@ def require_matplotlib() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingDependency(
-            'bench.png needs matplotlib: pip install "ortlaunch[bench]", or leave the picture out: --no-picture'
+            'bench.png needs matplotlib: pip install "ortlaunch[bench]", or leave the picture '
+            "out: --no-picture"
         )
 
 

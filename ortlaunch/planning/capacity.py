@@ -52,11 +52,14 @@ def _memory(node: Node, rank: tuple[int, int, str], planned_only: bool) -> Itera
     if least > most:
         each = f"({human(PROCESS)} a process + {human(model)} {of})"
         text = (
-            f"{node.host}: {node.slots} ranks x {each} = {human(least)} at least, and {where} is {human(most)}; "
-            "ask for fewer ranks, a smaller model or more hosts"
+            f"{node.host}: {node.slots} ranks x {each} = {human(least)} at least, and {where} is "
+            f"{human(most)}; ask for fewer ranks, a smaller model or more hosts"
         )
         if not planned_only or node.slots * PROCESS > most:
             raise PlanError(text)
         yield text
     elif likely > most:
-        yield f"{node.host}: by the estimate its ranks take {human(likely)}, and {where} is {human(most)}"
+        yield (
+            f"{node.host}: by the estimate its ranks take {human(likely)}, and {where} is "
+            f"{human(most)}"
+        )

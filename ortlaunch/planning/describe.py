@@ -51,7 +51,8 @@ def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
     if plan.forward and (len(plan.nodes) > 1 or recipe.launch.forward):
         lines.append(f"  forwarded by name: {' '.join(plan.forward)}")
     if not plan.started_by.is_ours and recipe.launch.binding in ("core", "numa"):
-        lines.append("  launch.binding does nothing here: this launcher is not ortlaunch's; see srun --cpu-bind, "
+        lines.append("  launch.binding does nothing here: this launcher is not ortlaunch's; see "
+                     "srun --cpu-bind, "
                      "mpirun --bind-to")  # fmt: skip
     return [*lines, *_restart_lines(plan, recipe)]
 
@@ -62,7 +63,8 @@ def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
     if not most:
         return []
     if not plan.started_by.is_ours:
-        return ["  launch.max_restarts: the launcher is not ortlaunch's; a job of `ortlaunch submit` restarts the run; "
+        return ["  launch.max_restarts: the launcher is not ortlaunch's; a job of `ortlaunch "
+                "submit` restarts the run; "
                 "else start the same command again from the batch script"]  # fmt: skip
     times = counted(most, "time")
     nodes = recipe.launch.elastic
@@ -73,7 +75,8 @@ def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
     )
     return [
         *lost,
-        f"  after a fault: started again from the last complete checkpoint, at most {times} without progress",
+        f"  after a fault: started again from the last complete checkpoint, at most {times} "
+        "without progress",
     ]
 
 
@@ -89,8 +92,8 @@ def _batch_lines(plan: Plan) -> list[str]:
     b = plan.batch
     tokens = f", {b.tokens_per_step:,} tokens a step" if b.tokens_per_step else ""
     return [
-        f"batch: {b.global_samples} samples = {b.micro_samples} micro x {b.accumulation_steps} accumulation "
-        f"x {counted(b.data_parallel_ranks, 'rank')}{tokens}"
+        f"batch: {b.global_samples} samples = {b.micro_samples} micro x {b.accumulation_steps} "
+        f"accumulation x {counted(b.data_parallel_ranks, 'rank')}{tokens}"
     ]
 
 
@@ -125,7 +128,8 @@ def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
         )
     if memory.compared:
         lines.append(
-            f"  steps that are compared hold {human(memory.compared)} of gradients more (engine.parity_steps)"
+            f"  steps that are compared hold {human(memory.compared)} of gradients more "
+            "(engine.parity_steps)"
         )
     if memory.chunk:
         lines.append(f"  head and loss of {memory.chunk} rows at a time (engine.chunked_loss)")
@@ -155,7 +159,10 @@ def _beside_lines(memory: Memory, device: str) -> Iterator[str]:
     parts += [f"{human(host.offloaded)} offloaded"] if host.offloaded else []
     parts += [f"{human(host.snapshot)} for async saves"] if host.snapshot else []
     if parts:
-        yield f"  host memory a rank: {', then '.join([parts[0], ' + '.join(parts[1:])][: len(parts)])}"
+        yield (
+            "  host memory a rank: "
+            f"{', then '.join([parts[0], ' + '.join(parts[1:])][: len(parts)])}"
+        )
     if host.nvme:
         yield f"  files below zero.offload.nvme_path: {human(host.nvme)} a rank"
 

@@ -37,6 +37,7 @@ def forwarded(recipe: Recipe, environ: Mapping[str, str], secret: bool) -> tuple
     absent = [name for name in recipe.launch.forward if name not in environ]
     if absent and not (secret and recipe.submit.scheduler == "kubernetes"):
         raise PlanError(
-            f"launch.forward: {', '.join(absent)} is not set in this shell; export it, or take it out"
+            f"launch.forward: {', '.join(absent)} is not set in this shell; export it, or take it "
+            "out"
         )
     return tuple(sorted((named | set(recipe.launch.forward)) - set(recipe.launch.env)))

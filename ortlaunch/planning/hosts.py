@@ -142,7 +142,8 @@ def _decode(data: bytes, source: str) -> str:
         line = data.count(b"\n", 0, error.start) + 1
         column = error.start - data.rfind(b"\n", 0, error.start)
         raise HostfileError(
-            f"{source}:{line}:{column}: byte 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8"
+            f"{source}:{line}:{column}: byte 0x{data[error.start]:02x} is not UTF-8; save the "
+            "file as UTF-8"
         ) from error
 
 
@@ -179,7 +180,10 @@ def _refuse_repeated(host: Host, place: str, seen: dict[str, str], complaints: l
     name = _machine(host.name).lower()
     first = seen.setdefault(name, place)
     if first != place:
-        mend = "Open MPI would add up the slots and DeepSpeed would refuse; write it once with all its slots"
+        mend = (
+            "Open MPI would add up the slots and DeepSpeed would refuse; write it once with "
+            "all its slots"
+        )
         complaints.append(f"{place}: host {name!r} is already at {first}; {mend}")
 
 
@@ -277,8 +281,14 @@ def _bad_name(token: str) -> str:
     if token.count(":") > 1 and "[" not in token:
         return f"{token!r} looks like IPv6; write the address in brackets, such as '[::1] slots=8'"
     if re.search(r"[^\[]\[|,", token):
-        return f"{token!r} is several hosts; write each on a line of its own, as `scontrol show hostnames` prints them"
-    return f"{token!r} is not a host; write a name or an address, with user@ before it where ssh needs one"
+        return (
+            f"{token!r} is several hosts; write each on a line of its own, as `scontrol show "
+            "hostnames` prints them"
+        )
+    return (
+        f"{token!r} is not a host; write a name or an address, with user@ before it where ssh "
+        "needs one"
+    )
 
 
 def _no_slots(token: str) -> str:
@@ -288,7 +298,10 @@ def _no_slots(token: str) -> str:
 
 def _unknown_key(key: str, label: str) -> str:
     hint = _close(key.lower().replace("-", "_"), _KEYS)
-    return f"{key!r} in {label!r} is not a key of a host file; {hint}the keys are {' and '.join(_KEYS)}"
+    return (
+        f"{key!r} in {label!r} is not a key of a host file; {hint}the keys are "
+        f"{' and '.join(_KEYS)}"
+    )
 
 
 def _close(word: str, right: Iterable[str]) -> str:

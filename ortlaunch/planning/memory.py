@@ -240,8 +240,9 @@ def why_unknown(recipe: Recipe) -> str:
     known = config_of(model.pretrained) if model.pretrained else {}
     if known is None:
         return (
-            f"the config of {model.pretrained} is not on this host, and a plan does not ask the hub; give the folder "
-            f"of a copy, or fetch it once: hf download {model.pretrained} config.json"
+            f"the config of {model.pretrained} is not on this host, and a plan does not ask the "
+            f"hub; give the folder of a copy, or fetch it once: hf download {model.pretrained} "
+            "config.json"
         )
     kind = {**known, **(model.config or {})}.get("model_type")
     if kind not in FAMILIES:

@@ -57,8 +57,8 @@ def solve_batch(recipe: Recipe, ranks: int) -> BatchPlan:
         steps = _divided(total, micro * ranks, f"micro_size ({micro}) x {counted(ranks, 'rank')}")
     if total != micro * steps * ranks:
         raise PlanError(
-            f"batch: global_size ({total}) != micro_size ({micro}) x accumulation_steps ({steps}) x "
-            f"{counted(ranks, 'rank')} = {micro * steps * ranks}; leave one of the three out, "
+            f"batch: global_size ({total}) != micro_size ({micro}) x accumulation_steps ({steps}) "
+            f"x {counted(ranks, 'rank')} = {micro * steps * ranks}; leave one of the three out, "
             f"or run on {total / (micro * steps):g} ranks"
         )
     length = (

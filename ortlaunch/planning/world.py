@@ -92,7 +92,8 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
             host.is_here for host in hosts
         ):
             notes += (
-                "launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda",
+                "launch.device is auto and this host has no GPU, so cpu; if the others do: "
+                "launch.device=cuda",
             )
     notes += tuple(filter(None, [starter.note]))
     rank = None if starter.is_ours or not found else found[0]
@@ -140,8 +141,9 @@ def _hosts(
     per_node = options.processes_per_node or recipe.launch.processes_per_node
     if recipe.launch.elastic and (options.declared or (found and not options.hostfile)):
         raise PlanError(
-            f"launch.nodes is {recipe.launch.nodes}, which is for the hosts of --hostfile: a scheduler's job has one "
-            "number of hosts, and starts its ranks itself; override it, as launch.nodes=2"
+            f"launch.nodes is {recipe.launch.nodes}, which is for the hosts of --hostfile: a "
+            "scheduler's job has one number of hosts, and starts its ranks itself; override it, "
+            "as launch.nodes=2"
         )
     if options.hostfile:
         return _from_file(options, per_node)
@@ -158,8 +160,9 @@ def _hosts(
         return _declared(recipe, per_node)
     if nodes > 1:
         raise PlanError(
-            f"launch.nodes is {recipe.launch.nodes}, and there is no --hostfile; give one, or start under a scheduler "
-            "(ortlaunch submit), or override launch.nodes=1 to train on this host alone"
+            f"launch.nodes is {recipe.launch.nodes}, and there is no --hostfile; give one, or "
+            "start under a scheduler (ortlaunch submit), or override launch.nodes=1 to train on "
+            "this host alone"
         )
     slots = per_node or gpus or 1
     return (Host("localhost", slots, tuple(range(slots))),), ()
@@ -195,8 +198,8 @@ def _declared(recipe: Recipe, per_node: int | None) -> tuple[tuple[Host, ...], t
     nodes = max(recipe.launch.node_counts, default=1)
     if per_node is None:
         raise PlanError(
-            f"launch.nodes is {nodes}, and their ranks are not known here; give launch.processes_per_node, or "
-            "--hostfile"
+            f"launch.nodes is {nodes}, and their ranks are not known here; give "
+            "launch.processes_per_node, or --hostfile"
         )
     names = (Host(f"node{number}", per_node, tuple(range(per_node))) for number in range(nodes))
     return tuple(names), (
@@ -216,8 +219,9 @@ def _of_launcher(inside: Rank) -> tuple[Host, ...]:
     per_node = inside.local_world_size
     if inside.world_size % per_node:
         raise PlanError(
-            f"the launcher started {counted(inside.world_size, 'rank')}, {per_node} of them on this host: the hosts "
-            "have different numbers of ranks, so give --hostfile to say which has how many"
+            f"the launcher started {counted(inside.world_size, 'rank')}, {per_node} of them on "
+            "this host: the hosts have different numbers of ranks, so give --hostfile to say "
+            "which has how many"
         )
     count = inside.world_size // per_node
     names = ("localhost",) if count == 1 else tuple(f"node{i}" for i in range(count))
@@ -232,8 +236,9 @@ def _launcher(
         return INSIDE
     if found and found[0].world_size > 1:
         raise PlanError(
-            f"this is already rank {found[0].rank} of {found[0].world_size} under {found[1]}; leave --launcher at auto "
-            f"to be that rank, or start `ortlaunch train` once, outside {found[1]}"
+            f"this is already rank {found[0].rank} of {found[0].world_size} under {found[1]}; "
+            "leave --launcher at auto to be that rank, or start `ortlaunch train` once, outside "
+            f"{found[1]}"
         )
     ranks = sum(host.slots for host in hosts)
     here = len(hosts) == 1 and hosts[0].is_here
@@ -242,15 +247,18 @@ def _launcher(
     starter = LAUNCHERS.get(chosen)
     if recipe.launch.elastic and starter and not starter.sees_lost_hosts:
         raise PlanError(
-            f"launcher {chosen} with launch.nodes {recipe.launch.nodes}: a lost host is seen by torchrun's ssh alone; "
-            "use torchrun or auto"
+            f"launcher {chosen} with launch.nodes {recipe.launch.nodes}: a lost host is seen by "
+            "torchrun's ssh alone; use torchrun or auto"
         )
     if chosen == "auto" and recipe.launch.elastic:
         return "torchrun"
     if chosen == "auto":
         return ("local" if ranks == 1 else "torchrun") if here else "mpi"
     if starter and starter.single and (ranks > 1 or not here):
-        asked = f"{counted(ranks, 'rank')} on {hosts[0].name if len(hosts) == 1 else f'{len(hosts)} hosts'}"
+        asked = (
+            f"{counted(ranks, 'rank')} on "
+            f"{hosts[0].name if len(hosts) == 1 else f'{len(hosts)} hosts'}"
+        )
         raise PlanError(
             f"launcher {chosen} is one process on this host, not {asked}; use torchrun or mpi"
         )
@@ -275,7 +283,8 @@ def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions
     ]
     if uneven:
         raise PlanError(
-            f"launch.processes_per_node is {per_node}, and hosts have other numbers of slots: {', '.join(uneven[:8])}"
+            f"launch.processes_per_node is {per_node}, and hosts have other numbers of slots: "
+            f"{', '.join(uneven[:8])}"
         )
 
 
@@ -298,9 +307,9 @@ def _check_job(
     chosen = options.processes_per_node or recipe.launch.processes_per_node
     if nodes > 1 or (tasks > ranks and not chosen):
         raise PlanError(
-            f"Slurm job {job} has {tasks} tasks on {nodes} nodes, and this is its script or shell, not one of its "
-            f"tasks: {ranks} on this node alone would train; start all with `srun ortlaunch train ...`, or override "
-            "launch.nodes=1 to train on this node alone"
+            f"Slurm job {job} has {tasks} tasks on {nodes} nodes, and this is its script or "
+            f"shell, not one of its tasks: {ranks} on this node alone would train; start all with "
+            "`srun ortlaunch train ...`, or override launch.nodes=1 to train on this node alone"
         )
 
 
@@ -316,7 +325,8 @@ def _check_this_host(
     here = [host for host in hosts if host.is_here]
     if len(here) > 1:
         raise PlanError(
-            f"{' and '.join(host.name for host in here)} are all this host; write it once, with all its slots"
+            f"{' and '.join(host.name for host in here)} are all this host; write it once, with "
+            "all its slots"
         )
     for host in here:
         if device == "cuda" and not gpus:
@@ -325,15 +335,18 @@ def _check_this_host(
             )
             if not options.planned_only:
                 raise PlanError(
-                    f"{lacks}; start on a host that has one, name such hosts with --hostfile, or set launch.device=cpu"
+                    f"{lacks}; start on a host that has one, name such hosts with --hostfile, or "
+                    "set launch.device=cpu"
                 )
             yield f"{lacks}: planned for a host like it that has {host.slots}"
         elif device == "cuda" and max(host.devices) >= gpus:
             raise PlanError(
-                f"{host.name} has {gpus} GPUs, and {host.slots} ranks are asked for; give it at most {gpus} slots"
+                f"{host.name} has {gpus} GPUs, and {host.slots} ranks are asked for; give it at "
+                f"most {gpus} slots"
             )
         if device == "cpu" and options.hostfile is not None and host.slots > machine.cores():
             raise PlanError(
-                f"{host.name} has {machine.cores()} cores and no GPU, and the host file gives it {host.slots} slots; "
-                "lower them, or use --nproc-per-node without a host file to put more ranks than cores on this machine"
+                f"{host.name} has {machine.cores()} cores and no GPU, and the host file gives it "
+                f"{host.slots} slots; lower them, or use --nproc-per-node without a host file to "
+                "put more ranks than cores on this machine"
             )

@@ -1,4 +1,4 @@
 """Mechanisms that repairs share: patches, the registry, counters, settings.
 
-Imports nothing of the rooms above.
+This package imports nothing of the packages above it.
 """

@@ -1,4 +1,4 @@
-"""Copies of an ORTModule by `copy.deepcopy` or pickle: as ORT means them, which is with a graph of their own."""
+"""Copies of an ORTModule by `copy.deepcopy` or pickle: each copy builds its own graph, as in ORT."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ _OF_THE_GRAPH = ("_ortlaunch_key", "_ortlaunch_norms", "_ortlaunch_facts")
 
 
 def fix_deepcopy_and_pickle() -> None:
-    """ORT's copy of a module ended on a CPU, where there are no addresses of CUDA's allocator to leave out."""
+    """Let ORT copy a module on a CPU.
+
+    ORT's `__getstate__` deletes the addresses of CUDA's allocator, and fails where they do not
+    exist.
+    """
     wrap_method(owner(MANAGER), "__getstate__", _state)
 
 
 def _state(original: AnyFunction, manager: Manager) -> dict[str, object]:
     for name in _ADDRESSES:
+        # ORT deletes these attributes from the state without a check that they exist.
         vars(manager).setdefault(name, None)
     state = original(manager)
+    # The copy builds its own graph, so facts about the original's graph would be wrong for it.
     return {name: value for name, value in state.items() if name not in _OF_THE_GRAPH}

@@ -1,4 +1,7 @@
-"""Counts of what this process exported, and notes for the end of a run. Must not decide anything."""
+"""Counts of this process's exports, and notes for the end of a run.
+
+No code may make a decision by these values.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,36 @@ from ortlaunch.json_types import Json
 
 @dataclass
 class Tally:
-    """Counts of every ORTModule of this process; unlike the witness's passes, those of the engine's probe stay in."""
+    """Counts of every ORTModule of this process.
+
+    Unlike the passes that the witness counts, those of the engine's probe stay included.
+    """
 
     exports: int = 0
     """Runs of torch.onnx.export."""
     re_exports: int = 0
-    """Exports beyond a model's first ones for training and evaluation, because a call, mode or value had changed."""
+    """Exports beyond the first for training and evaluation, because a call, mode or value changed."""
     export_seconds: float = 0.0
-    """Spent in those exports, with the passes of the model that they take."""
+    """Seconds in those exports, including the passes of the model that they run."""
     label_density: float | None = None
-    """Share of the labels that count in a batch, where the others are left out of the computation."""
+    """Share of the labels in a batch that count, where the others are left out of the computation."""
+    # A list and not a set, so that notes are printed in the order in which they arose.
     notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
+        """Add a note, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def truth(self) -> Json:
-        """For engine.json."""
+        """Return the counts for engine.json."""
+        # Milliseconds are exact enough for a file that people read.
         return {**asdict(self), "export_seconds": round(self.export_seconds, 3)}
 
 
 tally = Tally()
 while_building: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-"""Open while a graph is exported, derived or made a session: for who watches over this process."""
+"""Returns a context that is open while a graph is exported or derived, or its session is made.
+
+The supervision of this process replaces it, because this work takes longer than a step.
+"""

@@ -1,7 +1,8 @@
-"""What custom autograd functions inside ORT's graph (its PythonOp) need to be right, inlined or refused.
+"""Corrections for custom autograd functions inside ORT's graph (its PythonOp), inlined or refused.
 
-ORT hands a function its tensors by DLPack, in which a boolean tensor is one of uint8: `~mask` then flips bits, and a
-boolean output ends the step. Here each function gets, and may return, the booleans that eager gives it.
+ORT passes tensors to a function by DLPack, in which a boolean tensor is one of uint8: `~mask` then
+flips bits, and a boolean output ends the step. Here each function receives booleans as in eager
+mode, and may return booleans.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
 _CALLS = "onnxruntime.training.ortmodule._custom_autograd_function"
 _EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"
-_SCHEMA = ("infer_shape", "alias_input")  # what a function may tell ORT's exporter about itself
+# Methods by which a function describes itself to ORT's exporter.
+_SCHEMA = ("infer_shape", "alias_input")
 
 
 def keep_arguments() -> None:
-    """Give custom functions boolean tensors as booleans, and copy the arguments that they save."""
+    """Pass boolean tensors to custom functions as booleans, and copy the arguments that they save."""
     exporter: Any = importlib.import_module(_EXPORTER)
     exporter._default_export = _with_arguments(exporter._default_export)
 
@@ -42,13 +44,14 @@ def _with_arguments(default_export: AnyFunction) -> AnyFunction:
         )
         gives = frozenset(i for i, kind in enumerate(kinds) if kind == Kind.BOOL)
         if (
+            # Functions of torch_calls already copy the tensors that they save.
             not takes and not gives and function.__module__ == torch_calls.__name__
-        ):  # it copies what it saves
+        ):
             return default_export(g, *given, **other)
         function = _called(function, takes, gives)
-        if (
-            takes or gives
-        ):  # ORT keeps functions by name; it recomputes those that it knows by theirs
+        if takes or gives:
+            # ORT caches functions by name, so a variant needs its own; ORT also decides by the name
+            # which functions it recomputes.
             name = f"{name}[bool {sorted(takes)} {sorted(gives)}]"
         kinds = [Kind.UINT8 if kind == Kind.BOOL else kind for kind in kinds]
         outputs = default_export(g, name, function, cconv, size, kinds, ranks, *args, **other)
@@ -66,16 +69,18 @@ def _with_arguments(default_export: AnyFunction) -> AnyFunction:
 def _called(function: Any, takes: frozenset[int], gives: frozenset[int]) -> Any:
     """Return the class that ORT calls in place of an autograd.Function.
 
-    takes: places of boolean arguments, which come as uint8.
-    gives: places of boolean results.
+    takes: positions of boolean arguments, which arrive as uint8.
+    gives: positions of boolean results.
     """
 
     import torch
 
     def entered(args: tuple[Any, ...]) -> list[Any]:
+        """Return the arguments with the booleans restored."""
         return [arg.bool() if i in takes else arg for i, arg in enumerate(args)]
 
     def left(outputs: Any) -> Any:
+        """Return the outputs with booleans as uint8, the only form that ORT accepts."""
         if not isinstance(outputs, tuple):
             return outputs.byte() if gives else outputs
         return tuple(output.byte() if i in gives else output for i, output in enumerate(outputs))
@@ -89,6 +94,8 @@ def _called(function: Any, takes: frozenset[int], gives: frozenset[int]) -> Any:
         function.setup_context(ctx, tuple(entered(inputs)), output)
         _copy_saved(ctx, inputs)
 
+    # torch has two styles of autograd.Function: forward with a ctx, or forward without one and a
+    # separate setup_context.
     if function.setup_context is torch.autograd.Function.setup_context:
         steps: dict[str, AnyFunction] = {"forward": forward}
     else:
@@ -105,7 +112,7 @@ def _called(function: Any, takes: frozenset[int], gives: frozenset[int]) -> Any:
     schema = {
         name: staticmethod(getattr(function, name)) for name in _SCHEMA if hasattr(function, name)
     }
-    # ORT registers nothing but classes of torch.autograd.Function's own kind.
+    # ORT registers only classes whose metaclass is that of torch.autograd.Function.
     return types.new_class(
         function.__name__,
         (torch.autograd.Function,),
@@ -117,8 +124,9 @@ def _called(function: Any, takes: frozenset[int], gives: frozenset[int]) -> Any:
 def _copy_saved(ctx: Any, args: tuple[Any, ...]) -> None:
     """Copy the tensors that a forward pass saved and that share the memory of its arguments.
 
-    ORT gives that memory to other nodes before the backward pass. ORT's own copies are missing from
-    the second pass on: it copies only the arguments that it recognized as saved in the first one.
+    ORT gives that memory to other nodes before the backward pass. From the second pass on, ORT's
+    own copies are missing: it copies only the arguments that it recognized as saved in the first
+    pass.
     """
     import torch
 
@@ -130,6 +138,7 @@ def _copy_saved(ctx: Any, args: tuple[Any, ...]) -> None:
 
     if ctx.to_save:
         ctx.save_for_backward(*map(own, ctx.to_save))
+    # Functions may also save a tensor as a plain attribute of ctx.
     for name, value in vars(ctx).items():
         setattr(ctx, name, own(value))
 
@@ -142,11 +151,16 @@ _inline: contextvars.ContextVar[bool] = contextvars.ContextVar("inline", default
 
 @contextlib.contextmanager
 def inlining(wanted: bool) -> Iterator[None]:
-    """Let ORT derive the forward of custom autograd functions in exports of this with-block; False: call them."""
+    """Set how exports in this with-block treat custom autograd functions.
+
+    Args:
+        wanted: True: ORT derives their forward pass; False: ORT's graph calls them.
+    """
     calls = importlib.import_module(_CALLS)
     called = calls.custom_autograd_function_enabler.state
     token = _inline.set(wanted)
-    if wanted:  # the exporter inlines no function that ORT exports as a call
+    if wanted:
+        # The exporter inlines no function that ORT exports as a call.
         calls.enable_custom_autograd_support(False)
     try:
         yield
@@ -156,13 +170,18 @@ def inlining(wanted: bool) -> Iterator[None]:
 
 
 def without_inlining(export: AnyFunction) -> AnyFunction:
-    """An export that inlines only inside of `inlining(True)`, and ends with the reason where it cannot call."""
+    """Return an export that inlines only inside of `inlining(True)`.
+
+    Where it cannot export a call, it raises the reason.
+    """
 
     @functools.wraps(export)
     def export_without_inlining(*args: object, **kwargs: object) -> object:
         try:
             return export(*args, **{**kwargs, "autograd_inlining": _inline.get()})
         except RuntimeError as error:
+            # The text with which torch's exporter refuses an autograd function that nothing
+            # handles.
             if "Couldn't export Python operator" in str(error):
                 refuse(error)
             raise
@@ -171,8 +190,9 @@ def without_inlining(export: AnyFunction) -> AnyFunction:
 
 
 def refuse(cause: Exception | None = None) -> None:
-    """Raise RuntimeError, saying what keeps custom autograd functions out of the graph here."""
+    """Raise RuntimeError with the reason why custom autograd functions cannot be in the graph here."""
     raise RuntimeError(
-        f"{f'{cause}: ' if cause else ''}custom autograd functions inside ORT's graph need {extensions.INTEROP}, which "
-        f"`ortlaunch setup` could not build here: {extensions.interop_refusal()}"
+        f"{f'{cause}: ' if cause else ''}custom autograd functions inside ORT's graph need "
+        f"{extensions.INTEROP}, which `ortlaunch setup` could not build here: "
+        f"{extensions.interop_refusal()}"
     ) from cause

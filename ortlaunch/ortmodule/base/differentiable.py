@@ -1,7 +1,7 @@
-"""Which ONNX operators ONNX Runtime 1.19.2 derives, and whether a gradient goes through what an export has written.
+"""Operators that ONNX Runtime 1.19.2 derives, and a check that a gradient passes an exported graph.
 
-Its registry cannot be asked, so the names are listed here; what the list says too much is found when ORT builds the
-gradient (operator_translation.py).
+ORT's registry has no interface for a query, so the names are listed here. Where the list names an
+operator too many, ORT finds that when it builds the gradient (operator_translation.py handles it).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+# ONNX operators for which ORT 1.19.2 registers a gradient builder.
 _NAMES = """
     ATen Abs Add AveragePool BatchNormalization BiasGelu Cast Clip Concat Constant Conv ConvTranspose Cos Div Dropout
     Erf Exp Expand FastGelu Flatten GRU Gather GatherElements GatherND Gelu Gemm GlobalAveragePool Identity LSTM
@@ -19,7 +20,9 @@ _NAMES = """
     Squeeze Sub Tanh Tile TopK Transpose Trilu Unsqueeze Where
 """
 _DERIVED = frozenset(_NAMES.split())
+# No operator has as many inputs: stands for "all of them".
 _EVERY = range(99)
+# Inputs, by position, that get no gradient, such as indices, shapes and masks.
 STOPS: dict[str, Sequence[int]] = {
     "Pow": (1,),
     "Gather": (1,),
@@ -54,16 +57,17 @@ STOPS: dict[str, Sequence[int]] = {
         _EVERY,
     ),
 }  # fmt: skip
-# Where ORT stops and torch does not: the exponent, the bounds.
+# Inputs for which torch computes a gradient and ORT does not: the exponent, the bounds.
 _CUT: dict[str, Sequence[int]] = {"Pow": (1,), "Clip": (1, 2)}
+# Gradients of a scatter are right or wrong by its `reduction` (see Gradients._cut).
 _PARTLY = {*_CUT, "ScatterElements", "ScatterND"}
 SILENT = {*_PARTLY, "LeakyRelu"}
-"""Through which a gradient may come as another one, without a word of ORT's."""
+"""Operators whose gradient may be wrong without an error from ORT."""
 _FLOATS = ("Float", "Double", "Half", "BFloat16")
 
 
 class Gradients:
-    """Follows, in a graph that is being written, what a gradient of the model's weights and inputs goes through.
+    """The paths of gradients of the model's weights and inputs in a graph that is being written.
 
     is_trained: whether an input of the graph, by name, gets a gradient.
     device: cpu or cuda; their kernels differ.
@@ -75,7 +79,7 @@ class Gradients:
         self._known: dict[int, bool] = {}
 
     def reach(self, value: torch.Value) -> bool:
-        """Whether a value of the graph depends, with a gradient, on something trained."""
+        """Return whether a value of the graph depends, with a gradient, on a trained input."""
         pending = [value]
         while pending:
             found = pending[-1]
@@ -93,14 +97,20 @@ class Gradients:
         return self._known[value.unique()]
 
     def _one(self, value: torch.Value) -> bool:
+        """Return whether a value with known inputs depends on a trained input."""
         if value.node().kind() == "prim::Param":
             return self._is_trained(value.debugName())
         return any(self._known[given.unique()] for given in _given(value))
 
     def lost(self, written: Sequence[torch.Node], outputs: Iterable[torch.Value | None]) -> str:
-        """The first ONNX operator among nodes just written through which ORT's gradient would not come; or empty."""
+        """Return the first ONNX operator among new nodes that blocks ORT's gradient, or "".
+
+        written: nodes that the exporter has just written.
+        outputs: results of these nodes.
+        """
         if all(_is_derived(node, self._device) and _name(node) not in _PARTLY for node in written):
             return ""
+        # The search ends at the new nodes: older ones were checked when they were written.
         own = {value.unique() for node in written for value in node.outputs()}
         pending = [value for value in outputs if value is not None and _is_float(value)]
         seen: set[int] = set()
@@ -117,20 +127,23 @@ class Gradients:
         return ""
 
     def _cut(self, node: torch.Node) -> list[torch.Value]:
-        """Inputs of an operator that ORT derives, whose gradient it leaves out or takes for another."""
+        """Return the inputs of a derived operator whose gradient ORT omits or computes wrongly."""
         name = _name(node)
         inputs = list(node.inputs())
-        if name == "Pow" and not _is_scalar(
-            inputs[1]
-        ):  # that of a power that is broadcast is not summed up
+        # ORT does not sum up the gradient of a broadcast exponent or base.
+        if name == "Pow" and not _is_scalar(inputs[1]):
             return inputs
         if name in ("ScatterElements", "ScatterND") and "reduction" in node.attributeNames():
+            # Other reductions (mul, min, max) have no correct gradient at all.
             return {"none": [], "add": inputs[:1]}.get(_text(node, "reduction", "none"), inputs)
         return [inputs[place] for place in _CUT.get(name, ()) if place < len(inputs)]
 
 
 def is_valid(node: torch.Node) -> bool:
-    """Whether ONNX has what the exporter wrote: it writes a LayerNorm without weights, and negative dimensions."""
+    """Return whether a node that the exporter wrote is valid ONNX.
+
+    The exporter also writes a LayerNormalization without weights, and negative dimensions.
+    """
     if _name(node) == "Transpose" and "perm" in node.attributeNames():
         return min(getattr(node, "is")("perm"), default=0) >= 0
     return _name(node) != "LayerNormalization" or not any(
@@ -139,29 +152,38 @@ def is_valid(node: torch.Node) -> bool:
 
 
 def _is_derived(node: torch.Node, device: str) -> bool:
-    """Also by what ORT's builders and kernels of gradients do not know of their operator."""
+    """Return whether ORT derives a node correctly, by its operator, attributes and rank.
+
+    ORT's gradient builders and kernels ignore some attributes of their operators.
+    """
     name = _name(node)
     if (
+        # ORT's gradient takes the sign of the output, which equals the input's only for alpha >= 0.
         name == "LeakyRelu" and "alpha" in node.attributeNames()
-    ):  # it looks at the sign of what came out
+    ):
         return bool(node.f("alpha") >= 0)
     if name in ("GRU", "LSTM"):
         return _text(node, "direction", "forward") == "forward"
-    if name == "LayerNormalization":  # without a bias the gradient has two outputs of one name
+    # Without a bias the gradient node has two outputs of one name.
+    if name == "LayerNormalization":
         return len(list(node.inputs())) > 2 and is_valid(node)
-    if name in ("ReduceL2", "ReduceLogSumExp"):  # their gradient is an Unsqueeze of an older opset
+    # Without keepdims their gradient uses an Unsqueeze of an older opset.
+    if name in ("ReduceL2", "ReduceLogSumExp"):
         return "keepdims" not in node.attributeNames() or bool(node.i("keepdims"))
     if name == "Pad":
         return _text(node, "mode", "constant") == "constant"
     if name in (
         "AveragePool",
         "MaxPool",
-    ):  # of other ranks, or with places, a wrong shape or the end of the process
+    ):
+        # For other ranks, or with the positions as second output, ORT gives a wrong shape or
+        # crashes.
         return _rank(node) == 4 and node.outputsSize() == 1
     if name == "ConvTranspose":
         return device != "cpu"
     if name == "Conv" and "group" in node.attributeNames() and int(node.i("group")) > 1:
-        return device != "cpu" or _rank(node) != 5  # which overwrites other tensors
+        # On the CPU, the gradient of a grouped Conv3d overwrites other tensors.
+        return device != "cpu" or _rank(node) != 5
     return name in _DERIVED
 
 
@@ -170,15 +192,17 @@ def _text(node: torch.Node, attribute: str, default: str) -> str:
 
 
 def _rank(node: torch.Node) -> int | None:
+    """Return the rank of a node's first input, or None if it is unknown."""
     kind = next(node.inputs()).type()
     rank: int | None = kind.dim() if isinstance(kind, torch._C.TensorType) else None
     return rank
 
 
 def _given(value: torch.Value) -> list[torch.Value]:
-    """What a value is computed of, as far as a gradient goes that way."""
+    """Return the values that a value is computed from, where a gradient can pass."""
     node = value.node()
-    if any(True for _ in node.blocks()):  # an If, whose branches take what they want from around it
+    # An If has no data inputs: its branches use values of the surrounding graph.
+    if any(True for _ in node.blocks()):
         return [
             given for block in node.blocks() for inner in block.nodes() for given in inner.inputs()
         ]
@@ -187,7 +211,7 @@ def _given(value: torch.Value) -> list[torch.Value]:
 
 
 def _is_scalar(value: torch.Value) -> bool:
-    """Whether a value is one number that is known and not 0."""
+    """Return whether a value is one known number other than 0."""
     node = value.node()
     while node.kind() == "onnx::Cast":
         node = node.input().node()
@@ -200,15 +224,18 @@ def _is_scalar(value: torch.Value) -> bool:
 
 
 def _is_cast_to_number(node: torch.Node) -> bool:
+    # ONNX's types 1, 10, 11 and 16 are float, float16, double and bfloat16.
+    """Return whether a node casts to a type other than floating point."""
     return bool(node.kind() == "onnx::Cast" and node.i("to") not in (1, 10, 11, 16))
 
 
 def _is_detached(node: torch.Node) -> bool:
-    """Whether it is what exact_forms.detach writes."""
+    """Return whether a node is one that exact_forms.detach writes."""
     return _name(node) == "ATen" and _text(node, "operator", "") == "clone"
 
 
 def _is_float(value: torch.Value) -> bool:
+    """Return whether a value is floating point, or of unknown type."""
     kind = value.type().scalarType() if isinstance(value.type(), torch._C.TensorType) else None
     return kind is None or kind in _FLOATS
 

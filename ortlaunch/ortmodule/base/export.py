@@ -1,4 +1,4 @@
-"""One export: what ORT hands to it, and what its steps find out and leave for later passes."""
+"""One export: ORT's arguments, and the facts that its steps record for later passes."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ if TYPE_CHECKING:
 
 
 Facts = dict[str, Any]
-"""What a trace of a model showed, by name."""
+"""Facts that a trace of a model showed, by name."""
 
 
 class Export(NamedTuple):
-    """ORT's arguments of an export, by the names that they have here."""
+    """ORT's arguments of an export, by ortmodule's names for them."""
 
     module: nn.Module
-    """The model with tensors alone for inputs, as ORT traces it."""
+    """The model with tensors as its only inputs, as ORT traces it."""
     training: bool
     device: torch.device
     inputs: Sequence[torch.Tensor]
     info: ExportInfo
     """ORT's ModelInfoForExport."""
     options: RuntimeOptions
-    """ORT's _RuntimeOptions of this module; settings.settings_of reads ours."""
+    """ORT's _RuntimeOptions of this module; settings.settings_of returns the Settings in it."""
     seen: Facts
-    """What a trace of the model showed beside the graph."""
+    """Facts that a trace of the model showed, beside the graph."""
 
 
 def export_of(arguments: Kwargs) -> Export:
-    """Of the arguments of ORT's `_export_model` or `_get_exported_model`."""
+    """Return the Export for the arguments of ORT's `_export_model` or `_get_exported_model`."""
+    # ORT passes its GraphTransitionManager (`self`) under this name, because it keeps ZeRO stage
+    # 3's parameters.
     transition = arguments["stage3_param_handle"]
     info = arguments["model_info_for_export"]
     return Export(
@@ -49,6 +51,6 @@ def export_of(arguments: Kwargs) -> Export:
 
 
 def seen_of(transition: Transition) -> Facts:
-    """What the newest trace of a GraphTransitionManager's model showed."""
+    """Return the facts of the newest trace of a GraphTransitionManager's model."""
     found: Facts = vars(transition).setdefault("_ortlaunch_traced", {})
     return found

@@ -1,4 +1,4 @@
-"""Which inputs and weights of a graph get a gradient: none that is frozen, none that no gradient reaches."""
+"""The inputs and weights of a graph that get a gradient: not frozen, and reached by a gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def without_frozen(export: Export, model: onnx.ModelProto, names: list[str]) -> list[str]:
-    """ORT computes a gradient for every frozen parameter in every step, and throws it away."""
+    """Return the names without those of frozen parameters.
+
+    ORT computes a gradient for every frozen parameter in every step, and discards it.
+    """
     frozen = {
         name for name, parameter in export.module.named_parameters() if not parameter.requires_grad
     }
@@ -21,14 +24,19 @@ def without_frozen(export: Export, model: onnx.ModelProto, names: list[str]) -> 
 
 
 def without_unreached(export: Export, model: onnx.ModelProto, names: list[str]) -> list[str]:
-    """ORT ended where a weight is used and has no gradient: under no_grad, before an argmax, behind detach."""
+    """Return the names without those that are used but that no gradient reaches.
+
+    ORT fails where a weight is used and has no gradient: under no_grad, before an argmax, behind
+    detach.
+    """
     found = reached(model.graph)
     used = {name for node in model.graph.node for name in node.input}
+    # ORT itself handles a weight that no node uses.
     return [name for name in names if name in found or name not in used]
 
 
 def reached(graph: onnx.GraphProto, outputs: Iterable[str] | None = None) -> set[str]:
-    """Names of a graph through which a gradient of these outputs may come, by default of all."""
+    """Return the names through which a gradient of these outputs (default: all) may pass."""
     makers = {name: node for node in graph.node for name in node.output}
     reached: set[str] = set()
     pending = [output.name for output in graph.output] if outputs is None else list(outputs)
@@ -46,6 +54,7 @@ def reached(graph: onnx.GraphProto, outputs: Iterable[str] | None = None) -> set
     return reached
 
 
+# Operators whose results are integers or booleans, which have no gradient.
 _NUMBERS = {
     "ArgMax",
     "ArgMin",
@@ -58,11 +67,13 @@ _NUMBERS = {
     "Less",
     "LessOrEqual",
 }
+# The same for torch's operators behind ATen nodes; exact_forms.py exports `detach` as `clone`.
 _OPERATORS = {b"argmax", b"bitwise_or", b"clone"}
 
 
 def ends_gradients(node: onnx.NodeProto, output: str) -> bool:
-    """Whether a node makes whole numbers or truths, or what `detach` is exported to (ATen's clone: exact_forms.py)."""
+    """Return whether no gradient passes a node: its output is integer, boolean or detached."""
+    # The second output of TopK are indices.
     if node.op_type == "TopK" and output != node.output[0]:
         return True
     return node.op_type in _NUMBERS or any(

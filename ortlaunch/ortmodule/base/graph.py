@@ -1,7 +1,8 @@
-"""What is in a graph that ONNX Runtime executes: its nodes by operator, forward and backward, and calls out of ORT.
+"""The contents of a graph that ONNX Runtime executes: its nodes by operator, and calls out of ORT.
 
-Reads the graph as the session runs it, after every optimization, and sets nodes of one before. Knows nothing of
-ORTModule.
+Nodes are counted apart for the forward and the backward pass. The graph is read as the session runs
+it, after every optimization; `replace_nodes` also changes the nodes of a graph before that. The
+module does not depend on ORTModule.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
     import onnx
 
 _YIELD = "YieldOp"  # where the forward pass of a training graph ends
+# Operators listed in engine.json for each half; more would hide the important ones.
 _MOST = 8
 
 
 class ShapeInferenceError(RuntimeError):
-    """ONNX Runtime's inference of shapes ended at `operator`, by its ONNX name or, of an ATen node, torch's."""
+    """A failure of ONNX Runtime's shape inference at `operator`.
+
+    The operator is an ONNX name or, of an ATen node, torch's.
+    """
 
     def __init__(self, operator: str, cause: Exception) -> None:
         why = f"{type(cause).__name__} {cause}".strip()
@@ -31,7 +36,7 @@ class ShapeInferenceError(RuntimeError):
 
 @dataclass
 class Graph:
-    """Nodes of one graph by operator, and how often each half has run."""
+    """The nodes of one graph by operator, and the number of passes of each half."""
 
     training: bool
     forward: Counter[str]
@@ -45,17 +50,17 @@ class Graph:
     provider: str = ""
     """The session's execution provider."""
     nodes_by_provider: dict[str, int] = field(default_factory=dict)
-    """Nodes on each execution provider."""
+    """Number of nodes on each execution provider."""
     forward_passes: int = field(default=0)
     backward_passes: int = field(default=0)
 
     @property
     def nodes_run(self) -> int:
-        """Nodes executed so far."""
+        """The number of nodes executed so far."""
         return size(self.forward) * self.forward_passes + size(self.backward) * self.backward_passes
 
     def describe(self) -> Json:
-        """For engine.json: totals, the most frequent operators, and every call out of ORT."""
+        """Return the entry for engine.json: totals, frequent operators, and every call out of ORT."""
         halves = (
             {"forward": self.forward, "backward": self.backward}
             if self.training
@@ -73,7 +78,7 @@ class Graph:
 
 
 def size(operators: Counter[str]) -> int:
-    """How many nodes; Counter.total came with Python 3.10."""
+    """Return the number of nodes; Counter.total came with Python 3.10."""
     return sum(operators.values())
 
 
@@ -81,8 +86,8 @@ def read_graph(model: onnx.ModelProto, training: bool, memory_efficient: bool) -
     """Count the nodes of an executed graph.
 
     model: an onnx.ModelProto that a session saved; its nodes are in ORT's default order.
-    memory_efficient: the session runs them in ORT's memory-efficient order, in which what only the backward pass needs
-        comes after the forward pass.
+    memory_efficient: the session runs the nodes in ORT's memory-efficient order, in which nodes
+        that only the backward pass needs come after the forward pass.
     """
     nodes = list(model.graph.node)
     names = [node.op_type for node in nodes]
@@ -103,7 +108,10 @@ def read_graph(model: onnx.ModelProto, training: bool, memory_efficient: bool) -
 
 
 def _needed(nodes: Sequence[onnx.NodeProto], end: int) -> set[int]:
-    """`end`, nodes that it needs, and the shapes of what these make: ORT takes shapes as soon as it can."""
+    """Return `end`, the nodes that it needs, and the nodes that read the shapes of their results.
+
+    ORT reads shapes as soon as it can, so these run in the forward half.
+    """
     maker = {name: i for i, node in enumerate(nodes) for name in node.output if name}
     found: set[int] = set()
     waiting = [end]
@@ -113,7 +121,8 @@ def _needed(nodes: Sequence[onnx.NodeProto], end: int) -> set[int]:
             found.add(i)
             waiting.extend(maker[name] for name in nodes[i].input if name in maker)
     shapes = (i for i, node in enumerate(nodes) if node.op_type in ("Shape", "Size"))
-    needed = found - {end}  # whose output is the gradient that the backward pass begins with
+    # The output of `end` is the gradient with which the backward pass begins.
+    needed = found - {end}
     return found | {i for i in shapes if all(maker.get(name) in needed for name in nodes[i].input)}
 
 
@@ -129,9 +138,13 @@ def _attribute(node: onnx.NodeProto, name: str) -> str:
 
 
 def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Let an onnx.GraphProto have these nodes; they may be its own, which are freed with those that go."""
+    """Replace the nodes of an onnx.GraphProto.
+
+    The new list may contain the graph's own nodes.
+    """
     from onnx import NodeProto
 
+    # Protobuf frees the old nodes with the list, including those that are used again.
     copies = []
     for node in nodes:
         copies.append(NodeProto())

@@ -1,7 +1,8 @@
-"""Types of other packages' objects as far as ortmodule uses them: stubs for the type checker, no code.
+"""Types of other packages' objects as far as ortmodule uses them.
 
-ONNX Runtime 1.19.2 ships no annotations, and most of its attributes here are private. Attributes whose names begin with
-`_ortlaunch` are those that ortmodule puts on ONNX Runtime's objects.
+These are stubs for the type checker, without code. ONNX Runtime 1.19.2 ships no annotations, and
+most of its attributes here are private. Attributes whose names begin with `_ortlaunch` are those
+that ortmodule puts on ONNX Runtime's objects.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.settings import Settings
 
 AnyFunction = Callable[..., Any]
-"""A function of another package, which is called with the arguments that its caller gave."""
+"""A function of another package, called with the arguments of its caller."""
 Args = tuple[Any, ...]
 """Positional arguments of such a function."""
 Kwargs = dict[str, Any]
-"""Its keyword arguments."""
+"""Keyword arguments of such a function."""
 
 
 class GraphInfo(Protocol):
-    """What the post-export processing of a model found: ORT's PostExportProcessedModelInfo."""
+    """The result of a model's post-export processing: ORT's PostExportProcessedModelInfo."""
 
     onnx_graph_input_names: list[str]
     onnx_graph_input_names_require_grad: list[str]
@@ -147,7 +148,8 @@ class Manager(Protocol):
     _runtime_inspector: Inspector
     _runtime_options: RuntimeOptions
     _ortlaunch_folder: str
-    _ortlaunch_key: Any  # graphs._Key, of a room above
+    # A graphs._Key. That module imports this one, so the type cannot be imported here.
+    _ortlaunch_key: Any
     _ortlaunch_norms: dict[str, Any]
     _ortlaunch_session_options: SessionOptions
     _ortlaunch_settings: Settings

@@ -1,4 +1,4 @@
-"""How a function of another package is changed in this process. Imports no torch."""
+"""Ways to change a function of another package in this process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Set environment variables for the length of a with-block."""
+    """Set environment variables for the length of a with-block, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -29,7 +29,7 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def wrap_method(owner: object, method: str, around: AnyFunction) -> None:
-    """Let `around(original, *args, **kwargs)` stand in for a method of a class."""
+    """Replace a method of a class by `around(original, *args, **kwargs)`."""
     original = getattr(owner, method)
 
     @functools.wraps(original)
@@ -40,15 +40,17 @@ def wrap_method(owner: object, method: str, around: AnyFunction) -> None:
 
 
 def replace_ort_export(export: AnyFunction) -> None:
-    """Let `export` be `torch.onnx.export` for ORT, its only caller here; everybody else's stays as it is."""
+    """Make `export` ORT's `torch.onnx.export`; all other callers keep torch's own."""
     caller: Any = importlib.import_module(
         "onnxruntime.training.ortmodule._graph_transition_manager"
     )
+    # ORT's transition manager is the only module of ORT that exports, and reads `torch.onnx.export`
+    # through its global `torch`.
     caller.torch = ModuleView(caller.torch, onnx=ModuleView(caller.torch.onnx, export=export))
 
 
 class ModuleView:
-    """A module as one module of ORT's sees it: the same names, some of them replaced."""
+    """A module as one module of ORT sees it: the same names, some of them replaced."""
 
     def __init__(self, module: object, **replaced: object) -> None:
         self.__dict__.update(replaced)

@@ -1,7 +1,8 @@
-"""Which execution provider runs each node of a graph that ONNX Runtime executes. Knows nothing of ORTModule.
+"""The execution provider of each node of a graph that ONNX Runtime executes.
 
-No method of a session reports it, and the log that does is verbose in every pass. A model that a session saves in ORT's
-own format has the provider of each node.
+No method of a session reports it, and the log that does is verbose in every pass. A model that a
+session saves in ORT's own format names the provider of each node. The module does not depend on
+ORTModule.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import OrtSession
 
-_YIELD = b"YieldOp"  # ends the forward pass, and computes nothing
+# Ends the forward pass, and computes nothing.
+_YIELD = b"YieldOp"
 
 
 def nodes_by_provider(model: str, session: OrtSession) -> dict[str, int]:
-    """Nodes of an executed graph on each execution provider of its session.
+    """Count the nodes of an executed graph on each execution provider of its session.
 
-    Builds another session of the same graph without optimizations, which the first one has made, and runs nothing.
+    Builds another session of the same graph, and runs nothing.
 
     Args:
         model: file of the graph that the session saved.
@@ -33,11 +35,14 @@ def nodes_by_provider(model: str, session: OrtSession) -> dict[str, int]:
 
     options = onnxruntime.SessionOptions()
     providers = [
+        # Of the provider's options, this session needs only the device.
         (name, {key: value for key, value in given.items() if key == "device_id"})
         for name, given in session.get_provider_options().items()
     ]
+    # The first session has already optimized the graph.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
+    # Errors only.
     options.log_severity_level = 3
     options.add_session_config_entry("session.save_model_format", "ORT")
     with tempfile.TemporaryDirectory(prefix="ortlaunch-") as folder:

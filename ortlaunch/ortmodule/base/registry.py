@@ -1,6 +1,7 @@
-"""Every repair: what it is called, what it replaces or relies on, how it is made, and whether it is in force.
+"""The registry of repairs: name, sources, installation, and whether each is in force.
 
-The tables are compat.py's (what importing ORTModule takes) and repairs.py's (what it does). Imports no torch.
+compat.py's table has the repairs that importing ORTModule needs, repairs.py's those of its
+behaviour. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ _not_applied: dict[str, str] = {}
 
 
 class Repair(NamedTuple):
-    """A change of what ORT or torch does, for ORTModule alone where it is torch's."""
+    """A change to the behaviour of ORT or torch; a change to torch affects ORTModule alone."""
 
     name: str
     sources: tuple[str, ...] = ()
-    """Functions of ORT and torch that it replaces or whose inner working it relies on, as source_guard names them."""
+    """Functions of ORT and torch that it replaces or relies on, as source_guard names them."""
     install: Callable[[], bool | None] = lambda: None
-    """What it changes beside the steps of an export (pipeline.py); False: nothing was to be done here."""
+    """Applies the changes beyond an export's steps (pipeline.py); False: nothing was to be done."""
 
 
 def apply(repairs: Sequence[Repair], *left_out: str) -> None:
-    """Make each once in a process, where all of its sources are known; `left_out` names those a test wants to miss."""
+    """Apply each repair once in a process, where all of its sources are known.
+
+    left_out: names of repairs to omit, for tests.
+    """
     for repair in repairs:
+        # A second call must not wrap the same functions again.
         if repair.name in (*_applied, *_not_applied):
             continue
         why = "left out" if repair.name in left_out else source_guard.unknown(repair.sources)
@@ -37,12 +42,15 @@ def apply(repairs: Sequence[Repair], *left_out: str) -> None:
 
 
 def applied() -> tuple[str, ...]:
-    """Names of the repairs in force, in the order they were applied; empty before `import_ortmodule`."""
+    """Return the names of the repairs in force, in the order of application.
+
+    Empty before `import_ortmodule`.
+    """
     return tuple(_applied)
 
 
 def not_applied() -> dict[str, str]:
-    """Repairs that were not made, with the reason."""
+    """Return the repairs that were not applied, with the reason."""
     return dict(_not_applied)
 
 

@@ -1,4 +1,7 @@
-"""Settings of one ORTModule, each with its default; what ORT calls them is options.py's. Standard library only."""
+"""Settings of one ORTModule, each with its default. Standard library only.
+
+options.py translates them to ORT's options.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from ortlaunch.errors import EngineError
 
 
 class SettingError(EngineError):
-    """A setting that this stack, this model or an earlier ORTModule has no place for."""
+    """A setting that does not fit this stack, this model or an earlier ORTModule."""
 
     def __init__(self, setting: str, problem: str) -> None:
         super().__init__(f"Settings.{setting}: {problem}")
@@ -24,44 +27,50 @@ class Settings:
     """
 
     threads: int | None = None
-    """CPU threads of each of the two sessions (training, evaluation); None: torch's number, 0: every core."""
+    """CPU threads of each session (training, evaluation); None: torch's number, 0: every core."""
     processes_on_host: int = 1
-    """How many processes share this host's memory: what `deepcopy_before_export` may take."""
+    """Number of processes that share this host's memory; limits `deepcopy_before_export`."""
     allow_fallback: bool = False
-    """Run a model that ONNX Runtime cannot run in plain PyTorch; False: the first forward pass raises."""
+    """Run a model that ONNX Runtime cannot run in plain PyTorch; False: the first pass raises."""
     allow_traced_values: bool = False
-    """Export a model that takes values of tensors into Python (`.item()`), which then stay the first batch's."""
+    """Export a model that reads tensor values in Python (`.item()`); the first batch's values stay."""
     follow_model_state: bool = True
-    """Before each pass, look whether modes, hooks, parts or Python values of the model have changed since the export,
-    and export again if so. False: for a loop in which nothing changes them."""
+    """Before each pass, check the model for changes, and export again if it changed.
+
+    Compared with the export are modes, hooks, parts and Python values. False: for a loop in which
+    nothing changes them.
+    """
     opset: int | None = None
     """ONNX opset of the export; None: ORTModule's own (17)."""
     deepcopy_before_export: bool | None = None
     """Export from a copy of the model; None: where copies fit into the free memory."""
     memory_optimization: int = 0
-    """Recompute activations in the backward pass: 1 layer by layer, 2 also where it costs a little accuracy."""
+    """Recompute activations in the backward pass: 1 by layer, 2 also with a small loss of accuracy."""
     memory_optimization_config: Sequence[str] = ()
     """Subgraphs to recompute, as `cluster:strategy:count`."""
     memory_efficient_grad_management: bool = False
-    """Each gradient goes to its parameter inside the graph as soon as it is there."""
+    """Accumulate each gradient in its parameter inside the graph, as soon as it is computed."""
     compute_optimizer: bool = True
-    """Move slices and gathers before the matrix products that they shrink."""
+    """Move slices and gathers before the matmuls that they shrink."""
     sparsity_optimizer: bool | None = None
-    """Leave ignored labels and, on CUDA, padding out of the computation; None: on where it can be."""
+    """Leave ignored labels and, on CUDA, padding out of the computation; None: on where possible."""
     print_input_density: bool = False
     """Print the density of labels and padding in every step."""
     custom_autograd: Literal["auto", "python", "inline"] = "auto"
-    """How a torch.autograd.Function gets into the graph; `auto`: called (`python`) where ORT's extension loads."""
+    """How a torch.autograd.Function gets into the graph.
+
+    `auto`: called (`python`) where ORT's extension loads.
+    """
     torch_operators: Literal["auto", "off"] | Sequence[str] = "auto"
-    """Operators that stay torch's inside ONNX Runtime's graph; `auto`: those that it cannot export or derive."""
+    """Operators that torch runs in ORT's graph; `auto`: those that ORT cannot export or derive."""
     torch_modules: Sequence[str] = ()
-    """Layers, by path with `*`, that run whole as torch inside ONNX Runtime's graph."""
+    """Layers, by path with `*`, that torch runs as a whole inside ONNX Runtime's graph."""
     torch_matmul: bool | None = None
-    """CPU: products by a matrix are torch's; None: on Intel's processors."""
+    """CPU: torch computes products by a matrix; None: on Intel's processors."""
     tf32: bool = False
-    """CUDA: TensorFloat32 in matrix products and convolutions."""
+    """CUDA: TensorFloat32 in matmuls and convolutions."""
     log_level: Literal["verbose", "devinfo", "info", "warning", "error"] = "error"
-    """How much ONNX Runtime and the exporter say."""
+    """Lowest severity that ONNX Runtime and the exporter log."""
     save_onnx: str | None = None
     """Folder for rank 0's graphs as ONNX files."""
     print_memory_stats: bool = False
@@ -69,17 +78,20 @@ class Settings:
     cast_propagation: Literal["flood_fill", "insert_and_reduce", "none"] = "flood_fill"
     """autocast to fp16: how casts move."""
     cast_propagation_level: int = 1
-    """autocast to fp16: what casts move across, 0 to 2."""
+    """autocast to fp16: which operators casts move across, 0 to 2."""
     conv_algorithm_search: Literal["heuristic", "exhaustive"] = "heuristic"
-    """CUDA: how cuDNN's convolutions are chosen."""
+    """CUDA: how the algorithm of cuDNN's convolutions is selected."""
     triton: bool = False
     """CUDA: fuse element-wise chains and reductions into Triton kernels."""
     triton_config: Mapping[str, object] | None = None
-    """CUDA: what Triton may fuse; None: ORT's own list."""
+    """CUDA: operators that Triton may fuse; None: ORT's own list."""
     flash_attention: bool = False
-    """CUDA: attention written out in the model becomes a Triton flash attention kernel."""
+    """CUDA: replace attention written out in the model by a Triton flash attention kernel."""
     efficient_attention: bool = False
-    """CUDA: attention written out in the model becomes torch's memory-efficient one. Read when ORT is imported."""
+    """CUDA: replace attention written out in the model by torch's memory-efficient one.
+
+    Read when ORT is imported.
+    """
     tuning: bool = False
     """CUDA: try variants of tunable operators in the first steps."""
     tuning_duration_ms: int | None = None
@@ -88,6 +100,7 @@ class Settings:
     """CUDA: folder of tuning results."""
 
     def __post_init__(self) -> None:
+        # Literal types are not checked at run time, and the values may come from a recipe.
         for setting, valid in _VALID.items():
             value = getattr(self, setting)
             if value not in valid:
@@ -117,7 +130,10 @@ _VALID: dict[str, tuple[object, ...]] = {
 
 
 def settings_of(manager: object) -> Settings:
-    """Those of a manager of ORT's, or of its options; the defaults for an ORTModule that ORT's own class made."""
+    """Return the settings of one of ORT's managers or options.
+
+    An ORTModule that ORT's own class made has the defaults.
+    """
     found: Settings = getattr(manager, "_ortlaunch_settings", _DEFAULTS)
     return found
 

@@ -1,8 +1,10 @@
-"""The sources of ORT and torch that repairs know: a function with another source is left as it is, and told.
+"""Sources of ORT and torch that repairs know; a repair of another source is not applied.
 
-A name is `module:Class.function` inside onnxruntime.training.ortmodule, whose `__init__` is the package itself, or with
-torch's own module. Of ORT, which has one last release, the source is known to the letter; of torch, which has many,
-what a repair builds on. DeepSpeed's are in worker/deepspeed/sources.py. Imports torch and ORT only when asked.
+The registry reports each repair that is not applied. A function's name is `module:Class.function`,
+with torch's own module, or with one inside onnxruntime.training.ortmodule (`__init__` is the
+package itself). ORT has one last release, so its source is compared by a hash. Torch has many
+releases, so only the text that a repair builds on is compared. DeepSpeed's sources are in
+worker/deepspeed/sources.py. Torch and ORT are imported only on use.
 """
 
 from __future__ import annotations
@@ -67,11 +69,12 @@ TORCH = {
         'g.op(\n            "Dropout",\n',
     ),
 }
+# Of the sha256 in hexadecimal: 64 bits, enough to detect a change.
 _DIGITS = 16
 
 
 def unknown(functions: Sequence[str]) -> str:
-    """Why a repair of these does not fit what is installed; empty where it does."""
+    """Return why a repair of these functions does not fit the installed packages; empty if it does."""
     torchs = [name for name in functions if name.startswith("torch.")]
     strange = [name for name in torchs if not all(text in source(name) for text in TORCH[name])]
     if strange:
@@ -81,14 +84,18 @@ def unknown(functions: Sequence[str]) -> str:
         return ""
     import onnxruntime
 
+    # A build for CUDA has a local version, such as 1.19.2+cu118.
     if onnxruntime.__version__.partition("+")[0] != ORT_VERSION:
-        return f"it is written for ONNX Runtime {ORT_VERSION}, and {onnxruntime.__version__} is installed"
+        return (
+            f"it is written for ONNX Runtime {ORT_VERSION}, and {onnxruntime.__version__} is "
+            "installed"
+        )
     strange = [name for name in ours if fingerprint(source(name)) != KNOWN[name]]
     return f"the source of {', '.join(strange)} is not that of {ORT_VERSION}" if strange else ""
 
 
 def owner(name: str) -> Any:
-    """The class, or where the name has none the module, that a function belongs to."""
+    """Return the class of a function, or its module if the name has no class."""
     module, _, path = name.partition(":")
     found: Any = _module(module)
     return getattr(found, path) if path else found
@@ -96,10 +103,11 @@ def owner(name: str) -> Any:
 
 @functools.cache
 def source(function: str) -> str:
-    """The source on disk of a function, from its `def` to its last line; empty where there is none.
+    """Return the source on disk of a function, from its `def` to its last line, or an empty string.
 
-    From the file and not of the object, in whose place another may stand already; but for a name that its module has
-    from another one, as torch's exporter has had since 2.9.
+    The file is read, not the object, because a repair may already have replaced the object. The
+    exception is a name that its module imports from another one, as torch's exporter does since
+    2.9.
     """
     module, _, path = function.partition(":")
     try:
@@ -117,7 +125,7 @@ def source(function: str) -> str:
 
 
 def fingerprint(text: str) -> str:
-    """The first digits of its sha256."""
+    """Return the first digits of the text's sha256."""
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 

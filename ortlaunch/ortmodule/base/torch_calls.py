@@ -1,7 +1,8 @@
-"""Calls of torch from inside ORT's graph: any function of tensors, with torch's own derivative, as a PythonOp.
+"""Calls of torch from inside ORT's graph: any function of tensors, as a PythonOp.
 
-ORT plans its memory by the graph alone: it writes over an input or output of a call once no node needs it. What torch
-saves for the backward pass is therefore copied where it is ORT's, and only then.
+The derivative is torch's own. ORT plans its memory by the graph alone: it overwrites an input or
+output of a call once no node needs it. A tensor that torch saves for the backward pass is therefore
+copied if it is in ORT's memory, and only then.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 Function = Callable[..., Sequence[torch.Tensor]]
+# Makes each title unique, because ORT registers functions by name.
 _numbers = itertools.count()
 
 
 def getter(name: str) -> AnyFunction:
-    """The function with which torch reads a property of tensors, as `__torch_function__` receives it."""
+    """Return the function that reads a property of tensors, as `__torch_function__` receives it."""
     return getattr(torch.Tensor, name).__get__
 
 
 def setter(name: str) -> AnyFunction:
-    """The function with which torch sets a property of tensors, as `__torch_function__` receives it."""
+    """Return the function that sets a property of tensors, as `__torch_function__` receives it."""
     return getattr(torch.Tensor, name).__set__
 
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Calls of torch inside are neither traced nor given to `__torch_function__`."""
+    """Hide calls of torch inside the with-block from the tracer and from `__torch_function__`."""
     state = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # not in torch's stub
     try:
@@ -47,7 +49,9 @@ def untraced() -> Iterator[None]:
 
 @dataclass
 class Calls:
-    """How often one operator or layer was called from ORT's graphs, and how long that took on this rank's thread."""
+    """Number and duration of an operator's or layer's calls from ORT's graphs, on this rank's
+    thread.
+    """
 
     forward: int = 0
     backward: int = 0
@@ -55,18 +59,18 @@ class Calls:
 
 
 calls: dict[str, Calls] = {}
-"""Of this process, by operator or layer."""
+"""Calls in this process, by operator or layer."""
 passes = Calls()
-"""Those of ORT's graphs themselves."""
+"""Passes of ORT's graphs themselves."""
 
 
 def made() -> dict[str, Calls]:
-    """Those that were called from a graph."""
+    """Return the operators and layers that were called from a graph."""
     return {name: counted for name, counted in calls.items() if counted.forward}
 
 
 def share() -> float:
-    """Of the time of ORT's passes, what calls of torch take."""
+    """Return the share of calls of torch in the time of ORT's passes, from 0 to 1."""
     return (
         sum(counted.seconds for counted in calls.values()) / passes.seconds
         if passes.seconds
@@ -75,24 +79,24 @@ def share() -> float:
 
 
 def restart() -> None:
-    """Count from zero."""
+    """Set all counters to zero."""
     restore({})
 
 
 def snapshot() -> dict[str, Calls]:
-    """The counters as they are, for `restore`."""
+    """Return a copy of the counters, for `restore`."""
     return {name: replace(counted) for name, counted in {**calls, "": passes}.items()}
 
 
 def restore(before: dict[str, Calls]) -> None:
-    """Set every counter back; those that are not in `before` to zero."""
+    """Set every counter back; a counter that is not in `before` becomes zero."""
     for name, counted in {**calls, "": passes}.items():
         vars(counted).update(vars(before.get(name, Calls())))
 
 
 @contextlib.contextmanager
 def timed_pass() -> Iterator[None]:
-    """While open, one of ORT's graphs runs."""
+    """Measure one pass of an ORT graph."""
     with _timed(passes):
         yield
 
@@ -102,7 +106,10 @@ _errors: list[Exception] = []
 
 @contextlib.contextmanager
 def telling_errors() -> Iterator[None]:
-    """While open, one of ORT's graphs runs: of a call that fails ORT says that it failed, and not why."""
+    """Add the cause to the error of a failed call of torch during a pass of ORT's graph.
+
+    ORT reports that the call failed, without the reason.
+    """
     _errors.clear()
     try:
         yield
@@ -130,17 +137,20 @@ def as_function(
     own: Sequence[torch.Tensor] = (),
     around: Any = contextlib.nullcontext,
 ) -> Any:
-    """A torch.autograd.Function, of a name of its own, for ORT to call.
+    """Return a torch.autograd.Function with a unique name, for ORT to call.
 
     run: takes tensors and returns tensors.
-    kept: inputs that ORT leaves as they are until the backward pass: weights, and inputs of the model.
-    own: weights that `run` uses by itself; they come as the last inputs, and get their gradients so.
-    around: a context for each forward pass.
+    kept: positions of inputs that ORT keeps unchanged until the backward pass: weights, and inputs
+        of the model.
+    own: weights that `run` reads without a parameter for them; they are passed as the last inputs,
+        so that they get their gradients.
+    around: returns a context for each forward pass.
     """
     counted = calls.setdefault(name, Calls())
 
     def forward(ctx: Any, *inputs: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
+        # The exporter calls the function once to trace it; this is no call from a graph.
         exporting = torch.jit.is_tracing()
         with _timed(Calls() if exporting else counted), _noting_errors(), around():
             counted.forward += not exporting
@@ -180,14 +190,17 @@ def _run(
     kept: frozenset[int],
     own: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
+    """Run the function on detached inputs, and keep its graph for the backward pass."""
     number = len(inputs) - len(own)
     wanted = [
         needed and given.is_floating_point() for needed, given in zip(ctx.needs_input_grad, inputs)
     ]
+    # Memory that an output must not share.
     places = set(map(_place, inputs))
     ctx.leaves = ()
     ctx.results = ()
     ctx.wanted = wanted
+    # Autocast would cast a second time; a layer that torch runs opens its own.
     with torch.autocast(inputs[0].device.type if inputs else "cpu", enabled=False):
         if not any(wanted):
             with torch.no_grad():
@@ -204,7 +217,7 @@ def _run(
 
 
 class _SavedCopies(torch.autograd.graph.saved_tensors_hooks):
-    """Copies of what torch saves, where it lies in the memory of one of ORT's passing tensors."""
+    """Hooks that copy a tensor that torch saves, if it is in memory of a temporary tensor of ORT."""
 
     def __init__(self, passing: set[int]) -> None:
         self.places: set[int] = set()
@@ -212,9 +225,11 @@ class _SavedCopies(torch.autograd.graph.saved_tensors_hooks):
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             place = _place(tensor)
+            # Saved as it is; its memory is remembered, because an output must not share it.
             if place not in passing:
                 self.places.add(place)
                 return tensor
+            # One copy for each view, also if torch saves it several times.
             key = (
                 place,
                 tensor.storage_offset(),
@@ -230,18 +245,24 @@ class _SavedCopies(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _place(tensor: torch.Tensor) -> int:
+    """Return an identifier of a tensor's memory."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
 def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """As ORT takes an output: contiguous, in a memory that nothing else reads or writes."""
+    """Return a tensor in the form that ORT requires of an output: contiguous, in memory of its own.
+
+    taken: memory in use by other tensors; the memory of the result is added.
+    """
     plain = tensor.detach()
+    # ORT has no sparse outputs.
     if plain.layout != torch.strided:
         plain = plain.to_dense()
     whole = (
         plain.is_contiguous()
         and plain.numel() * plain.element_size() == plain.untyped_storage().nbytes()
     )
+    # `whole` is false for a slice: a view that is contiguous, but in a larger memory.
     if not whole or _place(plain) in taken:
         plain = plain.clone(memory_format=torch.contiguous_format)
     taken.add(_place(plain))
@@ -249,7 +270,9 @@ def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
 
 
 def _derive(ctx: Any, given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of the inputs that need one, and None for the others."""
     pairs = [
+        # ORT may pass a gradient in another dtype or shape than torch's result.
         (result, g.to(result.dtype).reshape(result.shape))
         for result, g in zip(ctx.results, given)
         if result.requires_grad and g is not None
@@ -268,6 +291,7 @@ def _derive(ctx: Any, given: Sequence[torch.Tensor | None]) -> tuple[torch.Tenso
 
 
 def _gradient(found: torch.Tensor | None, leaf: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """Return a gradient for ORT, which requires zeros in place of None."""
     return (
         torch.zeros_like(leaf, memory_format=torch.contiguous_format)
         if found is None

@@ -84,14 +84,15 @@ def complete(
             _in_float32(rewriting, node, halves)
         else:
             raise RuntimeError(
-                f"Could not find an implementation for {node.op_type}("
-                f"{', '.join(types.get(name) or 'unknown' for name in node.input if name)}), node {node.name}: "
-                "ONNX Runtime 1.19.2 has no CUDA kernel of it for bfloat16 or float32. Train in fp16 "
-                "(precision: fp16), or with engine.name: eager"
+                "Could not find an implementation for "
+                f"{node.op_type}({', '.join(types.get(name) or 'unknown' for name in node.input if name)}), "
+                f"node {node.name}: ONNX Runtime 1.19.2 has no CUDA kernel of it for bfloat16 or "
+                "float32. Train in fp16 (precision: fp16), or with engine.name: eager"
             )
     if replaced:
         tally.note(
-            f"bfloat16: by torch or in float32, without a CUDA kernel in ONNX Runtime: {', '.join(sorted(replaced))}"
+            "bfloat16: by torch or in float32, without a CUDA kernel in ONNX Runtime: "
+            f"{', '.join(sorted(replaced))}"
         )
         replace_nodes(model.graph, rewriting.nodes)
         model.graph.value_info.extend(rewriting.unknown_values(16))

@@ -36,7 +36,8 @@ def _in_two_dimensions(graph: onnx.GraphProto) -> None:
             continue
         if len(given["kernel_shape"]) > 2:
             raise RuntimeError(
-                f"{node.name} is a Conv3d with groups, whose gradient on ONNX Runtime's CPU overwrites other tensors"
+                f"{node.name} is a Conv3d with groups, whose gradient on ONNX Runtime's CPU "
+                "overwrites other tensors"
             )
         place, (values, weight, *bias), (output,) = (
             f"{node.output[0]}_ortlaunch",

@@ -34,8 +34,9 @@ _SAME_VALUES = {
 }
 _SIZES = {"Shape", "Size"}
 _TWICE = (
-    "ONNX Runtime's graph has no derivative of its gradients, and this loss was computed of them (create_graph=True): "
-    "use plain PyTorch (engine.name: eager) for gradient penalties, forces and other second derivatives"
+    "ONNX Runtime's graph has no derivative of its gradients, and this loss was computed of them "
+    "(create_graph=True): use plain PyTorch (engine.name: eager) for gradient penalties, forces "
+    "and other second derivatives"
 )
 
 
@@ -148,8 +149,9 @@ def _check_versions(saved: Sequence[_Saved]) -> None:
             if tensor._version == version:
                 how = "has another memory than in the forward pass (`.data = ...`)"
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{kind}], which is {name.replace('_original_module.', '', 1)}, {how}. Change it after the backward "
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{kind}], which is "
+                f"{name.replace('_original_module.', '', 1)}, {how}. Change it after the backward "
                 "pass, or call the module again before the backward pass"
             )
 

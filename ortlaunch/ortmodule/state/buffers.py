@@ -206,7 +206,10 @@ def _layers(export: Export, changed: dict[str, int]) -> list[str]:
             )
             raise torch_modules.instead(export, path, why)
         if layer.momentum is None:
-            why = f"{name} is a BatchNorm with momentum=None, and ONNX Runtime's cannot average over all batches"
+            why = (
+                f"{name} is a BatchNorm with momentum=None, and ONNX Runtime's cannot average "
+                "over all batches"
+            )
             raise torch_modules.instead(export, path, f"{why}; give it a momentum such as 0.1")
         if changed.get(f"{path}.num_batches_tracked", 1) > 1:
             why = f"{name} is a BatchNorm that runs more than once in a pass; ONNX Runtime's cannot"

@@ -78,8 +78,9 @@ def _refuse_backward_hooks(module: nn.Module, outer: list[str]) -> None:
             getattr(layer, hooks, None) for hooks in _BACKWARD
         ):
             raise RuntimeError(
-                f"{_plain(path) or 'the model'} has a backward hook, which ONNX Runtime's graph would never call; "
-                "hooks of parameters are called, and those of layers in Settings.torch_modules"
+                f"{_plain(path) or 'the model'} has a backward hook, which ONNX Runtime's graph "
+                "would never call; hooks of parameters are called, and those of layers in "
+                "Settings.torch_modules"
             )
 
 
@@ -93,8 +94,9 @@ def _nothing_drawn() -> Iterator[None]:
     new = [name for name, source in sources.items() if drawn(source) != before[name]]
     if new:
         raise RuntimeError(
-            f"a forward pass draws numbers with Python's {new[0]}, which would be the same in every step of ONNX "
-            "Runtime's graph; draw them with torch, or give them to the forward pass as arguments"
+            f"a forward pass draws numbers with Python's {new[0]}, which would be the same in "
+            "every step of ONNX Runtime's graph; draw them with torch, or give them to the "
+            "forward pass as arguments"
         )
 
 

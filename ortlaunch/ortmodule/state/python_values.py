@@ -255,7 +255,8 @@ def judge(export: Export) -> None:
     seen = export.seen
     if "checks" in seen:
         tally.note(
-            f"checked in the first batch only, because {_listed(seen['checks'])} takes values into Python"
+            f"checked in the first batch only, because {_listed(seen['checks'])} takes values "
+            "into Python"
         )
     if "decisions" in seen:
         what = f"the model takes values of tensors into Python at {_listed(seen['decisions'])}"
@@ -278,7 +279,10 @@ def _layer(seen: Facts) -> str:
     if len(layers) > 4:  # of a model's many layers, the pattern
         layers = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", layer) for layer in layers})
     names = ", ".join(map(repr, layers[:4]))
-    return f"Settings.torch_modules=[{names}], which runs the layer as torch inside ONNX Runtime's graph"
+    return (
+        f"Settings.torch_modules=[{names}], which runs the layer as torch inside ONNX "
+        "Runtime's graph"
+    )
 
 
 def _listed(places: list[str]) -> str:

@@ -29,38 +29,43 @@ _EAGER = "use the model without ORTModule (engine.name: eager)"
 _SENTENCES = (
     (
         r"ORTModule does not support input type (<class '.*?'> for input \w+)",
-        "the forward pass is given {0}: an ORTModule takes tensors, Python's numbers, strings, lists, tuples and "
-        "dictionaries; give it the tensors of the object as arguments, and float(value) for a NumPy number",
+        "the forward pass is given {0}: an ORTModule takes tensors, Python's numbers, strings, "
+        "lists, tuples and dictionaries; give it the tensors of the object as arguments, and "
+        "float(value) for a NumPy number",
     ),
     (
         r"does not require grad and does not have a grad_fn",
-        "the forward pass calls torch.autograd.grad or backward, and ONNX Runtime's graph has no derivative of a "
-        f"derivative: wrap a part of the model that calls neither, or {_EAGER}",
+        "the forward pass calls torch.autograd.grad or backward, and ONNX Runtime's graph has no "
+        f"derivative of a derivative: wrap a part of the model that calls neither, or {_EAGER}",
     ),
     (
         r"We don't have an op for aten::(\w+) but it isn't a special case.*[\s\S]*bool",
-        "{0} is called with a Python bool where TorchScript takes a number or a tensor: write 1 or 0, or "
-        "torch.tensor(True)",
+        "{0} is called with a Python bool where TorchScript takes a number or a tensor: write 1 "
+        "or 0, or torch.tensor(True)",
     ),
     (
         r"gradient builder has not been registered: ?(\w+)",
-        "ONNX Runtime has no gradient of {0}: let torch compute it (Settings.torch_operators='auto', which takes ONNX "
+        "ONNX Runtime has no gradient of {0}: let torch compute it "
+        "(Settings.torch_operators='auto', which takes ONNX "
         f"Runtime's extension {extensions.INTEROP}), or {_EAGER}",
     ),
     (
         r"kDLInt && dlpack->dl_tensor.dtype.bits == 64 INTERNAL ASSERT",
-        'a size that is computed, as in interpolate(scale_factor=..., mode="area"), reaches torch\'s operator as a '
+        'a size that is computed, as in interpolate(scale_factor=..., mode="area"), reaches '
+        "torch's operator as a "
         f"float: give the size itself (size=...), or {_EAGER}",
     ),
     (
         r"SqueezeBase::ComputeOutputShape",
-        "squeeze is given a dimension that had the size 1 in the first batch and has another one here, and ONNX "
-        f"Runtime's graph removes it: keep the dimension where its size varies, or {_EAGER}",
+        "squeeze is given a dimension that had the size 1 in the first batch and has another one "
+        "here, and ONNX Runtime's graph removes it: keep the dimension where its size varies, or "
+        f"{_EAGER}",
     ),
     (
         r"Cannot split using values in 'split'|Invalid value in 'split'|_ortlaunch_0_filled",
-        "split, chunk or unbind gives another number of parts than in the first batch, and ONNX Runtime's graph has "
-        f"that many: split a dimension of one size, compute with the whole tensor, or {_EAGER}",
+        "split, chunk or unbind gives another number of parts than in the first batch, and ONNX "
+        "Runtime's graph has that many: split a dimension of one size, compute with the whole "
+        f"tensor, or {_EAGER}",
     ),
 )
 _TYPES = {
@@ -110,14 +115,15 @@ def refuse_weights(module: nn.Module) -> None:
             layer, (nn.Embedding, nn.EmbeddingBag)
         ):
             raise RuntimeError(
-                f"{path.partition('.')[2]} has a sparse gradient, and ONNX Runtime's are dense: write sparse=False, "
-                f"with an optimizer for dense gradients, or {_EAGER}"
+                f"{path.partition('.')[2]} has a sparse gradient, and ONNX Runtime's are dense: "
+                f"write sparse=False, with an optimizer for dense gradients, or {_EAGER}"
             )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_complex():
             raise RuntimeError(
-                f"{name.partition('.')[2]} is complex, and ONNX Runtime takes real weights and buffers: keep its real "
-                "and imaginary part, torch.view_as_real(weight), and write torch.view_as_complex in the forward pass"
+                f"{name.partition('.')[2]} is complex, and ONNX Runtime takes real weights and "
+                "buffers: keep its real and imaginary part, torch.view_as_real(weight), and "
+                "write torch.view_as_complex in the forward pass"
             )
 
 

@@ -75,9 +75,9 @@ def _refuse(name: str, layers: dict[int, str]) -> None:
     layer = innermost(frame, layers)
     remedy = f", or let {layer[0]} run as torch (Settings.torch_modules={layer})" if layer else ""
     raise RuntimeError(
-        f"the forward pass changes the weight {_plain(name)} at {frame.f_code.co_filename}:{frame.f_lineno}, which "
-        "ONNX Runtime's graph would leave out; change weights outside the forward pass, for example after "
-        f"optimizer.step(){remedy}"
+        f"the forward pass changes the weight {_plain(name)} at "
+        f"{frame.f_code.co_filename}:{frame.f_lineno}, which ONNX Runtime's graph would leave "
+        f"out; change weights outside the forward pass, for example after optimizer.step(){remedy}"
     )
 
 
