@@ -1,4 +1,5 @@
-"""A rank's supervisor: heartbeats, stalls, lost hosts, stop requests, ends and logs.
+"""A rank's supervisor: heartbeats, stalls, lost hosts, stop requests, exit records and logs.
 
-Must not import torch at the top of a module: a supervisor is light. gpus.py, which ranks import, is the exception.
+No module here may import torch at its top, because a supervisor must stay light. The exception is
+gpus.py, which only ranks import.
 """

@@ -1,4 +1,4 @@
-"""The rank's process as its guardian holds it: signals that are passed on to it, a grace, and its end."""
+"""The rank's process, seen from its supervisor: passed-on signals, the grace period and its end."""
 
 from __future__ import annotations
 
@@ -16,28 +16,36 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.supervision.surroundings import Surroundings
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's, to be told before the time is over
+# Schedulers send these some time before a job's limit, as an early warning.
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 PASSED_ON = (*ENDING, *NOTICES)
-_LOOK_SECONDS = 0.5  # between two looks into the run folder
-_OTHERS_SECONDS = 5.0  # between two looks at the other ranks' ends: all ranks look
+# Seconds between two reads of the run folder.
+_LOOK_SECONDS = 0.5
+# Seconds between two reads of the other ranks' ends. Longer, because every rank reads them.
+_OTHERS_SECONDS = 5.0
 
 
 def be_ended_first() -> None:
-    """Where memory ends, the kernel ends this process and what it forks before any other."""
+    """Let the kernel's out-of-memory killer pick this process and its children before any other."""
     with contextlib.suppress(OSError):
+        # 1000 is the maximum of oom_score_adj. Raising the score needs no privilege.
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 class Child:
-    """A process that was forked here. `asked` is the signal that first asked it to end, if any did, at `asked_at`.
+    """A process that was forked here.
 
-    A rank that listens takes such a signal for a wish, and has its grace to save; where its run ends anyway, because
-    another rank failed or its launcher is gone, it is ended at once.
+    `asked` is the first signal that requested its end, if any, received at `asked_at`.
+
+    A rank that listens treats such a signal as a request and has a grace period in which to save.
+    The rank is ended at once where its run ends anyway, because another rank failed or its
+    launcher is gone.
     """
 
     def __init__(self, pid: int, run: RunDir, rank: int, grace_seconds: float | None) -> None:
-        """grace_seconds: of a rank that listens; None: it has nothing to save and never does."""
+        """Watch the process `pid`; grace_seconds is None for a rank that never saves."""
         self.pid = pid
+        # A later change of the parent shows that the launcher has ended.
         self._parent = os.getppid()
         self._mark = run.asked(rank)
         self.saves = grace_seconds is not None
@@ -47,7 +55,8 @@ class Child:
         self.asked_at = 0.0
         self.listens = False
         self.ended_by_us = False
-        self.is_left_alone = False  # its launcher does not end it where another rank fails: srun
+        # srun does not end this rank when another rank fails.
+        self.is_left_alone = False
         self._next_look_at_others = time.monotonic() + _OTHERS_SECONDS
         self._others_ended = False
         self._deadline = float("inf")
@@ -55,12 +64,13 @@ class Child:
         self._status: int | None = None
 
     def pass_on(self, number: int, frame: object = None) -> None:
-        """Handle a signal to this process."""
+        """Handle a signal that was sent to this process."""
         if number == signal.SIGUSR2 or (number == signal.SIGUSR1 and not self.saves):
             if self.listens:
                 self.surroundings.save_is_asked()
             self.send(number)
             return
+        # A second Ctrl-C ends the rank without waiting for its save.
         again = self.asked is not None
         if not again and not self._has_ended(number):
             self._note(number)
@@ -68,17 +78,25 @@ class Child:
             self._end_now(number)
         else:
             self.send(number)
-            self.send(signal.SIGCONT)  # what is stopped could not end
+            # A stopped process handles no signal before SIGCONT.
+            self.send(signal.SIGCONT)
 
     def hears(self, listens: bool) -> None:
-        """Whether it takes signals for wishes from now on; one that came just before is said again, as such."""
+        """Record whether the rank handles signals as requests from now on.
+
+        A request that arrived just before is sent again as SIGUSR1, so that the rank saves.
+        """
         if listens and not self.listens and self.asked is not None and not self.ended_by_us:
+            # A listening rank has launch.grace_seconds in place of the default grace period.
             self._deadline += self.grace_seconds - GRACE_SECONDS
             self.send(signal.SIGUSR1)
         self.listens = listens
 
     def poll(self) -> int | None:
-        """Its wait status once it has ended; it has to end with the launcher, and is killed when the grace is over."""
+        """Return the rank's wait status once it has ended, else None.
+
+        The rank is ended together with its launcher, and is killed when the grace period is over.
+        """
         if self._status is None:
             if os.getppid() != self._parent and self.asked is None:
                 self.pass_on(signal.SIGTERM)
@@ -92,7 +110,7 @@ class Child:
         return self._status
 
     def _look(self) -> None:
-        """At what others left in the run folder."""
+        """Act on requests and failures that other processes recorded in the run folder."""
         if self.asked is not None:
             if not self.ended_by_us and self._must_end():
                 self._end_now(self.asked)
@@ -104,10 +122,11 @@ class Child:
             self.pass_on(number)
 
     def _outlives_others(self) -> bool:
-        """Whether another rank ended some seconds ago, as this one did not by itself: it may wait for it for long."""
+        """Return whether another rank ended seconds ago: this one may wait for it for long."""
         if not self.is_left_alone or time.monotonic() < self._next_look_at_others:
             return False
         self._next_look_at_others = time.monotonic() + _OTHERS_SECONDS
+        # Two reads in a row, so that a rank that is just ending by itself is not ended from here.
         before = self._others_ended
         self._others_ended = self.surroundings.has_failed()
         return before and self._others_ended
@@ -116,19 +135,22 @@ class Child:
         self.asked = number
         self.asked_at = time.time()
         self._deadline = time.monotonic() + (self.grace_seconds if self.listens else GRACE_SECONDS)
-        with contextlib.suppress(OSError):  # mpirun may leave no time for more
+        # One short write: mpirun may leave no time for more.
+        with contextlib.suppress(OSError):
             self._mark.parent.mkdir(parents=True, exist_ok=True)
             self._mark.write_text(f"{number} {self.asked_at}")
 
     def _must_end(self) -> bool:
-        """Whether there is nothing to wait for: its launcher is gone, or the run has failed or was cancelled."""
+        """Return whether waiting is useless: no launcher any more, or a failed or cancelled run."""
         return os.getppid() != self._parent or self.surroundings.are_gone()
 
     def _end_now(self, number: int) -> None:
-        if self._has_ended(0):  # by itself, of which its guardian has not heard yet
+        # It may have ended by itself before its supervisor was notified.
+        if self._has_ended(0):
             return
         self.ended_by_us = True
         self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
+        # A listening rank treats every other signal as a request. Others may ignore SIGUSR1.
         self.send(
             signal.SIGKILL
             if self.listens
@@ -141,40 +163,42 @@ class Child:
 
     @property
     def was_killed_late(self) -> bool:
-        """Whether the grace was over when it ended."""
+        """Whether the grace period was over when the rank ended."""
         return time.monotonic() > self._deadline
 
     def forget_request(self) -> None:
-        """It has ended well all the same."""
+        """Delete the record of the request, because the rank finished successfully."""
         with contextlib.suppress(OSError):
             self._mark.unlink(missing_ok=True)
 
     def _has_ended(self, number: int) -> bool:
-        """Whether it had ended already: the others' launcher asks all ranks once one has failed.
+        """Return whether the rank had ended before the signal `number` came, not by that signal.
 
-        Not by this signal: Slurm sends one to all processes of a step, and the rank may be gone before this one runs.
+        Once one rank has failed, its launcher signals all ranks, also those that ended earlier.
+        Slurm sends a signal to all processes of a step, so the rank may die of it before this
+        process handles it.
         """
         if self._status is not None:
             return not (os.WIFSIGNALED(self._status) and os.WTERMSIG(self._status) == number)
-        with contextlib.suppress(ChildProcessError):  # waited for just now
-            # How it has ended, where nobody has waited for it yet.
+        # The error means that its status was just read. WNOWAIT leaves the status to poll().
+        with contextlib.suppress(ChildProcessError):
             found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             return found is not None and (found.si_code, found.si_status) != (os.CLD_KILLED, number)
         return True
 
     def send(self, number: int) -> None:
-        """Send it a signal, if it has not been waited for."""
-        if self._status is None:  # else the number may be another process's by now
+        """Send a signal to the process, if it has not been waited for."""
+        # After the wait, the process id may belong to another process.
+        if self._status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
 def launcher_is_gone(environ: Mapping[str, str], launcher: Launcher) -> bool:
-    """Whether ortlaunch's own launcher ended before this process could ask to be told."""
+    """Return whether ortlaunch's own launcher ended before this process could watch it."""
     space, _, pid = environ.get(LAUNCHER_VARIABLE, "").rpartition(" ")
-    if (
-        not launcher.is_ours or space != process_space()
-    ):  # of another host, which started this one's launcher
+    # Another process space is another host, where a remote launcher started this process.
+    if not launcher.is_ours or space != process_space():
         return launcher.stays_after_loss and os.getppid() == 1
     stat = read_stat(int(pid))
     return stat is None or stat.has_ended

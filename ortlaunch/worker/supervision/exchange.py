@@ -1,10 +1,11 @@
-"""Beats of all guardians, over UDP to that of rank 0, whose answers tell the others that it lives.
+"""UDP heartbeats of all supervisors to the one of rank 0, whose answers show that it is alive.
 
-A datagram is JSON behind a keyed digest: a stranger on the network can neither invent a beat nor end a run. Nothing
-waits: what is lost is told again in the next beat. Standard library only.
+A datagram is JSON after a keyed digest, so that no stranger on the network can forge a heartbeat or
+end a run. Nothing blocks: the next heartbeat replaces a lost one. Standard library only.
 
-Rank 0's guardian reads about a thousand beats a second, whatever the number of ranks: a receive buffer of Linux's
-default size holds 256, and it reads ten times a second. So more ranks beat less often, and count as silent later.
+Rank 0's supervisor reads about a thousand heartbeats a second, for any number of ranks: a receive
+buffer of Linux's default size holds 256, and it is read ten times a second. Therefore ranks of
+larger runs send less often, and count as silent later.
 """
 
 from __future__ import annotations
@@ -23,33 +24,39 @@ from ortlaunch.rank import Rank
 from ortlaunch.worker.supervision.stall import SILENT_SECONDS, Beat
 
 _DIGEST = 16
-_STACK_CHARACTERS = 8000  # the end of it, in a datagram
-_TIMES = 3  # what is said once
+# Only the end of a stack fits in a datagram.
+_STACK_CHARACTERS = 8000
+# Copies of a message that has no successor: UDP may lose one.
+_TIMES = 3
 _BEATS_A_SECOND = 1024
-_MESSAGES_A_LOOK = 4096  # the guardian has its rank's output to read, too
-_BUFFER_BYTES = 4 << 20  # the kernel gives no more than net.core.rmem_max
-_LOST_BEATS = 3  # in a row; more are silence
+# The supervisor must also read its rank's output between two calls.
+_MESSAGES_A_LOOK = 4096
+# The kernel grants at most net.core.rmem_max.
+_BUFFER_BYTES = 4 << 20
+# Heartbeats in a row that may be lost before a rank counts as silent.
+_LOST_BEATS = 3
 
 
 def beat_seconds(ranks: int) -> float:
-    """Seconds between two beats of a rank."""
+    """Return the seconds between two heartbeats of a rank."""
     return max(1.0, ranks / _BEATS_A_SECOND)
 
 
 class Exchange:
-    """One guardian's end. Until the ranks have told where to meet, it hears of its own rank alone."""
+    """One supervisor's end; until the ranks have met, it knows only its own rank."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.is_hub = rank.rank == 0 and rank.world_size > 1
-        # The rank itself binds it, to the address that the others reach: descriptors are shared over a fork.
+        # The rank binds it, to the address that other hosts reach. A fork shares descriptors.
         self.socket = (
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) if rank.world_size > 1 else None
         )
         self.stacks: dict[int, str] = {}
         self.orders: list[str] = []
-        """What rank 0's guardian has said: `stacks`, `end`."""
-        self.is_over = False  # the other side has ended
+        """Orders received from rank 0's supervisor: `stacks`, `end`."""
+        # Set once rank 0's supervisor has signed off.
+        self.is_over = False
         self._key = b""
         self._heard: dict[int, tuple[Beat, float, Any]] = {}
         self._gone: set[int] = set()
@@ -57,16 +64,15 @@ class Exchange:
         self._hub_address = ""
         self._hub_heard = time.monotonic()
         self._hub_answers = False
-        self._late = _LOST_BEATS * (
-            beat_seconds(rank.world_size) - 1.0
-        )  # seconds without a beat that say nothing
+        # Heartbeats less frequent than one a second give this much more time before silence.
+        self._late = _LOST_BEATS * (beat_seconds(rank.world_size) - 1.0)
         if self.socket is not None:
             self.socket.setblocking(False)
             if self.is_hub:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
     def meet(self, place: Json) -> None:
-        """Begin to talk, once the ranks have told where."""
+        """Start sending, once the ranks have agreed on a key and an address."""
         if self._key or self.socket is None or not place:
             return
         self._key = bytes.fromhex(place["key"])
@@ -74,6 +80,7 @@ class Exchange:
         self._hub_host = place["host"]
         self._hub_address = place["address"]
         if not self.is_hub:
+            # Connecting a UDP socket sends nothing. Without a route, the stall limits still apply.
             with contextlib.suppress(OSError):
                 self.socket.connect((place["address"], place["port"]))
 
@@ -82,26 +89,26 @@ class Exchange:
         return bool(self._key)
 
     def tell(self, beat: Beat) -> None:
-        """Send this rank's beat."""
+        """Send this rank's heartbeat."""
         if self.is_hub:
             self._heard[0] = (beat, time.monotonic(), None)
         elif self.has_met:
             self._send({"say": "beat", "beat": beat})
 
     def tell_stacks(self, text: str) -> None:
-        """Send where this rank stands."""
+        """Send the stacks of this rank's threads."""
         self.stacks[self.rank.rank] = text
         if not self.is_hub and self.has_met:
             self._send({"say": "stacks", "rank": self.rank.rank, "text": text[-_STACK_CHARACTERS:]})
 
     def order(self, word: str) -> None:
-        """Rank 0's guardian to all."""
+        """Send an order from rank 0's supervisor to all others."""
         for _ in range(_TIMES):
             for _, _, address in self._heard.values():
                 self._send({"say": word}, address) if address else None
 
     def leave(self) -> None:
-        """This rank has ended, well or not."""
+        """Announce that this rank has ended, whether successfully or not."""
         if self.is_hub:
             self.order("bye")
         elif self.has_met:
@@ -109,9 +116,10 @@ class Exchange:
                 self._send({"say": "bye", "rank": self.rank.rank})
 
     def beats(self, mine: Beat) -> list[Beat] | None:
-        """What is to be judged here; None: rank 0's guardian lives and judges.
+        """Return the heartbeats to judge here; None where rank 0's supervisor is alive and judges.
 
-        Where nothing ever came of it (UDP is closed, or there is no route), its silence says nothing.
+        Where no answer of it ever arrived (UDP is blocked, or there is no route), its silence has
+        no meaning, and only this rank's heartbeat is returned.
         """
         if not self.has_met:
             return [mine]
@@ -126,6 +134,7 @@ class Exchange:
         silent = max(0.0, now - self._hub_heard - self._late)
         if self.is_over or silent <= SILENT_SECONDS:
             return None
+        # A placeholder for rank 0, of which nothing but its silence is known.
         return [
             Beat(
                 0,
@@ -147,17 +156,17 @@ class Exchange:
         ]
 
     def addresses(self) -> dict[int, str]:
-        """Of the guardians that this one hears of, by rank."""
+        """Return the addresses of the supervisors that send to this one, by rank."""
         if self.is_hub:
             return {rank: address[0] for rank, (_, _, address) in self._heard.items() if address}
         return {0: self._hub_address}
 
     def never_heard(self) -> list[int]:
-        """Ranks of which no beat ever came."""
+        """Return the ranks that never sent a heartbeat."""
         return sorted(set(range(self.rank.world_size)) - set(self._heard) - self._gone)
 
     def wake(self) -> None:
-        """This guardian did not run for a while: nobody was silent meanwhile, as far as it knows."""
+        """Restart all silence clocks: this process was suspended, so it could receive nothing."""
         now = time.monotonic()
         self._hub_heard = now
         self._heard = {
@@ -165,7 +174,7 @@ class Exchange:
         }
 
     def receive(self) -> None:
-        """Take in what has come."""
+        """Process all messages that have arrived."""
         if self.has_met:
             for said, address in self._messages():
                 self._take(said, address)
@@ -192,9 +201,8 @@ class Exchange:
         for _ in range(_MESSAGES_A_LOOK):
             try:
                 data, address = self.socket.recvfrom(1 << 16)
-            except (
-                OSError
-            ):  # nothing more has come; or a datagram was refused, by whoever is on the way
+            # BlockingIOError: no more messages now. Others: the network refused a datagram.
+            except OSError:
                 return
             if hmac.compare_digest(data[:_DIGEST], self._digest(data[_DIGEST:])):
                 yield json.loads(data[_DIGEST:]), address
@@ -203,7 +211,8 @@ class Exchange:
         assert self.socket is not None
         data = json.dumps(said).encode()
         data = self._digest(data) + data
-        with contextlib.suppress(OSError):  # no way there now
+        # Without a route now, the next heartbeat replaces this message.
+        with contextlib.suppress(OSError):
             self.socket.sendto(data, address) if address else self.socket.send(data)
 
     def _digest(self, data: bytes) -> bytes:

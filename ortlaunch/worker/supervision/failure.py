@@ -1,4 +1,4 @@
-"""The account of a rank's end in errors/rank_N.json: what it holds, and room for it where the disk is full."""
+"""The record of a rank's end in errors/rank_N.json, with disk space reserved for it in advance."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ from ortlaunch.run_folder.library_messages import cause_in, crash_line, lost_a_p
 from ortlaunch.worker.supervision.pulse import Pulse
 from ortlaunch.worker.supervision.user_frames import folded, raised_at
 
-SEEN = (
-    "Signal",
-    "Exit",
-)  # ends that a guardian saw: their traceback is the end of the rank's own output
-# of a rank, and of all ranks
+# Types of ends that only the supervisor saw. Their traceback is the end of the rank's own output.
+SEEN = ("Signal", "Exit")
+# Reserved space of one rank, and of all ranks together.
 _MOST_SPARE_BYTES = 1 << 15
 _ALL_SPARE_BYTES = 1 << 26
+# A file system allocates whole pages, so less would not be cheaper.
 _PAGE = 1 << 12
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Account:
-    """What one rank's process and its guardian write of its end."""
+    """The record of one rank's end, written by the rank or by its supervisor."""
 
     def __init__(self, rank: Rank, run: RunDir, pulse: Pulse) -> None:
         self.rank = rank
@@ -47,35 +46,35 @@ class Account:
         self._spare_bytes = max(_PAGE, min(_MOST_SPARE_BYTES, _ALL_SPARE_BYTES // rank.world_size))
 
     def open(self) -> None:
-        """Take room on the disk now, for a full disk must not hide why a rank failed."""
+        """Reserve disk space now, so that a full disk cannot hide why a rank failed."""
         with contextlib.suppress(OSError):
             self.run.errors.mkdir(parents=True, exist_ok=True)
             with open(self._spare, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, self._spare_bytes)
 
     def close(self) -> None:
-        """There is nothing more to tell."""
+        """Release the reserved space."""
         with contextlib.suppress(OSError):
             self._spare.unlink()
 
     @property
     def is_written(self) -> bool:
-        """Whether the rank has told its end itself."""
+        """Whether the rank has recorded its end itself."""
         return self._path.exists()
 
     def read(self) -> Json:
-        """The account."""
+        """Return the record."""
         return account(self._path)
 
     def of_exception(self, error: BaseException, log: int) -> int:
-        """Write the rank's own account of its end, and to the descriptor `log`; returns its exit status."""
+        """Record the rank's own exception, also in the descriptor `log`; return its exit status."""
         now = time.time()
         text = str(error) if isinstance(error, OrtlaunchError) else traceback.format_exc()
         message = str(error)
-        if "Settings." in text:  # of ortmodule/, in a later export
-            from ortlaunch.recipe.fields.ort_variables import (
-                in_recipes_words,
-            )  # pydantic is loaded by then
+        # An error of ortmodule/ in a later export names fields of its Settings, not of the recipe.
+        if "Settings." in text:
+            # Imported late, because it needs pydantic, which is loaded by then.
+            from ortlaunch.recipe.fields.ort_variables import in_recipes_words
 
             text = in_recipes_words(text)
             message = in_recipes_words(message)
@@ -97,7 +96,7 @@ class Account:
         return status
 
     def of_end(self, pid: int, what: str, record: Json) -> None:
-        """Write what the guardian saw of a rank that told nothing itself."""
+        """Record the end of a rank that recorded nothing itself."""
         words = self._last_words()
         no_space = self._no_space() if record["signal"] is None else ""
         cause, detail = _cause_of_end(record["signal"], words, no_space)
@@ -105,11 +104,14 @@ class Account:
         self.write(pid, what + no_space, {**known, **record})
 
     def write(self, pid: int, what: str, record: Json) -> None:
-        """Add who and where, and write it whole."""
+        """Add the rank, host and progress to the record, and store it atomically."""
         host = socket.gethostname()
         rank = self.rank
         place = f"rank {rank.rank} on host {host} (local rank {rank.local_rank})"
-        summary = f"{place} {what}; exit status {record['exit_status']}; log: {self.run.log(rank.rank, 'err')}"
+        summary = (
+            f"{place} {what}; exit status {record['exit_status']}; "
+            f"log: {self.run.log(rank.rank, 'err')}"
+        )
         seen = self._pulse.read()
         where = {"rank": rank.rank, "local_rank": rank.local_rank, "host": host, "pid": pid, "summary": summary,
                  "step": seen.step, "phase": seen.phase}  # fmt: skip
@@ -119,7 +121,7 @@ class Account:
         self._store({**where, "time": time.time(), **record})
 
     def is_an_echo(self) -> None:
-        """The rank failed after it was asked to end, so that the cause is elsewhere."""
+        """Mark the failure as secondary: it followed a request to end."""
         with contextlib.suppress(OSError):
             self._store({**self.read(), "secondary": True})
 
@@ -127,12 +129,13 @@ class Account:
         try:
             write_json(self._path, record)
         except OSError:
+            # The disk is probably full: overwrite the space that open() reserved.
             with contextlib.suppress(OSError):
                 _fill(self._spare, record, self._spare_bytes)
                 os.replace(self._spare, self._path)
 
     def _no_space(self, error: BaseException | None = None) -> str:
-        """What to add where the disk of the run is full: PyTorch's errors of writing do not say it."""
+        """Return the note for a full disk, which PyTorch's write errors do not mention, or ""."""
         while error is not None:
             if isinstance(error, OSError) and error.errno in _NO_SPACE:
                 return f": no space left on device ({error.filename or self.run})"
@@ -140,7 +143,7 @@ class Account:
         return f": no space left on device ({self.run})" if is_full(self.run.path) else ""
 
     def _last_words(self) -> str:
-        """The end of the rank's error log."""
+        """Return the last 20 lines of the rank's error log."""
         with contextlib.suppress(OSError):
             lines = self.run.log(self.rank.rank, "err").read_text(errors="replace").splitlines()
             return "\n".join(lines[-20:])
@@ -148,7 +151,7 @@ class Account:
 
 
 def _fill(spare: Path, record: Json, size: int) -> None:
-    """Write into room that is taken already; of a long traceback the end, which tells."""
+    """Write the record into the reserved space; keep only the end of a long traceback."""
     much = len(json.dumps(record)) - size
     if much > 0:
         record = {
@@ -163,17 +166,21 @@ def _fill(spare: Path, record: Json, size: int) -> None:
 
 
 def of_own_exit(code: int) -> int:
-    """The exit status of a rank whose own code left with this one: 85 is a stop's alone, which has saved."""
+    """Return the exit status for a rank whose own code exited with `code`.
+
+    EXIT_SAVED (85) is reserved for a run that stopped on request and saved; 0 is no success here.
+    """
     return 1 if code in (0, EXIT_SAVED) else code
 
 
 def _cause_of(error: BaseException, text: str, no_space: str) -> tuple[Cause, str]:
-    """The cause of a rank's own exception, and the line that shows it."""
+    """Return the cause of a rank's own exception, and the line that shows it."""
     own = error.cause if isinstance(error, OrtlaunchError) else None
     if isinstance(error, BadStepError) and own is not None:
         return own, error.detail
     named = _memory_or_disk(cause_in(text), no_space)
-    if named is None and not isinstance(error, FileError):  # which has its own remedy
+    # A FileError has its own remedy.
+    if named is None and not isinstance(error, FileError):
         named = cause_in(text)
     if named is not None:
         return named
@@ -188,7 +195,7 @@ def _cause_of(error: BaseException, text: str, no_space: str) -> tuple[Cause, st
 
 
 def _cause_of_end(number: int | None, words: str, no_space: str) -> tuple[Cause, str]:
-    """The cause of an end that only the supervisor saw: by the signal, and by the last lines of the rank's log."""
+    """Return the cause of an end that only the supervisor saw, by the signal and the log's end."""
     named = cause_in(words)
     if found := _memory_or_disk(named, no_space):
         return found
@@ -200,7 +207,7 @@ def _cause_of_end(number: int | None, words: str, no_space: str) -> tuple[Cause,
 
 
 def _memory_or_disk(named: tuple[Cause, str] | None, no_space: str) -> tuple[Cause, str] | None:
-    """What counts more than a signal or an error's own type."""
+    """Return the causes that take precedence over a signal and over an error's own type."""
     if named is not None and named[0] in (Cause.OUT_OF_MEMORY, Cause.DISK_FULL):
         return named
     return (Cause.DISK_FULL, no_space.removeprefix(": ")) if no_space else None
@@ -211,4 +218,5 @@ def _status_of(error: BaseException) -> int:
         return error.exit_status
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
         return of_own_exit(error.code & 0xFF)
-    return 1  # also sys.exit(0): a rank that leaves before the end has failed
+    # Also for sys.exit(0): a rank that exits before the end has failed.
+    return 1

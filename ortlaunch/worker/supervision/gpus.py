@@ -1,6 +1,7 @@
-"""The GPU of a rank: which GPUs of its host CUDA shows, why it shows none, and how long forward passes take on it.
+"""A rank's GPU: the GPUs that CUDA shows, why it shows none, and the time of forward passes.
 
-CUDA reads CUDA_VISIBLE_DEVICES once: nothing but `ForwardTimer` and `exporting` may start CUDA in the process.
+CUDA reads CUDA_VISIBLE_DEVICES once. Therefore only `ForwardTimer` and `exporting` may initialize
+CUDA in the process.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from ortlaunch.rank import Rank
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DRIVER = Path("/proc/driver/nvidia/version")
-# The oldest Linux driver for each major version (CUDA Toolkit release notes, "minor version compatibility").
-_NEWEST_MACHINE_CODE = 8  # onnxruntime-training 1.19.2: sm_60 - sm_86, and PTX of 8.6 (cuobjdump)
+# onnxruntime-training 1.19.2 has machine code for sm_60 - sm_86, and PTX of 8.6 (by cuobjdump).
+_NEWEST_MACHINE_CODE = 8
+# The oldest Linux driver for each CUDA major version (CUDA Toolkit release notes, "minor version
+# compatibility").
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 
 
 def show_planned_gpus(devices: Sequence[int], rank: Rank, environ: MutableMapping[str, str]) -> int:
     """Set CUDA_VISIBLE_DEVICES to the GPUs that the plan gives the rank's host.
 
-    DeepSpeed takes the GPU of index LOCAL_RANK, so the planned ones must be the first and only ones.
+    DeepSpeed uses the GPU of index LOCAL_RANK, so the planned GPUs must be the first and only ones.
 
     Args:
-        devices: the planned GPU of each rank of this host, as an index into those that CUDA_VISIBLE_DEVICES shows now.
-        rank: this process's.
+        devices: the planned GPU of each rank of this host, as an index into those that
+            CUDA_VISIBLE_DEVICES shows now.
+        rank: this process's rank.
         environ: the environment, which is changed.
 
     Returns:
@@ -47,40 +51,45 @@ def show_planned_gpus(devices: Sequence[int], rank: Rank, environ: MutableMappin
         if shown
         else [str(i) for i in range(max(devices) + 1)]
     )
-    if (
-        len(names) == 1 and len(set(devices)) > 1
-    ):  # a scheduler gave this task a GPU of its own (--gpus-per-task=1)
+    # A scheduler gave this task one GPU of its own (--gpus-per-task=1).
+    if len(names) == 1 and len(set(devices)) > 1:
         return 0
     if max(devices) >= len(names):
         raise LaunchError(
-            f"rank {rank.rank} needs GPUs {', '.join(map(str, devices))} of {socket.gethostname()}, and "
-            f"{_VISIBLE}={shown} shows {len(names)} there"
+            f"rank {rank.rank} needs GPUs {', '.join(map(str, devices))} of "
+            f"{socket.gethostname()}, and {_VISIBLE}={shown} shows {len(names)} there"
         )
     own = names[devices[rank.local_rank]]
-    if own.startswith("MIG-"):  # CUDA shows one MIG instance to a process
+    # CUDA shows at most one MIG instance to a process.
+    if own.startswith("MIG-"):
         environ[_VISIBLE] = own
         return 0
+    # Ranks may share a GPU, which is listed once.
     distinct = list(dict.fromkeys(devices))
     environ[_VISIBLE] = ",".join(names[device] for device in distinct)
     return distinct.index(devices[rank.local_rank])
 
 
 def keep_compiled_kernels(environ: MutableMapping[str, str]) -> None:
-    """Let the driver keep, in our cache, the kernels that it compiles for a GPU newer than a library, once a machine.
+    """Keep the kernels that the driver compiles for a newer GPU in our cache, so once per machine.
 
-    Its own limits are a quarter of what onnxruntime-training 1.19.2 needs, and its own folder may be on a node's disk
-    that is emptied. Variables of the user's stay.
+    The driver's default limit is a quarter of the space that onnxruntime-training 1.19.2 needs, and
+    its default folder may be on a node's local disk, which is emptied. Variables that the user has
+    set are kept.
     """
+    # LAZY defers the load of each kernel to its first use.
     environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
+    # 4 GiB, in bytes.
     environ.setdefault("CUDA_CACHE_MAXSIZE", str(4 << 30))
     if "CUDA_CACHE_PATH" not in environ:
         environ["CUDA_CACHE_PATH"] = str(cache_folder("cuda"))
 
 
 class ForwardTimer:
-    """Seconds that the GPU spends in this rank's forward passes, which return before they are computed.
+    """GPU seconds of this rank's forward passes, which return before they are computed.
 
-    A pair of CUDA events is recorded around each pass, and read when the GPU has reached it: nothing waits.
+    A pair of CUDA events is recorded around each pass, and read once the GPU has reached the
+    second. Nothing waits.
     """
 
     def __init__(self) -> None:
@@ -88,24 +97,25 @@ class ForwardTimer:
         self._recorded: deque[tuple[Any, Any]] = deque()
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Record the begin of a forward pass."""
         self._begun = _recorded_event()
 
     def end(self) -> None:
-        """The forward pass is launched, and perhaps not computed yet."""
+        """Record the end of a forward pass, which is launched and may not be computed yet."""
         self._recorded.append((self._begun, _recorded_event()))
 
     def read(self) -> float:
-        """Seconds of the passes that the GPU has finished since the last call."""
+        """Return the seconds of the passes that the GPU has finished since the last call."""
         seconds = 0.0
         while self._recorded and self._recorded[0][1].query():
             begun, ended = self._recorded.popleft()
+            # elapsed_time is in milliseconds.
             seconds += begun.elapsed_time(ended) / 1000
         return seconds
 
 
 def forward_timer(device: torch.device) -> ForwardTimer | None:
-    """For a GPU; on a CPU a forward pass takes the host's time."""
+    """Return a timer for a GPU; None for a CPU, where a forward pass takes the host's time."""
     return ForwardTimer() if device.type == "cuda" else None
 
 
@@ -116,7 +126,10 @@ def _recorded_event() -> object:
 
 
 def exporting(device: torch.device) -> str:
-    """The phase of building engine ort: for a GPU newer than ORT's machine code the driver compiles every kernel."""
+    """Return the phase name of building engine ort.
+
+    For a GPU newer than ORT's machine code, the driver compiles every kernel.
+    """
     phase = "exporting to ONNX Runtime"
     new = (
         device.type == "cuda" and torch.cuda.get_device_capability(device)[0] > _NEWEST_MACHINE_CODE
@@ -125,7 +138,7 @@ def exporting(device: torch.device) -> str:
 
 
 def why_no_gpu() -> str:
-    """Why this torch sees no GPU, with what corrects it."""
+    """Return why this torch sees no GPU, and the remedy."""
     if torch.version.cuda is None:
         return (
             f"torch {torch.__version__} is not a CUDA build; install one, or set launch.device: cpu"
@@ -135,15 +148,15 @@ def why_no_gpu() -> str:
     needed = _OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]))
     if driver and needed and int(driver.split(".")[0]) < needed:
         return (
-            f"{built}, which needs NVIDIA driver {needed} or newer, and this host has {driver}; install such a driver, "
-            "or a torch for an older CUDA"
+            f"{built}, which needs NVIDIA driver {needed} or newer, and this host has {driver}; "
+            "install such a driver, or a torch for an older CUDA"
         )
     where = f"driver {driver}" if driver else "no NVIDIA driver"
     return f"{built}, and this host has {where}; see nvidia-smi, or set launch.device: cpu"
 
 
 def _driver_version() -> str | None:
-    """The version of the kernel's NVIDIA driver, such as 550.54.15; None without one."""
+    """Return the version of the kernel's NVIDIA driver, such as 550.54.15, if there is one."""
     text = _DRIVER.read_text(errors="replace") if _DRIVER.is_file() else ""
     found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
     return found[1] if found else None

@@ -1,6 +1,8 @@
-"""The network interface that ranks of several hosts meet on: the one told, else that of the route to the others.
+"""The network interface that ranks of several hosts meet on.
 
-What a host's own name leads to is no guide: Debian has it at 127.0.1.1. Linux; standard library, errors and plan only.
+It is the one that the user names, else that of the route to the other hosts. The address of a
+host's own name is no guide: Debian maps it to 127.0.1.1. Linux; standard library, errors and plan
+only.
 """
 
 from __future__ import annotations
@@ -15,24 +17,29 @@ from collections.abc import Iterable, MutableMapping
 from ortlaunch.errors import LaunchError
 from ortlaunch.plan import is_this_host
 
+# From linux/sockios.h and linux/if.h.
 _SIOCGIFADDR = 0x8915
 _SIOCGIFFLAGS = 0x8913
 _IFF_RUNNING = 0x40
 _GLOO = "GLOO_SOCKET_IFNAME"
 _NCCL = "NCCL_SOCKET_IFNAME"
-_ASKED = 4  # hosts whose names are looked up at most: one that answers is enough
+# Hosts whose names are looked up at most. One that resolves is enough, and each may take seconds.
+_ASKED = 4
 
 
 def own_address(hosts: Iterable[str], environ: MutableMapping[str, str]) -> str:
-    """This host's address as the other hosts reach it: that of the interface told, else of the route to one of them.
+    """Return this host's address as other hosts reach it.
+
+    It is the address of the interface that the user named, else that of the route to another host.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: there is no such address.
     """
     told = environ.get(_GLOO)
     if told:
         return _address_of(told)
     here = socket.gethostname()
+    # A host may be written as user@host.
     names = [name.rpartition("@")[2] for name in hosts]
     for host in [name for name in names if not is_this_host(name)][:_ASKED]:
         address = source_address(host)
@@ -40,33 +47,39 @@ def own_address(hosts: Iterable[str], environ: MutableMapping[str, str]) -> str:
             return address
     with contextlib.suppress(OSError):
         own = socket.gethostbyname(here)
+        # Debian maps a host's own name to 127.0.1.1.
         if not own.startswith("127."):
             return own
     raise LaunchError(
-        f"{here} knows no address of its own that other hosts can reach ({', '.join(sorted(set(names))[:8])}); give "
-        "its name a routable address in DNS or /etc/hosts, or name the interface: launch.interface=eth0"
+        f"{here} knows no address of its own that other hosts can reach "
+        f"({', '.join(sorted(set(names))[:8])}); give its name a routable address in DNS or "
+        "/etc/hosts, or name the interface: launch.interface=eth0"
     )
 
 
 def source_address(host: str) -> str | None:
-    """The address that this host has on its route to another; None where there is no route but loopback."""
+    """Return this host's address on its route to another; None if only loopback leads there."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # no packet is sent: the kernel only picks the route
+        # Connecting a UDP socket sends no packet: the kernel only picks the route. 9 is "discard".
+        probe.connect((host, 9))
         address: str = probe.getsockname()[0]
         return None if address.startswith("127.") else address
     return None
 
 
 def variables(name: str) -> dict[str, str]:
-    """The environment by which gloo and NCCL use this interface alone: NCCL takes a bare name for a prefix."""
+    """Return the environment variables that restrict gloo and NCCL to this interface.
+
+    NCCL treats a name without "=" as a prefix.
+    """
     return {_GLOO: name, _NCCL: f"={name}"}
 
 
 def use(address: str, environ: MutableMapping[str, str]) -> None:
-    """Send gloo and NCCL over the interface that has this address of ours, where the user named none.
+    """Let gloo and NCCL use the interface that has this address, unless the user named one.
 
     Raises:
-        LaunchError: the one that the user named is not on this host.
+        LaunchError: the interface that the user named is not on this host.
     """
     told = environ.get(_GLOO)
     if told:
@@ -77,12 +90,12 @@ def use(address: str, environ: MutableMapping[str, str]) -> None:
 
 
 def interface_with(address: str) -> str | None:
-    """The interface of this host that has this address."""
+    """Return the interface of this host that has this address, if any."""
     return next((name for name in interfaces() if _address(name) == address), None)
 
 
 def has_link(name: str) -> bool:
-    """Whether an interface is up with a living other end, as far as the kernel says."""
+    """Return whether an interface is up and its other end is alive, as far as the kernel knows."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         packed = fcntl.ioctl(
             probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", os.fsencode(name)[:15])
@@ -92,7 +105,7 @@ def has_link(name: str) -> bool:
 
 
 def interfaces() -> list[str]:
-    """Names of this host's interfaces."""
+    """Return the names of this host's interfaces."""
     return [name for _, name in socket.if_nameindex()]
 
 
@@ -100,17 +113,18 @@ def _address_of(name: str) -> str:
     address = _address(name)
     if address is None:
         raise LaunchError(
-            f"{_GLOO} (launch.interface) is {name}, and {socket.gethostname()} has no such interface with an address; "
-            f"it has {', '.join(interfaces())}"
+            f"{_GLOO} (launch.interface) is {name}, and {socket.gethostname()} has no such "
+            f"interface with an address; it has {', '.join(interfaces())}"
         )
     return address
 
 
 def _address(name: str) -> str | None:
-    """The IPv4 address of an interface, or None."""
+    """Return the IPv4 address of an interface, or None."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         packed = fcntl.ioctl(
             probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15])
         )
+        # struct ifreq: 16 bytes of name, then a sockaddr_in with the address in its bytes 4 - 7.
         return socket.inet_ntoa(packed[20:24])
     return None

@@ -1,7 +1,8 @@
-"""A host that is lost: for seconds nothing is heard of its guardians, and it answers no connection either.
+"""Detection of lost hosts: their supervisors are silent for seconds and they accept no connection.
 
-TCP itself gives up after a quarter of an hour, and mpirun and srun wait for it: without this the run would hang.
-Each side of the link finds it by itself, and ends what it has. Standard library only.
+TCP gives up only after a quarter of an hour, and mpirun and srun wait for it, so the run would
+hang. Each side of a broken link detects the loss by itself and ends its own processes. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from ortlaunch.worker.supervision.stall import Beat
 
 _SILENT_SECONDS = 7.0
 _ANSWER_SECONDS = 2.0
-_AGAIN_SECONDS = 5.0  # after an answer
+# Before silent hosts are probed again, after one has answered.
+_AGAIN_SECONDS = 5.0
 _LAUNCHER_SECONDS = 2.0
 _SSH = 22
 
 
 class LostHosts:
-    """One guardian's look at the hosts that it hears of."""
+    """One supervisor's check of the hosts that send it heartbeats."""
 
     def __init__(self, host: str, rank: int) -> None:
         self._host = host
@@ -36,11 +38,11 @@ class LostHosts:
         self._next_look = 0.0
 
     def look(self, beats: Iterable[Beat], addresses: Mapping[int, str]) -> Lost | None:
-        """The first host that is lost, if any; this one where its own link is down.
+        """Return the first host that is lost, if any; this host where its own link is down.
 
         Args:
-            beats: the newest of each rank.
-            addresses: of the guardians, by rank.
+            beats: the newest heartbeat of each rank.
+            addresses: of the supervisors, by rank.
         """
         now = time.monotonic()
         silent = silent_ranks(beats, self._host)
@@ -54,15 +56,19 @@ class LostHosts:
         return None
 
     def _lost(self, beat: Beat, address: str) -> Lost:
+        # Where this host is the one without a link, every other host looks lost from here.
         link = link_that_is_down(address)
         if link is not None:
             return Lost(self._rank, self._host, f"its network interface {link} has no link")
-        why = f"nothing was heard of it for {beat.silent + _ANSWER_SECONDS:.0f} s, and {address} answers no connection"
+        why = (
+            f"nothing was heard of it for {beat.silent + _ANSWER_SECONDS:.0f} s, "
+            f"and {address} answers no connection"
+        )
         return Lost(beat.rank, beat.host, why)
 
 
 def silent_ranks(beats: Iterable[Beat], here: str) -> list[Beat]:
-    """One rank of every other host of which all ranks are silent."""
+    """Return one rank of every other host whose ranks are all silent."""
     hosts: dict[str, list[Beat]] = {}
     for beat in beats:
         hosts.setdefault(beat.host, []).append(beat)
@@ -73,9 +79,10 @@ def silent_ranks(beats: Iterable[Beat], here: str) -> list[Beat]:
 
 
 def answers(address: str) -> bool:
-    """Whether a host accepts a connection, or refuses one: either takes a living host and a way to it."""
+    """Return whether a host accepts or refuses a connection: both prove it alive and reachable."""
+    # Two ports, because a firewall may drop packets to one of them.
     probes = []
-    for port in (_SSH, random.randrange(20000, 60000)):  # a firewall may drop what is for the one
+    for port in (_SSH, random.randrange(20000, 60000)):
         probe = socket.socket()
         probe.setblocking(False)
         with contextlib.suppress(OSError):
@@ -99,14 +106,18 @@ def answers(address: str) -> bool:
 
 
 def link_that_is_down(peer: str) -> str | None:
-    """This host's interface on the way to another, where it has no cable or its other end is down."""
+    """Return this host's interface on the way to `peer` if it has no cable or a dead other end."""
     name = interface_with(source_address(peer) or "")
     return name if name is not None and not has_link(name) else None
 
 
 def end_launcher() -> None:
-    """End what started this guardian: mpirun's daemon waits for a word of mpirun that cannot come any more."""
+    """End the process that started this supervisor.
+
+    After a lost connection, mpirun's daemon waits for a message that can no longer arrive.
+    """
     parent = os.getppid()
+    # First SIGTERM, which lets the launcher clean up, then SIGKILL.
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + _LAUNCHER_SECONDS
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""A copy of the user's own modules in the run folder: what a recipe's factories were when they ran."""
+"""Copies of the user's own modules in the run folder, as they were when the run imported them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from ortlaunch.errors import FileError
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import human
 
-# bytes of a file, and of all: source, not data
+# Bytes of one file, and of all: enough for source code, too little for data.
 _LARGEST = 1 << 20
 _MOST = 8 << 20
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 def copy_modules(run: RunDir, again: bool = False) -> list[str]:
-    """Copy what is imported now from outside installed packages; `again` in a run: only what has come since.
+    """Copy the modules that are imported now from outside installed packages.
 
-    Returns notes: what differs from an earlier start in this folder, and what was too large.
+    Args:
+        run: the run folder.
+        again: whether this run has copied before; then only newly imported modules are copied.
+
+    Returns:
+        Notes on modules that differ from an earlier start's, and on files that are too large.
     """
     notes = []
     room = _MOST
@@ -34,7 +39,8 @@ def copy_modules(run: RunDir, again: bool = False) -> list[str]:
         text = source.read_bytes() if source.stat().st_size <= min(_LARGEST, room) else None
         if text is None:
             notes.append(
-                f"{source} ({human(source.stat().st_size)}) is not copied into {run.modules}: too large"
+                f"{source} ({human(source.stat().st_size)}) is not copied into {run.modules}: "
+                "too large"
             )
         elif not target.exists() or not again:
             if target.exists() and target.read_bytes() != text:
@@ -46,10 +52,11 @@ def copy_modules(run: RunDir, again: bool = False) -> list[str]:
 
 
 def own_modules() -> Iterator[ModuleType]:
-    """Modules that are neither Python's nor ortlaunch's, nor installed, nor made by a compiler; by name."""
+    """Yield the user's modules by name: not Python's, ortlaunch's, installed or generated ones."""
     below = _foreign_folders()
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
+        # An alias in sys.modules is not copied again. __main__ is no importable module.
         if (
             not isinstance(file, str)
             or not file.endswith(".py")
@@ -61,7 +68,7 @@ def own_modules() -> Iterator[ModuleType]:
 
 
 def is_own(file: str) -> bool:
-    """Whether a source file is the user's, not Python's, ortlaunch's or a package's."""
+    """Return whether a source file is the user's, not Python's, ortlaunch's or a package's."""
     return _is_own(file, _foreign_folders())
 
 
@@ -71,8 +78,10 @@ def _foreign_folders() -> tuple[str, ...]:
         sysconfig.get_path("platstdlib"),
         str(Path(__file__).parents[2]),
     ]
+    # TorchInductor writes the modules that it generates there.
     foreign.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
-    with contextlib.suppress(FileError):  # a user without a home folder has none
+    # Without a home folder there is no cache folder.
+    with contextlib.suppress(FileError):
         foreign.append(str(cache_root()))
     return tuple(
         f"{folder}{os.sep}" for path in foreign if path for folder in {path, os.path.realpath(path)}
@@ -80,7 +89,7 @@ def _foreign_folders() -> tuple[str, ...]:
 
 
 def _is_own(file: str, below: tuple[str, ...]) -> bool:
-    # As it is written first: resolving the links of thousands of installed modules takes most of a second.
+    # The unresolved path first: resolving thousands of installed modules takes most of a second.
     return (
         not _is_foreign(file, below)
         and not _is_foreign(os.path.realpath(file), below)
@@ -96,6 +105,6 @@ def _is_foreign(file: str, below: tuple[str, ...]) -> bool:
 
 
 def place(module: ModuleType) -> Path:
-    """Where a module lies below the folder that is on Python's path."""
+    """Return the path of a module below its folder on Python's path."""
     path = Path(*module.__name__.split("."))
     return path / "__init__.py" if hasattr(module, "__path__") else path.with_suffix(".py")

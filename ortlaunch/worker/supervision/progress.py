@@ -1,6 +1,6 @@
-"""What a run is doing now: how long each part took, and rank 0's live line, on a terminal only.
+"""A run's current phase, the seconds of each phase so far, and rank 0's live line on a terminal.
 
-The line says what goes on before step 1, then how far the steps are.
+Before step 1 the line names the current activity; then it shows the progress in steps.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from ortlaunch.worker.supervision.pulse import BACKWARD, FORWARD, PASSING, READI
 from ortlaunch.worker.supervision.terminal import LIVE
 
 Batch = TypeVar("Batch")
-_FORM = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+_FORM = (
+    "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
+    "[{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+)
 
 
 class Progress:
-    """tqdm's line, handed to the guardian, which keeps it below all other output and out of the logs; and a clock."""
+    """A clock of the phases, and tqdm's line, which the supervisor draws.
+
+    The supervisor keeps the line below all other output, and out of the logs.
+    """
 
     def __init__(self, rank: int, pulse: Pulse | None = None) -> None:
         self.pulse = pulse or Pulse()
@@ -31,56 +37,67 @@ class Progress:
         self._seconds = dict[str, float]()
 
     def seconds(self) -> dict[str, float]:
-        """What each part took so far, in the order in which they began."""
+        """Return the seconds of each phase so far, in the order in which the phases began."""
         self._turn_to(self._what)
         return {what: round(seconds, 3) for what, seconds in self._seconds.items() if what}
 
     def _turn_to(self, what: str) -> None:
-        """Time counts for this part from now on."""
+        """Count the time from now on for this phase."""
         now = time.perf_counter()
         self._seconds[self._what] = self._seconds.get(self._what, 0.0) + now - self._since
         self._what = what
         self._since = now
 
     def doing(self, what: str) -> None:
-        """Say what goes on now, in place of the bar if there is one."""
+        """Show the current activity, in place of the bar if there is one."""
         self._turn_to(what)
         self.pulse.doing(what)
         if self.width is not None:
             _say(f"{what} ...")
 
     def tell(self, text: str) -> None:
-        """How far it is with what goes on."""
+        """Show how far the current activity is."""
         self.pulse.alive()
         if self.width is not None:
             _say(text)
 
     def begin(self, done: int, steps: int) -> None:
-        """From here on steps are counted; `done` of them are."""
+        """Count steps from now on; `done` of them are complete."""
         self._turn_to(TRAINING)
         self.pulse.begin(done)
         if self.width is not None:
             from tqdm import tqdm
 
-            tqdm.monitor_interval = 0  # no thread that would draw between our lines
-            self.bar = tqdm(total=steps, initial=done, desc="training", unit="step", bar_format=_FORM, leave=False,
-                            file=_ProgressBarFile(), ncols=self.width - 1, mininterval=0.2)  # fmt: skip
+            # tqdm's monitor thread would draw between our lines.
+            tqdm.monitor_interval = 0
+            # One column fewer than the terminal has: a full line would wrap.
+            self.bar = tqdm(
+                total=steps,
+                initial=done,
+                desc="training",
+                unit="step",
+                bar_format=_FORM,
+                leave=False,
+                file=_ProgressBarFile(),
+                ncols=self.width - 1,
+                mininterval=0.2,
+            )
 
     def step(self) -> None:
-        """One more."""
+        """Count one more step."""
         self._turn_to(TRAINING)
         self.pulse.step()
         if self.bar is not None:
             self.bar.update()
 
     def watch(self, module: Any, timer: object = None) -> None:
-        """Note where this module's forward passes begin and end; on a GPU, by a timer of its own."""
+        """Mark where this module's forward passes begin and end, with `timer` on a GPU."""
         self.pulse.timer = timer
         module.register_forward_pre_hook(lambda *_: self.pulse.at(FORWARD))
         module.register_forward_hook(lambda *_: self.pulse.at(BACKWARD))
 
     def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches, and that they are being read."""
+        """Yield the same batches, and mark the time in which each is read."""
         source = iter(batches)
         while True:
             self.pulse.at(READING)
@@ -92,13 +109,13 @@ class Progress:
             yield batch
 
     def show_loss(self, loss: float | None) -> None:
-        """The newest loss that is known, beside the bar."""
+        """Show the newest known loss beside the bar."""
         if self.bar is not None and loss is not None:
             self.bar.set_postfix_str(f"loss {loss:.4f}")
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Say what goes on while open; then the bar is back."""
+        """Show an activity while the context is open; then restore the bar."""
         before = self._what
         self.doing(what)
         yield
@@ -109,9 +126,10 @@ class Progress:
 
 
 class _ProgressBarFile:
-    """What tqdm takes for a file."""
+    """The file that tqdm writes to."""
 
-    encoding = sys.stdout.encoding  # decides whether the bar is of blocks or of signs
+    # tqdm picks block characters or ASCII by it.
+    encoding = sys.stdout.encoding
 
     def write(self, text: str) -> None:
         shown = text.strip("\r\n ")
@@ -119,7 +137,7 @@ class _ProgressBarFile:
             _say(shown)
 
     def flush(self) -> None:
-        """Each write is seen at once."""
+        """Do nothing: each write is shown at once."""
 
 
 def _say(text: str) -> None:

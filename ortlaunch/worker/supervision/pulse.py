@@ -1,7 +1,7 @@
-"""What a rank is at, in memory that it shares with its guardian: step, phase, and how often it has moved on.
+"""A rank's step, phase and number of progress marks, in memory shared with its supervisor.
 
-The rank writes a few numbers where it goes on anyway; the guardian reads them, also while the rank's Python is busy in
-C, stopped or dead. Standard library only.
+The rank writes a few values at points that it passes anyway. The supervisor reads them, also while
+the rank's Python is busy in C code, stopped or dead. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,40 +28,47 @@ STAGES = (
 )
 READING, PASSING, FORWARD, BACKWARD, STEPPING = range(1, len(STAGES))
 TRAINING = "training"
+# Layout in bytes: indices of 64-bit values, the phase's name, then the meeting address as JSON.
 _BYTES = 4096
 _PHASE = 1024
 _PLACE = 2048
 _RING = 64
 _KEPT_STEPS = 32
-_STEP, _MOVES, _STAGE, _COLLECTIVES, _STEPS_HERE, _RUNG = range(6)  # whole numbers
-_SINCE, _LIMIT, _OWN = range(8, 11)  # seconds
+# Indices of 64-bit integers; from _RING on, the last step durations.
+_STEP, _MOVES, _STAGE, _COLLECTIVES, _STEPS_HERE, _RUNG = range(6)
+# Indices of doubles: seconds.
+_SINCE, _LIMIT, _OWN = range(8, 11)
 AUTO = -1.0
 NEVER = float("inf")
 
 
 class RankProgress(NamedTuple):
-    """A rank at one moment."""
+    """A rank's progress at one moment."""
 
     step: int
     phase: str
     moves: int
-    """Marks that it has passed: all ranks pass the same ones, so that fewer is behind."""
+    """Progress marks passed so far. All ranks pass the same ones: one with fewer is behind."""
     still: float
-    """Seconds since the last."""
+    """Seconds since the last mark."""
     collectives: int
-    """Operations of all ranks that it has begun, as torch counts them, about a second ago."""
+    """Collective operations that the rank has begun, as torch counted them about a second ago."""
     warm: bool
-    """In the steps, past the first two."""
+    """Whether the rank is in the training steps, past the first two."""
     step_seconds: float
-    """Median of the last steps; 0: too few."""
+    """Median of the last steps, in seconds; 0 if there are too few."""
     own_seconds: float
-    """Of all steps so far: reading batches and forward passes, in which no rank waits for another."""
+    """Seconds of all steps so far for reading batches and forward passes.
+
+    In these parts no rank waits for another.
+    """
 
 
 class Pulse:
-    """Made by the guardian before it forks; written by the rank, read by the guardian."""
+    """Progress in shared memory: made by the supervisor before the fork, written by the rank."""
 
     def __init__(self) -> None:
+        # An anonymous mapping stays shared after the fork.
         self._memory = mmap.mmap(-1, _BYTES)
         view = memoryview(self._memory)
         self._numbers = view[:_PHASE].cast("q")
@@ -69,18 +76,23 @@ class Pulse:
         self._seconds[_SINCE], self._seconds[_LIMIT] = time.monotonic(), AUTO
         self._phase = ""
         self._stepped_at = 0.0
-        self.timer: Any = None  # of forward passes on a GPU (gpus.ForwardTimer)
+        # A gpus.ForwardTimer for forward passes on a GPU.
+        self.timer: Any = None
 
     def doing(self, phase: str) -> None:
-        """Another phase than before begins."""
+        """Begin another phase."""
         self._phase = phase
         self._show(phase.encode()[:200])
+        # The first step of the phase has no predecessor to be timed against.
         self._numbers[_STAGE], self._stepped_at = 0, 0.0
         self._move()
 
     @contextlib.contextmanager
     def aside(self, phase: str) -> Iterator[None]:
-        """While open, this rank does something long that others may not do now: a phase, but no mark."""
+        """While the context is open, show a long operation of this rank that others may not do now.
+
+        It is a phase, but no progress mark.
+        """
         around = bytes(self._memory[_PHASE : _PHASE + 256])
         self._show(phase.encode())
         try:
@@ -93,7 +105,7 @@ class Pulse:
         self._memory[_PHASE : _PHASE + 256] = phase.ljust(256, b"\0")
 
     def at(self, stage: int) -> None:
-        """A part of a step begins."""
+        """Begin a part of a step."""
         now = time.monotonic()
         before = self._numbers[_STAGE]
         if before == READING or (before == FORWARD and self.timer is None):
@@ -108,28 +120,29 @@ class Pulse:
         self._numbers[_MOVES] += 1
 
     def begin(self, done: int) -> None:
-        """Steps are counted from here; `done` of them are."""
+        """Count steps from here; `done` of them are complete."""
         self._numbers[_STEP], self._numbers[_STEPS_HERE] = done, 0
         self.doing(TRAINING)
 
     def step(self) -> None:
-        """A step is done."""
+        """Count one completed step."""
         self.doing(TRAINING) if self._phase != TRAINING else self.at(0)
         now = self._seconds[_SINCE]
         numbers = self._numbers
         numbers[_STEP] += 1
         numbers[_STEPS_HERE] += 1
+        # The first two steps are warm-up, and no measure.
         if self._stepped_at and numbers[_STEPS_HERE] > 2:
             self._seconds[_RING + numbers[_RUNG] % _KEPT_STEPS] = now - self._stepped_at
             numbers[_RUNG] += 1
         self._stepped_at = now
 
     def tick(self) -> None:
-        """Something goes on within a phase, on every rank alike."""
+        """Count a mark within a phase; all ranks must do so alike."""
         self._move()
 
     def alive(self) -> None:
-        """Something goes on within a phase, on this rank alone."""
+        """Record activity within a phase, on this rank alone, so without a mark."""
         self._seconds[_SINCE] = time.monotonic()
 
     def _move(self) -> None:
@@ -138,7 +151,7 @@ class Pulse:
 
     @property
     def limit(self) -> float:
-        """`train.stall_seconds`: AUTO, NEVER, or seconds."""
+        """Seconds of `train.stall_seconds`, or AUTO, or NEVER."""
         return self._seconds[_LIMIT]
 
     @limit.setter
@@ -146,13 +159,14 @@ class Pulse:
         self._seconds[_LIMIT] = seconds
 
     def count_collectives(self, number: int) -> None:
-        """So many were begun."""
+        """Store the number of collective operations begun so far."""
         self._numbers[_COLLECTIVES] = number
 
     @property
     def place(self) -> Json:
-        """Where the guardians meet; empty until the ranks have told it."""
+        """The address at which supervisors meet; empty until the ranks have stored it."""
         text = self._memory[_PLACE:].rstrip(b"\0")
+        # A text without its closing brace is still being written.
         return json.loads(text) if text.endswith(b"}") else {}
 
     @place.setter
@@ -162,7 +176,7 @@ class Pulse:
         self._memory[_PLACE : _PLACE + len(text)] = text
 
     def read(self) -> RankProgress:
-        """What it is at now."""
+        """Return the rank's current progress."""
         numbers = self._numbers
         rungs = min(self._numbers[_RUNG], _KEPT_STEPS)
         phase = self._memory[_PHASE : _PHASE + 256].rstrip(b"\0").decode(errors="replace")
@@ -181,10 +195,11 @@ class Pulse:
 
 
 class Activity:
-    """Whether a process and what it started do anything: they compute, or read or write (Linux)."""
+    """A check whether a process and its descendants compute, read or write (Linux)."""
 
-    # of a core; a second
+    # Share of one core below which a process counts as idle.
     _SHARE = 0.03
+    # Bytes a second below which it counts as idle.
     _BYTES = 1 << 12
 
     def __init__(self, pid: int) -> None:
@@ -194,10 +209,11 @@ class Activity:
         self._active = time.monotonic()
 
     def idle(self) -> float:
-        """Seconds since it last did something; call it about once a second."""
+        """Return the seconds since the last activity; to be called about once a second."""
         now = time.monotonic()
         used = self._used()
         passed = max(now - self._at, 1e-3)
+        # Without a measurement, the process counts as active.
         if (
             used is None
             or self._before is None
@@ -210,7 +226,7 @@ class Activity:
         return now - self._active
 
     def _used(self) -> tuple[float, int] | None:
-        """Seconds of processor time and bytes passed to and from files and sockets; None where nothing says."""
+        """Return processor seconds, and bytes to and from files and sockets; None if unreadable."""
         try:
             both = [(read_stat(pid), bytes_moved(pid)) for pid in family(self.pid)]
         except (OSError, ValueError):

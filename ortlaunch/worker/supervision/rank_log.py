@@ -1,4 +1,7 @@
-"""One stream of a rank's output in its log file. A log that cannot be written ends nothing, and that is said once."""
+"""One stream of a rank's output in its log file.
+
+A log that cannot be written does not end the rank; it is reported once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import BinaryIO
 
 
 class RankLog:
-    """Appends to the file from entering to leaving."""
+    """A log file, open while the context is."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -19,8 +22,10 @@ class RankLog:
     def __enter__(self) -> RankLog:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered, so that the log is complete when its writer is killed.
             self._file = open(self._path, "ab", buffering=0)
-            os.utime(self._path)  # appending nothing would not tell that this rank began
+            # Opening an existing file does not change its time, which shows that this rank began.
+            os.utime(self._path)
         except OSError as error:
             self._say(error)
         return self
@@ -30,7 +35,7 @@ class RankLog:
             self._file.close()
 
     def write(self, data: bytes) -> None:
-        """Append; what the disk does not take is lost."""
+        """Append the data; a part that the disk rejects is lost."""
         try:
             while self._file and data:
                 data = data[self._file.write(data) :]

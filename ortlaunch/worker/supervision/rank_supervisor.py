@@ -1,7 +1,8 @@
-"""One rank's guardian: a small process around the rank that sees how it ends. Standard library only.
+"""One rank's supervisor: a small process that starts the rank and records its end.
 
-It forks before anything heavy is imported, copies the rank's output into its logs, passes signals on, and sees to it
-that errors/rank_N.json has the true cause. The rank dies with its guardian, and the guardian with the launcher.
+It forks before anything heavy is imported, copies the rank's output into its logs, passes signals
+on, and ensures that errors/rank_N.json has the true cause. The rank dies with its supervisor, and
+the supervisor with the launcher. Standard library only.
 """
 
 from __future__ import annotations
@@ -42,18 +43,23 @@ from ortlaunch.worker.supervision.watchdog import Watchdog
 
 _FINISHED = b"finished"
 _STOPS = tuple(number for number, ask in ASKS.items() if ask.stops)
+# C exit handlers get this long, then an alarm ends the process.
 _EXIT_SECONDS = 30
-_PIECES_A_TURN = (
-    16  # a pipe's 1 MiB: a rank may print faster than it is copied, and heartbeats are due between
-)
-_FORWARDED_SECONDS = 0.3  # mpirun may drop the last words of a rank that has left already
-_CAUSE_SECONDS = (
-    5.0  # and drops those of all others once one rank has left: the echo waits for the cause
-)
+# 1 MiB of a pipe. A rank may print faster than it is copied, and heartbeats are due in between.
+_PIECES_A_TURN = 16
+# mpirun may drop the last output of a rank that has left already.
+_FORWARDED_SECONDS = 0.3
+# mpirun drops the output of all other ranks once one has left: a secondary failure waits this long
+# for the rank with the cause.
+_CAUSE_SECONDS = 5.0
 
 
 def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> int:
-    """Run `live` as this rank in a child process; returns its exit status, or dies of the rank's own signal."""
+    """Run `live` as this rank in a child process, and supervise it.
+
+    Returns:
+        The rank's exit status. If the rank died of a signal, this process dies of the same signal.
+    """
     die_with_parent(signal.SIGTERM, os.getppid())
     plan = Plan.read(run.plan)
     if launcher_is_gone(os.environ, plan.started_by):
@@ -64,7 +70,8 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     oom_kills = machine.oom_kills()
     account.open()
     streams = {name: os.pipe() for name in ("out", "err", "last", "finished")}
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until there is a rank to pass them on to
+    # Blocked until there is a rank to pass them on to.
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     guardian = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -75,6 +82,7 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
             watchdog,
             {name: ends[1] for name, ends in streams.items()},
         )
+    # The pipes end when the rank does, if no other process holds their write ends.
     for _, write_end in streams.values():
         os.close(write_end)
     child = Child(pid, run, rank.rank, plan.grace_seconds if plan.traits.saves else None)
@@ -90,17 +98,17 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     account.close()
     if watchdog.is_cut_off and plan.started_by.stays_after_loss:
         end_launcher()
+    # The command knows of a stop. Its launcher would treat another status as a failure.
     if finished and plan.started_by.is_ours:
-        return (
-            0  # the command knows of a stop; its launcher would take another status for a failure
-        )
+        return 0
     return _end_alike(EXIT_SAVED if code and _is_made_anew(account, watchdog) else code)
 
 
 def _is_made_anew(account: Account, watchdog: Watchdog) -> bool:
-    """Whether this rank's pod of an indexed Job is to be replaced without being counted: it ended for another's fault.
+    """Return whether this rank's pod of an indexed Job is to be replaced without being counted.
 
-    That fault is recorded and counted elsewhere, or it left no pod, as a lost node, and there is a checkpoint.
+    That is so if the rank ended because of another fault. That fault is recorded and counted
+    elsewhere, or it left no pod, as a lost node, and there is a checkpoint.
     """
     in_pod = (
         os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:")
@@ -121,19 +129,20 @@ def _be_the_rank(
     watchdog: Watchdog,
     ends: dict[str, int],
 ) -> NoReturn:
-    """The child: live, say how it went, leave without finalizers that could hang or change the status."""
+    """In the child: run `live`, record an exception, and exit.
+
+    Finalizers are skipped, because they could hang or change the exit status.
+    """
     die_with_parent(signal.SIGKILL, guardian)
-    os.setpgid(
-        0, 0
-    )  # mpirun and Ctrl-C signal whole groups; it, and what it starts, hear its guardian alone
+    # mpirun and Ctrl-C signal whole groups. In a group of its own, the rank and all that it starts
+    # receive signals through their supervisor alone.
+    os.setpgid(0, 0)
     saves = Plan.read(account.run.plan).traits.saves
-    for number in (
-        (signal.SIGUSR2,) if saves else NOTICES
-    ):  # until it listens, or the user's own code handles them
+    # Ignored until the rank listens, or the user's own code handles them.
+    for number in (signal.SIGUSR2,) if saves else NOTICES:
         signal.signal(number, signal.SIG_IGN)
-    for number in (
-        (signal.SIGINT, signal.SIGUSR1) if saves else ()
-    ):  # of which launchers are started to ignore one
+    # Some launchers start processes with one of these ignored, which a fork inherits.
+    for number in (signal.SIGINT, signal.SIGUSR1) if saves else ():
         signal.signal(number, signal.SIG_DFL)
     Requests.guardian = ends["finished"]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
@@ -157,14 +166,17 @@ def _be_the_rank(
 
 
 def _sign_off() -> None:
-    """Run C's exit handlers: in one of them MPICH 5 takes leave of Hydra, which else kills the ranks that still run."""
+    """Run C's exit handlers: in one of them MPICH 5 signs off from Hydra.
+
+    Without that, Hydra kills the ranks that still run.
+    """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_EXIT_SECONDS)
     ctypes.CDLL(None).exit(0)
 
 
 def screen_of(plan: Plan, rank: int) -> Screen | None:
-    """Where a rank's output is shown, if it is (`log.ranks`)."""
+    """Return where a rank's output is shown, if it is (`log.ranks`)."""
     ends = {"out": 1, "err": 2}
     if plan.shown == "all":
         return Prefixed(ends, f"{socket.gethostname()} rank {rank}")
@@ -179,14 +191,19 @@ def _relay(
     watchdog: Watchdog,
     screen: Screen | None,
 ) -> tuple[bool, int]:
-    """Copy output until the child is gone, to its logs and the screen. Returns (finished, wait status)."""
+    """Copy output to the rank's logs and the screen until the child has ended.
+
+    Returns:
+        Whether the rank finished, and its wait status.
+    """
+    # All bytes of the "finished" pipe: listening and deaf marks, then _FINISHED.
     said = b""
     with (
         RankLog(run.log(rank.rank, "out")) as out,
         RankLog(run.log(rank.rank, "err")) as err,
         selectors.DefaultSelector() as selector,
     ):
-        # What ended the rank is for its log: the command, or `_tell`, shows it at the end.
+        # The reason of the rank's end goes to its log only: the command, or `_tell`, prints it.
         sinks = {"out": (Stream(), out), "err": (Stream(), err), "last": (Stream(), err)}
         for name, end in ends.items():
             os.set_blocking(end, False)
@@ -197,6 +214,7 @@ def _relay(
             screen.tick() if screen else None
             status = child.poll()
             watchdog.look(child) if status is None else None
+            # After the rank's end, one more read of every pipe gets the rest.
             for key, _ in (
                 ready if status is None else [(key, 0) for key in list(selector.get_map().values())]
             ):
@@ -215,7 +233,10 @@ def _relay(
 
 
 def _read(end: int) -> bytes | None:
-    """What has arrived, a turn's share at most: b"" at the end of the stream, None when there is nothing now."""
+    """Return the bytes that have arrived, at most a turn's share.
+
+    The result is b"" at the end of the stream, and None when no data is available now.
+    """
     pieces: list[bytes] = []
     with contextlib.suppress(BlockingIOError):
         while len(pieces) < _PIECES_A_TURN and (piece := os.read(end, 1 << 16)):
@@ -239,8 +260,13 @@ def _conclude(
     oom_kills: int | None,
     watchdog: Watchdog,
 ) -> int:
-    """Account for what the rank could not tell itself; returns its status, negative for the signal that it died of."""
-    if finished:  # whatever became of it in exit handlers
+    """Record an end that the rank could not record itself.
+
+    Returns:
+        The rank's status; negative for the signal that it died of.
+    """
+    # A failure in exit handlers, after the end of the work, does not count.
+    if finished:
         child.forget_request()
         return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0
     if watchdog.ended_it:
@@ -250,7 +276,7 @@ def _conclude(
     kind = "Signal"
     memory: tuple[str, Json] = ("", {})
     by_stop = number in (*_STOPS, *((signal.SIGKILL,) if child.ended_by_us else ()))
-    # The last one reads every rank's account.
+    # others_stopped() reads every rank's record, so it is the last condition.
     if (
         number
         and child.saves
@@ -258,8 +284,9 @@ def _conclude(
         and (not child.ended_by_us or child.surroundings.others_stopped())
     ):
         return _was_stopped(account, child, child.asked or number)
+    # Nobody here sent that SIGKILL.
     if number == signal.SIGKILL and not (child.was_killed_late or child.ended_by_us):
-        echo = False  # nobody here sent that
+        echo = False
     if (
         number == signal.SIGKILL
         and echo
@@ -290,6 +317,7 @@ def _conclude(
             **memory[1],
         }
         account.of_end(child.pid, what, {**record, "secondary": echo})
+    # A failure recorded before the request to end is a cause of its own.
     elif echo and account.read()["time"] > child.asked_at:
         account.is_an_echo()
     _tell(account, child)
@@ -297,7 +325,10 @@ def _conclude(
 
 
 def _conclude_stall(account: Account, child: Child, watchdog: Watchdog) -> int:
-    """The rank was ended because the run stood still, or lost a host: see errors/stall.json and lost.json."""
+    """Record that the rank was ended because of a stall or a lost host; return its exit status.
+
+    errors/stall.json and lost.json have the details.
+    """
     watchdog.record()
     status = STALLED
     kind = "Stall"
@@ -322,13 +353,15 @@ def _conclude_stall(account: Account, child: Child, watchdog: Watchdog) -> int:
 
 
 def _was_stopped(account: Account, child: Child, number: int) -> int:
-    """It was asked to stop where it had nothing to save, before its first step or after its last; returns the status.
+    """Record a stop of a rank that had nothing to save; return its exit status.
 
-    A signal's default action ends a rank that does not listen, wherever it is.
+    It was before its first step or after its last, so it did not listen, and the signal's default
+    action ended it.
     """
     code = 128 + signal.SIGINT if number == signal.SIGINT else EXIT_SAVED
     where = "before its first step, or after its last: there is nothing to save"
-    if child.listens:  # it heeds the first
+    # A listening rank survives the first request.
+    if child.listens:
         where = "for the second time, before it had saved"
     what = f"was stopped by {_name(number)} {where}"
     record = {"exit_status": code, "signal": number, "type": "Stopped", "cause": Cause.STOPPED, "detail": what,
@@ -340,7 +373,10 @@ def _was_stopped(account: Account, child: Child, number: int) -> int:
 
 
 def _goes_on(account: Account, child: Child, what: str, number: int) -> int:
-    """It was ended before it had saved, and an older checkpoint is there to be run again from; returns the status."""
+    """Record an end before the save was complete; return the status that requests a restart.
+
+    An older checkpoint exists, from which a restart continues.
+    """
     (step, _), record = (
         account.run.complete_checkpoints()[-1],
         {"exit_status": EXIT_SAVED, "signal": number},
@@ -367,11 +403,12 @@ def _name(number: int) -> str:
 
 
 def _memory(pid: int, number: int, before: int | None) -> tuple[str, Json]:
-    """Whether the kernel ended it for memory: words for a person, and fields of its record."""
+    """Return whether the kernel ended the rank for memory: a phrase, and fields of its record."""
     if number != signal.SIGKILL:
         return "", {}
     line = machine.memory_kill_in_log(pid)
     after = machine.oom_kills()
+    # Another process of the control group may have been killed: the counter names none.
     kills = 1 if line else after - before if after is not None and before is not None else 0
     if kills <= 0:
         return "", {}
@@ -381,8 +418,9 @@ def _memory(pid: int, number: int, before: int | None) -> tuple[str, Json]:
 
 
 def _end_alike(code: int) -> int:
-    """Return a status, or die of a signal as the rank did."""
+    """Return a status, or die of the signal that the rank died of."""
     if code < 0:
+        # Only the rank's own core dump is of use.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
         os.kill(os.getpid(), -code)
@@ -390,7 +428,10 @@ def _end_alike(code: int) -> int:
 
 
 def _tell(account: Account, child: Child) -> None:
-    """Say why this rank failed where nobody else will, under a launcher of the user's own; the cause speaks first."""
+    """Print why this rank failed, under a launcher of the user's own, where nobody else would.
+
+    The rank with the cause prints first.
+    """
     run = account.run
     with contextlib.suppress(OSError):
         record = account.read()
@@ -398,7 +439,8 @@ def _tell(account: Account, child: Child) -> None:
             record["secondary"] and _cause_is_told(run, child)
         ):
             return
-        shown = record["rank"] == 0 and record["type"] in SEEN  # on the terminal already
+        # Rank 0's own output is on the terminal already.
+        shown = record["rank"] == 0 and record["type"] in SEEN
         said = "" if shown else f"{record['traceback']}\n"
         print(printable(f"{said}ortlaunch: {record['summary']}"), file=sys.stderr, flush=True)
         time.sleep(_FORWARDED_SECONDS)
@@ -406,7 +448,7 @@ def _tell(account: Account, child: Child) -> None:
 
 
 def _cause_is_told(run: RunDir, child: Child) -> bool:
-    """Wait until another rank has told the cause, or a launcher that knows of it wants this one gone; else False."""
+    """Return whether another rank prints the cause, or a launcher ends this one, within seconds."""
     deadline = time.monotonic() + _CAUSE_SECONDS
     while child.asked is None and not run.failure_printed.exists():
         if time.monotonic() > deadline:

@@ -1,8 +1,8 @@
-"""What a rank is asked for from outside while it trains: to save, or to save and stop. Standard library only.
+"""Requests to a rank while it trains: to save, or to save and stop. Standard library only.
 
-A signal notes it here; worker/process_group/agreement.py makes it the decision of all ranks. Before a rank's first
-step and after its last it does not listen: then there is nothing to save, and the signal itself ends it at once
-(rank_supervisor.py).
+A signal records a request here; worker/process_group/agreement.py turns it into a decision of all
+ranks. Before its first step and after its last, a rank does not listen: there is nothing to save
+then, and the signal ends it at once (rank_supervisor.py).
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ DEAF = b"deaf\n"
 
 
 class Ask(IntEnum):
-    """What is asked for; the highest number of all ranks is what all of them do."""
+    """A request; all ranks follow the highest value of any rank."""
 
     NOTHING = 0
     SAVE = 1
-    STOP = 2  # on request, or by SIGUSR1
+    # By `ortlaunch stop`, or by SIGUSR1.
+    STOP = 2
     TERMINATE = 3
     HANG_UP = 4
-    INTERRUPT = 5  # a person's Ctrl-C
+    # Ctrl-C.
+    INTERRUPT = 5
 
     @property
     def stops(self) -> bool:
@@ -39,12 +41,12 @@ class Ask(IntEnum):
 
     @property
     def signal(self) -> signal.Signals:
-        """The signal that asks for it."""
+        """The signal for this request."""
         return next(number for number, ask in ASKS.items() if ask is self)
 
     @property
     def exit_status(self) -> int:
-        """Of a run that this stopped once all was saved."""
+        """The exit status of a run that this request stopped, once all was saved."""
         return 128 + signal.SIGINT if self is Ask.INTERRUPT else EXIT_SAVED
 
 
@@ -58,23 +60,23 @@ ASKS = {
 
 
 class Requests:
-    """What this rank was asked for and has not answered yet."""
+    """This rank's requests that are not yet answered."""
 
-    is_forked_child = False  # whether this process is one that a rank forked
-    guardian: int | None = (
-        None  # where this process's guardian reads whether it listens, if it has one
-    )
+    # Set in processes that a rank forks, such as data loader workers.
+    is_forked_child = False
+    # Descriptor on which the supervisor reads whether this process listens; None without one.
+    guardian: int | None = None
 
     def __init__(self) -> None:
         self.asked = Ask.NOTHING
         self._before: dict[int, Any] = {}
 
     def ask(self, what: Ask) -> None:
-        """Ask for something; what is greater stays."""
+        """Add a request; a higher one stays."""
         self.asked = max(self.asked, what)
 
     def listen(self) -> None:
-        """From now on signals are requests; a second SIGINT ends this process, as it does without us."""
+        """Treat signals as requests from now on; a second SIGINT ends this process, as usual."""
         if self._before:
             return
         for number in heeded(ASKS):
@@ -83,7 +85,7 @@ class Requests:
         self._tell(LISTENING)
 
     def close(self) -> None:
-        """Signals are again what they were."""
+        """Restore the former signal handlers."""
         if not self._before:
             return
         self._tell(DEAF)
@@ -92,15 +94,19 @@ class Requests:
         self._before = {}
 
     def take_effect(self) -> None:
-        """A stop that came too late for all ranks to agree on it ends this one, as a signal does that comes now."""
+        """End this process by a stop request that came too late for the ranks to agree on it.
+
+        The effect is the same as that of a signal that arrives now.
+        """
         if self.asked.stops and signal.getsignal(self.asked.signal) == signal.SIG_DFL:
             os.kill(os.getpid(), self.asked.signal)
 
     def _handler(self, theirs: Any) -> Callable[[int, FrameType | None], None]:
-        """Notes a signal, and hands it on to the user's own code where that handled it before."""
+        """Return a handler that records a request, then calls the user's own handler, if any."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.ask(ASKS[signal.Signals(number)])
+            # The next Ctrl-C has its default action and ends the process.
             if number == signal.SIGINT:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             if callable(theirs) and theirs is not signal.default_int_handler:
@@ -109,12 +115,16 @@ class Requests:
         return note
 
     def _be_deaf(self) -> None:
-        """What is forked here, such as a loader's worker, is no rank: only SIGTERM ends it, as its parent may want."""
+        """Ignore requests in a forked process, such as a data loader worker, which is no rank.
+
+        Only SIGTERM ends it, because its parent may send that.
+        """
         Requests.is_forked_child = True
         for number in self._before:
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
 
     def _tell(self, word: bytes) -> None:
         if self.guardian is not None:
-            with contextlib.suppress(OSError):  # it has ended, and this process with it
+            # The supervisor has ended, and this process ends with it.
+            with contextlib.suppress(OSError):
                 os.write(self.guardian, word)

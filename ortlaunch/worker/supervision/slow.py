@@ -1,7 +1,8 @@
-"""Ranks that are alive but far slower than their peers over many steps; named once, and nothing is ended.
+"""Detection of ranks that are alive but far slower than their peers over many steps.
 
-What counts is a rank's own time: reading batches and forward passes, in which no rank waits for another. On a GPU the
-passes are timed by CUDA events (gpus.ForwardTimer), for the host only launches them.
+Each slow rank is reported once, and nothing is ended. The measure is a rank's own time: reading
+batches and forward passes, in which no rank waits for another. On a GPU the passes are timed by
+CUDA events (gpus.ForwardTimer), because the host only launches them.
 """
 
 from __future__ import annotations
@@ -12,24 +13,26 @@ from typing import NamedTuple
 
 from ortlaunch.worker.supervision.stall import Beat
 
-# of a look, at least
+# A comparison covers at least this many steps and seconds.
 _STEPS = 50
 _SECONDS = 30.0
-_TIMES = 2.0  # as long as its peers
-_SHARE = 0.2  # of a step that its peers could save
+# A slow rank takes this many times as long as its peers,
+_TIMES = 2.0
+# and its peers could save this share of a step.
+_SHARE = 0.2
 
 
 class Slow(NamedTuple):
-    """One that holds the others up."""
+    """A rank that delays the others."""
 
     rank: int
     host: str
     own_seconds: float
-    """A step, for reading its batches and its forward passes."""
+    """Seconds a step for reading its batches and for its forward passes."""
     peers_seconds: float
-    """The median of the others."""
+    """The median of the other ranks' seconds."""
     steps: int
-    """Over so many."""
+    """Steps that the comparison covers."""
 
     @property
     def summary(self) -> str:
@@ -39,14 +42,14 @@ class Slow(NamedTuple):
             else ""
         )
         return (
-            f"rank {self.rank} on host {self.host} is slow: reading batches and forward passes take it "
-            f"{self.own_seconds:.3g} s a step, {times or 'and its peers no time'} ({self.peers_seconds:.3g} s), over "
-            f"{self.steps} steps; all wait for it"
+            f"rank {self.rank} on host {self.host} is slow: reading batches and forward passes "
+            f"take it {self.own_seconds:.3g} s a step, {times or 'and its peers no time'} "
+            f"({self.peers_seconds:.3g} s), over {self.steps} steps; all wait for it"
         )
 
 
 class SlowRanks:
-    """Looks at beats, and names each slow rank once."""
+    """A comparison of heartbeats that returns each slow rank once."""
 
     def __init__(self) -> None:
         self._named: set[int] = set()
@@ -54,12 +57,13 @@ class SlowRanks:
         self._at = 0.0
 
     def look(self, beats: Sequence[Beat], now: float) -> Slow | None:
-        """A rank that was not named before, if there is one.
+        """Return a slow rank that was not returned before, if there is one.
 
         Args:
-            beats: the newest of each rank.
-            now: in seconds, from anywhere.
+            beats: the newest heartbeat of each rank.
+            now: seconds of any monotonic clock.
         """
+        # A new set of ranks, or warm-up steps, would distort the comparison.
         if (
             not self._since
             or set(self._since) != {beat.rank for beat in beats}
@@ -95,6 +99,6 @@ class SlowRanks:
         )
 
     def _own_seconds(self, beat: Beat) -> float:
-        """A step."""
+        """Return the rank's own seconds a step since the comparison began."""
         before = self._since[beat.rank]
         return (beat.own_seconds - before.own_seconds) / (beat.step - before.step)

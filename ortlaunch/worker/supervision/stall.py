@@ -1,6 +1,7 @@
-"""Whether a run stands still, and which ranks the others wait for; pure: beats in, verdict out.
+"""Detection of a stalled run and of the ranks that the others wait for.
 
-docs/ends.md has the table of limits for people.
+These are pure functions from heartbeats to a verdict. docs/ends.md has the table of limits for
+users.
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ from typing import NamedTuple
 from ortlaunch.units import counted
 from ortlaunch.worker.supervision.pulse import AUTO, STAGES
 
-EXIT_STATUS = 124  # as timeout(1)
-MEETING = "meeting the other ranks"  # has torch's own limit, and who is late tells it himself
+# As timeout(1).
+EXIT_STATUS = 124
+# torch has a limit of its own for this phase, and a late rank reports itself.
+MEETING = "meeting the other ranks"
 SILENT_SECONDS = 5.0
-# of `auto`, in steps
+# Limits of `auto` in the training steps: at least so many seconds, and so many times a step.
 _LEAST = 60.0
 _TIMES_A_STEP = 20.0
-_ELSEWHERE = 600.0  # of `auto`, in all else
-_BUSY_TIMES = 10.0  # so much longer has a rank that computes, with `auto` in steps
-_BUSY_TIMES_ELSEWHERE = 30.0  # and with given seconds in all else
+# Seconds of `auto` in all other phases.
+_ELSEWHERE = 600.0
+# Factors for a rank that computes: with `auto` in the training steps,
+_BUSY_TIMES = 10.0
+# and with a limit in seconds in all other phases.
+_BUSY_TIMES_ELSEWHERE = 30.0
 _STATES = {
     "T": "stopped: SIGSTOP, or a frozen control group",
     "D": "waiting for a disk or a device",
@@ -28,7 +34,7 @@ _STATES = {
 
 
 class Beat(NamedTuple):
-    """What a guardian tells of its rank."""
+    """The state of one rank, as its supervisor sends it in a heartbeat."""
 
     rank: int
     host: str
@@ -38,16 +44,16 @@ class Beat(NamedTuple):
     moves: int
     collectives: int
     still: float
-    """Seconds without a move."""
+    """Seconds without a progress mark."""
     idle: float
     """Seconds without computing, reading or writing."""
     state: str
-    """The kernel's letter for what the process does."""
+    """The process state, as the kernel's letter for it."""
     warm: bool
     step_seconds: float
     own_seconds: float
     silent: float = 0.0
-    """Seconds since this was heard."""
+    """Seconds since this heartbeat arrived."""
 
     @property
     def is_silent(self) -> bool:
@@ -55,7 +61,7 @@ class Beat(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A run that stands still."""
+    """A stalled run: the ranks that the others wait for, all heartbeats, and its seconds."""
 
     behind: tuple[Beat, ...]
     beats: tuple[Beat, ...]
@@ -63,16 +69,17 @@ class Verdict(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """One line: who, where, since when."""
+        """One line with the ranks, their location and the seconds of the stall."""
         return f"the run has stood still for {self.seconds:.0f} s: {_who(self.behind, self.beats)}"
 
 
 def limits(setting: float, warm: bool, step_seconds: float) -> tuple[float, float]:
-    """Seconds without progress for a run whose ranks are idle, and for one in which somebody computes.
+    """Return the limits without progress, in seconds: if all ranks are idle, and if one computes.
 
     Args:
         setting: `train.stall_seconds`; AUTO learns from the steps so far.
-        warm: in the steps, past the first two.
+        warm: whether the ranks are in the training steps, past the first two.
+        step_seconds: median seconds of the last steps.
     """
     if setting != AUTO:
         return setting, setting * (1 if warm else _BUSY_TIMES_ELSEWHERE)
@@ -83,26 +90,31 @@ def limits(setting: float, warm: bool, step_seconds: float) -> tuple[float, floa
 
 
 def judge(beats: Sequence[Beat], setting: float, watched: float) -> Verdict | None:
-    """The verdict on what is known of the ranks, if they stand still.
+    """Return a verdict if the ranks stand still, else None.
 
     Args:
-        watched: seconds since the judge itself began, or woke up: before that it saw nothing.
+        beats: the newest heartbeat of each rank.
+        setting: `train.stall_seconds`.
+        watched: seconds since the judging process started, or resumed after a suspension; earlier
+            silence does not count, because it could receive nothing.
     """
     quiet = min(watched, *(beat.still + beat.silent for beat in beats))
     late = behind(beats)
     idle, busy = limits(
         setting, all(beat.warm for beat in late), max(beat.step_seconds for beat in beats)
     )
-    if quiet <= idle or any(
-        beat.state == "t" or beat.phase == MEETING for beat in beats
-    ):  # t: a debugger has it
+    # "t": a debugger holds the process.
+    if quiet <= idle or any(beat.state == "t" or beat.phase == MEETING for beat in beats):
         return None
     at_work = any(beat.idle <= idle and not beat.is_silent for beat in late)
     return None if at_work and quiet <= busy else Verdict(late, tuple(beats), quiet)
 
 
 def behind(beats: Sequence[Beat]) -> tuple[Beat, ...]:
-    """Ranks that the others wait for: not heard of, else stopped, else with the fewest marks passed; else all."""
+    """Return the ranks that the others wait for.
+
+    They are the silent ranks, else the stopped ones, else those with the fewest marks, else all.
+    """
     fewest = min(map(_passed, beats))
     for late in (
         [beat for beat in beats if beat.is_silent],
@@ -135,14 +147,17 @@ def _who(late: Sequence[Beat], beats: Sequence[Beat]) -> str:
 
 def _named(beat: Beat) -> str:
     if beat.is_silent:
-        said = f"nothing was heard for {beat.silent:.0f} s (its host, the way to it, or its guardian is stuck)"
+        said = (
+            f"nothing was heard for {beat.silent:.0f} s "
+            "(its host, the way to it, or its guardian is stuck)"
+        )
         return f"rank {beat.rank} on host {beat.host}: {said}; it was last seen {_place(beat)}"
     state = f" ({_STATES[beat.state]})" if beat.state in _STATES else ""
     return f"rank {beat.rank} on host {beat.host}, process {beat.pid}{state}, {_place(beat)}"
 
 
 def _place(beat: Beat) -> str:
-    """Where in its life it is."""
+    """Return the rank's step and phase as a phrase."""
     if beat.phase in STAGES:
         return f"in step {beat.step + 1}, {beat.phase}"
     return f"after step {beat.step}, {beat.phase}" if beat.step else beat.phase

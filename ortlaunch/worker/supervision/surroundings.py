@@ -1,4 +1,7 @@
-"""What a guardian sees in the run folder: requests from outside, and that its run ends. Standard library only."""
+"""A supervisor's view of the run folder: outside requests, and signs that the run ends.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ortlaunch.run_folder.folder import RunDir, account
 
 
 class Surroundings:
-    """The run of one rank, as its guardian finds it."""
+    """The run of one rank, as its supervisor reads it from the run folder."""
 
     def __init__(self, run: RunDir, rank: int) -> None:
         self.run = run
@@ -22,7 +25,10 @@ class Surroundings:
         self._save_seen = 0
 
     def request(self, listens: bool) -> int | None:
-        """The signal for a request that nobody has passed on; of all ranks 0 looks, and each when it begins."""
+        """Return the signal for a request that nobody has passed on yet.
+
+        Rank 0 checks at each call; the others check once, when they start.
+        """
         self._looks += 1
         if self._looks > 1 and self.rank > 0:
             return None
@@ -32,26 +38,30 @@ class Surroundings:
         return signal.SIGUSR2 if listens and found and found != self._save_seen else None
 
     def save_is_asked(self) -> None:
-        """The request that is there now was passed on."""
+        """Mark the current request for a checkpoint as passed on."""
         self._save_seen = self._save()
 
     def are_gone(self) -> bool:
-        """Whether the run ends without this rank: another one failed, or the command is gone or was told to cancel."""
+        """Return whether the run ends without this rank.
+
+        That is so if another rank failed, or if the command has ended or was cancelled.
+        """
         if self.run.cancelled.exists() or self.has_failed():
             return True
         command = lock.command_at(self.run)
         return command is not None and command.is_here and not command.lives()
 
     def has_failed(self) -> bool:
-        """Whether another rank has told its end."""
-        # One known file, not a listing of errors/: of thousands of guardians each looks, in the moment of a fault too.
+        """Return whether another rank has recorded its end."""
+        # One known file in place of a listing of errors/: thousands of supervisors read it at the
+        # moment of a fault.
         counted = self.run.first_counted()
         if counted:
             return any(rank != self.rank for rank in counted)
         return any(path != self.run.error(self.rank) for path in self._failures())
 
     def others_stopped(self) -> bool:
-        """Whether what ended the others was a stop that came before they had something to save."""
+        """Return whether the others ended by a stop before they had anything to save."""
         with contextlib.suppress(OSError):
             others = [
                 account(path) for path in self._failures() if path != self.run.error(self.rank)
@@ -60,7 +70,10 @@ class Surroundings:
         return False
 
     def wake(self) -> None:
-        """What is stopped here could not end: a guardian in SIGSTOP would hold its rank, and torchrun, for a minute."""
+        """Send SIGCONT to the run's processes, because a stopped process cannot end.
+
+        A supervisor in SIGSTOP would delay the end of its rank, and of torchrun, for a minute.
+        """
         for pid in lock.alive_at(self.run):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGCONT)
@@ -71,7 +84,7 @@ class Surroundings:
         return [*self.run.errors.glob("rank_*.json"), *self.run.errors.glob("lost.json")]
 
     def _save(self) -> int:
-        """Which request for a checkpoint is there; 0: none."""
+        """Return an id of the current request for a checkpoint; 0 if there is none."""
         with contextlib.suppress(OSError):
             return self.run.save_request.stat().st_mtime_ns
         return 0

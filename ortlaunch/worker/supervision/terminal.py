@@ -1,7 +1,8 @@
-"""What a rank's output becomes: plain lines for its logs, and on a terminal one live line that stays below them.
+"""Conversion of a rank's output into plain log lines, and into one live line on a terminal.
 
-A rank names its live line in its own output, as a sequence that terminals and `Stream` know to leave out of the text.
-Standard library only: the guardian is there before anything heavy is imported.
+The live line stays below all other output. A rank marks it in its own output with an escape
+sequence that terminals ignore and `Stream` removes. Standard library only: the supervisor starts
+before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import re
 import time
 from typing import NamedTuple
 
+# An operating system command (OSC), which terminals do not show if they do not know it.
 LIVE = b"\x1b]ortlaunch;%s\x07"
 _LIVE = re.compile(rb"\x1b\]ortlaunch;([^\x07]*)\x07")
 # Colours and other control sequences, links and titles, single escapes.
 _CONTROL = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+# Return to column 1 and erase to the end of the line.
 _ERASE = b"\r\x1b[K"
-_WAITS = b"..."  # at the end of a live line that has no clock of its own
-_LONGEST = 1 << 20  # bytes: what is longer is no line for a person, and is written in pieces
+# The end of a live line that has no clock of its own.
+_WAITS = b"..."
+# Bytes. A longer line is not meant for a person, and is written in pieces.
+_LONGEST = 1 << 20
 
 
 class Taken(NamedTuple):
@@ -29,13 +34,13 @@ class Taken(NamedTuple):
 
 
 class Stream:
-    """One of a rank's streams, which comes in pieces."""
+    """One output stream of a rank, which arrives in pieces."""
 
     def __init__(self) -> None:
         self.begun = b""
 
     def take(self, data: bytes) -> Taken:
-        """What is whole now."""
+        """Add data, and return the lines that are complete now."""
         data = self.begun + data
         found = _LIVE.findall(data)
         *whole, self.begun = _LIVE.sub(b"", data).split(b"\n")
@@ -46,7 +51,7 @@ class Stream:
         return Taken(b"".join(_plain(line) + b"\n" for line in whole), found[-1] if found else None)
 
     def rest(self) -> bytes:
-        """A last line that nobody ended."""
+        """Return a last line without a line break, and forget it."""
         line = _plain(self.begun)
         self.begun = b""
         return line + b"\n" if line else b""
@@ -57,13 +62,16 @@ def _plain(line: bytes) -> bytes:
 
 
 def _last_drawn(line: bytes) -> bytes:
-    """Of a line that was drawn over itself, the last form; a carriage return at its end draws nothing yet."""
+    """Return the last form of a line that was overwritten after carriage returns.
+
+    A carriage return at its end has not overwritten anything yet.
+    """
     start = line.rstrip(b"\r").rfind(b"\r")
     return line[max(0, start) :]
 
 
 class Screen:
-    """The terminal, where `width` is known; else only what stands in its place, which lines go to as they are."""
+    """The terminal, if its `width` is known; else a file or a pipe, which gets lines unchanged."""
 
     def __init__(self, ends: dict[str, int], width: int | None) -> None:
         self.ends = ends
@@ -73,7 +81,7 @@ class Screen:
         self.ticks = 0
 
     def show(self, name: str, lines: bytes) -> None:
-        """Lines that stay, above the live one."""
+        """Print lines that stay, above the live line."""
         if lines and self.live:
             _write(self.ends["out"], _ERASE)
         if lines:
@@ -82,7 +90,7 @@ class Screen:
             self.draw(self.live)
 
     def draw(self, live: bytes) -> None:
-        """Put this in the live line's place."""
+        """Replace the live line."""
         if self.width is not None:
             if live != self.live:
                 self.since = time.monotonic()
@@ -93,33 +101,36 @@ class Screen:
             _write(self.ends["out"], _ERASE + text.encode())
 
     def tick(self) -> None:
-        """Count the seconds of what is waited for, so that one sees that it lives; to be called often."""
+        """Show how many seconds a wait has taken, as a sign of life; to be called often."""
         if self.live.endswith(_WAITS) and self.ticks < int(time.monotonic() - self.since):
             self.ticks = int(time.monotonic() - self.since)
             self.draw(self.live)
 
     def close(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self.live:
             _write(self.ends["out"], _ERASE)
             self.live = b""
 
     def _columns(self) -> int:
-        """Now, for a window may be made smaller; behind a launcher's pipe, as the command found it."""
+        """Return the terminal's columns now, because a window may be resized.
+
+        Behind a launcher's pipe, the width is the one that the command read at its start.
+        """
         with contextlib.suppress(OSError):
             return os.get_terminal_size(self.ends["out"]).columns or self.width or 80
         return self.width or 80
 
 
 class Prefixed(Screen):
-    """In its place where the output of all ranks is shown: each line behind its rank's name, and no live one."""
+    """The output of all ranks: each line begins with its rank's name; there is no live line."""
 
     def __init__(self, ends: dict[str, int], name: str) -> None:
         super().__init__(ends, None)
         self._head = f"{name}: ".encode()
 
     def show(self, name: str, lines: bytes) -> None:
-        """In one piece, for others write there, too."""
+        """Write all lines at once, because other ranks write to the same place."""
         if lines:
             _write(
                 self.ends[name],
@@ -128,5 +139,6 @@ class Prefixed(Screen):
 
 
 def _write(end: int, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # the reader of our output may be gone; the run goes on
+    # The reader of our output may be gone, and the run continues without it.
+    with contextlib.suppress(OSError):
         os.write(end, data)

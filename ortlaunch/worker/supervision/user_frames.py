@@ -1,6 +1,6 @@
-"""The part of a traceback that is in the user's own files: where it was raised, and a short form for the terminal.
+"""Frames of a traceback in the user's own files: the line that raised, and a short traceback.
 
-Standard library only: a rank that fails early has nothing else.
+Standard library only, because a rank that fails early has nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ _FRAME = re.compile(r'  File "([^"]+)", line \d+')
 
 
 def raised_at(error: BaseException) -> str | None:
-    """`file:line` of the last frame in the user's files, also of an error that another was raised from; None: none."""
+    """Return `file:line` of the last frame in the user's files, or None.
+
+    Errors that this one was raised from count, too.
+    """
     for each in _chain(error):
         for frame in reversed(traceback.extract_tb(each.__traceback__)):
             if is_own(frame.filename):
@@ -27,7 +30,10 @@ def raised_at(error: BaseException) -> str | None:
 
 
 def described(error: Exception) -> str:
-    """Type and message, or the line that raised an error without one; and where it is in the user's files."""
+    """Return an error's type, message and line in the user's files.
+
+    For an error without a message, the source line that raised it replaces the message.
+    """
     own = raised_at(error)
     kind = type(error).__name__
     at = f", at {own}" if own else ""
@@ -40,11 +46,12 @@ def described(error: Exception) -> str:
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
+        # The same order as Python prints: an explicit cause, else the context.
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def folded(text: str) -> str:
-    """A traceback with its frames outside the user's files counted in place of shown."""
+    """Return a traceback in which frames outside the user's files are only counted."""
     kept = list[str]()
     hidden = 0
     own = True
@@ -53,7 +60,8 @@ def folded(text: str) -> str:
         if frame is not None:
             own = is_own(frame[1])
             hidden += not own
-        elif not line.startswith("    "):  # not the source of the frame above
+        # Any other line than the source code of the frame above.
+        elif not line.startswith("    "):
             own = True
         if own:
             kept += (

@@ -1,6 +1,7 @@
-"""A guardian's watch over its rank's progress: it beats for it, and ends it where the run stands still.
+"""A supervisor's watchdog: it sends the rank's heartbeats and ends a rank of a stalled run.
 
-Rank 0's guardian judges for all ranks; the others judge only where nothing is heard of it. Standard library only.
+Rank 0's supervisor judges for all ranks. The others judge only while rank 0's is silent. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ from ortlaunch.worker.supervision.pulse import AUTO, NEVER, Activity, Pulse
 from ortlaunch.worker.supervision.slow import SlowRanks
 from ortlaunch.worker.supervision.stall import EXIT_STATUS, Beat, Verdict, judge
 
-_JUDGE_SECONDS = 1.0  # of rank 0's guardian, which judges; the others beat (exchange.beat_seconds)
-_UNHEARD_SECONDS = 10.0  # after the ranks have met
-_ASLEEP_SECONDS = 4.0  # without a look in time: this guardian itself was stopped
+# Of rank 0's supervisor, which judges; the others send heartbeats (exchange.beat_seconds).
+_JUDGE_SECONDS = 1.0
+# From the meeting of the ranks to a report of those that sent no heartbeat.
+_UNHEARD_SECONDS = 10.0
+# A longer gap between two turns means that this supervisor itself was suspended.
+_ASLEEP_SECONDS = 4.0
 _STACK_SECONDS = 1.0
 _ALL_STACKS_SECONDS = 2.0
 _ORDER_SECONDS = 5.0
@@ -42,7 +46,7 @@ _SHOWN_LINES = 12
 
 
 class Watchdog:
-    """Made before the fork, for both sides of it."""
+    """The watchdog of one rank: made before the fork, and used on both sides of it."""
 
     def __init__(self, rank: Rank, run: RunDir) -> None:
         self.rank = rank
@@ -56,11 +60,11 @@ class Watchdog:
         self._stacks = os.memfd_create("stacks")
         self._every = _JUDGE_SECONDS if rank.rank == 0 else beat_seconds(rank.world_size)
         self._since = time.monotonic()
-        self._beat_at = (
-            self._since - self._every * rank.rank / rank.world_size
-        )  # so that beats are spread
+        # A different phase for each rank spreads the heartbeats over time.
+        self._beat_at = self._since - self._every * rank.rank / rank.world_size
         self._asked_at: float | None = None
-        self._unheard_at = float("inf")  # when to report the ranks that no beat came from
+        # When to report the ranks that sent no heartbeat.
+        self._unheard_at = float("inf")
         self._activity: Activity | None = None
         self._slow = SlowRanks()
         self._lost_hosts = LostHosts(socket.gethostname(), rank.rank)
@@ -68,18 +72,24 @@ class Watchdog:
             self.pulse.limit = NEVER
 
     def take(self, setting: float | str | None) -> None:
-        """In the rank: `train.stall_seconds` of its recipe."""
+        """In the rank: apply `train.stall_seconds` of its recipe."""
         if self._plan.traits.watched:
             self.pulse.limit = (
                 NEVER if setting is None else AUTO if isinstance(setting, str) else setting
             )
 
     def listen(self) -> None:
-        """In the rank: from now on SIGQUIT shows where its threads are, whatever Python is busy with."""
+        """In the rank: let SIGQUIT print the stacks of all threads from now on.
+
+        This also works while Python is busy in C code.
+        """
         faulthandler.register(signal.SIGQUIT, file=self._stacks, all_threads=True)
 
     def look(self, child: Child) -> None:
-        """Take in beats and orders, beat, judge; called all the time, and does something once a second."""
+        """Receive heartbeats and orders, send a heartbeat, and judge.
+
+        It is called all the time, and does something once a second.
+        """
         self.exchange.receive()
         if self._asked_at is not None or self.exchange.orders:
             self._go_on_ending(child)
@@ -88,11 +98,13 @@ class Watchdog:
 
     def _beat(self, child: Child) -> None:
         now = time.monotonic()
+        # While suspended, this process received nothing, so silence before now has no meaning.
         if now - self._beat_at > self._every + _ASLEEP_SECONDS:
             self._since = now
             self.exchange.wake()
         self._beat_at = now
         if self.pulse.place and not self.exchange.has_met:
+            # The limits count from the meeting: before it, each supervisor knew only its own rank.
             self._since = now
             self.exchange.meet(self.pulse.place)
             self._unheard_at = now + _UNHEARD_SECONDS
@@ -108,7 +120,10 @@ class Watchdog:
             self._begin_ending(found, child)
 
     def _look_for_lost_hosts(self, beats: list[Beat] | None, child: Child) -> None:
-        """Without a host nothing can go on or be saved, whatever `train.stall_seconds` is."""
+        """End the rank if a host is lost, for any value of `train.stall_seconds`.
+
+        Without a host the run can neither continue nor save.
+        """
         self.lost = self.lost or self._lost_hosts.look(beats or (), self.exchange.addresses())
         if self.lost and not self.ended_it:
             self.ended_it = True
@@ -126,10 +141,13 @@ class Watchdog:
                 append_line(self.run.slow_ranks, {"time": time.time(), **slow._asdict()})
 
     def _report_unheard(self) -> None:
-        """Print once from whom no beat came: a host that is lost later is then seen as a stall alone."""
+        """Print once which ranks sent no heartbeat: a loss of their hosts will look like a stall."""
         self._unheard_at = float("inf")
         if hosts := self._never_heard():
-            what = f"no heartbeat of {hosts} within {_UNHEARD_SECONDS:.0f} s: is UDP closed between the hosts?"
+            what = (
+                f"no heartbeat of {hosts} within {_UNHEARD_SECONDS:.0f} s: "
+                "is UDP closed between the hosts?"
+            )
             print(
                 f"ortlaunch: {what} A host that is lost will be noticed as a stall only",
                 file=sys.stderr,
@@ -147,7 +165,7 @@ class Watchdog:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the launcher's word cannot reach this host: it is lost, or this rank gave up alone."""
+        """Whether the launcher cannot reach this host: a host is lost, or this rank gave up alone."""
         return self.lost is not None or (self.verdict is not None and not self.exchange.is_hub)
 
     def _seen(self, pid: int) -> Beat:
@@ -165,19 +183,21 @@ class Watchdog:
         self._ask(child)
 
     def _ask(self, child: Child) -> None:
-        """Have the rank's stacks, and tell them."""
+        """Get the stacks of the rank, and send them."""
         self._asked_at = time.monotonic()
         text = _py_spy(child.pid)
         child.send(signal.SIGQUIT)
-        child.send(signal.SIGCONT)  # what is stopped could not show anything
+        # A stopped process cannot print anything.
+        child.send(signal.SIGCONT)
         deadline = time.monotonic() + _STACK_SECONDS
         while not self._shown() and time.monotonic() < deadline:
             time.sleep(0.05)
+        # The file grows while faulthandler writes it.
         time.sleep(0.05)
         self.exchange.tell_stacks(self._shown() + text or "it shows no stack\n")
 
     def _go_on_ending(self, child: Child) -> None:
-        """One more look after the verdict: the rank is ended once all that answer have shown their stacks."""
+        """After a verdict, kill the rank once all reachable ranks have sent their stacks."""
         if self._asked_at is None:
             self._ask(child)
         passed = time.monotonic() - (self._asked_at or 0.0)
@@ -202,7 +222,7 @@ class Watchdog:
 
     @property
     def summary(self) -> str:
-        """The verdict's line, with what was never heard of."""
+        """The line of the verdict, with the ranks that never sent a heartbeat."""
         assert self.verdict is not None
         unknown = f"; no beat ever came from {hosts}" if (hosts := self._never_heard()) else ""
         return (
@@ -210,7 +230,7 @@ class Watchdog:
         )
 
     def record(self) -> None:
-        """After the rank's end: what its stacks were, and the verdict where it was this guardian's."""
+        """After the rank's end: record its stacks, and the verdict if this supervisor made it."""
         if self.lost is not None:
             self.lost.write(self.run)
             return
@@ -245,7 +265,7 @@ class Watchdog:
         }  # fmt: skip
 
     def leave(self) -> None:
-        """The rank has ended; nothing of it is awaited any more."""
+        """Announce the rank's end, after which nobody waits for it."""
         with contextlib.suppress(OSError):
             self.exchange.leave()
 
@@ -254,15 +274,19 @@ class Watchdog:
 
 
 def _first_lines(stack: str) -> str:
-    """The innermost frames of the main thread; all of them are in errors/."""
+    """Return the innermost frames of the main thread; errors/ has all of them."""
     threads = re.split(r"\n(?=(?:Current t|T)hread 0x|py-spy:)", stack)
+    # Every stack of the main thread has a frame of rank_supervisor.py, which started the rank.
     main = next((one for one in threads if "rank_supervisor.py" in one), stack)
     lines = main.strip("\n").splitlines(keepends=True)
     return "".join(lines[:_SHOWN_LINES]) + ("\n" if len(lines) <= _SHOWN_LINES else "  ...\n")
 
 
 def _py_spy(pid: int) -> str:
-    """What py-spy says, which sees C's frames and idle threads, where it is installed and may."""
+    """Return py-spy's output, which includes C frames and idle threads.
+
+    It is "" where py-spy is not installed or not permitted.
+    """
     for program in _installed("py-spy"):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             command = [program, "dump", "--nonblocking", "--pid", str(pid)]
