@@ -13,7 +13,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --use-pep517 --c
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test test-ci test-slow test-cluster test-cluster-long test-control lab check bench matrix nightly zoo gpu gpu-wheels clean
+.PHONY: train test test-ci test-slow test-cluster test-cluster-long test-control lab check bench docs matrix nightly zoo gpu gpu-wheels clean
 
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
@@ -50,7 +50,14 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/plain_words.py
 	$(BIN)/python -m pytest -q tests/control/test_imports.py tests/control/test_types.py
+
+# The site of docs/, in build/site; a dead link is an error. In an environment of its own, for no run needs it.
+docs:
+	@test -x build/docs-venv/bin/mkdocs || { python3 -m venv build/docs-venv && \
+	    build/docs-venv/bin/pip install --quiet "mkdocs-material>=9.5,<10"; }
+	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet --strict --site-dir build/site
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py
