@@ -1,38 +1,42 @@
-"""What the best evaluation is for: `checkpoint.keep_best` and `train.stop_after`."""
+"""Fields about the best evaluation: `checkpoint.keep_best` and `train.stop_after`."""
 
 from typing import Literal
 
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.recipe.fields.section import Positive, Section, Text
 
+# The metric decides where it is None, so that `{metric: loss}` alone is a complete section.
 Mode = Literal["min", "max"] | None
 
 
 class KeepBest(Section):
-    """Which checkpoint stays beside the newest."""
+    """The checkpoint that is kept in addition to the newest ones."""
 
     metric: Text = "loss"
-    """Of an evaluation: `loss`; a metric of the model's task, as evaluation.json names it
-    (run-folder.md lists them); a number of `train.metric`, or one that a custom model returns
-    beside its loss."""
+    """Metric of an evaluation: `loss`; a metric of the model's task, as evaluation.json names it
+    (run-folder.md lists them); a number that `train.metric` returns, or one that a custom model
+    returns beside its loss."""
     mode: Mode = None
-    """`min`: less is better, `max`: more is. null: what run-folder.md has for the metric; give it
-    for numbers of your own."""
+    """`min`: less is better, `max`: more is better. null: the direction that run-folder.md lists
+    for the metric; required for metrics of your own."""
     export: bool = False
-    """Make the run's export/ from it, not from the last step."""
+    """Write the run's export/ from this checkpoint instead of the last step."""
 
 
 class StopAfter(Section):
-    """When a training ends before its last step."""
+    """Condition that ends a training before its last step."""
 
     metric: Text = "loss"
     """As in `checkpoint.keep_best`."""
     mode: Mode = None
     """As in `checkpoint.keep_best`."""
     evaluations: Positive
-    """So many evaluations one after another that are not better than the best before them."""
+    """Number of successive evaluations without a new best value after which the training ends."""
 
 
 def direction(asked: KeepBest | StopAfter) -> str:
-    """`mode`, decided."""
+    """Return `mode`, or the metric's own direction where `mode` is null.
+
+    A metric of the user's own always has a mode here: `best_rules` refuses a recipe that lacks it.
+    """
     return asked.mode or METRICS[asked.metric].better

@@ -1,8 +1,8 @@
-"""DeepSpeed's JSON names, for raw settings under `zero.deepspeed`: which exist, and which the
-recipe owns. Pure.
+"""DeepSpeed's JSON names for raw settings under `zero.deepspeed`: the known ones, and the recipe's
+own.
 
-Taken from DeepSpeed 0.19.8. DeepSpeed ignores an unknown top-level key without a word, and refuses
-an unknown nested one only after every rank has started.
+The names are those of DeepSpeed 0.19.8. DeepSpeed silently ignores an unknown top-level key, and
+refuses an unknown nested key only after every rank has started. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ortlaunch.recipe.fields.models import Recipe, Zero
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.recipe.text.words import closest
 
-# Two sources of truth would disagree one day.
+# DeepSpeed's name -> the recipe's field. A raw setting of the same value would be a second source
+# of truth, which would disagree one day; it is refused.
 DEEPSPEED_OWNED = {
     "train_batch_size": "batch.global_size",
     "train_micro_batch_size_per_gpu": "batch.micro_size",
@@ -38,7 +39,7 @@ DEEPSPEED_OWNED = {
     "bfloat16": "precision",
     "tensorboard": "log.trackers",
 }
-# What would cut the model itself; every rank here trains the whole of it on data of its own.
+# Settings that split the model itself: here every rank trains the whole model on data of its own.
 _REFUSED = {
     "tensor_parallel": "is not possible: there is no tensor parallelism here; zero.stage shards over the ranks",
     "pipeline": "is not possible: there is no pipeline parallelism here; zero.stage shards over the ranks",
@@ -49,6 +50,7 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
+# Top-level keys of DeepSpeed's JSON that a recipe may set raw, besides those in DEEPSPEED_OWNED.
 TOP = _words("""
     activation_checkpointing aio amp autotuning bf16 checkpoint comms_logger communication_data_type compile
     compression_training curriculum_learning data_efficiency data_types dataloader_drop_last disable_allgather
@@ -59,6 +61,7 @@ TOP = _words("""
     weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 """)
 
+# Keys of the sections that are checked; keys of any other section are passed on unchecked.
 NESTED = {
     "fp16": _words("""
         auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power
@@ -92,7 +95,8 @@ NESTED = {
     """),
 }
 
-# Names that mean nothing else than the DeepSpeed setting, -> where it stands in DeepSpeed's JSON.
+# Unambiguous names of settings -> their path in DeepSpeed's JSON, for hints about misplaced keys.
+# A name without an underscore (`stage`, `enabled`) could mean a field of another section.
 SETTINGS = {
     **{name: name for name in TOP if "_" in name},
     **{name: f"zero_optimization.{name}" for name in NESTED["zero_optimization"] if "_" in name},
@@ -101,7 +105,7 @@ SETTINGS = {
 
 
 def deepspeed_rules(recipe: Recipe) -> Iterator[Problem]:
-    """What is wrong with the raw settings, and with what is offloaded."""
+    """Yield the problems of the raw settings and of `zero.offload`."""
     if recipe.zero:
         yield from _settings(recipe.zero.deepspeed, "")
         yield from _offloads(recipe.zero)
@@ -113,6 +117,7 @@ def _offloads(zero: Zero) -> Iterator[Problem]:
         return
     devices = {"optimizer": offload.optimizer, "parameters": offload.parameters}
     for name, device in devices.items():
+        # ZeRO shards parameters at stage 3 only, and its NVMe swapping exists at that stage only.
         least = 3 if name == "parameters" or device == "nvme" else 1
         if device and zero.stage < least:
             paths = (f"zero.offload.{name}", "zero.stage")
@@ -135,6 +140,7 @@ def _offloads(zero: Zero) -> Iterator[Problem]:
 
 
 def _settings(settings: dict[str, Any], section: str) -> Iterator[Problem]:
+    # None: a section whose keys are not listed above; no key of it is called unknown.
     known = NESTED.get(section) if section else [*TOP, *DEEPSPEED_OWNED]
     for key, value in settings.items():
         name = f"{section}.{key}" if section else key

@@ -1,4 +1,4 @@
-"""The recipe's section `engine`: what runs the model, and every setting of ONNX Runtime.
+"""The recipe's section `engine`: the engine that runs the model, and every setting of ONNX Runtime.
 
 The docstring under each field is the manual, as in models.py. Imports pydantic only.
 """
@@ -20,116 +20,123 @@ from ortlaunch.recipe.fields.section import (
 )
 
 
+# ORTModule's environment variables for these fields are in ort_variables.py. The fields that need
+# CUDA are listed in rules/engine_rules.py.
 class Engine(Section):
     """What runs the model."""
 
     name: Literal["ort", "inductor", "eager", "auto"] = "ort"
     """`ort`: ONNX Runtime's ORTModule. `inductor`: torch.compile. `eager`: plain PyTorch. `auto`:
-    the fastest of the three that agrees with plain PyTorch, measured before the first training (a
-    minute or more) and remembered by model, shape, machine and versions; fields for ort apply where
-    it is the one."""
+    the fastest of the three that agrees with plain PyTorch; it is measured before the first
+    training (a minute or more) and remembered by model, shape, machine and versions. Fields for ort
+    then apply if ort is chosen."""
     allow_fallback: bool = False
-    """Let a model that ONNX Runtime cannot run train in eager PyTorch instead; printed and
-    recorded. False: the run ends before step 1 with the reason."""
-    # Not a Literal, which would take true for 1 and 2.0 for 2.
+    """Let a model that ONNX Runtime cannot run train in eager PyTorch instead; this is printed and
+    recorded. False: the run ends before step 1 and prints the reason."""
+    # Not a Literal, which would accept true for 1 and 2.0 for 2.
     memory_optimization: Annotated[int, Field(ge=0, le=2)] = 0
-    """ort: recompute activations in the backward pass: 1 layer by layer, 2 also where it costs a
-    little accuracy of the plan. Saves memory, costs about a forward pass."""
+    """ort: recompute activations in the backward pass: 1 layer by layer, 2 also where the plan
+    becomes slightly less accurate. Saves memory, costs about a forward pass."""
+    # The form of each entry is checked in rules/engine_rules.py.
     memory_optimization_config: Words = ()
-    """ort: recompute these subgraphs only, as [`cluster:strategy:count`]: strategy 1 recomputes, 2
-    recomputes in part, 0 leaves alone; count is how many, -1 all. `log_level: info` prints the
-    clusters of a model with the bytes each saves. Costs their recomputation. Only at
-    `memory_optimization: 0`, for 1 and 2 choose clusters themselves."""
+    """ort: recompute only these subgraphs, as [`cluster:strategy:count`]: strategy 1 recomputes, 2
+    recomputes in part, 0 does not recompute; count is the number of them, -1 all. `log_level: info`
+    prints the clusters of a model with the bytes each saves. Costs their recomputation. Only with
+    `memory_optimization: 0`, because 1 and 2 choose clusters themselves."""
     memory_efficient_grad_management: bool = False
-    """ort: each gradient goes to its parameter inside the graph as soon as it is there, not all at
-    the end. Saves up to a copy of all gradients, costs a Python call a parameter. Needs
-    custom_autograd python, and no DeepSpeed."""
+    """ort: store each gradient in its parameter inside the graph as soon as it is computed, instead
+    of all at the end. Saves up to a copy of all gradients, costs a Python call for each parameter.
+    Needs custom_autograd python, and no DeepSpeed."""
     compute_optimizer: bool = True
-    """ort: move slices and gathers before the matrix products that they shrink. Gain: fewer FLOPs
-    where only some tokens count (masked-lm); off only to look for a fault."""
+    """ort: move slices and gathers before the matmuls that they make smaller. Gain: fewer FLOPs
+    where only some tokens count (masked-lm); turn it off only to search for a fault."""
     sparsity_optimizer: bool | None = None
     """ort: leave ignored labels (of cross_entropy) and, on CUDA, padding (an nn.Embedding with
     padding_idx) out of the computation, where the first batch has more than 10 % of them. Gain:
-    that share of the head and loss (masked-lm: 85 %) or of everything. Padding needs
-    custom_autograd python. null: on, for padding where that is there."""
+    that share of the head and loss (masked-lm: 85 %) or of the whole pass. Padding needs
+    custom_autograd python. null: on, for padding where custom_autograd python is available."""
     print_input_density: bool = False
-    """ort: print the density of labels and padding that sparsity_optimizer meets, in every step.
-    Costs a count and a line a step."""
+    """ort: print the density of labels and padding for sparsity_optimizer, in every step. Costs a
+    count and a line for each step."""
     custom_autograd: Literal["auto", "python", "inline"] = "auto"
-    """ort: a torch.autograd.Function in the model. `python`: called from inside the graph, forward
-    and backward. `inline`: its forward is exported and ONNX Runtime derives it: faster, and right
-    only where its backward is the derivative of its forward. `auto`: python where torch lets ORT's
-    extension load; elsewhere the model is refused."""
+    """ort: handling of a torch.autograd.Function in the model. `python`: it is called from inside
+    the graph, forward and backward. `inline`: its forward is exported and ONNX Runtime
+    differentiates it: faster, and right only where its backward is the derivative of its forward.
+    `auto`: python where torch can load ORT's extension; elsewhere the model is refused."""
     torch_operators: OperatorsOrWord = "auto"
-    """ort: operators that stay torch's, called from inside ONNX Runtime's graph with torch's own
-    derivative. `auto`: those that have no ONNX form, or whose form ONNX Runtime does not derive or
-    computes wrong, attention from 256 x 256 scores a head on (`model.attention: sdpa`, torch's
-    fused kernel), and layers whose buffers its graph would not change; engine.json and the end of
-    the run name them with the share of time they take. A list: these, as [`softmax`, `aten::mul`].
-    `off`: none; such a model is refused. Needs custom_autograd's extension."""
+    """ort: operators that torch computes, called from inside ONNX Runtime's graph, with torch's own
+    derivative. `auto`: those that have no ONNX form, or whose form ONNX Runtime cannot
+    differentiate or computes wrong; attention from 256 x 256 scores of a head on (`model.attention:
+    sdpa`, torch's fused kernel); and layers whose buffers its graph would not update. engine.json
+    and the end of the run list them with their share of the time. A list: these, as [`softmax`,
+    `aten::mul`]. `off`: none; such a model is refused. Needs custom_autograd's extension."""
     torch_modules: Words = ()
-    """ort: layers that run whole as torch inside ONNX Runtime's graph, as [`encoder.router`,
-    `*.lstm`], by path or its end, with `*`: for code that cannot be traced (`.item()`, decisions on
-    values, hooks, packed sequences). What they return must have the same types and numbers of
-    dimensions in every batch. Costs ONNX Runtime's gain in them."""
+    """ort: layers that run entirely in torch inside ONNX Runtime's graph, as [`encoder.router`,
+    `*.lstm`], by path or the end of a path, with `*`: for code that cannot be traced (`.item()`,
+    decisions on values, hooks, packed sequences). Their outputs must have the same types and
+    numbers of dimensions in every batch. Costs ONNX Runtime's gain in these layers."""
     allow_traced_values: bool = False
-    """ort: train a model whose forward pass takes values of tensors into Python (`if x.max() > 1`,
-    `.item()`), which ONNX Runtime's graph holds as they were in the first batch. Right only where
-    they are the same in every batch. False: the run ends before step 1 and names the lines."""
+    """ort: train a model whose forward pass reads values of tensors in Python (`if x.max() > 1`,
+    `.item()`). ONNX Runtime's graph keeps these values from the first batch; that is right only
+    where they are the same in every batch. False: the run ends before step 1 and names the
+    lines."""
     opset: Annotated[int, Field(ge=14, le=18)] | None = None
     """ort: ONNX opset of the export; null: ORTModule's own (17)."""
     parity_steps: CountOrAuto = "auto"
-    """ort and inductor: before each of the first N steps, one micro batch a rank also runs in plain
-    PyTorch, on the same weights, dropout off in both; loss, every gradient and the weights and
-    buffers that a pass changes are compared (parity.jsonl, engine.json). Training itself stays bit
-    for bit what it is without. Costs two passes a step, memory for two sets of gradients and a copy
-    of the weights, and for a model with dropout a second export. Not with ZeRO 3. `auto`: on ort 1
-    where the model is your own (`factory`) or of a family that ortlaunch's tests do not train
-    (other than BERT and Llama), else 0; a model that cannot be compared is trained, and the run
-    says so."""
+    """ort and inductor: before each of the first N steps, one micro batch of each rank also runs in
+    plain PyTorch, on the same weights, with dropout off in both; the loss, every gradient, and the
+    weights and buffers that a pass changes are compared (parity.jsonl, engine.json). Training
+    itself stays bit for bit the same as without it. Costs two passes for each such step, memory for
+    two sets of gradients and a copy of the weights, and for a model with dropout a second export.
+    Not with ZeRO 3. `auto`: 1 on ort where the model is your own (`factory`) or of a family that
+    ortlaunch's tests do not train (other than BERT and Llama), else 0; a model that cannot be
+    compared is trained, and the run reports that."""
     parity_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """The run stops, naming the parameters, where the loss, a gradient or a buffer differs by more
-    than this: norm of the difference / norm of PyTorch's gradient, or 1 % of that of all gradients
-    if that is more (fp16, bf16: 5 %). In fp32 a pass in float64 judges such a difference: it is
-    rounding where the engine is within this of float64 or, for differences of up to 10 times this,
-    at most 10 times as far from float64 as PyTorch is. null: 1e-4 in fp32, 0.05 in fp16, 0.2 in
-    bf16."""
+    """The run stops, and names the parameters, where the loss, a gradient or a buffer differs by
+    more than this: norm of the difference / norm of PyTorch's gradient, or 1 % of the norm of all
+    gradients if that is more (fp16, bf16: 5 %). In fp32 a pass in float64 judges such a difference:
+    it counts as rounding where the engine is within this of float64 or, for differences of up to 10
+    times this, at most 10 times as far from float64 as PyTorch is. null: 1e-4 in fp32, 0.05 in
+    fp16, 0.2 in bf16."""
     deepcopy_before_export: bool | None = None
-    """ort: export from a copy of the model, so that the export's own passes do not touch its
-    buffers. Costs the bytes of its parameters for the length of the export. null: on, unless twice
-    those bytes exceed the free memory."""
+    """ort: export from a copy of the model, so that the export's own passes do not change its
+    buffers. Costs the bytes of its parameters during the export. null: on, unless twice those bytes
+    exceed the free memory."""
     log_level: Literal["verbose", "devinfo", "info", "warning", "error"] = "error"
-    """ort: how much ONNX Runtime and the exporter say. `warning` adds a table of what is on, `info`
-    also the memory plans of the graph, `devinfo` and `verbose` pages for ORT's developers."""
+    """ort: verbosity of ONNX Runtime and the exporter. `warning` adds a table of the features that
+    are on, `info` also the memory plans of the graph, `devinfo` and `verbose` pages for ORT's
+    developers."""
     save_onnx: Text | None = None
     """ort: folder for rank 0's graphs as ONNX files (exported, optimized, with gradients, as
-    executed), for Netron. Relative to where you run. Costs their size on disk, once."""
+    executed), for Netron. Relative to the current folder. Costs their size on disk, once."""
     print_memory_stats: bool = False
     """ort, CUDA: print GPU memory before and after each forward and backward pass, on rank 0. Costs
-    a synchronization a pass; for looking, not for training."""
+    a synchronization for each pass; for diagnosis, not for training."""
     cast_propagation: Literal["flood_fill", "insert_and_reduce", "none"] = "flood_fill"
-    """ort, fp16 without DeepSpeed (autocast): how casts move, so that more of the graph runs in 16
-    bits."""
-    # Not a Literal, which would take true for 1 and 2.0 for 2.
+    """ort, fp16 without DeepSpeed (autocast): the way casts move, so that more of the graph runs in
+    16 bits."""
+    # As for memory_optimization.
     cast_propagation_level: Annotated[int, Field(ge=0, le=2)] = 1
-    """ort, fp16 without DeepSpeed: casts move across 0 nothing, 1 what does not compute (transpose,
-    reshape), 2 also dropout, LayerNorm and the like: faster, less exact."""
+    """ort, fp16 without DeepSpeed: operators that casts may move across: 0 none, 1 those that do
+    not compute (transpose, reshape), 2 also dropout, LayerNorm and similar ones: faster, less
+    exact."""
     conv_algorithm_search: Literal["heuristic", "exhaustive"] = "heuristic"
-    """ort, CUDA: cuDNN's convolutions chosen by rule, or by trying all, once for each shape: slow
-    first step, faster convolutions."""
+    """ort, CUDA: choice of cuDNN's convolution algorithms: by rule, or by trying all, once for each
+    shape: slow first step, faster convolutions."""
     triton: bool = False
     """ort, CUDA: fuse element-wise chains and reductions into Triton kernels. Gain: memory traffic;
     costs compilation in the first steps. Needs a build of ONNX Runtime with Triton, and the package
     triton."""
+    # Its keys are checked in rules/engine_rules.py.
     triton_config: dict[str, Any] | None = None
-    """ort, CUDA: what triton may fuse: `ops`, `initializer` (none, scalar or all; scalar),
-    `min_nodes` (2), `symbolic_shape_hint`; null: ORT's own list."""
+    """ort, CUDA: operations that triton may fuse: `ops`, `initializer` (none, scalar or all;
+    default scalar), `min_nodes` (default 2), `symbolic_shape_hint`; null: ORT's own list."""
     flash_attention: bool = False
-    """ort, CUDA of capability 8.0 and newer: attention written out in the model (not sdpa) becomes
-    a Triton flash attention kernel. Needs triton."""
+    """ort, CUDA of capability 8.0 and newer: replace attention that the model computes step by step
+    (not sdpa) by a Triton flash attention kernel. Needs triton."""
     efficient_attention: bool = False
-    """ort, CUDA: attention written out in the model (not sdpa) becomes torch's memory-efficient
-    attention. Gain: no square score matrix in memory."""
+    """ort, CUDA: replace attention that the model computes step by step (not sdpa) by torch's
+    memory-efficient attention. Gain: no square score matrix in memory."""
     tuning: bool = False
     """ort, CUDA: try variants of tunable operators in the first steps and keep the fastest."""
     tuning_duration_ms: Positive | None = None
@@ -138,34 +145,35 @@ class Engine(Section):
     """ort, CUDA: folder of tuning results: written with `tuning: true`, read and used without
     it."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """Every engine, fp32: how exact products of float32 matrices are, in torch's words. `highest`:
-    float32. `high`: TensorFloat32 (10 bits of mantissa) on CUDA, nothing on a CPU. `medium`:
-    bfloat16 (7 bits) on a CPU with AMX, two to six times as many products a second; as `high` on
-    CUDA. With ort it also sets the CUDA provider's TF32 (convolutions included), and on a CPU takes
-    torch's products (torch_matmul). Sums, weights, optimizer and rotary positions stay float32.
-    Advisable: medium on a CPU with AMX, high on a GPU from Ampere on, where the loss curve is the
+    """Every engine, fp32: precision of float32 matmuls, with torch's names. `highest`: float32.
+    `high`: TensorFloat32 (10 bits of mantissa) on CUDA, nothing on a CPU. `medium`: bfloat16 (7
+    bits) on a CPU with AMX, two to six times as many matmuls a second; the same as `high` on CUDA.
+    With ort it also sets the CUDA provider's TF32 (convolutions included), and on a CPU uses
+    torch's matmuls (torch_matmul). Sums, weights, optimizer and rotary positions stay float32.
+    Recommended: medium on a CPU with AMX, high on a GPU from Ampere on, where the loss curve is the
     same (`ortlaunch bench --vary engine.matmul_precision=highest,medium` shows both); elsewhere it
-    gains nothing and may cost a little, and `plan` says so. Parity is always compared at
+    gains nothing and may cost a little, and `plan` prints a note. Parity is always compared at
     highest."""
     onednn: bool | None = None
-    """Every engine, CPU, fp32, matmul_precision highest: products of float32 matrices by torch's
-    oneDNN in place of MKL, float32 all the same (measured before step 1; `true` is refused where
-    oneDNN would take bfloat16). With ort products are torch's then (torch_matmul). Gain: on AMD's
-    processors with AVX-512 up to twice the products a second (Zen 5, two cores: 222 GFLOP/s by MKL,
-    428 by oneDNN). Cost: small products take some ten microseconds more. null: on such processors,
-    for a model with a weight of 256 x 256 or more. Sums in another order: the last bits differ."""
+    """Every engine, CPU, fp32, matmul_precision highest: float32 matmuls by torch's oneDNN instead
+    of MKL, also in float32 (measured before step 1; `true` is refused where oneDNN would use
+    bfloat16). With ort the matmuls are then torch's (torch_matmul). Gain: on AMD's processors with
+    AVX-512 up to twice as fast (Zen 5, two cores: 222 GFLOP/s by MKL, 428 by oneDNN). Cost: each
+    small matmul takes some ten microseconds more. null: on for such processors, for a model with a
+    weight of 256 x 256 or more. The order of sums differs, and so do the last bits."""
     chunked_loss: RowsOrWord = "auto"
-    """Every engine, causal-lm, masked-lm and pretraining: head and loss of so many rows (tokens) at
-    a time: logits, loss and gradients at once, so that the logits of all rows (rows x vocabulary)
-    and their gradient never exist; rows without a label are left out. The same numbers but for
-    rounding, with less memory. `auto`: on where a micro batch has more logits than a chunk, which
-    is 5 million of them on a CPU, 33 million on CUDA. `off`: whole logits, as the model makes them.
-    Not with ZeRO 3, nor where a model's loss is not the mean cross entropy of a plain linear head
-    (caps on logits, adapters on the head): engine.json says so. Parity is always compared with
-    whole logits."""
+    """Every engine, causal-lm, masked-lm and pretraining: compute head and loss for this many rows
+    (tokens) at a time: logits, loss and gradients together, so that the logits of all rows (rows x
+    vocabulary) and their gradient never exist at once; rows without a label are left out. The same
+    results but for rounding, with less memory. `auto`: on where a micro batch has more logits than
+    a chunk, which is 5 million of them on a CPU, 33 million on CUDA. `off`: whole logits, as the
+    model computes them. Not with ZeRO 3, nor where a model's loss is not the mean cross entropy of
+    a plain linear head (caps on logits, adapters on the head): engine.json records that. Parity is
+    always compared with whole logits."""
     torch_matmul: bool | None = None
-    """ort, CPU: products by a matrix are torch's (MKL or OpenBLAS), called from inside the graph of
-    a model with a weight of 256 x 256 or more. Gain: on Intel's processors a tenth of a step; not
-    measured on others. Not with memory optimization, which recomputes ONNX Runtime's own (nor with
-    gradient checkpointing, which becomes that), nor with memory_efficient_grad_management. null: on
-    for Intel's, with `matmul_precision: medium`, and with `onednn`."""
+    """ort, CPU: matmuls with a weight are torch's (MKL or OpenBLAS), called from inside the graph
+    of a model with a weight of 256 x 256 or more. Gain: on Intel's processors a tenth of a step;
+    not measured on others. Not with memory optimization, which recomputes ONNX Runtime's own
+    matmuls (nor with gradient checkpointing, which becomes memory optimization), nor with
+    memory_efficient_grad_management. null: on for Intel's processors, with `matmul_precision:
+    medium`, and with `onednn`."""

@@ -1,14 +1,14 @@
 """Config fields of the model families that ortlaunch knows without transformers: BERT and Llama.
 
-Serves typo checks, memory estimates and FLOP counts on the control side; a test holds it equal to
-transformers. Other model types are checked by the worker, against transformers itself.
+Typo checks, memory estimates and FLOP counts on the control side use them; a test compares them
+with transformers. The worker checks other model types against transformers itself.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# Fields that every transformers config takes.
+# Fields of every transformers config (PretrainedConfig).
 COMMON = {
     "model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id",
     "id2label", "label2id", "num_labels", "problem_type", "tie_word_embeddings", "use_cache", "dtype", "torch_dtype",
@@ -16,6 +16,7 @@ COMMON = {
     "is_decoder", "add_cross_attention", "is_encoder_decoder", "cross_attention_hidden_size", "name_or_path",
 }  # fmt: skip
 
+# Only fields whose type is checked: the rules derive a field's type from its default.
 COMMON_DEFAULTS: dict[str, Any] = {
     "num_labels": 2,
     "tie_word_embeddings": True,
@@ -23,6 +24,7 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "is_decoder": False,
     "add_cross_attention": False,
 }
+# Defaults of transformers' BertConfig, which are BERT-base, uncased.
 BERT: dict[str, Any] = {
     "vocab_size": 30522,
     "hidden_size": 768,
@@ -39,6 +41,7 @@ BERT: dict[str, Any] = {
     "position_embedding_type": "absolute",
     "classifier_dropout": None,
 }
+# Defaults of transformers' LlamaConfig, which are Llama 1 with 7 billion parameters.
 LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -61,7 +64,7 @@ LLAMA: dict[str, Any] = {
 }
 FAMILIES = {"bert": BERT, "llama": LLAMA}
 CONFIG_FIELDS = COMMON | set(BERT) | set(LLAMA)
-# Linear layers that can get a low-rank adapter.
+# Linear layers that can get a low-rank adapter, by the last part of their name.
 LINEAR_LAYERS = {
     "bert": ("query", "key", "value", "dense"),
     "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -69,12 +72,13 @@ LINEAR_LAYERS = {
 
 
 def known_fields(model_type: object) -> set[str] | None:
-    """Names that a config of this type takes, or None where only transformers knows."""
+    """Return the field names of a config of this type, or None where only transformers knows
+    them."""
     family = FAMILIES.get(str(model_type))
     return None if family is None else COMMON | set(family)
 
 
 def complete(config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The config with the family's defaults filled in, or None for other model types."""
+    """Return the config with the family's defaults filled in, or None for other model types."""
     family = FAMILIES.get(str((config or {}).get("model_type")))
     return None if family is None else {**family, **(config or {})}

@@ -1,5 +1,4 @@
-"""Questions to the recipe's models: which fields a section has, what a field is, which words it
-takes."""
+"""Look-ups in the recipe's models: the fields of a section, a field's docstring, its names."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from ortlaunch.recipe.text.place import KeyPath, dotted
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Models inside Optional, Union and Annotated; those of a list's items are no section."""
+    """Yield the models inside Optional, Union and Annotated; a list's items are not a section."""
     if typing.get_origin(annotation) is tuple:
         return
     if (
@@ -33,7 +32,7 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def items_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Models of the items of a list."""
+    """Yield the models of a list's items."""
     inside = typing.get_args(annotation)
     for argument in inside:
         yield from (
@@ -42,7 +41,7 @@ def items_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def section_at(path: KeyPath) -> type[BaseModel] | None:
-    """The model of the section at `path`; None for a plain field or an unknown path."""
+    """Return the model of the section at `path`; None for a plain field or an unknown path."""
     model: type[BaseModel] | None = Recipe
     info = None
     for key in path:
@@ -55,14 +54,15 @@ def section_at(path: KeyPath) -> type[BaseModel] | None:
 
 
 def names_in(section: KeyPath) -> tuple[str, ...]:
-    """Keys that may be written in the section."""
+    """Return the keys that a section accepts."""
     model = section_at(section)
+    # `extends` is read before validation and is therefore no field of the model.
     names = tuple(model.model_fields) if model else ()
     return names if section else (*names, "extends")
 
 
 def below(section: KeyPath, name: str) -> KeyPath | None:
-    """Where one of the section's own sections has a field of that name."""
+    """Return the path of a field of that name in one of the section's own sections, or None."""
     model = section_at(section)
     for child, info in model.model_fields.items() if model else ():
         if any(name in inner.model_fields for inner in models_in(info.annotation)):
@@ -71,6 +71,7 @@ def below(section: KeyPath, name: str) -> KeyPath | None:
 
 
 def _info(path: KeyPath) -> Any:
+    # An index points into a list; the field is the list's.
     while path and isinstance(path[-1], int):
         path = path[:-1]
     model = section_at(path[:-1]) if path else None
@@ -78,19 +79,19 @@ def _info(path: KeyPath) -> Any:
 
 
 def is_required(path: KeyPath) -> bool:
-    """Whether the key must be given."""
+    """Return whether the key is required."""
     info = _info(path)
     return bool(info and info.is_required())
 
 
 def takes_null(path: KeyPath) -> bool:
-    """Whether null is one of the field's values."""
+    """Return whether null is one of the field's values."""
     info = _info(path)
     return bool(info and type(None) in typing.get_args(info.annotation))
 
 
 def choices(path: KeyPath) -> tuple[str, ...]:
-    """The names that a field with a few of them accepts."""
+    """Return the names that a field of a few names accepts."""
 
     def inside(annotation: Any) -> Iterator[str]:
         if isinstance(annotation, NameIn):
@@ -111,8 +112,10 @@ def choices(path: KeyPath) -> tuple[str, ...]:
 
 @functools.cache
 def manual() -> dict[tuple[str, str], str]:
-    """(section's class, field) -> the docstring under the field, on one line."""
+    """Return {(class of the section, field): docstring under the field, on one line}."""
     found = {}
+    # Python keeps no docstring of a field: the sources are parsed. Cached, because only error
+    # messages and `ortlaunch schema` need it.
     modules = (best, models, data, engine, launch, schedule, submit)
     sources = [ast.parse(inspect.getsource(module)) for module in modules]
     for section in (
@@ -131,7 +134,7 @@ def manual() -> dict[tuple[str, str], str]:
 
 
 def description(path: KeyPath) -> str:
-    """First sentence of the field's or the section's docstring, or ""."""
+    """Return the first sentence of the docstring of a field or a section, or ""."""
     if not path or isinstance(path[-1], int):
         return ""
     parent = section_at(path[:-1])
@@ -146,10 +149,11 @@ def description(path: KeyPath) -> str:
 
 @functools.cache
 def everywhere() -> dict[str, str]:
-    """Name -> dotted path, of every field whose name alone says what it is."""
+    """Return {name: dotted path} of every field whose name occurs once and is unambiguous."""
     found: dict[str, list[str]] = {}
     for path in _paths(Recipe, ()):
         found.setdefault(str(path[-1]), []).append(dotted(path))
+    # Names that a user may well write with another meaning in another section.
     vague = ("r", "dropout", "split", "subset", "revision", "keep")
     return {
         name: paths[0] for name, paths in found.items() if len(paths) == 1 and name not in vague
@@ -159,6 +163,7 @@ def everywhere() -> dict[str, str]:
 def _paths(model: type[BaseModel], prefix: KeyPath) -> Iterator[KeyPath]:
     for name, info in model.model_fields.items():
         yield (*prefix, name)
-        if name != "evaluation":  # holds the same corpus fields as `train`
+        # `data.evaluation` has the same corpus fields as `data.train`: their names would occur twice.
+        if name != "evaluation":
             for child in models_in(info.annotation):
                 yield from _paths(child, (*prefix, name))

@@ -1,5 +1,4 @@
-"""No data.evaluation: what to type for a held-out corpus, of the kind that the training corpus
-is."""
+"""The error for a recipe without data.evaluation, with overrides that add a held-out corpus."""
 
 from __future__ import annotations
 
@@ -12,12 +11,18 @@ _BUILT_IN = {
     "python-docs": Corpus(format="text"),
     "python-chats": Corpus(format="jsonl", messages_column="messages"),
 }
+# Placeholders that the user replaces.
 _FILES = {"text": "held-out.txt", "jsonl": "held-out.jsonl", "parquet": "held-out.parquet"}
-_PLACES = ("path", "split", "factory", "arguments")  # of the training samples themselves
+# Fields that point at the training samples themselves; a held-out corpus has others.
+_PLACES = ("path", "split", "factory", "arguments")
 
 
 def no_evaluation(source: object, data: Data) -> str:
-    """The error, for a recipe that has none; its words can be typed as they are."""
+    """Return the error for a recipe without `data.evaluation`.
+
+    It ends with overrides of the same format as the training corpus, quoted for a shell.
+    """
+    # Of a mixture the first source is the example.
     trained = data.parts[0].source
     kind = _BUILT_IN[trained] if isinstance(trained, str) else trained
     words = {

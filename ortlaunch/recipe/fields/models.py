@@ -1,9 +1,8 @@
-"""The recipe's fields: one frozen model a section, named after the module that consumes it (some
-sections have files of their own).
+"""The recipe's fields: one frozen model for each section, named after the module that uses it.
 
-The docstring under each field is the manual; error messages and `ortlaunch schema` read it when
-they need it (`fields.manual`), not pydantic at every start. Imports pydantic only, so that
-`--help`, `validate` and `plan` stay fast.
+Large sections have files of their own. The docstring under each field is the manual; error messages
+and `ortlaunch schema` read it on demand (`fields.manual`), not pydantic at every start. Imports
+pydantic only, so that `--help`, `validate` and `plan` stay fast.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from ortlaunch.recipe.fields.section import (
 )
 from ortlaunch.recipe.fields.submit import Submit
 
+# Shared by `train.on_nonfinite` and `train.on_spike`.
 BadStepAction = Literal["stop", "skip", "rollback"]
 
 
@@ -49,76 +49,80 @@ class Lora(Section):
     target_modules: OneOrMore = ("q_proj", "v_proj")
     """Names of the linear layers that get an adapter; `all-linear`: all but the head."""
     merge: bool = True
-    """Export the whole model with the adapters merged into its weights; false: the adapters alone,
-    as peft writes them. Checkpoints hold the adapters alone in any case."""
+    """Export the whole model with the adapters merged into its weights; false: only the adapters,
+    in peft's format. Checkpoints contain only the adapters in any case."""
 
 
 class Model(Section):
-    """What is trained."""
+    """Model that is trained."""
 
     task: Annotated[str, NameIn(MODEL_TASKS)]
     """`pretraining` is BERT's: masked words and next sentence. `sequence-classification`: a class
     for a text; `sequence-regression`: a number; `token-classification`: a class for each word.
-    `custom` takes `factory`."""
+    `custom` requires `factory`."""
     pretrained: Text | None = None
     """Local folder or hub id of a transformers model to start from; null: random weights from
     `config`."""
     config: dict[str, Any] | None = None
-    """Fields of the transformers config, `model_type` first (with `pretrained`: fields to change;
-    its vocabulary is resized to another `vocab_size`, new words near the mean of the others)."""
+    """Fields of the transformers config, `model_type` first. With `pretrained`: fields to change;
+    its vocabulary is resized to another `vocab_size`, with new words initialized near the mean of
+    the others."""
     allow_partial: bool = False
-    """Train on from `pretrained` though some of its weights have no place in the model, or some of
-    the model's are not in it and start at random. False: only a head that is new for the task, or
-    of another number of labels, may start so, or be left out."""
+    """Start from `pretrained` even if some of its weights have no counterpart in the model, or if
+    some of the model's weights are missing in it and start at random. False: only a head that is
+    new for the task, or has another number of labels, may start at random or be left out."""
     factory: Text | None = None
-    """`package.module:function` that returns the model when task is custom; its forward takes a
-    batch's keys and returns the loss (or an object, mapping or tuple that holds it). The module may
-    lie beside the recipe."""
+    """`package.module:function` that returns the model when task is custom; its forward accepts a
+    batch's keys and returns the loss (or an object, mapping or tuple that contains it). The module
+    may be in the recipe's folder."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for `factory`."""
     attention: Literal["auto", "eager", "sdpa"] = "auto"
     """Attention implementation in transformers. `auto`: sdpa for the models that have it, but eager
-    with `engine.efficient_attention` or `engine.flash_attention`, which replace attention that is
-    written out."""
+    with `engine.efficient_attention` or `engine.flash_attention`, which replace attention that the
+    model computes step by step."""
     gradient_checkpointing: bool = False
-    """Keep each layer's input alone and compute the layer again in the backward pass, on every
+    """Keep only each layer's input and compute the layer again in the backward pass, on every
     engine: transformers' own, not reentrant, on eager and inductor; ONNX Runtime's recomputation
     (`engine.memory_optimization: 1`) on ort. Saves most of the activations, costs about a forward
-    pass, a quarter to a third of a step; for what does not fit otherwise. A custom model must have
-    a method `gradient_checkpointing_enable`, which is called."""
+    pass, a quarter to a third of a step; for models that do not fit otherwise. A custom model must
+    have a method `gradient_checkpointing_enable`, which is called."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights (needs the extra `lora`)."""
 
     @property
     def traits(self) -> ModelTask:
-        """The row of the task."""
+        """The task's row in the table of tasks."""
         return MODEL_TASKS[self.task]
 
 
 class Batch(Section):
-    """global_size = micro_size x accumulation_steps x data-parallel ranks; give two of the three,
-    or global_size alone (accumulation_steps is 1 then)."""
+    """global_size = micro_size x accumulation_steps x data-parallel ranks."""
 
     global_size: Positive | None = None
-    """Samples an optimizer step, over all ranks."""
+    """Samples of an optimizer step, over all ranks. Give two of the three fields, or global_size
+    alone (accumulation_steps is 1 then)."""
     micro_size: PositiveOrAuto | None = None
-    """Samples a rank takes through one forward and backward pass. `auto`: the largest that fits
-    into memory, found by trying before the run (seconds a try); `global_size` is kept by
-    accumulation, so give it, and no accumulation_steps. The number found is in the run folder's
-    recipe.yaml, the tries in its micro_size.json."""
+    """Samples of one forward and backward pass of a rank. `auto`: the largest number that fits into
+    memory, measured before the run (seconds for each try); `global_size` is kept by accumulation,
+    so give it, and no accumulation_steps. The result is in the run folder's recipe.yaml, the tries
+    are in its micro_size.json."""
     accumulation_steps: Positive | None = None
     """Forward and backward passes of each rank before an optimizer step."""
 
 
 class Optimizer(Section):
-    """How weights change."""
+    """Optimizer, which updates the weights."""
 
     name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
-    """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (said in engine.json);
-    both as torch's AdamW, decay before the step by rate x weight_decay. `lamb`: the large-batch
-    optimizer of BERT; not above ZeRO 0, where its trust ratio would be wrong."""
+    """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (engine.json names it);
+    both compute the same as torch's AdamW, with decay before the step by rate x weight_decay.
+    `lamb`: the large-batch optimizer of BERT; not above ZeRO 0, where its trust ratio would be
+    wrong."""
+    # Required: no default would suit every model.
     learning_rate: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
+    # Strict mode accepts no list of YAML for a tuple; the validator converts it.
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(tuple_of)] = (0.9, 0.999)
     """Decay of the first and second moment (adam and lamb)."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
@@ -128,155 +132,160 @@ class Optimizer(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay (adam, lamb); L2 for sgd."""
     no_decay: Words = ("bias", "norm", "LayerNorm")
-    """Parameters whose name contains one of these words get no weight decay."""
+    """Parameters whose name contains one of these words have no weight decay."""
     always_adapt: bool = False
     """lamb: scale every tensor by its own norm, as the paper's algorithm. False: only those with
     weight decay, as NVIDIA's FusedLAMB and Google's BERT."""
 
     @property
     def traits(self) -> OptimizerTraits:
-        """The row of the name."""
+        """The optimizer's row in the table of optimizers."""
         return OPTIMIZERS[self.name]
 
 
 class Offload(Section):
-    """Where DeepSpeed keeps what the GPU has no room for."""
+    """Optimizer state and weights that DeepSpeed keeps outside GPU memory."""
 
     optimizer: Literal["cpu", "nvme"] | None = None
-    """Master weights, optimizer state and the optimizer step: in host memory, or in files below
-    `nvme_path` (stage 3 alone). Stages 1 to 3. The step is torch's AdamW on the CPU."""
+    """Location of master weights, optimizer state and the optimizer step: host memory, or files
+    below `nvme_path` (stage 3 only). Stages 1 to 3. The step is torch's AdamW on the CPU."""
     parameters: Literal["cpu", "nvme"] | None = None
-    """Weights that no layer uses now: in host memory, or in files below `nvme_path`. Stage 3."""
+    """Location of weights that no layer uses at the moment: host memory, or files below
+    `nvme_path`. Stage 3."""
     nvme_path: Text | None = None
     """Folder on a fast local disk of every host, for `nvme`."""
     pin_memory: bool = False
-    """Host memory that the GPU reads directly: faster copies, and memory that cannot be swapped
+    """Use host memory that the GPU reads directly: faster copies, but such memory cannot be swapped
     out."""
 
 
 class Zero(Section):
-    """DeepSpeed ZeRO. null in its place: no DeepSpeed, DistributedDataParallel."""
+    """DeepSpeed ZeRO. null instead of this section: no DeepSpeed, DistributedDataParallel."""
 
-    # Not a Literal, which would take true for 1 and 2.0 for 2.
+    # Not a Literal, which would accept true for 1 and 2.0 for 2.
     stage: Annotated[int, Field(ge=0, le=3)] = 1
     """Shard over the ranks: 1 optimizer state, 2 also gradients, 3 also weights (not with engine
     ort)."""
     fused_gradient_norm: bool = True
-    """Stages 1 and 2: the overflow check and the gradient norm from one pass over the gradients, in
-    place of DeepSpeed's several, by ONNX Runtime's FP16_Optimizer where it can, else by ortlaunch.
-    Several times faster, equal to double precision within 1e-6, no memory. engine.json says whose
-    runs, and why. False: DeepSpeed's own."""
+    """Stages 1 and 2: compute the overflow check and the gradient norm in one pass over the
+    gradients, instead of DeepSpeed's several, by ONNX Runtime's FP16_Optimizer where possible, else
+    by ortlaunch. Several times faster, equal to double precision within 1e-6, no memory.
+    engine.json records which one runs, and why. False: DeepSpeed's own."""
     offload: Offload | None = None
-    """Keep optimizer state or weights in host memory or on a disk; null: all of it is on the
+    """Keep optimizer state or weights in host memory or on a disk; null: everything is on the
     GPU."""
     deepspeed: dict[str, Any] = {}
     """Raw DeepSpeed settings, merged last; keys that the recipe owns are refused."""
 
 
 class Spike(Section):
-    """What counts as a jump of the loss, and what follows."""
+    """Definition of a jump of the loss, and the response to it."""
 
     action: BadStepAction = "stop"
     """As `train.on_nonfinite`: `stop`, `skip` or `rollback`."""
     deviations: Annotated[float, Field(gt=0)] = 10.0
-    """The loss of a step jumped where it is above the median of the last `window` losses by more
-    than this many of their standard deviations (robust: 1.4826 x their median distance from the
-    median; at least 1 % of the median)."""
+    """A step's loss has jumped if it is above the median of the last `window` losses by more than
+    this many of their standard deviations (robust: 1.4826 x their median distance from the median;
+    at least 1 % of the median)."""
     window: Annotated[int, Field(ge=8, le=10_000)] = 100
-    """Losses to compare with, each the mean over all ranks; no step is judged before this start has
-    seen so many."""
+    """Number of losses to compare with, each the mean over all ranks; no step is judged before this
+    start has this many."""
 
 
 class Train(Section):
-    """How long, and how steps are taken."""
+    """Length of the training, and the handling of its steps."""
 
     max_steps: Positive | None = None
     """Optimizer steps. Or give `epochs`."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training data, in place of `max_steps`: as many steps as they take, known
-    when the data are read. 0.5 is half a pass."""
+    """Passes over the training data, instead of `max_steps`; the number of steps is computed when
+    the data are read. 0.5 is half a pass."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None
-    """Clip the global gradient norm to this; null: no clipping."""
+    """Maximum of the global gradient norm, for clipping; null: no clipping."""
     loss_weight: Text | None = None
-    """What a micro batch counts in the loss of a step and of an evaluation, for custom data:
+    """Weight of a micro batch in the loss of a step and of an evaluation, for custom data:
     `samples`, `labels` (those that are not -100, without the first of each sample where the model
-    predicts the next word), or a key of the batch, whose numbers are summed (a number a sample, or
-    a mask). Loss and gradients are then the mean over all that counts in the global batch, over
-    passes and ranks: the model itself must return the mean over what counts in its micro batch. The
-    key goes to the model only where its forward names it. null: labels for transformers' tasks (of
-    pretraining on text the masked words, whose weight the sentence pairs take), samples for task
-    custom."""
+    predicts the next word), or a key of the batch, whose numbers are summed (one number for each
+    sample, or a mask). Loss and gradients are then the mean over everything counted in the global
+    batch, over passes and ranks: the model itself must return the mean over everything counted in
+    its micro batch. The key is passed to the model only where its forward names it. null: labels
+    for transformers' tasks (for pretraining on text the masked words, whose weight also applies to
+    the sentence pairs), samples for task custom."""
     evaluate_every_steps: Positive | None = None
-    """Evaluate on `data.evaluation` this often; it is always evaluated at the end."""
+    """Steps between evaluations on `data.evaluation`; an evaluation always runs at the end."""
     stop_after: StopAfter | None = None
-    """End the training early, with its export, as `{metric: loss, evaluations: 3}`: when so many
-    evaluations one after another were not better than the best before them; null: never."""
+    """End the training early, with its export, as `{metric: loss, evaluations: 3}`: after this many
+    successive evaluations that were not better than the best before them; null: never."""
     hook: Text | None = None
-    """`package.module:Class`, beside the recipe or installed: a class of yours without arguments,
-    made on rank 0, with any of `on_step(step, values)` (each logged step, with that line of
-    metrics.jsonl), `on_evaluation(step, values)` (`loss` and the other metrics) and
-    `on_checkpoint(step, folder)` (a complete one). A method that returns `"stop"` ends the run as
-    `ortlaunch stop` does, saved; one that raises ends it with an error. null: none."""
+    """`package.module:Class`, in the recipe's folder or installed: a class of yours without
+    arguments, created on rank 0, with any of `on_step(step, values)` (after each logged step, with
+    that line of metrics.jsonl), `on_evaluation(step, values)` (`loss` and the other metrics) and
+    `on_checkpoint(step, folder)` (a complete checkpoint). A method that returns `"stop"` ends the
+    run as `ortlaunch stop` does, saved; one that raises ends it with an error. null: none."""
     metric: Text | None = None
-    """`package.module:function`, beside the recipe or installed: a metric of yours, called on rank
-    0 after each evaluation as `function(outputs, batch)`, and returning numbers by name. Both are
-    NumPy arrays by name, a row a sample of `data.evaluation` in its order, whatever the number of
-    ranks: what the model returns beside its loss, such as `logits`, and what the samples hold, such
-    as `labels` (a list of rows where batches differ in their shape). Of language models (causal-lm,
-    masked-lm, pretraining), whose scores over a vocabulary are too large to keep, it gets
-    `predictions` and `losses` in the place of each label: the likeliest word (-100 where no label
-    counts), and the label's negative log likelihood (nan there). The numbers stand beside the
-    evaluation's own, and `checkpoint.keep_best` and `stop_after` may name one. null: none."""
+    """`package.module:function`, in the recipe's folder or installed: a metric of yours, called on
+    rank 0 after each evaluation as `function(outputs, batch)`; it returns numbers by name. Both
+    arguments are NumPy arrays by name, with a row for each sample of `data.evaluation` in its
+    order, for any number of ranks: the model's outputs beside its loss, such as `logits`, and the
+    samples' values, such as `labels` (a list of rows where batches differ in their shape). For
+    language models (causal-lm, masked-lm, pretraining), whose scores over a vocabulary are too
+    large to keep, the function gets `predictions` and `losses` at the position of each label: the
+    most likely word (-100 where no label counts), and the label's negative log likelihood (nan
+    there). The numbers are recorded with the evaluation's own, and `checkpoint.keep_best` and
+    `stop_after` may name one. null: none."""
     on_nonfinite: BadStepAction = "stop"
-    """What follows a loss or gradient that is inf or nan and that no fp16 loss scale brought about.
+    """Response to a loss or gradient that is inf or nan and was not caused by an fp16 loss scale.
     `stop`: the run ends. `skip`: this step changes no weight, no optimizer state and no buffer.
-    `rollback`: the newest checkpoint is taken up in the same process, and the batch is left out:
-    the step takes the samples that follow (without a checkpoint one is written before step 1). In
-    each case the step, the samples and the first bad parameter are printed, and recorded in
-    bad_steps.jsonl. `skip` and `rollback` look at the loss of every step before its update, on all
+    `rollback`: the newest checkpoint is loaded in the same process, and the batch is left out: the
+    step uses the samples that follow (without a checkpoint one is written before step 1). In each
+    case the step, the samples and the first bad parameter are printed, and recorded in
+    bad_steps.jsonl. `skip` and `rollback` check the loss of every step before its update, on all
     ranks."""
     on_spike: Spike | None = None
-    """The same for a loss that jumps, as `{action: rollback}`; null: no loss is too high."""
+    """The same response for a loss that jumps, as `{action: rollback}`; null: no loss is too
+    high."""
     max_skips: Positive = 10
-    """After so many skipped bad steps in a run the next one ends it."""
+    """Number of skipped bad steps in a run; the next bad step ends it."""
     max_rollbacks: Positive = 3
-    """After so many rollbacks of a run, over all its starts, the next bad step ends it."""
+    """Number of rollbacks in a run, over all its starts; the next bad step ends it."""
     stall_seconds: SecondsOrAuto | None = "auto"
-    """A run without progress for so long is ended, with the ranks that are behind and where each
-    stands. `auto`: in steps 20 times as long as they take and at least 60 (ten times that while
-    those ranks compute), and 600 where no rank does anything in the first two steps, in an export,
-    a save or an evaluation. A number holds for all of them, but a rank that computes there has 30
-    times as long. null: never."""
+    """Seconds without progress after which a run is ended; the ranks that are behind are printed
+    with their positions. `auto`: during steps 20 times their usual duration and at least 60 (ten
+    times that while those ranks compute), and 600 where no rank does anything in the first two
+    steps, in an export, a save or an evaluation. A number applies to all of them, but a rank that
+    computes there has 30 times as long. null: never."""
 
     @property
     def steps(self) -> int:
-        """`max_steps`, for those who come after the worker has settled them."""
+        """`max_steps`, for callers after the worker has set it from `epochs`."""
         assert self.max_steps is not None
         return self.max_steps
 
 
 class Checkpoint(Section):
-    """Saved state to continue from."""
+    """Checkpoints: saved state to continue from."""
 
     every_minutes: Annotated[float, Field(gt=0)] | None = 30
-    """Save when so much time has gone by since the last save, by rank 0's clock; null: not by time.
-    One is always written at the end."""
+    """Minutes since the last save after which the next save follows, by rank 0's clock; null: not
+    by time. A checkpoint is always written at the end."""
     every_steps: Positive | None = None
-    """Save after every so many steps, too; null: not by steps."""
+    """Also save after every this many steps; null: not by steps."""
     keep: Positive | None = 3
-    """Newest checkpoints to keep; null keeps all."""
+    """Number of newest checkpoints to keep; null keeps all."""
     keep_every: Positive | None = None
-    """Of those that `keep` takes away, keep one for good every so many steps: the first at or after
-    each multiple."""
+    """Of the checkpoints that `keep` would delete, keep one for good every this many steps: the
+    first at or after each multiple."""
     keep_best: KeepBest | None = None
-    """Save after each evaluation that is the best so far, and keep the best checkpoint beside those
-    of `keep`, as `{metric: f1_macro}`; null: none."""
+    """Save after each evaluation that is the best so far, and keep the best checkpoint in addition
+    to those of `keep`, as `{metric: f1_macro}`; null: none."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """A save that fails (a full disk, a folder that became read-only) leaves older checkpoints as
-    they are. `stop`: the run ends. `continue`: it says so, counts it in summary.json, trains on and
-    tries again at the next save; where the save at the end fails the export is written, and the run
-    has failed."""
-    __annotations__["async"] = Annotated[  # a word of Python's own, which no plain line can name
+    """Response to a save that fails (a full disk, a folder that became read-only); older
+    checkpoints stay unchanged. `stop`: the run ends. `continue`: the run prints the failure, counts
+    it in summary.json, trains on and tries again at the next save; where the save at the end fails
+    the export is written, and the run has failed."""
+    # `async` is a keyword of Python, so no plain assignment can declare the field; the description
+    # below stands for the docstring.
+    __annotations__["async"] = Annotated[
         bool | None,
         Field(
             default=None,
@@ -291,22 +300,22 @@ class Checkpoint(Section):
 
 
 class Log(Section):
-    """What is written while training."""
+    """Output during training."""
 
     every_steps: Positive = 10
-    """Print and record metrics this often."""
+    """Steps between printed and recorded metrics."""
     ranks: Literal["first", "all"] = "first"
-    """Whose output the terminal shows while they run: rank 0's, or every line of all behind `HOST
-    rank N: `. Each rank has its own logs in the run folder, and the error of any is shown at the
-    end."""
+    """Ranks whose output the terminal shows during the run: rank 0, or all, with every line after
+    `HOST rank N: `. Each rank has its own logs in the run folder, and the error of any rank is
+    shown at the end."""
     trackers: Annotated[
         tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(tuple_of)
     ] = ()
-    """Where metrics go beside metrics.jsonl; each needs the extra of its name. W&B and MLflow take
-    account and server from their own variables (`WANDB_*`, `MLFLOW_*`; `WANDB_MODE=offline` works).
-    One that fails never ends a run."""
+    """Destinations of metrics in addition to metrics.jsonl; each needs the extra of its name. W&B
+    and MLflow read account and server from their own variables (`WANDB_*`, `MLFLOW_*`;
+    `WANDB_MODE=offline` works). A tracker that fails never ends a run."""
     project: str | None = None
-    """W&B's project, MLflow's experiment; the recipe's name if not given."""
+    """W&B's project, MLflow's experiment; null: the recipe's name."""
 
 
 class Recipe(Section):
@@ -333,5 +342,5 @@ class Recipe(Section):
 
     @property
     def format(self) -> Precision:
-        """The row of the precision."""
+        """The precision's row in the table of precisions."""
         return PRECISIONS[self.precision]

@@ -1,9 +1,9 @@
-"""The environment variables that ORTModule 1.19.2 reads: which field of `engine` each one is, and
-what contradicts it.
+"""The environment variables that ORTModule 1.19.2 reads: each one's field of `engine`, and
+conflicts.
 
-The recipe is the one source: a variable that has a field must agree with it, and one without is
-refused with its reason, for outside a recipe nothing would show it. Pure; both sides of a run
-import it.
+The recipe is the only source of settings. A variable that has a field must agree with it. A
+variable without a field is refused with a reason, because nothing outside the environment would
+show it. Pure; both sides of a run import it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ PREFIX = "ORTMODULE_"
 
 
 class Variable(NamedTuple):
-    """A variable's field, and the field's value that a text of it means (ValueError: none)."""
+    """A variable's field, and the function from the variable's text to a value of that field.
+
+    `means` raises ValueError or KeyError for a text without a meaning.
+    """
 
     field: str
     means: Callable[[str], Any]
@@ -30,10 +33,11 @@ def _flag(text: str) -> bool:
 
 
 def _no_value(text: str) -> Any:
-    """The variable names a file or a folder, the field says what is in it."""
+    """Refuse any text: the variable names a file or a folder, the field has its content."""
     raise ValueError(text)
 
 
+# Variable -> field of `engine`. A text without a meaning here counts as a contradiction.
 FIELDS = {
     "ORTMODULE_ONNX_OPSET_VERSION": Variable("opset", int),
     "ORTMODULE_CONV_ALGO_SEARCH": Variable("conv_algorithm_search", str.lower),
@@ -44,6 +48,7 @@ FIELDS = {
     "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": Variable("memory_efficient_grad_management", _flag),
     "ORTMODULE_PRINT_INPUT_DENSITY": Variable("print_input_density", _flag),
     "ORTMODULE_PRINT_MEMORY_STATS": Variable("print_memory_stats", _flag),
+    # Only this policy has an equivalent: allow_fallback false.
     "ORTMODULE_FALLBACK_POLICY": Variable(
         "allow_fallback", {"FALLBACK_DISABLE": False}.__getitem__
     ),
@@ -61,7 +66,7 @@ FIELDS = {
     "ORTMODULE_LOG_LEVEL": Variable("log_level", str.lower),
     "ORTMODULE_SAVE_ONNX_PATH": Variable("save_onnx", str),
 }
-# Variables without a field: why. They are refused.
+# Variables without a field, with the reason; they are refused.
 LEFT_OUT = {
     "ORTMODULE_ATEN_SDPA_FALLBACK": "takes sdpa as it was up to torch 2.4; see engine.torch_operators",
     "ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER": "does nothing in 1.19.2; engine.sparsity_optimizer is for labels, too",
@@ -76,18 +81,17 @@ LEFT_OUT = {
     "ORTMODULE_EXTERNAL_TORCH_CPP_EXTENSION_DIR": "is documented, and 1.19.2 reads it nowhere",
     "ORTMODULE_EXTERNAL_TORCH_CUDA_EXTENSION_DIR": "is documented, and 1.19.2 reads it nowhere",
 }
-# These change what is dumped for ORT's developers and nothing else: shown, not refused.
+# These only change dumps for ORT's developers: they are shown, not refused.
 HARMLESS = ("ORTMODULE_TRITON_DEBUG",)
 
 
 def seen(environ: Mapping[str, str]) -> dict[str, str]:
-    """ORTModule's variables in an environment, by name."""
+    """Return ORTModule's variables of an environment, sorted by name."""
     return {name: environ[name] for name in sorted(environ) if name.startswith(PREFIX)}
 
 
 def contradictions(engine: Engine, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(variable, what is wrong with it) for each that says something else than the recipe, or
-    nothing at all."""
+    """Yield (variable, problem) for each variable that contradicts the recipe or has no effect."""
     for name, text in seen(environ).items():
         message = _contradiction(engine, name, text)
         if message:
@@ -101,6 +105,7 @@ def _contradiction(engine: Engine, name: str, text: str) -> str | None:
     value = getattr(engine, variable.field)
     try:
         agrees = variable.means(text) == value
+    # KeyError: `_flag` and the tables look the text up.
     except (ValueError, KeyError):
         agrees = False
     if agrees:
@@ -109,7 +114,7 @@ def _contradiction(engine: Engine, name: str, text: str) -> str | None:
 
 
 def _yaml(value: Any) -> str:
-    """A field's value as a recipe writes it."""
+    """Return a field's value as a recipe writes it."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
@@ -129,12 +134,14 @@ def _without_field(name: str) -> str:
 
 
 def _core(name: str) -> str:
-    """What tells names apart."""
+    """Return the distinctive part of a variable's name, for comparison of similar names."""
+    # Most names share ENABLE_ or USE_, which would make them similar to each other.
     return re.sub(rf"^{PREFIX}((ENABLE|USE)_)?", "", name)
 
 
 def in_recipes_words(text: str) -> str:
-    """`Settings.opset=17` is `engine.opset=17`, with YAML's true and false."""
+    """Replace ORTModule's names of settings by the recipe's: `Settings.opset=17` ->
+    `engine.opset=17`."""
     text = text.replace("transformers: attn_implementation='eager'", "model.attention=eager")
     return re.sub(
         r"\bSettings\.(\w+)(=True|=False)?", lambda m: f"engine.{m[1]}{(m[2] or '').lower()}", text

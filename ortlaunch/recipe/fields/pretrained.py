@@ -1,5 +1,7 @@
-"""The config.json of a pretrained model that lies here: in its folder, or in the hub's cache.
-Nothing is downloaded."""
+"""The config.json of a pretrained model on this host: from its folder, or from the hub's cache.
+
+Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from ortlaunch.recipe.fields.section import MOST
 
 
 def config_of(name: str) -> dict[str, Any] | None:
-    """Fields of the model's config, or None where it is not on this host or is no JSON object."""
+    """Return the model's config, or None where it is not on this host or is no JSON object."""
     folder = Path(name) if Path(name).is_dir() else _snapshot(name)
     with contextlib.suppress(OSError, ValueError):
         found = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else None
@@ -22,7 +24,7 @@ def config_of(name: str) -> dict[str, Any] | None:
 
 
 def _counts(config: dict[str, Any]) -> bool:
-    """Whether its sizes are sizes; a damaged file would be counted wrongly, or not at all."""
+    """Return whether all sizes are positive integers; a damaged file would give wrong estimates."""
     sizes = [
         value
         for key, value in config.items()
@@ -32,8 +34,8 @@ def _counts(config: dict[str, Any]) -> bool:
 
 
 def _snapshot(name: str) -> Path | None:
-    """Where huggingface_hub keeps what the main branch of a repository was when it was last asked
-    for."""
+    """Return the cached snapshot of the main branch of a hub repository, or None."""
+    # The order of precedence that huggingface_hub documents.
     home = (
         os.environ.get("HF_HOME")
         or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
@@ -41,5 +43,6 @@ def _snapshot(name: str) -> Path | None:
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
     model = cache / f"models--{name.replace('/', '--')}"
     with contextlib.suppress(OSError, ValueError):
+        # refs/main has the commit that the main branch had at the last download.
         return model / "snapshots" / (model / "refs" / "main").read_text().strip()
     return None

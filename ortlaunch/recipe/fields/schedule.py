@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ortlaunch.recipe.fields.section import Decay, Fraction, Section
 
+# 0 is valid: no warm-up.
 Length = Annotated[int, Field(ge=0)]
 
 
@@ -18,12 +19,12 @@ class Schedule(Section):
     """Decay after the warm-up: `linear`, `cosine` and `polynomial` to 0 at the last step (or to
     `minimum_ratio`), `wsd` (warm-up, stable, decay) at the end alone, `constant` not at all."""
     warmup_steps: Length | None = None
-    """Steps from 0 to the peak; or give `warmup_ratio`."""
+    """Steps from 0 to the peak; alternatively give `warmup_ratio`."""
     warmup_ratio: Fraction | None = None
     """Warm-up as a share of all steps."""
     minimum_ratio: Decay = 0.0
-    """Where `linear`, `cosine` and `wsd` end, as a share of `optimizer.learning_rate`: 0.1 in Llama
-    2."""
+    """Final rate of `linear`, `cosine` and `wsd`, as a share of `optimizer.learning_rate`: 0.1 in
+    Llama 2."""
     power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`: 0.5 in BERT-large's phase 1 and 2."""
     decay_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1

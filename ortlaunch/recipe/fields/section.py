@@ -1,5 +1,4 @@
-"""What the recipe's sections share: their base model, and the kinds of values that several of them
-take."""
+"""Shared parts of the recipe's sections: their base model, and types of several fields."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from pydantic import (
 from pydantic_core import PydanticKnownError, core_schema
 
 # Branches of "a word, a mapping or a list" and of "a number or auto", as they appear in pydantic's
-# locations.
+# error locations; check.py removes them there. Angle brackets cannot be part of a field's name.
 WORD = "<word>"
 MAPPING = "<mapping>"
 LIST = "<list>"
@@ -26,7 +25,7 @@ NUMBER = "<number>"
 
 
 def tuple_of(value: object) -> object:
-    """A list of YAML as a tuple; anything else as it is."""
+    """Return a list of YAML as a tuple, and any other value as it is."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -38,15 +37,18 @@ def _number_or_auto(value: object) -> str:
     return WORD if value == "auto" else NUMBER
 
 
-# More of anything is a slip of the finger, and what is counted out would take for ever.
+# A larger number is a typing error, and a loop over that many items would never end.
 MOST = 10**9
 
 Text = Annotated[str, Field(min_length=1)]
+# Tuples, because sections are frozen; strict mode would refuse YAML's lists without the validator.
 Words = Annotated[tuple[Text, ...], BeforeValidator(tuple_of)]
 OneOrMore = Annotated[
     tuple[Text, ...],
     BeforeValidator(_tuple_of_one_or_more),
     Field(min_length=1),
+    # Without it the schema would show the tuple alone, and editors would mark a single text as
+    # wrong.
     WithJsonSchema(
         {
             "anyOf": [
@@ -76,20 +78,22 @@ SecondsOrAuto = Annotated[
 RowsOrWord = Annotated[
     Annotated[Positive, Tag(NUMBER)] | Annotated[Literal["auto", "off"], Tag(WORD)],
     Discriminator(lambda value: WORD if value in ("auto", "off") else NUMBER),
-    BeforeValidator(lambda value: "off" if value is False else value),  # as YAML reads it
+    # YAML 1.1 reads a plain `off` as false.
+    BeforeValidator(lambda value: "off" if value is False else value),
 ]
 
 
 OperatorsOrWord = Annotated[
     Annotated[Words, Tag(NUMBER)] | Annotated[Literal["auto", "off"], Tag(WORD)],
     Discriminator(lambda value: NUMBER if isinstance(value, (list, tuple)) else WORD),
-    BeforeValidator(lambda value: "off" if value is False else value),  # as YAML reads it
+    # As in RowsOrWord.
+    BeforeValidator(lambda value: "off" if value is False else value),
 ]
 
 
 class NameIn:
-    """For `Annotated[str, NameIn(table)]`: a name of the table, with the error and the schema of a
-    Literal of them."""
+    """A name of a table, for `Annotated[str, NameIn(table)]`; errors and schema are those of a
+    Literal."""
 
     def __init__(self, table: Collection[str], *others: str) -> None:
         self._table = table
@@ -97,7 +101,7 @@ class NameIn:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that are accepted, as the table has them now."""
+        """The accepted names, read from the table at each use."""
         return (*self._others, *self._table)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
@@ -110,29 +114,33 @@ class NameIn:
         if isinstance(value, str) and value in self.names:
             return value
         *first, last = map(repr, self.names)
+        # The type of a Literal's error: messages.py then handles both alike.
         raise PydanticKnownError(
             "literal_error", {"expected": " or ".join([", ".join(first), last])}
         )
 
 
 class Section(BaseModel):
-    """What every section shares: frozen, strict types, unknown keys are errors."""
+    """Base of all sections: frozen, strict types, unknown keys are errors."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
+        # Without it pydantic would accept "1" for 1 and 1 for true.
         strict=True,
         allow_inf_nan=False,
         protected_namespaces=(),
+        # `--help` imports these models without validating anything; build them at their first use.
         defer_build=True,
     )
 
 
+# Format of rules' messages: (the choice that ignores the field, the fields that it uses).
 DOES_NOTHING = "does nothing with {}, which takes {}; leave it out, or write null"
 
 
 def chosen(section: BaseModel) -> set[str]:
-    """Fields with another value than their default: a resolved recipe writes all of them."""
+    """Return the fields whose value is not the default; a resolved recipe sets every field."""
     defaults = type(section).model_fields
     return {
         name

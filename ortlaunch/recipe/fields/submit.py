@@ -1,5 +1,5 @@
-"""The recipe's section `submit`: how a scheduler is asked for the run's place (`ortlaunch
-submit`)."""
+"""The recipe's section `submit`: the resources that `ortlaunch submit` requests from a
+scheduler."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ from pydantic import Field
 
 from ortlaunch.recipe.fields.section import Positive, Section, Text, Words
 
+# Slurm's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, each also after `days-`.
 SlurmTime = Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")]
 
+# A DNS label (RFC 1123): at most 63 characters.
 KubernetesName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+# Kubernetes' resource quantities: a decimal number with a binary, a decimal or an exponent suffix.
 Quantity = Annotated[
     str, Field(pattern=r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[munkMGTPE]|[eE][-+]?[0-9]+)?$")
 ]
+# A path in a pod: absolute, without blanks, colons and commas.
 Path = Annotated[str, Field(pattern=r"^/[^\s:,]*$")]
 
 
 class Container(Section):
-    """An image that the ranks run in; it must hold ortlaunch."""
+    """Image that the ranks run in; it must contain ortlaunch."""
 
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """`pyxis`: srun's `--container-image`; `apptainer`: `apptainer exec --nv` on each rank."""
     image: Text
-    """As the runtime takes it, for example `nvcr.io#nvidia/pytorch:25.01-py3` or
+    """Name in the runtime's form, for example `nvcr.io#nvidia/pytorch:25.01-py3` or
     `/images/train.sif`."""
     mounts: Words = ()
-    """Folders to bring in, as `/data:/data`. The run folder and the current folder are brought in
-    anyway."""
+    """Folders to mount, as `/data:/data`. The run folder and the current folder are always
+    mounted."""
 
 
 class Kubernetes(Section):
@@ -39,17 +43,18 @@ class Kubernetes(Section):
     2.2 or later."""
     trainer: Literal["v2.2", "v2.3"] = "v2.3"
     """Version of Kubeflow Trainer for `trainjob`; v2.3 is for later ones, too. A manifest for v2.2
-    has no grace period of the pods: the runtime's is in force (30 s by default), and
+    has no grace period of the pods: the runtime's applies (30 s by default), and
     `launch.grace_seconds` must fit into it."""
     image: Text
-    """Image of the pods; it must hold ortlaunch."""
+    """Image of the pods; it must contain ortlaunch."""
     runs: Path
-    """Folder of the pods, on one of `volumes`, that run folders are made in; as `/data/runs`."""
+    """Folder in which run folders are created, as pods see it, on one of `volumes`; as
+    `/data/runs`."""
     volumes: Annotated[dict[Text, Path], Field(min_length=1)]
-    """Claims of volumes and where pods see them, as `{training: /data}`; several pods need one that
-    all can write."""
+    """Volume claims and their paths in the pods, as `{training: /data}`; several pods need a volume
+    that all can write to."""
     workdir: Path = "/workspace"
-    """Folder of the image or of a volume that the command starts in: for relative paths and your
+    """Folder of the image or of a volume in which the command starts: for relative paths and your
     own modules."""
     namespace: KubernetesName = "default"
     """Namespace."""
@@ -58,14 +63,16 @@ class Kubernetes(Section):
     runtime: Text = "torch-distributed"
     """The TrainJob's cluster-wide runtime, one with `torch` and a job `node`."""
     secret: Text | None = None
-    """Secret that has the variables that `launch.forward` names, as its keys; the manifest has
-    their names alone."""
+    """Secret with the variables that `launch.forward` names, as its keys; the manifest contains
+    only their names."""
+    # The name that NVIDIA's device plugin gives its resource; AMD's is `amd.com/gpu`.
     gpu: Text = "nvidia.com/gpu"
-    """Resource that is asked for, one a rank, where `launch.device` is cuda."""
+    """Resource of which each rank requests one, where `launch.device` is cuda."""
     cpu: Quantity | None = None
     """Cores of each pod, as `"96"`."""
     memory: Quantity | None = None
     """Memory of each pod, as `1000Gi`."""
+    # The container runtime's default is 64 MiB, which is too small for NCCL.
     shared_memory: Quantity = "16Gi"
     """Size of /dev/shm, which NCCL uses within a pod; it counts as memory."""
     node_selector: dict[Text, str] = {}
@@ -81,16 +88,16 @@ class AzureMl(Section):
     """Compute target, as `azureml:gpu-cluster`."""
     environment: Text
     """Image of a registry, or an environment of the workspace as `azureml:NAME@latest`; it must
-    hold ortlaunch."""
+    contain ortlaunch."""
     runs: Text = "azureml://datastores/workspaceblobstore/paths/runs"
-    """Folder of a datastore that run folders are made in."""
+    """Folder of a datastore in which run folders are created."""
     data: Text | None = None
-    """Folder of a datastore or a data asset, as `azureml:wiki@latest`: it is mounted to be read,
-    and the command starts in it, for relative paths."""
+    """Folder of a datastore or a data asset, as `azureml:wiki@latest`: it is mounted read-only, and
+    the command starts in it, for relative paths."""
     code: Text | None = None
-    """Folder of this machine that is sent along: your own modules."""
+    """Folder of this machine that is uploaded: your own modules."""
     distribution: Literal["pytorch", "mpi"] = "pytorch"
-    """What starts the ranks there."""
+    """Program that starts the ranks there."""
     experiment: Text | None = None
     """Experiment; null: the recipe's name."""
     shared_memory: Annotated[str, Field(pattern=r"^[0-9]+[bkmg]$")] = "16g"
@@ -102,32 +109,32 @@ class AzureMl(Section):
 
 
 class Submit(Section):
-    """What a job in a queue is asked for beside `launch.nodes`, `launch.processes_per_node` and the
-    device. What is null is left to the cluster. All but `requeue`, `kubernetes` and `azureml` are
-    Slurm's."""
+    """Requests to a scheduler beside `launch.nodes`, `launch.processes_per_node` and the device."""
 
     scheduler: Literal["slurm", "kubernetes", "azureml"] = "slurm"
-    """Whose queue; `ortlaunch submit --scheduler` comes first."""
+    """Scheduler of the queue; `ortlaunch submit --scheduler` takes precedence. Fields of `submit`
+    that are null are left to the cluster. All fields but `requeue`, `kubernetes` and `azureml` are
+    Slurm's."""
     kubernetes: Kubernetes | None = None
-    """Pods."""
+    """Settings of the pods."""
     azureml: AzureMl | None = None
-    """Azure Machine Learning."""
+    """Settings of Azure Machine Learning."""
     partition: Text | None = None
     """Partition, or several with commas between them."""
     account: Text | None = None
-    """Whom the time is charged to."""
+    """Account that the time is charged to."""
     qos: Text | None = None
     """Quality of service."""
     reservation: Text | None = None
     """Reservation."""
     time: SlurmTime | None = None
     """Time limit in quotes, as `"30"` (minutes), `"4:00:00"` or `"2-12:00:00"`. The run saves
-    before it and goes on in a next turn (`requeue`)."""
+    before it and continues in a later job (`requeue`)."""
     gpus: Literal["gpus-per-node", "gres"] = "gpus-per-node"
-    """How GPUs are asked for, one a rank: `--gpus-per-node=8`, or `--gres=gpu:8` as older clusters
-    have it."""
+    """Option that requests GPUs, one for each rank: `--gpus-per-node=8`, or `--gres=gpu:8` for
+    older clusters."""
     gpu_type: Text | None = None
-    """Kind of GPU, as `a100`."""
+    """Type of GPU, as `a100`."""
     cpus_per_task: Positive | None = None
     """Cores of each rank."""
     memory: Text | None = None
@@ -137,31 +144,32 @@ class Submit(Section):
     nodelist: Text | None = None
     """Nodes that must be among those of the job, as `node[01-04]`."""
     exclude: Text | None = None
-    """Nodes that must not."""
+    """Nodes that must not be among those of the job."""
     exclusive: bool = False
-    """No other job on these nodes."""
+    """Allow no other job on these nodes."""
     dependency: Text | None = None
     """Jobs to wait for, as `afterok:1234`."""
     begin: Text | None = None
-    """Not before this time, as `now+1hour`."""
+    """Earliest start, as `now+1hour`."""
     mail_user: Text | None = None
-    """Who gets mail."""
+    """Address for mail."""
     mail_type: Text | None = None
-    """About what, as `END,FAIL`."""
+    """Events that send mail, as `END,FAIL`."""
     requeue: bool = True
-    """Go back into the queue when the run was stopped and has saved (exit status 85), before the
-    time limit or by preemption, until it is done; not after `ortlaunch stop`, nor where a later
-    turn's time was over before its first step. False: end there. Azure ML and TrainJob cannot: they
-    end with that status, and `ortlaunch submit` with the same run folder goes on. To an indexed Job
-    `ortlaunch stop` is like the others: end it by `ortlaunch cancel`."""
+    """Queue the job again when the run was stopped and has saved (exit status 85), before the time
+    limit or by preemption, until it is done; not after `ortlaunch stop`, nor where a later job's
+    time was over before its first step. False: end there. Azure ML and TrainJob cannot queue again:
+    they end with that status, and `ortlaunch submit` with the same run folder continues. An indexed
+    Job does not distinguish `ortlaunch stop` from other stops: end it by `ortlaunch cancel`."""
+    # 65,535 is the limit of sbatch's --signal.
     signal_seconds: Annotated[int, Field(ge=1, le=65535)] = 120
-    """Seconds before the time limit at which ranks are asked to save and stop: more than a step and
-    a checkpoint."""
+    """Seconds before the time limit at which ranks must save and stop: more than a step and a
+    checkpoint."""
     container: Container | None = None
-    """Image that ranks run in; null: this environment, which the nodes must see under the same
+    """Image that ranks run in; null: this environment, which every node must see under the same
     path."""
     setup: Words = ()
-    """Lines of shell before the ranks start, as `module load cuda/12.4`. No secrets: what is
-    exported in your shell goes with the job."""
+    """Lines of shell before the ranks start, as `module load cuda/12.4`. No secrets: the job gets
+    the variables that your shell exports."""
     options: Words = ()
-    """Further lines for `#SBATCH`, as `--switches=1`."""
+    """Further options for `#SBATCH`, as `--switches=1`."""
