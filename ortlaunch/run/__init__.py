@@ -1,1 +1,4 @@
-"""One run of this command: its choices, its start, restarts and verdict. The folder is run_folder's."""
+"""One run by this command: its choices, start, restarts and verdict.
+
+The run's folder belongs to run_folder.
+"""

@@ -1,4 +1,4 @@
-"""What `ortlaunch doctor` looks at: the hosts of a host file or of a Slurm job, or this machine; also for a recipe."""
+"""The checks of `ortlaunch doctor`, on a host file's hosts, a Slurm job's, or this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ortlaunch.resolve.resolve import ResolvedRun, resolve
 
 
 class CheckupOptions(NamedTuple):
-    """What was typed beside recipe and hosts; None: as the recipe has it."""
+    """Options of the command line beside recipe and hosts; None: the recipe's value."""
 
     folder: Path | None = None
     device: str | None = None
@@ -30,9 +30,10 @@ class CheckupOptions(NamedTuple):
 
 
 def asked_of(resolved: ResolvedRun, folder: Path) -> HostRequirements:
-    """What a run's hosts must have."""
+    """Return the requirements of a run on its hosts."""
     world = resolved.world
     recipe = resolved.file.recipe
+    # A new checkpoint is complete before an old one is deleted: one more than are kept.
     kept = (recipe.checkpoint.keep or 1) + 1
     needed = resolved.work.memory.checkpoint * kept if resolved.work.memory else 0
     return HostRequirements(
@@ -47,11 +48,12 @@ def checkup(
     place: CheckupOptions,
     environ: Mapping[str, str],
 ) -> list[Finding]:
-    """Every finding, in the order of the hosts.
+    """Return all findings, in the order of the hosts.
 
     Raises:
         InputError: the recipe or the host file is wrong.
     """
+    # Nothing is started from here, so resources that only other hosts have may be absent here.
     _refuse_unused(options, recipe is not None)
     options = with_job(options, environ)._replace(planned_only=True)
     folder = Path(os.path.abspath(place.folder or "."))
@@ -85,7 +87,7 @@ def _refuse_unused(options: LaunchOptions, starts: bool) -> None:
 
 
 def with_job(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
-    """Inside a Slurm job its nodes stand for a host file."""
+    """Return the options with the nodes of this Slurm job as the host file, unless one is given."""
     job = () if options.hostfile else hosts_of_job(environ)
     if not job:
         return options
@@ -94,12 +96,12 @@ def with_job(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOption
 
 
 def _device(environ: Mapping[str, str]) -> str:
-    """As a recipe's launch.device auto is."""
+    """Return the device that `launch.device: auto` of a recipe stands for."""
     return "cuda" if machine.visible_gpus(environ) else "cpu"
 
 
 def _nodes(options: LaunchOptions) -> tuple[Node, ...]:
-    """The hosts without a recipe; none: this one."""
+    """Return the hosts for a checkup without a recipe; none stands for this host."""
     if options.hostfile is None:
         return ()
     text = hostfile_text(options.hostfile) if options.hosts_text is None else options.hosts_text

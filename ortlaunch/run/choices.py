@@ -1,6 +1,7 @@
-"""Choices that a recipe leaves to `auto`, as values: from what is known already, or by trying.
+"""Resolve the recipe's fields that are `auto`, from known values or by measurements.
 
-A try is a start of its own, with its own plan. The run's plan comes after all choices.
+Each measurement is a start of its own, with a plan of its own. The run's plan is made after all
+choices.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ from ortlaunch.run_folder.folder import RunDir
 
 
 def known(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
-    """The run with what an earlier start of it, or a measurement before it, has chosen.
+    """Return the run with the choices that are known from an earlier start or measurement.
 
     Raises:
-        PlanError: a choice is open, and this process is a rank already, which can start no jobs.
+        PlanError: a choice is open, and this process is a rank, which can start no jobs.
     """
     inside = resolved.world.inside
     if micro_size.is_asked(resolved.file.recipe):
         size = micro_size.known(resolved.file.recipe, resolved.work.batch, run)
+        # A rank can use a known size, but cannot start the trials that find one.
         if size is not None:
             resolved = resolved.with_choice(micro_size.override(size))
         elif inside is not None:
             micro_size.refuse_inside()
-    if not engine_is_open(resolved) or (
-        inside is not None and inside.rank > 0
-    ):  # which starts what rank 0 has chosen
+    # Ranks after rank 0 start with rank 0's choice.
+    if not engine_is_open(resolved) or (inside is not None and inside.rank > 0):
         return resolved
+    # Imported on use: only a run with an open engine needs the bench.
     from ortlaunch.bench import auto
 
     found = auto.known(resolved, run)
@@ -34,12 +36,12 @@ def known(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
 
 
 def engine_is_open(resolved: ResolvedRun) -> bool:
-    """Whether the engine has to be measured."""
+    """Whether the engine must be measured."""
     return resolved.file.recipe.engine.name == "auto"
 
 
 def with_measured_engine(resolved: ResolvedRun) -> ResolvedRun:
-    """The run with the engine that a bench finds now, which is remembered."""
+    """Return the run with the engine that a bench chooses now; the choice is stored."""
     from ortlaunch.bench import auto
 
     choice = auto.measured(resolved, lambda text: print(text, flush=True))
@@ -47,7 +49,7 @@ def with_measured_engine(resolved: ResolvedRun) -> ResolvedRun:
 
 
 def with_found_size(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
-    """The run with the largest micro batch that fits."""
+    """Return the run with the largest micro batch that fits."""
     if not micro_size.is_asked(resolved.file.recipe):
         return resolved
     return resolved.with_choice(

@@ -1,6 +1,6 @@
-"""The control side of a run, top to bottom: choices -> check -> folder -> start -> verdict.
+"""The control side of a run, in order: choices, checks, folder, start, verdict.
 
-Everything that `ortlaunch train` does before and after the ranks live. Never imports torch.
+It does all that `ortlaunch train` does before and after the ranks run. It never imports torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ortlaunch.units import duration
 
 
 def train(resolved: ResolvedRun, chosen: Path | None, options: ResumeOptions = AUTOMATIC) -> int:
-    """Prepare the folder, start the ranks, wait, say how it ended; returns the exit status."""
+    """Prepare the folder, start the ranks, wait, print the verdict and return the exit status."""
     options = options.checked()
     with RunLock() as lock:
         return _train(resolved, chosen, lock, options)
@@ -43,13 +43,14 @@ def _train(
     rank = resolved.world.inside
     run = run_folder(chosen, resolved, os.environ)
     if run.recipe.exists() and rank is None:
-        lock.take(run)  # before anything is measured
+        # Before anything is measured: a living run in the folder must end this command at once.
+        lock.take(run)
     if rank is not None and rank.rank == 0:
-        inside.mark_of(run, rank).unlink(
-            missing_ok=True
-        )  # of an earlier launch, whose files others would start with
+        # With the mark of an earlier launch, other ranks would start from that launch's files.
+        inside.mark_of(run, rank).unlink(missing_ok=True)
 
-    # What is known already, then what would keep the run from starting: before minutes of measuring.
+    # First the known choices and the checks: a run that cannot start should fail before minutes of
+    # measuring.
     resolved = choices.known(resolved, run)
     if rank is not None and rank.rank > 0:
         return 0 if finished(resolved, run, options) else inside.follow(resolved, rank, run)
@@ -60,6 +61,7 @@ def _train(
         return inside.lead(resolved, rank, run, lock, beginning, options)
     if choices.engine_is_open(resolved):
         resolved = choices.with_measured_engine(resolved)
+        # The engine may have requirements of its own.
         beginning, _ = check(resolved, run, options)
     print_lines(beginning.lines)
 
@@ -68,6 +70,7 @@ def _train(
     with JobFile(run, resolved.world.launcher, resolved.traits.saves) as file:
         whole = choices.with_found_size(resolved, run)
         resume.apply(run, beginning, options)
+        # Ranks write the progress line in this width; empty where the output is no terminal.
         os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
         launcher = backend(whole.world.launcher)
 
@@ -83,7 +86,8 @@ def _train(
             end = explain_end(
                 run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True
             )
-            print(end=ERASE if width else "", flush=True)  # the live line of a rank that was killed
+            # Clear the progress line of a rank that was killed.
+            print(end=ERASE if width else "", flush=True)
             return Ended(end, job.signal is not None)
 
         end, stopped = supervise(run, whole.file.recipe.launch.max_restarts, file, start)

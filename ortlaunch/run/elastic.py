@@ -1,7 +1,8 @@
-"""On which hosts a run starts now: those of the host file that are fit, by `launch.preflight` and `launch.nodes`.
+"""Choose the usable hosts of the host file for a start, by `launch.preflight` and `launch.nodes`.
 
-With `launch.nodes: {min, max}` a host lost is a new plan on the others. The ranks are started again by restarts.py;
-each time all hosts of the host file are looked at, so that one that is back is taken in. Never imports torch.
+With `launch.nodes: {min, max}`, a lost host leads to a new plan on the others. restarts.py starts
+the ranks again; each time all hosts of the host file are checked, so that a host that is available
+again is used again. Never imports torch.
 """
 
 from __future__ import annotations
@@ -19,22 +20,28 @@ from ortlaunch.units import counted
 
 
 def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[ResolvedRun, list[str]]:
-    """The run on the hosts that it can have, and lines on that: what would let ranks of several fail is found first.
+    """Return the run on its usable hosts, and lines about them.
+
+    It detects faults that would let ranks of several hosts fail, before they start.
 
     Args:
-        whole: on all hosts of the host file.
-        again: the ranks have been started before: what is wrong with a host of an elastic run now keeps that host out,
-            where at the first start only one that is not reached is left out.
+        whole: the run on all hosts of the host file.
+        again: whether the ranks have been started before. Any fault of a host then excludes it from
+            an elastic run; at the first start only an unreachable host is excluded.
 
     Raises:
-        LaunchError: a host is not fit, or fewer than launch.nodes.min are there.
+        LaunchError: a host is not usable, or fewer hosts than launch.nodes.min are.
     """
     launch = whole.file.recipe.launch
     elastic = whole.file.recipe.launch.elastic
     if elastic is None and (again or len(whole.world.hosts) == 1 or not launch.preflight):
         return whole, []
+    # Hosts of a Slurm job are not reached by ssh, which the check needs.
     if "SLURM_JOB_ID" in os.environ:
-        note = "launch.preflight: not inside a job of Slurm's, where hosts are not reached by ssh: ortlaunch doctor"
+        note = (
+            "launch.preflight: not inside a job of Slurm's, "
+            "where hosts are not reached by ssh: ortlaunch doctor"
+        )
         return whole, [note]
     asked = asked_of(whole, Path(os.path.abspath(run.path)))
     wrong = [finding for finding in look(asked._replace(quick=True)) if finding.verdict == FAILED]
@@ -43,8 +50,10 @@ def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[Resolved
         for finding in wrong
         if elastic is not None and (again or finding.check == "reached")
     ]
+    # The first finding of each host is the one that is shown.
     out = {finding.host: finding for finding in reversed(lost)}
     unfit = [finding for finding in wrong if finding.host not in out]
+    # Faults other than a lost host end the command, at the first start of an elastic run, too.
     if unfit:
         raise refused(unfit)
     if elastic is None:
@@ -53,7 +62,10 @@ def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[Resolved
     if len(names) < elastic.min:
         raise LaunchError(_too_few(len(names), elastic.min, wrong))
     now = whole.on_hosts(names)
-    how = f"{counted(len(names), 'host')} of {len(whole.world.hosts)}, accumulation {now.work.batch.accumulation_steps}"
+    how = (
+        f"{counted(len(names), 'host')} of {len(whole.world.hosts)}, "
+        f"accumulation {now.work.batch.accumulation_steps}"
+    )
     return now, [
         f"launch.nodes {elastic}: on {how}",
         *(f"  left out: {finding}" for finding in out.values()),

@@ -1,6 +1,7 @@
-"""A run under a launcher of the user's own: each process is a rank already.
+"""A run under the user's own launcher, in which each process is a rank already.
 
-Rank 0 prepares the folder, then each becomes the worker. Nothing can be tried here, for that takes jobs.
+Rank 0 prepares the folder, then each process becomes the worker. No choice can be measured here,
+because a rank cannot start jobs.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.runs import registry
 
-# a pod's image may have to be pulled
+# Seconds in which rank 0 must have prepared the folder.
 _JOIN_SECONDS = 120
+# Longer in Kubernetes: the image of rank 0's pod may have to be pulled.
 _POD_SECONDS = 1800
 
 
 def mark_of(run: RunDir, rank: Rank) -> Path:
-    """The file by which rank 0 says that the folder is prepared."""
+    """Return the file with which rank 0 marks the folder as prepared for this launch."""
     return run.ready / (launch_id(rank, os.environ) or "launch")
 
 
@@ -41,8 +43,9 @@ def lead(
     beginning: Beginning,
     options: ResumeOptions,
 ) -> NoReturn:
-    """Rank 0: prepare the folder, say so, become the worker."""
+    """As rank 0, prepare the folder, mark it as prepared, and become the worker."""
     print_lines(beginning.lines)
+    # The lock must outlast this program, which the worker replaces in the same process.
     lock.take(run, keep=True)
     JobRecord.begun(run, "inside", JobState.RUNNING).write(run)
     registry.add(run)
@@ -50,15 +53,16 @@ def lead(
     request = prepare(resolved, run)
     for path, text in request.files:
         write_text(Path(path), text)
+    # Last of all files: other ranks start as soon as it exists.
     write_text(mark_of(run, rank), "")
     _become_worker(request)
 
 
 def follow(resolved: ResolvedRun, rank: Rank, run: RunDir) -> NoReturn:
-    """Another rank: wait until rank 0 has prepared the folder, become the worker.
+    """As another rank, wait until rank 0 has prepared the folder, and become the worker.
 
     Raises:
-        LaunchError: it has not.
+        LaunchError: rank 0 did not prepare it in time.
     """
     mark = mark_of(run, rank)
     seconds = _JOIN_SECONDS
@@ -68,7 +72,8 @@ def follow(resolved: ResolvedRun, rank: Rank, run: RunDir) -> NoReturn:
     while not mark.exists():
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"rank 0 did not prepare {run} within {seconds} s; is it on a disk that all hosts share?"
+                f"rank 0 did not prepare {run} within {seconds} s; "
+                "is it on a disk that all hosts share?"
             )
         time.sleep(0.05)
     _become_worker(request_of(resolved.plan, run))

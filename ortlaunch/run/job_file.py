@@ -1,4 +1,4 @@
-"""What `ortlaunch train` writes into job.json: that it prepares, that its ranks have started, how it ended."""
+"""Write job.json for `ortlaunch train`: while it prepares, when its ranks start, and at its end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from ortlaunch.runs import registry
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _STOPPED = tuple(128 + number for number in (*_ENDING, signal.SIGINT))
-_NO_RANKS = (*_STOPPED, EXIT_SAVED)  # of a command that waits between two starts
+# Statuses of a command that is stopped while it waits between two starts.
+_NO_RANKS = (*_STOPPED, EXIT_SAVED)
 
 
 class PreparationStopped(SystemExit):
-    """A signal to a command that prepares."""
+    """Raised by a signal to a command that prepares."""
 
     def __init__(self, status: int, number: int) -> None:
         self.number = number
@@ -34,13 +35,13 @@ class PreparationStopped(SystemExit):
 
 
 class JobFile:
-    """job.json of a run that this process has; an exception that leaves it is the run's end, and so is a signal."""
+    """The job.json of this process's run; an exception or a signal inside it ends the run."""
 
     def __init__(self, run: RunDir, backend: str, saves: bool = True) -> None:
         self.run = run
         self.saves = saves
         self.early: list[int] | None = None
-        """Signals that came while ranks were started, or after their end; None: one ends this process."""
+        """Signals during a start of the ranks or after it; None: a signal ends this process."""
         self.record = JobRecord.begun(run, backend, JobState.PENDING)
 
     def __enter__(self) -> JobFile:
@@ -50,9 +51,8 @@ class JobFile:
             number: signal.signal(number, self._leave)
             for number in heeded((*_ENDING, signal.SIGINT))
         }
-        self._handlers[signal.SIGUSR2] = signal.signal(
-            signal.SIGUSR2, lambda *_: None
-        )  # nobody is there to save
+        # A request for a checkpoint: no rank runs that could save.
+        self._handlers[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, lambda *_: None)
         return self
 
     def __exit__(
@@ -73,19 +73,23 @@ class JobFile:
             )
 
     def starts(self) -> None:
-        """Its ranks are started now."""
+        """Record that the ranks start now."""
         self._write(replace(self.record, state=JobState.RUNNING))
 
     def keep_signals(self) -> list[int]:
-        """From now on until the ranks have failed a signal is theirs; the list of those that this process got."""
-        self.early = (
-            self.early or []
-        )  # those that came between two starts that no failure lies between
+        """Collect signals for the ranks from now on until the ranks have failed.
+
+        Returns:
+            The list of the signals that this process received; it grows.
+        """
+        # Signals between two starts without a failure are kept for the next ranks.
+        self.early = self.early or []
         return self.early
 
     def failed(self, attempts: Sequence[Attempt]) -> None:
-        """Its ranks have failed so far, and may be started again."""
-        with contextlib.suppress(OSError):  # a full disk
+        """Record the failed attempts; from now on a signal ends this process."""
+        # The disk may be full.
+        with contextlib.suppress(OSError):
             self._write(replace(self.record, attempts=tuple(attempts)))
         early = self.early
         self.early = None
@@ -95,7 +99,11 @@ class JobFile:
     def end(
         self, status: int, verdict: str, failure: Failure | None = None, stopped: bool = False
     ) -> None:
-        """It has ended; `stopped`: by a signal to this process, which is how it is cancelled."""
+        """Record the end of the run.
+
+        Args:
+            stopped: whether a signal to this process stopped it, as for `ortlaunch cancel`.
+        """
         state = (
             JobState.CANCELLED
             if stopped and status not in (0, EXIT_SAVED)
@@ -103,7 +111,8 @@ class JobFile:
         )
         try:
             self._write(self.record.at_end(state, status, verdict, failure))
-        except OSError as error:  # a full disk: what ended the run is told in any case
+        # On a full disk the verdict is printed in any case.
+        except OSError as error:
             print(
                 f"ortlaunch: {self.run.job} does not say how it ended: {error.strerror}",
                 file=sys.stderr,
@@ -111,12 +120,14 @@ class JobFile:
             )
 
     def _leave(self, number: int, frame: object) -> None:
-        """Nothing has begun, so that all is saved; `ortlaunch cancel` wants no second start all the same."""
+        """Handle a signal: keep it for the ranks, or end the preparation."""
         if self.early is not None:
             self.early.append(number)
             return
         if number == signal.SIGINT:
             raise KeyboardInterrupt
+        # Nothing has begun, so that nothing is lost and the job may start again. `ortlaunch cancel`
+        # excludes that.
         raise PreparationStopped(
             EXIT_SAVED if self.saves and not self.run.cancelled.exists() else 128 + number, number
         )

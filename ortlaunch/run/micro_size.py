@@ -1,7 +1,8 @@
-"""`batch.micro_size: auto`: the largest micro batch that fits, found by trying before the run.
+"""`batch.micro_size: auto`: find the largest micro batch that fits, by trials before the run.
 
-Each try is a job of its own (same launcher, ranks and device) that takes two optimizer steps, so that one that runs out
-of memory ends nothing else. Sizes divide the global batch, which accumulation keeps.
+Each trial is a job of its own (same launcher, ranks and device) of two optimizer steps, so that one
+that runs out of memory ends nothing else. The sizes divide the global batch, which accumulation
+keeps constant.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ from ortlaunch.resolve.prepare import write_run
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.units import human
 
-MARGIN = 0.9  # of the room; the rest is for what two steps do not show
+# Share of the available memory that a trial may use; two steps do not show the highest usage.
+MARGIN = 0.9
 
 
 class Try(NamedTuple):
-    """One size: whether it fits, the share of the room it took (None: it ran out), and why, for a person."""
+    """The trial of one size.
+
+    It has the verdict, the used share of the available memory (None: it ran out of memory), and
+    the reason, for a person.
+    """
 
     size: int
     fits: bool
@@ -36,7 +42,7 @@ class Try(NamedTuple):
 
 
 class SearchStopped(LaunchError):
-    """The user's signal ended the search; nothing has begun, so that all is saved."""
+    """Raised when a signal of the user ended the search; nothing has begun, so nothing is lost."""
 
     def __init__(self, end: End, run: RunDir, saves: bool) -> None:
         super().__init__(end.last)
@@ -45,37 +51,40 @@ class SearchStopped(LaunchError):
 
 
 def is_asked(recipe: Recipe) -> bool:
-    """Whether a size has to be found."""
+    """Whether the recipe requests a search for the size."""
     return recipe.batch.micro_size == "auto"
 
 
 def override(size: int) -> str:
-    """What puts a found size into the recipe."""
+    """Return the override that sets the size in the recipe."""
     return f"batch.micro_size={size}"
 
 
 def sizes(batch: BatchPlan) -> list[int]:
-    """Micro sizes with which accumulation keeps the global batch, ascending."""
+    """Return the micro sizes with which accumulation keeps the global batch, ascending."""
     most = batch.global_samples // batch.data_parallel_ranks
+    # Divisors come in pairs: those up to the square root give all of them.
     small = [size for size in range(1, math.isqrt(most) + 1) if most % size == 0]
     return sorted({*small, *(most // size for size in small)})
 
 
 def refuse_inside() -> None:
-    """A rank of another launcher's cannot start jobs of its own.
+    """Refuse the search in a rank of another launcher, which cannot start jobs of its own.
 
     Raises:
         PlanError: always.
     """
     raise PlanError(
-        "batch.micro_size: got auto in a rank that another launcher started, which cannot start trials of its own; "
-        "find the size once with `ortlaunch train` under launcher local, torchrun or mpi on such a host, and give the "
+        "batch.micro_size: got auto in a rank that another launcher started, "
+        "which cannot start trials of its own; "
+        "find the size once with `ortlaunch train` under launcher local, torchrun or mpi "
+        "on such a host, and give the "
         "number that it prints"
     )
 
 
 def note(plan: Plan) -> list[str]:
-    """What `ortlaunch plan` says of a size that is not known yet."""
+    """Return the lines of `ortlaunch plan` on a size that is not known yet."""
     found = sizes(plan.batch)
     shown = ", ".join(map(str, found if len(found) <= 12 else [*found[:8], "...", found[-1]]))
     lines = [
@@ -90,10 +99,11 @@ def note(plan: Plan) -> list[str]:
 
 
 def known(recipe: Recipe, batch: BatchPlan, run: RunDir) -> int | None:
-    """The size that an earlier start in this run folder found for the same global batch and ranks."""
+    """Return the size that an earlier start in this folder found for the same batch and ranks."""
     if not run.micro_size.exists():
         return None
     before = read_json(run.micro_size)
+    # A size that was found for another batch or number of ranks may not fit here.
     same = (
         before["global_size"] == recipe.batch.global_size
         and before["ranks"] == batch.data_parallel_ranks
@@ -105,13 +115,14 @@ def find(recipe: Recipe, plan: Plan, run: RunDir) -> int:
     """Try sizes upward, then between the largest that fits and the smallest that does not.
 
     Raises:
-        LaunchError: a try failed for another reason than memory, or not even the smallest fits.
+        LaunchError: a trial failed for another reason than memory, or the smallest does not fit.
     """
     choices = sizes(plan.batch)
     tries = list[Try]()
     print(
         f"micro_size: auto: trying, each size in a job of its own; logs: {run.trials}", flush=True
     )
+    # choices[fit] fits and choices[miss] does not; -1 and the length stand for none so far.
     fit = -1
     miss = len(choices)
     place = 0
@@ -137,11 +148,10 @@ def find(recipe: Recipe, plan: Plan, run: RunDir) -> int:
 
 
 def _next(choices: list[int], fit: int, miss: int, share: float | None) -> int:
-    """Double while nothing failed, faster where much room is left; then halve what lies between."""
+    """Return the index of the next size: double until one fails, then bisect."""
     if fit >= 0 and miss == len(choices):
-        faster = (
-            8 if share is not None and share < MARGIN / 16 else 2
-        )  # memory grows no faster than the batch
+        # Memory grows no faster than the batch, so that 8 times the size still fits here.
+        faster = 8 if share is not None and share < MARGIN / 16 else 2
         return max(fit + 1, *(i for i, size in enumerate(choices) if size <= faster * choices[fit]))
     return (fit + miss) // 2
 
@@ -161,22 +171,26 @@ def _try(recipe: Recipe, plan: Plan, run: RunDir, size: int) -> Try:
     log = run.trial_of(size).path / "output.txt"
     launcher = backend(plan.launcher)
     request = launcher.request(_write(recipe, plan, trial, size), trial)
-    # Its output is in a file: a try that fails, as one must, should not look like a failed run.
+    # The output goes to a file: a trial has to fail at some size, and should not look like a
+    # failed run.
     job = launcher.submit(request._replace(notice_ends=True), log)
     end = explain_end(trial, launcher.wait(job), job.signal, job.ended_by, job.oom_kills)
+    # A signal of the user, not the memory, ended the trial.
     if job.signal is not None:
         raise SearchStopped(end, run, plan.traits.saves)
     if end.status == 0:
         return _judged(size, read_json(trial.trial))
     if end.failure is None or not end.failure.may_be_memory:
         raise LaunchError(
-            f"batch.micro_size: auto: the try of {size} failed, and not for memory:\n{end.text}\nlog: {log}"
+            f"batch.micro_size: auto: the try of {size} failed, and not for memory:\n"
+            f"{end.text}\nlog: {log}"
         )
     return Try(size, False, None, " ".join((end.failure.detail or end.last).split())[:200])
 
 
 def _write(recipe: Recipe, plan: Plan, trial: RunDir, size: int) -> Plan:
-    """The folder of a try: the run's own recipe with this size, two passes a step where the batch has as many."""
+    """Write a trial's folder: the run's recipe with this size, and return its plan."""
+    # Two passes a step where the batch has as many: the second accumulates onto gradients.
     passes = min(2, plan.batch.global_samples // (size * plan.world_size))
     batch = recipe.batch.model_copy(
         update={"micro_size": size, "global_size": size * passes * plan.world_size}
@@ -190,5 +204,8 @@ def _write(recipe: Recipe, plan: Plan, trial: RunDir, size: int) -> Plan:
 
 def _judged(size: int, said: Json) -> Try:
     limit = f"{said['limit']} ({human(said['limit_bytes'])})"
-    taken = f"takes {human(said['taken'])} of {human(said['free'])} that {limit} left to rank {said['rank']}"
+    taken = (
+        f"takes {human(said['taken'])} of {human(said['free'])} "
+        f"that {limit} left to rank {said['rank']}"
+    )
     return Try(size, said["share"] <= MARGIN, said["share"], f"{taken}: {said['share']:.0%}")

@@ -1,4 +1,4 @@
-"""What is checked before a run is started, and what its folder gets first. Starts nothing."""
+"""Check a run before its start, and write the first files of its folder. Starts nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ortlaunch.runs.finished import nothing_left, with_next
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print each, to be seen at once."""
+    """Print each line at once."""
     for line in lines:
         print(line, flush=True)
 
@@ -28,10 +28,13 @@ def print_lines(lines: Iterable[str]) -> None:
 def check(
     resolved: ResolvedRun, run: RunDir, options: ResumeOptions
 ) -> tuple[Beginning, str | None]:
-    """Where the run begins, and as `finished`; what it takes is there. Nothing is written, and no plan is made.
+    """Check that the run can start; write nothing and make no plan.
+
+    Returns:
+        The beginning of the run, and the result of `finished`.
 
     Raises:
-        InputError, PlanError, MissingDependency: the run cannot start, and what to type.
+        InputError, PlanError, MissingDependency: the run cannot start; the message has the remedy.
     """
     done = finished(resolved, run, options)
     before = earlier(run, resolved)
@@ -42,24 +45,24 @@ def check(
 
 
 def finished(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> str | None:
-    """That all steps are done, where they are not to be done again; None: the ranks have something to do."""
+    """Return a line if all steps are complete and none is to be repeated; None: ranks have work."""
     return None if options.begins_earlier else nothing_left(resolved.file.recipe, run)
 
 
 def leave_finished(resolved: ResolvedRun, run: RunDir, lines: tuple[str, ...], done: str) -> int:
-    """A finished run is left as it is, but for a job.json that does not record its end; returns its status."""
+    """Print that the run is complete, and return its exit status."""
     job = JobRecord.read(run)
-    if (
-        job is not None and job.backend in LAUNCHERS and not job.state.is_end
-    ):  # its command was killed, its ranks ended
+    # Its command was killed although its ranks had ended: record the end that it could not.
+    if job is not None and job.backend in LAUNCHERS and not job.state.is_end:
         job.at_end(JobState.SUCCEEDED, 0, f"done: {run}").write(run)
     print_lines([*lines, with_next(done, sys.argv[1:], resolved.file.recipe, run)])
     return 0
 
 
 def prepare(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Request:
-    """Make the plan, write the run folder and, at the first start, print what will run."""
+    """Make the plan, write the run folder and, at the first start, print the plan."""
     request = write_run(run, resolved.file.recipe, resolved.plan, resolved.choice, again)
+    # A restart by the same command would only repeat the lines.
     if again:
         return request
     provenance.record(run, resolved.command.path)
@@ -69,8 +72,8 @@ def prepare(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Request:
     if why := foreign(run.path):
         print_lines(
             [
-                f"run folder: {why}: who can write there can run code as this user while the ranks "
-                "start (docs/trust.md)"
+                f"run folder: {why}: who can write there can run code as this user "
+                "while the ranks start (docs/trust.md)"
             ]
         )
     return request

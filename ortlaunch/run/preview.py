@@ -1,6 +1,7 @@
-"""A run as it would be: what `plan` and `--dry-run` show. Starts, measures and writes nothing.
+"""Show a run for `plan` and `--dry-run`. Starts, measures and writes nothing.
 
-What a person waits for: what only a run takes (supervision, a bench) is not imported before it is asked for.
+A person waits for the output, so modules that only a run needs (supervision, a bench) are imported
+on use.
 """
 
 from __future__ import annotations
@@ -17,21 +18,25 @@ from ortlaunch.run_folder.folder import RunDir
 
 
 def dry_run(resolved: ResolvedRun, run: RunDir) -> str:
-    """Exactly what a real run would send."""
+    """Return the exact request that a real run would send to its launcher."""
     return str(request_of(resolved.plan, run))
 
 
 def before_start(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> list[str]:
-    """The lines that `train` prints before it starts: where it begins, changes since the checkpoint, the plan.
+    """Return the lines that `train` prints before its start.
+
+    They give the beginning, the changes since the checkpoint, and the plan.
 
     Raises:
-        InputError, PlanError, MissingDependency: `train` would refuse it.
+        InputError, PlanError, MissingDependency: `train` would refuse the run.
     """
     options = options.checked()
     beginning, done = check(resolved, run, options)
+    # The nearest folder that exists; the folders below it would be created in it.
     above = next(
         path for path in (run.path.absolute(), *run.path.absolute().parents) if path.exists()
     )
+    # Checked here because a preview does not create the folder, which would fail.
     if not os.access(above, os.W_OK | os.X_OK):
         raise PlanError(
             f"{run}: cannot be written: no permission to write to {above}; give another --run-dir"
@@ -45,7 +50,7 @@ def before_start(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> 
 
 
 def preview(resolved: ResolvedRun) -> ResolvedRun:
-    """For showing a plan: engine auto as it would be decided now, without measuring."""
+    """Return the run with the engine that `auto` would choose now, without measuring."""
     if resolved.file.recipe.engine.name != "auto":
         return resolved
     from ortlaunch.bench import auto
@@ -54,7 +59,7 @@ def preview(resolved: ResolvedRun) -> ResolvedRun:
 
 
 def size_notes(resolved: ResolvedRun) -> list[str]:
-    """What is to be said of a micro size that is not known yet."""
+    """Return notes on a micro size that is not known yet."""
     if resolved.file.recipe.batch.micro_size != "auto":
         return []
     from ortlaunch.run import micro_size

@@ -1,8 +1,9 @@
-"""`launch.max_restarts`: after a fault the ranks are started again, from their last complete checkpoint.
+"""`launch.max_restarts`: start the ranks again after a fault, from their last complete checkpoint.
 
-One place for all launchers of ours; each attempt's logs and errors stay in attempts/N, its cause in job.json. In a job
-of Slurm's that `ortlaunch submit` queued, runs/ended.py requeues instead. Under a launcher of the user's own there is
-nobody to restart: planning/describe.py says so.
+It is the same for all of ortlaunch's launchers. Each attempt's logs and errors are kept in
+attempts/N, its cause in job.json. In a Slurm job that `ortlaunch submit` queued, runs/ended.py
+requeues instead. Under the user's own launcher nothing restarts the ranks, and
+planning/describe.py prints that.
 """
 
 from __future__ import annotations
@@ -31,24 +32,25 @@ from ortlaunch.units import counted, duration
 
 
 class Ended(NamedTuple):
-    """How one start of the ranks ended; `stopped`: by a signal to this command."""
+    """The end of one start of the ranks; `stopped`: a signal to this command stopped it."""
 
     end: End
     stopped: bool
 
 
 def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], Ended]) -> Ended:
-    """Start the ranks, and after a fault again, until they end well or it is in vain.
+    """Start the ranks, and again after each fault, until they end well or a restart is useless.
 
     Args:
-        limit: restarts without progress.
-        start: starts them and waits; its argument counts from 1.
+        limit: highest number of restarts without progress.
+        start: function that starts the ranks and waits; its argument counts the starts from 1.
     """
     failed: list[Attempt] = []
     checkpoint = newest_checkpoint(run)
     for number in itertools.count(1):
         began = time.monotonic()
         ended = start(number)
+        # A requested restart is no fault and counts as no attempt.
         if _is_to_go_on(run, ended):
             checkpoint = newest_checkpoint(run)
             continue
@@ -61,11 +63,13 @@ def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], End
         reason = in_vain(failed, limit)
         if not reason:
             _wait(run, failed, limit)
+            # A stop may have been requested during the wait.
             reason = (
                 "not started again: its end was asked for" if run.stop_request.exists() else None
             )
         if reason:
             return ended._replace(end=ended.end.followed_by(reason))
+        # Only before a further start: the last attempt's logs and errors stay in the run folder.
         kept = set_aside(run)
         failed[-1] = replace(failed[-1], folder=f"{run.attempts.name}/{kept}" if kept else None)
         file.failed(failed)
@@ -74,10 +78,11 @@ def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], End
 
 
 def _is_to_go_on(run: RunDir, ended: Ended) -> bool:
-    """Whether it has saved because `ortlaunch restart` asked for another start."""
+    """Whether the run saved because `ortlaunch restart` requested another start."""
     if ended.stopped or ended.end.status != EXIT_SAVED or not run.restart_request.exists():
         return False
-    run.stop_request.unlink(missing_ok=True)  # else it would be for the next ranks, too
+    # The same request stopped the ranks; left there, it would stop the next ones, too.
+    run.stop_request.unlink(missing_ok=True)
     print(
         f"{ended.end.text}\nortlaunch: the ranks are started again, as was asked for",
         file=sys.stderr,
@@ -92,7 +97,8 @@ def _wait(run: RunDir, failed: Sequence[Attempt], limit: int) -> None:
     where = f"after step {newest}" if newest else "at step 1, for no checkpoint is complete"
     used = restarts_without_progress(failed) + 1
     print(
-        f"{failed[-1].verdict}\nortlaunch: attempt {failed[-1].number} failed; the ranks are started again in "
+        f"{failed[-1].verdict}\nortlaunch: attempt {failed[-1].number} failed; "
+        "the ranks are started again in "
         f"{seconds:.0f} s, {where} (restart {used} of {limit} without progress)",
         file=sys.stderr, flush=True,
     )  # fmt: skip
@@ -100,7 +106,7 @@ def _wait(run: RunDir, failed: Sequence[Attempt], limit: int) -> None:
 
 
 def _with_count(ended: Ended, failed: Sequence[Attempt]) -> Ended:
-    """A good end says that it was not the first."""
+    """Return a good end with a note on the restarts before it."""
     if not failed or ended.end.status:
         return ended
     took = duration(sum(one.seconds for one in failed))
