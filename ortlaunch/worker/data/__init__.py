@@ -1,4 +1,4 @@
-"""The data of a recipe: tokenizer, training and evaluation samples, and the batches that ranks take of them."""
+"""The data of a recipe: tokenizer, training and evaluation samples, and batches of each rank."""
 
 from __future__ import annotations
 
@@ -48,21 +48,23 @@ __all__ = [
 
 
 class LoadedData:
-    """The training and evaluation samples of a recipe, with their tokenizer and the names of their classes."""
+    """The tokenizer, the training and evaluation samples, and the class names of a recipe."""
 
     def __init__(
         self, recipe: Recipe, tell: Tell = silent, vocabulary: Vocabulary | None = None
     ) -> None:
-        """Read all, or, with weights that are there already, each part when it is asked for.
+        """Read all samples now, or, if weights exist already, each part on its first access.
 
         Args:
-            tell: for a person who waits, how far it is.
-            vocabulary: of those weights.
+            recipe: the recipe of the run.
+            tell: called with progress messages for the user.
+            vocabulary: the vocabulary of the existing weights; None: the model is new.
         """
         self._recipe = recipe
         self._tell = tell
         self._vocabulary = vocabulary
         self.tokenizer = load_tokenizer(recipe.data, vocabulary.tokenizer if vocabulary else None)
+        # Numbering the labels of a new model reads the training and the evaluation samples.
         self.label_names = (
             []
             if vocabulary
@@ -75,12 +77,12 @@ class LoadedData:
 
     @functools.cached_property
     def train(self) -> Samples:
-        """What is trained on."""
+        """The training samples."""
         return self._numbered(_training(self._recipe, self.tokenizer, self._tell))
 
     @functools.cached_property
     def evaluation(self) -> Samples | None:
-        """What is held out."""
+        """The evaluation samples; None if the recipe has none."""
         source = self._recipe.data.evaluation
         tell = self._tell
         if source is None:
@@ -95,28 +97,27 @@ class LoadedData:
         return samples
 
     def read_for(self, task: Task) -> None:
-        """What a plan's task needs: what is held out alone to evaluate, else both.
-
-        And what tells the training's from others: the first time, rows with labels are read twice for it.
-        """
+        """Read the samples that a task needs: an evaluation needs the evaluation samples alone."""
         if not task.evaluates:
+            # Fills the cache: the first identity of rows with labels reads the rows a second time.
             identity(self.train)
         _ = self.evaluation
 
     @property
     def read(self) -> list[Samples]:
-        """Those parts that have been read."""
+        """The parts that have been read."""
+        # A cached property is in the instance's dictionary only after its first access.
         found = (vars(self).get(name) for name in ("train", "evaluation"))
         return [samples for samples in found if samples is not None]
 
     @property
     def classes(self) -> int:
-        """How many the model has to tell apart, as far as is known; 0: none."""
+        """The number of classes of the model, as far as it is known; 0: no classes."""
         known = self._vocabulary.classes if self._vocabulary else 0
         return max(known, *(getattr(samples, "classes", 0) for samples in self.read), 0)
 
     def class_lines(self) -> list[str]:
-        """The classes for a person, with those of no training row or of one."""
+        """Return lines for the user: the classes, and those with at most one training row."""
         return [*class_lines(self.train, self.class_names, self.classes)]
 
 
@@ -126,27 +127,30 @@ def load_data(
     data: LoadedData | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> LoadedData:
-    """The data of a recipe, or `data` (collective); rank 0 says what any rank found changed in the cache."""
+    """Return the data of a recipe, or `data` if given (collective).
+
+    Rank 0 prints the notes of all ranks, for example about changed files of the cache.
+    """
     data = data or LoadedData(recipe, vocabulary=vocabulary)
     group.print_all(take_notes())
     return data
 
 
 def stack_of(recipe: Recipe) -> Stack:
-    """How samples become a batch."""
+    """Return the function that makes a batch of samples."""
     if recipe.data.collate:
         return OwnCollate(recipe.data.collate)
     return collate
 
 
 def reader(recipe: Recipe, device: str) -> Reader:
-    """Who reads ahead: by default a thread for text on a GPU, else nobody.
-
-    Custom data may draw random numbers. On a CPU the thread takes a core from the training's threads, all of which
-    wait for the last of them: a step of bert-large/tiny took 4 to 7 % longer with it, 1 to 2 % without.
-    """
+    """Return how micro batches are read ahead; default: by a thread for text on a GPU, else not."""
     workers = recipe.data.workers
     if workers is None:
+        # Custom data may draw random numbers, so they are read in the training's own thread.
+        # On a CPU the reading thread takes a core from the training's threads, and all of these
+        # wait for the slowest: a step of bert-large/tiny took 4 to 7 % longer with it,
+        # 1 to 2 % without.
         return Reader(
             0 if device == "cuda" and not recipe.data.is_custom else None, device == "cuda"
         )
@@ -172,7 +176,19 @@ def make_samples(
     tell: Tell = silent,
     key: str = "data.train",
 ) -> Samples:
-    """The samples of one corpus for the recipe's task; what is drawn in them comes from `seed`, else the recipe's."""
+    """Return the samples of one corpus for the recipe's task.
+
+    Args:
+        recipe: the recipe of the run.
+        source: the corpus.
+        tokenizer: the tokenizer of the run.
+        seed: the seed of random values in the samples; None: the recipe's seed.
+        tell: called with progress messages.
+        key: the recipe's field of the corpus, for messages.
+
+    Raises:
+        DataError: the corpus cannot be read, or has fewer tokens than one sample.
+    """
     if isinstance(source, Corpus) and source.format == "custom":
         items = call("data.factory", str(source.factory), source.arguments)
         return OwnSamples(items, is_mapping=recipe.data.collate is None)
@@ -187,6 +203,7 @@ def make_samples(
             0,
         )
         return Conversations(tokenized_chats(source, tokenizer, tell), length, pad, key)
+    # A pretrained model has seen no text without its begin mark; see `begin_of_text`.
     pretrained = traits.predicts == "next" and isinstance(recipe.data.tokenizer, str)
     begin = begin_of_text(tokenizer) if pretrained else []
     end = traits.predicts != "masked"
@@ -194,7 +211,8 @@ def make_samples(
     samples: Samples = _of_text(recipe, documents, tokenizer, seed)
     if len(samples) == 0:
         raise DataError(
-            f"{named(source)}: has {len(documents.tokens)} tokens, fewer than one sample of {length}"
+            f"{named(source)}: has {len(documents.tokens)} tokens, "
+            f"fewer than one sample of {length}"
         )
     return samples
 

@@ -1,6 +1,7 @@
-"""Micro batches that are read while those before them train: by a thread, or by processes of the rank's own.
+"""Micro batches that are read ahead while earlier ones train: by a thread, or by worker processes.
 
-Which samples come next is known; who asks for others than the next ones begins anew there.
+The order of samples is known in advance. A request for another micro batch than the next one
+restarts the reading there.
 """
 
 from __future__ import annotations
@@ -28,27 +29,34 @@ from ortlaunch.worker.supervision.child import PASSED_ON
 Batch = dict[str, torch.Tensor]
 Places = list[tuple[int, int]]  # (sample, epoch)
 Read = Callable[[Places], Batch]
-# micro batches that wait
+# Micro batches that are read ahead: by the thread, and by each worker process.
 _THREADS_OWN = 2
 _EACH_WORKERS = 2
 
 
 class Reader(NamedTuple):
-    """Who reads, and where to."""
+    """How micro batches are read ahead, and into which memory."""
 
     workers: int | None
-    """Processes; 0: a thread, None: nobody reads ahead."""
+    """Number of worker processes; 0: one thread, None: nothing is read ahead."""
     pinned: bool = False
-    """Into memory that a GPU copies from by itself."""
+    """Whether batches are put into pinned memory, from which a GPU copies by itself."""
 
 
 class Ahead:
-    """One rank's micro batches, in order."""
+    """The micro batches of one rank, in order, read ahead."""
 
     def __init__(
         self, read: Read, places: Callable[[int, int], Places], passes: int, reader: Reader
     ) -> None:
-        """places: of a step (from 0) and pass."""
+        """Prepare the reading; it starts at the first `take`.
+
+        Args:
+            read: makes a batch of samples.
+            places: (step, pass), both from 0 -> the samples of that micro batch.
+            passes: micro batches of a step.
+            reader: how to read ahead.
+        """
         self._read = read
         self._places = places
         self._passes = passes
@@ -58,13 +66,14 @@ class Ahead:
         self._last = ((-1, -1), Batch())
 
     def take(self, step: int, number: int) -> Batch:
-        """Micro batch `number` of a step; the one that was taken last may be taken again."""
+        """Return micro batch `number` of a step; the last one may be requested again."""
         if (step, number) == self._last[0]:
             return self._last[1]
         if self._source is None or (step, number) != self._next:
             self.close()
             self._source = self._begin(step, number)
         found = next(self._source)
+        # A worker process returns its error in place of the batch; see `_Reads`.
         if isinstance(found, OrtlaunchError):
             raise found
         self._next = self._after(step, number)
@@ -72,7 +81,7 @@ class Ahead:
         return self._last[1]
 
     def close(self) -> None:
-        """End thread and processes."""
+        """End the thread or the worker processes."""
         if self._source is not None:
             self._source.close()  # type: ignore[attr-defined]
         self._source = None
@@ -84,7 +93,8 @@ class Ahead:
         return _by_thread(self._read, ahead, self._reader)
 
     def _counted(self, step: int, number: int) -> Iterator[Places]:
-        """Which samples come from there on; asked for by the rank's own thread alone."""
+        """Yield the samples of each micro batch from there on."""
+        # Only the rank's main thread advances this iterator, so that it needs no lock.
         while True:
             yield self._places(step, number)
             step, number = self._after(step, number)
@@ -107,6 +117,7 @@ def _by_thread(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterator[
         )
         while True:
             found = waiting.popleft().result()
+            # The next one is submitted before the yield, so that it is read during the training.
             waiting.append(thread.submit(one, next(ahead)))
             yield found
     finally:
@@ -114,9 +125,12 @@ def _by_thread(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterator[
 
 
 def _by_processes(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterator[Any]:
-    """Forked, so that they share what the samples hold; they go with the rank, not by a signal that asks for a stop."""
+    """Yield batches that forked worker processes read."""
     from torch.utils.data import DataLoader
 
+    # Forked processes share the memory of the samples. They end with the rank; stop signals, which
+    # also reach them, are ignored there. The generator of its own keeps DataLoader from drawing
+    # its base seed from the training's random numbers.
     loader: Any = DataLoader(
         _Reads(read), batch_size=None, sampler=ahead, num_workers=int(reader.workers or 0),
         prefetch_factor=_EACH_WORKERS, pin_memory=reader.pinned, worker_init_fn=_be_left_alone(os.getpid()),
@@ -128,24 +142,27 @@ def _by_processes(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterat
     finally:
         workers = found._workers
         found._shutdown_workers()
-        for worker in workers:  # one that did not come back from a sample
+        # A worker that hangs in a sample outlives the shutdown; a closed one raises ValueError.
+        for worker in workers:
             with contextlib.suppress(ValueError):
                 worker.kill()
 
 
 class _Reads(Dataset[Batch | OrtlaunchError]):
-    """What a process of DataLoader's does."""
+    """The data set that a worker process of DataLoader reads from."""
 
     def __init__(self, read: Read) -> None:
         self.read = read
 
     def __getitem__(self, places: Places) -> Batch | OrtlaunchError:
-        """An error in place of a batch, for DataLoader would put words of its own before it."""
+        """Return a batch, or an error in its place."""
+        # A raised error would get DataLoader's own text in front.
         try:
             return self.read(places)
         except InputError as error:
             return error
-        except Exception as error:  # of the user's own code
+        # The user's own code may raise anything.
+        except Exception as error:
             samples = ", ".join(str(index) for index, _ in places)
             where = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             what = f"{type(error).__name__}: {error}"
@@ -155,9 +172,10 @@ class _Reads(Dataset[Batch | OrtlaunchError]):
 
 
 def _be_left_alone(rank: int) -> Callable[[int], None]:
-    """What a process begins with: a stop is the rank's own to answer, and a rank that is gone needs nobody."""
+    """Return the start function of a worker process, which ties the process to its rank."""
 
     def begin(number: int) -> None:
+        # The rank alone handles stop signals; the workers end when the rank has ended.
         for each in PASSED_ON:
             signal.signal(each, signal.SIG_IGN)
         die_with_parent(signal.SIGKILL, rank)
@@ -166,10 +184,12 @@ def _be_left_alone(rank: int) -> Callable[[int], None]:
 
 
 def seed_sample(seed: int, index: int, epoch: int) -> None:
-    """What a sample draws at random is a function of these, whichever process reads it."""
+    """Seed torch, random and NumPy for one sample, so that any process draws the same values."""
+    # A hash, unlike a sum, gives different samples different seeds.
     drawn = int.from_bytes(
         hashlib.blake2b(f"{seed} {epoch} {index}".encode(), digest_size=7).digest(), "big"
     )
     torch.manual_seed(drawn)
     random.seed(drawn)
+    # NumPy's legacy seed has 32 bits.
     np.random.seed(drawn % (1 << 32))

@@ -1,4 +1,4 @@
-"""What a rank sees at a step: a function of seed and step, never of the number of ranks."""
+"""The samples of each step: a function of seed and step, independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ortlaunch.worker.data.samples import Samples, Stack, collate, cut_padding
 
 
 class Batches:
-    """Micro batches by step; the order of samples depends on the seed alone."""
+    """The micro batches of each step; the order of samples depends on the seed alone."""
 
     def __init__(
         self,
@@ -29,18 +29,27 @@ class Batches:
         buckets: Sequence[int] = (),
         stack: Stack = collate,
     ) -> None:
-        """buckets: lengths that padded samples are cut to, a step's samples being dealt out by theirs.
+        """Prepare the order of samples.
 
-        stack: samples -> a batch.
+        Args:
+            samples: the data set.
+            batch: the batch sizes of the plan.
+            seed: the seed of the order.
+            buckets: lengths, ascending, that padded samples are cut to; the samples of a step are
+                then distributed to micro batches by length.
+            stack: makes a batch of samples.
         """
         self.samples = samples
         self.batch = batch
         self.seed = seed
         self.buckets = buckets
         self._stack = stack
+        # The samples of the latest step, sorted by length, under the step's first place.
         self._dealt: tuple[int, list[tuple[int, int]]] | None = None
-        self._ahead: tuple[int, Ahead] | None = None  # of a rank
+        # A rank, and the reader of its micro batches.
+        self._ahead: tuple[int, Ahead] | None = None
         self.left_out = LeftOut()
+        # The step from which the present batch size counts, and the samples consumed before it.
         self._step = 0
         self._seen = 0
         self.order = (
@@ -48,34 +57,46 @@ class Batches:
         )
 
     def go_on(self, step: int, seen: int) -> None:
-        """Step `step` follows on `seen` samples, whatever the global batch was before it."""
+        """Let step `step` begin after `seen` samples, whatever the batch size was before it."""
         self._step = step
         self._seen = seen
 
     def seen(self, step: int) -> int:
-        """Samples that the steps before `step` (from 0) took, with those that were left out before one they took."""
+        """Return how many samples are behind the steps before `step` (from 0).
+
+        Samples left out before the last one used count; samples left out after it do not.
+        """
         taken = (step - self._step) * self.batch.global_samples
         return self.left_out.place(self._seen, taken - 1) + 1 if taken else self._seen
 
     def stretch(self, step: int) -> tuple[int, int]:
-        """Where the samples of step `step` (from 0) are in the order of all epochs: first, and after the last."""
+        """Return the places [first, after) of step `step` (from 0) in the order of all epochs."""
         return self.left_out.place(
             self._seen, (step - self._step) * self.batch.global_samples
         ), self.seen(step + 1)
 
     def holds(self, places: list[int], samples: list[int]) -> bool:
-        """Whether the places from the first to before the second have all of these samples."""
+        """Return whether the places [first, after) include all of these samples."""
         return {index for index, _ in self.order.at(list(range(*places)))} >= set(samples)
 
     def micro_batch(self, step: int, accumulation: int, rank: int) -> dict[str, torch.Tensor]:
-        """What `rank` takes in pass `accumulation` of step `step` (both from 0); tensors are (micro_samples, ...)."""
+        """Return the micro batch of a rank; tensors are (micro_samples, ...).
+
+        Args:
+            step: the step, from 0.
+            accumulation: the pass of gradient accumulation within the step, from 0.
+            rank: the data-parallel rank.
+        """
         if self._ahead is not None and self._ahead[0] == rank:
             return self._ahead[1].take(step, accumulation)
         return self._read(self._places(step, accumulation, rank))
 
     @contextlib.contextmanager
     def read_ahead(self, rank: int, reader: Reader) -> Iterator[None]:
-        """While open, this rank's micro batches are read before they are asked for; nothing may change the order."""
+        """Read this rank's micro batches ahead while the context is open.
+
+        The order of samples must not change meanwhile.
+        """
         if reader.workers is None:
             yield
             return
@@ -94,13 +115,15 @@ class Batches:
             ahead.close()
 
     def _read(self, places: Places) -> dict[str, torch.Tensor]:
+        # Some data sets make a whole batch faster than its samples one by one.
         whole = getattr(self.samples, "batch", None)
         if whole is not None:
             return self._cut(whole(places))
         return self.stacked([self.samples.sample(index, epoch) for index, epoch in places])
 
     def _read_drawn(self, places: Places) -> dict[str, torch.Tensor]:
-        """In a process of its own, whose random numbers nobody else draws."""
+        """Return a batch in a worker process, with random generators seeded for each sample."""
+        # Reseeding is safe there alone: in the rank it would disturb the training's random numbers.
         taken = []
         for index, epoch in places:
             seed_sample(self.seed, index, epoch)
@@ -108,26 +131,27 @@ class Batches:
         return self.stacked(taken)
 
     def stacked(self, samples: list[Any]) -> dict[str, torch.Tensor]:
-        """A batch of these samples, as the model takes it."""
+        """Return a batch of these samples in the form that the model accepts."""
         return self._cut(self._stack(samples))
 
     def _cut(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return cut_padding(batch, self.buckets) if self.buckets else batch
 
     def indices(self, step: int, accumulation: int, rank: int) -> list[int]:
-        """Which samples of the data set `micro_batch` takes."""
+        """Return the indices of the samples of `micro_batch`."""
         return [index for index, _ in self._places(step, accumulation, rank)]
 
     def indices_of_step(self, step: int) -> list[int]:
-        """Those of all passes and ranks."""
+        """Return the indices of the samples of a step, over all passes and ranks."""
         passes = itertools.product(
             range(self.batch.accumulation_steps), range(self.batch.data_parallel_ranks)
         )
         return [index for number, rank in passes for index in self.indices(step, number, rank)]
 
     def _places(self, step: int, accumulation: int, rank: int) -> list[tuple[int, int]]:
-        """(index, epoch) of each sample."""
+        """Return (index, epoch) of each sample."""
         b = self.batch
+        # Within a step the first passes of all ranks come first, then the second passes.
         within = (accumulation * b.data_parallel_ranks + rank) * b.micro_samples
         first = (step - self._step) * b.global_samples
         if self.buckets:
@@ -138,7 +162,8 @@ class Batches:
         return self.order.at([self.left_out.place(self._seen, number) for number in numbers])
 
     def _by_length(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Of a whole step, the shortest first; those of one bucket as they come."""
+        """Return the samples of a whole step, sorted by bucket; within a bucket the order stays."""
+        # The whole step is sorted, so that any number of ranks gets the same micro batches.
         place = self.left_out.place(self._seen, first)
         if self._dealt is None or self._dealt[0] != place:
             found = self._at(range(first, first + count))

@@ -1,4 +1,4 @@
-"""Chats as rows have them: messages, or a prompt and its response; and those made of the built-in text."""
+"""Chats as rows store them: messages, or a prompt and its response; and chats of built-in text."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import documents_read, rows, value
 from ortlaunch.worker.data.reading import DataError, Row
 
-_TURNS = 3  # of a built-in chat
+# Turns (question and answer) of a built-in chat.
+_TURNS = 3
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages with `role` and `content`, of which one at least is the assistant's."""
+    """Messages with `role` and `content`; at least one is the assistant's."""
 
     messages: list[Json]
     place: str
 
     def __len__(self) -> int:
+        """Return the number of characters, which bounds the memory of a chunk of chats."""
         return sum(len(message["content"]) for message in self.messages)
 
 
 def chats_read(source: str | Corpus) -> Iterator[tuple[Chat, float]]:
-    """Chats in a fixed order, each with the share of the corpus that is read by then.
+    """Yield chats in a fixed order, each with the share (0 to 1) of the corpus read so far.
 
     Raises:
-        DataError: a row has none; with file and line.
+        DataError: a row has no valid chat; the message gives file and line.
     """
     if isinstance(source, str):
         yield from _built_in()
@@ -42,7 +44,7 @@ def chats_read(source: str | Corpus) -> Iterator[tuple[Chat, float]]:
 
 
 def chat_texts(source: str | Corpus) -> Iterator[str]:
-    """What is written in them, to train a tokenizer on."""
+    """Return the contents of all messages, to train a tokenizer on."""
     return (message["content"] for chat, _ in chats_read(source) for message in chat.messages)
 
 
@@ -56,7 +58,8 @@ def _messages(row: Row, column: str) -> list[Json]:
     if all(each["role"] != "assistant" for each in messages):
         roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
         raise DataError(
-            f"{row.place}: {column} has no message of role assistant, and nothing to learn; it has {roles}"
+            f"{row.place}: {column} has no message of role assistant, and nothing to learn; "
+            f"it has {roles}"
         )
     return messages
 
@@ -69,10 +72,12 @@ def _message(row: Row, name: str, message: Any) -> Json:
     for key in ("role", "content"):
         if key not in message:
             raise DataError(
-                f"{row.place}: {name} has no {key!r}; it has {', '.join(map(str, message)) or 'nothing'}"
+                f"{row.place}: {name} has no {key!r}; it has "
+                f"{', '.join(map(str, message)) or 'nothing'}"
             )
         if not isinstance(message[key], str):
             raise DataError(f"{row.place}: {name}: {key} is {message[key]!r:.80}; it must be text")
+    # Parquet gives every message all keys that one message has; the absent ones are None.
     return {key: each for key, each in message.items() if each is not None}
 
 
@@ -88,7 +93,7 @@ def _pair(row: Row, source: Corpus) -> list[Json]:
 
 
 def _built_in() -> Iterator[tuple[Chat, float]]:
-    """Of each topic of the language reference its paragraphs, some a chat."""
+    """Yield chats of Python's language reference: `_TURNS` paragraphs of a topic make a chat."""
     from pydoc_data.topics import topics
 
     for name, (text, share) in zip(sorted(topics), documents_read("python-docs")):

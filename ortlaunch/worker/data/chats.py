@@ -1,7 +1,8 @@
-"""Chats in tokens, and which of them are answers: the model learns those alone.
+"""Tokenized chats with their answers marked: the model learns the answers alone.
 
-The tokenizer's chat template writes a chat. What is an answer in it the template says itself, by {% generation %}, or
-it is found: what the template writes more when an answer is there, after its own prompt for one.
+The tokenizer's chat template renders a chat. The template either marks answers itself, by
+{% generation %}, or each answer is found by comparison: it is the text that the template adds for
+the answer's message, after the template's own generation prompt.
 """
 
 from __future__ import annotations
@@ -27,33 +28,41 @@ from ortlaunch.worker.data.tokens import Documents, Tell, Work, plain_backend, s
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ANSWER = 1 << 31  # set in the tokens of answers
+# A bit set in the tokens of answers; no vocabulary has so many tokens.
+ANSWER = 1 << 31
+# Chats whose tokens are in memory at once while answers are searched.
 _CHATS_AT_ONCE = 256
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Rendered(NamedTuple):
-    """A chat as its template writes it."""
+    """The text of a chat, rendered by the template."""
 
     text: str
     answers: list[tuple[int, int]]
-    """First letter of each, and after the last."""
+    """Character ranges [first, after) of the answers in the text."""
 
 
 def tokenized_chats(
     source: str | Corpus, tokenizer: PreTrainedTokenizerBase, tell: Tell
 ) -> Documents:
-    """A chat each, the tokens of answers with the bit ANSWER.
+    """Return one document for each chat; tokens of answers have the bit ANSWER set.
 
     Raises:
-        DataError: there is no chat template, or a chat is none, or the template cannot write it; with file and line.
+        DataError: there is no chat template, or a chat is invalid, or the template cannot render
+            it; the message gives file and line.
     """
     template = _Template(tokenizer)
-    key = f"chats 1 {fingerprint(source)} {template.text} {tokenizer.special_tokens_map} {vocabulary_of(tokenizer)}"
+    # All that the tokens depend on; the 1 is the version of this format.
+    key = (
+        f"chats 1 {fingerprint(source)} {template.text} "
+        f"{tokenizer.special_tokens_map} {vocabulary_of(tokenizer)}"
+    )
     backend = plain_backend(tokenizer)
 
     def encode(chats: list[Chat]) -> Iterator[Sequence[int]]:
         written = [template.render(chat) for chat in chats]
+        # The template has written the special tokens already.
         encoded = backend.encode_batch([each.text for each in written], add_special_tokens=False)
         return (_marked(found, each.answers) for found, each in zip(encoded, written))
 
@@ -61,13 +70,15 @@ def tokenized_chats(
 
 
 def _marked(encoded: Any, answers: list[tuple[int, int]]) -> Sequence[int]:
-    """From the first token that has a letter of an answer to the last that has one."""
+    """Return the token ids, with ANSWER set on each token that has a character of an answer."""
     ids = np.array(encoded.ids, np.uint32)
     places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
     for first, after in answers:
+        # Tokens that overlap the answer; the last condition excludes tokens without characters.
         (inside,) = np.nonzero(
             (places[:, 1] > first) & (places[:, 0] < after) & (places[:, 1] > places[:, 0])
         )
+        # The whole range is marked, so that a token without characters within an answer counts too.
         if len(inside):
             ids[inside[0] : inside[-1] + 1] |= np.uint32(ANSWER)
     found: Sequence[int] = ids.tolist()
@@ -80,11 +91,13 @@ class _Template:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
             raise DataError(
-                "data.tokenizer: does not tell where its tokens are in a text, as fast tokenizers do"
+                "data.tokenizer: does not tell where its tokens are in a text, "
+                "as fast tokenizers do"
             )
         if not tokenizer.chat_template:
             raise DataError(
-                "data.tokenizer has no chat template; give one, as its model's card has it: data.chat_template, a "
+                "data.tokenizer has no chat template; give one, as its model's card has it: "
+                "data.chat_template, a "
                 "Jinja file or its text"
             )
         self.tokenizer = tokenizer
@@ -96,19 +109,21 @@ class _Template:
         )
 
     def render(self, chat: Chat) -> Rendered:
-        """A chat, with its answers.
+        """Return the text of a chat, with its answers.
 
         Raises:
-            DataError: the template refuses it, or does not show which of it are answers.
+            DataError: the template refuses the chat, or its answers cannot be located.
         """
         try:
             found = self._marked(chat) if self.marks else self._compared(chat)
         except DataError:
             raise
-        except Exception as error:  # Jinja's, and whatever a template's own code raises
+        # Errors of Jinja, and any error that the template's own code raises.
+        except Exception as error:
             line = getattr(error, "lineno", None)
             why = " ".join(str(error).split())
-            if line:  # of the template: it is none
+            # A line number belongs to a syntax error of the template, not to this chat.
+            if line:
                 raise DataError(f"data.chat_template: line {line}: {why}") from None
             raise DataError(f"{chat.place}: the chat template refuses it: {why}") from None
         if not any(after > first for first, after in found.answers):
@@ -122,9 +137,8 @@ class _Template:
             conversations=[chat.messages], chat_template=self.text, return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,  # type: ignore[arg-type]  # variables of the template
         )  # fmt: skip
-        texts, answers = cast(
-            "tuple[list[str], list[list[tuple[int, int]]]]", rendered
-        )  # annotated as str
+        # transformers annotates the result as str.
+        texts, answers = cast("tuple[list[str], list[list[tuple[int, int]]]]", rendered)
         return Rendered(texts[0], [(first, after) for first, after in answers[0]])
 
     def _compared(self, chat: Chat) -> Rendered:
@@ -138,13 +152,18 @@ class _Template:
         return Rendered(whole, answers)
 
     def _answer(self, whole: str, chat: Chat, number: int) -> tuple[int, int]:
-        """After the prompt for an answer, with the end mark, without the line end after that."""
+        """Return the character range of an answer: from after the generation prompt.
+
+        The range includes the end mark, but not the line end after the mark.
+        """
         before = self._text(chat.messages[:number])
         after = self._text(chat.messages[: number + 1])
         if not (whole.startswith(before) and whole.startswith(after)):
             raise DataError(
-                f"{chat.place}: the chat template writes message {number + 1} in another way when others follow, so "
-                "that its answers cannot be told: put {% generation %} and {% endgeneration %} around them in "
+                f"{chat.place}: the chat template writes message {number + 1} in another way when "
+                "others follow, so "
+                "that its answers cannot be told: put {% generation %} and {% endgeneration %} "
+                "around them in "
                 "data.chat_template"
             )
         prompt = self._text(chat.messages[:number], add_generation_prompt=True)
@@ -159,7 +178,10 @@ class _Template:
 
 
 class Conversations:
-    """A chat a sample, cut or padded to one length; answers alone have labels. Without one it is none."""
+    """Samples of one chat each, cut or padded to one length; answers alone have labels.
+
+    A chat that has no answer within this length is left out.
+    """
 
     varies = True
 
@@ -168,6 +190,7 @@ class Conversations:
         self.length = length
         self.pad = pad
         sizes = np.diff(self.ends, prepend=0)
+        # The mean loss over no labels would be nan.
         self.kept = np.flatnonzero(
             _has_answer(self.tokens, self.ends - sizes, np.minimum(sizes, length))
         )
@@ -175,7 +198,8 @@ class Conversations:
         without = len(sizes) - len(self.kept)
         if not len(self.kept):
             raise DataError(
-                f"{name}: no chat has an answer within its first {length} tokens (data.sequence_length)"
+                f"{name}: no chat has an answer within its first {length} tokens "
+                "(data.sequence_length)"
             )
         if cut or without:
             note(f"{name}: {cut:,} of {len(sizes):,} chats are longer than data.sequence_length ({length}) and cut off"
@@ -185,7 +209,7 @@ class Conversations:
         return len(self.kept)
 
     def size(self, index: int) -> int:
-        """Tokens of a sample before padding."""
+        """Return the number of tokens of a sample before padding."""
         chat = int(self.kept[index])
         return min(self.length, int(self.ends[chat]) - (int(self.ends[chat - 1]) if chat else 0))
 
@@ -211,7 +235,15 @@ class Conversations:
 def _has_answer(
     tokens: Tokens, begins: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Of each chat, whether so many of its tokens have one of an answer, the first aside, which nothing predicts."""
+    """Return for each chat whether its first `sizes` tokens have a token of an answer.
+
+    The first token of a chat does not count, as nothing predicts it.
+
+    Args:
+        tokens: (tokens,) uint32, of all chats.
+        begins: (chats,) index of each chat's first token.
+        sizes: (chats,) number of tokens to search.
+    """
     found = np.zeros(len(begins), bool)
     (long,) = np.nonzero(sizes > 1)
     for first in range(0, len(long), _CHATS_AT_ONCE):
@@ -219,8 +251,8 @@ def _has_answer(
         begin = begins[chats] + 1
         after = begins[chats] + sizes[chats]
         read = tokens[begin[0] : after[-1]] >= ANSWER
-        spans = (
-            np.stack([begin, after], axis=1).ravel()[:-1] - begin[0]
-        )  # the last one goes up to the end
+        # `reduceat` reduces between each two indices; the last range goes to the end of the array.
+        # Every second range lies between two chats, and is dropped.
+        spans = np.stack([begin, after], axis=1).ravel()[:-1] - begin[0]
         found[chats] = np.logical_or.reduceat(read, spans)[::2]
     return found

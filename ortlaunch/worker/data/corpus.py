@@ -1,6 +1,6 @@
-"""Where text comes from: the built-in corpus, files, the hub; documents one by one, and a fingerprint of the source.
+"""Sources of text (built-in corpus, files, hub), their documents one by one, and a fingerprint.
 
-What a file holds is reading.py's; the hub goes through Hugging Face `datasets`.
+The formats of files are read by reading.py; the hub is read by Hugging Face `datasets`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,22 @@ from ortlaunch.worker.data.reading import (
 
 
 def documents(source: str | Corpus) -> Iterator[str]:
-    """Texts of a corpus in a fixed order; of plain text files, what `document` says."""
+    """Return the texts of a corpus in a fixed order; `document` sets how plain text is split."""
     return (text for text, _ in documents_read(source))
 
 
 def documents_read(source: str | Corpus, lists: bool = False) -> Iterator[tuple[str, float]]:
-    """The same, each with the share of the corpus that is read by then (0 where nobody knows).
+    """Yield the texts of a corpus, each with the share (0 to 1) of the corpus read so far.
 
-    lists: of words are taken, too, as text.
+    Args:
+        source: the corpus.
+        lists: whether lists of words are accepted, joined by spaces.
+
+    Yields:
+        Text and share; the share is 0 where it is unknown.
+
+    Raises:
+        DataError: a row has no text.
     """
     if isinstance(source, str):
         from pydoc_data.topics import topics
@@ -48,6 +56,7 @@ def documents_read(source: str | Corpus, lists: bool = False) -> Iterator[tuple[
         text = value(row, column)
         if lists and isinstance(text, list):
             text = " ".join(map(str, text))
+        # A null, as an empty text, is a row without a document.
         if not isinstance(text, (str, type(None))):
             raise DataError(f"{row.place}: column {column!r} holds {text!r:.80}; it must be text")
         if text:
@@ -55,10 +64,10 @@ def documents_read(source: str | Corpus, lists: bool = False) -> Iterator[tuple[
 
 
 def value(row: Row, column: str) -> Any:
-    """What a row has there.
+    """Return the value of a row in a column.
 
     Raises:
-        DataError: it has no such column, or a text there that no tokenizer could take.
+        DataError: the row has no such column, or its text is longer than a tokenizer can process.
     """
     if column not in row.values:
         raise DataError(
@@ -72,10 +81,10 @@ def value(row: Row, column: str) -> Any:
 
 
 def rows(source: Corpus) -> Iterator[Row]:
-    """Rows of a corpus, streamed.
+    """Yield the rows of a corpus, streamed.
 
     Raises:
-        DataError: there is no such file or data set, or it is not of the format that the recipe says.
+        DataError: the file or data set does not exist, or is not of the recipe's format.
     """
     if source.format == "hub":
         yield from _of_the_hub(source)
@@ -84,6 +93,7 @@ def rows(source: Corpus) -> Iterator[Row]:
     sizes = [os.path.getsize(path) for path in found]
     for path, before, size in zip(found, itertools.accumulate([0, *sizes]), sizes):
         for row in read_file(path, source.format, source.document):
+            # From the share of the file to the share of all files, by bytes on the disk.
             yield row._replace(share=(before + row.share * size) / sum(sizes))
 
 
@@ -99,19 +109,21 @@ def _of_the_hub(source: Corpus) -> Iterator[Row]:
             Row(row, f"{named(source)}: row {number}", 0.0, names)
             for number, row in enumerate(found, 1)
         )
-    except StopIteration:  # `datasets` looks for a first row of JSON
+    # `datasets` reads a first row of JSON to learn the columns.
+    except StopIteration:
         raise DataError(f"{named(source)}: has no rows") from None
-    except (OSError, ValueError) as error:  # pyarrow's and the hub's errors are among these
+    # The errors of pyarrow and of the hub are subclasses of these.
+    except (OSError, ValueError) as error:
         raise DataError(
             f"{named(source)}: cannot be read: {(str(error) or repr(error)).splitlines()[0]}"
         ) from error
 
 
 def files(source: Corpus) -> list[str]:
-    """The files of a corpus, sorted within each pattern.
+    """Return the files of a corpus, sorted within each pattern.
 
     Raises:
-        DataError: a pattern matches nothing.
+        MissingData: a pattern matches no file.
     """
     found: list[str] = []
     for pattern in source.path or ():
@@ -127,13 +139,13 @@ def files(source: Corpus) -> list[str]:
 
 
 def fingerprint(source: str | Corpus) -> str:
-    """Changes when the corpus may have changed.
+    """Return a text that changes when the corpus may have changed.
 
-    Files by path, size and time; the built-in one by Python's version; the hub's by the commit that its name and
-    revision stand for now.
+    Files count by path, size and modification time; the built-in corpus by Python's version; a hub
+    data set by the commit that its name and revision refer to now.
 
     Raises:
-        DataError: the hub's commit cannot be found out.
+        DataError: the commit of the hub data set cannot be determined.
     """
     if isinstance(source, str):
         parts = [source, sys.version]
@@ -147,6 +159,7 @@ def fingerprint(source: str | Corpus) -> str:
         ]
     else:
         stats = ((path, os.stat(path)) for path in files(source))
+        # The default is left out, so that a corpus without `document` keeps its fingerprint.
         kind = (
             source.format
             if source.document == "paragraph"
@@ -167,13 +180,14 @@ def _columns(source: Corpus) -> str:
 
 
 def _commit(source: Corpus) -> str:
-    """The commit of a hub data set; of a folder's, what its files were when they were last written."""
+    """Return the commit of a hub data set; for a local folder, a hash of the state of its files."""
+    # A full commit hash needs no network.
     if (
         source.revision
         and re.fullmatch(r"[0-9a-f]{40}", source.revision)
         and not os.path.isdir(str(source.name))
     ):
-        return source.revision  # never another
+        return source.revision
     import datasets
 
     try:
@@ -188,7 +202,7 @@ def _commit(source: Corpus) -> str:
 
 
 def named(source: str | Corpus) -> str:
-    """For an error."""
+    """Return the name of a corpus for an error message."""
     if isinstance(source, str):
         return source
     return f"data ({source.format} {source.name or ' '.join(source.path or ())})"

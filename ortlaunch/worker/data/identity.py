@@ -1,5 +1,7 @@
-"""What tells one data set from another, whatever its files are called: how many samples, what some of them hold,
-and in which order an epoch takes them."""
+"""The identity of a data set, independent of file names.
+
+It has the number of samples, a hash of some of them, and the order of an epoch.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,17 @@ from ortlaunch.worker.data.mixture import Mixture
 from ortlaunch.worker.data.order import order_name
 from ortlaunch.worker.data.samples import Samples
 
-# looked at; a corpus may be larger than memory
+# Only these pieces of the corpus are hashed, as it may be larger than memory.
 _PIECES = 64
+# Tokens of a piece.
 _TOKENS = 4096
 
 
 def identity(samples: Samples) -> dict[str, object]:
-    """`samples`, `fingerprint` of tokens or texts (null for custom data, whose items may be random), and `order`."""
+    """Return the identity of a data set: `samples`, `fingerprint` and `order`.
+
+    The fingerprint is of tokens or texts; it is None for custom data, whose items may be random.
+    """
     return {"samples": len(samples), "fingerprint": _fingerprint(samples), "order": _order(samples)}
 
 
@@ -39,6 +45,7 @@ def _fingerprint(samples: object) -> str | None:
         tokens = samples.tokens
         found = hashlib.blake2b(str(len(samples.tokens)).encode(), digest_size=8)
         for start in np.linspace(0, max(0, len(tokens) - _TOKENS), _PIECES, dtype=np.int64):
+            # int64 independent of the stored type: the fingerprint is kept in checkpoints.
             found.update(
                 np.ascontiguousarray(tokens[int(start) : int(start) + _TOKENS])
                 .astype(np.int64)

@@ -1,6 +1,7 @@
-"""Rows with labels as files have them: a text with a class or a number, or words with a tag each.
+"""Rows with labels as files store them: a text with a class or a number, or words with a tag each.
 
-What is none is told by its place. Labels are numbered as they appear, so that what is kept of a row is numbers alone.
+An error names the location of an invalid row. Labels are numbered in the order in which they
+appear, so that a stored row consists of integers alone.
 """
 
 from __future__ import annotations
@@ -18,43 +19,47 @@ from ortlaunch.worker.data.corpus import named, rows, value
 from ortlaunch.worker.data.reading import DataError, Row
 
 Read = Callable[[Row, Corpus, Any], tuple[Any, list[Any]]]
-"""(row, source, first label of all or None) -> text or words, and the label or a label for each word."""
+"""(row, source, first label of the source or None) -> text or words, and a list of labels.
+
+The list has one label, or one for each word.
+"""
 
 
 @dataclass(frozen=True)
 class LabelledRow:
-    """A row, its labels in numbers."""
+    """A row with its labels as integers."""
 
     text: str | list[str]
     numbers: list[int]
-    """Of each label its place among those that the source has; of a number as label, the two halves of its float64."""
+    """Index of each label among the source's labels; for regression, two halves of a float64."""
     share: float
-    """How much of the source is read with it."""
+    """Share (0 to 1) of the source that has been read after this row."""
 
     def __len__(self) -> int:
-        """Letters."""
+        """Return the number of characters."""
         return len(self.text) if isinstance(self.text, str) else sum(map(len, self.text))
 
 
 @dataclass
 class SourceSummary:
-    """What all rows of a source together have, when the last one is read."""
+    """A summary of all rows of a source; complete after the last row."""
 
     labels: dict[Any, int] = field(default_factory=dict)
-    """Words, or numbers of classes, by their first appearance."""
+    """Labels (names or integers) to their indices, in the order of their first appearance."""
     counts: list[int] = field(default_factory=list)
-    """Of each label in `labels`: how many rows, or words, have it."""
+    """Number of rows, or words, with each label of `labels`."""
     largest: tuple[int, str] = (-1, "")
-    """Label that is a number, and where it is."""
+    """The largest integer label, and its location."""
     names: list[tuple[str, ...]] = field(default_factory=list)
-    """Of labels that are numbers; those of several files may differ."""
+    """Class names of integer labels; the names of several files may differ."""
 
     def number(self, label: Any, place: str) -> list[int]:
-        """What is kept of a label.
+        """Return the stored form of a label, and count the label.
 
         Raises:
-            DataError: it is beyond the most classes.
+            DataError: the label exceeds the largest allowed class.
         """
+        # Rows are stored as uint32, which has a float64 in two halves.
         if isinstance(label, float):
             return [*map(int, np.array([label]).view(np.uint32))]
         if isinstance(label, int) and label > self.largest[0]:
@@ -68,23 +73,32 @@ class SourceSummary:
 
 
 def require_class(label: int, place: str) -> None:
-    """A model's head has as many rows as the largest label says: an id, or a hash, is none.
+    """Refuse a label that is too large for a class.
 
     Raises:
-        DataError: it is beyond the most classes.
+        DataError: the label exceeds the largest allowed class.
     """
+    # The model's head has as many rows as the largest label requires: a column of ids or hashes
+    # would make it huge.
     if label >= MOST_CLASSES:
         raise DataError(
-            f"{place}: label {label} is too large: classes are integers from 0 to {MOST_CLASSES - 1:,}, and a model "
-            "has as many as the largest says; give words as labels, or consecutive numbers (is this a column of ids?)"
+            f"{place}: label {label} is too large: classes are integers from 0 to "
+            f"{MOST_CLASSES - 1:,}, and a model "
+            "has as many as the largest says; give words as labels, "
+            "or consecutive numbers (is this a column of ids?)"
         )
 
 
 def labelled_rows(source: Corpus, read: Read, found: SourceSummary) -> Iterator[LabelledRow]:
-    """Rows in a fixed order; `found` has all of them when they are at their end.
+    """Yield rows in a fixed order, and collect their summary.
+
+    Args:
+        source: the corpus.
+        read: the reader for the task: `classified`, `scored` or `tagged`.
+        found: the summary to fill; it is complete after the last row.
 
     Raises:
-        DataError: there are none, or one is not what `read` takes; with file and line.
+        DataError: there are no rows, or `read` refuses one; the message gives file and line.
     """
     row = None
     for row in rows(source):
@@ -100,35 +114,39 @@ def labelled_rows(source: Corpus, read: Read, found: SourceSummary) -> Iterator[
 
 
 def classified(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:
-    """A text with its class."""
+    """Return a text and its class."""
     label = value(row, source.label_column)
     return _text(row, source), [_class(row, source.label_column, label, first)]
 
 
 def scored(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:
-    """A text with its number, for regression."""
+    """Return a text and its number, for regression."""
     label = value(row, source.label_column)
-    # A bool is an int, and no number.
+    # The type is compared, as isinstance accepts a bool as an int.
     if type(label) not in (int, float) or not math.isfinite(label):
         raise DataError(
-            f"{row.place}: {source.label_column} is {label!r:.80}; sequence-regression takes a number"
+            f"{row.place}: {source.label_column} is {label!r:.80}; "
+            "sequence-regression takes a number"
         )
     return _text(row, source), [float(label)]
 
 
 def tagged(row: Row, source: Corpus, first: Any) -> tuple[list[str], list[Any]]:
-    """Words with a tag each."""
+    """Return words and the tag of each word."""
     words = value(row, source.text_column)
     tags = value(row, source.label_column)
     for name, found in ((source.text_column, words), (source.label_column, tags)):
         if not isinstance(found, list) or not found:
             raise DataError(
-                f"{row.place}: {name} is {found!r:.80}; token-classification takes a list, one a word"
+                f"{row.place}: {name} is {found!r:.80}; token-classification takes a list, "
+                "one a word"
             )
     if len(words) != len(tags):
         raise DataError(
-            f"{row.place}: {source.text_column} has {len(words)} words, and {source.label_column} {len(tags)} tags"
+            f"{row.place}: {source.text_column} has {len(words)} words, "
+            f"and {source.label_column} {len(tags)} tags"
         )
+    # A tokenizer may make no token of a blank word, and its tag would be lost.
     wrong = next((word for word in words if not isinstance(word, str) or not word.strip()), None)
     if wrong is not None:
         raise DataError(f"{row.place}: {source.text_column} has {wrong!r:.80}; it must be a word")
@@ -138,15 +156,16 @@ def tagged(row: Row, source: Corpus, first: Any) -> tuple[list[str], list[Any]]:
 
 
 def _class(row: Row, column: str, label: Any, first: Any) -> int | str:
-    """A label, if it is one, and of one kind with the first."""
-    # A bool is an int, and no class.
+    """Return a label after checks; it must have the type of the source's first label."""
+    # The type is compared, as isinstance accepts a bool as an int.
     if label == "" or type(label) not in (int, str) or (isinstance(label, int) and label < 0):
         raise DataError(
             f"{row.place}: {column} is {label!r:.80}; a class is a word, or an integer from 0"
         )
     if first is not None and type(label) is not type(first):
         raise DataError(
-            f"{row.place}: {column} is {label!r}, and the first row's is {first!r}; give words alone, or numbers alone"
+            f"{row.place}: {column} is {label!r}, and the first row's is {first!r}; "
+            "give words alone, or numbers alone"
         )
     found: int | str = label
     return found

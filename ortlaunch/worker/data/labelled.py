@@ -1,7 +1,8 @@
 """Samples of rows with labels: texts with a class or a number each, and words with a tag each.
 
-They are tokenized once into the cache as texts are. A row is a document there: its tokens, cut to the length of a
-sample, and behind them its labels in numbers. The last document is what all rows have together.
+They are tokenized once into the cache, as texts are. A row is one document there: its tokens, cut
+to the length of a sample, followed by its labels as integers. The last document is the summary of
+all rows.
 """
 
 from __future__ import annotations
@@ -44,18 +45,20 @@ from ortlaunch.worker.data.tokens import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHOWN = 6  # classes in a line
-_SOME = 4096  # rows that tell one data set from another: so many, or up to twice as many
+# Classes named in one line for the user.
+_SHOWN = 6
+# Rows that identify a data set; up to twice as many are used.
+_SOME = 4096
 _Ints = NDArray[np.uint32]
 
 
 class LabelledTexts:
-    """Texts with a class each, cut or padded to one length."""
+    """Samples of texts with a class each, cut or padded to one length."""
 
     task = "sequence-classification"
     read: ClassVar[staticmethod[..., tuple[Any, list[Any]]]] = staticmethod(classified)
     behind = 1
-    """Numbers behind the tokens of a row."""
+    """Count of integers after the tokens of a row."""
 
     def __init__(
         self,
@@ -77,22 +80,26 @@ class LabelledTexts:
         self._pad = tokenizer.pad_token_id
         self._on_the_left = tokenizer.padding_side == "left"
         self._with_mask = "attention_mask" in tokenizer.model_input_names
+        # The 2 is the version of this format.
         self._key = f"{self.task} 2 {fingerprint(source)} {source.label_column}"
         key = f"{self._key} {length} {_decides(tokenizer)}"
         self._documents = stored(Work(key, self._items, self._encoder(tokenizer)), tell)
         of_all = json.loads(_text_of(self._documents, len(self)))
-        self.labels: list[Any] = of_all["labels"]  # each once; words until `number_labels`
-        self.counts: list[int] = of_all["counts"]  # of rows, or words, by label
-        self.largest: tuple[int, str] = tuple(
-            of_all["largest"]
-        )  # label that is a number, and where it is
-        self.names = [tuple(names) for names in of_all["names"]]  # of labels that are numbers
+        # Each label once; labels that are names stay so until `number_labels`.
+        self.labels: list[Any] = of_all["labels"]
+        # Rows, or words, of each label.
+        self.counts: list[int] = of_all["counts"]
+        # The largest integer label, and its location.
+        self.largest: tuple[int, str] = tuple(of_all["largest"])
+        # Class names of integer labels.
+        self.names = [tuple(names) for names in of_all["names"]]
 
     def __len__(self) -> int:
+        # The last document is the summary.
         return len(self._documents.ends) - 1
 
     def _items(self) -> Iterator[tuple[LabelledRow | str, float]]:
-        """Rows, and at last what all of them have."""
+        """Yield the rows, and at the end the summary of all rows as JSON."""
         found = SourceSummary()
         for row in labelled_rows(self.source, self.read, found):
             yield row, row.share
@@ -101,13 +108,15 @@ class LabelledTexts:
     def _encoder(
         self, tokenizer: PreTrainedTokenizerBase
     ) -> Callable[[list[Any]], Iterator[Sequence[int]]]:
-        """Rows -> documents; by a copy, for a call changes what a fast tokenizer is saved with."""
+        """Return the function that makes documents of rows."""
+        # A call with truncation changes a fast tokenizer's saved settings, so that a copy is used.
         own = functools.cache(lambda: copy.deepcopy(tokenizer) if tokenizer.is_fast else tokenizer)
 
         def encode(items: list[Any]) -> Iterator[Sequence[int]]:
             rows = [item for item in items if isinstance(item, LabelledRow)]
             if rows:
                 yield from self._encoded(own(), rows)
+            # The summary comes after all rows; one token for each of its bytes.
             yield from (item.encode() for item in items[len(rows) :])
 
         return encode
@@ -121,24 +130,26 @@ class LabelledTexts:
     def _called(
         self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow], **options: Any
     ) -> Any:
-        """As the tokenizer has texts that are cut, before they are padded."""
+        """Return the tokenizer's output for texts, cut but not padded."""
+        # A text is one segment: token types would be zeros, and some models do not accept them.
         return tokenizer(
             [row.text for row in rows], truncation=True, max_length=self.length,
-            return_token_type_ids=False,  # one segment: zeros for those models that have them, an error for the others
+            return_token_type_ids=False,
             return_attention_mask=False,
             **options,
         )  # fmt: skip
 
     def all_labels(self) -> Iterable[Any]:
-        """Each that a row has, once."""
+        """Return each label that a row has, once."""
         return self.labels
 
     def renumber(self, numbers: Mapping[str, int]) -> None:
-        """Words become these numbers."""
+        """Replace label names by these class numbers."""
         self.labels = [numbers[word] for word in self.labels]
 
     @property
     def classes(self) -> int:
+        """Number of classes, from the largest label."""
         return int(max(self.labels)) + 1
 
     def sample(self, index: int, epoch: int) -> Sample:
@@ -152,27 +163,30 @@ class LabelledTexts:
         return {**found, "labels": self._labels_of(behind)}
 
     def size(self, index: int) -> int:
-        """Tokens of a sample before padding."""
+        """Return the number of tokens of a sample before padding."""
         first, after = _place(self._documents, index)
         return after - first - self.behind
 
     def _labels_of(self, behind: _Ints) -> torch.Tensor:
-        """As the model takes them."""
+        """Return the labels as the model expects them, from a row's stored integers."""
         return torch.tensor(self._label(behind.tolist()))
 
     def _label(self, numbers: list[int]) -> Any:
-        """As the row has it, its words in numbers."""
+        """Return the label of a row, with names as class numbers."""
         return self.labels[numbers[0]]
 
     def _padded(self, values: _Ints, fill: int) -> torch.Tensor:
-        """To (length,), on the tokenizer's side."""
+        """Return values padded to (length,), on the tokenizer's padding side."""
         found: _Ints = np.full(self.length, fill, np.int64)
         count = len(values)
         found[slice(self.length - count, None) if self._on_the_left else slice(count)] = values
         return torch.from_numpy(found)
 
     def some(self) -> list[tuple[Any, Any]]:
-        """Some texts, evenly spread, with their labels; rows are read once more for them, and later the cache."""
+        """Return some texts, evenly spread, with their labels.
+
+        The first call reads the rows once more; later calls read the cache.
+        """
         step = max(1, len(self) // _SOME)
 
         def items() -> Iterator[tuple[str, float]]:
@@ -190,7 +204,7 @@ class LabelledTexts:
 
 
 class ScoredTexts(LabelledTexts):
-    """Texts with a number each, for regression."""
+    """Samples of texts with a number each, for regression."""
 
     task = "sequence-regression"
     read = staticmethod(scored)
@@ -198,11 +212,15 @@ class ScoredTexts(LabelledTexts):
     classes = 0
 
     def _label(self, numbers: list[int]) -> Any:
+        # Two uint32 are the halves of a float64; see `SourceSummary.number`.
         return np.array(numbers, np.uint32).view(np.float64).item()
 
 
 class TaggedWords(LabelledTexts):
-    """Lists of words with a tag each; a word's first piece has its tag, what is left of it none."""
+    """Samples of word lists with a tag for each word.
+
+    The first token of a word has the word's tag; the other tokens have no label.
+    """
 
     task = "token-classification"
     read = staticmethod(tagged)
@@ -224,13 +242,14 @@ class TaggedWords(LabelledTexts):
     def _encoded(
         self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]
     ) -> Iterator[Sequence[int]]:
-        """Behind the tokens a number for each: 0, or of a word's first piece one more than its tag's."""
+        """Yield token ids, followed by an integer for each of them.
+
+        The integer is 1 + the index of the tag for the first token of a word, and 0 for others.
+        """
         try:
             found = self._called(tokenizer, rows, is_split_into_words=True)
-        except (
-            AssertionError,
-            ValueError,
-        ) as error:  # as of byte-level ones without add_prefix_space
+        # For example byte-level tokenizers without add_prefix_space.
+        except (AssertionError, ValueError) as error:
             raise DataError(
                 f"data.tokenizer: takes no lists of words: {' '.join(str(error).split())}"
             ) from None
@@ -255,20 +274,24 @@ class TaggedWords(LabelledTexts):
 
 
 def _decides(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All that decides on the tokens of a text but where it is cut."""
+    """Return everything that determines the tokens of a text, except the length it is cut to."""
     if tokenizer.is_fast:
-        known = plain_backend(tokenizer).to_str()  # of its own say where it last cut and padded
+        # The tokenizer's own state also has the truncation and padding of its last call.
+        known = plain_backend(tokenizer).to_str()
     else:
         given = json.dumps(
             tokenizer.init_kwargs, sort_keys=True, default=lambda each: type(each).__name__
         )
-        known = f"{given} {tokenizer.special_tokens_map} {tokenizer.added_tokens_decoder} {vocabulary_of(tokenizer)}"
+        known = (
+            f"{given} {tokenizer.special_tokens_map} {tokenizer.added_tokens_decoder} "
+            f"{vocabulary_of(tokenizer)}"
+        )
     special = getattr(tokenizer, "split_special_tokens", False)
     return f"{type(tokenizer).__name__} {tokenizer.truncation_side} {special} {known}"
 
 
 def _place(documents: Documents, index: int) -> tuple[int, int]:
-    """First token of a document, and after its last."""
+    """Return the range [first, after) of a document's tokens."""
     return int(documents.ends[index - 1]) if index else 0, int(documents.ends[index])
 
 
@@ -277,7 +300,7 @@ def _document(documents: Documents, index: int) -> _Ints:
 
 
 def _text_of(documents: Documents, index: int) -> bytes:
-    """A document that is JSON, a byte a token."""
+    """Return a document that is JSON, stored as one byte in each token."""
     return _document(documents, index).astype(np.uint8).tobytes()
 
 
@@ -287,13 +310,20 @@ OF_ROWS = {"class": LabelledTexts, "number": ScoredTexts, "word": TaggedWords}
 def number_labels(
     train: Samples, evaluation: Samples | None, known: Mapping[str, int] = MappingProxyType({})
 ) -> list[str]:
-    """Labels that are words become numbers; the words by number, [] where they are numbers.
+    """Replace label names by class numbers in all samples.
 
-    known: numbers that the model has for labels already, which are taken if it has all; else the alphabet's order is.
+    Args:
+        train: training samples.
+        evaluation: evaluation samples.
+        known: class numbers that the model has for label names already. They are used if they
+            include all labels; otherwise labels are numbered in alphabetical order.
+
+    Returns:
+        The label names by class number; [] if labels are integers.
 
     Raises:
-        DataError: some sources have words and others numbers, all words are one, or one of the evaluation is in no
-            training row.
+        DataError: some sources have names and others integers, there is a single name, or a name of
+            the evaluation samples is in no training row.
     """
     parts = _labelled(train)
     held_out = _labelled(evaluation)
@@ -314,7 +344,8 @@ def number_labels(
     unknown = sorted({word for part in held_out for word in part.all_labels()} - set(words))
     if unknown:
         raise DataError(
-            f"data.evaluation: label {unknown[0]!r} is in no row of data.train, which has {len(words)}"
+            f"data.evaluation: label {unknown[0]!r} is in no row of data.train, "
+            f"which has {len(words)}"
         )
     numbers = {word: number for number, word in enumerate(words)}
     for part in (*parts, *held_out):
@@ -323,10 +354,10 @@ def number_labels(
 
 
 def number_as_trained(samples: Samples, known: Mapping[str, int]) -> None:
-    """Give labels that are words the numbers that a trained model knows, of which these samples may have some alone.
+    """Replace label names by the class numbers of a trained model; some may not appear.
 
     Raises:
-        DataError: the model has no such label, or sources do not go together.
+        DataError: the model has no such label, or some sources have names and others integers.
     """
     parts = _labelled(samples)
     if not _are_words(*parts):
@@ -334,35 +365,38 @@ def number_as_trained(samples: Samples, known: Mapping[str, int]) -> None:
     unknown = sorted({word for part in parts for word in part.all_labels()} - known.keys())
     if unknown:
         raise DataError(
-            f"data: label {unknown[0]!r} is none of the model's: {', '.join(known) or 'it has numbers alone'}"
+            f"data: label {unknown[0]!r} is none of the model's: "
+            f"{', '.join(known) or 'it has numbers alone'}"
         )
     for part in parts:
         part.renumber(known)
 
 
 def _labelled(samples: Samples | None) -> list[LabelledTexts]:
-    """Those of a mixture, or these alone."""
+    """Return the samples with labels: the parts of a mixture, or the samples themselves."""
     return [
         part for part in getattr(samples, "parts", [samples]) if isinstance(part, LabelledTexts)
     ]
 
 
 def _are_words(*parts: LabelledTexts) -> bool:
-    """Whether labels are words, in all."""
+    """Return whether all labels are names; raises DataError where sources differ."""
     kinds = {type(label) for part in parts for label in part.all_labels()}
     if len(kinds) > 1:
         raise DataError(
-            "data: labels are words in one source and numbers in another; give words alone, or numbers"
+            "data: labels are words in one source and numbers in another; give words alone, "
+            "or numbers"
         )
     return kinds == {str}
 
 
 def class_lines(train: Samples, names: Sequence[str], classes: int) -> Iterator[str]:
-    """The classes for a person, and which of them can hardly be learned; nothing where there are none.
+    """Yield lines for the user: the classes, and those with too few training rows to learn.
 
     Args:
-        names: of the classes, by number; [] where they have none.
-        classes: how many the model tells apart.
+        train: training samples; without classes nothing is yielded.
+        names: class names by number; [] if classes have no names.
+        classes: number of classes of the model.
     """
     parts = [part for part in _labelled(train) if not isinstance(part, ScoredTexts)]
     if not parts:
@@ -395,10 +429,10 @@ def _more(size: int) -> str:
 
 
 def class_names(train: Samples, evaluation: Samples | None) -> list[str]:
-    """Of labels that are numbers, in their order, where the data set has them.
+    """Return the class names of integer labels by number; [] if the data set has no names.
 
     Raises:
-        DataError: two sources have other names for the same numbers.
+        DataError: two sources have different names for the same numbers.
     """
     parts = [
         part
@@ -409,6 +443,7 @@ def class_names(train: Samples, evaluation: Samples | None) -> list[str]:
     if len(found) > 1:
         one, other = (", ".join(names) for names in found[:2])
         raise DataError(
-            f"data: the numbers of labels stand for {one} in one source and {other} in another; give names as labels"
+            f"data: the numbers of labels stand for {one} in one source and {other} in another; "
+            "give names as labels"
         )
     return list(found[0]) if found else []

@@ -1,4 +1,4 @@
-"""Stretches of the endless order of samples that no step takes: those of batches that spoiled a training."""
+"""Ranges in the endless order of samples that are skipped: batches that made a training diverge."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ortlaunch.run_folder.records import BadStep
 
 
 def recorded(run: RunDir) -> Iterator[BadStep]:
-    """The bad steps of earlier starts; a last line that was half written is none.
+    """Yield the bad steps of earlier starts; a last line that was half written is ignored.
 
     Raises:
-        DamagedFile: a line before it cannot be read, and which samples it left out is not known.
+        DamagedFile: an earlier line cannot be read, so that its skipped samples are unknown.
     """
     known = [each.name for each in fields(BadStep)]
     lines = json_lines(
@@ -23,16 +23,19 @@ def recorded(run: RunDir) -> Iterator[BadStep]:
     )
     if lines.left_out:
         raise DamagedFile(
-            f"{run.bad_steps}: it says which samples are not trained on, and is damaged: {'; '.join(lines.left_out)}; "
+            f"{run.bad_steps}: it says which samples are not trained on, and is damaged: "
+            f"{'; '.join(lines.left_out)}; "
             "take the line away if they may be trained on"
         )
     yield from (
-        BadStep(**{name: line[name] for name in known if name in line}) for line in lines.found
+        # Fields of later versions are ignored.
+        BadStep(**{name: line[name] for name in known if name in line})
+        for line in lines.found
     )
 
 
 def taken(run: RunDir, seen: int) -> int:
-    """Of the first `seen` places in the order of samples, those that steps took."""
+    """Return how many of the first `seen` places in the order of samples were used by steps."""
     left = LeftOut()
     for line in recorded(run):
         if line.action == "rollback" and line.places:
@@ -41,17 +44,17 @@ def taken(run: RunDir, seen: int) -> int:
 
 
 class LeftOut:
-    """Places (from 0, epoch after epoch) that are passed over."""
+    """The set of skipped places; places count from 0 and go on from epoch to epoch."""
 
     def __init__(self) -> None:
-        self._stretches: list[
-            tuple[int, int]
-        ] = []  # [first, after), ascending, apart from each other
+        # Ranges [first, after), ascending; no two of them touch.
+        self._stretches: list[tuple[int, int]] = []
 
     def add(self, first: int, after: int) -> None:
-        """Pass over the places from `first` to before `after`."""
+        """Skip the places [first, after)."""
         apart = [each for each in self._stretches if each[1] < first or each[0] > after]
         joined = [each for each in self._stretches if each not in apart]
+        # Ranges that overlap or touch the new one are merged with it.
         whole = (
             min([first, *(each[0] for each in joined)]),
             max([after, *(each[1] for each in joined)]),
@@ -59,12 +62,13 @@ class LeftOut:
         self._stretches = sorted([*apart, whole])
 
     def before(self, place: int) -> int:
-        """How many places are passed over before this one."""
+        """Return how many places before this one are skipped."""
         return sum(max(0, min(after, place) - first) for first, after in self._stretches)
 
     def place(self, begin: int, number: int) -> int:
-        """Where the sample `number` (from 0) is that follows on the place `begin`."""
+        """Return the place of the sample `number` (from 0), counted from the place `begin`."""
         place = begin + number
+        # Ascending order matters: each skipped range moves the place, perhaps into the next range.
         for first, after in self._stretches:
             if after > begin and place >= max(first, begin):
                 place += after - max(first, begin)

@@ -1,4 +1,4 @@
-"""BERT's masked words: which are predicted, and what stands in their place."""
+"""BERT's masked language modeling: the choice of predicted tokens, and their replacements."""
 
 from __future__ import annotations
 
@@ -22,37 +22,48 @@ if TYPE_CHECKING:
 _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float64]
 _Bools = NDArray[np.bool_]
-_NEVER = 2.0  # above all draws
+# The turn of a token that is never chosen: above all draws.
+_NEVER = 2.0
 
 
 Places = Sequence[tuple[int, int]]
 
 
 def draws(seed: int, places: Places, count: int) -> _Floats:
-    """(samples, count): what samples, (index, epoch) each, draw at random, from 0 to below 1.
+    """Return the random values of samples, float64 in [0, 1).
 
-    Philox ciphers with a key: another key is another stream (Salmon et al. 2011). The key is these numbers themselves:
-    NumPy's hash of them would take four times as long.
+    Args:
+        seed: seed of the data set.
+        places: (index, epoch) of each sample.
+        count: values of each sample.
+
+    Returns:
+        (samples, count); a row depends on seed, index and epoch alone.
     """
     found: _Floats = np.empty((len(places), count))
     for row, (index, epoch) in zip(found, places):
-        np.random.Generator(np.random.Philox(_SampleSeed(seed, epoch, index))).random(out=row)  # type: ignore[arg-type]  # no ISeedSequence in its stub
+        # Philox encrypts a counter with a key: another key gives another stream (Salmon et al.
+        # 2011). The key is made of these integers directly, as NumPy's hash of them takes four
+        # times as long. The stub of Philox does not have ISeedSequence.
+        np.random.Generator(
+            np.random.Philox(_SampleSeed(seed, epoch, index))  # type: ignore[arg-type]
+        ).random(out=row)
     return found
 
 
 class _SampleSeed(ISeedSequence):
-    """No two samples of a data set have one, below 2^40 samples and 2^24 epochs."""
+    """The Philox key of one sample and epoch, unique below 2^40 samples and 2^24 epochs."""
 
     def __init__(self, seed: int, epoch: int, index: int) -> None:
         self.words = (seed % (1 << 64), (epoch % (1 << 24) << 40) + index)
 
     def generate_state(self, n_words: int, dtype: object = np.uint32) -> NDArray[np.uint64]:
-        """What Philox asks for: two words of 64 bits."""
+        """Return the two 64-bit words that Philox requests as its key."""
         return np.array(self.words, dtype=np.uint64)
 
 
 class Masking:
-    """`data.masked_lm`, for a tokenizer."""
+    """The masking of `data.masked_lm` for a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: MaskedLm) -> None:
         missing = [
@@ -62,7 +73,8 @@ class Masking:
         ]
         if missing:
             raise DataError(
-                f"data.tokenizer has no {', '.join(missing)}, which masked language models need; train wordpiece"
+                f"data.tokenizer has no {', '.join(missing)}, which masked language models need; "
+                "train wordpiece"
             )
         self.words = len(tokenizer)
         self.settings = settings
@@ -72,15 +84,21 @@ class Masking:
         self.goes_on = _pieces(tokenizer) if settings.whole_words else None
 
     def predictions(self, tokens: int) -> int:
-        """Of a sequence with so many, [CLS] and [SEP] among them; as in BERT's create_pretraining_data.py."""
+        """Return the number of predictions in a sequence of `tokens`, [CLS] and [SEP] included."""
+        # As in BERT's create_pretraining_data.py.
         wanted = max(1, round(tokens * self.settings.probability))
         return min(wanted, self.settings.max_predictions or wanted)
 
     def mask(self, ids: _Ints, labels: _Ints, sizes: Sequence[int], random: _Floats) -> None:
-        """Choose places, and give them their labels; 80 % become [MASK], 10 % a random word, 10 % stay.
+        """Choose tokens to predict, and write their labels and replacements.
 
-        ids, labels: (samples, length) int64, both written to; sizes: what of each is no padding; random: (samples,
-        2 * length), of `draws`.
+        80 % of them become [MASK], 10 % a random token, and 10 % stay.
+
+        Args:
+            ids: (samples, length) int64, changed in place.
+            labels: (samples, length) int64, changed in place.
+            sizes: tokens of each sample before padding.
+            random: (samples, 2 * length), from `draws`: the order of choice, then the replacements.
         """
         length = ids.shape[1]
         turns = random[:, :length].copy()
@@ -97,17 +115,17 @@ class Masking:
         words = ids[rows, places]
         labels[rows, places] = words
         fate = random[rows, length + places]
-        others = ((fate - 0.9) * (10 * self.words)).astype(
-            np.int64
-        )  # what is left of the number, rounded down
+        # From 0.9 on, the rest of the random value is spread over the vocabulary, rounded down.
+        others = ((fate - 0.9) * (10 * self.words)).astype(np.int64)
         ids[rows, places] = np.where(fate < 0.8, self.mask_id, np.where(fate < 0.9, words, others))
 
     def _whole_words(self, ids: _Ints, turns: _Floats, counts: list[int]) -> _Bools:
-        """Of each sample the words that still fit, in the order of their first pieces' turns."""
+        """Choose whole words in the order of their first tokens' turns, within the counts."""
         assert self.goes_on is not None
         chosen: _Bools = np.zeros(ids.shape, dtype=bool)
         for row, mine, turn, count in zip(chosen, ids, turns, counts):
             places = (turn < _NEVER).nonzero()[0]
+            # A word begins at a token that is no continuation, or after a gap (a special token).
             begins = ~self.goes_on[mine[places]]
             begins[1:] |= places[1:] != places[:-1] + 1
             begins[:1] = True
@@ -120,55 +138,64 @@ class Masking:
                     left -= len(words[number])
                 if not left:
                     break
+            # Every word is longer than the count: one token is chosen, so that the sample has a
+            # label.
             if left == count:
                 row[places[:1]] = True
         return chosen
 
 
 def _lowest(turns: _Floats, counts: list[int]) -> _Bools:
-    """(samples, length): so many of each sample whose turn comes first."""
+    """Choose the tokens with the lowest turns: (samples, length) bool, `counts` in each sample."""
     first = turns.argsort()[:, : max(counts)]
     taken = np.arange(first.shape[1]) < np.array(counts)[:, None]
     chosen: _Bools = np.zeros(turns.shape, dtype=bool)
     np.put_along_axis(chosen, first, taken, axis=1)
+    # A sample may have fewer tokens to choose from than its count.
     chosen &= turns < _NEVER
     return chosen
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase) -> _Bools:
-    """(words,) bool: which pieces go on a word.
+    """Return which tokens of the vocabulary continue a word: (words,) bool.
 
     Raises:
-        DataError: none is marked.
+        DataError: the vocabulary marks none.
     """
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     found: _Bools = np.array([name.startswith("##") for name in names])
     if not found.any():
         raise DataError(
-            "data.masked_lm.whole_words: data.tokenizer marks no piece of a word by ##, as wordpiece does; leave it out"
+            "data.masked_lm.whole_words: data.tokenizer marks no piece of a word by ##, "
+            "as wordpiece does; leave it out"
         )
     return found
 
 
 class MaskedSamples(ABC):
-    """Samples that are made a micro batch at a time: NumPy's calls take as long for one."""
+    """Samples that are made for a whole micro batch: NumPy's calls take as long for one sample."""
 
     @abstractmethod
     def batch(self, places: Places) -> dict[str, torch.Tensor]:
-        """Samples (index, epoch): tensors are (samples, ...)."""
+        """Return the samples at (index, epoch) as a batch; tensors are (samples, ...)."""
 
     def sample(self, index: int, epoch: int) -> Sample:
         return {name: values[0] for name, values in self.batch([(index, epoch)]).items()}
 
 
 class MaskedBlocks(MaskedSamples):
-    """Windows of the corpus with masked words; documents follow each other. Each has as many predictions."""
+    """Windows of the corpus with masked tokens; a window may span several documents.
+
+    All windows have equally many predictions, except with whole words.
+    """
 
     def __init__(self, tokens: Tokens, length: int, masking: Masking, seed: int) -> None:
         self.tokens = tokens
         self.masking = masking
         self.seed = seed
+        # [CLS] and [SEP] take two places.
         self.body = length - 2
+        # With whole words, the last word that fits may leave some of the count unused.
         self.varies = masking.settings.whole_words
 
     def __len__(self) -> int:

@@ -1,9 +1,11 @@
-"""In which order an epoch takes its samples: a function of seed, epoch and place, the same on any world.
+"""The order of samples in an epoch: a function of seed, epoch and place, for any number of ranks.
 
-Up to 65,536 samples are shuffled whole by NumPy, half a megabyte. The order of more is never held: a Feistel network
-of eight rounds permutes the numbers of a rectangle, about sqrt(n) x sqrt(n) and little larger than the data set; what
-falls beside the data set goes through again until it falls in it (cycle walking: Black and Rogaway 2002, "Ciphers with
-arbitrary finite domains"). Constant memory, the same time for every place, nothing to wind forward at a resume.
+Up to 65,536 samples are shuffled by NumPy; that order takes half a megabyte. The order of a larger
+data set is never stored. A Feistel network of eight rounds permutes the integers of a rectangle,
+about sqrt(n) x sqrt(n), that is a little larger than the data set. A result outside the data set
+goes through the network again until it is inside (cycle walking: Black and Rogaway 2002, "Ciphers
+with arbitrary finite domains"). Memory is constant, every place takes the same time, and a resume
+has nothing to replay.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# what a checkpoint calls them
+# The names of the two orders in checkpoints.
 SHUFFLE = "shuffle"
 FEISTEL = "feistel"
-_MOST_SHUFFLED = 1 << 16  # with few samples a network of eight rounds would prefer some orders
+# For few samples, a network of eight rounds would favor some orders.
+_MOST_SHUFFLED = 1 << 16
 _ROUNDS = 8
-# MurmurHash3's finalizer
+# The multipliers of MurmurHash3's finalizer.
 _FIRST = np.uint64(0xFF51AFD7ED558CCD)
 _SECOND = np.uint64(0xC4CEB9FE1A85EC53)
 _HALF = np.uint64(32)
@@ -27,28 +30,27 @@ _DROPPED = np.uint64(24)
 
 
 class Permutation(Protocol):
-    """The order of one epoch."""
+    """The order of one epoch: places, (n,) int64 -> samples, (n,) int64."""
 
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]: ...
 
 
 def order_name(samples: int) -> str:
-    """Of the order that so many samples have."""
+    """Return the name of the order that is used for this number of samples."""
     return SHUFFLE if samples <= _MOST_SHUFFLED else FEISTEL
 
 
 class Order:
-    """The endless order of a data set, epoch after epoch."""
+    """The endless order of a data set's samples, epoch after epoch."""
 
     def __init__(self, samples: int, seed: int) -> None:
         self.samples = samples
         self.seed = seed
-        self._epochs: dict[
-            int, Permutation
-        ] = {}  # this one, and the next where a batch reaches into it
+        # The present epoch, and the next one if a batch reaches into it.
+        self._epochs: dict[int, Permutation] = {}
 
     def at(self, places: list[int]) -> list[tuple[int, int]]:
-        """(sample, epoch) at each of these places, which count on from epoch to epoch."""
+        """Return (sample, epoch) at each of these places, which go on from epoch to epoch."""
         epochs, within = np.divmod(np.asarray(places, dtype=np.int64), self.samples)
         found = np.empty_like(within)
         for epoch in np.unique(epochs):
@@ -66,7 +68,7 @@ class Order:
 
 
 def permutation(samples: int, seed: int, epoch: int) -> Permutation:
-    """Of the places 0 to `samples` - 1, in this epoch."""
+    """Return the permutation of the places 0 to `samples` - 1 in this epoch."""
     if order_name(samples) == FEISTEL:
         return Feistel(samples, seed, epoch)
     order: NDArray[np.int64] = np.random.Generator(np.random.Philox([seed, epoch])).permutation(
@@ -76,10 +78,11 @@ def permutation(samples: int, seed: int, epoch: int) -> Permutation:
 
 
 class Feistel:
-    """A permutation that is computed, not held; places are int64, (any number,), and so is what it returns."""
+    """A permutation that is computed for each place instead of stored."""
 
     def __init__(self, samples: int, seed: int, epoch: int) -> None:
         across = math.isqrt(samples - 1) + 1
+        # `across` x `down` is the smallest rectangle of this width that has room for all samples.
         self.samples = np.uint64(samples)
         self.across = np.uint64(across)
         self.down = np.uint64(-(-samples // across))
@@ -87,12 +90,15 @@ class Feistel:
 
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         found = self._once(places.astype(np.uint64))
+        # This ends: a walk along a permutation returns to its start, which is in the data set.
         while (beside := found >= self.samples).any():
             found[beside] = self._once(found[beside])
         return found.astype(np.int64)
 
     def _once(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Within the rectangle: each half in turn is moved round by a hash of the other, which can be undone."""
+        """Permute the numbers of the rectangle once."""
+        # Row and column in turn are shifted (modulo their size) by a hash of the other; each shift
+        # can be undone, so that the whole is a permutation.
         row, column = np.divmod(numbers, self.across)
         for key, other in zip(self.keys[::2], self.keys[1::2]):
             row = (row + _hash(column, key)) % self.down
@@ -102,8 +108,9 @@ class Feistel:
 
 
 def _hash(numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """40 well mixed bits."""
-    mixed: NDArray[np.uint64] = (numbers ^ key) * _FIRST  # of arrays: wraps round
+    """Return 40 well mixed bits of each number."""
+    # Products of arrays wrap round without a warning.
+    mixed: NDArray[np.uint64] = (numbers ^ key) * _FIRST
     mixed ^= mixed >> _HALF
     mixed *= _SECOND
     mixed >>= _DROPPED

@@ -1,4 +1,4 @@
-"""Samples that the user's own `module:function` makes."""
+"""Samples and batches made by the user's own `module:function`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from ortlaunch.worker.data.samples import Sample
 
 
 def find(key: str, target: str) -> Any:
-    """The user's own `module:function`.
+    """Return the user's own function.
+
+    Args:
+        key: the recipe's field, for errors.
+        target: `module:function`.
 
     Raises:
-        DataError: there is no such module or function.
+        MissingCode: there is no such module.
+        DataError: the module has no such function.
     """
     module, _, function = target.partition(":")
     try:
         found = getattr(import_module(module), function, None)
     except ModuleNotFoundError as error:
+        # A missing import within the user's module is not reported as a missing module.
         if error.name and f"{module}.".startswith(f"{error.name}."):
             raise MissingCode(
                 f"{key}: no module {module!r} beside the recipe, in this folder or installed"
@@ -36,12 +42,13 @@ def find(key: str, target: str) -> Any:
 
 
 def call(key: str, target: str, arguments: Json) -> Any:
-    """What the user's own `module:function` returns.
+    """Call the user's own `module:function`, and return its result.
 
     Raises:
-        DataError: there is no such module or function, or it takes other arguments.
+        DataError: there is no such module or function, or it does not accept the arguments.
     """
     found = find(key, target)
+    # Checked before the call, so that a TypeError within the function keeps its own traceback.
     try:
         inspect.signature(found).bind(**arguments)
     except TypeError as error:
@@ -52,7 +59,7 @@ def call(key: str, target: str, arguments: Json) -> Any:
 
 
 class OwnCollate:
-    """The user's own function from a list of samples to a batch."""
+    """The user's own function that makes a batch of a list of samples."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -62,11 +69,13 @@ class OwnCollate:
         found = self.function(samples)
         if not isinstance(found, Mapping) or not found:
             raise DataError(
-                f"data.collate: {self.name} returned {type(found).__name__}; it must be names to tensors"
+                f"data.collate: {self.name} returned {type(found).__name__}; "
+                "it must be names to tensors"
             )
         try:
             return {str(name): torch.as_tensor(value) for name, value in found.items()}
-        except (TypeError, ValueError, RuntimeError) as error:  # all three are torch's
+        # torch raises all three.
+        except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
                 f"data.collate: {self.name} returned what becomes no tensor: {error}"
             ) from None
@@ -76,15 +85,27 @@ class OwnSamples:
     """The user's own data set: any object with `__len__` and `__getitem__`."""
 
     def __init__(self, items: Any, is_mapping: bool = True) -> None:
-        """is_mapping: each sample has to be one; else a function of the user's knows what it is."""
+        """Wrap the user's data set.
+
+        Args:
+            items: the data set.
+            is_mapping: whether samples must be mappings; False if the user's own collate function
+                processes them.
+
+        Raises:
+            DataError: the object is no data set, or is empty.
+        """
         if not hasattr(items, "__len__") or not hasattr(items, "__getitem__") or len(items) == 0:
             raise DataError(
-                f"data.factory returned {type(items).__name__}; it must have samples, __len__ and __getitem__"
+                f"data.factory returned {type(items).__name__}; it must have samples, "
+                "__len__ and __getitem__"
             )
+        # For example a DatasetDict, which maps names of splits to data sets.
         if isinstance(items, Mapping) and 0 not in items:
             keys = ", ".join(map(repr, itertools.islice(items, 5)))
             raise DataError(
-                f"data.factory returned {type(items).__name__} with keys {keys}; it must have samples by their numbers "
+                f"data.factory returned {type(items).__name__} with keys {keys}; "
+                "it must have samples by their numbers "
                 "from 0: return one of its values, or a list"
             )
         self.items = items
@@ -97,7 +118,8 @@ class OwnSamples:
         item: Mapping[str, object] = self.items[index]
         if self.is_mapping and not isinstance(item, Mapping):
             raise DataError(
-                f"sample {index} of data.factory is a {type(item).__name__}; it must be a mapping of names to tensors, "
+                f"sample {index} of data.factory is a {type(item).__name__}; "
+                "it must be a mapping of names to tensors, "
                 "or data.collate make a batch of such samples"
             )
         return item

@@ -1,7 +1,8 @@
-"""BERT's pretraining samples: two segments, of which the second follows the first or is from another document.
+"""BERT's pretraining samples: a segment, and its continuation or a segment of another document.
 
-Both segments of a pair that follow each other are of one document. A document of several samples is cut into windows
-that are as long as a sample can be, the last one moved back to end with it; a shorter one is a sample with padding.
+Segments that follow each other are from one document. A long document is cut into windows of the
+full length of a sample; the last window is moved back so that it ends with the document. A short
+document is one sample with padding.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.tokens import Documents
 
 _Ints = NDArray[np.int64]
-_DRAWS = 32  # of another document that is long enough
+# Attempts to draw another document that is long enough.
+_DRAWS = 32
 _NAMES = ("input_ids", "labels", "attention_mask", "token_type_ids")
 
 
 class SentencePairs(MaskedSamples):
-    """Samples of task pretraining; half of the seconds, those with label 1, are from elsewhere.
+    """Samples of task pretraining; half of the second segments, with label 1, are from elsewhere.
 
-    Numbers of 8 bytes a document are held in memory.
+    Arrays with 8 bytes for each document are held in memory.
     """
 
     def __init__(
@@ -34,14 +36,19 @@ class SentencePairs(MaskedSamples):
         self.masking = masking
         self.pad = pad
         self.seed = seed
+        # [CLS] and two [SEP] take three places.
         self.body = length - 3
         sizes = np.diff(self.ends, prepend=0)
+        # A document needs two tokens, one for each segment.
         windows = np.where(sizes < 2, 0, -(-sizes // self.body))
         if np.count_nonzero(windows) < 2:
             raise DataError(
-                "data.train: pretraining takes the second sentence of a pair from another document, and the corpus has "
-                f"{np.count_nonzero(windows)} of two tokens or more; data.train.document says what one is"
+                "data.train: pretraining takes the second sentence of a pair from another "
+                "document, and the corpus has "
+                f"{np.count_nonzero(windows)} of two tokens or more; "
+                "data.train.document says what one is"
             )
+        # (documents,): the first sample after each document.
         self.until = np.cumsum(windows)
         self.varies = masking.settings.whole_words or bool((sizes[windows > 0] < self.body).any())
 
@@ -57,6 +64,7 @@ class SentencePairs(MaskedSamples):
         unrelated = []
         for row, ((index, _), drawn) in enumerate(zip(places, random[:, : 2 + _DRAWS].tolist())):
             document, start, size = self.place(index)
+            # The first segment has a quarter to three quarters of the tokens.
             low = max(1, size // 4)
             high = max(1, size * 3 // 4)
             cut = low + int(drawn[0] * (high + 1 - low))
@@ -75,7 +83,10 @@ class SentencePairs(MaskedSamples):
         }
 
     def _join(self, ids: _Ints, *segments: tuple[int, int]) -> int:
-        """[CLS] first [SEP] second [SEP]: tokens from a place on, and how many. How long that is."""
+        """Write [CLS] first [SEP] second [SEP] into `ids`; return the number of tokens written.
+
+        segments: (first token in the corpus, number of tokens) of each.
+        """
         ids[0], place = self.masking.cls, 1
         for start, size in segments:
             ids[place : place + size] = self.tokens[start : start + size]
@@ -84,7 +95,7 @@ class SentencePairs(MaskedSamples):
         return place
 
     def place(self, index: int) -> tuple[int, int, int]:
-        """Document of a sample, its first token and how many it has."""
+        """Return (document, first token, number of tokens) of a sample."""
         document = int(self.until.searchsorted(index, side="right"))
         number = index - (int(self.until[document - 1]) if document else 0)
         begin, end = self._span(document)
@@ -95,7 +106,13 @@ class SentencePairs(MaskedSamples):
         return (int(self.ends[document - 1]) if document else 0), int(self.ends[document])
 
     def _from_another(self, document: int, size: int, drawn: list[float]) -> tuple[int, int]:
-        """Where so many tokens of another document begin, drawn by its size; and how many, if none has all of them."""
+        """Return (first token, number of tokens) of a segment of another document.
+
+        Documents are drawn in proportion to their size. If no drawn one has `size` tokens, the
+        longest segment found is used.
+
+        drawn: random values in [0, 1), one for each attempt.
+        """
         best = (0, 0)
         for number in drawn:
             place = int(number * len(self.tokens))
@@ -110,7 +127,10 @@ class SentencePairs(MaskedSamples):
         return start, found
 
     def _neighbour(self, document: int, size: int) -> tuple[int, int]:
-        """Of a corpus that is nearly one document, the next one that has tokens."""
+        """Return a segment of the next document that has tokens.
+
+        Needed where one document is nearly the whole corpus, so that every draw gave that one.
+        """
         others = ((document + step) % len(self.ends) for step in range(1, len(self.ends)))
         begin, end = next(span for span in map(self._span, others) if span[1] > span[0])
         return min(size, end - begin), begin

@@ -1,6 +1,7 @@
-"""Files of text, JSON lines and Parquet, row by row, each row with its place: an error names file and line, or row.
+"""Reading of text, JSON lines and Parquet files, row by row.
 
-What is compressed by gzip, bzip2 or xz is read as it is; other compressions go through Hugging Face `datasets`.
+Each row has its location, so that an error names file and line, or row. Files compressed by gzip,
+bzip2 or xz are read directly; other compressions go through Hugging Face `datasets`.
 """
 
 from __future__ import annotations
@@ -28,18 +29,23 @@ _OPENED: dict[str, Callable[[BinaryIO], Any]] = {
 }
 _BY_DATASETS = (".zst", ".lz4", ".zip")
 _LOADER = {"text": "text", "jsonl": "json"}
+# Characters of a text file, and rows of a Parquet file, that are read at once.
 _LETTERS_AT_ONCE = 1 << 20
 _ROWS_AT_ONCE = 1000
-_LONGEST_PARAGRAPH = 16_000_000  # it is joined from portions, and all of it is in memory
-_LONGEST_ROW = 64_000_000  # bytes, all of them in memory
-LONGEST_TEXT = _LONGEST_PARAGRAPH  # characters: a tokenizer needs some hundred bytes for each
+# Characters. A paragraph is joined from chunks, and all of it is in memory.
+_LONGEST_PARAGRAPH = 16_000_000
+# Bytes, all of them in memory.
+_LONGEST_ROW = 64_000_000
+# Characters. A tokenizer needs some hundred bytes for each.
+LONGEST_TEXT = _LONGEST_PARAGRAPH
 SPLIT = "split its text into several rows, for no sample is that long"
-_MARK = b"\xef\xbb\xbf"  # of UTF-8, at the begin of files from Windows
+# The byte order mark of UTF-8, at the beginning of files from Windows.
+_MARK = b"\xef\xbb\xbf"
 _MARKS_OF_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 class DataError(InputError):
-    """The data cannot be read, or does not hold what the recipe says."""
+    """The data cannot be read, or does not match the recipe."""
 
 
 class MissingData(DataError):
@@ -59,18 +65,23 @@ class Row(NamedTuple):
 
     values: Json
     place: str
-    """`file:line`, or what else says where it is."""
+    """Location for errors: `file:line`, or file or data set with the row's number."""
     share: float = 0.0
-    """How much of the file is read with it, from 0 to 1; 0 where nobody knows."""
+    """Share (0 to 1) of the file that has been read after this row; 0 where unknown."""
     names: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    """By column those of its numbers, from 0, where the data set has them."""
+    """Column to the names of its classes 0, 1, ..., if the data set has them."""
 
 
 def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row]:
-    """Rows of a file of format text, jsonl or parquet; `document` is what a row of text is.
+    """Yield the rows of a file.
+
+    Args:
+        path: the file.
+        form: text, jsonl or parquet.
+        document: for text, the unit of a row: paragraph, line or file.
 
     Raises:
-        DataError: it cannot be read, or is not of this format, or has no rows.
+        DataError: the file cannot be read, is not of this format, or has no rows.
     """
     try:
         if os.path.getsize(path) == 0:
@@ -90,22 +101,18 @@ def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row
         raise DataError(
             f"{path}:{_line_without_text(path)}: is not UTF-8: {error.reason}{_guess(path)}"
         ) from None
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        zlib.error,
-        lzma.LZMAError,
-    ) as error:  # pyarrow's are among these
+    # The errors of pyarrow are subclasses of these.
+    except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or (str(error) or repr(error)).splitlines()[0]
         raise DataError(f"{path}: cannot be read as {form}: {reason}") from error
 
 
 class _TextFile:
-    """A file, compressed or not, and how much of it is read."""
+    """A file, compressed or not, and the share of it that has been read."""
 
     def __init__(self, path: str) -> None:
-        self._raw, self._size = open(path, "rb"), os.path.getsize(path)  # noqa: SIM115 (closed by `close`)
+        # Closed by `__exit__`.
+        self._raw, self._size = open(path, "rb"), os.path.getsize(path)  # noqa: SIM115
         opened = _OPENED.get(os.path.splitext(path)[1])
         self.bytes: BinaryIO = opened(self._raw) if opened else self._raw
 
@@ -118,6 +125,7 @@ class _TextFile:
 
     @property
     def share(self) -> float:
+        """Share (0 to 1) of the file's bytes on the disk that have been read."""
         return min(1.0, self._raw.tell() / self._size)
 
 
@@ -127,15 +135,21 @@ def _paragraphs(path: str) -> Iterator[Row]:
     with _TextFile(path) as file:
         letters = io.TextIOWrapper(file.bytes, encoding="utf-8-sig")
         while chunk := letters.read(_LETTERS_AT_ONCE):
+            # The last part may go on in the next chunk.
             *whole, rest = (rest + chunk).split("\n\n")
             for paragraph in whole:
                 if paragraph:
                     yield Row({"text": paragraph}, f"{path}:{line}", file.share)
+                # Two more line ends separate it from the next paragraph.
                 line += paragraph.count("\n") + 2
             if len(rest) > _LONGEST_PARAGRAPH:
-                mend = "`document: line` makes a document of each line, `document: file` of the whole file"
+                mend = (
+                    "`document: line` makes a document of each line, "
+                    "`document: file` of the whole file"
+                )
                 raise DataError(
-                    f"{path}:{line}: no blank line ends this paragraph of {len(rest):,} characters; {mend}"
+                    f"{path}:{line}: no blank line ends this paragraph of {len(rest):,} "
+                    f"characters; {mend}"
                 )
     if rest:
         yield Row({"text": rest}, f"{path}:{line}", 1.0)
@@ -158,6 +172,7 @@ def _jsonl(path: str) -> Iterator[Row]:
         for number, line in enumerate(
             iter(functools.partial(file.bytes.readline, _LONGEST_ROW + 1), b""), 1
         ):
+            # `readline` stops after one byte more than the limit.
             if len(line) > _LONGEST_ROW:
                 raise DataError(
                     f"{path}:{number}: this row is longer than {_LONGEST_ROW:,} bytes; {SPLIT}"
@@ -178,13 +193,17 @@ def _object(text: str, place: str) -> Json:
         raise DataError(
             f'{place}: is a {type(found).__name__}; a line must be an object, as {{"text": "..."}}'
         )
+    # Only an escape can give half a pair: the file itself is valid UTF-8.
     if "\\ud" in text or "\\uD" in text:
         _refuse_half_pairs(found, place)
     return found
 
 
 def _refuse_half_pairs(values: Json, place: str) -> None:
-    """JSON can write half of a surrogate pair, which no other format has and no tokenizer takes."""
+    """Raise DataError where a text has half of a surrogate pair, which no tokenizer accepts.
+
+    Only JSON's escapes can express it.
+    """
     for column, value in values.items():
         try:
             json.dumps({column: value}, ensure_ascii=False).encode()
@@ -192,7 +211,8 @@ def _refuse_half_pairs(values: Json, place: str) -> None:
             half = ascii(error.object[error.start])[1:-1]
             mend = "give its other half, too, or \\ufffd in its place"
             raise DataError(
-                f"{place}: {column!r} has {half}, half of a surrogate pair, which is no character; {mend}"
+                f"{place}: {column!r} has {half}, half of a surrogate pair, which is no character; "
+                f"{mend}"
             ) from None
 
 
@@ -211,11 +231,15 @@ def _parquet(path: str) -> Iterator[Row]:
 
 
 def names_of_numbers(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Of the columns with classes, or lists of them, in Hugging Face's description of a data set."""
+    """Return the class names of each column of classes, or of lists of classes.
+
+    features: Hugging Face's description of a data set's columns.
+    """
     found = {}
     for column, feature in features.items():
         inner = feature
-        while isinstance(inner, Mapping) and isinstance(inner.get("feature"), Mapping):  # a list's
+        # A list has its elements' description under "feature".
+        while isinstance(inner, Mapping) and isinstance(inner.get("feature"), Mapping):
             inner = inner["feature"]
         if isinstance(inner, Mapping) and inner.get("_type") == "ClassLabel":
             found[column] = tuple(inner.get("names") or ())
@@ -223,7 +247,7 @@ def names_of_numbers(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
-    """For compressions that Python has not."""
+    """Yield the rows of a file with a compression that Python's library does not have."""
     import datasets
 
     if form not in _LOADER:
@@ -235,7 +259,8 @@ def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
             _LOADER[form], data_files=[path], split="train", streaming=True, **options
         )
         yield from (Row(values, f"{path}: row {number}") for number, values in enumerate(found, 1))
-    except RuntimeError as error:  # of a loop in which `datasets` looked for a first row
+    # `datasets` reads a first row within a generator, where StopIteration becomes RuntimeError.
+    except RuntimeError as error:
         raise DataError(f"{path}: has no rows") from error
 
 

@@ -1,4 +1,4 @@
-"""What a data set is to the rest of the worker, and how its samples become a batch."""
+"""The interface of data sets to the rest of the worker, and the making of batches."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from ortlaunch.worker.data.reading import DataError
 
 Sample = Mapping[str, Any]
-"""Names to tensors, arrays, lists or numbers: whatever torch makes a tensor of."""
+"""Names to tensors, or to values that torch converts to tensors: arrays, lists or numbers."""
 Stack = Callable[[list[Sample]], dict[str, torch.Tensor]]
-IGNORED = -100  # the label that cross entropy leaves out
+# The label that PyTorch's cross entropy ignores.
+IGNORED = -100
 
 
 class Samples(Protocol):
-    """A data set; the epoch lets masking differ from one pass over the data to the next.
+    """A data set; with the epoch, masking differs from one pass over the data to the next.
 
-    One whose samples differ in how many labels count has `varies`, true; one that makes several at once sooner has
-    `batch`: (index, epoch) of each -> a batch.
+    Optional attributes: `varies` is true if samples differ in the number of labels that count.
+    `batch`, [(index, epoch), ...] -> a batch, exists if several samples at once are made faster.
     """
 
     def __len__(self) -> int: ...
@@ -27,16 +28,20 @@ class Samples(Protocol):
 
 
 def cut_padding(batch: dict[str, torch.Tensor], buckets: Sequence[int]) -> dict[str, torch.Tensor]:
-    """A batch of padded samples, (samples, length), to the shortest of the lengths that holds its longest sample."""
+    """Cut the padding of a batch to the shortest bucket that has room for its longest sample.
+
+    Args:
+        batch: tensors of (samples, length) are cut, others stay.
+        buckets: allowed lengths, ascending.
+    """
     mask = batch.get("attention_mask")
     if mask is None:
         return batch
     whole = mask.shape[1]
     needed = int(mask.sum(1).max())
     length = next((bucket for bucket in buckets if bucket >= needed), whole)
-    on_the_left = (
-        mask[:, 0].sum() < mask[:, -1].sum()
-    )  # some tokenizers pad there; an empty text has no side
+    # Some tokenizers pad on the left. All rows are summed, as an empty text shows no side.
+    on_the_left = mask[:, 0].sum() < mask[:, -1].sum()
     kept = slice(whole - length, whole) if on_the_left else slice(length)
     return {
         name: value[:, kept].contiguous() if value.shape[1:2] == (whole,) else value
@@ -45,7 +50,11 @@ def cut_padding(batch: dict[str, torch.Tensor], buckets: Sequence[int]) -> dict[
 
 
 def collate(samples: list[Sample]) -> dict[str, torch.Tensor]:
-    """Stack samples of one shape into a batch."""
+    """Stack samples of one shape into a batch.
+
+    Raises:
+        DataError: samples differ in names or shapes, or a value cannot become a tensor.
+    """
     batch = {}
     for name in samples[0]:
         try:
@@ -54,14 +63,16 @@ def collate(samples: list[Sample]) -> dict[str, torch.Tensor]:
             raise DataError(
                 f"samples of one batch differ in their names: not all have {name!r}"
             ) from None
-        except (TypeError, ValueError, RuntimeError) as error:  # all three are torch's
+        # torch raises all three.
+        except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
                 f"{name!r} of a sample is no tensor, nor what becomes one: {error}"
             ) from None
         shapes = sorted({tuple(value.shape) for value in values})
         if len(shapes) > 1:
             raise DataError(
-                f"samples of one batch differ in the shape of {name!r}: {shapes}; pad them in data.factory, or give "
+                f"samples of one batch differ in the shape of {name!r}: {shapes}; "
+                "pad them in data.factory, or give "
                 "data.collate"
             )
         batch[name] = torch.stack(values)

@@ -1,6 +1,7 @@
-"""A long row of token ids in shards: files of one size mapped into memory, each sealed as soon as it is full.
+"""A long sequence of token ids in shards: files of equal size, mapped into memory.
 
-A sum of the whole would take hours at trillions of tokens, and be lost with the process that makes it.
+Each shard is sealed with a checksum as soon as it is full. A single checksum of all shards would
+take hours at trillions of tokens, and would be lost with the process that computes it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from numpy.typing import NDArray
 from ortlaunch.cache import changed, own_seal, seal
 
 SHARD = 1 << 28
-"""Tokens of a shard, 1 GiB."""
+"""Tokens of a shard: 1 GiB."""
 
 _Ints = NDArray[np.uint32]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
+# Bytes of a token.
 _BYTES = 4
 
 
 class Tokens(Protocol):
-    """Token ids, uint32: an array, or shards of one."""
+    """Token ids, uint32: one array, or shards that behave as one."""
 
     def __len__(self) -> int: ...
 
@@ -32,7 +34,7 @@ class Tokens(Protocol):
 
 
 class _Joined:
-    """Shards as one row; a slice of two of them is a copy."""
+    """Shards as one sequence; a slice that spans two shards is a copy."""
 
     def __init__(self, shards: Sequence[_Ints]) -> None:
         self.shards = shards
@@ -52,13 +54,14 @@ class _Joined:
 
 
 def joined(base: Path) -> Tokens:
-    """The tokens of all shards of a name."""
+    """Return the tokens of all shards with this base name."""
     shards = [mapped(path, np.uint32) for path in shard_paths(base)]
     return shards[0] if len(shards) == 1 else _Joined(shards)
 
 
 def mapped(path: Path, dtype: type[_Scalar]) -> NDArray[_Scalar]:
-    """A file as an array; a plain one, for slices of a memmap take five times as long."""
+    """Return a file as an array that is mapped into memory."""
+    # A plain array, as slices of np.memmap take five times as long; an empty file cannot be mapped.
     return (
         np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
         if path.stat().st_size
@@ -67,26 +70,28 @@ def mapped(path: Path, dtype: type[_Scalar]) -> NDArray[_Scalar]:
 
 
 def shard_paths(base: Path) -> list[Path]:
-    """In their order; there is always one."""
+    """Return the shard files in order; a corpus has at least one."""
     return sorted(base.parent.glob(f"{base.name}.*.u32"))
 
 
 def wrong(base: Path, tokens: int) -> str:
-    """Why so many tokens are not there, of shards whose writing was cut off; nothing where they are."""
+    """Return why the first `tokens` tokens of interrupted shards are not intact, or ""."""
     full, rest = divmod(tokens, SHARD)
     reasons = (changed(own_seal(_path(base, number))) for number in range(full))
     last = _path(base, full)
+    # The last shard is not sealed yet; only its size can be checked.
     short = rest and (last.stat().st_size if last.exists() else 0) < rest * _BYTES
     return next((why for why in reasons if why), f"{last}: is shorter than noted" if short else "")
 
 
 class ShardWriter:
-    """Appends tokens behind the first so many, which `wrong` finds nothing with; what lies beyond is removed.
+    """A writer that appends tokens to shards.
 
-    A shard that is written anew is another file: a process may have mapped the one before.
+    It keeps the first `tokens` tokens, which `wrong` has found intact, and removes all after them.
     """
 
     def __init__(self, base: Path, tokens: int) -> None:
+        # A rewritten shard is a new file, as another process may have mapped the earlier one.
         self.base = base
         self.number, rest = divmod(tokens, SHARD)
         self.room = SHARD - rest
@@ -103,11 +108,10 @@ class ShardWriter:
         return _path(self.base, self.number)
 
     def write(self, ids: _Ints) -> None:
-        """Some tokens, (tokens,) uint32."""
+        """Append tokens, (tokens,) uint32."""
         while len(ids) >= self.room:
-            self.file.write(
-                ids[: self.room].data
-            )  # tofile says nothing of a full disk but how much it wrote
+            # NumPy's `tofile` does not report a full disk as such, only the amount written.
+            self.file.write(ids[: self.room].data)
             self.file.close()
             seal(own_seal(self._path), [self._path])
             ids = ids[self.room :]
@@ -118,12 +122,12 @@ class ShardWriter:
         self.room -= len(ids)
 
     def sync(self) -> None:
-        """All to the disk."""
+        """Force all written tokens to the disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        """The last shard is as long as it is, and may be empty."""
+        """Close the last shard, which may be partly filled or empty."""
         self.file.close()
 
 

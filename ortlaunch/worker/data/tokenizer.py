@@ -1,4 +1,4 @@
-"""The tokenizer of a run: loaded from a folder or the hub, or trained on the corpus once and cached."""
+"""The tokenizer of a run: loaded from a folder or the hub, or trained on the corpus and cached."""
 
 from __future__ import annotations
 
@@ -27,28 +27,33 @@ _BERT_WORDS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-_MOST_LETTERS = 1000  # as in the library: beyond them lie rare signs that would fill the vocabulary
+# The library's default limit: rarer characters would fill the vocabulary.
+_MOST_LETTERS = 1000
 _LLAMA_WORDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
 
 
 def load_tokenizer(data: Data, kept: Path | None = None) -> Any:
-    """A transformers tokenizer; None: the recipe has none.
+    """Return the tokenizer of a recipe; None if the recipe has none.
 
-    kept: the folder of the one that the weights were trained with, where they are there already.
+    Args:
+        data: the recipe's data fields.
+        kept: folder of the tokenizer that existing weights were trained with; None: as `data`.
 
     Raises:
-        InputError: it is neither a folder nor reachable on the hub.
+        InputError: the tokenizer is neither a folder nor reachable on the hub.
     """
     if data.tokenizer is None:
         return None
     tokenizer = _loaded(data, kept)
+    # A kept tokenizer was saved with the chat template of its training.
     if data.chat_template is not None and kept is None:
         tokenizer.chat_template = _template(data.chat_template)
     return tokenizer
 
 
 def _template(given: str) -> str:
-    """The text of a chat template, or the file's that is named."""
+    """Return the text of a chat template, which is given directly or as a file name."""
+    # Every template has braces; a file name with braces is not supported.
     if "{" in given:
         return given
     try:
@@ -75,19 +80,20 @@ def _loaded(data: Data, kept: Path | None) -> Any:
 
 
 def _trained(data: Data, training: TokenizerTraining) -> Path:
-    """Folder of the tokenizer trained on the corpus; trained by whoever comes first on this machine."""
+    """Return the folder of the tokenizer trained on the corpus; train it if it is not cached."""
     corpus = " ".join(fingerprint(part.source) for part in data.parts)
     key = hashlib.sha256(f"{corpus} {training.train} {training.vocab_size}".encode()).hexdigest()[
         :16
     ]
     folder = cache_folder("tokenizers") / key
+    # Of all processes that share the cache, the first one trains; the others wait.
     with FileLock(f"{folder}.lock"):
         renew(folder.with_suffix(".seal"), lambda: _train_into(folder, data, training))
     return folder
 
 
 def _train_into(folder: Path, data: Data, training: TokenizerTraining) -> list[Path]:
-    """Train and write a tokenizer; its files."""
+    """Train and write a tokenizer; return its files."""
     make = _wordpiece if training.train == "wordpiece" else _bpe
     trained = make(data, training.vocab_size)
     shutil.rmtree(folder, ignore_errors=True)
@@ -96,7 +102,7 @@ def _train_into(folder: Path, data: Data, training: TokenizerTraining) -> list[P
 
 
 def _texts(data: Data) -> Iterator[str]:
-    """Of all sources, one after the other, whatever their weights."""
+    """Yield the texts of all sources, one source after the other; weights do not matter."""
     for part in data.parts:
         if is_chat(part.source):
             yield from chat_texts(part.source)
@@ -105,7 +111,9 @@ def _texts(data: Data) -> Iterator[str]:
 
 
 def _wordpiece(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Trained twice: in one pass the library numbers `##x` as they lie in a hash table, other in each process."""
+    """Return a trained WordPiece tokenizer with the settings of BERT's."""
+    # Trained twice: in a single pass the library numbers the `##x` tokens in the order of a hash
+    # table, which differs between processes. The second pass has them in a fixed order.
     from tokenizers import decoders, models, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -130,7 +138,14 @@ def _wordpiece(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
 def _wordpiece_vocabulary(
     texts: Iterable[str], size: int, first: list[str], letters: list[str] | None
 ) -> dict[str, int]:
-    """Words by number: `first` as they come, and no letters but `letters` (None: all that there are)."""
+    """Train a WordPiece vocabulary: token to number.
+
+    Args:
+        texts: the corpus.
+        size: tokens of the vocabulary.
+        first: its first tokens, in this order.
+        letters: the only characters to use; None: all characters of the corpus.
+    """
     from tokenizers import models, trainers
 
     tokenizer = _bert_like(models.WordPiece(unk_token="[UNK]"))
@@ -155,7 +170,7 @@ def _bert_like(model: Any) -> Any:
 
 
 def _counting(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
-    """The texts as they are, their letters counted in passing."""
+    """Yield the texts unchanged, and count the characters of their normalized form."""
     from tokenizers import normalizers
 
     normalize = normalizers.BertNormalizer(lowercase=True).normalize_str

@@ -1,8 +1,10 @@
-"""A corpus as one long row of token ids in shards, and where each document ends, in mapped files, cached by content.
+"""A tokenized corpus: one long sequence of token ids in shards, and the end of each document.
 
-One process of all that share the cache folder writes, under a lock file: tokenizing may outlast any collective's
-timeout. What it has written is noted every few seconds, and whoever is next after it was killed goes on from there.
-`tokenizers` works on all cores by threads of its own, so that one process is as fast as many, and reads on meanwhile.
+Both are files mapped into memory, cached by content. Of all processes that share the cache folder
+one writes, under a lock file, because tokenizing may take longer than the timeout of any
+collective. Its progress is saved every few seconds; if it is killed, the next process continues
+from there. One process is as fast as many, as `tokenizers` uses all cores with its own threads;
+the process reads the next documents meanwhile.
 """
 
 from __future__ import annotations
@@ -41,44 +43,47 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tell = Callable[[str], None]
+# Limits of a chunk of documents, so that memory is bounded.
 _DOCUMENTS_AT_ONCE = 1000
 _LETTERS_AT_ONCE = 4_000_000
+# Seconds between saves of the progress, and between progress messages.
 _SAVE_SECONDS = 5.0
 _TELL_SECONDS = 0.5
 
 
 def silent(text: str) -> None:
-    """Tell nobody."""
+    """Ignore a progress message."""
 
 
 class Documents(NamedTuple):
-    """A corpus in tokens."""
+    """A tokenized corpus."""
 
     tokens: Tokens
     """(tokens,) uint32, document after document."""
     ends: NDArray[np.int64]
-    """(documents,) int64: where each ends in the tokens. One without tokens ends where it begins."""
+    """(documents,) int64: the end of each document in `tokens`; a document may have no tokens."""
 
 
 class Work(NamedTuple):
-    """What is turned into tokens: texts, or whatever has a length and `encode` knows."""
+    """Items to tokenize: texts, or other objects that have a length and that `encode` accepts."""
 
     key: str
-    """Of the cache: all that the tokens depend on."""
+    """The cache key: everything that the tokens depend on."""
     items: Callable[[], Iterable[tuple[Any, float]]]
-    """From the first on, each with the share of the corpus that is read by then."""
+    """Returns all items, each with the share (0 to 1) of the corpus that has been read after it."""
     encode: Callable[[list[Any]], Iterable[Sequence[int]]]
+    """Items -> the token ids of each."""
 
 
 class Chunk(NamedTuple):
-    """Some documents, and which share of the corpus is read with them."""
+    """Some documents, and the share (0 to 1) of the corpus that has been read after them."""
 
     items: list[Any]
     share: float
 
 
 class Encoded(NamedTuple):
-    """Their tokens, one after another, and how many each has."""
+    """The tokens of a chunk, document after document, and the number of tokens of each."""
 
     tokens: NDArray[np.uint32]
     sizes: list[int]
@@ -86,14 +91,15 @@ class Encoded(NamedTuple):
 
 
 class Written(NamedTuple):
-    """How far an unfinished file has come."""
+    """The progress of unfinished files: documents and tokens written."""
 
     documents: int = 0
     tokens: int = 0
 
 
 def begin_of_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer itself puts before a text, as Llama's <s>; its models have seen no text without."""
+    """Return the tokens that the tokenizer puts before a text, for example Llama's <s>."""
+    # The tokenizer's models have seen no text without them.
     whole, alone = (
         tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
     )
@@ -109,7 +115,7 @@ def tokenized(
     begin: Sequence[int] = (),
     tell: Tell = silent,
 ) -> Tokens:
-    """Token ids of a corpus, (tokens,) uint32 on disk."""
+    """Return the token ids of a corpus, (tokens,) uint32 on disk."""
     return tokenized_documents(source, tokenizer, end_of_text, begin, tell).tokens
 
 
@@ -120,7 +126,15 @@ def tokenized_documents(
     begin: Sequence[int] = (),
     tell: Tell = silent,
 ) -> Documents:
-    """The same, with the places where documents end."""
+    """Return the token ids of a corpus, with the ends of its documents.
+
+    Args:
+        source: the corpus.
+        tokenizer: the tokenizer.
+        end_of_text: whether the tokenizer's end mark follows each document.
+        begin: tokens before each document.
+        tell: called with progress messages.
+    """
     end = [tokenizer.eos_token_id] if end_of_text and tokenizer.eos_token_id is not None else []
     key = f"texts with ends {fingerprint(source)} {[*begin]} {end} {vocabulary_of(tokenizer)}"
     encode = _encoder(tokenizer)
@@ -132,7 +146,7 @@ def tokenized_documents(
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All that a tokenizer does to a text, as text."""
+    """Return a text that determines how the tokenizer splits texts, for a cache key."""
     return (
         tokenizer.backend_tokenizer.to_str()
         if tokenizer.is_fast
@@ -141,18 +155,17 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def stored(work: Work, tell: Tell = silent) -> Documents:
-    """The tokens, from the cache; written by whoever comes first, the others wait."""
+    """Return the tokens from the cache; the first process writes them, the others wait."""
     base = cache_folder("tokens") / hashlib.sha256(f"{SHARD} {work.key}".encode()).hexdigest()[:16]
     with _alone(base, tell):
         renew(base.with_suffix(".seal"), lambda: _write_tokens(base, work, tell))
-        base.with_suffix(".written").unlink(
-            missing_ok=True
-        )  # not before: sealing, too, may be cut off
+        # Removed only after the seal, as sealing may be interrupted too.
+        base.with_suffix(".written").unlink(missing_ok=True)
     return Documents(joined(base), mapped(base.with_suffix(".ends"), np.int64))
 
 
 def _alone(base: Path, tell: Tell) -> contextlib.AbstractContextManager[object]:
-    """The lock of a corpus; who waits for it says so."""
+    """Acquire the lock of a corpus; report the waiting time each second."""
     lock = FileLock(base.with_suffix(".lock"))
     seconds = 0
     while True:
@@ -164,26 +177,28 @@ def _alone(base: Path, tell: Tell) -> contextlib.AbstractContextManager[object]:
 
 
 def _write_tokens(base: Path, work: Work, tell: Tell) -> list[Path]:
-    """Every document; the files."""
+    """Write all documents that are not written yet; return the files."""
     ends = base.with_suffix(".ends")
     note = base.with_suffix(".written")
     before = _written(base, ends, note)
     chunks = _chunks(itertools.islice(work.items(), before.documents, None))
+    # A new file is made, as another process may have mapped the earlier one.
     if not before.documents:
-        ends.unlink(missing_ok=True)  # another process may have it mapped
+        ends.unlink(missing_ok=True)
     with contextlib.closing(ShardWriter(base, before.tokens)) as tokens, ends.open("ab") as after:
+        # 8 bytes (int64) for each document; ends written after the last save are dropped.
         after.truncate(before.documents * 8)
         _write(tokens, after, note, before, _encoded(chunks, work.encode), tell)
     return [*shard_paths(base), ends]
 
 
 def _written(base: Path, ends: Path, note: Path) -> Written:
-    """What an earlier process has left of these files, if it can be gone on with."""
+    """Return the progress of an interrupted process, or none if its files cannot be continued."""
     if not all(path.exists() for path in (ends, note)):
         return Written()
     try:
         found = Written(**read_json(note))
-    except (DamagedFile, TypeError):  # it is begun again
+    except (DamagedFile, TypeError):
         return Written()
     whole = ends.stat().st_size >= found.documents * 8 and not wrong(base, found.tokens)
     return found if whole else Written()
@@ -212,14 +227,16 @@ def _write(
         if now - told >= _TELL_SECONDS:
             rate = (done.tokens - before) / max(now - began, 1e-9)
             tell(
-                f"tokenizing {chunk.share:4.0%}: {done.documents:,} documents, {done.tokens:,} tokens, {rate:,.0f}/s"
+                f"tokenizing {chunk.share:4.0%}: {done.documents:,} documents, "
+                f"{done.tokens:,} tokens, {rate:,.0f}/s"
             )
             told = now
     _save(tokens, after, note, done)
 
 
 def _save(tokens: ShardWriter, after: IO[bytes], note: Path, done: Written) -> None:
-    """Whoever is next goes on from here."""
+    """Save the progress, from which another process can continue."""
+    # The note comes last: it must not count data that is not on the disk.
     tokens.sync()
     after.flush()
     os.fsync(after.fileno())
@@ -229,7 +246,7 @@ def _save(tokens: ShardWriter, after: IO[bytes], note: Path, done: Written) -> N
 def _encoded(
     chunks: Iterator[Chunk], encode: Callable[[list[Any]], Iterable[Sequence[int]]]
 ) -> Iterator[Encoded]:
-    """Token ids of each chunk; while one is tokenized the next is read."""
+    """Yield the token ids of each chunk; the next chunk is read while one is tokenized."""
 
     def ids_of(chunk: Chunk) -> Encoded:
         sizes: list[int] = []
@@ -253,7 +270,7 @@ def _encoded(
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterable[Sequence[int]]]:
-    """Texts -> token ids without special ones; a copy, for the tokenizer's own may cut off or pad."""
+    """Return the function from texts to token ids without special tokens."""
     if not tokenizer.is_fast:
         options: Json = {
             "add_special_tokens": False,
@@ -268,7 +285,8 @@ def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterab
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A copy of a fast tokenizer's own, which neither cuts off nor pads."""
+    """Return a copy of a fast tokenizer's backend that neither truncates nor pads."""
+    # Of a copy, as the tokenizer keeps the settings of its last call.
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -278,7 +296,7 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def _chunks(items: Iterable[tuple[Any, float]]) -> Iterator[Chunk]:
-    """Bounded in documents and letters, so that memory is too."""
+    """Yield chunks that are bounded in documents and characters, which bounds memory."""
     taken = list[object]()
     letters = 0
     for item, share in items:

@@ -1,7 +1,7 @@
-"""What a model's numbers stand for, words by its tokenizer and classes by its labels, as a run keeps it in its folder.
+"""The vocabulary of trained weights: tokenizer and class names, kept in the folder of the run.
 
-The corpus may change after a training, and with it what is made of it: a tokenizer that is trained on it, and the
-numbers of labels that are words. Whoever takes weights takes these with them.
+The corpus may change after a training, and with it a tokenizer that is trained on it and the class
+numbers of label names. So code that loads weights loads the vocabulary with them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ if TYPE_CHECKING:
 
 
 class Vocabulary(NamedTuple):
-    """Of weights that are there already."""
+    """The vocabulary of existing weights."""
 
     tokenizer: Path | None
-    """A folder; None: the recipe's is taken."""
+    """Folder of the tokenizer; None: the recipe's tokenizer is used."""
     labels: Mapping[str, int]
-    """Numbers of classes by their names; none where they have none."""
+    """Class name to class number; empty if classes have no names."""
     classes: int = 0
-    """How many the training data had; 0: not known, or none."""
+    """Number of classes of the training data; 0: unknown, or no classes."""
 
 
 def of_run(run: RunDir) -> Vocabulary | None:
-    """What a run keeps; None: nothing, as one that has not begun."""
+    """Return the vocabulary that a run keeps; None if there is none, as before its training.
+
+    Raises:
+        DamagedFile: the record cannot be read.
+    """
     if not run.vocabulary.exists():
         return None
     try:
@@ -45,28 +49,32 @@ def of_run(run: RunDir) -> Vocabulary | None:
         labels = {str(word): number for number, word in enumerate(found.labels)}
     except (DamagedFile, TypeError) as error:
         raise DamagedFile(
-            f"{error if isinstance(error, DamagedFile) else f'{run.vocabulary}: is damaged: {error}'}. Copy it from "
-            "another run of this recipe and data, or delete it: it is then made from the data again, which have to be "
+            f"{error if isinstance(error, DamagedFile) else f'{run.vocabulary}: is damaged: {error}'}"
+            ". Copy it from "
+            "another run of this recipe and data, or delete it: "
+            "it is then made from the data again, which have to be "
             "those that the run began with"
         ) from error
     return Vocabulary(run.tokenizer if run.tokenizer.exists() else None, labels, found.classes)
 
 
 def goes_on_with(run: RunDir, recipe: Recipe) -> Vocabulary | None:
-    """Of the checkpoint that a run goes on from; None: it begins, or that is of another kind.
+    """Return the vocabulary of the checkpoint from which a run resumes.
 
-    A tokenizer that the recipe names is taken by its name, as the data's identity in the checkpoint was.
+    None if there is no such checkpoint, or if its run keeps no vocabulary.
     """
     source = _source(run)
     found = of_run(source) if source is not None else None
     if source is None or found is None:
         return None
+    # A kept tokenizer is used only if the recipe trains the same one. A tokenizer that the recipe
+    # names is loaded by its name, as it was for the data's identity in the checkpoint.
     same = read_json(source.vocabulary)["trained_tokenizer"] == _asked(recipe.data) is not None
     return found if same else found._replace(tokenizer=None)
 
 
 def _source(run: RunDir) -> RunDir | None:
-    """The run whose checkpoint is taken."""
+    """Return the run whose checkpoint is loaded: this one, or the one of `resume`."""
     if run.complete_checkpoints():
         return run
     taken = ResumeRecord.read(run).checkpoint
@@ -74,7 +82,10 @@ def _source(run: RunDir) -> RunDir | None:
 
 
 def of_config(config: PreTrainedConfig | None, task: str) -> Vocabulary:
-    """Of a model of transformers, whose config.json names its classes; of any other one, None, nothing is known."""
+    """Return the vocabulary of a transformers model, whose config.json has its class names.
+
+    config: None for any other model, of which nothing is known.
+    """
     if config is None or MODEL_TASKS[task].label not in ("class", "word"):
         return Vocabulary(None, {})
     numbers = {str(word): int(number) for word, number in (config.label2id or {}).items()}
@@ -84,8 +95,9 @@ def of_config(config: PreTrainedConfig | None, task: str) -> Vocabulary:
 def keep(
     run: RunDir, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, labels: list[str], classes: int
 ) -> None:
-    """Write what is trained with, unless that is there since checkpoints were written (rank 0)."""
+    """Write the vocabulary of the training into the run's folder (rank 0)."""
     record = VocabularyRecord(trained_tokenizer=_asked(recipe.data), labels=labels, classes=classes)
+    # The vocabulary that the checkpoints were written with stays if it is the same.
     if (
         run.complete_checkpoints()
         and run.vocabulary.exists()
@@ -99,14 +111,14 @@ def keep(
 
 
 def _asked(data: Fields) -> Json | None:
-    """The tokenizer that is trained on the corpus."""
+    """Return the settings of a tokenizer that is trained on the corpus; None for any other one."""
     if not isinstance(data.tokenizer, TokenizerTraining):
         return None
     return {**data.tokenizer.model_dump(mode="json"), "chat_template": data.chat_template}
 
 
 def labels_of_model(recipe: Recipe) -> Mapping[str, int]:
-    """The numbers that labels have in the recipe's `model.config`, or else in the model that it begins with."""
+    """Return the class numbers of label names, of `model.config` or else of `model.pretrained`."""
     model = recipe.model
     given = labels_of_recipe(recipe)
     if given or model.pretrained is None:
@@ -116,11 +128,12 @@ def labels_of_model(recipe: Recipe) -> Mapping[str, int]:
     try:
         return of_config(AutoConfig.from_pretrained(model.pretrained), model.task).labels
     except (OSError, ValueError):
-        return {}  # building the model tells why
+        # The same error is reported when the model is built.
+        return {}
 
 
 def labels_of_recipe(recipe: Recipe) -> Mapping[str, int]:
-    """The numbers that labels have in `model.config`."""
+    """Return the class numbers of label names in `model.config`."""
     given = recipe.model.config or {}
     pairs = [*given.get("label2id", {}).items()] or [
         (word, number) for number, word in given.get("id2label", {}).items()

@@ -1,4 +1,4 @@
-"""Samples that are windows of one long row of tokens: packed text for causal language models."""
+"""Samples that are windows of one long sequence of tokens: packed text for causal models."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from ortlaunch.worker.data.tokens import Documents
 
 
 class Blocks:
-    """Packed windows for causal language models; documents follow each other, an end mark between them."""
+    """Packed windows for causal language models; documents are separated by an end mark alone."""
 
     def __init__(self, tokens: Tokens, length: int, with_mask: bool) -> None:
         self.tokens = tokens
         self.length = length
-        # Without a mask transformers looks for packed sequences with an operator that ONNX has not.
+        # Without a mask transformers detects packed sequences by an operator that ONNX lacks.
         self.mask = {"attention_mask": torch.ones(length, dtype=torch.int64)} if with_mask else {}
 
     def __len__(self) -> int:
         return len(self.tokens) // self.length
 
     def size(self, index: int) -> int:
-        """Tokens of a sample, which are all the same."""
+        """Return the number of tokens of a sample, equal for all."""
         return self.length
 
     def sample(self, index: int, epoch: int) -> Sample:
+        # The model shifts the labels by one.
         block = window(self.tokens, index * self.length, self.length)
         return {"input_ids": block, **self.mask, "labels": block}
 
 
 class SeparateDocuments:
-    """The same, but no document sees another (worker/model/packing.py makes the mask); each begins at position 0."""
+    """Packed windows whose documents do not attend to each other; each begins at position 0.
+
+    worker/model/packing.py makes the attention mask of `document_ids`.
+    """
 
     varies = True
 
@@ -57,7 +61,8 @@ class SeparateDocuments:
         begun[begins] = places[begins]
         block = window(self.tokens, first, self.length)
         labels = block.clone()
-        labels[begins] = IGNORED  # the document before does not tell how this one begins
+        # The first token of a document cannot be predicted from the document before.
+        labels[begins] = IGNORED
         return {
             "input_ids": block,
             "position_ids": places - begun.cummax(0).values,
@@ -67,5 +72,5 @@ class SeparateDocuments:
 
 
 def window(tokens: Tokens, start: int, length: int) -> torch.Tensor:
-    """(length,) int64."""
+    """Return the tokens from `start` on: (length,) int64."""
     return torch.from_numpy(tokens[start : start + length].astype(np.int64))

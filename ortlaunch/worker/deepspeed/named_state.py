@@ -40,7 +40,8 @@ def named_state(engine: Any, model: nn.Module, rank: int) -> NamedState:
         return NamedState(trained_shapes(model), named, optimizer, buffers_of(model))
     if kind not in _KINDS:
         raise CheckpointError(
-            f"checkpoints of DeepSpeed's {kind} are not known here; change zero.stage or zero.deepspeed"
+            f"checkpoints of DeepSpeed's {kind} are not known here; "
+            "change zero.stage or zero.deepspeed"
         )
     parts, refresh = _KINDS[kind]
     return NamedState(
@@ -92,7 +93,8 @@ def _partitions(optimizer: Partitioned, model: nn.Module, rank: int) -> Iterator
         master = optimizer.fp32_partitioned_groups_flat[flat]
         if size != held.partition_numel() or master.numel() < offset + size:
             raise CheckpointError(
-                f"DeepSpeed keeps {name} where it cannot be saved from (a swapped or nested partition)"
+                f"DeepSpeed keeps {name} where it cannot be saved from (a swapped or nested "
+                "partition)"
             )
         count = min(size, held.ds_numel - rank * size)
         if count > 0:

@@ -56,7 +56,8 @@ def ondevice(
     size = sum(parameter.numel() * parameter.element_size() for parameter in whole.parameters())
     if size > _MOST:
         raise InputError(
-            f"--format ondevice: the weights take {size:,} bytes; ONNX Runtime derives graphs below 2 GiB"
+            f"--format ondevice: the weights take {size:,} bytes; "
+            "ONNX Runtime derives graphs below 2 GiB"
         )
     batches = graph.labelled_batches(recipe, whole, data)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -152,7 +153,8 @@ def _notes(recipe: Recipe, forward: Forward) -> list[str]:
         )
     if not recipe.data.attend_across_documents:
         found.append(
-            "data: the graphs have no mask of documents; give them each document in a row of its own, with "
+            "data: the graphs have no mask of documents; "
+            "give them each document in a row of its own, with "
             "attention_mask, as `ortlaunch device` does"
         )
     if forward.unused:

@@ -65,7 +65,8 @@ def average(
     told = "\n".join(f"  {part:7.2%}  {path}" for part, path in zip(parts, checkpoints))
     trained = sum(each["trained"] for each in wanted)
     print(
-        f"{told}\naverage of {len(states)} checkpoints, {trained} trained of {len(wanted)} weights: {to}"
+        f"{told}\naverage of {len(states)} checkpoints, "
+        f"{trained} trained of {len(wanted)} weights: {to}"
     )
 
 
@@ -107,6 +108,7 @@ def _parts(
         if not 0 < weight < float("inf"):
             told = "trained on no sample since the last average; give all clients a weight with --weights"
             raise InputError(
-                f"{path} {told if weights is None else f'got weight {weight:g}; a weight is above 0'}"
+                f"{path} "
+                f"{told if weights is None else f'got weight {weight:g}; a weight is above 0'}"
             )
     return [weight / sum(given) for weight in given]

@@ -58,7 +58,8 @@ class Device:
         wanted = [name for name in self.outputs if name != "loss"]
         if not wanted:
             raise InputError(
-                "the model returns its loss alone; let its forward return a mapping with its outputs, too"
+                "the model returns its loss alone; let its forward return a mapping with its "
+                "outputs, too"
             )
         self.module.export_model_for_inferencing(path, wanted)
         return wanted
@@ -76,7 +77,8 @@ def require() -> Any:
         return import_module("onnxruntime.training.artifacts")
     except ImportError as error:
         raise MissingDependency(
-            f'training on a device needs onnxruntime-training ({error}): pip install "ortlaunch[ort-cpu]"'
+            f"training on a device needs onnxruntime-training ({error}): "
+            'pip install "ortlaunch[ort-cpu]"'
         ) from None
     finally:
         forget_failed_import()

@@ -194,7 +194,8 @@ def _require_no_statistics(module: nn.Module) -> None:
     ]
     if kept:
         raise InputError(
-            f"--format ondevice: {kept[0]} keeps statistics of batches, which a device does not update"
+            f"--format ondevice: {kept[0]} keeps statistics of batches, "
+            "which a device does not update"
         )
 
 

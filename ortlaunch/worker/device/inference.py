@@ -39,7 +39,8 @@ def export(place: DeviceFolder, checkpoint: Path, to: Path) -> None:
     _copy_surroundings(place, partial)
     partial.replace(to)
     print(
-        f"{', '.join(outputs)} differ from the evaluation graph's by at most {worst:.2g} (limit {LIMIT:g})"
+        f"{', '.join(outputs)} differ from the evaluation graph's by at most {worst:.2g} (limit "
+        f"{LIMIT:g})"
     )
     print(f"model for onnxruntime: {to / 'model.onnx'}")
 

@@ -58,10 +58,12 @@ def train(
     if steps is not None and span.first + steps > span.last:
         left = counted(span.last - span.first, "step")
         print(
-            f"--steps {steps}: {left} of {span.total} left; for more: {_more(recipe, span.first + steps)}"
+            f"--steps {steps}: {left} of {span.total} left; for more: "
+            f"{_more(recipe, span.first + steps)}"
         )
     print(
-        f"steps {span.first + 1} to {span.last} of {span.total}, each one pass over {micro} samples",
+        f"steps {span.first + 1} to {span.last} of {span.total}, "
+        f"each one pass over {micro} samples",
         flush=True,
     )
     plan = BatchPlan(micro, micro, 1, 1, None)
@@ -71,7 +73,8 @@ def train(
     _count(device.state, span, micro)
     save_state(device.state, to, with_optimizer=True)
     print(
-        f"trained {len(losses)} steps, {len(losses) * micro} samples, loss {losses[0]:.4f} to {losses[-1]:.4f}: {to}"
+        f"trained {len(losses)} steps, {len(losses) * micro} samples, "
+        f"loss {losses[0]:.4f} to {losses[-1]:.4f}: {to}"
     )
 
 

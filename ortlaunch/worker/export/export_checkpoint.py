@@ -132,8 +132,10 @@ def require_same_frozen(folder: Path, now: str | None) -> None:
     then = (origin.read(folder) or {}).get("weights", {}).get("frozen", now)
     if then != now:
         raise CheckpointError(
-            f"{folder} holds what was trained, and the weights that were not (under LoRA all others) are not those of "
-            "its training any more: model.pretrained, the seed, or the packages that make them have changed since"
+            f"{folder} holds what was trained, and the weights that were not (under LoRA all "
+            "others) are not those of "
+            "its training any more: model.pretrained, the seed, "
+            "or the packages that make them have changed since"
         )
 
 
@@ -144,7 +146,8 @@ def _tell(run: RunDir, line: ExportLine) -> None:
         shapes = ", ".join(" x ".join(map(str, shape)) for shape in line.onnx.batches)
         print(f"model.onnx: {', '.join(line.onnx.inputs)} -> {', '.join(line.onnx.outputs)}")
         print(
-            f"onnxruntime's outputs differ from PyTorch's by at most {line.onnx.largest_difference:.2g} (limit "
+            "onnxruntime's outputs differ from PyTorch's by at most "
+            f"{line.onnx.largest_difference:.2g} (limit "
             f"{line.onnx.limit:g}) on batches of {shapes}"
         )
 
@@ -154,10 +157,12 @@ def tell_device(found: DeviceArtifacts) -> None:
     trained = sum(each.trained for each in found.parameters)
     difference = found.largest_difference
     print(
-        f"onnxruntime's loss and logits differ from PyTorch's by at most {difference:.2g} (limit {found.limit:g})"
+        f"onnxruntime's loss and logits differ from PyTorch's by at most {difference:.2g} (limit "
+        f"{found.limit:g})"
     )
     print(
-        f"a device trains {trained} of {len(found.parameters)} weights by ONNX Runtime's {found.optimizer}"
+        f"a device trains {trained} of {len(found.parameters)} weights by ONNX Runtime's "
+        f"{found.optimizer}"
     )
     for note in found.notes:
         print(note)

@@ -38,7 +38,8 @@ def _model(place: str, step: int | None) -> tuple[Any, PreTrainedTokenizerBase]:
     _, whole, data = trained(RunDir(Path(place)), step)
     if data.tokenizer is None:
         raise InputError(
-            f"{place}: its data are your own, without a tokenizer, so that no text can be made of tokens"
+            f"{place}: its data are your own, without a tokenizer, "
+            "so that no text can be made of tokens"
         )
     give_back_cache(whole.model, whole.generates_with_cache)
     return whole.model, data.tokenizer
@@ -130,5 +131,6 @@ def _require_place(model: PreTrainedModel, prompt: int, tokens: int) -> None:
     places = getattr(model.config, "max_position_embeddings", None)
     if places is not None and prompt + tokens > places:
         raise InputError(
-            f"--max-new-tokens: got {tokens}; the prompt has {prompt} tokens, and the model sees {places} in all"
+            f"--max-new-tokens: got {tokens}; the prompt has {prompt} tokens, "
+            f"and the model sees {places} in all"
         )

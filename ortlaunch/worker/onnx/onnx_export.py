@@ -87,7 +87,8 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) ->
         decisions = []  # transformers' are of sizes; the comparison shows whether they matter
     for place in decisions:
         print(
-            f"{place}: Python takes a tensor's value here: the graph has that of the batch that was traced, for ever"
+            f"{place}: Python takes a tensor's value here: "
+            "the graph has that of the batch that was traced, for ever"
         )
     inputs = _inputs_of_graph(folder / "model.onnx", [*sizes.inputs])
     worst = largest(difference(whole, batch, folder / "model.onnx") for batch in batches)
@@ -120,7 +121,8 @@ def _require() -> None:
             import_module(name)
     except ImportError as error:
         raise MissingDependency(
-            f'--format onnx needs {error.name}: pip install "ortlaunch[ort-cpu]", or onnx and onnxruntime'
+            f'--format onnx needs {error.name}: pip install "ortlaunch[ort-cpu]", '
+            "or onnx and onnxruntime"
         ) from None
 
 
@@ -148,7 +150,8 @@ def _inputs(model: nn.Module, batch: Batch) -> list[str]:
     taken = inspect.signature(model.forward).parameters
     if "input_ids" not in batch or "attention_mask" not in taken:
         raise InputError(
-            f"--format onnx takes models of texts, with input_ids and attention_mask; got {[*batch]}"
+            "--format onnx takes models of texts, with input_ids and attention_mask; "
+            f"got {[*batch]}"
         )
     wanted = {"attention_mask", *batch} - {*_LABELS}
     if (getattr(model.config, "type_vocab_size", None) or 0) > 1:
@@ -231,7 +234,8 @@ def _inputs_of_graph(path: Path, inputs: list[str]) -> list[str]:
     unused = [name for name in inputs if name not in found]
     if unused:
         print(
-            f"no inputs of the graph, whose outputs have nothing of their tensors: {', '.join(unused)}"
+            "no inputs of the graph, whose outputs have nothing of their tensors: "
+            f"{', '.join(unused)}"
         )
     return [name for name in inputs if name in found]
 

@@ -59,13 +59,16 @@ def own_outputs(recipe: Recipe, model: nn.Module, data: LoadedData) -> tuple[Out
     for name in outputs:
         if name in inputs:
             raise InputError(
-                f"--format onnx: {type(model).__name__}.forward returns {name!r}, which is an input's name, too; give "
+                f"--format onnx: {type(model).__name__}.forward returns {name!r}, "
+                "which is an input's name, too; give "
                 "the output another one"
             )
     if not outputs:
         raise InputError(
-            f"--format onnx: {type(model).__name__}.forward returns nothing beside its loss that has a row a sample; "
-            'let it return {"loss": LOSS, "NAME": TENSOR}, and each TENSOR is an output of the graph'
+            f"--format onnx: {type(model).__name__}.forward returns nothing beside its loss that "
+            "has a row a sample; "
+            'let it return {"loss": LOSS, "NAME": TENSOR}, '
+            "and each TENSOR is an output of the graph"
         )
     return Outputs(model, inputs, outputs).eval(), batches
 
