@@ -1,7 +1,8 @@
-"""`engine.chunked_loss`: whether a model's head and loss are made in chunks, and how its forward pass then goes.
+"""`engine.chunked_loss`: whether head and loss are computed in chunks, and the forward pass for it.
 
-The model runs without labels, its last linear layer handing on what it is given; head and mean cross entropy come after
-(chunked_loss.py). Applied only where that is the model's own loss: tried on a few tokens before anything is trained.
+The model runs without labels, and its last linear layer returns its input unchanged. Head and mean
+cross entropy follow in chunks (chunked_loss.py). This is applied only if the result is the model's
+own loss, which is tested on a few tokens before training.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from ortlaunch.worker.model.chunked_loss import IGNORED, chunked_loss
 from ortlaunch.worker.model.matmul_precision import matmul_precision
 
 Batch = Mapping[str, Tensor]
-_TOKENS = 16  # of the trial
+# Tokens of the test.
+_TOKENS = 16
+# Relative to the loss, or absolute where the loss is below 1.
 _TOLERANCE = 1e-5
 LABELS = ("labels", "next_sentence_label")
 
@@ -35,19 +38,21 @@ class ChunkedHead:
     name: str
     rows: int
     shifted: bool
-    """Each row's label is that of the token after it."""
+    """Whether the label of each row is the label of the next token."""
 
     def loss(self, model: nn.Module, batch: Batch, training: bool) -> tuple[Tensor, Any]:
-        """The model's loss of a batch, and what it returned without labels; its head must be `open`."""
+        """Return the loss of a batch and the model's output without labels.
+
+        The head must be open (see `open`).
+        """
         output = model(**{name: value for name, value in batch.items() if name not in LABELS})
         hidden = _before_head(output)
         labels = batch["labels"]
         if self.shifted:
             labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         head = cast(nn.Linear, model.get_submodule(self.name))
-        train = torch.is_grad_enabled() or (
-            training and torch.jit.is_tracing()
-        )  # an export is made without gradients
+        # An export of a training graph runs without gradients, but its graph must compute them.
+        train = torch.is_grad_enabled() or (training and torch.jit.is_tracing())
         rows = hidden.reshape(-1, head.weight.shape[1])
         loss = chunked_loss(rows, head.weight, head.bias, labels.reshape(-1), self.rows, train)
         pairs = batch.get("next_sentence_label")
@@ -59,16 +64,16 @@ class ChunkedHead:
         ), output
 
     def logits(self, model: nn.Module, rows: Tensor) -> Tensor:
-        """Of these rows that go into the head, which is `open`."""
+        """Return the logits of rows of the head's input; the head must be open (see `open`)."""
         head = cast(nn.Linear, model.get_submodule(self.name))
         return functional.linear(rows, head.weight, head.bias)
 
     def open(self, model: nn.Module) -> None:
-        """Let the head hand on what goes into it."""
+        """Make the head return its input unchanged."""
         model.get_submodule(self.name).forward = _handed_on
 
     def close(self, model: nn.Module) -> None:
-        """Give the model its own head back."""
+        """Restore the model's own head."""
         vars(model.get_submodule(self.name)).pop("forward", None)
 
 
@@ -84,10 +89,16 @@ def _before_head(output: Any) -> Tensor:
 
 
 def chunk_head(recipe: Recipe, module: Any, sample: Batch, device: str) -> ChunkedLoss:
-    """Chunk the loss of a LossModule, still in float32, where the recipe and the model let it.
+    """Chunk the loss of a LossModule if the recipe and the model permit it.
 
-    sample: a micro batch. device: type of the one that trains. Returns what engine.json says: rows a chunk, or null and
-    why.
+    Args:
+        recipe: the run's recipe.
+        module: the LossModule, still in float32.
+        sample: a micro batch.
+        device: the type of the device that trains.
+
+    Returns:
+        The record for engine.json: the rows of a chunk, or null and the reason.
     """
     asked = recipe.engine.chunked_loss
     why = _why_not(recipe, module.model, sample)
@@ -107,7 +118,7 @@ def chunk_head(recipe: Recipe, module: Any, sample: Batch, device: str) -> Chunk
 
 
 def _why_not(recipe: Recipe, model: nn.Module, sample: Batch) -> str | None:
-    """What can be known without a pass."""
+    """Return why the loss cannot be chunked, as far as that is known without a forward pass."""
     if recipe.engine.chunked_loss == "off":
         return "off"
     if not recipe.model.traits.predicts:
@@ -129,32 +140,42 @@ def _why_not(recipe: Recipe, model: nn.Module, sample: Batch) -> str | None:
 
 
 def shifts(model: nn.Module) -> bool:
-    """Whether the model compares each score with the label after it, as transformers' causal models do."""
+    """Return whether the model compares each score with the next label.
+
+    Causal models of transformers do.
+    """
     return any(
         type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")) for module in model.modules()
     )
 
 
 def _tried(module: Any, chunked: ChunkedHead, sample: Batch) -> str | None:
-    """Why the chunked loss is not this model's own; None where a few tokens have the same."""
+    """Return why the chunked loss is not the model's own; None if they agree on a few tokens."""
     try:
         tokens = _few_tokens(sample, next(module.parameters()).device)
         with _evaluating(module), matmul_precision("highest"):
             whole = float(module(**tokens))
             module.chunk(chunked)
             ours = float(module(**tokens))
-    except Exception as error:  # whatever a model raises that is called in another way
+    # A model that is called in an unusual way may raise any exception: it is then not chunked.
+    except Exception as error:
         module.chunk(None)
-        return f"a trial without the model's head failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return (
+            f"a trial without the model's head failed: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}"
+        )
     if math.isnan(whole):
         return "its loss of a few tokens is nan"
     if abs(ours - whole) <= _TOLERANCE * max(1.0, abs(whole)):
         return None
-    return f"the model's loss is not the mean cross entropy of its head: {whole:.6g}, and that is {ours:.6g}"
+    return (
+        f"the model's loss is not the mean cross entropy of its head: {whole:.6g}, "
+        f"and that is {ours:.6g}"
+    )
 
 
 def _few_tokens(sample: Batch, device: torch.device) -> dict[str, Tensor]:
-    """The first tokens of a batch, with themselves for labels, but one that is ignored."""
+    """Return the first tokens of a batch, with the same tokens as labels; one label is ignored."""
     shape = sample["input_ids"].shape
     tokens = {
         name: (value[:1, :_TOKENS] if value.shape[:2] == shape else value[:1]).to(device)

@@ -1,10 +1,11 @@
-"""Head and cross entropy over a large vocabulary, a chunk of rows at a time: whole logits never exist.
+"""Head and cross entropy over a large vocabulary in chunks of rows, without ever whole logits.
 
-Logits, loss and the gradients of a chunk are made at once, in the forward pass, the probabilities in the place of the
-logits, as Liger's fused linear cross entropy and Apple's cut cross entropy do on GPUs. One operator of torch's for
-every engine: autograd and torch.compile know it from here, ONNX Runtime's graph calls it
-(ortmodule/torch_in_graph/head_loss.py). `torch.nn.functional.linear_cross_entropy` exists from torch 2.13 on only, and
-is neither traced nor compiled.
+The forward pass computes logits, loss and gradients of a chunk together, and the probabilities
+overwrite the logits. Liger's fused linear cross entropy and Apple's cut cross entropy do the same
+on GPUs. All engines use one torch operator: this module registers it for autograd and
+torch.compile, and ONNX Runtime's graph calls it (ortmodule/torch_in_graph/head_loss.py).
+`torch.nn.functional.linear_cross_entropy` exists only from torch 2.13 on, and it can be neither
+traced nor compiled.
 """
 
 from __future__ import annotations
@@ -16,20 +17,24 @@ from torch import Tensor
 
 from ortlaunch.ortmodule.torch_in_graph.head_loss import OPERATOR
 
+# The default ignore_index of torch's cross entropy.
 IGNORED = -100
 
 
 def chunked_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int, train: bool
 ) -> Tensor:
-    """Mean cross entropy of `hidden @ weight.T + bias` over the labels that are not -100; nan where all are.
+    """Return the mean cross entropy of `hidden @ weight.T + bias` over labels other than -100.
+
+    The result is nan if all labels are -100.
 
     Args:
-        hidden: rows x width; under autocast products are made in its type.
-        weight: vocabulary x width; bias: vocabulary.
-        labels: one a row.
-        rows: how many make a chunk.
-        train: gradients are wanted.
+        hidden: (rows, width); under autocast the matmuls have autocast's dtype.
+        weight: (vocabulary, width).
+        bias: (vocabulary,), or None.
+        labels: (rows,).
+        rows: the number of rows in a chunk.
+        train: compute gradients.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -43,10 +48,10 @@ def chunked_loss(
 def _head_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int, *wanted: bool
 ) -> tuple[Tensor, ...]:
-    """The mean loss, the gradients of hidden, weight and bias (empty where not wanted), and a factor that they lack.
+    """Return the mean loss, the gradients of hidden, weight and bias, and the gradients' factor.
 
-    Sums are in float32 at least. In float16 the gradients are those of the sum: divided by the number of labels they
-    would vanish, for the loss scale comes later.
+    The gradients still have to be multiplied by the factor. A gradient that is not in `wanted` is
+    empty. Sums are in float32 or wider.
     """
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         counted = (labels != IGNORED).nonzero().squeeze(1)
@@ -54,7 +59,10 @@ def _head_loss(
         bias = None if bias is None else bias.to(hidden.dtype)
         loss, *gradients, factor = _outputs(hidden, weight, bias, labels, rows, *wanted)
         mean = 1 / max(len(counted), 1)
+        # In float16 the gradients are those of the sum: divided by the number of labels they would
+        # underflow, because the loss scale is applied later.
         share = 1.0 if hidden.dtype == torch.float16 else mean
+        # One buffer for the logits of all chunks.
         logits = hidden.new_empty(min(rows, len(counted)), len(weight))
         for number, index in enumerate(counted.split(rows)):
             x = hidden[index]
@@ -62,7 +70,8 @@ def _head_loss(
             chunk = _product(x, weight, bias, logits[: len(index)]).to(loss.dtype)
             loss += _into_probabilities(chunk, y)
             if wanted[0]:
-                chunk.scatter_(1, y, chunk.gather(1, y) - 1)  # the gradient of the loss's sum
+                # Probabilities less 1 at the label: the gradient of the sum of losses.
+                chunk.scatter_(1, y, chunk.gather(1, y) - 1)
                 narrow = chunk.to(x.dtype)
                 gradients[0].index_copy_(0, index, torch.mm(narrow, weight).mul_(share))
                 _add(gradients[1:], chunk, narrow, x, share, number == 0)
@@ -72,8 +81,9 @@ def _head_loss(
 def _outputs(
     hidden: Tensor, weight: Tensor, bias: object, labels: object, rows: object, *wanted: bool
 ) -> tuple[Tensor, ...]:
-    """What the operator returns, not yet filled; rows without a label have no gradient."""
+    """Allocate the operator's outputs, not yet filled."""
     exact = torch.promote_types(hidden.dtype, torch.float32)
+    # Zeros, because rows without a label have no gradient.
     of_hidden = torch.zeros_like(hidden) if wanted[0] else hidden.new_empty(0)
     of_weight = hidden.new_empty(weight.shape if wanted[1] else 0, dtype=exact)
     of_bias = hidden.new_empty(len(weight) if wanted[2] else 0, dtype=exact)
@@ -95,11 +105,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
 
 
 def _into_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
-    """Softmax in place; returns the sum of the losses.
-
-    The largest probability has no logarithm of 0, as a label's may have. (`max`, which also says where, takes longer
-    than all the rest.)
-    """
+    """Apply softmax in place; return the sum of the losses."""
+    # The loss is computed from the largest probability, whose logarithm is finite: the probability
+    # of a label may be 0. `amax`, because `max` also returns the index and takes longer than all
+    # the rest.
     largest = logits.amax(1, keepdim=True)
     of_label = logits.gather(1, labels)
     torch.softmax(logits, 1, out=logits)
@@ -109,7 +118,10 @@ def _into_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
 def _add(
     gradients: list[Tensor], of_logits: Tensor, narrow: Tensor, x: Tensor, share: float, first: bool
 ) -> None:
-    """What a chunk adds to the gradients of weight and bias; `narrow` is `of_logits` as precise as x."""
+    """Add the part of a chunk to the gradients of weight and bias.
+
+    `narrow` is `of_logits` in the dtype of `x`. The first chunk overwrites the gradients.
+    """
     of_weight, of_bias = gradients
     if of_bias.numel():
         part = of_logits.sum(0).mul_(share)
@@ -124,7 +136,8 @@ def _add(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    # Not differentiable themselves, so that ctx may hold them without a circle, and autograd fills no zeros for them.
+    # The outputs are not differentiable themselves: so ctx may hold them without a reference cycle,
+    # and autograd makes no zero gradients for them.
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.gradients = output[1:4]
@@ -133,6 +146,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...]:
+    # The gradients are scaled in place below, so that they serve for one backward pass only.
     if ctx.gradients is None:
         raise RuntimeError(
             "the gradients of a chunked loss are there once: its graph cannot be run backward again"
@@ -147,7 +161,8 @@ def _backward(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...]:
 
 
 def _is_one(factor: Tensor) -> bool:
-    """As it is without loss scale and accumulation; only where it costs nothing to ask, which torch.compile cannot."""
+    """Return whether the factor is 1, as without loss scale and accumulation; False if unknown."""
+    # Only read on a CPU, where that is free of cost. torch.compile cannot read a value.
     return type(factor) is Tensor and factor.device.type == "cpu" and float(factor) == 1.0
 
 
@@ -156,7 +171,8 @@ def _define() -> None:
     tensors = ", ".join(["Tensor"] * 5)
     torch.library.define(
         OPERATOR,
-        f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int rows, {bools}) -> ({tensors})",
+        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int rows, "
+        f"{bools}) -> ({tensors})",
     )
     torch.library.impl(OPERATOR, ("CPU", "CUDA"), _head_loss)
     torch.library.register_fake(OPERATOR, _outputs)

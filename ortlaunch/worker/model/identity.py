@@ -1,6 +1,7 @@
-"""What only ranks know of a training: its samples, and the weights that it takes as they are.
+"""The identity of a training that only ranks can compute: its samples and its frozen weights.
 
-A checkpoint holds both, for it has only what is trained: LoRA's base is loaded, or made from the seed, once more.
+A checkpoint records both, because it stores trained weights only: a resumed run loads the base of
+LoRA again, or makes it from the seed.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from torch import nn
 from ortlaunch.worker.data.identity import identity as of_data
 from ortlaunch.worker.data.samples import Samples
 
-_ELEMENTS = 64  # of each tensor that are looked at: another seed or another base changes nearly all
+# Elements of each tensor in the fingerprint: another seed or another base changes nearly all.
+_ELEMENTS = 64
 
 
 def identity(samples: Samples | None, model: nn.Module) -> dict[str, dict[str, object]]:
-    """As a checkpoint holds it, by the names of recipe/resume_rules.OTHER_RULES; the model is whole, and on the CPU.
+    """Return the identity as in a checkpoint, by the names of recipe/resume_rules.OTHER_RULES.
 
-    samples: None where nothing is trained on.
+    Args:
+        samples: the training samples; None if there is no training.
+        model: the model, with whole parameters on the CPU.
     """
     data = {} if samples is None else {"data": of_data(samples)}
     return {**data, "weights": {"frozen": of_frozen(model)}}
@@ -27,7 +31,7 @@ def identity(samples: Samples | None, model: nn.Module) -> dict[str, dict[str, o
 
 @torch.no_grad()
 def of_frozen(model: nn.Module) -> str | None:
-    """A fingerprint of the parameters that are not trained; None: all are."""
+    """Return a fingerprint of the frozen parameters; None if all are trained."""
     frozen = [(name, value) for name, value in model.named_parameters() if not value.requires_grad]
     found = hashlib.blake2b(digest_size=8)
     for name, value in frozen:

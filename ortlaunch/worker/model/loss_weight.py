@@ -1,7 +1,8 @@
-"""What a micro batch counts in a step's loss: its samples, its counted labels, or a number that the data carry.
+"""The weight of a micro batch in a step's loss: its samples, its labels, or a value of the data.
 
-A model returns the mean over its own micro batch. Where micro batches count unequally, the mean of such means is not
-the mean over the global batch; the factors made here turn loss and gradients into that.
+A model returns the mean over its own micro batch. If micro batches have unequal weights, the mean
+of these means is not the mean over the global batch. The factors of this module correct loss and
+gradients.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 Batch = dict[str, torch.Tensor]
 
 _TWO_MEANS = DataError(
-    "the loss of task pretraining is a mean over masked words and one over sentence pairs, and samples of data.train "
-    "differ in how many words are masked: mask as many in each, or say what both means are weighted by: "
-    "train.loss_weight=labels or train.loss_weight=samples"
+    "the loss of task pretraining is a mean over masked words and one over sentence pairs, and "
+    "samples of data.train differ in how many words are masked: mask as many in each, or say what "
+    "both means are weighted by: train.loss_weight=labels or train.loss_weight=samples"
 )
 
 
 class LossWeight:
-    """`train.loss_weight` of a recipe, or what stands for it where the recipe does not say."""
+    """`train.loss_weight` of a recipe, or its default for the task."""
 
     def __init__(self, recipe: Recipe, model: LossModule) -> None:
         traits = recipe.model.traits
         self.declared = recipe.train.loss_weight is not None
         self.by = recipe.train.loss_weight or ("samples" if traits.is_own else "labels")
         self.shifted = shifts(model)
-        # A corpus of ours may have documents shorter than a sample: the words decide then, as said at the field.
+        # Our own corpus may have documents shorter than a sample: there the labels are the weight,
+        # as the recipe's field describes.
         self.two_means = traits.pairs and recipe.data.is_custom and not self.declared
         self.varies = recipe.data.is_custom and self.by != "samples"
         self.key = None if self.by in ("samples", "labels") else self.by
@@ -47,13 +49,18 @@ class LossWeight:
     def passes(
         self, batches: Batches, step: int, group: DistributedContext
     ) -> Iterator[tuple[Batch, float]]:
-        """This rank's micro batches of a step (from 0), each with the factor on its loss.
+        """Yield this rank's micro batches of a step, each with the factor for its loss.
 
-        Where all count the same the factor is exactly 1. Collective, and all micro batches are read first, where
-        weights may differ.
+        The factor is exactly 1 if all weights are equal. If weights may differ, this call is
+        collective and reads all micro batches first.
+
+        Args:
+            batches: the run's batches.
+            step: the number of the step, from 0.
+            group: the ranks of the run.
 
         Raises:
-            DataError: a weight is negative or not finite, or nothing counts in the whole step.
+            DataError: a weight is negative or not finite, or all weights of the step sum to 0.
         """
         numbers = range(batches.batch.accumulation_steps)
         if not (
@@ -66,7 +73,8 @@ class LossWeight:
             self.of(batch, batches.indices(step, i, group.rank)) for i, batch in enumerate(taken)
         ]
         weights = [weight for of_rank in group.gather_numbers(mine) for weight in of_rank]
-        total = math.fsum(weights)  # exact, so that equal weights give exactly 1 below
+        # fsum is exact, so that equal weights give a factor of exactly 1.
+        total = math.fsum(weights)
         if not total:
             raise self._nothing(batches, step)
         if self.two_means and len(set(weights)) > 1:
@@ -80,7 +88,7 @@ class LossWeight:
         )
 
     def of(self, batch: Batch, samples: Sequence[int]) -> float:
-        """What a micro batch counts; `samples` are its indices, for the error."""
+        """Return the weight of a micro batch; `samples` are its indices, for the error message."""
         if self.by == "labels" and ("labels" in batch or self.declared):
             return float(self._labels(self._value(batch, "labels")))
         if self.key is None:
@@ -91,28 +99,28 @@ class LossWeight:
         )
         if bad is not None:
             raise DataError(
-                f"train.loss_weight: {self.key!r} of sample {samples[bad]} is {float(each[bad]):g}; a weight is 0 or "
-                "more"
+                f"train.loss_weight: {self.key!r} of sample {samples[bad]} is "
+                f"{float(each[bad]):g}; a weight is 0 or more"
             )
         return math.fsum(each.tolist())
 
     def prepared(self, batch: Batch) -> Batch:
-        """A batch as the model takes it: without the key that is for us alone, and with a label at least.
-
-        The mean over no label is nan, and so would be 0 times that: the added one counts nothing.
-        """
+        """Return a batch for the model: without our own key, and with at least one label."""
         if self.taken_out:
             batch = {name: value for name, value in batch.items() if name != self.key}
         labels = batch.get("labels")
         if self.by != "labels" or labels is None or self._labels(labels):
             return batch
+        # The mean over no label is nan, and 0 times nan is nan, too. The weight of this micro batch
+        # is 0, so that the added label does not count.
         labels = labels.clone()
         labels.view(len(labels), -1)[0, -1] = 0
         return {**batch, "labels": labels}
 
     def _labels(self, labels: torch.Tensor) -> int:
-        """How many are counted."""
-        if labels.is_floating_point():  # a regression's: none is left out
+        """Return the number of labels that the loss counts."""
+        # Labels of a regression: all of them count.
+        if labels.is_floating_point():
             return int(labels.numel())
         counted = labels[..., 1 if self.shifted and labels.dim() > 1 else 0 :] != IGNORED
         return int(torch.count_nonzero(counted))
@@ -120,7 +128,8 @@ class LossWeight:
     def _value(self, batch: Batch, key: str) -> torch.Tensor:
         if key not in batch:
             raise DataError(
-                f"train.loss_weight: got {self.by}, and a batch has no {key!r}; it has {', '.join(batch)}"
+                f"train.loss_weight: got {self.by}, and a batch has no {key!r}; "
+                f"it has {', '.join(batch)}"
             )
         return batch[key]
 

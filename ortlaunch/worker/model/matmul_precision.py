@@ -1,7 +1,7 @@
-"""`engine.matmul_precision`: torch's setting for a while, what it does on this device, and what it must not touch.
+"""`engine.matmul_precision`: torch's setting, its effect on this device, and its exceptions.
 
-Torch's setting is the process's: it holds in torch's own products, in torch.compile's and in those that ONNX Runtime's
-graph calls torch for. Must not import onnxruntime.
+The setting is global to the process. It applies to matmuls of torch, of torch.compile, and of torch
+calls in ONNX Runtime's graph. This module must not import onnxruntime.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from ortlaunch.run_folder.engine_report import MatmulPrecision
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
 
+# Names of the formats by the bits of their mantissa.
 _FORMATS = {7: "bfloat16", 10: "tensorfloat32", 23: "float32"}
-_SIZE = 256  # small products do not go to the fast units
+# Small matmuls do not use the fast units.
+_SIZE = 256
+# Models whose matrices are all smaller stay with MKL: a call of oneDNN costs about ten microseconds
+# more.
 _WIDE = 256
-"""A model without a matrix as wide stays with MKL: a call of oneDNN costs some ten microseconds more."""
 _PRODUCTS = (
     torch.matmul,
     torch.Tensor.matmul,
@@ -39,7 +42,7 @@ _PRODUCTS = (
 
 @contextlib.contextmanager
 def matmul_precision(word: str) -> Iterator[None]:
-    """While open, products of float32 matrices are as exact as this word says: highest, high or medium."""
+    """Set the precision of float32 matmuls while the context is open: highest, high or medium."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(word)
     try:
@@ -49,10 +52,9 @@ def matmul_precision(word: str) -> Iterator[None]:
 
 
 def mantissa_bits(device: torch.device) -> int:
-    """Bits after the point that a product of float32 matrices keeps now, on this device: 23, 10 (TF32) or 7 (bf16).
-
-    Column k of a matrix is 1 + 2^-k; times the identity it is what it was, up to the last bit that is kept.
-    """
+    """Measure the mantissa bits of a float32 matmul on this device: 23, 10 (TF32) or 7 (bf16)."""
+    # Column k of the matrix is 1 + 2^-k. Multiplied by the identity it stays equal as long as bit k
+    # is kept.
     columns = 1 + 2.0 ** -torch.arange(1, 24, device=device)
     matrix = torch.ones(_SIZE, _SIZE, device=device)
     matrix[:, : len(columns)] = columns
@@ -62,19 +64,21 @@ def mantissa_bits(device: torch.device) -> int:
 
 
 def multiply_by_onednn(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
-    """Whether float32 products are to be oneDNN's in place of MKL's (`engine.onednn`); then they are from now on.
+    """Use oneDNN instead of MKL for float32 matmuls if `engine.onednn` requires it or it is faster.
 
-    Torch sends them there with its setting of `medium`, which lowers no precision where there is no unit for bfloat16
-    inside float32 products: what a product keeps is measured.
+    Returns:
+        Whether oneDNN is in use from now on.
 
     Raises:
-        EngineError: `engine.onednn` asks for it, and a product keeps less than float32's bits.
+        EngineError: `engine.onednn` is true, and a matmul keeps fewer bits than float32 has.
     """
     asked = recipe.engine.onednn
     if asked is None:
         asked = _onednn_pays(recipe, model, device)
     if not asked:
         return False
+    # Torch calls oneDNN at its setting `medium`. This does not lower the precision on processors
+    # without a bfloat16 unit inside float32 matmuls: so measure it.
     torch.set_float32_matmul_precision("medium")
     if (bits := mantissa_bits(device)) == 23:
         return True
@@ -82,8 +86,8 @@ def multiply_by_onednn(recipe: Recipe, model: nn.Module, device: torch.device) -
     if recipe.engine.onednn:
         form = _FORMATS.get(bits, f"{bits} bits")
         raise EngineError(
-            f"engine.onednn: true: on this processor oneDNN makes products of float32 numbers in {form}; write "
-            "engine.matmul_precision: medium if that is wanted, else leave it out"
+            "engine.onednn: true: on this processor oneDNN makes products of float32 numbers in "
+            f"{form}; write engine.matmul_precision: medium if that is wanted, else leave it out"
         )
     return False
 
@@ -98,7 +102,11 @@ def _onednn_pays(recipe: Recipe, model: nn.Module, device: torch.device) -> bool
 
 
 def describe(asked: str, device: torch.device, onednn: bool = False) -> MatmulPrecision:
-    """For engine.json: what was asked, torch's setting, what a product of this rank keeps, and why no less."""
+    """Return the record for engine.json.
+
+    It has the requested precision, torch's setting, the measured bits of a matmul on this rank, and
+    the reason if the requested precision saves no bits.
+    """
     bits = mantissa_bits(device)
     gains_nothing = asked != "highest" and bits == 23
     why = (
@@ -112,10 +120,9 @@ def describe(asked: str, device: torch.device, onednn: bool = False) -> MatmulPr
 
 
 def keep_positions_exact(model: nn.Module) -> None:
-    """Rotary embeddings multiply positions by frequencies, as a product over one element: do that by elements.
-
-    In bfloat16 position 257 is 256, in TF32 2049 is 2048 (transformers issue 48428; 5.23 does so itself).
-    """
+    """Make rotary embeddings multiply positions by frequencies elementwise, not by a matmul."""
+    # In bfloat16 position 257 becomes 256, in TF32 2049 becomes 2048 (transformers issue 48428).
+    # transformers 5.23 multiplies elementwise itself.
     for module in model.modules():
         if any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
             module.forward = functools.partial(_by_elements, module.forward)
@@ -127,7 +134,7 @@ def _by_elements(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> obje
 
 
 class _ByElements(TorchFunctionMode):
-    """A matrix product over one element is one multiplication each."""
+    """A mode that replaces matmuls with an inner dimension of 1 by elementwise multiplication."""
 
     def __torch_function__(
         self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None

@@ -1,4 +1,7 @@
-"""The model of a run: transformers' from config or weights, or the user's own, with a loss as its only output."""
+"""The model of a run, which returns its loss.
+
+It is a model of transformers, from a config or from weights, or the user's own.
+"""
 
 from __future__ import annotations
 
@@ -37,24 +40,33 @@ _SPECIAL_WORDS = (
 )
 
 
-_SCORES = ("logits", "prediction_logits", "seq_relationship_logits")  # as transformers names them
+# The names of transformers' outputs.
+_SCORES = ("logits", "prediction_logits", "seq_relationship_logits")
 
 
 class LossModule(nn.Module):
-    """`forward(**batch)` -> the loss, a scalar, or with something beside it a dict of both: `loss_in`, `Numbers`."""
+    """A model whose forward returns its scalar loss, or a dictionary of the loss and more values.
+
+    `loss_in` and `Numbers` read the loss and the values from this output.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.generates_with_cache: bool | None = (
-            None  # the model's own `use_cache`; None: it has none
-        )
+        self.generates_with_cache: bool | None = None
+        """The model's own `use_cache`; None if it has none."""
         self.loaded: Loaded | None = None
         self.chunked: ChunkedHead | None = None
         self.has_numbers = False
-        """The user's own model: what it returns beside its loss is logged. transformers' logits stay in the graph."""
+        """Whether values that the model returns beside its loss are logged.
+
+        This is for the user's own model. Logits of transformers' models are not returned.
+        """
         self.evaluates_with_scores = False
-        """In evaluation logits go out as well (before the head, where it is chunked): metrics are made of them."""
+        """Whether forward returns logits, too, in evaluation, for the metrics.
+
+        With a chunked head these are the inputs of the head.
+        """
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         if packing.DOCUMENTS in batch:
@@ -65,14 +77,15 @@ class LossModule(nn.Module):
             output = self.model(**batch)
             loss = loss_of(output)
         beside = numbers_of(output) if self.has_numbers else {}
-        if torch.jit.is_tracing():  # ONNX Runtime has no output that depends on nothing
+        # ONNX Runtime does not permit an output that depends on no input.
+        if torch.jit.is_tracing():
             beside = {name: value + 0 * loss.detach() for name, value in beside.items()}
         if self.evaluates_with_scores and not self.training:
             beside |= {name: output[name] for name in _SCORES if name in output}
         return {LOSS: loss, **beside} if beside else loss
 
     def chunk(self, chunked: ChunkedHead | None) -> None:
-        """Make head and loss in chunks from now on; None: as the model makes them itself."""
+        """Compute head and loss in chunks from now on; with None, as the model itself does."""
         if self.chunked is not None:
             self.chunked.close(self.model)
         self.chunked = chunked
@@ -82,7 +95,7 @@ class LossModule(nn.Module):
 
 @contextlib.contextmanager
 def whole_logits(module: nn.Module) -> Iterator[None]:
-    """While open, a LossModule computes as the model does itself; any other module does so anyway."""
+    """Disable a LossModule's chunked head while the context is open; leave other modules as is."""
     chunked = getattr(module, "chunked", None)
     if not isinstance(module, LossModule) or chunked is None:
         yield
@@ -95,10 +108,10 @@ def whole_logits(module: nn.Module) -> Iterator[None]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model returns: by itself, by its name, or first in a tuple.
+    """Return the loss in a model's output: the output itself, its `loss`, or a tuple's first item.
 
     Raises:
-        InputError: there is none, or it is no single number.
+        InputError: there is no loss, or it is not a scalar.
     """
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if isinstance(found, (tuple, list)) and found:
@@ -110,13 +123,17 @@ def loss_of(output: Any) -> torch.Tensor:
             else type(found).__name__
         )
         raise InputError(
-            f"the model's forward must return its loss, one number; found {what} in {type(output).__name__}"
+            f"the model's forward must return its loss, one number; found {what} "
+            f"in {type(output).__name__}"
         )
     return found
 
 
 def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
-    """The model in float32 on the CPU; the same seed gives the same weights on every rank and engine."""
+    """Build the model in float32 on the CPU.
+
+    The same seed gives the same weights on every rank and engine.
+    """
     torch.manual_seed(recipe.seed)
     generates_with_cache = None
     loaded = None
@@ -128,14 +145,14 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
             )
     else:
         model, loaded = _transformers_model(recipe, data)
-        # transformers derives it from the class's name and, for GPT2LMHeadModel, prints that None is unrecognized.
+        # transformers derives it from the class's name. For GPT2LMHeadModel it finds None, and
+        # prints that None is unrecognized.
         vars(model)["loss_type"] = getattr(model, "loss_type", None) or "ForCausalLM"
         generates_with_cache = _train_without_cache(model)
     if recipe.model.lora:
         model = _with_adapters(model, recipe.model.lora, recipe.model.task)
-    if (
-        recipe.model.gradient_checkpointing
-    ):  # after the adapters, for which peft would change the embeddings' output
+    # After the adapters: with checkpointing on, peft would change the embeddings' output.
+    if recipe.model.gradient_checkpointing:
         _checkpoint_gradients(model)
     if not recipe.data.attend_across_documents:
         packing.require_separate(model)
@@ -147,7 +164,10 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
 
 
 def _train_without_cache(model: nn.Module) -> bool | None:
-    """Keys and values are kept for generation only; returns the model's own choice, which the export gets back."""
+    """Switch off the cache of keys and values; return the model's own `use_cache`.
+
+    The cache is useful for generation only. The export restores the model's own value.
+    """
     found = (getattr(part, "config", None) for part in model.modules())
     configs = {id(config): config for config in found if config is not None}
     own: list[bool | None] = [
@@ -158,31 +178,31 @@ def _train_without_cache(model: nn.Module) -> bool | None:
 
 
 def give_back_cache(model: Any, own: bool | None) -> None:
-    """The model's own `use_cache`, which training had switched off."""
+    """Restore the model's own `use_cache`, which training had switched off."""
     config = getattr(model, "config", None)
     if config is not None and own is not None:
         _set_use_cache((config, config.get_text_config()), own)
 
 
 def _set_use_cache(configs: Iterable[Any], value: bool) -> None:
-    """In those configs that have it."""
+    """Set `use_cache` in those configs that have it."""
     for config in configs:
         if hasattr(config, "use_cache"):
             config.use_cache = value
 
 
 def _checkpoint_gradients(model: nn.Module) -> None:
-    """Let the model recompute its layers. Not reentrant, so that gradients need no input that has one (LoRA)."""
+    """Make the model recompute its layers in the backward pass."""
     try:
         is_transformers = hasattr(model, "supports_gradient_checkpointing")
-        newer = (
-            getattr(model, "activation_checkpointing_enable", None) if is_transformers else None
-        )  # from 5.23 on
+        # transformers has this name from 5.23 on.
+        newer = getattr(model, "activation_checkpointing_enable", None) if is_transformers else None
         enable = newer or getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:
             raise ValueError(
                 f"{type(model).__name__} has no method gradient_checkpointing_enable; leave it out"
             )
+        # Reentrant checkpoints need an input with a gradient, which LoRA does not have.
         enable(*([{"use_reentrant": False}] if is_transformers else []))
     except ValueError as error:
         raise InputError(f"model.gradient_checkpointing: {error}") from None
@@ -203,16 +223,13 @@ def _transformers_model(recipe: Recipe, data: LoadedData) -> tuple[nn.Module, Lo
         )  # fmt: skip
     except (OSError, ValueError) as error:
         raise InputError(f"model: {str(error).splitlines()[0]}") from error
-    except (
-        TypeError,
-        KeyError,
-        AttributeError,
-    ) as error:  # a value that the config's class let through
+    # The config's class accepts some wrong values, which then fail in the model's constructor.
+    except (TypeError, KeyError, AttributeError) as error:
         raise InputError(f"model.config: {type(error).__name__}: {error}") from error
 
 
 def config_of(recipe: Recipe, data: LoadedData) -> Any:
-    """The config of a model of transformers, without its weights.
+    """Return the config of a model of transformers, without its weights.
 
     Raises:
         InputError: recipe, data and model do not fit together.
@@ -232,7 +249,8 @@ def config_of(recipe: Recipe, data: LoadedData) -> Any:
         raise InputError(f"model.pretrained: got {source}: {str(error).splitlines()[0]}") from None
     if kind not in (None, config.model_type):
         raise InputError(
-            f"model.config.model_type: got {kind}, and model.pretrained is of type {config.model_type}"
+            f"model.config.model_type: got {kind}, and model.pretrained is of type "
+            f"{config.model_type}"
         )
     _refuse_unknown(fields, config)
     if data.class_names and fields.setdefault("num_labels", len(data.class_names)) != len(
@@ -254,14 +272,16 @@ def config_of(recipe: Recipe, data: LoadedData) -> Any:
             config = AutoConfig.for_model(kind, **fields)
         else:
             config.update(fields)
-    except Exception as error:  # whatever transformers has against a value
+    # A wrong value may raise any exception in transformers.
+    except Exception as error:
         raise InputError(f"model.config: {' '.join(str(error).split())}") from None
     refuse_too_small(recipe, data, config)
     return config
 
 
 def _refuse_unknown(fields: Json, config: PreTrainedConfig) -> None:
-    """transformers takes any name without a word; here an unknown one is an error."""
+    """Refuse unknown fields of a config."""
+    # transformers accepts any name without a warning.
     known = {
         *config.to_dict(),
         *getattr(config, "attribute_map", {}),
@@ -278,7 +298,7 @@ def _refuse_unknown(fields: Json, config: PreTrainedConfig) -> None:
 
 
 def _from_data(data: LoadedData, config: PreTrainedConfig, fresh: bool) -> Json:
-    """What the tokenizer and the labels decide, unless the recipe does."""
+    """Return the config's fields that follow from tokenizer and labels, if the recipe has none."""
     found: Json = {}
     for name in _SPECIAL_WORDS if data.tokenizer is not None else ():
         word = getattr(data.tokenizer, name, None)
@@ -295,7 +315,8 @@ def _from_data(data: LoadedData, config: PreTrainedConfig, fresh: bool) -> Json:
 
 
 def refuse_too_small(recipe: Recipe, data: LoadedData, config: PreTrainedConfig) -> None:
-    """A word, a place or a class that the model has not would end the run in the middle of a pass."""
+    """Refuse data whose token ids, positions or labels exceed the model's sizes."""
+    # They would fail in the middle of a pass.
     words = getattr(config.get_text_config(), "vocab_size", None)
     if data.tokenizer is not None and words is not None and words < len(data.tokenizer):
         mend = (
@@ -309,7 +330,8 @@ def refuse_too_small(recipe: Recipe, data: LoadedData, config: PreTrainedConfig)
     length = recipe.data.sequence_length
     if places is not None and length is not None and length > places:
         raise InputError(
-            f"data.sequence_length: got {length}, and the model has max_position_embeddings: {places}"
+            f"data.sequence_length: got {length}, and the model has "
+            f"max_position_embeddings: {places}"
         )
     if (config.num_labels or 0) < data.classes:
         label, place = max(
@@ -320,12 +342,13 @@ def refuse_too_small(recipe: Recipe, data: LoadedData, config: PreTrainedConfig)
 
 
 def attention_of(recipe: Recipe) -> str | None:
-    """`auto` decided: transformers' choice (None), which is sdpa for the models that have it.
+    """Return the attention implementation; None leaves the choice to transformers.
 
-    Eager where ONNX Runtime is asked to replace attention that is written out.
+    transformers chooses sdpa for the models that have it.
     """
     if recipe.model.attention != "auto":
         return recipe.model.attention
+    # ONNX Runtime can only replace attention that is written out in single operators.
     return "eager" if recipe.engine.efficient_attention or recipe.engine.flash_attention else None
 
 
@@ -343,7 +366,7 @@ def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         else list(lora.target_modules),
         task_type=MODEL_TASKS[task].peft,
     )
-    # peft 0.21 reads an attribute that transformers 5.23 renamed: nothing that a user could change.
+    # peft 0.21 reads an attribute that transformers 5.23 renamed: the user cannot change that.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     try:
         adapted: nn.Module = peft.get_peft_model(model, config)

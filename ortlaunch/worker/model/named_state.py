@@ -1,6 +1,7 @@
-"""What training changes, by parameter name, however an engine keeps it: whole, or in pieces of one flat tensor.
+"""The state that training changes, by parameter name, independent of the engine's storage.
 
-A checkpoint is written from it and read into it (worker/checkpoint); steppers know where their parts lie.
+An engine stores parameters whole or as ranges of one flat tensor; its stepper knows the ranges. A
+checkpoint is written from this state and read into it (worker/checkpoint).
 """
 
 from __future__ import annotations
@@ -19,49 +20,53 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True)
 class ParameterRange:
-    """A range of a flattened parameter, and where this rank keeps its master weights."""
+    """A range of a flattened parameter, and the location of its master weights on this rank."""
 
     name: str
     start: int
     count: int
     master: torch.Tensor
-    """The tensor that the optimizer steps; its state is kept under this tensor."""
+    """The tensor that the optimizer updates; it is the key of the optimizer's state."""
     offset: int
-    """Where the range begins in the flattened master tensor."""
+    """The start of the range in the flattened master tensor."""
     group: Json
     """The optimizer's parameter group of this tensor."""
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """The loss scale of fp16 with its counters, as numbers; `scale` is what all kinds have."""
+    """Access to the loss scale of fp16 and its counters, as numbers by name.
+
+    All implementations have the name `scale`; other names differ.
+    """
 
     read: Callable[[], Numbers]
     write: Callable[[Numbers], None]
 
 
 def _nothing() -> None:
-    """Nothing to do."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
 class NamedState:
-    """Everything that a rank holds of what training changes."""
+    """One rank's part of the state that training changes."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Of every trained parameter, whole."""
+    """The whole shape of every trained parameter, by name."""
     parts: list[ParameterRange]
     optimizer: torch.optim.Optimizer
     buffers: dict[str, torch.Tensor]
     replicated: bool = True
-    """Every rank holds all of it; else each holds its own parts."""
+    """Whether every rank holds the whole state; else each rank holds its own parts."""
     loss_scale: LossScale | None = None
     refresh: Callable[[], None] = field(default=_nothing)
-    """Makes the model's weights what the master weights are (collective)."""
+    """Copies the master weights into the model's weights (collective)."""
 
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Names and whole shapes of the parameters that training changes; ZeRO 3 leaves pieces in the model."""
+    """Return names and whole shapes of the trained parameters."""
+    # ZeRO 3 leaves only pieces in the model, and the whole shape in `ds_shape`.
     return {
         name: tuple(getattr(p, "ds_shape", p.shape))
         for name, p in model.named_parameters()
@@ -70,7 +75,7 @@ def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model saves besides its parameters."""
+    """Return the buffers that a model saves besides its parameters."""
     kept = model.state_dict(keep_vars=True)
     return {name: value for name, value in kept.items() if not isinstance(value, nn.Parameter)}
 
@@ -80,7 +85,13 @@ def whole_parts(
     optimizer: torch.optim.Optimizer,
     masters: Mapping[torch.Tensor, torch.Tensor] | None = None,
 ) -> list[ParameterRange]:
-    """Parts of parameters that the optimizer steps as they are, or by a master copy of each."""
+    """Return one range for each whole parameter.
+
+    Args:
+        names: the model's parameters with their names.
+        optimizer: it updates the parameters, or a master copy of each.
+        masters: the master copies, by parameter; None if there are none.
+    """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     found = ((name, (masters or {}).get(p, p)) for name, p in names if p.requires_grad)
     return [
@@ -90,17 +101,18 @@ def whole_parts(
 
 
 def grad_scaler(scaler: torch.amp.GradScaler) -> LossScale | None:
-    """torch's loss scale; None where it is off."""
+    """Return the loss scale of torch's scaler; None if the scaler is disabled."""
     return LossScale(scaler.state_dict, scaler.load_state_dict) if scaler.is_enabled() else None
 
 
 def tensor_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Tensors that the optimizer of this parameter group keeps for each weight."""
+    """Return the names of the optimizer's state tensors for each weight of this group."""
     if "betas" in group:
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if group.get("momentum") else ()
 
 
 def counts_by_group(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer keeps one `step` for a parameter group, as LAMB and ONNX Runtime's FusedAdam do."""
+    """Return whether the optimizer keeps one `step` per parameter group, not per parameter."""
+    # LAMB and ONNX Runtime's FusedAdam do.
     return not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD))

@@ -1,6 +1,7 @@
-"""What a model of the user's returns beside its loss: numbers by name, averaged over passes and ranks as the loss is.
+"""Values that the user's own model returns beside its loss, by name.
 
-They leave the engine's module with the loss, so that on engine ort they are outputs of the exported graph.
+They are averaged over passes and ranks as the loss is. The engine's module returns them with the
+loss, so that on engine ort they are outputs of the exported graph.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from ortlaunch.run_folder.records import MetricsLine
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 LOSS = "loss"
+# Names of metrics.jsonl, which a model's own values cannot have.
 TAKEN = {each.name for each in fields(MetricsLine)}
-_Sums = dict[str, tuple[torch.Tensor, float]]  # of value x weight, and of the weights
+# The sum of value x weight, and the sum of the weights.
+_Sums = dict[str, tuple[torch.Tensor, float]]
 
 
 def by_name(output: Any) -> Mapping[str, Any]:
-    """What a model returns, by name: of a mapping, a named tuple or any other object; a bare tuple has no names."""
+    """Return a model's outputs by name: of a mapping, a named tuple or an object with attributes.
+
+    A plain tuple has no names and gives an empty mapping.
+    """
     if isinstance(output, Mapping):
         return output
     if isinstance(output, (torch.Tensor, list, tuple)):
@@ -31,14 +37,14 @@ def by_name(output: Any) -> Mapping[str, Any]:
 
 
 def named(output: Any) -> Mapping[str, Any]:
-    """The same; of a bare tuple by place."""
+    """Return a model's outputs by name; those of a plain tuple by index, as `output_0`."""
     if isinstance(output, (list, tuple)) and not hasattr(output, "_asdict"):
         return {f"output_{number}": value for number, value in enumerate(output)}
     return by_name(output)
 
 
 def numbers_of(output: Any) -> dict[str, torch.Tensor]:
-    """The numbers beside the loss: tensors without a dimension, and Python's numbers."""
+    """Return the scalars beside the loss: tensors without a dimension, and Python's numbers."""
     found = {
         name: value for name, value in by_name(output).items() if name != LOSS and _is_number(value)
     }
@@ -52,33 +58,33 @@ def _is_number(value: object) -> bool:
 
 
 def loss_in(output: Mapping[str, torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    """The loss in what an engine's module returns."""
+    """Return the loss in the output of an engine's module."""
     found: torch.Tensor = output[LOSS] if isinstance(output, Mapping) else output
     return found
 
 
 class Numbers:
-    """Weighted means of the numbers of many passes."""
+    """Weighted means of the model's own values over many passes."""
 
     def __init__(self) -> None:
         self._kept: _Sums = {}
         self._step: _Sums = {}
 
     def begin(self) -> None:
-        """The passes of a step begin; what those of a step that was left out had is forgotten."""
+        """Start a step; drop the values of a step that was skipped."""
         self._step = {}
 
     def take(self, output: Any, weight: float) -> torch.Tensor:
-        """A pass: keep its numbers, return its loss.
+        """Add the values of a pass; return its loss.
 
         Raises:
-            InputError: a number has a name that metrics.jsonl has already.
+            InputError: a value has a name that metrics.jsonl already uses.
         """
         for name in output if isinstance(output, Mapping) else ():
             if name in TAKEN - {LOSS}:
                 raise InputError(
-                    f"the model returns {name!r} beside its loss, and metrics.jsonl has that name already: give it "
-                    "another"
+                    f"the model returns {name!r} beside its loss, and metrics.jsonl has that name "
+                    "already: give it another"
                 )
             if name != LOSS:
                 total, weights = self._step.get(name, (0.0, 0.0))
@@ -86,20 +92,24 @@ class Numbers:
         return loss_in(output)
 
     def keep(self) -> None:
-        """The step was taken: its passes count."""
+        """Count the passes of the step, which has changed the weights."""
         for name, (value, weight) in self._step.items():
             total, weights = self._kept.get(name, (0.0, 0.0))
             self._kept[name] = total + value, weights + weight
         self._step = {}
 
     def read(self, group: DistributedContext) -> dict[str, float]:
-        """The means since the last reading, over all ranks (collective); a name counts where it was returned."""
+        """Return the means since the last call, over all ranks (collective).
+
+        Passes that did not return a name do not count for it.
+        """
         mine = {name: (float(value), weight) for name, (value, weight) in self._kept.items()}
         self._kept = {}
         ranks: list[dict[str, tuple[float, float]]] = [
             json.loads(text) for text in group.gather(json.dumps(mine))
         ]
         found = {}
+        # Ranks may have returned different names: a mean is over those that have the name.
         for name in sorted({name for rank in ranks for name in rank}):
             values, weights = zip(*(rank[name] for rank in ranks if name in rank))
             if sum(weights):

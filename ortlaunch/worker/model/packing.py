@@ -1,6 +1,7 @@
-"""`data.attend_across_documents: false`: documents packed into one sample do not see each other.
+"""`data.attend_across_documents: false`: no attention between documents packed into one sample.
 
-PyTorch's models take a mask for that; an exported graph, which has none, takes each document in a row of its own.
+Models of PyTorch use a mask for that. An exported graph has no such mask, and gets each document in
+a row of its own.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ from ortlaunch.errors import InputError
 from ortlaunch.worker.data import IGNORED
 
 DOCUMENTS = "document_ids"
-_TRIED = 8  # tokens
+# Tokens in each sample of the test.
+_TRIED = 8
 
 
 def separated(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """A packed batch as a model takes it; a graph has no parameters of PyTorch's."""
+    """Return a packed batch in the form that the model accepts."""
+    # An exported graph has no PyTorch parameters.
     parameter = next(model.parameters(), None)
     return one_a_row(batch) if parameter is None else with_mask(batch, parameter.dtype)
 
 
 def one_a_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A packed batch with each document in a row of its own, (documents, longest); any other as it is.
+    """Return a packed batch with each document in a row of its own: (documents, longest).
 
-    The loss is the same: no first token of a document is predicted, nor is padding.
+    Any other batch is returned unchanged. The loss is the same, because neither the first token of
+    a document nor padding is predicted.
     """
     if DOCUMENTS not in batch:
         return dict(batch)
@@ -44,10 +48,15 @@ def one_a_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_mask(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """A batch as transformers' models take it: `attention_mask` in place of `document_ids`.
+    """Return a batch for transformers' models: `attention_mask` instead of `document_ids`.
 
-    document_ids: (samples, length). The mask is (samples, 1, length, length), of the weights' dtype: 0 where a token
-    sees another, the lowest number elsewhere, which is added to attention's scores.
+    Args:
+        batch: has `document_ids`, (samples, length).
+        dtype: the dtype of the weights.
+
+    Returns:
+        The batch with a mask (samples, 1, length, length) of that dtype, which is added to the
+        scores of attention: 0 if a token attends to another, else the lowest finite value.
     """
     documents = batch[DOCUMENTS]
     places = torch.arange(documents.shape[1], device=documents.device)
@@ -64,11 +73,12 @@ def with_mask(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
 
 @torch.no_grad()
 def require_separate(model: nn.Module) -> None:
-    """Try on some tokens that another first document changes nothing of the second.
+    """Check on a few tokens that the first document does not influence the second.
 
     Raises:
-        InputError: it does, or the model does not take such a mask.
+        InputError: it does, or the model does not accept such a mask.
     """
+    # Two samples: different first documents, the same second document.
     ids = torch.arange(2 * _TRIED).reshape(2, _TRIED) % 3
     ids[:, _TRIED // 2 :] = ids[0, _TRIED // 2 :]
     half = torch.arange(_TRIED) // (_TRIED // 2)
@@ -82,11 +92,13 @@ def require_separate(model: nn.Module) -> None:
                 _largest(model(**each).logits)
                 for each in (masked, {**masked, "attention_mask": None})
             )
-    except Exception as error:  # whatever a model raises that knows no such argument
+    # A model without such an argument may raise any exception.
+    except Exception as error:
         why = " ".join(str(error).split())[:200]
         raise InputError(
             f"data.attend_across_documents: {name} takes no mask of documents: {why}"
         ) from error
+    # Other kernels may round a little: a hundredth of the influence without mask is no influence.
     if apart > max(without / 100, 1e-6):
         raise InputError(
             f"data.attend_across_documents: {name} lets a document see another in spite of the mask"
@@ -94,7 +106,7 @@ def require_separate(model: nn.Module) -> None:
 
 
 def _largest(logits: Tensor) -> float:
-    """Difference of the second documents' logits, as a share of the largest logit."""
+    """Return the largest difference of the second documents' logits, relative to their maximum."""
     second = logits[:, _TRIED // 2 :].float()
     return float((second[0] - second[1]).abs().max() / second.abs().max())
 

@@ -1,4 +1,4 @@
-"""torch's types of the recipe's precisions."""
+"""The torch dtypes of the recipe's precisions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ortlaunch.precisions import PRECISIONS
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The type of the passes."""
+    """Return the dtype of forward and backward passes."""
     found: torch.dtype = getattr(torch, PRECISIONS[precision].dtype)
     return found
 
 
 def narrow_dtype_of(precision: str) -> torch.dtype | None:
-    """The same; None for float32, in which nothing is cast."""
+    """Return the dtype of the passes, or None for float32, where nothing is cast."""
     return dtype_of(precision) if PRECISIONS[precision].is_narrow else None

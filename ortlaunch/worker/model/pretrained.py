@@ -1,8 +1,8 @@
-"""Weights from a folder or the hub, and what of them was not taken, in our words instead of transformers' report.
+"""Weights from a folder or the hub, and our report of them instead of transformers'.
 
-A head that is new for the task, or of another number of labels, starts at random; another task's head is left out. Any
-other weight that is missing, has no place or another shape is refused. A vocabulary that model.config.vocab_size
-changes is resized.
+A head that is new for the task, or has another number of labels, starts at random. The head of
+another task is left out. Any other weight that is missing, left over or of another shape is
+refused. If model.config.vocab_size changes the vocabulary, the embeddings are resized.
 """
 
 from __future__ import annotations
@@ -20,18 +20,22 @@ from ortlaunch.json_types import Json
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Names of weights: `missing` in the source, `unexpected` there; what was `resized`; a head `relabelled`.
+# `missing`: weights that the source lacks. `unexpected`: weights that only the source has.
+# `resized`: a change of the vocabulary. `relabelled`: weights of a head for other labels.
 Loaded = Mapping[str, list[str]]
+# Starts of transformers' reports: of version 5, of earlier ones, and of resized embeddings.
 _REPORTS = (
     "LOAD REPORT",
     "Some weights of",
     "The new ",
-)  # transformers 5, before, and of resized embeddings
+)
+# Files of earlier releases have these; today they are computed.
 _OLD_BUFFERS = (
     "position_ids",
     "inv_freq",
     "masked_bias",
-)  # in files of earlier releases; they are computed now
+)
+# The most names in one message.
 _NAMED = 6
 
 
@@ -44,18 +48,24 @@ def load_pretrained(
     partial: bool,
     **options: Any,
 ) -> tuple[nn.Module, Loaded]:
-    """The model of an auto class with the weights of `source`.
+    """Load the model of an auto class with the weights of `source`.
 
     Args:
-        config: of the model; a vocabulary of another size than that of `source` is resized to.
-        new_head: whether the task's head may be missing, or of another number of labels.
-        partial: whether any weights may be missing, or left over.
+        auto: the auto class of transformers.
+        source: a folder, or a name on the hub.
+        config: the model's config. If its vocabulary differs from that of `source`, the embeddings
+            are resized to it.
+        new_head: whether the task's head may be missing, or have another number of labels.
+        partial: whether any weights may be missing or left over.
+        options: further arguments of `from_pretrained`.
 
     Raises:
-        InputError: weights have another shape than the model's, are missing or left over, or cannot be read.
+        InputError: weights have another shape than the model's, are missing or left over, or cannot
+            be read.
     """
     own = _vocabulary(_config_of(source))
     wanted = _vocabulary(config)
+    # Load at the size of the source first; `_resize` then keeps the trained embeddings.
     if own != wanted:
         config.get_text_config().vocab_size = own
     model, info = _load(auto, source, config=config, **options)
@@ -76,7 +86,7 @@ def load_pretrained(
 
 
 def _load(auto: Any, source: str, **options: Any) -> tuple[PreTrainedModel, Json]:
-    """Model and loading info of transformers."""
+    """Return the model and transformers' loading info."""
     from safetensors import SafetensorError
 
     try:
@@ -84,6 +94,7 @@ def _load(auto: Any, source: str, **options: Any) -> tuple[PreTrainedModel, Json
             model, info = auto.from_pretrained(
                 source, **options, output_loading_info=True, ignore_mismatched_sizes=True
             )
+    # transformers raises OSError or ValueError for other faults; the caller reports those.
     except SafetensorError as error:
         raise InputError(
             f"model.pretrained: {source} has weights that cannot be read: {error}"
@@ -99,12 +110,12 @@ def _config_of(source: str) -> PreTrainedConfig:
 
 
 def _vocabulary(config: PreTrainedConfig) -> int | None:
-    """Words of a model."""
+    """Return the vocabulary size of a model, or None."""
     return getattr(config.get_text_config(), "vocab_size", None)
 
 
 def _resize(model: PreTrainedModel, own: int | None, wanted: int | None) -> list[str]:
-    """To as many words as are wanted; what was done."""
+    """Resize the embeddings to the requested vocabulary; return a description of the change."""
     if own == wanted:
         return []
     with _without_reports():
@@ -113,7 +124,7 @@ def _resize(model: PreTrainedModel, own: int | None, wanted: int | None) -> list
 
 
 def _refuse_partial(model: PreTrainedModel, loaded: Loaded, new_head: bool) -> None:
-    """Weights of a body that are missing or left over, and those of a head that should have been there."""
+    """Refuse missing or unused weights of the body, and missing weights of a required head."""
     missing = [name for name in loaded["missing"] if not new_head or _is_body(name, model)]
     unexpected = [name for name in loaded["unexpected"] if _is_body(name, model)]
     said = []
@@ -129,7 +140,10 @@ def _refuse_partial(model: PreTrainedModel, loaded: Loaded, new_head: bool) -> N
 
 
 def _is_body(name: str, model: PreTrainedModel) -> bool:
-    """Whether a weight is of what all tasks share; a pooler is of the heads that use it."""
+    """Return whether a weight belongs to the body, which all tasks share.
+
+    A pooler belongs to the heads that use it.
+    """
     if name.endswith(_OLD_BUFFERS):
         return False
     prefix = f"{model.base_model_prefix}."
@@ -141,7 +155,10 @@ def _is_body(name: str, model: PreTrainedModel) -> bool:
 def _is_relabelled(
     found: str | tuple[str, Sequence[int], Sequence[int]], model: PreTrainedModel
 ) -> bool:
-    """Whether a weight of another shape is a head's for another number of labels; transformers made it anew."""
+    """Return whether a weight of another shape belongs to a head with another number of labels.
+
+    transformers initializes such a weight at random.
+    """
     if isinstance(found, str):
         return not _is_body(found, model)
     name, theirs, ours = found
@@ -151,20 +168,23 @@ def _is_relabelled(
 
 
 def _mismatch(found: str | tuple[str, Sequence[int], Sequence[int]]) -> str:
-    if isinstance(found, str):  # transformers 4.52 gives the name alone
+    # transformers 4.52 gives only the name.
+    if isinstance(found, str):
         return found
     name, theirs, ours = found
     return f"{name} is {list(theirs)}, the model's {list(ours)}"
 
 
 def loading_notes(loaded: Loaded | None) -> tuple[str, ...]:
-    """For a person: a head that starts at random is right for a new task, and wrong where the same one goes on."""
+    """Return notes for the user on weights that were not loaded as they are."""
+    # A head that starts at random is right for a new task, and wrong if the same task continues.
     notes = []
     if loaded and loaded["missing"]:
         many = len(loaded["missing"])
         names = _some(loaded["missing"])
         notes.append(
-            f"model.pretrained: {many} of the model's weights are not in it and start at random: {names}"
+            f"model.pretrained: {many} of the model's weights are not in it and start at "
+            f"random: {names}"
         )
     if loaded and loaded["unexpected"]:
         many = len(loaded["unexpected"])
@@ -173,11 +193,13 @@ def loading_notes(loaded: Loaded | None) -> tuple[str, ...]:
     if loaded and loaded.get("relabelled"):
         told = _some(loaded["relabelled"], "; ")
         notes.append(
-            f"model.pretrained: its head is of another number of labels; the model's starts at random: {told}"
+            "model.pretrained: its head is of another number of labels; the model's starts at "
+            f"random: {told}"
         )
     for change in loaded["resized"] if loaded else ():
         notes.append(
-            f"model.pretrained: its vocabulary is resized, {change}; new words start near the others' mean"
+            f"model.pretrained: its vocabulary is resized, {change}; new words start near "
+            "the others' mean"
         )
     return tuple(notes)
 
@@ -189,7 +211,7 @@ def _some(words: list[str], mark: str = ", ") -> str:
 
 @contextlib.contextmanager
 def _without_reports() -> Iterator[None]:
-    """While open, transformers draws no bar and writes no report of what it loaded."""
+    """Suppress transformers' progress bar and loading report while the context is open."""
     from transformers.utils import logging as theirs
 
     theirs.disable_progress_bar()
