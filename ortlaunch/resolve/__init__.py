@@ -1,4 +1,4 @@
-"""From a recipe, a world and choices to a resolved run, once; `prepare` writes its folder.
+"""Resolve a recipe, a world and choices to a run, once; `prepare` writes its folder.
 
 Must not start a process.
 """

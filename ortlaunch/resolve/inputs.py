@@ -1,6 +1,7 @@
-"""What a recipe reads, looked for on this host before anything starts: data files, folders of models, own functions.
+"""Check a recipe's inputs on this host before a start: data files, model folders, user functions.
 
-The user's code is read, never run: a module is found without being imported, and a function by its source.
+The user's code is read, never run: a module is located without an import, and a function in its
+source.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ _HIDDEN = ("globals(", "__getattr__", "exec(", "setattr(", "import *", "vars(", 
 
 
 def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) -> Iterator[Problem]:
-    """Data files, and local folders of models and tokenizers, that are not here; they may come, or lie elsewhere.
+    """Yield data files, and local folders of models and tokenizers, that are absent on this host.
 
-    Paths are relative to the current folder; `beside` is the recipe's, where a file may be meant instead.
+    They may be created later, or be on other hosts.
+
+    Args:
+        beside: the recipe's folder. Paths are relative to the current folder; a file in the
+            recipe's folder is only suggested.
     """
     sources = [
         each
@@ -59,7 +64,8 @@ def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) ->
 
 
 def unknown_type(recipe: Recipe) -> Iterator[Problem]:
-    """A model type that the installed transformers does not have, by its source: it is not imported."""
+    """Yield a model type that the installed transformers does not have."""
+    # The types are read from the source: importing transformers takes seconds.
     kind = (recipe.model.config or {}).get("model_type")
     spec = (
         importlib.util.find_spec("transformers")
@@ -83,21 +89,23 @@ def unknown_type(recipe: Recipe) -> Iterator[Problem]:
 
 
 def doubtful(recipe: Recipe) -> Iterator[Problem]:
-    """Values that are valid and most likely slips."""
+    """Yield values that are valid and most likely mistakes."""
     rate = recipe.optimizer.learning_rate
     name = recipe.optimizer.name
+    # Adaptive optimizers normalize the gradient, so that a step is about as large as the rate.
     if rate > 1 and recipe.optimizer.traits.adapts:
         yield (
             ("optimizer.learning_rate",),
-            f"got {rate:g}: {name} moves each weight by about that much in each step; 1e-5 to 1e-2 is usual",
+            f"got {rate:g}: {name} moves each weight by about that much in each step; "
+            "1e-5 to 1e-2 is usual",
         )
 
 
 def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
-    """Functions of the user's that no rank would find here.
+    """Yield functions of the user that no rank could load on this host.
 
     Raises:
-        InputError: an installed module would be taken for one of the user's.
+        InputError: an installed module has the name of one of the user's.
     """
     places = list(folders(recipe, beside))
     for key, factory in factories(recipe):
@@ -106,7 +114,8 @@ def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
         if spec is None:
             yield (
                 (key,),
-                f"got {factory}; there is no module {module} beside the recipe, in {_here()} or installed",
+                f"got {factory}; there is no module {module} beside the recipe, "
+                f"in {_here()} or installed",
             )
         elif spec.origin and spec.origin.endswith(".py"):
             wrong = _without(function, Path(spec.origin))
@@ -119,7 +128,7 @@ def _matches(pattern: str) -> bool:
 
 
 def _remedy(path: str, beside: Path) -> str:
-    """What to write in place of a path that leads nowhere."""
+    """Return the text on a replacement for a path that does not exist."""
     if "://" in path:
         return "; paths are those of this machine's disks: copy or mount it, and give that path"
     if path.startswith("~") or "$" in path:
@@ -132,11 +141,15 @@ def _remedy(path: str, beside: Path) -> str:
         return f"; ~ and $NAME mean nothing in a recipe: {write}"
     other = beside / path
     if not os.path.isabs(path) and (_matches(str(other)) or other.is_dir()):
-        return f"; it is beside the recipe, and paths are relative to the current folder: write {other}"
+        return (
+            "; it is beside the recipe, and paths are relative to the current folder: "
+            f"write {other}"
+        )
     return ""
 
 
 def _here() -> str:
+    # The current folder may have been deleted.
     try:
         return os.getcwd()
     except OSError:
@@ -144,15 +157,15 @@ def _here() -> str:
 
 
 def _find(module: str, places: Sequence[str]) -> ModuleSpec | None:
-    """Where a rank would find a module; parents are not imported, as `importlib.util.find_spec` would."""
+    """Return the location from which a rank would import a module."""
+    # `importlib.util.find_spec` alone would import the parents of a submodule.
     first, *rest = module.split(".")
     with contextlib.suppress(ValueError, ImportError):
         spec = importlib.util.find_spec(first) or PathFinder.find_spec(first, places)
         name = first
         for part in rest:
-            if (
-                spec is None or spec.submodule_search_locations is None
-            ):  # os.path: only the import itself can tell
+            # A module such as os.path is no file in a package: only an import can locate it.
+            if spec is None or spec.submodule_search_locations is None:
                 return spec and ModuleSpec(module, None)
             name = f"{name}.{part}"
             spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
@@ -161,11 +174,12 @@ def _find(module: str, places: Sequence[str]) -> ModuleSpec | None:
 
 
 def _without(function: str, path: Path) -> str | None:
-    """What keeps the module's file from giving the function, as far as its source shows."""
+    """Return why the module's file cannot have the function, as far as its source shows."""
     try:
         source = path.read_bytes()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the user's code, and for when it runs
+            # Warnings on the user's code belong to the run.
+            warnings.simplefilter("ignore")
             tree = ast.parse(source)
     except SyntaxError as error:
         return f"{path}:{error.lineno}: {error.msg}"
@@ -179,9 +193,10 @@ def _without(function: str, path: Path) -> str | None:
 
 
 def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Names that the statements of a module bind, also inside `if`, `try`, `with` and loops."""
+    """Yield names that a module's statements bind, also inside `if`, `try`, `with` and loops."""
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            # Not walked: names inside a function or class are not the module's.
             yield statement.name
             continue
         for node in ast.walk(statement):

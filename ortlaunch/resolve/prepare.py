@@ -1,4 +1,4 @@
-"""The run folder: which one, what may be in it, and the one piece that writes what ranks read. Starts nothing."""
+"""The run folder: its path, a check of its contents, and the files for the ranks. Starts nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ from ortlaunch.run_folder.records import as_json
 
 
 def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]) -> RunDir:
-    """The folder of a new run: `--run-dir`, else runs/<name>-<timestamp>; ranks of one launcher find the same one."""
+    """Return the folder of a new run: `--run-dir`, else runs/<name>-<timestamp>.
+
+    Ranks of one launcher get the same folder.
+
+    Raises:
+        PlanError: the path has a control character, or the ranks cannot agree on a folder.
+    """
     name = resolved.file.recipe.name
     rank = resolved.world.inside
     whole = os.path.abspath(chosen or ".")
@@ -41,48 +47,56 @@ def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str,
     if chosen is not None:
         return RunDir(chosen)
     if rank is None or rank.world_size == 1:
+        # Each rank runs this function at another second, so a time is no common name.
         return RunDir(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     launch = launch_id(rank, environ)
     if launch is None:
         raise PlanError(
-            "the ranks' launcher gives no name that they could agree on; add --run-dir, the same for all ranks"
+            "the ranks' launcher gives no name that they could agree on; "
+            "add --run-dir, the same for all ranks"
         )
     return RunDir(Path("runs") / f"{name}-{launch}")
 
 
 def launch_id(rank: Rank, environ: Mapping[str, str]) -> str | None:
-    """What all ranks of this launch share and no other launch has, or None where the launcher gives no such thing."""
+    """Return an id that all ranks of this launch share and no other launch has; None if unknown."""
+    # On one host the launcher is the parent; its start time excludes a later one of the same id.
     if rank.local_world_size == rank.world_size:
         parent = os.getppid()
         stat = read_stat(parent)
         return f"{parent}-{stat.started if stat else 0}"
     if environ.get("SLURM_STEP_ID"):
-        return f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
+        # A requeued job keeps its id, so the number of its restarts is added.
+        return (
+            f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+            f".{environ.get('SLURM_RESTART_COUNT', '0')}"
+        )
     for name in ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID"):
+        # "none" is torchrun's default id, the same for all launches.
         if environ.get(name) and environ[name] != "none":
             return "".join(c if c.isalnum() else "-" for c in environ[name])
     return None
 
 
 def check_launcher(world: World, run: RunDir) -> None:
-    """What starts the ranks can be sent for these hosts and this folder.
+    """Check that the launcher can start ranks on these hosts, with this folder.
 
     Raises:
-        PlanError, MissingDependency: it cannot.
+        PlanError, MissingDependency: it cannot start them.
     """
     if launcher_of(world.launcher).is_ours:
         backend(world.launcher).check(world.nodes, run)
 
 
 def request_of(plan: Plan, run: RunDir) -> Request:
-    """What starts the ranks; pure."""
+    """Return the request that starts the ranks, without side effects."""
     if not plan.started_by.is_ours:
         return Request((*plan.argv, str(run)), plan.env, store_file(plan, run))
     return backend(plan.launcher).request(plan, run)
 
 
 def claimed(run: RunDir) -> RunDir:
-    """The folder, new and this run's own: runs that start in the same second must not share one."""
+    """Create the folder for this run alone: runs that start in the same second must not share one."""
     for path in (run.path, *(Path(f"{run}-{number}") for number in range(2, 1000))):
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
@@ -93,11 +107,12 @@ def claimed(run: RunDir) -> RunDir:
 def write_run(
     run: RunDir, chosen: Recipe, plan: Plan, choice: Choice | None = None, again: bool = False
 ) -> Request:
-    """Write what the ranks read, and put aside what an earlier start left; returns what starts them.
+    """Write the files for the ranks, set aside those of an earlier start, and return the request.
 
     Args:
-        choice: how engine.name: auto was decided, where it was asked for.
-        again: another start by the same command, for which a request that came meanwhile is meant.
+        choice: the decision for `engine.name: auto`, if that was requested.
+        again: whether this command starts the ranks again. Requests in the folder are then kept,
+            for they came meanwhile and are meant for the new ranks.
     """
     request = request_of(plan, run)
     texts = {run.recipe: recipe.to_yaml(chosen), run.plan: plan.to_json()}
@@ -112,6 +127,7 @@ def write_run(
     for path, record in records.items():
         write_json(path, record)
     write_text(run.request, f"{request}\n")
+    # Records of the earlier start would be taken for those of this one.
     set_aside(run)
     killed = filter(is_temporary, run.path.iterdir())
     left = (
@@ -127,14 +143,15 @@ def write_run(
 
 
 def earlier(run: RunDir, resolved: ResolvedRun) -> Recipe | None:
-    """The recipe of an earlier start in this folder.
+    """Return the recipe of an earlier start in this folder; None if there was none.
 
     Raises:
-        RecipeError: it is no valid one any more, and no checkpoint records another.
+        RecipeError: it is not valid any more, and no checkpoint records another.
     """
     if not run.recipe.exists():
         return None
-    if run.recipe.samefile(resolved.command.path):  # which was read already
+    # `train` on the folder's own recipe: it was read already, with overrides.
+    if run.recipe.samefile(resolved.command.path):
         return resolved.file.with_no_overrides().recipe
     try:
         return recipe.load(run.recipe).recipe
@@ -148,41 +165,47 @@ def earlier(run: RunDir, resolved: ResolvedRun) -> Recipe | None:
 
 
 def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> list[str]:
-    """A folder with something else in it is refused; one of an earlier run of this recipe is continued.
+    """Check the contents of the run folder; one of an earlier run of this recipe is continued.
 
     Args:
         before: the recipe of the earlier start.
 
     Returns:
-        What is continued, for a person.
+        The line on a run that is continued, or none.
+
+    Raises:
+        PlanError: the folder has other contents, or is none.
     """
     if run.path.exists() and not run.path.is_dir():
         raise PlanError(f"--run-dir {run}: is a file; give a folder")
     if run.path.is_symlink() and not run.path.exists():
         raise PlanError(
-            f"--run-dir {run}: links to {os.readlink(run.path)}, which does not exist; create that folder"
+            f"--run-dir {run}: links to {os.readlink(run.path)}, which does not exist; "
+            "create that folder"
         )
     if (
         run.path.exists()
         and before is None
         and any(not _is_written_before(run, path) for path in run.path.iterdir())
     ):
-        lock.refuse_living(run)  # it began a moment ago
+        # A run that began a moment ago has written only a part of its files.
+        lock.refuse_living(run)
         raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
     if before is None:
         return []
     if resolved.traits.compares and run.complete_checkpoints():
         raise PlanError(
-            f"--run-dir {run}: holds the checkpoints of a training, whose records this would overwrite; give a new one"
+            f"--run-dir {run}: holds the checkpoints of a training, "
+            "whose records this would overwrite; give a new one"
         )
     return [f"continuing {run}"]
 
 
 def _is_written_before(run: RunDir, path: Path) -> bool:
-    """Whether it may exist before a run has begun.
+    """Whether a file may exist in the folder before a run has begun.
 
-    Other ranks, trials, a queued job or a command that was killed write those files; a person may make `checkpoints`,
-    also as a link to another disk.
+    Such files come from other ranks, trials, a queued job or a command that was killed. A person
+    may create `checkpoints`, also as a link to another disk.
     """
     if path == run.checkpoints:
         return path.is_dir() and not any(path.iterdir())
@@ -200,5 +223,5 @@ def _is_written_before(run: RunDir, path: Path) -> bool:
 
 
 def differences(before: object, after: object) -> Iterator[str]:
-    """`key.path: old -> new` for every leaf that differs."""
+    """Return `key.path: old -> new` for every leaf that differs."""
     return (f"{path}: {old!r} -> {new!r}" for path, old, new in leaves(before, after))

@@ -1,4 +1,4 @@
-"""Where a run came from: the typed command, the commit of the recipe's folder, the machine. Standard library only."""
+"""The origin of a run: the typed command, the recipe's commit, the machine. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lines import append_line
 
-_GIT_SECONDS = (
-    5  # the state of a very large repository on a slow disk may take longer: then it is not known
-)
+# Git may need longer for the state of a very large repository on a slow disk: it is then unknown.
+_GIT_SECONDS = 5
 
 
 def record(run: RunDir, recipe: Path) -> None:
-    """Add a line to commands.jsonl: one for each start in this folder. Of the environment nothing is written."""
+    """Append a line for this start to commands.jsonl; the environment is not written."""
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "argv": sys.argv,
@@ -33,7 +32,7 @@ def record(run: RunDir, recipe: Path) -> None:
 
 
 def commit(folder: Path) -> dict[str, object] | None:
-    """`commit`, and whether the work tree is `dirty` (None: not known in time); None outside git."""
+    """Return the `commit`, and whether the work tree is `dirty` (None: unknown); None outside git."""
     head = _git(folder, "rev-parse", "HEAD")
     if not head:
         return None
@@ -42,8 +41,9 @@ def commit(folder: Path) -> dict[str, object] | None:
 
 
 def environment() -> Json:
-    """What this run was made of: ortlaunch, Python, the machine, every installed package's version."""
-    from importlib import metadata  # takes time, and only a start needs it
+    """Return the versions of ortlaunch, Python and every package, with facts about the machine."""
+    # Imported on use: it takes time, and only a start needs it.
+    from importlib import metadata
 
     packages = sorted(
         {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}.items()
@@ -59,7 +59,7 @@ def environment() -> Json:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None without git, outside a work tree, in another user's, or too late."""
+    """Return git's output; None without git, outside a work tree, in another user's, or too late."""
     # Reading only: no lock on the index, and no program that the repository's own configuration names.
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}

@@ -1,6 +1,7 @@
-"""Recipe, hosts and this machine decided into one value: what a command runs. Each file is read once, here.
+"""Resolve a recipe, the hosts and this machine into one value, from which a command runs.
 
-What a choice finds later (`engine: auto`, `micro_size: auto`) goes into the loaded recipe. Starts and writes nothing.
+Each file is read once, here. Choices that are made later (`engine: auto`, `micro_size: auto`) are
+added to the loaded recipe. Starts and writes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MODULES_VARIABLE = "ORTLAUNCH_MODULES"
 
 
 class Command(NamedTuple):
-    """What was typed, and where: the recipe as named and as found, options, the shell's environment."""
+    """The command line: the recipe as typed and as located, the options, the environment."""
 
     given: Path
     path: Path
@@ -41,13 +42,14 @@ class Command(NamedTuple):
 
     @property
     def modules(self) -> Path:
-        """Folder of the recipe, where the user's own modules may lie; a queued one was written elsewhere."""
+        """Folder of the recipe, which may have the user's own modules."""
+        # The recipe of a queued run was written into the run folder, without the modules.
         return Path(self.environ.get(MODULES_VARIABLE) or self.path.parent)
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A valid recipe with its world and all choices that are made so far, and notes on them for the user."""
+    """A valid recipe with its world, all choices made so far, and notes on them for the user."""
 
     file: RecipeFile
     world: World
@@ -55,23 +57,23 @@ class ResolvedRun:
     notes: tuple[str, ...]
     command: Command
     choice: Choice | None = None
-    """How engine.name: auto was decided."""
+    """The decision for `engine.name: auto`."""
     choice_note: tuple[str, ...] = ()
-    """A line on that, the last of the notes."""
+    """A line on that decision, the last of the notes."""
 
     @property
     def task(self) -> str:
-        """What the ranks do: the verb that was typed."""
+        """The task of the ranks, named by the typed command."""
         return self.command.options.task
 
     @property
     def traits(self) -> Task:
-        """The row of the task."""
+        """The properties of the task."""
         return TASKS[self.task]
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of the start; made when it is first used, which is once nothing is left to choose."""
+        """The plan of the start, made on first use, when all choices have been made."""
         return make_plan(
             self.file.recipe,
             self.world,
@@ -82,25 +84,25 @@ class ResolvedRun:
         )
 
     def with_overrides(self, *overrides: str) -> ResolvedRun:
-        """The same command with further overrides; no file is read again."""
+        """Return the run with further overrides; no file is read again."""
         return _resolved(self.file.with_overrides(*overrides), None, self.command)
 
     def with_task(self, task: str) -> ResolvedRun:
-        """The same for ranks that do something else."""
+        """Return the run for ranks with another task."""
         return replace(
             self, command=self.command._replace(options=self.command.options._replace(task=task))
         )
 
     def with_choice(self, *overrides: str) -> ResolvedRun:
-        """The same with what `auto` was found to be; hosts, ranks and device stay."""
+        """Return the run with the results of `auto`; hosts, ranks and device stay the same."""
         return self._again(self.file.with_overrides(*overrides), self.world)
 
     def with_engine(self, choice: Choice, note: str, *overrides: str) -> ResolvedRun:
-        """The same with the engine that was chosen; the note says which and why."""
+        """Return the run with the chosen engine; the note gives the engine and the reason."""
         return replace(self, choice=choice, choice_note=(note,)).with_choice(*overrides)
 
     def on_hosts(self, names: Collection[str]) -> ResolvedRun:
-        """The same run on some of its hosts, in their order."""
+        """Return the run on some of its hosts, in their order."""
         hosts = tuple(host for host in self.world.hosts if host.name in names)
         return (
             self
@@ -109,7 +111,7 @@ class ResolvedRun:
         )
 
     def _again(self, file: RecipeFile, world: World) -> ResolvedRun:
-        """With the engine that was chosen."""
+        """Resolve again with this recipe and world, and keep the chosen engine."""
         made = _resolved(file, world, self.command)
         notes = (*made.notes, *self.choice_note)
         return replace(made, notes=notes, choice=self.choice, choice_note=self.choice_note)
@@ -118,10 +120,12 @@ class ResolvedRun:
 def resolve(
     path: Path, overrides: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]
 ) -> ResolvedRun:
-    """Recipe -> world -> what follows from both; pure but for reading files and looking at this machine.
+    """Resolve a command: load the recipe, detect the world, and compute the workload.
+
+    It reads files and the state of this machine, and has no other effects.
 
     Raises:
-        InputError: the recipe, the hosts or both together are wrong.
+        InputError: the recipe or the hosts are wrong, or do not fit each other.
     """
     found = shipped.locate(path)
     file = recipe.load(found, overrides)
@@ -158,10 +162,13 @@ def _require_rules(file: RecipeFile, world: World, options: LaunchOptions) -> No
 
 
 def _absent(file: RecipeFile, world: World, command: Command) -> list[str]:
-    """Notes on what the recipe reads and is not here: it may lie on the other hosts, or come before the run.
+    """Return notes on files and functions of the recipe that are absent on this host.
+
+    They may be on the other hosts, or be created before the run.
 
     Raises:
-        RecipeError: all hosts are this one, and functions are missing, or files for a run that would start now.
+        RecipeError: the run uses this host alone, and functions are missing, or files for a run
+            that would start now.
     """
     here = all(host.is_here for host in world.hosts)
     doubtful = inputs.doubtful(file.recipe)
@@ -176,7 +183,7 @@ def _absent(file: RecipeFile, world: World, command: Command) -> list[str]:
 
 
 def _engine_notes(recipe: Recipe, device: str, environ: Mapping[str, str]) -> Iterator[str]:
-    """The engine's settings that differ from their defaults, and ORTModule's variables in the user's environment.
+    """Yield the engine's settings that differ from their defaults, and the user's ORTModule variables.
 
     Raises:
         PlanError: a variable contradicts the recipe.
@@ -195,7 +202,10 @@ def _engine_notes(recipe: Recipe, device: str, environ: Mapping[str, str]) -> It
             f"{name}: {json.dumps(value)}" for name, value in chosen.items()
         )
     if engine.matmul_precision != "highest":
-        yield f"matmul_precision {engine.matmul_precision}: {machine.matmul_effect(engine.matmul_precision, device)}"
+        yield (
+            f"matmul_precision {engine.matmul_precision}: "
+            f"{machine.matmul_effect(engine.matmul_precision, device)}"
+        )
     found = seen(environ)
     if found:
         effect = (

@@ -1,6 +1,7 @@
-"""From which checkpoint a run goes on, and what has changed since it was written; said before anything is started.
+"""Choose the checkpoint from which a run continues, and compare the run with that checkpoint.
 
-The control side: it reads names and small files only. That a checkpoint is whole, ranks find out when they read it.
+The result is printed before anything is started. This is the control side: it reads names and small
+files only. Whether a checkpoint is complete and undamaged, the ranks detect when they read it.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ NEVER = "never"
 
 
 class ResumeOptions(NamedTuple):
-    """What was typed: `--resume` and each `--allow`."""
+    """The options `--resume` and `--allow` as typed."""
 
     choice: str = AUTO
     allow: tuple[str, ...] = ()
 
     @property
     def begins_earlier(self) -> bool:
-        """Whether steps that were done are to be done again."""
+        """Whether the run repeats completed steps."""
         return self.choice == NEVER or self.choice.isdecimal()
 
     def checked(self) -> ResumeOptions:
-        """Itself.
+        """Return the options themselves.
 
         Raises:
-            InputError: a name that no rule has.
+            InputError: `--allow` has a name of no rule.
         """
         for name in self.allow:
             if name not in NAMES:
@@ -51,26 +52,26 @@ AUTOMATIC = ResumeOptions()
 
 
 class Chosen(NamedTuple):
-    """Where a run begins."""
+    """The beginning of a run."""
 
     folder: Path | None
-    """The checkpoint; None: at step 0."""
+    """The checkpoint; None: the run begins at step 0."""
     step: int = 0
     source: Path | None = None
-    """Where the run folder's first checkpoint came from, if that was another folder."""
+    """Origin of the run folder's first checkpoint, if that was another folder."""
     exact: bool = False
-    """This step and no earlier one was asked for."""
+    """Whether exactly this step was requested, so that no earlier one may replace it."""
     skipped: tuple[str, ...] = ()
-    """What lies there and is not taken, with the reason."""
+    """Checkpoints that are not used, with the reasons."""
     aside: tuple[Path, ...] = ()
-    """What must be moved away first, for it would be the newest next time."""
+    """Files to move away first; else they would count as the newest at the next start."""
 
 
 def choose(run: RunDir, options: ResumeOptions) -> Chosen:
-    """By `--resume` and by what lies there.
+    """Choose the checkpoint by `--resume` and the existing checkpoints.
 
     Raises:
-        InputError: there is no such checkpoint.
+        InputError: the requested checkpoint does not exist.
     """
     own = run.complete_checkpoints()
     skipped = tuple(incomplete(run.checkpoints))
@@ -81,11 +82,11 @@ def choose(run: RunDir, options: ResumeOptions) -> Chosen:
     if options.choice != AUTO and os.path.realpath(Path(options.choice).parent) == os.path.realpath(
         run.checkpoints
     ):
-        step = _number(
-            Path(options.choice)
-        )  # which would be taken for the place to begin a new folder from
+        # Without this error, the path would name the origin of a new folder.
+        step = _number(Path(options.choice))
         raise InputError(
-            f"--resume {options.choice}: is of this run folder itself; give its step: --resume {step}"
+            f"--resume {options.choice}: is of this run folder itself; "
+            f"give its step: --resume {step}"
         )
     source = Path(options.choice) if options.choice != AUTO else _source(run)
     is_typo = (
@@ -93,15 +94,14 @@ def choose(run: RunDir, options: ResumeOptions) -> Chosen:
         and os.sep not in options.choice
         and not os.path.exists(options.choice)
     )
-    if (
-        own and not is_typo
-    ):  # a path whose folder is gone by now stays valid: queues start the same command again
+    # A path whose folder has been deleted stays valid: queues start the same command again.
+    if own and not is_typo:
         return Chosen(own[-1][1], own[-1][0], source, skipped=skipped)
     return Chosen(None, skipped=skipped) if source is None else _elsewhere(source)
 
 
 def _of_training(run: RunDir) -> Iterator[Path]:
-    """What a training that begins anew must not take for its own: checkpoints, batches left out, records."""
+    """Yield files that a training from step 0 must not use as its own: checkpoints and records."""
     if run.checkpoints.exists() and any(run.checkpoints.iterdir()):
         yield run.checkpoints
     records = (run.bad_steps, run.saves, run.metrics, run.tensorboard, run.trackers, run.summary)
@@ -109,7 +109,7 @@ def _of_training(run: RunDir) -> Iterator[Path]:
 
 
 def incomplete(folder: Path) -> Iterator[str]:
-    """Checkpoints in a folder that are none, and why."""
+    """Yield a line for each unusable checkpoint in a folder, with the reason."""
     for path in sorted(folder.glob("step_*")):
         if path.suffix == ".partial":
             yield f"{path}: incomplete: its writing was cut off"
@@ -120,7 +120,7 @@ def incomplete(folder: Path) -> Iterator[str]:
 
 
 def _source(run: RunDir) -> Path | None:
-    """Where this folder's run came from, as its first start wrote down."""
+    """Return the origin of this folder's run, as its first start recorded it."""
     found = ResumeRecord.read(run).source
     return Path(found) if found else None
 
@@ -133,19 +133,21 @@ def _step(run: RunDir, step: int, own: list[tuple[int, Path]]) -> Chosen:
         raise InputError(
             f"--resume {step}: no complete checkpoint of step {step}; {run.checkpoints} {there}"
         )
+    # The newest checkpoint would be chosen again at the next start.
     newer = [path for path in run.checkpoints.glob("step_*") if _number(path) > step]
-    told = [run.summary] if run.summary.exists() else []  # that all was done
+    # The summary marks the training as complete.
+    told = [run.summary] if run.summary.exists() else []
     return Chosen(dict(own)[step], step, exact=True, aside=(*sorted(newer), *told))
 
 
 def _number(path: Path) -> int:
-    """The step in a checkpoint's name; -1 where it is set aside, and nobody takes it."""
+    """Return the step in a checkpoint's name; -1 for a name that was set aside."""
     digits = path.name[len("step_") :].partition(".partial")[0]
     return int(digits) if digits.isdecimal() else -1
 
 
 def _elsewhere(source: Path) -> Chosen:
-    """The newest of another run's folder, or one checkpoint."""
+    """Choose the newest checkpoint of another run's folder, or the one that `source` itself is."""
     source = Path(os.path.abspath(source))
     if (source / COMPLETE).exists():
         return Chosen(source, _step_of(source), source, exact=True)
@@ -167,6 +169,7 @@ def _elsewhere(source: Path) -> Chosen:
 
 
 def _step_of(folder: Path) -> int:
+    # The folder may have any name, so the step comes from the manifest.
     try:
         step = read_json(folder / MANIFEST)["step"]
     except (OSError, ValueError, KeyError) as error:
@@ -175,28 +178,28 @@ def _step_of(folder: Path) -> int:
 
 
 class Beginning(NamedTuple):
-    """Where a run begins, with all that there is to say about it."""
+    """The beginning of a run, with all lines to print about it."""
 
     chosen: Chosen
     lines: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
 
     def after(self, said: list[str]) -> Beginning:
-        """The same with words before."""
+        """Return the same beginning with further lines before its own."""
         return self._replace(lines=(*said, *self.lines))
 
 
 def beginning(
     run: RunDir, resolved: ResolvedRun, before: Recipe | None, options: ResumeOptions
 ) -> Beginning:
-    """Where the run begins and each change since, for a person.
+    """Return the beginning of the run, with a line for each change since the checkpoint.
 
     Args:
-        before: the recipe of this folder's earlier start, for checkpoints that do not say what made them.
+        before: the recipe of this folder's earlier start, for checkpoints that do not record theirs.
 
     Raises:
-        InputError: there is no such checkpoint.
-        PlanError: a change would make it another training, and nobody has allowed it.
+        InputError: the requested checkpoint does not exist.
+        PlanError: a change would make it a different training, and the user has not allowed it.
     """
     chosen = choose(run, options)
     lines = [f"  skipped: {line}" for line in chosen.skipped]
@@ -204,6 +207,7 @@ def beginning(
     if chosen.folder is None:
         return Beginning(chosen, (*lines, *_since(before, resolved)))
     made = origin.read(chosen.folder)
+    # Checkpoints of an older version have no record of their recipe.
     if made is None and before is not None and run.checkpoints in chosen.folder.parents:
         made = {"recipe": before.model_dump(mode="json")}
     trains = not resolved.traits.evaluates
@@ -223,7 +227,7 @@ def beginning(
 
 
 def _since(before: Recipe | None, resolved: ResolvedRun) -> Iterator[str]:
-    """What a run that saved nothing is begun with instead."""
+    """Yield the changes of the recipe for a run that has no checkpoint, and begins again."""
     if before is not None:
         now = resolved.file.recipe.model_dump(mode="json")
         for path, old, new in leaves(before.model_dump(mode="json"), now):
@@ -231,7 +235,7 @@ def _since(before: Recipe | None, resolved: ResolvedRun) -> Iterator[str]:
 
 
 def today(resolved: ResolvedRun) -> dict[str, object]:
-    """What a checkpoint of this run would say."""
+    """Return the record that a checkpoint of this run would have of its origin."""
     git = provenance.commit(resolved.command.path.parent)
     world = resolved.world
     environment = provenance.environment()
@@ -241,17 +245,17 @@ def today(resolved: ResolvedRun) -> dict[str, object]:
 
 
 def told(found: list[Change], allow: tuple[str, ...]) -> list[str]:
-    """A line for each change."""
+    """Return a line for each change, or one that there is none."""
     return [f"  changed: {change.line(allow)}" for change in found] or [
         "  nothing has changed since"
     ]
 
 
 def require(found: list[Change], allow: tuple[str, ...], what: str) -> None:
-    """All changes are allowed.
+    """Check that all changes are allowed.
 
     Raises:
-        PlanError: some are not.
+        PlanError: some are not allowed.
     """
     refused = [change for change in found if change.is_refused(allow)]
     if refused:
@@ -264,7 +268,7 @@ def require(found: list[Change], allow: tuple[str, ...], what: str) -> None:
 
 
 def apply(run: RunDir, begun: Beginning, options: ResumeOptions) -> None:
-    """Move away what must not be the newest any more, and write down for the ranks where they begin."""
+    """Move files away that must not count as the newest, and record the beginning for the ranks."""
     chosen = begun.chosen
     for path in chosen.aside:
         os.replace(path, _free(path))
@@ -281,5 +285,6 @@ def apply(run: RunDir, begun: Beginning, options: ResumeOptions) -> None:
 
 
 def _free(path: Path) -> Path:
+    # An earlier start may have set aside a file of the same name.
     names = (path.with_name(f"{path.name}.aside{number or ''}") for number in itertools.count())
     return next(name for name in names if not name.exists())

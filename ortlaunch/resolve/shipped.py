@@ -1,7 +1,8 @@
-"""What is shipped beside the code: recipes, constraints, host files.
+"""Files shipped with the code: recipes, constraints, host files.
 
-They lie in folders of these names in a checkout, and under share/ortlaunch in an installation. Printing them takes the
-standard library only, so that `ortlaunch constraints` runs before its dependencies are installed.
+In a checkout they are in folders of these names, in an installation under share/ortlaunch. Printing
+them needs the standard library only, so that `ortlaunch constraints` runs before the dependencies
+are installed.
 """
 
 from __future__ import annotations
@@ -16,41 +17,44 @@ from pathlib import Path
 from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.run_folder.folder import write_text
 
+# A module in a recipe: `module.py` or `module:function`.
 _MODULE = re.compile(r"(\w+)(?:\.py\b|:\w)")
 
 
 def folder(kind: str = "recipes") -> Path:
-    """Where shipped files of a kind lie: in a checkout, else where pip puts data files (--target, plain, --user).
+    """Return the folder of the shipped files of a kind, in a checkout or an installation.
 
     Raises:
-        InputError: they are nowhere.
+        InputError: the folder does not exist.
     """
     package = Path(__file__).parents[2]
     if (package / "pyproject.toml").is_file():
         return package / kind
+    # Data files of pip with --target, without options, and with --user.
     places = [
         Path(root, "share", "ortlaunch", kind) for root in (package, sys.prefix, site.getuserbase())
     ]
     there = next((place for place in places if place.is_dir()), None)
     if there is None:
         raise InputError(
-            f"the shipped {kind} are in none of {', '.join(map(str, places))}; install ortlaunch again"
+            f"the shipped {kind} are in none of {', '.join(map(str, places))}; "
+            "install ortlaunch again"
         )
     return there
 
 
 def names() -> list[str]:
-    """`family/recipe` of every one."""
+    """Return `family/recipe` for every shipped recipe."""
     return sorted(
         str(path.relative_to(folder()).with_suffix("")) for path in folder().rglob("*.yaml")
     )
 
 
 def find(name: str) -> Path:
-    """The file of a shipped recipe.
+    """Return the file of a shipped recipe.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: no recipe has that name.
     """
     return _named(
         "recipe", name.removesuffix(".yaml"), {each: folder() / f"{each}.yaml" for each in names()}
@@ -58,10 +62,10 @@ def find(name: str) -> Path:
 
 
 def text(kind: str, name: str) -> str:
-    """What a file of `constraints` or `hostfiles` holds.
+    """Return the contents of a file of `constraints` or `hostfiles`.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: no file has that name.
     """
     files = {path.name.removesuffix(".txt"): path for path in sorted(folder(kind).iterdir())}
     return _named(kind.removesuffix("s"), name.removesuffix(".txt"), files).read_text(
@@ -78,10 +82,10 @@ def _named(what: str, name: str, files: dict[str, Path]) -> Path:
 
 
 def locate(given: Path) -> Path:
-    """The recipe file that is meant: a file of that name, else the shipped recipe that `recipes list` calls so.
+    """Return the recipe file: that path, else the shipped recipe of that name.
 
     Raises:
-        RecipeError: it is a folder, or neither.
+        RecipeError: it is a folder, or a likely misspelling.
     """
     if os.path.isdir(given):
         raise RecipeError([f"{given}: {_of_folder(given)}"])
@@ -91,13 +95,16 @@ def locate(given: Path) -> Path:
     known = names()
     if bare in known:
         return find(bare)
+    # Imported on use: `ortlaunch constraints` has to run without dependencies.
     from ortlaunch.recipe.text.words import closest, likeness
 
+    # A bare file name is compared with the files beside it alone, below.
     guess = closest(bare, known) if given.parent.name else None
     if guess:
         raise RecipeError(
             [
-                f"{given}: there is no such file, and no shipped recipe of that name; did you mean {guess}?"
+                f"{given}: there is no such file, and no shipped recipe of that name; "
+                f"did you mean {guess}?"
             ]
         )
     files = ((max(likeness(given.name, path.name), likeness(given.name, path.stem)), path)
@@ -109,10 +116,11 @@ def locate(given: Path) -> Path:
 
 
 def _of_folder(folder: Path) -> str:
-    """What to type in place of a folder."""
+    """Return the advice for a folder in the place of a recipe."""
     if (folder / "plan.json").exists() and (folder / "recipe.yaml").exists():
         return (
-            f"is the folder of a run; to continue it: ortlaunch train {folder / 'recipe.yaml'} --run-dir {folder} "
+            "is the folder of a run; to continue it: "
+            f"ortlaunch train {folder / 'recipe.yaml'} --run-dir {folder} "
             "(with more steps: train.max_steps=NUMBER)"
         )
     inside = sorted(path.name for path in folder.glob("*.yaml"))
@@ -125,12 +133,16 @@ def _of_folder(folder: Path) -> str:
 
 
 def copy(name: str, target: Path) -> list[Path]:
-    """Copy a recipe, what it extends and the modules that they name to `target`, a .yaml file or a folder.
+    """Copy a recipe, the recipes it extends and the modules that they name to `target`.
 
-    Returns the new files.
+    Args:
+        target: a .yaml file or a folder.
+
+    Returns:
+        The new files.
 
     Raises:
-        InputError: a file of that name is there already.
+        InputError: a file of that name exists already, or cannot be written.
     """
     source = find(name)
     first = (
@@ -144,11 +156,11 @@ def copy(name: str, target: Path) -> list[Path]:
     if there:
         raise InputError(f"{', '.join(there)} exists already; give another name")
     try:
-        first.parent.mkdir(
-            exist_ok=True
-        )  # one new folder, as cp -r makes; a path with more is a slip
+        # One new folder, as cp -r makes; a path with more is a typing error.
+        first.parent.mkdir(exist_ok=True)
         for old, new in pairs:
-            text = old.read_text(encoding="utf-8")  # an editor finds the schema from anywhere
+            text = old.read_text(encoding="utf-8")
+            # An absolute path, so that an editor finds the schema from any folder.
             write_text(new, text.replace("$schema=../", f"$schema={folder().resolve()}/"))
     except OSError as error:
         raise InputError(f"{error.filename}: cannot be written: {error.strerror}") from None
@@ -164,7 +176,7 @@ def _bases(path: Path) -> list[Path]:
 
 
 def _modules(recipes: list[Path]) -> list[Path]:
-    """Python files beside recipes that name them, as `module:function` or `module.py`."""
+    """Return the Python files beside recipes that name them, as `module:function` or `module.py`."""
     named = {
         (path.parent, name)
         for path in recipes
