@@ -1,1 +1,1 @@
-"""Passes over the exported graph."""
+"""Repairs that change the exported graph or ORT's analysis of it."""

@@ -1,7 +1,8 @@
-"""bfloat16 on CUDA: a node without a kernel in ONNX Runtime runs as torch's operator, or in float32 between casts.
+"""bfloat16 on CUDA: a node without a kernel in ONNX Runtime runs in torch or in float32.
 
-The table of kernels (cuda_kernels.py) decides when a graph is built. For an operator with neither, the model is
-exported again with a call of torch's (operator_translation.py); if that fails, the run ends before step 1.
+In float32 the node runs between casts. The table of kernels (cuda_kernels.py) decides when a graph
+is built. For an operator with neither, the model is exported again with a call of torch's operator
+(operator_translation.py); if that fails, the run ends before step 1.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
+# As cuda_kernels names types.
 _KIND = "bfloat16"
-# ORT's operator: torch's operator, and the arguments after its inputs.
+# By ORT's operator: torch's operator, and the arguments after its inputs.
 _ATEN: dict[str, tuple[str, tuple[object, ...]]] = {
     "Gelu": ("gelu", ("",)),
     "GeluGrad": ("gelu_backward", ("",)),
@@ -39,9 +41,10 @@ def install() -> None:
 
 
 def correct_casts(model: onnx.ModelProto) -> None:
-    """Torch's exporter writes the type of its own casts to bfloat16 as 15, which is complex128; ORT has none of those.
+    """Correct the type of the casts to bfloat16 that torch's exporter writes.
 
-    Source: scalarTypeToONNXTypeMap of torch/csrc/jit/passes/onnx/scalar_type_analysis.cpp.
+    The exporter writes 15 for them, which is complex128; ORT has no such tensors. Source:
+    scalarTypeToONNXTypeMap of torch/csrc/jit/passes/onnx/scalar_type_analysis.cpp.
     """
     from onnx import TensorProto
 
@@ -53,6 +56,7 @@ def correct_casts(model: onnx.ModelProto) -> None:
 
 def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
     original(manager, *args)
+    # Only after ORT has built the graph, because its gradient brings new nodes.
     if manager._device.type == "cuda":
         complete(manager._onnx_models.optimized_model)
 
@@ -60,11 +64,13 @@ def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
 def complete(
     model: onnx.ModelProto, has_kernel: Callable[..., bool] = cuda_kernels.has_kernel
 ) -> None:
-    """Give every node of an onnx.ModelProto that takes or makes bfloat16 a kernel.
+    """Give every node of an onnx.ModelProto that reads or writes bfloat16 a kernel.
 
     Raises:
-        RuntimeError: a node has none in float32 either; it names the operator as ORT would.
+        RuntimeError: a node has no kernel in float32 either; the error names the operator as ORT
+            would.
     """
+    # Both strings are names of ONNX's default domain.
     opset = next(used.version for used in model.opset_import if used.domain in ("", "ai.onnx"))
     types = cuda_kernels.types_of(model.graph)
     rewriting = Rewriting(model.graph)
@@ -74,7 +80,9 @@ def complete(
         if not halves or has_kernel(node, types, opset):
             rewriting.nodes.append(node)
             continue
+        # First choice: torch's operator on bfloat16. Second: ORT's own in float32.
         replaced.add(node.op_type)
+        # torch's silu is QuickGelu with an alpha of 1; other alphas run in float32.
         if node.op_type in _ATEN and (
             node.op_type != "QuickGelu" or [one.f for one in node.attribute] == [1]
         ):
@@ -95,13 +103,18 @@ def complete(
             f"{', '.join(sorted(replaced))}"
         )
         replace_nodes(model.graph, rewriting.nodes)
+        # 16 is onnx.TensorProto.BFLOAT16.
         model.graph.value_info.extend(rewriting.unknown_values(16))
 
 
 def _in_float32(rewriting: Rewriting, node: onnx.NodeProto, halves: set[str]) -> None:
-    """Add a node with its bfloat16 tensors cast to float32 and back; each result is rounded once, as torch's is."""
+    """Add a node with its bfloat16 tensors cast to float32 and back.
+
+    Each result is rounded once, as in torch.
+    """
     from onnx import TensorProto, helper
 
+    # Casts back to bfloat16, which follow the node.
     after = []
     for place, name in enumerate(node.input):
         if name in halves:

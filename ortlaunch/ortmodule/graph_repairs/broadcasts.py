@@ -1,8 +1,9 @@
-"""Keeps apart, in ORT's inference of shapes, sizes of which one may be 1 where the other is not.
+"""Separate sizes in ORT's shape inference, where one may be 1 and the other not.
 
-ORT takes the sizes of two tensors that meet in a sum or product for equal where it does not know them. Where one is 1,
-such as those of a pool's output, the gradient of what was broadcast is not summed up, and later nodes read beyond it.
-Here sizes are equal where they were so in the batch of the export, as far as they follow from the model's inputs.
+Where two tensors meet in a sum or product and ORT does not know their sizes, ORT assumes that the
+sizes are equal. If one of them is 1, such as a size of a pool's output, the gradient of the
+broadcast tensor is not summed up, and later nodes read beyond its memory. Here sizes are equal only
+if they were equal in the batch of the export, as far as they follow from the model's inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
         ShapeInference,
     )
 
+# Key in the graph's metadata_props, which stay with the model through ORT's passes.
 _SIZES = "ortlaunch.sizes"
+# ONNX operators that broadcast all of their inputs.
 _BROADCASTING = {
     "Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Or",
     "Pow", "Sub", "Sum", "Where", "Xor",
@@ -40,7 +43,10 @@ Shapes = Mapping[str, Sequence[object] | None]
 
 
 def keep_broadcast_sizes() -> None:
-    """ORT's gradient of a broadcast is that of equal sizes, unless a size of 1 is written in the graph."""
+    """Let ORT treat sizes as equal only where they are known to be.
+
+    ORT's gradient of a broadcast is that of equal sizes, unless the graph contains the size 1.
+    """
     inference = importlib.import_module(
         "onnxruntime.tools.symbolic_shape_infer"
     ).SymbolicShapeInference
@@ -51,12 +57,13 @@ def keep_broadcast_sizes() -> None:
 
 
 def note_sizes(export: Export, model: onnx.ModelProto) -> None:
-    """Write the sizes of this batch into the graph, under the names that its inputs' dimensions have."""
+    """Write the sizes of this batch into the graph, by the names of its inputs' dimensions."""
     names = export.info.onnx_graph_input_names
     given = {
         name: value for name, value in zip(names, export.inputs) if isinstance(value, torch.Tensor)
     }
     sizes = {
+        # The names by which ORT exports dynamic axes.
         f"{name}_dim{i}": size
         for name, value in given.items()
         for i, size in enumerate(value.shape)
@@ -70,6 +77,8 @@ def _broadcast(
     first: Sequence[object],
     second: Sequence[object],
 ) -> list[object]:
+    """Return the sizes of two broadcast shapes; sizes that may differ get a new name."""
+    # Shapes are aligned at the last dimension, and missing sizes are 1.
     rank = max(len(first), len(second))
     pairs = zip([1] * (rank - len(first)) + list(first), [1] * (rank - len(second)) + list(second))
     return [
@@ -85,6 +94,7 @@ def _merged_where_equal(
     dims: Sequence[object],
     allow_broadcast: bool = True,
 ) -> None:
+    """Merge sizes in ORT's inference only if they are known to be equal."""
     if not allow_broadcast or _are_equal(inference, [dim for dim in dims if dim not in (0, 1)]):
         original(inference, dims, allow_broadcast=allow_broadcast)
 
@@ -92,7 +102,10 @@ def _merged_where_equal(
 def _with_broadcast_sizes(
     original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
-    """What the single node's inference leaves open, which ORT would fill in by merging the sizes."""
+    """Infer a node, then set the sizes that the single node's inference leaves open.
+
+    ORT would set them by merging the sizes of the inputs.
+    """
     original(inference, node)
     if node.op_type not in _BROADCASTING or node.output[0] not in inference.known_vi_:
         return
@@ -117,12 +130,13 @@ def _are_equal(inference: ShapeInference, dims: Sequence[object]) -> bool:
 
 
 def _value(inference: ShapeInference, dim: Any) -> int | None:
-    """In the batch of the export."""
+    """Return the value of a size in the batch of the export, or None if it is unknown."""
     if not isinstance(dim, str):
         return None if dim is None else int(dim)
     known = _sizes(inference)
     if dim in known:
         return known[dim]
+    # A computed size is a SymPy formula; its symbols are sizes of inputs.
     form = inference.symbolic_dims_.get(dim)
     if form is None or any(str(symbol) not in known for symbol in form.free_symbols):
         return None
@@ -133,14 +147,16 @@ def _sizes(inference: ShapeInference) -> dict[str, int]:
     known: dict[str, int] | None = vars(inference).get("_ortlaunch_sizes")
     if known is None:
         notes = {prop.key: prop.value for prop in inference.out_mp_.metadata_props}
+        # Kept on the inference object, which is one for each graph.
         known = vars(inference)["_ortlaunch_sizes"] = json.loads(notes.get(_SIZES, "{}"))
     return known
 
 
 def _either(inference: ShapeInference, one: object, other: object) -> str:
-    """A size of its own for what is one or the other of two."""
+    """Return a symbolic size for a dimension that has one of two sizes."""
     sympy: Any = importlib.import_module("sympy")
     names: dict[Any, str] = vars(inference).setdefault("_ortlaunch_either", {})
+    # The same two sizes always give the same name, or equal results would count as different.
     name = names.setdefault(frozenset((one, other)), f"broadcast_size_{len(names)}")
     inference.symbolic_dims_[name] = sympy.Symbol(name, integer=True, nonnegative=True)
     return name
@@ -150,7 +166,10 @@ def _either(inference: ShapeInference, one: object, other: object) -> str:
 
 
 def _with_hidden_shapes(original: AnyFunction, model: onnx.ModelProto) -> object:
-    """Where sizes meet that may differ, ORT's gradient asks for them in each pass, if one shape is not known to it."""
+    """Hide shapes from ORT's gradient builder where sizes that may differ meet.
+
+    If one of the shapes is unknown, ORT's gradient reads the sizes in each pass.
+    """
     inferred = original(model)
     graph = inferred.graph
     nodes = []
@@ -159,6 +178,7 @@ def _with_hidden_shapes(original: AnyFunction, model: onnx.ModelProto) -> object
     known.update({tensor.name: list(tensor.dims) for tensor in graph.initializer})
     fixed = {tensor.name for tensor in graph.initializer if tensor.name not in values}
     for node in graph.node:
+        # Constants, shapes, and values computed from constants alone have no gradient.
         if node.op_type in ("Constant", "ConstantOfShape", "Shape") or (
             node.input and fixed.issuperset(node.input)
         ):
@@ -175,19 +195,26 @@ def _with_hidden_shapes(original: AnyFunction, model: onnx.ModelProto) -> object
 
 
 def hide(node: onnx.NodeProto, place: int) -> list[onnx.NodeProto]:
-    """An input through a Reshape to what its shape is in each pass."""
+    """Pass an input of a node through a Reshape to the shape that it has in each pass.
+
+    The Reshape hides the shape from ORT, and changes no values.
+    """
     from onnx import helper
 
     name = f"{node.output[0]}_ortlaunch_{place}"
     given, node.input[place] = node.input[place], name
     return [
         helper.make_node("Shape", [given], [f"{name}_shape"]),
+        # Without allowzero, a size of 0 would mean "as in the input".
         helper.make_node("Reshape", [given, f"{name}_shape"], [name], allowzero=1),
     ]
 
 
 def _spread(node: onnx.NodeProto, known: Shapes) -> list[int]:
-    """What a Where broadcasts, or may: ORT's gradient of it has the size of the result."""
+    """Return the inputs that a Where broadcasts or may broadcast.
+
+    ORT's gradient for such an input has the size of the result.
+    """
     if node.op_type != "Where":
         return []
     size = known.get(node.output[0])
@@ -199,7 +226,7 @@ def _spread(node: onnx.NodeProto, known: Shapes) -> list[int]:
 
 
 def _expand(node: onnx.NodeProto, places: Sequence[int], known: Shapes) -> list[onnx.NodeProto]:
-    """Broadcast these inputs of a Where before it, in a node of which ORT's gradient sums up."""
+    """Broadcast these inputs of a Where before it, by a node whose gradient ORT sums up correctly."""
     from onnx import NodeProto, helper
 
     nodes = []
@@ -208,7 +235,8 @@ def _expand(node: onnx.NodeProto, places: Sequence[int], known: Shapes) -> list[
     whole = next(
         (name for name in node.input if size is not None and known.get(name) == size), None
     )
-    if whole is None:  # the result itself says what it is
+    if whole is None:
+        # No input has the result's size, so a copy of the node computes the result for its shape.
         whole = f"{node.output[0]}_ortlaunch_whole"
         nodes.append(NodeProto())
         nodes[-1].CopyFrom(node)
@@ -224,6 +252,7 @@ def _expand(node: onnx.NodeProto, places: Sequence[int], known: Shapes) -> list[
 
 
 def _dims(value: onnx.ValueInfoProto) -> list[str | int] | None:
+    """Return the sizes of a value by number or name, "" for an unknown one; None without a shape."""
     found = value.type.tensor_type
     return (
         [dim.dim_value or dim.dim_param for dim in found.shape.dim]
@@ -233,12 +262,17 @@ def _dims(value: onnx.ValueInfoProto) -> list[str | int] | None:
 
 
 def _unsure(node: onnx.NodeProto, known: Shapes) -> list[int]:
-    """The inputs whose shapes are to be hidden, of those that may be broadcast: one of two is enough for most."""
+    """Return the inputs whose shapes must be hidden because they may be broadcast.
+
+    For most operators it is enough to hide one of two inputs.
+    """
+    # The result's shape is that of the Expand; the input may be smaller.
     if node.op_type == "Expand":
         names = [node.input[0], node.output[0]]
         places = [0]
-    elif node.op_type in ("Max", "Min"):  # each is compared with the result
+    elif node.op_type in ("Max", "Min"):
         names = list(node.input)
+        # Their gradient compares each input with the result.
         places = list(range(len(node.input)))
     elif node.op_type in (*_BROADCASTING, "MatMul") and node.op_type != "Where":
         names = list(node.input)
@@ -248,12 +282,13 @@ def _unsure(node: onnx.NodeProto, known: Shapes) -> list[int]:
     shapes = [shape for name in names if (shape := known.get(name)) is not None]
     if len(shapes) < len(names):
         return []
+    # The last two dimensions of a MatMul are not broadcast.
     batch = [shape[:-2] if node.op_type == "MatMul" else shape for shape in shapes]
     return places if _may_differ(*batch) else []
 
 
 def _may_differ(*shapes: Sequence[object]) -> bool:
-    """Whether sizes meet of which one may be 1 where the other is not, without being written so."""
+    """Return whether one size may be 1 where another is not, without a 1 in the graph."""
     rank = max(map(len, shapes))
     padded: list[list[object]] = [[1] * (rank - len(shape)) + list(shape) for shape in shapes]
     sizes = [set(column) - {1} for column in zip(*padded)]
@@ -264,7 +299,10 @@ def _may_differ(*shapes: Sequence[object]) -> bool:
 
 
 def apart(manager: Manager, args: Args, kwargs: Kwargs) -> bool:
-    """Whether of sizes of inputs that were equal in the batch of the export one is 1 in this batch, of equal form."""
+    """Return whether this batch breaks an equality of input sizes that the graph assumes.
+
+    Sizes that were equal in the batch of the export differ in this batch, and one of them is 1.
+    """
     info = manager._graph_transition_manager._post_export_processed_model_info
     return any(_are_apart(info, group, args, kwargs) for group in _groups(info))
 
@@ -273,6 +311,7 @@ def _are_apart(
     info: GraphInfo, group: Sequence[tuple[str, int]], args: Args, kwargs: Kwargs
 ) -> bool:
     read = info.onnx_graph_input_data_accessor_user_defined
+    # The accessors read the batch's arguments in the form in which the caller passed them.
     given = [(read[name](args, kwargs), axis) for name, axis in group]
     ones = [
         value.shape[axis] == 1
@@ -283,7 +322,8 @@ def _are_apart(
 
 
 def _groups(info: GraphInfo) -> list[list[tuple[str, int]]]:
-    """Dimensions of the model's inputs that its graph takes for equal."""
+    """Return the groups of dimensions of the model's inputs that its graph assumes to be equal."""
+    # Computed once for a graph: this runs before each pass.
     found: list[list[tuple[str, int]]] | None = vars(info).get("_ortlaunch_equal")
     if found is None:
         places: dict[str, list[tuple[str, int]]] = {}

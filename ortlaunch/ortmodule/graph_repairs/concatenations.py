@@ -1,15 +1,17 @@
-"""Tensors that a graph takes more than once, and padding.
+"""Tensors that a graph uses more than once, and padding.
 
-The former are tensors without a gradient that are concatenated, such as zeros to pad with or a buffer, and a weight
-that one node takes twice.
+The former are tensors without a gradient that are concatenated, such as zeros to pad with or a
+buffer, and a weight that one node uses twice.
 
-ORT's gradient of a Concat names a gradient for each of its inputs, wanted or not, that of a BatchNormalization for its
-scale and bias. It adds up those of a trained input; another's would be two results of one name, and the build ends. In
-the graph that ORT gets, each place takes a slice of its own: the whole, from a place before the first, which is no
-other's, or ORT would make one of equal ones.
+ORT's gradient of a Concat names a gradient for each of its inputs, needed or not; that of a
+BatchNormalization does so for its scale and bias. ORT adds up the gradients of a trained input. For
+another input, two results would have one name, and the build fails. In the graph that ORT gets,
+each use reads its own slice of the tensor. The slice is the whole tensor and begins at a unique
+position before the first element, because ORT would merge equal slices.
 
-Integers, such as a Llama's shifted labels, are padded by concatenation: ORT's Pad of them has no CUDA kernel, and would
-copy them to the CPU and back, with a wait, in each step. Negative amounts are slices.
+Integers, such as a Llama's shifted labels, are padded by concatenation: ORT's Pad has no CUDA
+kernel for them, and would copy them to the CPU and back in each step, with a wait. Negative amounts
+are slices.
 """
 
 from __future__ import annotations
@@ -30,13 +32,20 @@ from ortlaunch.ortmodule.base.graph import replace_nodes
 if TYPE_CHECKING:
     import onnx
 
+# Operators and positions of inputs for which ORT names a gradient, needed or not.
 _NAMED = {"Concat": range(2**20), "BatchNormalization": (1, 2)}
+# Start and end of a slice, beyond those of any tensor: a slice between them is the whole.
 _BEFORE = -(2**40)
 _BEHIND = 2**62
 
 
 def keep_constants_apart(export: Export, model: onnx.ModelProto) -> None:
-    """ORT ended where two of them, or one twice, take a tensor that gets no gradient."""
+    """Give each use of a tensor without a gradient its own slice.
+
+    ORT failed where two nodes, or one node twice, use such a tensor in a Concat or
+    BatchNormalization.
+    """
+    # Without a backward pass no gradient gets a name.
     if not export.training:
         return
     graph = model.graph
@@ -48,7 +57,8 @@ def keep_constants_apart(export: Export, model: onnx.ModelProto) -> None:
         for place, name in enumerate(node.input)
         if place in _NAMED.get(node.op_type, ()) and name not in trained
     }
-    if len(places) > 1:  # also of other names: ORT finds out where they are equal
+    if len(places) > 1:
+        # Names do not matter: ORT merges tensors with equal values.
         replace_nodes(graph, _with_slices(graph, places, export.info.onnx_graph_input_names[0]))
 
 
@@ -92,7 +102,10 @@ def _slice(name: str, whole: str, to: str) -> list[onnx.NodeProto]:
 def _constant(
     name: str, whole: str, begin: int, dims: Sequence[int], given: str
 ) -> list[onnx.NodeProto]:
-    """From a place that only a pass knows, or ORT would compute the slice, and make one of equal ones."""
+    """Return nodes that slice a constant from a position that is known only in a pass.
+
+    With a known position ORT would compute the slice in advance, and merge equal results.
+    """
     from onnx import helper
 
     return [
@@ -113,7 +126,10 @@ def _numbers(name: str, *numbers: int) -> onnx.NodeProto:
 
 
 def use_weights_once(export: Export, model: onnx.ModelProto) -> None:
-    """Let a node take a weight once, and minus minus the weight: ORT adds up gradients of several nodes only."""
+    """Let a node use a weight once; further uses read the weight negated twice.
+
+    ORT adds up a weight's gradients of several nodes only, not of several inputs of one node.
+    """
     from onnx import helper
 
     weights = _weights(export)
@@ -122,6 +138,7 @@ def use_weights_once(export: Export, model: onnx.ModelProto) -> None:
         for place, name in enumerate(node.input):
             if name in weights and name in node.input[:place]:
                 node.input[place] = f"{node.output[0]}_ortlaunch_{place}"
+                # Two negations leave the value, and are nodes of their own with a gradient each.
                 names = name, f"{node.input[place]}_minus", node.input[place]
                 nodes += [
                     helper.make_node("Neg", [given], [made])
@@ -138,7 +155,7 @@ def _weights(export: Export) -> set[str]:
 
 
 def _trained(export: Export, graph: onnx.GraphProto) -> set[str]:
-    """What a gradient goes back through."""
+    """Return the names through which a gradient passes."""
     trained = _weights(export)
     for node in graph.node:
         stops = STOPS.get(node.op_type, ())
@@ -148,7 +165,10 @@ def _trained(export: Export, graph: onnx.GraphProto) -> set[str]:
 
 
 def padding_exactly(export: Export) -> AbstractContextManager[Any]:
-    """While open, torch.nn.functional.pad concatenates integers with constants, and crops by slices."""
+    """Replace torch.nn.functional.pad for an export.
+
+    While open, pad concatenates integers with constants, and crops by slices.
+    """
     parts: Any = torch._C._nn
     plain = parts.pad
 
@@ -160,10 +180,13 @@ def padding_exactly(export: Export) -> AbstractContextManager[Any]:
             return plain(x, amounts, mode, value)
         x = _cropped(x, amounts)
         amounts = [max(0, amount) for amount in amounts]
+        # The clone of an unpadded tensor is a new tensor, as pad's result always is.
         if x.is_floating_point() or x.dtype == torch.bool:
             return plain(x, amounts, mode, value) if any(amounts) else x.clone()
         for place in range(0, len(amounts), 2):
+            # Amounts are listed in pairs from the last dimension backwards.
             axis = x.dim() - 1 - place // 2
+            # The sum over the axis gives the slice's shape without a size that the trace would fix.
             one = torch.full_like(x.sum(axis, keepdim=True, dtype=x.dtype), int(value or 0))
             before, after = (
                 [one.expand([count if dim == axis else -1 for dim in range(x.dim())])]
@@ -178,7 +201,10 @@ def padding_exactly(export: Export) -> AbstractContextManager[Any]:
 
 
 def _cropped(x: torch.Tensor, amounts: Sequence[int]) -> torch.Tensor:
-    """The part that negative amounts leave: ORT's Pad reads beside a tensor of which they leave nothing."""
+    """Return the part that negative amounts leave.
+
+    ORT's Pad reads outside of a tensor if the amounts leave nothing of it.
+    """
     parts = [slice(None)] * x.dim()
     for place in range(0, len(amounts), 2):
         before, after = amounts[place : place + 2]

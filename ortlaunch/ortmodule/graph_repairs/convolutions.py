@@ -1,8 +1,9 @@
-"""Keeps ONNX Runtime's gradient of a grouped convolution inside its memory, on the CPU.
+"""Keep ONNX Runtime's gradient of a grouped convolution inside its memory, on the CPU.
 
-For other than two spatial dimensions, ORT's kernel zeroes the input's gradient of all groups once for each group, from
-that group's place on: past its end, over whatever comes next, such as another weight's gradient. In two dimensions it
-takes another path, so a convolution of one becomes one of two.
+For other than two spatial dimensions, ORT's kernel zeroes the input's gradient of all groups once
+for each group, starting at that group's offset. It writes past the end, over whatever memory
+follows, such as another weight's gradient. In two dimensions it uses other code, so a convolution
+of one dimension becomes one of two.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def rewrite(export: Export, model: onnx.ModelProto) -> None:
-    """ORT's gradient of a grouped Conv1d or Conv3d on CPU writes zeros over other tensors: random wrong gradients."""
+    """Rewrite grouped convolutions on the CPU, whose gradient overwrites other tensors.
+
+    ORT's gradient of a grouped Conv1d or Conv3d writes zeros over other tensors: random wrong
+    gradients.
+    """
     if export.training and export.device.type == "cpu":
         _in_two_dimensions(model.graph)
 
@@ -44,6 +49,7 @@ def _in_two_dimensions(graph: onnx.GraphProto) -> None:
             node.input,
             node.output,
         )
+        # The new first dimension has size 1, a kernel of 1 and no padding.
         begin, end = given.get("pads", [0, 0])
         wide = {
             "kernel_shape": [1, *given["kernel_shape"]],
@@ -70,17 +76,21 @@ def _in_two_dimensions(graph: onnx.GraphProto) -> None:
 
 
 def _pad_openly(node: onnx.NodeProto) -> None:
-    """Write `padding="same"`, which ORT's gradient of the weight on CPU takes for none, as numbers."""
+    """Replace a Conv's `padding="same"` by explicit amounts.
+
+    ORT's gradient of the weight on the CPU treats it as no padding.
+    """
     from onnx import helper
 
     given = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if node.op_type != "Conv" or given.get("auto_pad") != b"SAME_UPPER":
         return
     kernel = given["kernel_shape"]
+    # Amounts for a stride of 1, the only one that torch allows with "same".
     total = [
         spread * (size - 1)
         for spread, size in zip(given.get("dilations", [1] * len(kernel)), kernel)
-    ]  # stride 1
+    ]
     kept = [attribute for attribute in node.attribute if attribute.name not in ("auto_pad", "pads")]
     kept.append(
         helper.make_attribute("pads", [n // 2 for n in total] + [n - n // 2 for n in total])

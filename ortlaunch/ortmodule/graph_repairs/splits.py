@@ -1,9 +1,10 @@
-"""Gradients of what is split, where not every part has one: ORT joins those that there are, and it is too short.
+"""Gradients of a split tensor, if not every part has one: ORT's joined gradient is too short.
 
-A part that nothing uses, or that `detach` or a comparison uses, has none. Where there is one, parts are cut out one by
-one instead, each with a gradient of its own; along two dimensions, one of them whole, because ORT's optimizer takes
-slices along one, and picks, for parts of a Split if together they are the whole. Of such in the model, those without a
-gradient are of another tensor.
+A part that nothing uses, or that only `detach` or a comparison uses, has no gradient. In that case
+the parts are cut out one by one, each with a gradient of its own. Each Slice is along two
+dimensions, one of them whole: ORT's optimizer replaces slices along one dimension, and picks, by a
+Split if together they are the whole. For such slices and picks in the model itself, the tensor is
+hidden behind a Reshape for those without a gradient.
 """
 
 from __future__ import annotations
@@ -22,15 +23,21 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
+# The largest int64: ONNX's end of a slice up to the end.
 _END = 2**63 - 1
 
 
 def cut_unequal_parts() -> None:
-    """ORT's gradient of a Split leaves out parts without a gradient: another size, or other places."""
+    """Cut out the parts of a Split one by one, if only some of them have a gradient.
+
+    ORT's gradient of a Split omits parts without a gradient: the result has another size, or other
+    positions.
+    """
     patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_parts)
 
 
 def _with_parts(original: AnyFunction, model: onnx.ModelProto) -> object:
+    """Infer the shapes, then replace the nodes that select unequal parts."""
     inferred = original(model)
     graph = inferred.graph
     values = (*graph.input, *graph.value_info, *graph.output)
@@ -39,6 +46,7 @@ def _with_parts(original: AnyFunction, model: onnx.ModelProto) -> object:
         for v in values
         if v.type.tensor_type.HasField("shape")
     }
+    # Names through which a gradient passes.
     derived = reached(graph)
     uses: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
@@ -70,12 +78,12 @@ def _parts(
 
 
 def _alike(names: Any, derived: set[str]) -> bool:
-    """Whether all parts have a gradient, or none."""
+    """Return whether all parts have a gradient, or none has."""
     return len({name in derived for name in names}) < 2
 
 
 def _cut_all(split: onnx.NodeProto, rank: int) -> list[onnx.NodeProto]:
-    """A Slice for each part, from where the one before ends."""
+    """Return a Slice for each part, which begins at the end of the part before."""
     place = next((attribute.i for attribute in split.attribute if attribute.name == "axis"), 0)
     start = f"{split.output[0]}_ortlaunch_0"
     nodes = _zero_if_filled(split, place % rank, start)
@@ -88,19 +96,20 @@ def _cut_all(split: onnx.NodeProto, rank: int) -> list[onnx.NodeProto]:
 
 
 def _zero_if_filled(split: onnx.NodeProto, axis: int, made: str) -> list[onnx.NodeProto]:
-    """A zero, or an error as of the Split where the parts are not the whole dimension: slices would be shorter.
+    """Return nodes that make a zero, or fail if the parts are not the whole dimension.
 
-    state/unsupported.py knows the error by the node's name.
+    A Split fails in that case too; slices would silently be shorter. state/unsupported.py
+    recognizes the error by the node's name.
     """
     return [
         *_sum(split, len(split.output), f"{made}_total"),
         _node("Shape", [split.input[0]], f"{made}_shape"),
         _constant(f"{made}_axis", [axis]),
         _node("Gather", [f"{made}_shape", f"{made}_axis"], f"{made}_size"),
+        # The rest is doubled before it is an index into one element: -1 would be a valid index, -2
+        # is not.
         _node("Sub", [f"{made}_size", f"{made}_total"], f"{made}_rest"),
-        _node(
-            "Add", [f"{made}_rest", f"{made}_rest"], f"{made}_index"
-        ),  # -1 would be an index of one element
+        _node("Add", [f"{made}_rest", f"{made}_rest"], f"{made}_index"),
         _constant(f"{made}_zero", [0]),
         _node("Gather", [f"{made}_zero", f"{made}_index"], f"{made}_filled"),
         _node("Identity", [f"{made}_filled"], made),
@@ -108,7 +117,7 @@ def _zero_if_filled(split: onnx.NodeProto, axis: int, made: str) -> list[onnx.No
 
 
 def _sum(split: onnx.NodeProto, number: int, made: str) -> list[onnx.NodeProto]:
-    """The sizes of so many parts, together."""
+    """Return nodes that add up the sizes of the first `number` parts."""
     return [
         _constant(f"{made}_these", [int(place < number) for place in range(len(split.output))]),
         _node("Mul", [split.input[1], f"{made}_these"], f"{made}_sizes"),
@@ -117,6 +126,8 @@ def _sum(split: onnx.NodeProto, number: int, made: str) -> list[onnx.NodeProto]:
 
 
 def _cut(given: str, made: str, axis: int, rank: int, start: str, end: str) -> list[onnx.NodeProto]:
+    # A vector gets a second dimension for the slice.
+    """Return nodes that slice along the axis and, whole, along another one."""
     other = (axis + 1) % max(rank, 2)
     nodes = [
         _constant(f"{made}_first", [0]),

@@ -1,4 +1,4 @@
-"""What ORT's inference of shapes ends at: sizes of which it knows a formula and no number, and infinite constants."""
+"""Sizes that are formulas, and infinite constants, at which ORT's shape inference fails."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 
 def infer_symbolic_sizes() -> None:
-    """ORT's inference of shapes takes formulas for names, or asks SymPy for what SymPy cannot say."""
+    """Let ORT's shape inference handle sizes that are formulas.
+
+    It mistakes formulas for names, or queries properties that SymPy cannot determine.
+    """
     inference = _module().SymbolicShapeInference
     patching.wrap_method(inference, "_infer_aten_upsample", _upsampled)
     patching.wrap_method(inference, "_infer_Slice", _sliced)
     patching.wrap_method(inference, "_infer_Split_Common", _split)
     patching.wrap_method(inference, "_get_int_or_float_values", _valued)
+    # The last two only name the operator in errors.
     patching.wrap_method(inference, "_onnx_infer_single_node", _noted)
     patching.wrap_method(inference, "_infer_impl", _named)
 
@@ -31,7 +35,7 @@ def _module() -> Any:
 
 
 def _upsampled(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto) -> None:
-    """A picture's new size that follows from the input's, such as half of it."""
+    """Infer an upsampled image whose new size follows from the input's, such as half of it."""
     sizes = inference._try_get_value(node, 1)
     names = {}
     if isinstance(sizes, list):
@@ -43,7 +47,7 @@ def _upsampled(original: AnyFunction, inference: ShapeInference, node: onnx.Node
 
 
 def _sliced(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto) -> None:
-    """A slice up to a size that follows from others, of which SymPy cannot say whether it is negative."""
+    """Infer a slice up to a computed size, of which SymPy cannot determine the sign."""
     try:
         original(inference, node)
     except AssertionError:
@@ -53,10 +57,11 @@ def _sliced(original: AnyFunction, inference: ShapeInference, node: onnx.NodePro
 def _split(
     original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto, *args: object
 ) -> None:
-    """Parts of a size that follows from others, as of a batch in two."""
+    """Infer the parts of a computed size, such as a batch in two."""
     try:
         original(inference, node, *args)
-    except TypeError:  # of SymPy: a formula is no integer
+    except TypeError:
+        # SymPy raises TypeError because a formula is no integer.
         for output in range(len(node.output)):
             _give_new_sizes(
                 inference, node, output, [one.i for one in node.attribute if one.name == "axis"]
@@ -66,7 +71,7 @@ def _split(
 def _give_new_sizes(
     inference: ShapeInference, node: onnx.NodeProto, output: int, axes: Any
 ) -> None:
-    """Let an output have the first input's shape, with sizes along `axes` that nothing is known of."""
+    """Give an output the first input's shape, with new unknown sizes along `axes`."""
     shape = inference._get_shape(node, 0)
     for axis in axes:
         shape[axis] = str(
@@ -86,7 +91,7 @@ def _valued(
     *args: object,
     **kwargs: object,
 ) -> list[object]:
-    """Constants as numbers that sizes may be made of, which an infinite one and nan are not."""
+    """Return constants as numbers for computed sizes, with None for infinite ones and nan."""
     try:
         found: list[Any] = original(inference, node, *args, **kwargs)
     except (OverflowError, ValueError):
@@ -95,18 +100,23 @@ def _valued(
 
 
 def _noted(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto) -> None:
-    """Note the node that is inferred next, for `_named`."""
+    """Record the node that is inferred next, for `_named`."""
     inference._ortlaunch_node = node
     original(inference, node)
 
 
 def _named(original: AnyFunction, inference: ShapeInference, *args: object) -> Any:
-    """An error of ORT's, often an AssertionError without a text, with the operator at which it is raised."""
+    """Add the operator's name to an error of ORT's shape inference.
+
+    The error is often an AssertionError without a text.
+    """
     try:
         return original(inference, *args)
+    # Inference of a subgraph has already named its operator.
     except ShapeInferenceError:
-        raise  # of a subgraph
+        raise
     except Exception as error:
+        # Set by `_noted`; None if the error came before the first node.
         node = vars(inference).get("_ortlaunch_node")
         if node is None:
             raise

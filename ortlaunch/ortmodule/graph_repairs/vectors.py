@@ -1,10 +1,13 @@
-"""Products by a vector, picks from a product or transpose, sums to a scalar: sizes that vanish, which ORT loses.
+"""Keep dimensions that vanish and that ORT loses: of vectors, of single picks, of sums to a scalar.
 
-`x @ v`: ORT derives it as if the vector were a matrix, and the gradient is another one's. `layer(x)[:, 0]`: ORT's
-compute optimizer picks from a factor in place of the product, and what is left keeps a size of 1 or another shape; so
-it does before a transpose, as in `lstm(x)[0][:, -1]`. In the graph that ORT gets, a vector becomes a matrix of one row
-or column, a pick one of a single place, and the size of 1 is taken away from the result. `x.sum((0, 1)).sqrt()`: the
-gradient of a scalar's Sqrt has one dimension, with which that of a sum over listed dimensions ends; the sum lists none.
+`x @ v`: ORT derives it as if the vector were a matrix, and the gradient is wrong. `layer(x)[:, 0]`:
+ORT's compute optimizer picks from a factor instead of the product, and the result keeps a size of 1
+or gets another shape. It does the same before a transpose, as in `lstm(x)[0][:, -1]`. In the graph
+that ORT gets, a vector becomes a matrix of one row or column, a pick becomes one of a list of one
+index, and the size of 1 is removed from the result.
+
+`x.sum((0, 1)).sqrt()`: the gradient of a scalar's Sqrt has one dimension, at which the gradient of
+a sum over listed dimensions fails; so the sum lists none.
 """
 
 from __future__ import annotations
@@ -21,16 +24,21 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
-_NEW_AXIS = (0, 1)  # of a vector on the left, and on the right
+# The axis added to a vector on the left and on the right, and its place in the product.
+_NEW_AXIS = (0, 1)
 _OF_PRODUCT = (-2, -1)
 
 
 def keep_vanishing_sizes() -> None:
-    """ORT's gradient of a product by a vector, and the value of a pick from a product, are wrong without a word."""
+    """Rewrite products by a vector and picks from a product.
+
+    ORT's gradient of the former and its value of the latter are wrong, without an error.
+    """
     patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_sizes_of_one)
 
 
 def _with_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> object:
+    """Infer the shapes, then rewrite the nodes that lose a dimension."""
     inferred = original(model)
     graph = inferred.graph
     nodes = []
@@ -46,6 +54,7 @@ def _with_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> object:
         elif (
             node.op_type == "Gather" and node.input[0] in products and ranks.get(node.input[1]) == 0
         ):
+            # A scalar index removes the dimension.
             nodes += _of_one_place(node)
         else:
             if node.op_type in ("ReduceSum", "ReduceMean") and ranks.get(node.output[0]) == 0:
@@ -61,7 +70,7 @@ def _has_shape(value: Any) -> bool:
 
 
 def _as_matrices(node: onnx.NodeProto, ranks: Mapping[str, int]) -> list[onnx.NodeProto]:
-    """The product, between nodes that give each vector a size of 1 and take it away again."""
+    """Return a product between nodes that add a size of 1 to each vector and remove it again."""
     vectors = [place for place in (0, 1) if ranks.get(node.input[place]) == 1]
     if not vectors:
         return [node]
@@ -79,7 +88,8 @@ def _as_matrices(node: onnx.NodeProto, ranks: Mapping[str, int]) -> list[onnx.No
 
 
 def _list_no_axes(node: onnx.NodeProto) -> None:
-    """Let a sum or mean be over all dimensions without a list of them; ReduceMean's is an input from opset 18 on."""
+    """Make a sum or mean over all dimensions without a list of them."""
+    # ReduceSum takes the axes as an input since opset 13, ReduceMean since 18; an attribute before.
     del node.input[1:]
     kept = [attribute for attribute in node.attribute if attribute.name != "axes"]
     del node.attribute[:]
@@ -87,7 +97,7 @@ def _list_no_axes(node: onnx.NodeProto) -> None:
 
 
 def _of_one_place(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """A pick by one number, as one by a list of it whose size is taken away again."""
+    """Return a pick by a list of one index, whose size of 1 is removed again."""
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
     index = f"{node.output[0]}_ortlaunch_index"
     before = _changed("Unsqueeze", node.input[1], index, [0])
