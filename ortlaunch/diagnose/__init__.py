@@ -1,4 +1,5 @@
-"""Why a run ended as it did, from its folder alone: a verdict, what it rests on, and what to try.
+"""The diagnosis of a run from its folder alone: a verdict, the evidence and advice.
 
-evidence reads, causes decides, report says. Control side: no torch. May import run.status, planning and recipe.
+`evidence` reads, `causes` decides, `report` renders. Control side: no torch. May import
+run.status, planning and recipe.
 """

@@ -1,4 +1,4 @@
-"""Evidence -> the cause of an end: as a rank recorded it, else as the command did."""
+"""Derive the cause of a run's end from the evidence: a rank's record first, else the command's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from ortlaunch.run_folder.cause_text import advice
 
 
 def cause_of(found: Evidence) -> Failure:
-    """Why the run ended, or that it has not, or that it ended well."""
+    """Return why the run ended; `RUNNING` if it has not ended, `ENDED_WELL` for status 0."""
     if found.status is None:
         return Failure(Cause.RUNNING, found.state)
     if found.status == 0:
         return Failure(Cause.ENDED_WELL)
+    # A rank's own record names the exception; the command only sees exit statuses and signals.
     if found.first:
         return _with_precision(Failure.of_record(found.first), found)
     if found.failure is None or (found.failure.cause is Cause.UNKNOWN and not found.failure.detail):
@@ -26,15 +27,19 @@ def cause_of(found: Evidence) -> Failure:
 
 
 def _with_precision(failure: Failure, found: Evidence) -> Failure:
-    """A gradient that is not finite beside finite losses: in fp16 it is the loss scale."""
+    """Return the failure, with a non-finite gradient attributed to its source.
+
+    The loss scale in fp16, the values themselves in other precisions.
+    """
     if failure.cause is not Cause.GRADIENT_NOT_FINITE:
         return failure
+    # A start that failed early may have left no recipe.
     recipe = read_resolved(found.run.recipe) if found.run.recipe.exists() else None
     is_fp16 = recipe is not None and recipe.precision == "fp16"
     return replace(failure, cause=Cause.LOSS_SCALE_COLLAPSE if is_fp16 else Cause.NOT_FINITE)
 
 
 def advice_for(failure: Failure, found: Evidence) -> tuple[str, ...]:
-    """What to try; of a run that stood still its stacks, too."""
+    """Return advice for a failure; for a hang, the stack files of all ranks come first."""
     stacks = (f"read the stacks of all ranks: {found.run.errors}/stacks_*.txt",)
     return (*(stacks if failure.cause is Cause.HANG else ()), *advice(failure))

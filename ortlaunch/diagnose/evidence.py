@@ -1,4 +1,4 @@
-"""What a run folder holds about its end, read once. Nothing is judged here."""
+"""Read the files of a run folder that concern its end, once, without interpreting them."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from ortlaunch.plan import Plan
 from ortlaunch.run_folder.folder import RunDir, account
 from ortlaunch.run_folder.lines import Lines, take_line
 
-_LAST_LINES = 12
+_LAST_LINES = 12  # enough for the end of a traceback
+# A log may be gigabytes; only its end is read.
 _TAIL_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of an end."""
+    """The recorded facts about a run's end."""
 
     run: RunDir
     state: str
-    """As `ortlaunch status` says it."""
+    """The state, as `ortlaunch status` prints it."""
     status: int | None
-    """The exit status of the command; None: it has not ended."""
+    """The exit status of the command; None if it has not ended."""
     text: str
-    """What the command said last; "" where it said nothing."""
+    """The last output of the command; "" if it printed nothing."""
     failure: Failure | None
-    """Why, as the command recorded it."""
+    """The failure that the command recorded."""
     records: list[Json]
-    """Accounts of ranks that failed, and of a run that stood still; the cause first."""
+    """Error records of failed ranks, of a hang and of a lost host; primary ones first, by time."""
 
     @property
     def first(self) -> Json:
-        """The account of the cause; empty where no rank gave one of its own.
-
-        A rank that stopped as it was asked to is the cause where the command blames it: a launcher, too, asks for that.
-        """
+        """The error record of the cause; empty if no rank wrote one of its own."""
+        # A secondary record is an error that another rank's failure caused.
         own = self.records[0] if self.records and not self.records[0]["secondary"] else {}
+        # Launchers, too, request a stop of ranks. So the record of a stopped rank counts only if
+        # the command attributes the end to that rank.
         blamed = (
             self.failure is not None
             and self.failure.cause is Cause.STOPPED
@@ -48,14 +49,14 @@ class Evidence:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan, where the run came so far."""
+        """The plan; None if the run ended before it was written."""
         return Plan.read(self.run.plan) if self.run.plan.exists() else None
 
 
 def read(
     run: RunDir, state: str, status: int | None, text: str, failure: Failure | None
 ) -> Evidence:
-    """Read what the ranks left."""
+    """Read the error records of the ranks and combine them with the command's facts."""
     records = [account(path) for path in run.told]
     return Evidence(
         run,
@@ -68,14 +69,15 @@ def read(
 
 
 def last_lines(run: RunDir, rank: int) -> list[str]:
-    """The end of a rank's error log."""
+    """Return the last lines of a rank's error log."""
     return _tail(run.log(rank, "err"))[-_LAST_LINES:]
 
 
 def json_lines(path: Path, *names: str) -> list[Json]:
-    """The last whole lines of a file of JSON lines that have these names."""
+    """Return the last complete JSON lines of a file that contain all of these keys."""
     lines = Lines([], [])
-    for line in _tail(path):  # the first may be cut, the last half written
+    # The first line may be cut by the tail and the last half written; `take_line` drops both.
+    for line in _tail(path):
         take_line(lines, path.name, line.encode(), *names)
     return lines.found
 

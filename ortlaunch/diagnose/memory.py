@@ -1,4 +1,4 @@
-"""What a run that ran out of memory had planned, and what would take less: the plan's own estimate, again."""
+"""Suggest settings that need less memory to a run that ran out of it, by the plan's estimate."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ _UNKNOWN = (
 
 
 def what_would_fit(found: Evidence) -> list[str]:
-    """The plan's memory table, and settings that would take less, beside the limit where that is known."""
+    """Return the plan's memory table, then settings that need less, compared with a known limit."""
     plan = found.plan
     if plan is None or plan.memory is None:
         return [f"what would fit: {_UNKNOWN}"]
     recipe = read_resolved(found.run.recipe)
     limit = _limit(found, plan)
     rows = [*_less(recipe, plan)]
-    scale = (
-        max(1.0, limit / rows[0][1]) if limit else 1.0
-    )  # it took all that there is, whatever the plan was
+    # The run reached the limit, so the plan's estimate was too low by at least this factor.
+    scale = max(1.0, limit / rows[0][1]) if limit else 1.0
     head = "what would fit" + (
         f", by the plan with its process ({human(PROCESS)})" if plan.device == "cpu" else ""
     )
@@ -41,7 +40,7 @@ def what_would_fit(found: Evidence) -> list[str]:
 
 
 def _limit(found: Evidence, plan: Plan) -> int | None:
-    """Bytes that each rank of the failed one's host can have."""
+    """Return the memory limit of each rank on the failed rank's host, in bytes; None if unknown."""
     limit = found.first.get("memory_limit")
     return (
         int(limit["bytes"]) // plan.node_of(found.first["rank"]).slots
@@ -51,7 +50,7 @@ def _limit(found: Evidence, plan: Plan) -> int | None:
 
 
 def _less(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, int]]:
-    """(what to set, bytes of a rank then), as it is first."""
+    """Yield (setting, bytes of a rank with it); the current recipe comes first."""
     micro = plan.batch.micro_samples
     ranks = plan.world_size
     now = _total(recipe, micro, ranks, plan.device)
@@ -60,6 +59,7 @@ def _less(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, int]]:
     for size in dict.fromkeys(sizes):
         yield f"batch.micro_size: {size}", _total(recipe, size, ranks, plan.device)
     changed = recipe
+    # Each setting is estimated alone; those that help are then combined.
     for said, update in _settings(recipe, ranks):
         total = _total(_with(recipe, update), micro, ranks, plan.device)
         if total < now:
@@ -73,6 +73,7 @@ def _less(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def _settings(recipe: Recipe, ranks: int) -> Iterator[tuple[str, dict[str, dict[str, object]]]]:
+    # A recipe with engine ort and ZeRO 3 is rejected (recipe/rules/rules.py).
     most = 2 if recipe.engine.name == "ort" else 3
     stage = recipe.zero.stage if recipe.zero else 0
     if ranks > 1 and stage < most and not recipe.optimizer.traits.needs_whole_tensors:
@@ -84,7 +85,7 @@ def _settings(recipe: Recipe, ranks: int) -> Iterator[tuple[str, dict[str, dict[
 
 
 def _with(recipe: Recipe, update: dict[str, Json]) -> Recipe:
-    """The recipe with these fields of its sections."""
+    """Return the recipe with these fields of its sections replaced."""
     raw = recipe.model_dump(exclude_unset=True)
     return Recipe.model_validate(
         {**raw, **{name: {**(raw.get(name) or {}), **each} for name, each in update.items()}}

@@ -1,4 +1,4 @@
-"""The diagnosis of a run: what `ortlaunch diagnose` prints, and what `train` says of its own failure."""
+"""The diagnosis of a run, as `ortlaunch diagnose` prints it and `train` at its own failure."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from ortlaunch.runs import status
 from ortlaunch.runs.finished import CONTINUE
 from ortlaunch.units import human, number
 
+# Free disk space below this is listed as evidence, in bytes.
 _FEW_BYTES = 1 << 30
+# Share of skipped steps above which fp16's loss scale is listed as evidence.
 _SKIPPED_OFTEN = 0.5
 _PLAIN = (Cause.ENDED_WELL, Cause.STOPPED, Cause.RUNNING)  # nothing went wrong
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a run ended as it did."""
+    """Why a run ended, with the evidence and advice."""
 
     run: str
     state: str
@@ -37,11 +39,11 @@ class Diagnosis:
     evidence: tuple[str, ...]
 
     def to_json(self) -> str:
-        """One JSON object."""
+        """Return one JSON object."""
         return json_text(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        """Verdict, evidence, what to try."""
+        """Return verdict, evidence and advice as text."""
         lines = [
             f"{VERDICT}{self.verdict}",
             *(["", "evidence:"] if self.evidence else []),
@@ -53,10 +55,10 @@ class Diagnosis:
 
 
 def diagnose(run: RunDir) -> Diagnosis:
-    """Look at a run, which may go on.
+    """Diagnose a run, which may still be running.
 
     Raises:
-        InputError: it is no run folder, or its files are not for this user.
+        InputError: the folder is no run folder, or this user cannot read its files.
     """
     found = status.look(run)
     exit_status = found.job.exit_status if found.state.is_end else None
@@ -76,7 +78,7 @@ def diagnose(run: RunDir) -> Diagnosis:
 
 
 def with_verdict(run: RunDir, end: End) -> str:
-    """What a command says last of a run that failed, with the verdict before its last line."""
+    """Return the last output of a command whose run failed; the verdict precedes its last line."""
     about = evidence.read(run, "failed", end.status, end.text, end.failure)
     failure = cause_of(about)
     if failure.kind in _PLAIN:
@@ -85,7 +87,8 @@ def with_verdict(run: RunDir, end: End) -> str:
     before = end.before.rstrip("\n")
     more = what_would_fit(about) if failure.kind is Cause.OUT_OF_MEMORY else []
     first = before.partition("\n")[0]
-    if first and (before.startswith(what) or what.startswith(first)):  # do not print it twice
+    # One of the two texts often repeats the other; print it once.
+    if first and (before.startswith(what) or what.startswith(first)):
         before, what = "", before
     lines = [f"{VERDICT}{what}", *more, *(f"{TRY}{each}" for each in advice_for(failure, about))]
     return "\n".join([*([before] if before.strip() else []), *lines, f"{OURS}{end.last}"])
@@ -94,6 +97,7 @@ def with_verdict(run: RunDir, end: End) -> str:
 def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
     code = found.status
     yield f"  {found.state}" + (f", exit status {code}{_meaning(code)}" if code is not None else "")
+    # Records are sorted, so the first is the cause; the others usually follow from it.
     for record in found.records[:1]:
         yield f"  {record.get('summary')}"
         yield from (f"    | {line}" for line in evidence.last_lines(found.run, record["rank"]))
@@ -110,6 +114,7 @@ def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
         for line in (what_would_fit(found) if failure.kind is Cause.OUT_OF_MEMORY else ())
     )
     prefix = found.run.flight_recorder
+    # An empty dump holds nothing to analyze.
     recorders = [path for path in prefix.parent.glob(f"{prefix.name}*") if path.stat().st_size]
     if recorders:
         yield (
@@ -119,7 +124,7 @@ def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
 
 
 def _meaning(code: int) -> str:
-    """128 + a signal's number in words."""
+    """Return the meaning of an exit status: 85, or 128 + a signal's number; else ""."""
     if code == 85:
         return " (saved; run me again)"
     try:
@@ -129,7 +134,7 @@ def _meaning(code: int) -> str:
 
 
 def _progress(found: Evidence) -> Iterator[str]:
-    """How far it came, and whether its numbers were well."""
+    """Yield the last logged step, skipped and bad steps, and the newest complete checkpoint."""
     steps = evidence.json_lines(found.run.metrics, "step", "loss")
     if steps:
         loss = number(steps[-1]["loss"])

@@ -1,4 +1,4 @@
-"""The run folder, which alone crosses between the sides: its paths, file formats, locks and records.
+"""The run folder, the only channel between the two sides: paths, file formats, locks, records.
 
 Must not import a side, nor torch.
 """

@@ -1,6 +1,6 @@
-"""A cause of failure in words: what a command prints of it, the verdict of a diagnosis, and what to try.
+"""Render a cause of failure: the command's sentence, the verdict of a diagnosis, and advice.
 
-The only module that renders causes; nothing reads its sentences again. Standard library only.
+The only module that renders causes; nothing parses its sentences. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import signal
 
 from ortlaunch.cause import Cause, Failure
 
-# How the lines begin that a command prints of its end.
+# Prefixes of the lines that a command prints at its end.
 OURS = "ortlaunch: "
 VERDICT = "verdict: "
 TRY = "try: "
-# Ends of which no rank tells a failure of its own.
+# For ends without a rank's own error record; the command prints these itself.
 _SENTENCES = {
     Cause.LAUNCHER_FAILED: (
         "{who} failed with {detail}, and ended the ranks; its traceback is above"
@@ -35,6 +35,7 @@ _SENTENCES = {
         "run; no rank had failed before"
     ),
 }
+# For diagnoses; `_filled` inserts the fields.
 _VERDICTS = {
     Cause.RUNNING: "the run has not ended: {detail}",
     Cause.ENDED_WELL: "the run ended well",
@@ -61,6 +62,7 @@ _VERDICTS = {
     Cause.STOPPED: "{place} {detail}",
     Cause.LOST_PEERS: "ranks lost each other, and none tells why: {detail}",
 }
+# The usual source of each signal when no other process sent it.
 _CRASHES = {
     signal.SIGSEGV: "invalid memory access",
     signal.SIGABRT: "an assertion or an uncaught C++ exception",
@@ -76,6 +78,7 @@ _OUTSIDE = (
         "and dmesg"
     ),
 )
+# A stopped run continues from its newest checkpoint when it gets its own folder again.
 _AGAIN = ("start the same command with --run-dir to go on",)
 _NUMBERS = (("look at "
             "these samples"), "a lower optimizer.learning_rate, a warm-up (schedule.warmup_steps), "
@@ -160,29 +163,32 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
 
 
 def sentence(failure: Failure) -> str:
-    """The line that a command prints of an end of which no rank tells a failure of its own."""
+    """Return the line that a command prints at an end for which no rank recorded a failure."""
     return _filled(_SENTENCES.get(failure.cause, "{detail}"), failure)
 
 
 def verdict(failure: Failure) -> str:
-    """One line of a diagnosis."""
+    """Return the verdict of a diagnosis, one line."""
+    # `kind` is OUT_OF_MEMORY also for a process that the kernel ended for memory.
     if failure.kind is Cause.OUT_OF_MEMORY:
         return _of_memory(failure)
     if failure.cause is Cause.CRASH and failure.signal is not None:
         line = f": {failure.detail}" if failure.detail else ""
         meaning = _CRASHES.get(signal.Signals(failure.signal), "")
         return f"{failure.place} crashed in native code ({_name(failure)}, {meaning}){line}"
+    # Without a rank the command's own sentence is the verdict.
     if failure.rank is None and failure.cause in (*_SENTENCES, Cause.STOPPED):
         return sentence(failure)
     return _filled(_VERDICTS.get(failure.cause, "{detail}"), failure)
 
 
 def advice(failure: Failure) -> tuple[str, ...]:
-    """What to try."""
+    """Return suggestions for a failure, possibly none."""
     return _ADVICE.get(failure.kind, ())
 
 
 def _of_memory(failure: Failure) -> str:
+    # The kernel's out-of-memory killer always uses SIGKILL.
     if failure.signal == signal.SIGKILL and failure.rank is not None:
         return f"out of memory: the kernel ended {failure.place} (SIGKILL)"
     if failure.memory_kills:
@@ -195,7 +201,8 @@ def _of_memory(failure: Failure) -> str:
 
 
 def kernel_kills(failure: Failure) -> str:
-    """The kernel's count of processes that it ended for memory."""
+    """Return the kernel's count of out-of-memory kills as a clause of a sentence, else ""."""
+    # None: the control group could not be read, so a kill is only a guess.
     if failure.memory_kills is None and failure.cause is Cause.RANK_VANISHED:
         return " (often the kernel's out-of-memory killer: see dmesg there)"
     if not failure.memory_kills:
@@ -216,7 +223,7 @@ def _filled(template: str, failure: Failure) -> str:
         )
     return template.format(
         place=failure.place,
-        detail=failure.detail[:400],
+        detail=failure.detail[:400],  # a verdict is one line, whatever a library printed
         at=f", at {failure.raised_at}" if failure.raised_at else "",
         who=failure.who,
         name=_name(failure),
@@ -228,5 +235,5 @@ def _filled(template: str, failure: Failure) -> str:
 
 
 def _name(failure: Failure) -> str:
-    """Of its signal."""
+    """Return the name of the failure's signal; "" if there is none."""
     return signal.Signals(failure.signal).name if failure.signal else ""

@@ -1,10 +1,17 @@
-"""Every path of a folder of artifacts, which `ortlaunch export --format ondevice` writes. Standard library only.
+"""Every path of a folder of artifacts that `ortlaunch export --format ondevice` writes.
 
-training_model.onnx eval_model.onnx optimizer_model.onnx     graphs without weights, for onnxruntime.training.api
-checkpoint                                                   weights; after a training the optimizer's state, too
-device.json recipe.yaml                                      names and sizes; the run's recipe, a step of one pass
-evaluation.json                                              what `ortlaunch device evaluate` measured last
-config.json tokenizer.json ...                               as beside a model of transformers'
+training_model.onnx eval_model.onnx optimizer_model.onnx
+    graphs without weights, for onnxruntime.training.api
+checkpoint
+    weights; after a training also the optimizer's state
+device.json recipe.yaml
+    names and sizes; the run's recipe with one pass a step
+evaluation.json
+    metrics of the last `ortlaunch device evaluate`
+config.json tokenizer.json ...
+    as beside a transformers model
+
+Standard library only.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ from pathlib import Path
 
 
 class DeviceFolder:
-    """The paths."""
+    """The paths of one folder of artifacts."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -31,10 +38,12 @@ class DeviceFolder:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the data are texts."""
+        """Whether the folder has a tokenizer, so the data are texts."""
         return (self.path / "tokenizer_config.json").exists()
 
     def missing(self) -> list[str]:
-        """Names of files that must be there and are not."""
+        """Return the names of required files that are absent."""
+
+        # evaluation.json is not required: only `ortlaunch device evaluate` writes it.
         wanted = (self.training, self.eval, self.optimizer, self.description, self.recipe)
         return [path.name for path in wanted if not path.exists()]

@@ -1,4 +1,4 @@
-"""What exports tell, as types: exports.jsonl, and device.json of format ondevice. Standard library only.
+"""Records of exports: exports.jsonl, and device.json of format ondevice. Standard library only.
 
 The text under a field is its manual, as in records.py.
 """
@@ -10,40 +10,46 @@ from dataclasses import dataclass, field
 
 @dataclass
 class OnnxCheck:
-    """A model.onnx, run back by onnxruntime on the CPU on batches of the run's own data, beside PyTorch in float32."""
+    """The comparison of a model.onnx, run by onnxruntime on the CPU, with PyTorch in float32.
+
+    Both run on batches of the run's own data.
+    """
 
     opset: int
     """Version of ONNX's operators."""
     inputs: list[str]
     """Names of the inputs, as the model's forward has them."""
     outputs: list[str]
-    """Names of the outputs: the head's logits; of a model of your own what it returns beside its loss."""
+    """Names of the outputs: the head's logits; for a custom model its outputs beside the loss."""
     largest_difference: float
-    """Of any output from PyTorch's."""
+    """Largest difference of any output from PyTorch's."""
     limit: float
-    """Above which the export is an error."""
+    """Largest difference allowed; above it the export fails."""
     batches: list[list[int]]
-    """Samples and, where it is open, length of each batch that was compared; of texts the first two are padded."""
+    """Samples and, if that axis is dynamic, length of each compared batch; of texts the first two
+    are padded."""
+    # protobuf stores no message above 2 GB, so larger models need a second file.
     external_data: bool
     """Whether the weights, above 2 GB, are in model.onnx_data beside it."""
     open_axes: dict[str, list[int]] = field(default_factory=dict)
-    """Of inputs and outputs, those whose size may be any: 0 is the batch."""
+    """Dynamic axes of inputs and outputs; 0 is the batch."""
     python_decisions: list[str] = field(default_factory=list)
-    """Of a model of your own, FILE:LINE where Python took a tensor's value, which is the traced batch's for ever."""
+    """For a custom model: FILE:LINE where Python read a tensor's value; the graph keeps the traced
+    batch's value."""
 
 
 @dataclass
 class ExportLine:
-    """What `ortlaunch export` wrote, a line each time."""
+    """One `ortlaunch export`, a line each."""
 
     step: int
-    """Of the checkpoint."""
+    """Optimizer step of the checkpoint."""
     format: str
     """huggingface, onnx or ondevice."""
     folder: str
-    """Where it lies."""
+    """Folder of the exported model."""
     onnx: OnnxCheck | None = None
-    """Of format onnx: how it was compared."""
+    """For format onnx: the comparison with PyTorch."""
 
 
 @dataclass
@@ -51,30 +57,31 @@ class DeviceParameter:
     """A weight of the training graph, in the order of its inputs."""
 
     name: str
-    """As in the model, with `model.` before it."""
+    """Name in the model, with the prefix `model.`."""
     shape: list[int]
-    """Its sizes."""
+    """Size of each dimension."""
     trained: bool
-    """Whether a device trains it; under LoRA the adapters alone."""
+    """Whether a device trains it; with LoRA only the adapters."""
 
 
 @dataclass
 class DeviceArtifacts:
-    """What `ortlaunch export --format ondevice` wrote, beside the graphs and the checkpoint."""
+    """The description of an `ortlaunch export --format ondevice`, beside graphs and checkpoint."""
 
     opset: int
     """Version of ONNX's operators."""
     inputs: list[str]
-    """Names of what a batch must have, in the order in which the graphs take it; the labels among them."""
+    """Names of the graphs' inputs in their order, labels included; a batch must have all."""
     outputs: list[str]
-    """Names of what the graphs give: the loss, then the logits."""
+    """Names of the graphs' outputs: the loss, then the logits."""
     parameters: list[DeviceParameter]
-    """The weights; checkpoints are averaged only where all of this is equal."""
+    """The weights; checkpoints are averaged only if these are equal."""
     optimizer: str
     """ONNX Runtime's operator: AdamWOptimizer or SGDOptimizerV2."""
     largest_difference: float
-    """Of loss and logits from PyTorch's, without dropout, on batches of the run's own data."""
+    """Largest difference of loss and logits from PyTorch's, without dropout, on batches of the
+    run's own data."""
     limit: float
-    """Above which the export is an error."""
+    """Largest difference allowed; above it the export fails."""
     notes: list[str]
-    """What a device does not do as the recipe says."""
+    """Settings of the recipe that a device does not follow."""

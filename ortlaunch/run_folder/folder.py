@@ -1,6 +1,7 @@
-"""Every path of a run, writing that never leaves half a file, and reading what is left of one. Standard library only.
+"""Every path of a run folder, with atomic writing and tolerant reading of its files.
 
-RunDir's rows are the table of files: paths and docs/run-folder.md are made of them.
+RunDir's rows are the table of files: paths and docs/run-folder.md are generated from them. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from ortlaunch.cause import Cause
 from ortlaunch.errors import DamagedFile
 from ortlaunch.json_types import Json
 
-# Files of a checkpoint: its list of files with their checksums, and the mark that it was written to its end.
+# Files of a checkpoint: its list of files with checksums, and the mark that it is complete.
 MANIFEST = "manifest.json"
 COMPLETE = "COMPLETE"
-PROGRESS_VARIABLE = (
-    "ORTLAUNCH_PROGRESS"  # the terminal's columns, where the command's output is one
-)
+# The command sets it for its ranks to the width of the terminal, if its output is a terminal.
+PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"
 
 
-_FULL_BYTES = 1 << 20
-_COUNTED = 8  # bytes of a line of `accounts`
+_FULL_BYTES = 1 << 20  # a disk with less free space counts as full
+# Bytes of a line of `accounts`: 7 digits and a newline. Fixed, so that a position gives a count.
+_COUNTED = 8
 _STEP = re.compile(r"step_(\d+)")
+# As `write_text` names them.
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 
 
@@ -40,12 +42,13 @@ class _File:
         self.contents = contents
         self.record = record
 
+    # A descriptor: `run.plan` is the path in the folder of that run.
     def __get__(self, run: RunDir, _: type[RunDir]) -> Path:
         return run.path / self.name
 
 
 class RunDir:
-    """The folder of one run; the only thing that crosses from the control side to the worker."""
+    """The folder of one run, the only channel between the control side and the worker."""
 
     recipe = _File("recipe.yaml", "command", "the resolved recipe")
     plan = _File("plan.json", "command", "hosts, ranks, batch and memory", "Plan")
@@ -62,6 +65,7 @@ class RunDir:
     )
     tokenizer = _File("tokenizer", "rank 0", "the tokenizer that the weights are trained with")
     hostfile = _File("hostfile", "command", "hosts and slots, for mpirun")
+    # Three ways for ranks to meet: a file on one host, torchrun's agents, or rank 0's address.
     store = _File("store", "command", "how ranks of one host meet, without a port")
     rendezvous = _File("rendezvous", "command", "how torchrun's agents of several hosts meet")
     meeting = _File("meeting", "command", "where rank 0 is, for ranks of several hosts")
@@ -161,61 +165,72 @@ class RunDir:
         return str(self.path)
 
     def log(self, rank: int, stream: str) -> Path:
-        """Log of one rank; `stream` is `out` or `err`."""
+        """Return the path of a rank's log; `stream` is `out` or `err`."""
         return self.logs / f"rank_{rank:05d}.{stream}"
 
     def error(self, rank: int) -> Path:
-        """What ended one rank, written by that rank."""
+        """Return the path of a rank's error record, which that rank writes."""
         return self.errors / f"rank_{rank:05d}.json"
 
     @property
     def told(self) -> list[Path]:
-        """Accounts of ends that are there: of ranks, of a run that stood still, of a lost host."""
+        """The existing error records: of ranks, of a hang, of a lost host."""
         others = [path for path in (self.stall, self.lost) if path.exists()]
         return [*sorted(self.errors.glob("rank_*.json")), *others]
 
     def count_account(self, rank: int = -1) -> int:
-        """Count an account of this rank (-1: of the run) that is about to be written; returns the number before it."""
+        """Count an error record that is about to be written.
+
+        Args:
+            rank: its rank; -1 for a record of the whole run.
+
+        Returns:
+            The number of records counted before it; 0 if the disk is full.
+        """
         with contextlib.suppress(OSError):
             self.errors.mkdir(parents=True, exist_ok=True)
+            # Appended without a lock: a local disk appends one short line atomically.
             with open(self.accounts, "ab") as file:
                 file.write(b"%07d\n" % rank)
-                file.flush()  # so that `tell` counts those of other hosts
+                # Without it, `tell` would not include lines that other processes appended.
+                file.flush()
                 return file.tell() // _COUNTED - 1
         return 0
 
     def first_counted(self) -> list[int]:
-        """Ranks of the first accounts; nothing where a full disk kept them from being counted."""
+        """Return the ranks of the first 8 error records; empty if a full disk prevented counting."""
         with contextlib.suppress(OSError, ValueError), open(self.accounts, "rb") as file:
+            # The first few decide; a job of thousands of ranks may have counted all of them.
             return list(map(int, file.read(8 * _COUNTED).split()))
         return []
 
     def stacks(self, rank: int) -> Path:
-        """Where a rank stood when the run stood still."""
+        """Return the path of a rank's stack trace during a hang."""
         return self.errors / f"stacks_{rank:05d}.txt"
 
     def attempt(self, number: int) -> Path:
-        """What a failed attempt left in logs/ and errors/, from 1."""
+        """Return the folder for logs/ and errors/ of a failed attempt, numbered from 1."""
         return self.attempts / str(number)
 
     def asked(self, rank: int) -> Path:
-        """There once a rank was asked to end by a signal: `NUMBER TIME`."""
+        """Return the path of the mark that a signal requested a rank's end: `NUMBER TIME`."""
         return self.errors / f"asked_{rank:05d}"
 
     def spare(self, rank: int) -> Path:
-        """Room on the disk for the account of a rank's end."""
+        """Return the path of a file that reserves disk space for a rank's error record."""
+        # So a full disk cannot hide why a rank failed. If the file remains, the rank was killed.
         return self.errors / f"spare_{rank:05d}"
 
     def checkpoint(self, step: int) -> Path:
-        """Folder of the checkpoint after `step` optimizer steps."""
+        """Return the folder of the checkpoint after `step` optimizer steps."""
         return self.checkpoints / f"step_{step:08d}"
 
     def partial(self, step: int) -> Path:
-        """Where that checkpoint is while it is written."""
+        """Return the folder of that checkpoint while it is written."""
         return self.checkpoints / f"step_{step:08d}.partial"
 
     def exported(self, step: int, form: str) -> Path:
-        """Where `ortlaunch export` writes a checkpoint as a model."""
+        """Return the folder to which `ortlaunch export` writes a checkpoint as a model."""
         return (
             self.path
             / "exports"
@@ -223,19 +238,20 @@ class RunDir:
         )
 
     def evaluation_of(self, step: int) -> RunDir:
-        """Folder of `ortlaunch evaluate`: a run of its own."""
+        """Return the folder of an `ortlaunch evaluate`, a run of its own."""
         return RunDir(self.path / "evaluations" / f"step_{step:08d}")
 
     def trial_of(self, micro_size: int) -> RunDir:
-        """Folder of one try of `micro_size: auto`: a run of its own, which writes trial.json."""
+        """Return the folder of one trial of `micro_size: auto`, a run that writes trial.json."""
         return RunDir(self.trials / str(micro_size))
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
-        """(step, folder) of every checkpoint that was written to its end, oldest first.
+        """Return (step, folder) of every complete checkpoint, oldest first.
 
         Raises:
-            OSError: the folder cannot be read; a run that took it for empty would begin anew.
+            OSError: the folder cannot be read.
         """
+        # An error must not look like an empty folder: the run would restart at step 0.
         names = os.listdir(self.checkpoints) if _exists(self.checkpoints) else []
         found = [
             (int(match[1]), self.checkpoints / match[0])
@@ -246,11 +262,12 @@ class RunDir:
 
 
 FILES = tuple(row for row in vars(RunDir).values() if isinstance(row, _File))
-"""Every row."""
+"""Every row of the table of files."""
 
 
 def _exists(path: Path) -> bool:
-    """Like Path.exists, which takes errors of reading for an absent file on Python 3.14."""
+    """Return whether a path exists; other errors of reading are raised."""
+    # Path.exists returns False for such errors on Python 3.14.
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -259,55 +276,59 @@ def _exists(path: Path) -> bool:
 
 
 def progress_width() -> int | None:
-    """Columns of the terminal that the command was typed in; None: its output is none."""
+    """Return the columns of the command's terminal; None if its output is no terminal."""
     text = os.environ.get(PROGRESS_VARIABLE, "")
     return int(text) if text.isdigit() and int(text) else None
 
 
 def is_full(path: Path) -> bool:
-    """Whether the disk of an existing folder has hardly a file's room left for this user."""
+    """Return whether the disk of an existing folder has less than 1 MiB left for this user."""
     with contextlib.suppress(OSError):
+        # Only root may use the blocks that a file system reserves.
         disk = os.statvfs(path)
         return (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) * disk.f_frsize < _FULL_BYTES
     return False
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; readers never see half of it."""
+    """Replace a file atomically: readers see the old text or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not by tempfile, whose files are their owner's alone whatever the umask says; "x" takes no file that is there.
+    # tempfile would ignore the umask and make files that only their owner can read. Mode "x" never
+    # opens an existing file.
     name = path.parent / f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}"
     try:
         with open(name, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # Without it a crash of the host may leave an empty file under the final name.
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException as error:
         name.unlink(missing_ok=True)
-        if isinstance(
-            error, OSError
-        ):  # it names the temporary file; a full disk is met in a write, which has no name
+        # The error names the temporary file, or no file if a write met a full disk.
+        if isinstance(error, OSError):
             error.filename = str(path)
         raise
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether `write_text` was killed while it wrote that file."""
+    """Return whether a file is a temporary one of `write_text`, which was killed."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write JSON whole or not at all."""
+    """Write a value as JSON, atomically."""
     write_text(path, json_text(value, indent=2) + "\n")
 
 
 def json_text(value: object, indent: int | None = None) -> str:
-    """JSON of a value; it has no inf and nan, which become words that float() reads."""
+    """Return a value as JSON text; inf and nan become strings that float() reads."""
+    # JSON has no inf and nan; `allow_nan=False` raises if `_finite` missed one.
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
 def _finite(value: object) -> object:
+    """Return a value with infinite and undefined floats as strings, at any depth."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -316,10 +337,10 @@ def _finite(value: object) -> object:
 
 
 def read_text(path: Path) -> str:
-    """Text of ours.
+    """Return the text of a file that ortlaunch wrote.
 
     Raises:
-        DamagedFile: it is none.
+        DamagedFile: the file is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -330,10 +351,17 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, kind: type[Any] = dict) -> Any:
-    """Read JSON that `write_json` wrote; a name that a mapping lacks is told with the file's.
+    """Read JSON that `write_json` wrote.
+
+    Args:
+        path: the file.
+        kind: the Python type of the whole value.
+
+    Returns:
+        The value. A mapping raises DamagedFile with the file's name for a missing key.
 
     Raises:
-        DamagedFile: it is none, or of another kind.
+        DamagedFile: the file is not JSON, or its value has another type.
     """
     try:
         value = json.loads(read_text(path))
@@ -347,7 +375,7 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:
 
 
 class _Mapping(dict[str, object]):
-    """What a file of ours holds: another version may have written it, or less of it be left."""
+    """The contents of a file that may be damaged or written by another version of ortlaunch."""
 
     def __init__(self, path: Path, values: dict[str, object]) -> None:
         super().__init__(values)
@@ -360,7 +388,13 @@ class _Mapping(dict[str, object]):
 
 
 def account(path: Path) -> Json:
-    """What ended a rank, or the whole run (`RunDir.told`); of a damaged one that something ended."""
+    """Read an error record of a rank or of the whole run.
+
+    Returns:
+        The record, with defaults for fields that are missing or have another type. A damaged file
+        gives a record that names the damage.
+    """
+    # `rank_00003.json` has a number; stall.json and lost.json have none.
     number = path.stem.removeprefix("rank_")
     said = f"{path} tells no more"
     try:
@@ -373,6 +407,7 @@ def account(path: Path) -> Json:
         "traceback": "", "exit_status": 1, "secondary": False, "time": 0.0, "summary": said,
         "cause": "", "detail": said,
     }  # fmt: skip
+    # A missing field and one of another type are treated alike: the default replaces it.
     kinds = {name: (int, float) if name == "time" else type(usual) for name, usual in known.items()}
     wrong = {name for name, kind in kinds.items() if not isinstance(found.get(name), kind)}
     signal = found.get("signal")

@@ -1,7 +1,7 @@
-"""A checkpoint that a command reads while its run trains on: pruning leaves it until that command has ended.
+"""Protect a checkpoint from pruning while a command reads it and its run continues to train.
 
-The command holds a shared lock on the checkpoint's mark, which the kernel frees with the process. On a disk without
-locks nothing is held. Standard library only.
+The command holds a shared lock on the checkpoint's mark, which the kernel frees with the process.
+On a disk without locks nothing is protected. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,25 +16,29 @@ from ortlaunch.run_folder.folder import COMPLETE, RunDir
 
 @contextlib.contextmanager
 def held(run: RunDir, choose: Callable[[], int]) -> Iterator[int]:
-    """The step that `choose` returns, whose checkpoint stays meanwhile; chosen again where it was pruned just now."""
+    """Hold the checkpoint of the step that `choose` returns, and yield that step.
+
+    If the checkpoint is pruned before it is locked, `choose` is called again.
+    """
     with contextlib.ExitStack() as stack:
         while True:
             step = choose()
+            # The mark may be pruned meanwhile, or the disk has no locks.
             with contextlib.suppress(OSError):
                 fcntl.flock(
                     stack.enter_context(open(run.checkpoint(step) / COMPLETE, "rb")), fcntl.LOCK_SH
                 )
+            # Checked after locking: pruning may have begun between choice and lock.
             if step in dict(run.complete_checkpoints()):
                 break
         yield step
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a command reads this checkpoint."""
+    """Return whether a command reads this checkpoint."""
     try:
-        with open(
-            folder / COMPLETE, "r+b"
-        ) as mark:  # NFS locks exclusively only what may be written
+        # Opened for writing, because NFS grants an exclusive lock only on a writable file.
+        with open(folder / COMPLETE, "r+b") as mark:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

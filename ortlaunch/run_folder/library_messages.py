@@ -1,6 +1,7 @@
-"""How libraries, drivers and the C library word what went wrong: the one table of patterns over their messages.
+"""Derive causes from error messages of libraries, drivers and the C library, by one table.
 
-Messages of ours are not matched: our errors carry their cause (errors.py). Standard library only.
+ortlaunch's own messages are not matched: its errors carry their cause (errors.py). Standard
+library only.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import re
 
 from ortlaunch.cause import Cause
 
+# The order matters: the first cause with a matching line wins.
 _CAUSES = (
     (
         Cause.OUT_OF_MEMORY,
@@ -34,7 +36,7 @@ _CAUSES = (
 _NATIVE = (
     r"terminate called|what\(\):|Assertion|assert|CHECK failed|Fatal Python error|Check failed"
 )
-# A rank that loses its peers fails too; these words tell that the cause is elsewhere.
+# A rank that loses its peers fails too; these messages mean that the cause is on another rank.
 _PEER_IS_GONE = (
     r"Connection closed by peer|Connection reset by peer|remote process|NCCL error|Broken "
     r"pipe|Timed out waiting"
@@ -44,22 +46,23 @@ _MOST = 300  # characters of a line
 
 
 def cause_in(text: str) -> tuple[Cause, str] | None:
-    """The first cause of the table that a text of others shows, and the last line that does."""
+    """Return the first cause of the table that matches a text, with the last line that matches."""
     found = ((cause, last_line(pattern, text)) for cause, pattern in _CAUSES)
     return next(((cause, line) for cause, line in found if line), None)
 
 
 def crash_line(text: str) -> str:
-    """What native code printed of its crash; "" where it printed nothing."""
+    """Return the line that native code printed at its crash; "" if it printed none."""
     return last_line(_NATIVE, text)
 
 
 def lost_a_peer(text: str) -> bool:
-    """Whether an exception is that of a rank whose peer has gone."""
+    """Return whether the text of an exception means that a peer rank has ended."""
     return re.search(_PEER_IS_GONE, text) is not None
 
 
 def last_line(pattern: str, text: str) -> str:
-    """The last line that matches: a traceback's end before what led to it."""
+    """Return the last line that matches, cut to 300 characters; "" if none does."""
+    # From the end: the last line of a traceback is the exception itself.
     lines = (line.strip() for line in reversed(text.splitlines()))
     return next((line for line in lines if re.search(pattern, line)), "")[:_MOST]

@@ -1,7 +1,8 @@
-"""One run at a time in a run folder: the command holds its lock, and so do its ranks until the last has ended.
+"""Allow one run at a time in a run folder: the command and its ranks hold the folder's lock.
 
-The kernel frees the lock with the processes, also after kill -9. To begin takes it exclusively, to go on shared: a
-second command finds the first, or ranks that outlived it for a moment. Standard library only.
+The kernel frees the lock with the processes, also after kill -9. A command takes the lock
+exclusively to begin and keeps it shared, as its ranks do. So a second command detects the first
+one, or ranks that outlived it for a moment. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ortlaunch.process import Process, flock_holders
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir
 
-_MORE_SECONDS = 5.0  # than ranks have to end
+_MORE_SECONDS = 5.0  # in addition to the seconds in which ranks must end
+# `flock` reports a lock that another process holds with either.
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
 
@@ -37,10 +39,14 @@ class RunLock:
             os.close(self._file)
 
     def take(self, run: RunDir, keep: bool = False) -> None:
-        """Begin a run there, once. The lock goes with this process, through what it becomes where `keep` is true.
+        """Take the lock of a run folder; do nothing if this object already has it.
+
+        Args:
+            run: the run folder, created if it is absent.
+            keep: whether the lock survives an `exec` of this process.
 
         Raises:
-            PlanError: another run is going on there; it is named.
+            PlanError: another run uses the folder; the message names its process.
         """
         if self._file is not None:
             return
@@ -49,20 +55,27 @@ class RunLock:
         if _begin(self._file, run):
             here = {**Process.this()._asdict(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             os.ftruncate(self._file, 0)
-            with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+            # On a full disk the name cannot be written; the lock works without it.
+            with contextlib.suppress(OSError):
                 os.pwrite(self._file, json.dumps(here).encode(), 0)
+            # Shared from now on, so that the ranks can hold it beside the command.
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.set_inheritable(self._file, keep)
 
 
 def share(run: RunDir) -> None:
-    """Hold a rank's part of the lock until this process and what it forks have ended."""
+    """Hold a rank's share of the lock until this process and its forks have ended."""
+    # The descriptor stays open on purpose: its closing would free the lock.
     with contextlib.suppress(OSError):
         fcntl.flock(os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _begin(file: int, run: RunDir) -> bool:
-    """Take the lock exclusively, once ranks that outlive a killed command have ended; False where there is none."""
+    """Take the lock exclusively, after ranks of a killed command have ended.
+
+    Returns:
+        False if the disk has no file locks.
+    """
     deadline = time.monotonic() + GRACE_SECONDS + _MORE_SECONDS
     told = False
     while True:
@@ -80,6 +93,7 @@ def _begin(file: int, run: RunDir) -> bool:
                 )
                 return False
         holder = _holder(file)
+        # The holder may be on another host, where this one cannot check whether it is alive.
         if not _has_gone(holder):
             raise PlanError(
                 f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give "
@@ -100,7 +114,10 @@ def _begin(file: int, run: RunDir) -> bool:
 
 
 def _holder(file: int) -> dict[str, object]:
-    """Who began the run there; nothing is known while it is being written, or where it is none of ours."""
+    """Return the process that began the run, as written in the lock file.
+
+    Empty while the command is writing it, or if the file has other contents.
+    """
     with contextlib.suppress(ValueError):
         found = json.loads(os.pread(file, 4096, 0))
         if isinstance(found, dict) and isinstance(found.get("pid"), int):
@@ -115,7 +132,7 @@ def _named(holder: Json) -> str:
 
 
 def _has_gone(holder: Json) -> bool:
-    """Whether it was a process of this host, which has ended."""
+    """Return whether the holder was a process of this host that has ended."""
     process = _process(holder)
     return process is not None and process.is_here and not process.lives()
 
@@ -125,10 +142,10 @@ def _process(holder: Json) -> Process | None:
 
 
 def refuse_living(run: RunDir) -> None:
-    """Nothing, where no command of this host trains there.
+    """Check that no command trains in a run folder.
 
     Raises:
-        PlanError: one does; it is named.
+        PlanError: a command is alive there, or runs on another host; the message names it.
     """
     with contextlib.suppress(FileNotFoundError):
         file = os.open(run.lock, os.O_RDONLY)
@@ -142,7 +159,7 @@ def refuse_living(run: RunDir) -> None:
 
 
 def command_at(run: RunDir) -> Process | None:
-    """The command that last took the folder, whether it lives or not."""
+    """Return the command that last locked the folder, alive or not; None if there was none."""
     with contextlib.suppress(FileNotFoundError):
         file = os.open(run.lock, os.O_RDONLY)
         try:
@@ -153,5 +170,5 @@ def command_at(run: RunDir) -> Process | None:
 
 
 def alive_at(run: RunDir) -> list[int]:
-    """Living processes of the run on this host, command and ranks: those that hold a part of the lock."""
+    """Return the ids of living processes of the run on this host: all that hold its lock."""
     return sorted(flock_holders(run.lock) - {os.getpid()})

@@ -1,4 +1,7 @@
-"""errors/lost.json: a host of the run that is gone, as its ranks' guardians tell it, or ssh. Standard library only."""
+"""errors/lost.json: a host of the run that is gone, as rank supervisors or ssh report it.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from ortlaunch.run_folder.folder import RunDir, write_json
 
 LOST = "LostHost"
 """The record's type."""
+# The ranks of a lost host leave no status of their own.
 EXIT_STATUS = 1
 
 
 class Lost(NamedTuple):
-    """A host that is gone, by one of its ranks."""
+    """A host that is gone, identified by one of its ranks."""
 
     rank: int
     host: str
@@ -23,16 +27,18 @@ class Lost(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """One line for a person."""
+        """One line for the user."""
         who = f"rank {self.rank} on host {self.host} is lost, and all others of that host"
         return f"{who}: {self.why}; exit status {EXIT_STATUS}"
 
     def write(self, run: RunDir) -> None:
-        """Leave it as the run's cause, unless another host did."""
+        """Record this host as the cause of the run's end, unless another host is recorded."""
         record = {"type": LOST, "cause": Cause.HOST_LOST, "detail": self.why, "message": self.why,
                   "traceback": "", "secondary": False, "time": time.time(),
                   "signal": None, "exit_status": EXIT_STATUS, "rank": self.rank, "host": self.host,
                   "summary": self.summary, "step": None, "after": run.count_account()}  # fmt: skip
-        with contextlib.suppress(OSError):  # a disk that went with the host
+        # The disk may have been on the lost host.
+        with contextlib.suppress(OSError):
+            # The first one is kept: the loss of more hosts may follow from it.
             if not run.lost.exists():
                 write_json(run.lost, record)

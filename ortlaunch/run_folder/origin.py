@@ -1,6 +1,7 @@
-"""What made a checkpoint, as each holds it (training.json): recipe, world, data, frozen weights, code and packages.
+"""The origin of a checkpoint (training.json): recipe, world, data, frozen weights, code, packages.
 
-Both sides compare it with today's: the control side before a rank starts, ranks once the data are read.
+Both sides compare it with the present run: the control side before a rank starts, the ranks after
+they have read the data.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.run_folder.lines import json_lines
 
 ORIGIN = "training.json"
-# Whose versions decide numbers; of the others it is said how many changed.
+# Packages whose versions affect results. Of all others only the number of changes is reported.
 _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "transformers", "deepspeed", "peft", "onnx",
              "numpy", "tokenizers", "datasets", "safetensors", "triton")  # fmt: skip
+# Of training.json; a file of another format is not compared.
 _FORMAT = 1
 
 
@@ -32,12 +34,15 @@ def origin(
     environment: Mapping[str, Any],
     git: Mapping[str, object] | None,
 ) -> Json:
-    """Of a run that is about to start.
+    """Return the origin that checkpoints of a run about to start will have.
 
     Args:
-        hosts: how many it runs on.
-        environment: as in environment.json.
-        git: of the recipe's folder, as in commands.jsonl.
+        recipe: the resolved recipe.
+        batch: samples and ranks of a step.
+        hosts: number of hosts.
+        device: cpu or cuda.
+        environment: contents of environment.json.
+        git: state of the recipe's folder, as in commands.jsonl; None outside a repository.
     """
     world = {"ranks": batch.data_parallel_ranks, "hosts": hosts, "device": device}
     samples = {
@@ -55,11 +60,13 @@ def origin(
 
 
 def of_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
-    """Of the run that lives in a folder, from what was written there before its ranks started."""
+    """Return the origin of the run in a folder, from the files written before its ranks started."""
     environment = read_json(run.environment) if run.environment.exists() else {}
     started = json_lines(run.commands, "git").found
+    # The newest start is the one whose ranks write the checkpoint.
     git = started[-1]["git"] if started else None
-    if recipe.train.epochs is not None:  # max_steps is what they came to
+    # `max_steps` was derived from the epochs, so it is no setting of the user's.
+    if recipe.train.epochs is not None:
         recipe = recipe.model_copy(
             update={"train": recipe.train.model_copy(update={"max_steps": None})}
         )
@@ -68,7 +75,7 @@ def of_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
 
 
 def read(checkpoint: Path) -> Json | None:
-    """Of a checkpoint; None: it was written by a version that kept no such thing, or cannot be read."""
+    """Return the origin of a checkpoint; None if it cannot be read or an old version wrote none."""
     try:
         found = read_json(checkpoint / ORIGIN)
     except (OSError, ValueError):
@@ -77,7 +84,7 @@ def read(checkpoint: Path) -> Json | None:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Every change, by the table; a part that one of them lacks is not compared."""
+    """Return every change between two origins; a part that one of them lacks is not compared."""
     found = changes(_filled(before["recipe"]), after["recipe"], RULES)
     parts = [
         part for part in ("world", "data", "weights", "code") if part in before and part in after
@@ -89,15 +96,15 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Cha
 
 
 def of_evaluation(checkpoint: Path, found: list[Change]) -> list[Change]:
-    """Those changes that concern measuring a checkpoint."""
+    """Return those changes that affect an evaluation of the checkpoint."""
     return resume_rules.of_evaluation(found, RunDir(checkpoint.parents[1]).vocabulary.exists())
 
 
 def _filled(recipe: Mapping[str, object]) -> Mapping[str, Any]:
-    """With the defaults of fields that came later."""
+    """Return the recipe with defaults for fields that newer versions added."""
     try:
         filled: Mapping[str, object] = Recipe.model_validate(recipe).model_dump(mode="json")
-    except ValueError:  # of a version whose fields were others
+    except ValueError:  # an old version had fields that this one rejects
         return recipe
     return filled
 
@@ -107,6 +114,7 @@ def _packages(before: Mapping[str, str], after: Mapping[str, str]) -> list[Chang
         changes({"packages": before}, {"packages": after}, OTHER_RULES) if before and after else []
     )
     told = [change for change in found if change.field.partition(".")[2] in _PACKAGES]
+    # A new environment may change a hundred packages; one line counts those without effect.
     other = len(found) - len(told)
     if other:
         rule = OTHER_RULES["packages"]

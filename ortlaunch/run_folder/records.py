@@ -1,7 +1,8 @@
-"""What a run tells in its folder, as types: memory.json, summary.json, metrics.jsonl and more. Standard library only.
+"""Types of the records in a run folder: memory.json, summary.json, metrics.jsonl and more.
 
-The text under a field is its manual: docs/run-folder.md is made of it (`ortlaunch schema --run-folder`). A field with a
-default is left out of the file where it has no value.
+The text under a field is its manual: docs/run-folder.md is generated from it (`ortlaunch schema
+--run-folder`). A field with a default is left out of the file if it has no value. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _NONE = type(None)
-# Annotation of a field -> what JSON may hold there. Fields of other types are not checked.
+# Annotation of a field -> types that JSON gives for it. Fields of other types are not checked.
 _TYPES: dict[str, Any] = {
     "str": str,
     "int": int,
-    "float": (int, float),
+    "float": (int, float),  # JSON writers may drop the fraction of 1.0
     "bool": bool,
     "str | None": (str, _NONE),
     "int | None": (int, _NONE),
@@ -25,7 +26,7 @@ _TEXTS = "tuple[str, ...]"
 
 
 def as_json(record: Any) -> Any:
-    """A record as JSON's mappings and lists."""
+    """Return a record as mappings and lists for JSON."""
     if is_dataclass(record):
         pairs = ((each, getattr(record, each.name)) for each in fields(record))
         return {
@@ -39,16 +40,21 @@ def as_json(record: Any) -> Any:
 
 
 def from_json(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """A record of values from JSON; names that a later version may have added are left out.
+    """Return a record from values of JSON; unknown names, such as a later version's, are ignored.
+
+    Args:
+        kind: the dataclass of the record.
+        values: field names and values.
 
     Raises:
-        TypeError: a value is missing, or of another type than the field.
+        TypeError: a value is missing, or its type is not the field's.
     """
     known: list[Any] = [*fields(kind)]  # type: ignore[arg-type]
     found = {each.name: values[each.name] for each in known if each.name in values}
     for each in known:
         if each.name in found and not fits(each.type, found[each.name]):
             raise TypeError(f"{each.name} is {found[each.name]!r:.80}")
+    # JSON has no tuples.
     for each in known:
         if each.type == _TEXTS and each.name in found:
             found[each.name] = tuple(found[each.name])
@@ -56,7 +62,7 @@ def from_json(kind: type[_T], values: Mapping[str, Any]) -> _T:
 
 
 def fits(annotation: str, value: Any) -> bool:
-    """Whether a value from JSON has the type of a field."""
+    """Return whether a value from JSON has the type of a field."""
     if annotation == _TEXTS:
         return isinstance(value, list) and all(isinstance(each, str) for each in value)
     return isinstance(value, _TYPES.get(annotation, object))
@@ -64,24 +70,27 @@ def fits(annotation: str, value: Any) -> bool:
 
 @dataclass
 class VocabularyRecord:
-    """What the model's numbers stand for; tokenizer/ beside it has the words."""
+    """The meaning of class numbers and token ids; tokenizer/ beside it has the tokens."""
 
+    # A resumed run must not train the tokenizer again: new ids would not match the weights.
     trained_tokenizer: dict[str, Any] | None
-    """The recipe's `data.tokenizer` where it was trained on the corpus; a run that goes on takes tokenizer/ for it."""
+    """The recipe's `data.tokenizer` if it was trained on the corpus; a resumed run loads tokenizer/
+    instead."""
     labels: list[str]
-    """Classes by number, where the data name them: labels that are words, or a data set's own names of its integers."""
+    """Names of the classes by number, if the data have them: text labels, or a data set's names of
+    its integers."""
     classes: int
-    """How many classes the data have; 0: none."""
+    """Number of classes in the data; 0: none."""
 
 
 @dataclass
 class MeasuredMemory:
-    """Bytes of the live tensors of the rank that has most, each storage once, and the peak of the process."""
+    """Bytes of live tensors on the rank with the most, each storage once, and the process peak."""
 
     weights: int
     """Parameters."""
     gradients: int
-    """Their gradients."""
+    """Gradients of the parameters."""
     optimizer: int
     """Optimizer state with float32 copies of the weights, where there are any."""
     buckets: int
@@ -91,7 +100,7 @@ class MeasuredMemory:
     model: int
     """weights + gradients + optimizer, which the plan counts exactly."""
     peak: int
-    """Most bytes at once (`peak_is` says of what)."""
+    """Largest number of bytes at one time (`peak_is` names the measure)."""
 
 
 @dataclass
@@ -101,11 +110,11 @@ class PlannedMemory:
     weights: int
     """Parameters."""
     gradients: int
-    """Their gradients."""
+    """Gradients of the parameters."""
     optimizer: int
     """Optimizer state with float32 copies of the weights, where there are any."""
     activations: int
-    """What the forward pass keeps for the backward pass: an estimate."""
+    """Tensors that the forward pass keeps for the backward pass: an estimate."""
     buckets: int
     """DeepSpeed's communication buffers: an upper bound."""
     overhead: int
@@ -113,23 +122,24 @@ class PlannedMemory:
     model: int
     """weights + gradients + optimizer."""
     peak: int
-    """The sum of all; on CUDA without `overhead`, which torch's allocator does not see."""
+    """Sum of all parts; on CUDA without `overhead`, which torch's allocator does not count."""
 
 
 @dataclass
 class MemoryReport:
-    """Memory of a rank, planned and measured side by side; written at the end of a run."""
+    """Planned and measured memory of a rank; written at the end of a run."""
 
     planned: PlannedMemory | None
     """null: a model that the plan cannot count."""
     measured: MeasuredMemory
     """The largest of all ranks, part by part, over the first two steps; the peak over the run."""
     peak_is: str
-    """What `peak` was measured as."""
+    """The measure of `peak`."""
+    # Interpreter and libraries, which the plan does not count as part of the model.
     baseline: int
-    """Bytes that were resident, without the weights, when the model was built (CPU)."""
+    """Resident bytes, without the weights, when the model was built (CPU)."""
     peak_by_rank: list[int]
-    """The peak of each rank."""
+    """Peak of each rank, in bytes."""
 
 
 @dataclass
@@ -137,41 +147,41 @@ class BestEvaluation:
     """The best evaluation of a training, over all its starts; its checkpoint is kept."""
 
     metric: str
-    """Of `checkpoint.keep_best`."""
+    """The metric of `checkpoint.keep_best`."""
     value: float
-    """What it was."""
+    """Value of the metric."""
     step: int
-    """Of the checkpoint."""
+    """Optimizer step of the checkpoint."""
     exported: bool
-    """Whether export/ was made of it, not of the last step."""
+    """Whether export/ has this checkpoint instead of the last step."""
 
 
 @dataclass
 class StoppedEarly:
-    """By what `train.stop_after` a training was over, and what it found."""
+    """The condition of `train.stop_after` that ended a training, with the best evaluation."""
 
     metric: str
-    """Its metric."""
+    """The metric of the condition."""
     mode: str
-    """`min` or `max`: what is better."""
+    """`min` or `max`: the better direction."""
     evaluations: int
-    """So many in a row were not better."""
+    """Number of consecutive evaluations without improvement."""
     value: float
-    """The best."""
+    """Best value of the metric."""
     step: int
-    """Where that was."""
+    """Optimizer step of the best value."""
 
 
 @dataclass
 class Summary:
-    """What the whole training came to, over all its starts; written at its end."""
+    """The result of the whole training, over all its starts; written at its end."""
 
     steps: int
     """Optimizer steps."""
     samples: int
     """Samples trained on, over all ranks."""
     epochs: float
-    """The same in passes over the data."""
+    """Samples trained on, in passes over the data."""
     loss: float | None
     """The last logged training loss; null: none was logged."""
     evaluation_loss: float | None
@@ -179,13 +189,16 @@ class Summary:
     training_seconds: float
     """Time of the training loop, over all starts."""
     bad_steps: dict[str, int]
-    """Bad steps by what followed, `skip` or `rollback`, over all starts; their samples are in bad_steps.jsonl."""
+    """Number of bad steps by action, `skip` or `rollback`, over all starts; bad_steps.jsonl lists
+    their samples."""
     seconds: dict[str, float]
-    """What each part of the last start took on rank 0, from loading libraries to writing the export."""
+    """Duration of each part of the last start on rank 0, from loading libraries to writing the
+    export."""
     failed_saves: int = 0
     """Checkpoints that could not be written (checkpoint.on_failure: continue), over all starts."""
     evaluation: dict[str, float] | None = None
-    """The last evaluation's other metrics, by the names of evaluation.json, for tasks that have some."""
+    """The last evaluation's other metrics, by their names in evaluation.json; absent for tasks
+    without any."""
     best: BestEvaluation | None = None
     """The best checkpoint (checkpoint.keep_best)."""
     stopped_early: StoppedEarly | None = None
@@ -194,118 +207,127 @@ class Summary:
 
 @dataclass
 class Stopped:
-    """How a stop ended that was asked for; written once all is saved, and gone with the next start."""
+    """The end of a requested stop; written after the save, and removed by the next start."""
 
     step: int
-    """Optimizer steps that the newest checkpoint has."""
+    """Optimizer steps of the newest checkpoint."""
     steps: int
-    """Optimizer steps that the run is to have."""
+    """Optimizer steps of the whole run."""
     by: str
-    """What asked for it: a signal's name, or the words of `requests/stop.json`."""
+    """Source of the request: a signal's name, or the text in `requests/stop.json`."""
     exit_status: int
-    """85: saved, run me again; 130 after a person's Ctrl-C, saved all the same."""
+    """85: saved, start the run again; 130: saved after Ctrl-C by a person."""
 
 
 @dataclass
 class BadStep:
-    """A line for each step whose loss or gradient was bad, in the order in which they came up, over all starts."""
+    """A line for each step with a bad loss or gradient, in the order of time, over all starts."""
 
     step: int
     """The optimizer step, from 1."""
     kind: str
     """`loss` or `gradient`: it was inf or nan; `spike`: the loss jumped."""
     message: str
-    """What was wrong, for a person."""
+    """The problem, as text."""
     samples: list[int]
-    """The samples of data.train that the step took, of all ranks and passes."""
+    """The samples of data.train in the step, of all ranks and passes."""
     parameter: str | None
     """The first parameter, in the model's order, whose gradient is inf or nan; null: none is."""
     action: str = "stop"
-    """What followed: `stop`, `skip` or `rollback`."""
+    """The action taken: `stop`, `skip` or `rollback`."""
     checkpoint: int | None = None
-    """The step of the checkpoint that was taken up again (rollback)."""
+    """Step of the checkpoint that was loaded again (rollback)."""
+    # A half-open range of positions; they are skipped when the run reaches them again.
     places: list[int] | None = None
-    """Where these samples are in the order of all epochs: first, and the one after the last (rollback); null:
-    they are not left out any more, for the order has changed since."""
+    """Positions of these samples in the order of all epochs (rollback): the first, and the one
+    after the last; null: the order has changed since, and they are no longer left out."""
 
 
 @dataclass
 class MetricsLine:
-    """A line for each logged step (`log.every_steps`); numbers that a custom model returns beside its loss stand in it
-    under their names.
+    """A line for each logged step (`log.every_steps`), including the numbers that a custom model
+    returns beside its loss, by name.
 
-    Infinite and undefined numbers are the words `inf`, `-inf` and `nan`.
+    Infinite and undefined numbers are the strings `inf`, `-inf` and `nan`.
     """
 
     step: int
     """Optimizer steps taken, from 1."""
     loss: float | None
-    """Mean training loss since the last line, over all ranks; null: all these steps were left out as bad ones."""
+    """Mean training loss since the last line, over all ranks; null: all these steps were bad and
+    left out."""
     samples_per_second: float
-    """Speed since the last line; evaluations and checkpoints do not count as time."""
+    """Speed since the last line, without the time of evaluations and checkpoints."""
     learning_rate: float
-    """Of the last step."""
+    """Learning rate of the last step."""
     gradient_norm: float | None
-    """Of the last step, before clipping; null: that step was skipped."""
+    """Gradient norm of the last step, before clipping; null: that step was skipped."""
     samples: int
     """Samples trained on so far."""
     epoch: float
-    """The same in passes over the data."""
+    """Samples trained on so far, in passes over the data."""
+    # Counted apart from `left_out_steps`: some overflows are normal while the scale adapts.
     skipped_steps: int
-    """Steps that fp16's loss scaling left out so far."""
+    """Steps that fp16's loss scaling skipped so far."""
     left_out_steps: int
     """Bad steps whose update was left out so far (`train.on_nonfinite: skip`, `train.on_spike`)."""
     elapsed_seconds: float
     """Time of the training loop so far, over all starts."""
     tokens_per_second: float | None = None
-    """Speed in tokens, where samples have a length."""
+    """Speed in tokens, if samples have a length."""
     mfu: float | None = None
-    """Model FLOPs utilization, on a GPU: the share of the rate of a large matmul, measured at the start."""
+    """Model FLOPs utilization, on a GPU: share of the rate of a large matmul, measured at the
+    start."""
 
 
 @dataclass
 class ParityLine:
-    """A line for each step that was also run in plain PyTorch: of the rank where it differed most.
+    """A line for each step that also ran in plain PyTorch, of the rank with the most difference.
 
-    A difference is relative; infinite and undefined numbers are words, as in metrics.jsonl.
+    Differences are relative; infinite and undefined numbers are strings, as in metrics.jsonl.
     """
 
     step: int
     """The optimizer step, from 1."""
     rank: int
-    """Which rank's micro batch it is."""
+    """The rank of the micro batch."""
     loss: float
-    """The engine's."""
+    """Loss of the engine."""
     reference_loss: float
-    """Plain PyTorch's."""
+    """Loss of plain PyTorch."""
     loss_difference: float
-    """Of the two."""
+    """Relative difference of the two losses."""
     gradient_difference: float
-    """The largest of any gradient."""
+    """Largest relative difference of a gradient."""
     worst: list[list[Any]]
-    """What differs most, gradients and changed weights or buffers: name, difference, norm on the engine, in PyTorch."""
+    """Gradients and changed weights or buffers that differ most: name, difference, norm on the
+    engine, norm in PyTorch."""
     parameters: int
-    """Gradients that were compared."""
+    """Number of gradients that were compared."""
     tolerance: float
-    """Above which the run ends."""
+    """Largest difference allowed; above it the run ends."""
     passed: bool
     """Whether both differences are within it."""
     state_difference: float = 0.0
-    """The largest of any weight or buffer that a forward and backward pass changed, such as statistics of BatchNorm."""
+    """Largest relative difference of a weight or buffer that a forward and backward pass changed,
+    such as statistics of BatchNorm."""
     rounding: list[str] | None = None
-    """What differs by more than the tolerance and is rounding, as a pass in float64 shows; counted in no difference."""
+    """Tensors that differ by more than the tolerance only by rounding, as a pass in float64 shows;
+    no difference above includes them."""
+    # A random tensor that both engines use causes no difference.
     draws: int | None = None
-    """How many tensors of random numbers, recorded in a pass of PyTorch, were given to both; other draws differ."""
+    """Number of random tensors that were recorded in a pass of PyTorch and given to both engines;
+    other random tensors differ."""
     not_judged: str | None = None
-    """Why float64 could not show whether a difference is rounding."""
+    """Why float64 could not decide whether a difference is rounding."""
     seconds: float | None = None
-    """What the comparison took."""
+    """Duration of the comparison."""
 
 
 @dataclass
 class EvaluationLine:
-    """A line for each evaluation. `evaluation_NAME` are the metrics that evaluation.json has by that name, numbers of
-    `train.metric` and of a custom model's own."""
+    """A line for each evaluation. `evaluation_NAME` is the metric NAME of evaluation.json, a number
+    of `train.metric`, or one that a custom model returns."""
 
     step: int
     """Optimizer steps taken."""
@@ -322,25 +344,29 @@ class SaveLine:
     step: int
     """Optimizer steps taken."""
     seconds: float | None
-    """What training waited for it; null: it was whole when its start ended, which could not write this line."""
+    """Time that training waited for the save; null: the save completed, but its start ended before
+    it could write this line."""
     error: str | None = None
-    """Why it could not be written."""
+    """Why the checkpoint could not be written."""
 
 
 @dataclass
 class Evaluation:
-    """What `ortlaunch evaluate` measured of a checkpoint on data.evaluation, without dropout, over all ranks."""
+    """The result of `ortlaunch evaluate` for a checkpoint: metrics on data.evaluation, without
+    dropout, over all ranks."""
 
     step: int | None
-    """Of the checkpoint; of `device evaluate` the steps on devices; null: a model's, by `evaluate MODEL --json`."""
+    """Optimizer step of the checkpoint; for `device evaluate` the steps on devices; null: for a
+    model (`evaluate MODEL --json`)."""
     samples: int
-    """Each counts once."""
+    """Samples evaluated; each counts once."""
+    # Fields of the file by their own names: docs/run-folder.md lists them from METRICS.
     metrics: dict[str, float]
-    """Each under its own name."""
+    """Metrics by name."""
     own: dict[str, float] | None = None
     """Numbers of `train.metric`, and those that a custom model returns beside its loss, by name."""
 
     def to_json(self) -> dict[str, Any]:
-        """The metrics as fields."""
+        """Return the record with each metric as a field of its own."""
         own = {"own": self.own} if self.own else {}
         return {"step": self.step, "samples": self.samples, **self.metrics, **own}

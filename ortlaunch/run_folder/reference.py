@@ -1,6 +1,6 @@
-"""docs/run-folder.md: the files of a run, and every field of those that tell how it went.
+"""Generate docs/run-folder.md: the files of a run, and every field of its records.
 
-Made from the types of what is written, so that it cannot say anything else.
+The page is generated from the types of the records, so it always matches the files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Made by `ortlaunch schema --run-folder > docs/run-folder.md`; a test holds it to
 {folder}
 A field whose value may be absent is left out of the file where it does not apply. Sizes are in bytes, times in seconds.
 """
-# Records that no file has alone.
+# Records that share a file with another record, so no row of FILES names them.
 _OTHERS = {
     "metrics.jsonl, evaluations": "EvaluationLine",
     "device.json, of format ondevice": "DeviceArtifacts",
@@ -38,11 +38,12 @@ _WORDS = {
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     modules = (plan, engine_report, records, resume_record, export_records)
     bodies = [ast.parse(inspect.getsource(module)).body for module in modules]
     types = {each.name: each for body in bodies for each in body if isinstance(each, ast.ClassDef)}
     parts = [_HEAD.format(folder=_folder())]
+    # A type that several records use is described once, at its first use.
     told = set[str]()
     for file, name in {**{row.name: row.record for row in FILES if row.record}, **_OTHERS}.items():
         parts += [f"## {file}", "", *_section(types, name)]
@@ -53,13 +54,13 @@ def markdown() -> str:
 
 
 def _folder() -> str:
-    """The table of files."""
+    """Return the table of files."""
     rows = (f"| `{row.name}` | {row.writer} | {row.contents} |\n" for row in FILES)
     return "".join(["| file | written by | contents |\n|---|---|---|\n", *rows])
 
 
 def _inside(types: dict[str, ast.ClassDef], name: str) -> Iterator[str]:
-    """The types of a type's fields, depth first."""
+    """Yield the record types of a type's fields, depth first."""
     for field in _fields(types[name]):
         for inner in (each.id for each in ast.walk(field.annotation) if isinstance(each, ast.Name)):
             if inner in types:
@@ -73,12 +74,14 @@ def _fields(type_: ast.ClassDef) -> list[ast.AnnAssign]:
 
 def _section(types: dict[str, ast.ClassDef], name: str) -> list[str]:
     body = types[name].body
+    # A table cell is one line, so texts lose their line breaks.
     lines = [
         _plain(ast.get_docstring(types[name]) or ""),
         "",
         "| field | value | meaning |",
         "|---|---|---|",
     ]
+    # The string after a field documents it; methods come last and are skipped.
     for field, manual in zip(body, body[1:]):
         if (
             name == "Evaluation"
@@ -94,7 +97,7 @@ def _section(types: dict[str, ast.ClassDef], name: str) -> list[str]:
 
 
 def _metrics() -> Iterator[str]:
-    """A line for each row of the table."""
+    """Yield a line for each row of the table of metrics."""
     for name, metric in METRICS.items():
         tasks = f" Of {', '.join(metric.measures)}." if metric.measures else ""
         value = "number or absent" if metric.measures else "number"
@@ -102,16 +105,17 @@ def _metrics() -> Iterator[str]:
 
 
 def _value(types: dict[str, ast.ClassDef], field: ast.AnnAssign) -> str:
-    """What may stand there: a None is null, or the field is left out, or empty."""
+    """Return the possible values of a field; for None: null, absent or {}."""
     kind = _kind(types, field.annotation)
     if ast.unparse(field.target) in engine_report.EMPTY:
         return kind.replace(" or null", " or {}")
+    # `as_json` leaves a None out if it is the field's default.
     left_out = isinstance(field.value, ast.Constant) and field.value.value is None
     return kind.replace(" or null", " or absent") if left_out else kind
 
 
 def _manual(below: ast.stmt) -> str:
-    """The text under a field."""
+    """Return the text under a field."""
     assert isinstance(below, ast.Expr), ast.unparse(below)
     return _plain(str(ast.literal_eval(below.value)))
 
@@ -121,15 +125,14 @@ def _plain(text: str) -> str:
 
 
 def _kind(types: dict[str, ast.ClassDef], form: ast.expr) -> str:
-    """An annotation in words."""
+    """Return an annotation in words."""
     if isinstance(form, ast.BinOp):
         return f"{_kind(types, form.left)} or {_kind(types, form.right)}"
     if isinstance(form, ast.Subscript):
         inside = form.slice.elts if isinstance(form.slice, ast.Tuple) else [form.slice]
         inner = [each for each in inside if ast.unparse(each) != "..."][-1]
-        if isinstance(inner, ast.Subscript) and ast.unparse(inner).startswith(
-            "tuple[str, "
-        ):  # a mapping in JSON
+        # A tuple of (name, value) pairs is a mapping in JSON.
+        if isinstance(inner, ast.Subscript) and ast.unparse(inner).startswith("tuple[str, "):
             return _kind(types, ast.Subscript(ast.Name("dict"), inner.slice))
         return (
             f"{'mapping' if ast.unparse(form.value) == 'dict' else 'list'} of {_kind(types, inner)}"

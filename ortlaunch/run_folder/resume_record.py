@@ -1,4 +1,4 @@
-"""resume.json: where the newest start of a run began; the control side writes it, ranks read it.
+"""resume.json: the checkpoint from which a run last started, written by the control side for ranks.
 
 Standard library only.
 """
@@ -14,7 +14,7 @@ from ortlaunch.run_folder.records import as_json, from_json
 
 @dataclass(frozen=True)
 class ResumeRecord:
-    """Where the newest start began, and what had changed since that checkpoint was written."""
+    """The checkpoint at which the newest start began, and all changes since it was written."""
 
     choice: str
     """`--resume` as it was typed: `auto`, `never`, a step or a folder."""
@@ -23,19 +23,19 @@ class ResumeRecord:
     checkpoint: str | None
     """Folder of the checkpoint; null: the run began at step 0."""
     step: int
-    """Of that checkpoint."""
+    """Optimizer steps of that checkpoint."""
     exact: bool
     """Whether this step and no earlier one was requested."""
     source: str | None
-    """Where the run folder's first checkpoint came from, if that was another folder."""
+    """The folder of the run's first checkpoint, if it is another run's."""
     skipped: tuple[str, ...]
-    """Checkpoints that could not be used, each with the reason, for a person."""
+    """Checkpoints that could not be used, each with the reason, as text."""
     changes: tuple[str, ...]
-    """A line for each change, for a person."""
+    """One line of text for each change."""
 
     @classmethod
     def read(cls, run: RunDir) -> ResumeRecord:
-        """The record of a run folder; `FROM_THE_BEGINNING` where it has none.
+        """Return the record of a run folder; `FROM_THE_BEGINNING` if it has none.
 
         Raises:
             DamagedFile: the file cannot be read.
@@ -44,12 +44,14 @@ class ResumeRecord:
             return FROM_THE_BEGINNING
         try:
             return from_json(cls, read_json(run.resume))
+        # Valid JSON with a missing or mistyped field.
         except TypeError as error:
             raise DamagedFile(f"{run.resume}: is damaged: {error}") from None
 
     def write(self, run: RunDir) -> None:
-        """Replace the record of a run folder."""
+        """Write the record to a run folder."""
         write_json(run.resume, as_json(self))
 
 
+# Stands for a missing file, so that readers need no case for a run that never resumed.
 FROM_THE_BEGINNING = ResumeRecord("auto", (), None, 0, False, None, (), ())
