@@ -112,7 +112,7 @@ class Batch(Section):
 
 
 class Optimizer(Section):
-    """Optimizer, which updates the weights."""
+    """How weights change."""
 
     name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
     """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (engine.json names it);
