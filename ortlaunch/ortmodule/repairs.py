@@ -41,7 +41,7 @@ def apply_repairs(*left_out: str) -> None:
     apply(REPAIRS, *left_out)
 
 
-# ------------------------------------------------------------------------------------------------------- settings
+# ----------------------------------------------------------------------------------------- settings
 
 
 def fix_grad_management_device() -> None:
@@ -57,7 +57,7 @@ def _on_device(enable: AnyFunction, model: Any, named_parameters: Any, parameter
     return enable(model, named_parameters, next(iter(parameters.values())).device)
 
 
-# ------------------------------------------------------------------------------------------------ the table
+# ---------------------------------------------------------------------------------------- the table
 
 
 _CROSS_ENTROPY = "torch.nn.functional:cross_entropy"

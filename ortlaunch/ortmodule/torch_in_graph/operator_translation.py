@@ -249,7 +249,7 @@ def _opset() -> int:
     return int(importlib.import_module("torch.onnx._globals").GLOBALS.export_onnx_opset_version)
 
 
-# ------------------------------------------------------------------ failures after the translation
+# ------------------------------------------------------------------- failures after the translation
 
 
 def _blamed_so_far(options: Any) -> set[str]:

@@ -298,7 +298,7 @@ def _bytes(mask: str) -> str:
     return f"{mask}_bytes"
 
 
-# --------------------------------------------------------------------------------- GELU, LayerNorm
+# ---------------------------------------------------------------------------------- GELU, LayerNorm
 
 
 def _function(graph: Rewriting, node: onnx.NodeProto, operator: str, *options: str) -> bool:

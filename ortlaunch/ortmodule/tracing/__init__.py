@@ -1,1 +1,1 @@
-"""The trace of a model, and the form in which each operator is exported."""
+"""Trace a model, and write the ONNX form of each operator."""

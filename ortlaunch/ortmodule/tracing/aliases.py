@@ -1,7 +1,8 @@
-"""Tensors of a traced model that share memory: a change in place through one is one of the others, too.
+"""In-place changes of tensors that share memory, in a traced model.
 
-torch's exporter changes the tensor that it is made through, and what that was sliced from in the same line of a model's
-source; every other one stays as it was. Here such a tensor is computed anew where it is used next.
+A change through one tensor changes all tensors that share its memory. torch's exporter applies it
+only to the tensor that it is made through, and to the tensor that this one was sliced from in the
+same line of the model's source. Here every other such tensor is recomputed where it is used next.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
 
 View = Callable[[Tensor], Tensor]
-# What is asked of a tensor's form; a change is of no account.
+# Functions that read only a tensor's metadata, which no in-place change of values affects.
 _FORMS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, getter("shape"),
           getter("ndim"), getter("dtype"), getter("device"), Tensor.is_floating_point}  # fmt: skip
-# Called with one of Python's bools, which TorchScript takes for no number.
+# Functions whose Python bool arguments become tensors, because TorchScript does not accept a bool
+# as a number.
 _WITH_BOOL = {
     Tensor.__and__, Tensor.__rand__, Tensor.__or__, Tensor.__ror__, Tensor.__xor__, Tensor.__rxor__, Tensor.__eq__,
     Tensor.__ne__, Tensor.eq, Tensor.ne, torch.eq, torch.ne, Tensor.bitwise_and, Tensor.bitwise_or, Tensor.bitwise_xor,
@@ -45,7 +47,7 @@ _DETACHED = {Tensor.detach, torch.detach, getter("data")}
 
 
 def following_changes(export: Export) -> Export:
-    """An export in which tensors that share memory change together."""
+    """Wrap an export so that in-place changes reach all tensors that share memory."""
 
     @functools.wraps(export)
     def export_with_aliases(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
@@ -57,40 +59,49 @@ def following_changes(export: Export) -> Export:
 
 @dataclass(eq=False)
 class _Memory:
-    """What some tensors share."""
+    """The memory that several tensors share."""
 
     whole: Tensor
-    """All of it, as it is after every change but the pending ones."""
+    """The whole memory, after every change but the pending ones."""
     weight: bool
+    """Whether it is a weight's memory."""
     first: weakref.ref[_Alias]
     """The tensor that the others are views of."""
     changes: int = 0
+    """The number of in-place changes so far."""
     pending: list[tuple[_Alias, Tensor]] = field(default_factory=list)
+    """Changes that `whole` does not include yet: the changed tensor and its new value."""
 
 
 @dataclass(eq=False)
 class _Alias:
-    """One of the tensors."""
+    """One of the tensors that share memory."""
 
     memory: Callable[[], _Memory | None]
+    """A weak reference to the memory."""
     held: _Memory | None
-    """The same, for as long as the tensor lives; not by the first one, which would then live throughout the export."""
+    """A strong reference to the memory, which keeps it for as long as this tensor lives.
+
+    It is None for the first tensor until a change: the memory refers to that tensor, which would
+    then live throughout the export.
+    """
     views: tuple[View, ...] = ()
-    """How it is made of the whole."""
+    """The calls that make this tensor from the whole memory."""
     obstacle: str = ""
-    """Why nothing can be written to the whole through it."""
+    """Why a change through this tensor cannot be written to the whole memory; empty if it can."""
     value: Tensor | None = None
-    """What stands for it in the trace; None for itself."""
+    """The tensor that replaces this one in the trace; None if the tensor itself is current."""
     changes: int = 0
-    """Those of the memory that it shows."""
+    """The number of the memory's changes that the value includes."""
 
 
 class _Aliases(TorchFunctionMode):
-    """Follows every call of torch's functions: what shares memory with what, and what changes it."""
+    """A function mode that tracks which tensors share memory, and which calls change it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self._model = model
+        # Weak keys: the mode must not keep the model's tensors alive.
         self._known = WeakTensorKeyDictionary()
 
     def __enter__(self) -> _Aliases:
@@ -114,6 +125,7 @@ class _Aliases(TorchFunctionMode):
             args, kwargs = tree_map_only(bool, torch.tensor, (args, kwargs))
         given = tensors((args, kwargs))
         values = [self._value(tensor) for tensor in given]
+        # Replace tensors that are out of date by their current values.
         if any(value is not tensor for value, tensor in zip(values, given)):
             args, kwargs = self._current((args, kwargs))
         if func is Tensor.copy_ and given[0] is not given[-1] and self._is_view(given[0]):
@@ -134,7 +146,10 @@ class _Aliases(TorchFunctionMode):
     def _copied(
         self, tensor: Tensor, value: Tensor, source: Tensor, *rest: bool, **named: bool
     ) -> Tensor:
-        """`view.copy_(source)`: torch's exporter takes the whole for the view afterwards."""
+        """Run `view.copy_(source)` outside the trace, and record the change.
+
+        After a traced copy_ torch's exporter would use the whole tensor for the view.
+        """
         new = source.to(value.dtype).expand(value.shape)
         with untraced():
             value.copy_(source, *rest, **named)
@@ -142,7 +157,9 @@ class _Aliases(TorchFunctionMode):
         return tensor
 
     def _current(self, values: object) -> Any:
-        """Arguments or results with the values that they have after changes through others."""
+        """Return arguments or results with their current values, after changes through other
+        tensors.
+        """
         return tree_map_only(Tensor, self._value, values)
 
     def _value(self, tensor: Tensor) -> Tensor:
@@ -164,7 +181,7 @@ class _Aliases(TorchFunctionMode):
         values: Sequence[Tensor],
         result: object,
     ) -> None:
-        """Note which results are views of which arguments."""
+        """Record which results are views of which arguments."""
         for place, output in enumerate(tree_leaves(result)):
             if not isinstance(output, Tensor) or any(output is value for value in values):
                 continue
@@ -179,7 +196,7 @@ class _Aliases(TorchFunctionMode):
                     break
 
     def _source(self, tensor: Tensor, value: Tensor) -> tuple[_Alias, _Memory]:
-        """What is known of a tensor of which there is a view now."""
+        """Return the records of a tensor that has a view now; create them for a new tensor."""
         alias = self._known.get(tensor)
         memory = alias.memory() if alias else None
         if alias is None or memory is None:
@@ -189,22 +206,24 @@ class _Aliases(TorchFunctionMode):
         return alias, memory
 
     def _changed(self, tensor: Tensor, value: Tensor) -> None:
-        """Note that the tensor, for which `value` stands, has been changed in place."""
+        """Record an in-place change of a tensor, whose value in the trace is `value`."""
         alias = self._known.get(tensor)
         memory = alias.memory() if alias else None
         if alias is None or memory is None:
             return
+        # A weight is an input of ORT's graph, which would leave the change out.
         if memory.weight:
             raise RuntimeError(CHANGED_WEIGHT)
-        if (
-            not torch.is_grad_enabled() and memory.whole.requires_grad
-        ):  # as the model sees it: grad_mode.py
+        # grad_mode.py intercepts both reads; they return the values that the model sees.
+        if not torch.is_grad_enabled() and memory.whole.requires_grad:
             raise RuntimeError(CHANGED)
         memory.changes += 1
         alias.changes = memory.changes
         alias.value = None if value is tensor else value
+        # Consecutive changes through one tensor are one entry: its value has all of them.
         if not memory.pending or memory.pending[-1][0] is not alias:
             memory.pending.append((alias, value))
+        # From now on the first tensor, too, must keep the memory with its changes.
         first = memory.first()
         if first:
             first.held = memory
@@ -213,7 +232,11 @@ class _Aliases(TorchFunctionMode):
 def _targets(
     changed: Sequence[tuple[Tensor, Tensor]], result: object
 ) -> list[tuple[Tensor, Tensor]]:
-    """Through which tensors a call changed memory: of several that share it, the one that it returns, or the first."""
+    """Return the tensors through which a call changed memory, one for each shared memory.
+
+    Of several tensors that share memory, the result of the call comes first, then the first
+    argument.
+    """
     targets: list[tuple[Tensor, Tensor]] = []
     made = tensors(result)
     for tensor, value in sorted(
@@ -225,15 +248,17 @@ def _targets(
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
+    # Sparse tensors, for example, have no storage.
     try:
         with torch._C.DisableTorchFunction():
+            # _cdata is the address of the storage.
             return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse ones and the like
+    except (NotImplementedError, RuntimeError):
         return False
 
 
 def _again(func: AnyFunction, args: Args, kwargs: Kwargs, old: Tensor, place: int) -> View:
-    """The same view of another tensor."""
+    """Return a function that makes the same view of another tensor."""
 
     def view(new: Tensor) -> Tensor:
         given, named = tree_map_only(
@@ -265,14 +290,16 @@ def _through(views: Sequence[View], value: Tensor) -> Tensor:
 
 
 def _written(memory: _Memory) -> Tensor:
-    """The whole with the pending changes."""
+    """Apply the pending changes to the whole memory and return it."""
     for alias, value in memory.pending:
         if alias.obstacle:
             raise RuntimeError(
-                f"tensors that share memory are changed in place, and {alias.obstacle}: ONNX Runtime's graph cannot "
-                "show it; write the change without a trailing underscore"
+                f"tensors that share memory are changed in place, and {alias.obstacle}: "
+                "ONNX Runtime's graph cannot show it; "
+                "write the change without a trailing underscore"
             )
         if alias.views:
+            # The same views of the element indices give the elements that the change covers.
             sizes = memory.whole.shape
             places = _through(
                 alias.views, torch.arange(memory.whole.numel(), device=value.device).view(sizes)

@@ -1,4 +1,4 @@
-"""ONNX forms for attention: scaled_dot_product_attention, and the reshapes of nn.MultiheadAttention."""
+"""ONNX forms for scaled_dot_product_attention, and for the reshapes of nn.MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from ortlaunch.ortmodule.tracing.symbolics import GraphWriter, is_bool, type_of
 
 
 def attention(g: Any, query: Any, key: Any, value: Any, mask: Any, dropout: Any, *rest: Any) -> Any:
-    """scaled_dot_product_attention, with a dropout for training.
+    """Write scaled_dot_product_attention with a dropout for training.
 
-    Torch writes an ONNX Dropout without a mask, for which ORT cannot build a gradient, and without its training flag,
-    with which it would drop nothing. Where torch's source is another, dropout is refused.
-    A row that a boolean mask leaves nothing, such as that of padding, is nan in torch's form until its end, and the
-    gradient stays so: here such a row attends to everything first, and is then set to zero. Torch writes masks as
-    float32: in a float16 model the exporter would then lift the scores and all that follows them to float32.
+    Torch writes an ONNX Dropout without a mask, for which ORT cannot build a gradient, and without
+    its training flag, so that it would drop nothing. If torch's source is unknown, dropout is
+    refused.
+
+    A row that a boolean mask excludes completely, such as padding, is nan in torch's form until the
+    end, and its gradient stays nan. Here such a row first attends to everything and is then set to
+    zero.
     """
     form = importlib.import_module("torch.onnx.symbolic_opset14").scaled_dot_product_attention
     if "export_sdpa_dropout" not in registry.applied():
@@ -29,18 +31,20 @@ def attention(g: Any, query: Any, key: Any, value: Any, mask: Any, dropout: Any,
         return form(g, query, key, value, mask, dropout, *rest)
     own: dict[str, Callable[..., Any]] = {
         "Dropout": functools.partial(_training_dropout, g),
+        # Torch writes masks as float32. In a float16 model the exporter would then promote the
+        # scores, and everything after them, to float32.
         "Where": functools.partial(_where_of_type, g, type_of(query)),
     }
     if is_bool(mask):
         empty = _empty_rows(g, mask)
         filled = g.op("Or", mask, empty)
+        # Torch's form checks whether the mask's type is bool.
         filled.setType(mask.type())
         mask = filled
         own["IsNaN"] = lambda weights: empty
     attended = form(GraphWriter(g, own), query, key, value, mask, dropout, *rest)
-    if "IsNaN" not in own or "IsNaN" in inspect.getsource(
-        form
-    ):  # torch 2.7 and later look for empty rows
+    # Torch 2.7 and later handle empty rows with IsNaN; the replaced IsNaN is already exact.
+    if "IsNaN" not in own or "IsNaN" in inspect.getsource(form):
         return attended
     zero = g.op("Constant", value_t=torch.tensor(0.0, dtype=type_of(query)))
     return g.op("Where", empty, zero, attended)
@@ -51,14 +55,14 @@ def _refuse_dropout(dropout: Any) -> None:
 
     if symbolic_helper._maybe_get_const(dropout, "f") != 0:
         raise RuntimeError(
-            f"scaled_dot_product_attention with dropout: how torch {torch.__version__} exports it is not known "
-            "here, and it may drop nothing; use attention without dropout, or write it out in the model "
-            "(transformers: attn_implementation='eager')"
+            f"scaled_dot_product_attention with dropout: how torch {torch.__version__} exports it "
+            "is not known here, and it may drop nothing; use attention without dropout, or write "
+            "it out in the model (transformers: attn_implementation='eager')"
         )
 
 
 def _empty_rows(g: Any, mask: Any) -> Any:
-    """The rows, as a mask of one column, of which a mask leaves nothing."""
+    """Return the rows in which a mask leaves nothing, as a mask of one column."""
     from torch.onnx import symbolic_helper
 
     numbers = g.op("Cast", mask, to_i=torch.onnx.TensorProtoDataType.FLOAT.value)
@@ -67,13 +71,16 @@ def _empty_rows(g: Any, mask: Any) -> Any:
 
 
 def _training_dropout(graph: Any, *inputs: Any) -> Any:
-    """With its training flag and its mask."""
+    """Write a Dropout with its training flag and its mask output."""
     training = graph.op("Constant", value_t=torch.tensor(True))
     return graph.op("Dropout", *inputs, training, outputs=2)[0]
 
 
 def _where_of_type(g: Any, dtype: torch.dtype, condition: Any, *choices: Any) -> Any:
-    """A Where whose constant choices, such as 0 and -inf of a mask, have the type of the attention's query."""
+    """Write a Where whose constant choices have the type of the attention's query.
+
+    The choices are 0 and -inf of a mask, for example.
+    """
     from torch.onnx._type_utils import JitScalarType
 
     target = JitScalarType.from_dtype(dtype)
@@ -86,10 +93,10 @@ def _where_of_type(g: Any, dtype: torch.dtype, condition: Any, *choices: Any) ->
 
 
 def unflatten(g: Any, tensor: Any, dim: Any, sizes: Any) -> Any:
-    """With a new shape that is put together from known dimensions.
+    """Write the operator with a new shape that consists of known dimensions.
 
-    Torch computes the place of the dimension with a Mod at run time, which ORT's shape inference does not follow:
-    `assert is_literal`.
+    Torch computes the dimension's index with a Mod at run time. ORT's shape inference does not
+    support that (`assert is_literal`).
     """
     from torch.onnx import symbolic_helper
 
@@ -99,6 +106,7 @@ def unflatten(g: Any, tensor: Any, dim: Any, sizes: Any) -> Any:
         return importlib.import_module("torch.onnx.symbolic_opset13").unflatten(
             g, tensor, dim, sizes
         )
+    # A negative dimension counts from the end.
     place %= rank
     shape = g.op("Shape", tensor)
 

@@ -1,4 +1,7 @@
-"""Gradient checkpointing of a model, which ended the export (reentrant) or was lost in it: ORT recomputes instead."""
+"""Replace a model's gradient checkpointing by ORT's recomputation.
+
+In the export a reentrant checkpoint fails, and any other one is lost.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,22 @@ if TYPE_CHECKING:
 
 
 def see_ort_checkpoints() -> None:
-    """Let ORT's stand-in for torch.utils.checkpoint call what is checkpointed plainly, and note that it did."""
+    """Make ORT's replacement of torch.utils.checkpoint call the function directly, and record the
+    call.
+    """
     ortmodule: Any = owner("__init__:")
     ortmodule._defined_from_envvar = functools.partial(_level, ortmodule._defined_from_envvar)
 
 
+# One entry for each checkpointed call in the current export.
 _checkpoints: list[None] = []
 
 
 def _level(original: AnyFunction, name: str, *default: object) -> Any:
-    """ORT's stand-in for torch.utils.checkpoint asks for the level last, and only in an export; 1: call it plainly."""
+    """Return ORT's environment value; 1 for the memory level, which means a direct call.
+
+    ORT's replacement of torch.utils.checkpoint reads the level last, and only in an export.
+    """
     if name != "ORTMODULE_MEMORY_OPT_LEVEL":
         return original(name, *default)
     _checkpoints.append(None)
@@ -37,7 +46,7 @@ def _level(original: AnyFunction, name: str, *default: object) -> Any:
 
 @contextlib.contextmanager
 def called_plainly(export: Export) -> Iterator[None]:
-    """While open, what is checkpointed is called plainly, and noted."""
+    """Call checkpointed functions directly, and record whether there were any."""
     _checkpoints.clear()
     with _plain_checkpoints():
         yield
@@ -46,11 +55,14 @@ def called_plainly(export: Export) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain_checkpoints() -> Iterator[None]:
-    """Call what is checkpointed plainly, also where `checkpoint` was imported before ORT replaced it."""
+    """Call checkpointed functions directly, also if `checkpoint` was imported before ORT replaced
+    it.
+    """
 
     def unrecorded(*args: object, **kwargs: object) -> Iterator[None]:
         _checkpoints.append(None)
-        yield  # torch calls the function between this and the end
+        # torch calls the function between the yield and the end of the generator.
+        yield
 
     class Unrecorded:
         @staticmethod
@@ -59,6 +71,7 @@ def _plain_checkpoints() -> Iterator[None]:
             return function(*args)
 
     parts: Any = torch.utils.checkpoint
+    # The first is behind use_reentrant=True, the second behind use_reentrant=False.
     before = parts.CheckpointFunction, parts._checkpoint_without_reentrant_generator
     parts.CheckpointFunction = Unrecorded
     parts._checkpoint_without_reentrant_generator = unrecorded
@@ -69,7 +82,7 @@ def _plain_checkpoints() -> Iterator[None]:
 
 
 def recompute(export: Export) -> None:
-    """ORT's recomputation, at level 1, takes the place of the model's checkpoints."""
+    """Turn on ORT's recomputation, at level 1, if the model has checkpoints."""
     options = export.options
     if (
         export.training
@@ -79,5 +92,6 @@ def recompute(export: Export) -> None:
         options.memory_optimization_level = 1
         options.recompute_probe_config = "1:1"
         tally.note(
-            "the model's gradient checkpointing became ONNX Runtime's recomputation: memory_optimization: 1"
+            "the model's gradient checkpointing became ONNX Runtime's recomputation: "
+            "memory_optimization: 1"
         )

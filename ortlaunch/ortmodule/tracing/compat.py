@@ -1,7 +1,8 @@
-"""Makes `onnxruntime.training.ortmodule` 1.19.2 importable and right on the installed torch.
+"""Make `onnxruntime.training.ortmodule` 1.19.2 importable and correct on the installed torch.
 
-Owns every repair that importing ORTModule takes, each one applied only where it is needed. Nothing is edited on disk,
-and torch as the user's code sees it stays as it is. Must not import the worker.
+The module owns every repair that the import of ORTModule needs; each one is applied only where
+needed. No file is edited on disk, and torch stays unchanged for the user's code. The module must
+not import the worker.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _ORTMODULE = "onnxruntime.training.ortmodule"
 
 @functools.cache
 def import_with_repairs() -> ModuleType:
-    """The module `onnxruntime.training.ortmodule`, with the repairs that its import takes.
+    """Return the module `onnxruntime.training.ortmodule`, with the repairs that its import needs.
 
-    Raises MissingDependency, with the command to type.
+    Raises:
+        MissingDependency: a package or extension is missing; has the command to type.
     """
     _require_extensions()
     registry.apply(_BEFORE_IMPORT)
@@ -38,11 +40,14 @@ def import_with_repairs() -> ModuleType:
     return ortmodule
 
 
-# --------------------------------------------------------------------------------- repairs before the import
+# ------------------------------------------------------------------------ repairs before the import
 
 
 def alias_moved_exporter_modules() -> bool:
-    """Torch 2.9 and later moved the private modules of the TorchScript exporter that ORT 1.19 imports."""
+    """Restore the old names of the TorchScript exporter's private modules, which ORT 1.19 imports.
+
+    Torch 2.9 and later have moved these modules.
+    """
     moved = [name for name in _MOVED if importlib.util.find_spec(name) is None]
     for name in moved:
         module = importlib.import_module(_MOVED[name])
@@ -52,6 +57,7 @@ def alias_moved_exporter_modules() -> bool:
     return bool(moved)
 
 
+# The old name of each module, and its name in torch 2.9 and later.
 _MOVED = {
     "torch.onnx._internal.jit_utils": "torch.onnx._internal.torchscript_exporter.jit_utils",
     "torch.onnx._globals": "torch.onnx._internal.torchscript_exporter._globals",
@@ -60,12 +66,16 @@ _MOVED = {
 
 
 def forget_failed_import() -> bool:
-    """`import onnxruntime.training` alone, as for its FusedAdam: on torch 2.9 and later its import of ORTModule fails
-    without a word, and has replaced `checkpoint` of torch and DeepSpeed by then; a stand-in of a stand-in hands their
-    own arguments on to the layer."""
+    """Restore `checkpoint` of torch and DeepSpeed after a failed import of ORTModule.
+
+    `import onnxruntime.training`, as for its FusedAdam, also imports ORTModule. On torch 2.9 and
+    later that fails without an error, after `checkpoint` has been replaced. A second import would
+    replace the replacement, which then passes its own arguments on to the layer.
+    """
     found = [
         _take_back(name) for name in ("torch.utils.checkpoint", "deepspeed") if name in sys.modules
     ]
+    # After the list, not in place of it: `any` would stop at the first one that was restored.
     return any(found)
 
 
@@ -74,6 +84,7 @@ def _take_back(name: str) -> bool:
     module = getattr(module, "checkpointing", None) if name == "deepspeed" else module
     before: Any = getattr(module, "checkpoint", None)
     current = before
+    # ORT's replacement is a closure over the original function.
     while getattr(current, "__qualname__", "").startswith("_override_gradient_checkpoint."):
         current = inspect.getclosurevars(current).nonlocals["original_checkpoint"]
     if current is not before:
@@ -82,7 +93,9 @@ def _take_back(name: str) -> bool:
 
 
 def load_cuda_libraries() -> bool:
-    """The CUDA wheel needs libraries of CUDA 11 and cuDNN 8, which torch's wheels do not bring."""
+    """Load the CUDA 11 and cuDNN 8 libraries of the CUDA wheel, which torch's wheels do not
+    include.
+    """
     import torch
 
     wanted = extensions.ort_package() == "onnxruntime-training" and torch.cuda.is_available()
@@ -91,27 +104,31 @@ def load_cuda_libraries() -> bool:
     return wanted
 
 
-# ---------------------------------------------------------------------------------- repairs after the import
+# ------------------------------------------------------------------------- repairs after the import
 
 
 def load_cached_extensions() -> bool:
-    """Every torch: ORT looks for its C++ extensions inside site-packages only; ours lie in the cache."""
+    """Let ORT load its C++ extensions from the cache (every torch).
+
+    ORT searches for its extensions only inside site-packages.
+    """
     ortmodule: Any = importlib.import_module(_ORTMODULE)
     package = importlib.import_module(f"{_ORTMODULE}.torch_cpp_extensions")
     package.__path__.insert(0, str(extensions.cache_dir()))
     for name in extensions.wanted():
         if not (name == extensions.INTEROP and extensions.interop_refusal()):
             _load(f"{package.__name__}.{name}")
+    # ORT records this error at its import and would raise it with the first ORTModule.
     if "extensions were not detected" in str(ortmodule._FALLBACK_INIT_EXCEPTION):
         ortmodule._FALLBACK_INIT_EXCEPTION = None
     return True
 
 
 def disable_custom_autograd() -> bool:
-    """A torch for which torch_interop_utils could not be built: custom autograd functions are off.
+    """Turn custom autograd functions off if torch_interop_utils could not be built for this torch.
 
-    The stand-in has the names ORT uses and no others: one that answered every attribute would be taken by
-    transformers' lazy imports for anything.
+    The replacement module has only the names that ORT uses. If it had every attribute, the lazy
+    imports of transformers would mistake it for other modules.
     """
     if not extensions.interop_refusal():
         return False
@@ -121,13 +138,14 @@ def disable_custom_autograd() -> bool:
     stand_in.get_custom_function_backward_runner = custom_functions.refuse
     stand_in.clear_all_grad_fns = lambda: None
     sys.modules[stand_in.__name__] = package.torch_interop_utils = stand_in  # type: ignore[attr-defined]
+    # ORT reads the variable when it imports this module.
     with environment(ORTMODULE_ENABLE_CUSTOM_AUTOGRAD="0"):
         importlib.import_module(f"{_ORTMODULE}._custom_autograd_function")
     return True
 
 
 def skip_padding_hook() -> bool:
-    """On CUDA ORT marks padding with a Python operator, which takes torch_interop_utils."""
+    """Skip ORT's marking of padding on CUDA, which needs torch_interop_utils."""
     if not extensions.interop_refusal():
         return False
     manager = importlib.import_module(
@@ -138,7 +156,10 @@ def skip_padding_hook() -> bool:
 
 
 def keep_bool_arguments() -> bool:
-    """Every torch: custom autograd functions get booleans as uint8, and cannot return any."""
+    """Repair boolean arguments and results of custom autograd functions (every torch).
+
+    The functions get booleans as uint8, and cannot return any.
+    """
     if extensions.interop_refusal():
         return False
     custom_functions.keep_arguments()
@@ -146,14 +167,19 @@ def keep_bool_arguments() -> bool:
 
 
 def without_warning_of_hooks() -> None:
-    """ORT warns that its ZeRO 3 hooks do not know DeepSpeed 0.16; a user cannot act on it."""
+    """Silence ORT's warning that its ZeRO 3 hooks do not support DeepSpeed 0.16.
+
+    A user cannot act on that warning.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="DeepSpeed import error")
         importlib.import_module("onnxruntime.training.utils.hooks")
 
 
 def restore_convolution_symbolics() -> bool:
-    """Torch 2.9 and later: the name under which ORT's export of a convolution finds the exporter's is gone."""
+    """Restore the names under which ORT's export of a convolution gets the exporter's (torch
+    2.9+).
+    """
     public: Any = importlib.import_module("torch.onnx.symbolic_opset9")
     lost = [name for name in ("_convolution", "_convolution_mode") if not hasattr(public, name)]
     for name in lost:
@@ -163,7 +189,10 @@ def restore_convolution_symbolics() -> bool:
 
 
 def follow_chunk_sizes() -> None:
-    """Every torch: ORT's export of `chunk` lets the exporter take the first batch's sizes for constants."""
+    """Replace ORT's export of `chunk` (every torch).
+
+    With ORT's, the exporter uses the first batch's sizes as constants.
+    """
     registered = importlib.import_module(
         f"{_ORTMODULE}._custom_op_symbolic_registry"
     ).CustomOpSymbolicRegistry
@@ -172,19 +201,25 @@ def follow_chunk_sizes() -> None:
 
 
 def skip_nvtx_without_cuda() -> bool:
-    """CPU-only torch builds whose `torch.cuda.nvtx` raises; ORT marks ranges in every forward."""
+    """Hide `torch.cuda.nvtx` from ORT on CPU-only torch builds where it raises.
+
+    ORT marks ranges in every forward pass.
+    """
     import torch
 
     if torch.cuda.is_available() or _nvtx_works():
         return False
-    # ORT asks hasattr(torch.cuda.nvtx, "range_push") first, so an nvtx without names is one it skips.
+    # ORT checks hasattr(torch.cuda.nvtx, "range_push") first, so it skips an nvtx without names.
     helpers: Any = importlib.import_module("onnxruntime.training.utils.torch_profile_utils")
     helpers.torch = ModuleView(torch, cuda=ModuleView(torch.cuda, nvtx=types.SimpleNamespace()))
     return True
 
 
 def _exporter_is_dynamo() -> bool:
-    """Torch 2.9 and later: `torch.onnx.export` defaults to the dynamo exporter, whose graphs ORT cannot read."""
+    """Return whether `torch.onnx.export` defaults to the dynamo exporter (torch 2.9 and later).
+
+    ORT cannot read the graphs of that exporter.
+    """
     import torch
 
     return inspect.signature(torch.onnx.export).parameters["dynamo"].default is True
@@ -201,7 +236,7 @@ _BEFORE_IMPORT: tuple[Repair, ...] = (
     Repair("forget_failed_import", install=forget_failed_import),
     Repair("load_cuda_libraries", install=load_cuda_libraries),
 )
-# Those without more than a name are steps of an export (pipeline.py), for every torch.
+# Repairs with only a name are steps of an export (pipeline.py), for every torch.
 _AFTER_IMPORT: tuple[Repair, ...] = (
     Repair("load_cached_extensions", install=load_cached_extensions),
     Repair("disable_custom_autograd", install=disable_custom_autograd),
@@ -223,7 +258,7 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
 )
 
 
-# ------------------------------------------------------------------------------------------------ their parts
+# -------------------------------------------------------------------------------------- their parts
 
 
 def _import() -> ModuleType:
@@ -232,7 +267,8 @@ def _import() -> ModuleType:
     except ImportError as error:
         extra = extensions.EXTRA_OF[extensions.ort_package()]
         raise MissingDependency(
-            f'ONNX Runtime Training does not import: {error}. Type: pip install "ortlaunch[{extra}]"'
+            f"ONNX Runtime Training does not import: {error}. "
+            f'Type: pip install "ortlaunch[{extra}]"'
         ) from error
 
 
@@ -242,7 +278,8 @@ def _load(name: str) -> None:
     except ImportError as error:
         folder = extensions.cache_dir()
         raise MissingDependency(
-            f"the built extension does not load: {error}. Type: rm -r {str(folder)!r} && ortlaunch setup"
+            f"the built extension does not load: {error}. "
+            f"Type: rm -r {str(folder)!r} && ortlaunch setup"
         ) from error
 
 

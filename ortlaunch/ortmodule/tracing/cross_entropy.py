@@ -1,9 +1,11 @@
-"""The loss of an exported graph: ignored labels are left out, and every form of cross entropy has one.
+"""Cross entropy in exported graphs: without ignored labels, and with a form for every variant.
 
-BERT computes 15 % of its scores, not all. ORT's own form of it looks only at `nn.CrossEntropyLoss` modules, which the
-models of transformers have not, and takes a Python operator. Here every cross entropy of a training export that has one
-row of scores a label and a mean or a sum gathers the rows that count; ORT's compute optimizer then moves the gather up
-through the layers that make them. The graph is right for any labels.
+BERT needs only 15 % of its scores. ORT's own version of this optimization handles only
+`nn.CrossEntropyLoss` modules, which the models of transformers do not have, and needs a Python
+operator. Here a training export gathers the rows with a label that is not ignored, for every cross
+entropy with one row of scores for each label and with reduction mean or sum. ORT's compute
+optimizer then moves the gather up through the layers that produce the rows. The graph is correct
+for any labels.
 """
 
 from __future__ import annotations
@@ -26,23 +28,28 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.export import Facts
 
-# torch's numbers of the reductions
+# torch's codes of the reductions.
 _NONE = 0
 _MEAN = 1
 _SUM = 2
 SPARSE = 0.9
-"""Below this share of labels that count, the others are left out; ORT's threshold."""
+"""The share of labels that are not ignored, below which ignored labels are left out; ORT's
+threshold.
+"""
 Loss = AnyFunction
 
 
 def skip_ignored_labels() -> None:
-    """ORT computed scores and loss for every label, also those that do not count, in transformers' models."""
+    """Remove ORT's label sparsity hook; `ignored_labels_left_out` replaces it.
+
+    In transformers' models ORT computed scores and loss for every label, also for ignored ones.
+    """
     owner(TRANSITION)._add_check_label_sparsity_hook = staticmethod(lambda *args: [])
 
 
 @contextlib.contextmanager
 def ignored_labels_left_out(export: Export) -> Iterator[None]:
-    """While open, a cross entropy gathers what counts."""
+    """Let every cross entropy of an export gather the rows that are not ignored."""
     if not export.training or not export.options.enable_embedding_sparse_optimizer:
         yield
         return
@@ -51,14 +58,15 @@ def ignored_labels_left_out(export: Export) -> Iterator[None]:
 
 
 def tell_density(export: Export) -> None:
-    """Keep the share of labels that count for engine.json."""
+    """Record the share of labels that are not ignored, for engine.json."""
     tally.label_density = export.seen.get("label_density", tally.label_density)
 
 
 @contextlib.contextmanager
 def _replaced(stand_in: Callable[[Loss], Loss]) -> Iterator[None]:
-    """While open, cross entropy is another function, by whatever name a model calls it."""
-    parts: Any = torch._C._nn  # what torch.nn.functional.cross_entropy calls
+    """Replace the function behind cross entropy, whichever public name a model calls."""
+    # torch.nn.functional.cross_entropy calls the function in this module.
+    parts: Any = torch._C._nn
     plain = parts.cross_entropy_loss
     parts.cross_entropy_loss = functools.wraps(plain)(stand_in(plain))
     try:
@@ -68,7 +76,7 @@ def _replaced(stand_in: Callable[[Loss], Loss]) -> Iterator[None]:
 
 
 def _gathered(seen: Facts, printing: bool) -> Callable[[Loss], Loss]:
-    """A cross entropy that leaves out what it ignores, if that is enough of the labels at hand."""
+    """Return a cross entropy that skips ignored labels, if the current batch has enough of them."""
 
     def stand_in(plain: Loss) -> Loss:
         def loss(
@@ -99,18 +107,23 @@ def _without(
     ignore_index: int,
     printing: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if printing:  # ORT's operator prints in every step, and is the sign for ORT to do the same
+    # ORT's operator prints in every step, and marks the place for ORT's own gather.
+    if printing:
         from onnxruntime.training.ortmodule._runtime_inspector import FlagAndPrintDensity
 
         return scores, FlagAndPrintDensity.apply(labels, ignore_index, "label")
-    # The first row where none counts: ORT multiplies no empty matrices, and its label is ignored all the same.
+    # If every label is ignored, the first row is kept, because ORT's matmul fails for empty
+    # matrices. The loss ignores its label anyway.
     first = torch.ones_like(labels).cumsum(0) == 1
     rows = (counts | (first & ~counts.any())).nonzero().squeeze(1)
     return scores.index_select(0, rows), labels.index_select(0, rows)
 
 
 def shrink(export: Export, model: onnx.ModelProto) -> None:
-    """Gathers of the rows where something is not zero become the operator that ORT's compute optimizer moves up."""
+    """Turn the gathers of non-zero rows into ShrunkenGather, which ORT's compute optimizer moves
+    up.
+    """
+    # The trace gathered no rows.
     if "label_density" not in export.seen:
         return
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -124,11 +137,8 @@ def shrink(export: Export, model: onnx.ModelProto) -> None:
 
 
 def _rows(name: str, makers: Mapping[str, onnx.NodeProto]) -> bool:
-    for kind in (
-        "Squeeze",
-        "Transpose",
-        "NonZero",
-    ):  # as `nonzero().squeeze(1)` is exported: one index a row
+    # The exported form of `nonzero().squeeze(1)`, from its output back: one index a row.
+    for kind in ("Squeeze", "Transpose", "NonZero"):
         if name not in makers or makers[name].op_type != kind:
             return False
         name = makers[name].input[0]
@@ -136,12 +146,18 @@ def _rows(name: str, makers: Mapping[str, onnx.NodeProto]) -> bool:
 
 
 def written_out(export: Export) -> AbstractContextManager[None]:
-    """While open, cross entropy has a form for labels that are probabilities, or smoothed, at which ORT's ends."""
+    """Write out cross entropy with probabilities as labels, or with smoothing; ORT's form fails for
+    both.
+    """
     return _replaced(_written_out)
 
 
 def _written_out(plain: Loss) -> Loss:
-    """A cross entropy that is one for classes, and sums of logarithms for everything else, as torch's own."""
+    """Return a cross entropy that calls the plain one for class labels, and sums of logarithms
+    otherwise.
+
+    The sums are those of torch's own implementation.
+    """
 
     def loss(
         scores: torch.Tensor,
@@ -152,17 +168,19 @@ def _written_out(plain: Loss) -> Loss:
         smoothing: float,
     ) -> object:
         likely = labels.is_floating_point()
-        if (
-            scores.dim() == 1 and not likely
-        ):  # one sample: ONNX Runtime's form of it aborts the process
-            reduction = reduction or _SUM  # without a reduction it is the same value
+        # One sample without a batch dimension: ONNX Runtime's form of it aborts the process.
+        if scores.dim() == 1 and not likely:
+            # Without a reduction the value is the same.
+            reduction = reduction or _SUM
             return loss(
                 scores.unsqueeze(0), labels.unsqueeze(0), weight, reduction, ignore_index, smoothing
             )
         if not (likely or smoothing):
             return plain(scores, labels, weight, reduction, ignore_index, smoothing)
+        # The axis of the classes: 1, or 0 for one sample without a batch dimension.
         axis = min(scores.dim() - 1, 1)
         logs = scores.log_softmax(axis)
+        # The share of the smoothing that each class gets.
         even = smoothing / scores.shape[axis]
         if weight is not None:
             logs = logs * weight.view([-1 if place == axis else 1 for place in range(scores.dim())])
@@ -172,6 +190,7 @@ def _written_out(plain: Loss) -> Loss:
         ignored = labels == ignore_index
         each = -logs.sum(axis).masked_fill(ignored, 0.0)
         if reduction == _MEAN:
+            # The denominator of the mean: the labels' weights, without those of ignored labels.
             counts = 1.0 if weight is None else weight[labels.masked_fill(ignored, 0)]
             each = each.sum() / (torch.ones_like(each) * counts).masked_fill(ignored, 0.0).sum()
         elif reduction != _NONE:

@@ -1,8 +1,9 @@
-"""Tensors of a forward pass that are kept outside its result: in attributes of layers, by hooks, in closures.
+"""Tensors of a forward pass that are stored outside its result: in layers, by hooks, in closures.
 
-ONNX Runtime's graph returns a model's outputs alone, so that such a tensor would be the one of the export for ever,
-without a gradient. After each pass a `StaleTensor` takes its place: nothing changes for a model in which nobody reads
-it, and every use of it is an error with its location. Tensors made of constants, buffers or sizes alone are left.
+ONNX Runtime's graph returns only a model's outputs. A tensor stored elsewhere would stay that of
+the export, without a gradient. After each pass a `StaleTensor` replaces it. Models in which nobody
+reads it are unaffected; every use of it raises an error with its location. Tensors made of
+constants, buffers or sizes alone are not replaced.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs, Manager
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# The depth of nested containers that are searched.
 _DEEP = 3
 Kept = tuple[Any, object, object]
+"""A container, a key or index in it, and the object that replaces the entry there."""
 Stale = dict[int, tuple[object, object]]
-"""A container, a key or index in it, and what takes its place there."""
+"""By the id of an object: the object, and either the line that made it or its replacement."""
 
 
 class StaleTensor(torch.Tensor):
-    """Takes the place of a tensor that ONNX Runtime's graph does not compute; every use of it raises RuntimeError."""
+    """The replacement of a tensor that ONNX Runtime's graph does not compute; every use raises
+    RuntimeError.
+    """
 
     message: str
 
@@ -55,6 +60,7 @@ class StaleTensor(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # torch has an argument of its own
         return f"StaleTensor({self.message!r})"
 
+    # A copy as of other tensors would call torch's functions, which raise.
     def __deepcopy__(self, memo: object) -> StaleTensor:
         return self
 
@@ -64,13 +70,14 @@ class StaleTensor(torch.Tensor):
 
 @contextlib.contextmanager
 def noted(export: Export) -> Iterator[None]:
-    """Note which tensors of the trace are alive after it, and where.
+    """Record which tensors of the trace are still alive after it, and where they are stored.
 
     Raises:
-        RuntimeError: one is kept where nothing can take its place.
+        RuntimeError: a tensor is stored where it cannot be replaced.
     """
     yield
     made = export.seen.pop("made", {})
+    # A tensor may be left in a reference cycle that nothing uses: collect those before the search.
     if any(_held(tensor) for tensor in list(made)):
         gc.collect()
     if any(_held(tensor) for tensor in list(made)):
@@ -80,7 +87,10 @@ def noted(export: Export) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unfrozen() -> Iterator[None]:
-    """While open, no object is frozen: referrers are searched among the others alone."""
+    """Disable garbage collection and unfreeze all objects.
+
+    gc.get_referrers searches only objects that are not frozen.
+    """
     frozen = gc.get_freeze_count()
     enabled = gc.isenabled()
     gc.disable()
@@ -95,7 +105,10 @@ def _unfrozen() -> Iterator[None]:
 
 
 def put_back(manager: Manager) -> None:
-    """Let stale tensors be where this graph's export, or a pass of the model itself since, has left others."""
+    """Write the stale tensors into their places again.
+
+    An export of another graph, or a pass of the model itself, may have written other tensors there.
+    """
     for container, key, value in seen_of(manager._graph_transition_manager).get("kept", ()):
         if isinstance(container, types.CellType):
             container.cell_contents = value
@@ -113,6 +126,8 @@ def _find(module: nn.Module, made: Mapping[torch.Tensor, str]) -> list[Kept]:
     found: list[Kept] = []
     _replace(module, alive, stale, found, _DEEP)
     containers = {id(container) for container, _, _ in found}
+    # Attributes that hold such a container are restored, too: another pass may bind a new
+    # container.
     for layer in module.modules():
         for name, value in vars(layer).items():
             if id(value) in containers or _contains(value, containers, _DEEP):
@@ -123,11 +138,17 @@ def _find(module: nn.Module, made: Mapping[torch.Tensor, str]) -> list[Kept]:
 def _replace(
     module: nn.Module, objects: Sequence[object], stale: Stale, found: list[Kept], deep: int
 ) -> None:
-    """Note, for each container of one of `objects`, what takes the place of the object there.
+    """Record for each container of one of `objects` the replacement of the object there.
 
-    stale: by the id of an object it and its line, or it and what takes its place.
+    Args:
+        module: the traced model.
+        objects: the objects to replace.
+        stale: the objects' entries, see `Stale`.
+        found: the records; extended in place.
+        deep: the number of further levels of tuples to search.
     """
     inner: Stale = {}
+    # The search's own containers refer to the objects, too.
     own = {id(objects), id(stale), *map(id, stale.values())}
     for holder in gc.get_referrers(*objects):
         if id(holder) not in own and not isinstance(holder, types.FrameType):
@@ -137,7 +158,7 @@ def _replace(
 
 
 def _replaced(module: nn.Module, holder: Any, stale: Stale, inner: Stale | None) -> list[Kept]:
-    """Of one container; a tuple goes into `inner`, with another one."""
+    """Return the records of one container; a tuple is put into `inner` with its replacement."""
     if isinstance(holder, types.CellType):
         items: Any = {"cell_contents": holder.cell_contents}
     else:
@@ -164,7 +185,7 @@ def _replaced(module: nn.Module, holder: Any, stale: Stale, inner: Stale | None)
 def _stale(
     module: nn.Module, holder: object, items: object, key: Any, entry: tuple[object, object]
 ) -> object:
-    """What takes the place of an object under a key of a container."""
+    """Return the object that replaces an entry under a key of a container."""
     if not isinstance(entry[1], str):
         return entry[1]
     for path, layer in module.named_modules():
@@ -175,8 +196,9 @@ def _stale(
 
 def _message(where: str, line: str) -> str:
     return (
-        f"{where} keeps a tensor that the forward pass made at {line}. ONNX Runtime's graph returns the outputs of the "
-        "model alone, so that this tensor would stay the first pass's, without a gradient: return it from forward"
+        f"{where} keeps a tensor that the forward pass made at {line}. "
+        "ONNX Runtime's graph returns the outputs of the model alone, so that this tensor would "
+        "stay the first pass's, without a gradient: return it from forward"
     )
 
 
@@ -194,7 +216,7 @@ def _where(module: nn.Module, holder: object, items: object, key: Any) -> str:
 
 
 def _reads(hook: object) -> Iterator[object]:
-    """What a hook may write to."""
+    """Yield the objects that a hook may write to."""
     function = getattr(hook, "__func__", hook)
     for cell in getattr(function, "__closure__", None) or ():
         yield cell
@@ -207,7 +229,7 @@ def _reads(hook: object) -> Iterator[object]:
 
 
 def _plain(path: str) -> str:
-    """Without ORT's own part of it."""
+    """Return a layer's path without the first part, which is ORT's."""
     return path.partition(".")[2]
 
 

@@ -1,4 +1,4 @@
-"""ONNX forms whose values and gradients are torch's where those of torch's exporter are not."""
+"""ONNX forms with torch's values and gradients, for operators whose exported forms differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ def _form_of_torch(name: str, opset: int) -> Form:
 
 
 def clamp(g: GraphContext, x: Any, low: Any, high: Any) -> Any:
-    """By choice: the gradient of ONNX's Clip is a product, in which infinity, as of a root of zero, becomes nan."""
+    """Write clamp with Where.
+
+    The gradient of ONNX's Clip is a product, so an infinite gradient, such as that of a root at
+    zero, becomes nan.
+    """
     from torch.onnx import symbolic_helper
     from torch.onnx._type_utils import JitScalarType
 
@@ -33,29 +37,35 @@ def clamp(g: GraphContext, x: Any, low: Any, high: Any) -> Any:
 
 
 def clamp_min(g: GraphContext, x: Any, low: Any) -> Any:
-    """As `clamp`."""
+    """Write clamp with a lower bound only; see `clamp`."""
     return clamp(g, x, low, None)
 
 
 def clamp_max(g: GraphContext, x: Any, high: Any) -> Any:
-    """As `clamp`."""
+    """Write clamp with an upper bound only; see `clamp`."""
     return clamp(g, x, None, high)
 
 
 def gelu(g: GraphContext, x: Any, approximate: Any) -> Any:
-    """In bfloat16 ORT's own, as its fusion makes it of torch's form in other types; bfloat16.py hands it to torch."""
+    """Write a bfloat16 GELU as ORT's own operator; other types use torch's form.
+
+    ORT's fusion makes the same operator of torch's form in other types. bfloat16.py hands it to
+    torch.
+    """
     if type_of(x) == torch.bfloat16 and approximate.node().s("value") == "none":
         return g.op("com.microsoft::Gelu", x)
     return _form_of_torch("gelu", 9)(g, x, approximate)
 
 
 def rooted(name: str) -> Form:
-    """Torch's form of an operator, with a square root whose gradient is zero at zero."""
+    """Return torch's form of an operator with a square root whose gradient at zero is zero."""
 
     def symbolic(g: GraphContext, *args: Any) -> Any:
         def root(square: Any) -> Any:
             zero = number_like(g, 0.0, square)
             nothing = g.op("Equal", square, zero)
+            # Where the square is 0 the root is taken of 1: the root's infinite gradient times
+            # Where's 0 would be nan.
             safe = g.op("Where", nothing, number_like(g, 1.0, square), square)
             return g.op("Where", nothing, zero, g.op("Sqrt", safe))
 
@@ -65,7 +75,7 @@ def rooted(name: str) -> Form:
 
 
 def casting(name: str, opset: int) -> Form:
-    """Torch's form of an operator, without a cast to the type that a tensor has."""
+    """Return torch's form of an operator, without casts to the type that a tensor already has."""
 
     def symbolic(g: GraphContext, *args: Any) -> Any:
         from torch.onnx._type_utils import JitScalarType
@@ -81,7 +91,10 @@ def casting(name: str, opset: int) -> Form:
 
 
 def detach(g: GraphContext, x: Any) -> Any:
-    """A copy that ORT is told not to derive: torch leaves `detach` out, and the gradient would go through."""
+    """Write a copy at which ORT stops the gradient.
+
+    Torch leaves `detach` out of the graph, so the gradient would pass.
+    """
     _stop_gradient_at_copies()
     no_format = g.op("prim::Constant")
     no_format.setType(torch._C.OptionalType.ofTensor())
@@ -95,13 +108,12 @@ def _stop_gradient_at_copies() -> None:
     c: Any = importlib.import_module("onnxruntime.capi._pybind_state")
     clone = "org.pytorch.aten::ATen::clone::"
     c.register_custom_stop_gradient_edges(clone, {0})
-    c.register_gradient_definition(
-        clone, _no_gradient()
-    )  # which ORT wants of a weight's copy all the same
+    # ORT requires a gradient definition for the copy of a weight in any case.
+    c.register_gradient_definition(clone, _no_gradient())
 
 
 def _no_gradient() -> Any:
-    """Of a node with one input: zeros, as a gradient definition of ORT's."""
+    """Return a gradient definition for a node with one input: zeros."""
     from onnxruntime.training.ortmodule._custom_gradient_registry import _to_gradient_definition
 
     zero = {"value": 0.0, "dtype": "IElemType(0)", "is_tensor": True}

@@ -1,9 +1,10 @@
-"""Ends the gradient of an exported graph at what a model computes under `torch.no_grad()`.
+"""Stop the gradient of an exported graph at tensors that a model computes under `torch.no_grad()`.
 
-ORT exports a model with gradients off, so what a forward pass says of them is not seen, and ORT's gradient goes through
-everything. Here an export follows what the model says: a tensor computed with gradients off, out of something that is
-trained, is detached where it is used with gradients on. Other tensors are left alone, such as the angles of a rotary
-embedding, so that most models' graphs stay as they are.
+ORT exports a model with gradients off. The grad mode that a forward pass sets is lost, and ORT's
+gradient passes through everything. Here an export follows the model's grad mode: if a tensor is
+computed with gradients off from a trained tensor, it is detached where it is used with gradients
+on. Other tensors, such as the angles of a rotary embedding, are unchanged, so most models' graphs
+stay the same.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ if TYPE_CHECKING:
 
 _T = torch.Tensor
 _GRAD_MODE = torch.autograd.grad_mode.__file__
+# Types that contain no tensors; `tensors` skips them for speed.
 _NO_TENSORS = {int, float, bool, str, type(None), slice, torch.Size, torch.dtype, torch.device}
 Export = AnyFunction
+# The grad mode at the start of the current export's forward pass; one entry for each open `begins`.
 _begins: list[bool] = []
+# One entry for each time that the model read the grad mode.
 _reads: list[None] = []
 
 
 @contextlib.contextmanager
 def begins(gradients: bool) -> Iterator[None]:
-    """While open, an export's forward pass begins with gradients on or off."""
+    """Set the grad mode in which an export's forward pass begins."""
     _begins.append(gradients)
     try:
         yield
@@ -46,20 +50,23 @@ def begins(gradients: bool) -> Iterator[None]:
 
 
 def at_start(default: bool) -> bool:
-    """Whether gradients are on where the forward pass of this export begins."""
+    """Return whether gradients are on at the start of this export's forward pass."""
     return _begins[-1] if _begins else default
 
 
 @contextlib.contextmanager
 def noted(export: ort_export.Export) -> Iterator[None]:
-    """Note whether the model reads the grad mode: its graph is then one of this mode only."""
+    """Record whether the model reads the grad mode; its graph is then valid for this mode only."""
     _reads.clear()
     yield
     export.seen["grad_mode"] = bool(_reads)
 
 
 def following_grad_mode(export: Export) -> Export:
-    """An export in which `no_grad`, `set_grad_enabled`, `enable_grad` and `inference_mode` mean what they say."""
+    """Wrap an export so that it follows the model's grad mode.
+
+    The mode is set by `no_grad`, `set_grad_enabled`, `enable_grad` and `inference_mode`.
+    """
 
     @functools.wraps(export)
     def export_with_grad_mode(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
@@ -76,26 +83,30 @@ _SCATTER = {torch.scatter, torch.Tensor.scatter, torch.Tensor.scatter_}
 
 
 class _GradMode(TorchFunctionMode):
-    """Follows every call of torch's functions: whether gradients are on, and which tensors have one.
+    """A function mode that tracks the model's grad mode, and which tensors have a gradient.
 
-    A tensor that no call here has made counts as trained: it is an input of the model's, or of a scripted function.
+    A tensor that no tracked call has made counts as trained: it is an input of the model or of a
+    scripted function.
     """
 
     def __init__(self, model: torch.nn.Module, training: bool) -> None:
         super().__init__()
         begin = at_start(training)
         self._training = training and begin
-        self._enabled = begin  # for the model; gradients are off for torch throughout an export
+        # The mode that the model sees; for torch gradients are off throughout an export.
+        self._enabled = begin
+        # By tensor: whether it has a gradient with gradients on everywhere.
         self._trained = WeakTensorKeyDictionary()
-        self._stopped = (
-            WeakTensorKeyDictionary()
-        )  # made of trained ones with gradients off; each with its detached one
+        # Tensors computed from trained ones with gradients off, each with its detached copy.
+        self._stopped = WeakTensorKeyDictionary()
         for tensor in (*model.parameters(), *model.buffers()):
             self._trained[tensor] = tensor.requires_grad
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """While open, what no function mode sees is seen: whether gradients are on is asked, and custom functions."""
+        """Intercept the calls that no function mode sees: reads of the grad mode, and custom
+        functions.
+        """
         plain = vars(torch.autograd.Function)["apply"]
 
         def applied(
@@ -110,7 +121,9 @@ class _GradMode(TorchFunctionMode):
             return apply(*args, **kwargs)
 
         def is_enabled() -> bool:
-            if sys._getframe(1).f_code.co_filename != _GRAD_MODE:  # no_grad reads it, to restore it
+            # torch's own grad mode classes read the mode to restore it later; only reads by the
+            # model count.
+            if sys._getframe(1).f_code.co_filename != _GRAD_MODE:
                 _reads.append(None)
             return self._enabled
 
@@ -141,10 +154,11 @@ class _GradMode(TorchFunctionMode):
             return self._trained[args[0]] and args[0] not in self._stopped
         if func is _T.register_hook and self._has_gradient(args[0]):
             raise RuntimeError(
-                "the forward pass gives a tensor a hook, and ONNX Runtime's backward pass calls none"
+                "the forward pass gives a tensor a hook, and ONNX Runtime's backward pass calls "
+                "none"
             )
         if func == getter("data"):
-            # a trace has .data as a constant
+            # A trace records .data as a constant.
             func = _T.detach
             args = args[:1]
         if any(isinstance(value, complex) for value in args) and (given := tensors(args)):
@@ -152,7 +166,8 @@ class _GradMode(TorchFunctionMode):
             args = tuple(
                 _complex(value, given[0]) if isinstance(value, complex) else value for value in args
             )
-        if func in _SCATTER:  # torch's exporter knows none of True and False
+        # torch's exporter has no form of a scatter of True or False.
+        if func in _SCATTER:
             args = tuple(int(value) if isinstance(value, bool) else value for value in args)
         return self._call(func, args, kwargs or {})
 
@@ -167,6 +182,8 @@ class _GradMode(TorchFunctionMode):
         for tensor in changed:
             if isinstance(tensor, torch.nn.Parameter):
                 raise RuntimeError(CHANGED_WEIGHT)
+            # The tensor was made in one mode and is changed in the other; detaching cannot express
+            # that.
             if self._has_gradient(tensor) and (tensor in self._stopped) == self._enabled:
                 raise RuntimeError(CHANGED)
         for tensor in (*changed, *filter(_differentiable, tensors(result))):
@@ -177,7 +194,7 @@ class _GradMode(TorchFunctionMode):
         return result
 
     def _has_gradient(self, tensor: torch.Tensor) -> bool:
-        """Whether it would have one if gradients were on everywhere."""
+        """Return whether the tensor would have a gradient if gradients were on everywhere."""
         return self._training and _differentiable(tensor) and self._trained.get(tensor, True)
 
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -190,7 +207,10 @@ class _GradMode(TorchFunctionMode):
 
 
 def tensors(values: Any) -> list[torch.Tensor]:
-    """Those among arguments or results; as torch's tree_leaves finds them, in a tenth of its time."""
+    """Return the tensors among arguments or results.
+
+    The result is that of torch's tree_leaves, in a tenth of its time.
+    """
     if isinstance(values, _T):
         return [values]
     if type(values) in (tuple, list):
@@ -203,13 +223,13 @@ def tensors(values: Any) -> list[torch.Tensor]:
 
 
 def versions_of(values: Sequence[torch.Tensor]) -> list[int]:
-    """How often each was changed in place; unseen by function modes."""
+    """Return how often each tensor was changed in place; hidden from function modes."""
     with torch._C.DisableTorchFunction():
         return [value._version for value in values]
 
 
 def changed_since(values: Sequence[torch.Tensor], versions: Sequence[int]) -> list[torch.Tensor]:
-    """Those that were changed in place since `versions_of` gave these."""
+    """Return the tensors that were changed in place since `versions_of` returned `versions`."""
     return [value for value, old, new in zip(values, versions, versions_of(values)) if old != new]
 
 
@@ -219,7 +239,7 @@ def _differentiable(tensor: torch.Tensor) -> bool:
 
 
 def _complex(value: complex, like: torch.Tensor) -> torch.Tensor:
-    """Computed in the graph, for ONNX has no complex constants."""
+    """Compute a complex constant in the graph, because ONNX has none."""
     parts = [
         like.new_zeros((), dtype=torch.get_default_dtype()) + part
         for part in (value.real, value.imag)
@@ -231,6 +251,7 @@ CHANGED_WEIGHT = (
     "a weight is changed in the forward pass, which ONNX Runtime's graph would leave out"
 )
 CHANGED = (
-    "a tensor with a gradient is changed in place under torch.no_grad(), or one made there is changed outside: "
-    "ONNX Runtime's gradient would be another than PyTorch's; write the change without a trailing underscore"
+    "a tensor with a gradient is changed in place under torch.no_grad(), or one made there is "
+    "changed outside: ONNX Runtime's gradient would be another than PyTorch's; "
+    "write the change without a trailing underscore"
 )

@@ -1,4 +1,4 @@
-"""ONNX forms for reads and sums at indices, differences and running sums."""
+"""ONNX forms for reads and sums at indices, for differences and for cumulative sums."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ import torch
 
 from ortlaunch.ortmodule.tracing.symbolics import GraphWriter, integers, is_bool, type_of
 
+# torch indexes with uint8 tensors as with masks.
 _MASKS = (torch.bool, torch.uint8)
 
 
 def index(g: Any, x: Any, indices: Any) -> Any:
-    """Torch's form of several index tensors does not wrap negative values, and takes masks of one dimension only."""
+    """Write an index by several tensors, with negative values and masks of several dimensions.
+
+    Torch's form does not wrap negative values, and accepts only masks of one dimension.
+    """
     from torch.onnx import symbolic_helper
 
     given = _without_masks(g, symbolic_helper._unpack_list(indices))
     tensors = [dim for dim, one in enumerate(given) if not symbolic_helper._is_none(one)]
     for dim in tensors if len(tensors) > 1 else ():
         place = g.op("Cast", given[dim], to_i=torch.onnx.TensorProtoDataType.INT64.value)
+        # The sizes are read at run time, because they may differ between batches.
         from_end = g.op("Add", place, g.op("Gather", g.op("Shape", x), integers(g, dim)))
         given[dim] = g.op("Where", g.op("Less", place, integers(g, 0)), from_end, place)
         indices = g.op("prim::ListConstruct", *given)
@@ -30,7 +35,7 @@ def index(g: Any, x: Any, indices: Any) -> Any:
 
 
 def _without_masks(g: Any, indices: list[Any]) -> list[Any]:
-    """A mask as the places of its true values: an index tensor for each dimension."""
+    """Replace each mask by the indices of its true values: one index tensor for each dimension."""
     from torch.onnx import symbolic_helper
 
     given: list[Any] = []
@@ -44,19 +49,25 @@ def _without_masks(g: Any, indices: list[Any]) -> list[Any]:
 
 
 def index_put(g: Any, into: Any, indices: Any, values: Any, accumulate: Any = None) -> Any:
-    """Torch's form takes values of the shape of what they replace, and keeps one of those that come to one place."""
+    """Write index_put with broadcast of the values and sums at repeated indices.
+
+    Torch's form requires values of the replaced elements' shape. With `accumulate` it keeps only
+    one of several values for the same element.
+    """
     from torch.onnx import symbolic_helper
 
     put = importlib.import_module("torch.onnx.symbolic_opset11").index_put
     given = symbolic_helper._unpack_list(indices)
     adds = accumulate is not None and symbolic_helper._maybe_get_const(accumulate, "b")
     masked = any(is_bool(one) for one in given)
+    # Torch's form of a single mask and one number is a masked fill, which is exact.
     if masked and len(given) == 1 and not adds and symbolic_helper._get_tensor_rank(values) == 0:
         return put(g, into, indices, values, accumulate)
     own: dict[str, Callable[..., Any]] = {}
     if masked:
         indices = g.op("prim::ListConstruct", *_without_masks(g, given))
     if _are_broadcast(g, masked):
+        # Torch's form reshapes the values; Expand also repeats them.
         own["Reshape"] = lambda value, shape, **_: g.op("Expand", value, shape)
     if adds:
         _require_sums(g)
@@ -65,17 +76,21 @@ def index_put(g: Any, into: Any, indices: Any, values: Any, accumulate: Any = No
 
 
 def _are_broadcast(g: Any, masked: bool) -> bool:
-    """Whether the values of an index_put in the traced graph may have to be repeated."""
+    """Return whether the values of an index_put in the traced graph may have to be repeated."""
     into, indices, values = [*g.original_node.inputs()][:3]
     places = [place.type().dim() for place in indices.node().inputs()]
     sizes = values.type().sizes()
     if sizes is None or into.type().dim() is None or None in places:
-        return False  # of the exporter's own making, for `x[..., 0] = y`, whose values are reshaped
+        # The exporter itself makes this node for `x[..., 0] = y`, and reshapes its values.
+        return False
     return masked or len(sizes) != max(places) + into.type().dim() - len(places) or 1 in sizes
 
 
 def _require_sums(g: Any) -> None:
-    """Refuse an opset whose Scatter has no reduction; torch's forms keep one value of several there."""
+    """Refuse an opset whose Scatter has no reduction.
+
+    With such an opset torch's forms keep only one of several values for the same element.
+    """
     if g.opset < 16:
         raise RuntimeError(
             f"sums at indices take Settings.opset 16 or newer, and this export is of {g.opset}"
@@ -83,7 +98,10 @@ def _require_sums(g: Any) -> None:
 
 
 def scatter_add(g: Any, into: Any, *args: Any) -> Any:
-    """Added up apart: ORT's gradient of a Scatter that adds leaves out the places that it adds to."""
+    """Write scatter_add as a sum over zeros, which is then added to the tensor.
+
+    ORT's gradient of a Scatter that adds omits the elements that it adds to.
+    """
     _require_sums(g)
     zeros = g.op(
         "ConstantOfShape", g.op("Shape", into), value_t=torch.zeros(1, dtype=type_of(into))
@@ -97,12 +115,13 @@ def scatter_add(g: Any, into: Any, *args: Any) -> Any:
 
 
 def diff(g: Any, x: Any, times: Any, dim: Any, before: Any, after: Any) -> Any:
-    """Torch has no form."""
+    """Write diff, for which torch has no form."""
     from torch.onnx import symbolic_helper
 
     axis = symbolic_helper._get_const(dim, "i", "dim")
     parts = [part for part in (before, x, after) if not symbolic_helper._is_none(part)]
     x = g.op("Concat", *parts, axis_i=axis) if len(parts) > 1 else x
+    # torch's difference of two booleans is their exclusive or.
     minus = "Xor" if is_bool(x) else "Sub"
     for _ in range(symbolic_helper._get_const(times, "i", "n")):
         later = symbolic_helper._slice_helper(g, x, axes=[axis], starts=[1], ends=[sys.maxsize])
@@ -113,25 +132,29 @@ def diff(g: Any, x: Any, times: Any, dim: Any, before: Any, after: Any) -> Any:
 
 
 def cumsum(g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:
-    """Of a boolean tensor as of integers."""
+    """Write cumsum; a boolean tensor is cast to integers first."""
     if is_bool(x):
         x = g.op("Cast", x, to_i=torch.onnx.TensorProtoDataType.INT64.value)
     return importlib.import_module("torch.onnx.symbolic_opset11").cumsum(g, x, dim, dtype)
 
 
 def floor_divide(g: Any, x: Any, y: Any) -> Any:
-    """Integer division that rounds down, as torch's since 1.13: ONNX's Div and the exporter's form round towards zero.
+    """Write integer division that rounds down, as torch's does since 1.13.
 
-    ONNX's Mod has the sign of the divisor, so that the difference is a multiple of it. Of sizes, which are not
-    negative, the exporter's form stays: ORT infers shapes from it.
+    ONNX's Div and the exporter's form round towards zero.
     """
+    # Sizes are not negative, so the exporter's form is right for them, and ORT infers shapes from
+    # it.
     if _is_size(x) and _is_size(y):
         return importlib.import_module("torch.onnx.symbolic_opset9").floor_divide(g, x, y)
+    # ONNX's Mod has the sign of the divisor, so the difference is a multiple of the divisor.
     return g.op("Div", g.op("Sub", x, g.op("Mod", x, y)), y)
 
 
 def _is_size(value: Any) -> bool:
-    """Whether it is not negative: a size, a constant, a sum or product of such."""
+    """Return whether a value is not negative: a size, a constant, or a sum or product of such
+    values.
+    """
     node = value.node()
     kind = node.kind().removeprefix("onnx::")
     if kind == "Constant":

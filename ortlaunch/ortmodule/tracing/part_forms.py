@@ -1,4 +1,7 @@
-"""ONNX forms for parts of a tensor, whose sizes follow from each batch's: the exporter's keep those of the first."""
+"""ONNX forms that split a tensor into parts whose sizes follow from each batch's sizes.
+
+The exporter's forms use the sizes of the first batch as constants.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,29 @@ from ortlaunch.ortmodule.tracing.symbolics import integers
 
 
 def chunk(g: Any, x: Any, chunks: Any, dim: Any) -> Any:
-    """Fewer parts than requested, such as 3 of a size of 5 in 4: torch's form is a sequence, which ORT cannot infer."""
+    """Write chunk, which may return fewer parts than requested: 3 for a size of 5 in 4 parts.
+
+    Torch's form is a sequence, whose shapes ORT cannot infer.
+    """
     from torch.onnx import symbolic_helper
 
     count, axis = (symbolic_helper._get_const(value, "i", "chunk") for value in (chunks, dim))
+    # The node that unpacks the list has one output for each traced part.
     number = next(use.user for use in g.original_node.output().uses()).outputsSize()
     return g.op("prim::ListConstruct", *constant_chunk(g, x, count, axis, number))
 
 
 def constant_chunk(g: Any, x: Any, chunks: int, dim: int, number: int = 0) -> list[Any]:
-    """Parts of a size that follows from the dimension's.
+    """Write a split into parts whose size is computed from the dimension's size.
 
-    number: of parts, where it is not `chunks`.
+    Args:
+        g: the graph.
+        x: the tensor.
+        chunks: the requested number of parts.
+        dim: the dimension to split.
+        number: the actual number of parts, if it is not `chunks`.
     """
+    # Division that rounds up, as in torch's chunk.
     each = g.op(
         "Div", g.op("Add", _size(g, x, dim), integers(g, [chunks - 1])), integers(g, [chunks])
     )
@@ -29,7 +42,11 @@ def constant_chunk(g: Any, x: Any, chunks: int, dim: int, number: int = 0) -> li
 
 
 def split(g: Any, x: Any, sizes: Any, dim: Any, _outputs: Any = None) -> Any:
-    """Parts of one size: where a dimension's size is unknown, torch's form takes the last one for a whole one."""
+    """Write a split into parts of one size.
+
+    If the dimension's size is unknown, torch's form assumes that the last part is as large as the
+    others.
+    """
     from torch.onnx import symbolic_helper
 
     size, axis = (symbolic_helper._maybe_get_const(value, "i") for value in (sizes, dim))
@@ -45,17 +62,20 @@ def _size(g: Any, x: Any, dim: int) -> Any:
 
 
 def _parts(g: Any, x: Any, each: Any, dim: int, number: int) -> list[Any]:
-    """A Split into as many parts as were traced, which fails in a pass where there are more or fewer.
+    """Write a Split into as many parts as were traced; it fails in a pass with more or fewer parts.
 
-    Their sizes are unknown to the exporter, which would take the traced ones for constants.
-
-    each: the size of all parts but the last, which may be smaller.
+    Args:
+        g: the graph.
+        x: the tensor.
+        each: the size of all parts but the last, which may be smaller.
+        dim: the dimension to split.
+        number: the number of parts.
     """
     rest = g.op("Sub", _size(g, x, dim), g.op("Mul", each, integers(g, [number - 1])))
     last = g.op("Min", each, rest)
-    if (
-        number > 1
-    ):  # fewer parts: a whole last one is too much for the dimension, so that Split fails
+    # In a pass with fewer parts `rest` is below 1. A last part of full size then exceeds the
+    # dimension, so that Split fails.
+    if number > 1:
         last = g.op("Where", g.op("Less", rest, integers(g, [1])), each, last)
     split = g.op(
         "Split",
@@ -65,6 +85,7 @@ def _parts(g: Any, x: Any, each: Any, dim: int, number: int) -> list[Any]:
         outputs=number,
     )
     made: list[Any] = list(split) if number > 1 else [split]
+    # Unknown sizes: the exporter would use the traced ones as constants.
     for part in made:
         part.setType(x.type().with_sizes([None] * x.type().dim()))
     return made

@@ -1,8 +1,9 @@
-"""Which of Python's values a forward pass reads beside its arguments, where they stand, and what they are now.
+"""Python values that a forward pass reads apart from its arguments: their places and their current
+state.
 
-A place is (holder, name): an attribute of a layer, by the layer's path, a global of a module of the user's, by
-`global ` and the module's name, or an environment variable. Not seen: variables that a function has from another
-function around it.
+A place is (holder, name). The holder is a layer's path for an attribute of the layer, `global `
+with the module's name for a global of a user's module, or `environment variable`. Variables that a
+function has from an enclosing function are not detected.
 """
 
 from __future__ import annotations
@@ -32,23 +33,28 @@ Place = tuple[str, str]
 _NUMBERS = (bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, torch.device)
 _KINDS = (*_NUMBERS, type(None), list, tuple, set, frozenset, dict, torch.Tensor, numpy.ndarray)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-_WHOLE = (*_NUMBERS, type(None), *_FUNCTIONS)  # the same object is the same value
+# Immutable values and functions: the same object has the same value.
+_WHOLE = (*_NUMBERS, type(None), *_FUNCTIONS)
+# nn.Module's own containers of parameters, hooks and the like; reads of them are not recorded.
 _KEEPING = {
     name for name, value in vars(nn.Module()).items() if not isinstance(value, (bool, type(None)))
 }
 _KEEPING.add("_compiled_call_impl")
+# Code in torch and in ortlaunch.
 _NOT_THE_MODELS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}"
 GONE = object()
-"""Stands where nothing does."""
+"""The value of a place that does not exist."""
+# The depth of nested values that are compared.
 _DEEP = 4
 
 
+# One entry for each open `unnoted`.
 _paused: list[None] = []
 
 
 @contextlib.contextmanager
 def unnoted() -> Iterator[None]:
-    """While open, nothing that passes read is noted."""
+    """Pause the recording of reads."""
     tracer = sys.gettrace()
     _paused.append(None)
     sys.settrace(None)
@@ -60,7 +66,11 @@ def unnoted() -> Iterator[None]:
 
 
 class Reads:
-    """What passes of a model read before they wrote it, as it was then, and the names in the code that ran."""
+    """The places that passes of a model read before they wrote them, and the names in the code that
+    ran.
+
+    `places` has the value of each place at its first read.
+    """
 
     def __init__(self) -> None:
         self.places: dict[Place, object] = {}
@@ -69,11 +79,11 @@ class Reads:
 
 @contextlib.contextmanager
 def noted(module: nn.Module) -> Iterator[Reads]:
-    """Yields what passes of `module` in the with-block read."""
-    paths = {
-        id(layer): path for path, layer in module.named_modules() if path
-    }  # that without is ORT's
+    """Record the places that passes of `module` read in the with-block; yield the records."""
+    # The layer without a path is ORT's.
+    paths = {id(layer): path for path, layer in module.named_modules() if path}
     reads = Reads()
+    # The result of a pass does not depend on the earlier value of a place that it writes first.
     written: set[Place] = set()
     codes: set[types.CodeType] = set()
     running: list[None] = []
@@ -99,10 +109,12 @@ def noted(module: nn.Module) -> Iterator[Reads]:
 
     def calling(frame: types.FrameType, event: str, _: object) -> None:
         code = frame.f_code
+        # Each code object once, because the trace function runs at every call.
         if event != "call" or code in codes:
             return
         codes.add(code)
         if not code.co_filename.startswith(_NOT_THE_MODELS):
+            # String constants too: they may be names for getattr.
             reads.names.update(
                 code.co_names, (word for word in code.co_consts if isinstance(word, str))
             )
@@ -123,6 +135,7 @@ def noted(module: nn.Module) -> Iterator[Reads]:
     before: Any = sys.gettrace()
     hooks = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
     layers: Any = nn.Module
+    # On the class, because Python looks these methods up on the type only.
     layers.__getattribute__ = getting
     layers.__setattr__ = setting
     try:
@@ -138,7 +151,7 @@ def noted(module: nn.Module) -> Iterator[Reads]:
 
 @contextlib.contextmanager
 def _environment(reads: Reads, running: list[None]) -> Iterator[None]:
-    """While open, environment variables that are read are noted."""
+    """Record the environment variables that are read."""
     environment: Any = type(os.environ)
     read = environment.__getitem__
 
@@ -155,7 +168,7 @@ def _environment(reads: Reads, running: list[None]) -> Iterator[None]:
 def _globals(
     names: Iterable[str], namespace: Mapping[str, object], seen: set[int]
 ) -> Iterator[tuple[Place, object]]:
-    """Those of `names` that are the module's, or of modules of the user's that it names."""
+    """Yield those of `names` that are globals of the module, or of user modules that it names."""
     module = namespace.get("__name__")
     if id(namespace) in seen or vars(sys.modules.get(str(module), object)) is not namespace:
         return
@@ -170,18 +183,21 @@ def _globals(
 
 
 def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
-    """What of a value a graph depends on, which can be compared later.
+    """Return a comparable snapshot of the state of a value on which a graph depends.
 
-    Of an object its attributes with one of the `names`. Without names all, but no tensors in objects and dictionaries:
-    there a pass leaves what nothing reads again.
+    Args:
+        value: the value.
+        names: the attributes of objects to include. None: all attributes, but no tensors in objects
+            and dictionaries, where a pass stores values that are never read again.
+        deep: the number of levels of nested values to include.
     """
     if isinstance(value, (*_WHOLE, StaleTensor)) or not deep:
         return value
     if isinstance(value, nn.Parameter) and value.requires_grad:
-        return (
-            value  # an input of the graph, which a step changes; a trace takes none for a constant
-        )
+        # An input of the graph, never a constant of the trace; every step changes its values.
+        return value
     if isinstance(value, torch.Tensor):
+        # The version counts in-place changes; a tensor of inference mode has none.
         return value, None if value.is_inference() else value._version
     if isinstance(value, numpy.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
@@ -208,37 +224,40 @@ def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
 
 
 def drawn(source: random.Random | numpy.random.RandomState | numpy.random.Generator) -> str:
-    """What a generator of random numbers of Python's or NumPy's goes on from."""
+    """Return the state of one of Python's or NumPy's random generators as a text."""
     if isinstance(source, random.Random):
         return repr(source.getstate())
     if isinstance(source, numpy.random.RandomState):
         state: Mapping[str, object] = source.get_state(legacy=False)
     else:
         state = source.bit_generator.state
-    return repr({name: str(value) for name, value in state.items()})  # of an array its ends
+    # str, so that arrays compare as a whole. Of an array with over 1,000 elements it has the ends.
+    return repr({name: str(value) for name, value in state.items()})
 
 
 def _is_settings(kind: type) -> bool:
-    """Whether a class may hold values that its user changes. A custom function's code runs in every pass."""
+    """Return whether a class may hold values that its user changes.
+
+    A custom autograd function does not count, because its code runs in every pass.
+    """
     users = _is_users(getattr(sys.modules.get(kind.__module__), "__file__", None))
     return users and not issubclass(kind, torch.autograd.Function)
 
 
 def same(one: object, other: object) -> bool:
-    """Whether what `frozen` gave means the same graph."""
+    """Return whether two snapshots of `frozen` mean the same graph."""
     if one is other:
         return True
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, frozenset):
         return bool(one == other)
-    return (
-        isinstance(one, _NUMBERS) and type(one) is type(other) and repr(one) == repr(other)
-    )  # nan is not nan
+    # repr, because nan != nan.
+    return isinstance(one, _NUMBERS) and type(one) is type(other) and repr(one) == repr(other)
 
 
 class Values:
-    """What stood at places when this was made."""
+    """The values at places when this object was made."""
 
     def __init__(
         self, module: nn.Module, places: Iterable[Place], names: set[str] | None = None
@@ -253,9 +272,10 @@ class Values:
         self.frozen = {place: frozen(value, names) for place, *_, value, _ in self._stood}
 
     def changed(self) -> list[Place]:
-        """Places where something else stands now."""
+        """Return the places whose value differs now."""
         found = []
-        compared: dict[tuple[int, int], bool] = {}  # what many layers share, once
+        # Values that many layers share are compared once.
+        compared: dict[tuple[int, int], bool] = {}
         for place, own, inherited, value, whole in self._stood:
             new = own.get(place[1], GONE)
             if new is GONE:
@@ -273,7 +293,7 @@ class Values:
 def _holders(
     layers: dict[str, nn.Module], holder: str, name: str
 ) -> tuple[Mapping[str, object], Mapping[str, object]]:
-    """Where to look: first among a layer's own attributes, then in its class."""
+    """Return the two mappings to search for a place: a layer's own attributes, then its class's."""
     if holder.startswith(GLOBAL):
         module = sys.modules.get(holder.removeprefix(GLOBAL))
         return (vars(module) if module else {}), {}
@@ -287,7 +307,7 @@ def _holders(
 
 @functools.cache
 def _installed() -> tuple[str, ...]:
-    """Folders of the standard library and of installed packages."""
+    """Return the folders of the standard library and of installed packages."""
     import site
 
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -297,8 +317,12 @@ def _installed() -> tuple[str, ...]:
 
 @functools.cache
 def _is_users(file: object) -> bool:
-    """Whether what a module or code object says of its file names one of the user's, or ortlaunch's own."""
-    # torch.ops says that its file is `_ops.py`, in no folder.
+    """Return whether a file belongs to the user's code or to ortlaunch.
+
+    Args:
+        file: the `__file__` of a module or the file name of a code object.
+    """
+    # The file of torch.ops is `_ops.py`, without a folder.
     return (
         isinstance(file, str)
         and os.path.isabs(file)

@@ -1,4 +1,7 @@
-"""Helpers for ONNX forms of torch operators (operators.py has the table): types, constants, a graph being written."""
+"""Helpers to write ONNX forms of torch operators: types, constants, and a graph being written.
+
+The table of the forms is torch_in_graph/operator_table.py.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,14 @@ if TYPE_CHECKING:
 
 Export = AnyFunction
 Form = AnyFunction
-"""`form(g, *inputs)` writes nodes into the graph `g` and returns the value or values that stand for the operator's."""
+"""A function `form(g, *inputs)` that writes an operator's nodes into the graph `g`.
+
+It returns the value or values that replace the operator's outputs.
+"""
 
 
 class GraphWriter:
-    """A graph being written, in which functions stand in for some ONNX operators."""
+    """A graph being written, in which functions replace some ONNX operators."""
 
     def __init__(self, graph: Any, own: Mapping[str, AnyFunction]) -> None:
         self._graph = graph
@@ -35,7 +41,12 @@ class GraphWriter:
 
 
 def registered(export: Export, forms: Callable[[], Mapping[str, Form]]) -> Export:
-    """An export with these forms, by full operator name, in place of the exporter's, for the length of each call."""
+    """Wrap an export so that it uses these forms instead of the exporter's during each call.
+
+    Args:
+        export: the export.
+        forms: returns the forms by full operator name.
+    """
 
     @functools.wraps(export)
     def export_with_forms(*args: object, **kwargs: Any) -> Any:
@@ -46,6 +57,7 @@ def registered(export: Export, forms: Callable[[], Mapping[str, Form]]) -> Expor
         try:
             return export(*args, **kwargs)
         finally:
+            # The exporter's registry is global; other exports need the exporter's own forms.
             for name in own:
                 torch.onnx.unregister_custom_op_symbolic(name, opset)
 
@@ -53,7 +65,7 @@ def registered(export: Export, forms: Callable[[], Mapping[str, Form]]) -> Expor
 
 
 def type_of(value: Any) -> torch.dtype:
-    """The type of a tensor in the graph."""
+    """Return the type of a tensor in the graph."""
     from torch.onnx._type_utils import JitScalarType
 
     dtype: torch.dtype = JitScalarType.from_value(value).dtype()
@@ -61,24 +73,27 @@ def type_of(value: Any) -> torch.dtype:
 
 
 def is_bool(value: Any) -> bool:
-    """Whether it is a boolean tensor; None is not."""
+    """Return whether the value is a boolean tensor; False for None."""
     from torch.onnx import symbolic_helper
 
     return bool(not symbolic_helper._is_none(value) and symbolic_helper._is_bool(value))
 
 
 def integers(g: GraphContext, values: int | list[int]) -> Any:
-    """A constant of int64."""
+    """Write an int64 constant."""
     return g.op("Constant", value_t=torch.tensor(values))
 
 
 def number_like(g: GraphContext, number: float, like: Any) -> Any:
-    """A constant without dimensions, of the type of `like`."""
+    """Write a constant without dimensions, of the type of `like`."""
     return g.op("Constant", value_t=torch.tensor(number, dtype=type_of(like)))
 
 
 def constants(value: Any) -> list[float]:
-    """The numbers of a constant or of a list of constants in a traced graph; none of what is computed."""
+    """Return the numbers of a constant or of a list of constants in a traced graph.
+
+    Computed values are left out.
+    """
     parts = list(value.node().inputs()) if value.node().kind() == "prim::ListConstruct" else [value]
     found = [part.toIValue() if part.node().kind() == "prim::Constant" else None for part in parts]
     found = [one.tolist() if isinstance(one, torch.Tensor) else one for one in found]

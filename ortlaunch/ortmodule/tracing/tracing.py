@@ -1,4 +1,4 @@
-"""How `torch.onnx.export` runs for ORT: by TorchScript, quietly, without large weights in its shape inference."""
+"""Wrappers of `torch.onnx.export` for ORT: TorchScript, no warnings, light shape inference."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 _INFERENCE = "_jit_pass_onnx_graph_shape_type_inference"
+# The largest number of elements of a weight that shape inference gets.
 _SMALL = 1024
 
 
 def without_weights(export: AnyFunction) -> AnyFunction:
-    """An export whose shape inference gets no large weights: torch copies each one, twice, for its shape alone."""
+    """Wrap an export so that its shape inference gets no large weights.
+
+    Torch copies each weight twice for its shape alone.
+    """
 
     @functools.wraps(export)
     def export_without_weights(*args: object, **kwargs: object) -> object:
@@ -36,7 +40,10 @@ def without_weights(export: AnyFunction) -> AnyFunction:
 def _inferred(
     infer: Callable[..., None], graph: object, weights: dict[str, object], opset: int
 ) -> None:
-    """Small ones stay: a buffer's numbers may be the sizes of a view."""
+    """Run shape inference without large weights.
+
+    Small ones stay, because a buffer's values may be the sizes of a view.
+    """
     infer(graph, {name: weight for name, weight in weights.items() if not _is_large(weight)}, opset)
 
 
@@ -45,7 +52,9 @@ def _is_large(weight: object) -> bool:
 
 
 def with_autocasts_cache(export: AnyFunction) -> AnyFunction:
-    """An export after which autocast caches as before: torch leaves that off where a trace fails."""
+    """Wrap an export so that autocast's cache is restored; torch leaves it off after a failed
+    trace.
+    """
 
     @functools.wraps(export)
     def export_with_autocasts_cache(*args: object, **kwargs: object) -> object:
@@ -59,14 +68,17 @@ def with_autocasts_cache(export: AnyFunction) -> AnyFunction:
 
 
 def with_own_constants(export: AnyFunction) -> AnyFunction:
-    """An export whose forms read copies of a graph's constants.
+    """Wrap an export so that its forms read copies of a graph's constants.
 
-    Torch's repeat_interleave counts a negative dimension in place (`dim += rank`), in a constant that other operators
-    have too: what follows stacks, adds up or normalizes over another dimension.
+    Torch's repeat_interleave wraps a negative dimension in place (`dim += rank`), in a constant
+    that other operators share. Later operators would then stack, sum or normalize over another
+    dimension.
     """
 
     @functools.wraps(export)
     def export_with_own_constants(*args: object, **kwargs: object) -> object:
+        # The globals of the module that defines the helpers, because torch 2.9 and later have moved
+        # it.
         names = importlib.import_module("torch.onnx.symbolic_helper")._maybe_get_scalar.__globals__
         with mock.patch.dict(names, _parse_arg=functools.partial(_copied, names["_parse_arg"])):
             return export(*args, **kwargs)
@@ -80,9 +92,13 @@ def _copied(parse: AnyFunction, *given: object, **named: object) -> object:
 
 
 def with_swapped_weights(export: AnyFunction) -> AnyFunction:
-    """An export of `torch.func.functional_call` and `parametrize.cached()`, which refuse a trace that they survive."""
+    """Wrap an export so that `torch.func.functional_call` and `parametrize.cached()` can be traced.
+
+    Both refuse to run in a trace, although they work in one.
+    """
     stateless = importlib.import_module("torch.nn.utils.stateless")
     parametrize = importlib.import_module("torch.nn.utils.parametrize")
+    # functional_call and cached() check these two functions before they refuse a trace.
     jit = ModuleView(torch.jit, is_tracing=lambda: False)
     c = ModuleView(torch._C, _get_tracing_state=lambda: None)
 
@@ -98,12 +114,18 @@ def with_swapped_weights(export: AnyFunction) -> AnyFunction:
 
 
 def by_torchscript(export: AnyFunction) -> AnyFunction:
-    """Torch 2.9 and later default to the dynamo exporter, whose graphs ORT cannot read."""
+    """Wrap an export so that it uses TorchScript.
+
+    Torch 2.9 and later default to the dynamo exporter, whose graphs ORT cannot read.
+    """
     return functools.partial(export, dynamo=False)
 
 
 def quiet(export: AnyFunction) -> AnyFunction:
-    """An export without warnings that a user cannot act on: about tracing and deprecation."""
+    """Wrap an export so that it gives no warnings about tracing and deprecation.
+
+    A user cannot act on these warnings.
+    """
 
     @functools.wraps(export)
     def export_quietly(*args: object, **kwargs: object) -> object:
