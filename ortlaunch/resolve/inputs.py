@@ -38,6 +38,7 @@ def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) ->
         beside: the recipe's folder. Paths are relative to the current folder; a file in the
             recipe's folder is only suggested.
     """
+    # An evaluation reads no training data.
     sources = [
         each
         for each in recipe.data.sources()
@@ -58,6 +59,7 @@ def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) ->
     ):
         if not isinstance(value, str) or os.path.exists(value):
             continue
+        # Any other value may be the name of a model on the Hugging Face Hub.
         named = value.startswith(("/", "./", "../", "~")) or "$" in value or "://" in value
         if named or (beside / value).is_dir():
             yield (key,), f"got {value}, and there is no such folder here{_remedy(value, beside)}"
@@ -65,7 +67,7 @@ def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) ->
 
 def unknown_type(recipe: Recipe) -> Iterator[Problem]:
     """Yield a model type that the installed transformers does not have."""
-    # The types are read from the source: importing transformers takes seconds.
+    # The types are read from the source; transformers is not imported.
     kind = (recipe.model.config or {}).get("model_type")
     spec = (
         importlib.util.find_spec("transformers")
@@ -79,6 +81,7 @@ def unknown_type(recipe: Recipe) -> Iterator[Problem]:
         types = {
             name for text in texts for name in re.findall(r'"([\w.-]+)"\s*[,:]\s*"\w+Config"', text)
         }
+        # Without any match the layout of the source is unknown, and nothing is concluded.
         if types and kind not in types:
             guess = closest(str(kind), (*FAMILIES, *sorted(types)))
             near = f"; did you mean {guess}?" if guess else ""
@@ -117,6 +120,7 @@ def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
                 f"got {factory}; there is no module {module} beside the recipe, "
                 f"in {_here()} or installed",
             )
+        # A compiled module has no source to check.
         elif spec.origin and spec.origin.endswith(".py"):
             wrong = _without(function, Path(spec.origin))
             if wrong:

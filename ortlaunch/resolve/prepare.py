@@ -1,4 +1,4 @@
-"""The run folder: its path, a check of its contents, and the files for the ranks. Starts nothing."""
+"""The run folder: its path, a check of its contents, and the ranks' files. Starts nothing."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ def check_launcher(world: World, run: RunDir) -> None:
     Raises:
         PlanError, MissingDependency: it cannot start them.
     """
+    # The user's own launcher has started the ranks already.
     if launcher_of(world.launcher).is_ours:
         backend(world.launcher).check(world.nodes, run)
 
@@ -96,7 +97,8 @@ def request_of(plan: Plan, run: RunDir) -> Request:
 
 
 def claimed(run: RunDir) -> RunDir:
-    """Create the folder for this run alone: runs that start in the same second must not share one."""
+    """Create the folder for this run alone."""
+    # Runs that start in the same second must not share one: mkdir succeeds for one of them.
     for path in (run.path, *(Path(f"{run}-{number}") for number in range(2, 1000))):
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
@@ -126,6 +128,7 @@ def write_run(
         write_text(path, text)
     for path, record in records.items():
         write_json(path, record)
+    # The time of this file marks the start: older logs and checkpoints are of an earlier start.
     write_text(run.request, f"{request}\n")
     # Records of the earlier start would be taken for those of this one.
     set_aside(run)
@@ -156,6 +159,7 @@ def earlier(run: RunDir, resolved: ResolvedRun) -> Recipe | None:
     try:
         return recipe.load(run.recipe).recipe
     except RecipeError as error:
+        # The run can continue if a checkpoint has a record of its own to compare with.
         saved = run.complete_checkpoints()
         if not saved or origin.read(saved[-1][1]) is None:
             raise

@@ -1,4 +1,4 @@
-"""The origin of a run: the typed command, the recipe's commit, the machine. Standard library only."""
+"""The origin of a run: typed command, recipe's commit, machine. Standard library only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def record(run: RunDir, recipe: Path) -> None:
 
 
 def commit(folder: Path) -> dict[str, object] | None:
-    """Return the `commit`, and whether the work tree is `dirty` (None: unknown); None outside git."""
+    """Return `commit`, and whether the work tree is `dirty` (None: unknown); None outside git."""
     head = _git(folder, "rev-parse", "HEAD")
     if not head:
         return None
@@ -59,8 +59,8 @@ def environment() -> Json:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return git's output; None without git, outside a work tree, in another user's, or too late."""
-    # Reading only: no lock on the index, and no program that the repository's own configuration names.
+    """Return git's output; None without git or a work tree of this user's, or after a timeout."""
+    # Reading only: no lock on the index, and no program that the repository's configuration names.
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):

@@ -129,6 +129,7 @@ def resolve(
     """
     found = shipped.locate(path)
     file = recipe.load(found, overrides)
+    # The text is kept, so that a later change of the file cannot change the run.
     if options.hostfile is not None and options.hosts_text is None:
         options = options._replace(hosts_text=hostfile_text(options.hostfile))
     return _resolved(file, None, Command(path, found, options, environ))
@@ -170,6 +171,7 @@ def _absent(file: RecipeFile, world: World, command: Command) -> list[str]:
         RecipeError: the run uses this host alone, and functions are missing, or files for a run
             that would start now.
     """
+    # With other hosts, an absent file or function gives a note only.
     here = all(host.is_here for host in world.hosts)
     doubtful = inputs.doubtful(file.recipe)
     missing = inputs.missing_files(file.recipe, command.options.task, command.path.parent)
@@ -183,12 +185,13 @@ def _absent(file: RecipeFile, world: World, command: Command) -> list[str]:
 
 
 def _engine_notes(recipe: Recipe, device: str, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the engine's settings that differ from their defaults, and the user's ORTModule variables.
+    """Yield notes on settings other than the defaults, and on ORTModule variables of the user.
 
     Raises:
         PlanError: a variable contradicts the recipe.
     """
     engine = recipe.engine
+    # The variables have no effect with other engines.
     if engine.name == "ort":
         wrong = [
             f"{name}={environ[name]} in your environment {why}"

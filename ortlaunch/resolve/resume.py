@@ -21,6 +21,7 @@ from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json
 from ortlaunch.run_folder.resume_record import ResumeRecord
 
+# Values of `--resume`; any other value is a step or a path.
 AUTO = "auto"
 NEVER = "never"
 
@@ -89,6 +90,7 @@ def choose(run: RunDir, options: ResumeOptions) -> Chosen:
             f"give its step: --resume {step}"
         )
     source = Path(options.choice) if options.choice != AUTO else _source(run)
+    # A name without a separator that does not exist is a misspelled `auto` or `never`.
     is_typo = (
         options.choice != AUTO
         and os.sep not in options.choice
@@ -149,6 +151,7 @@ def _number(path: Path) -> int:
 def _elsewhere(source: Path) -> Chosen:
     """Choose the newest checkpoint of another run's folder, or the one that `source` itself is."""
     source = Path(os.path.abspath(source))
+    # With this mark the folder is itself a checkpoint, else it is a run's.
     if (source / COMPLETE).exists():
         return Chosen(source, _step_of(source), source, exact=True)
     other = RunDir(source)
@@ -195,7 +198,7 @@ def beginning(
     """Return the beginning of the run, with a line for each change since the checkpoint.
 
     Args:
-        before: the recipe of this folder's earlier start, for checkpoints that do not record theirs.
+        before: the recipe of this folder's earlier start, for checkpoints without a record of it.
 
     Raises:
         InputError: the requested checkpoint does not exist.
@@ -207,7 +210,7 @@ def beginning(
     if chosen.folder is None:
         return Beginning(chosen, (*lines, *_since(before, resolved)))
     made = origin.read(chosen.folder)
-    # Checkpoints of an older version have no record of their recipe.
+    # A checkpoint of this folder without a record was written with the folder's own recipe.
     if made is None and before is not None and run.checkpoints in chosen.folder.parents:
         made = {"recipe": before.model_dump(mode="json")}
     trains = not resolved.traits.evaluates
@@ -220,6 +223,7 @@ def beginning(
         )
     now = today(resolved)
     found = origin.differences(made, now)
+    # Changes of fields that only a training uses do not matter to an evaluation.
     if not trains:
         found = origin.of_evaluation(chosen.folder, found)
     require(found, options.allow, f"{chosen.folder} was written by another training")

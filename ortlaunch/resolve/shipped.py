@@ -27,6 +27,7 @@ def folder(kind: str = "recipes") -> Path:
     Raises:
         InputError: the folder does not exist.
     """
+    # In a checkout the project's file is beside the package, in an installation it is not.
     package = Path(__file__).parents[2]
     if (package / "pyproject.toml").is_file():
         return package / kind
@@ -176,7 +177,7 @@ def _bases(path: Path) -> list[Path]:
 
 
 def _modules(recipes: list[Path]) -> list[Path]:
-    """Return the Python files beside recipes that name them, as `module:function` or `module.py`."""
+    """Return Python files beside recipes that name them, as `module:function` or `module.py`."""
     named = {
         (path.parent, name)
         for path in recipes
