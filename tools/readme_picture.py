@@ -1,6 +1,6 @@
 """Draw README's picture: the terminal of a real `ortlaunch train bert-large/tiny`.
 
-    python tools/readme_picture.py [docs/train.svg]
+python tools/readme_picture.py [docs/train.svg]
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ def layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) -
     i = int(c["intermediate_size"])
     heads = int(c["num_attention_heads"])
     attention = _attention(c)
-    # Llama: norms with what goes in and comes out; gate, its SiLU, up, their product. BERT: two norms; GELU in and out.
+    # Llama: norms with what goes in and comes out; gate, its SiLU, up, their product. BERT: two
+    # norms; GELU in and out.
     numbers = attention + (6 * h + 4 * i if c["model_type"] == "llama" else 4 * h + 2 * i)
     dropped = 2 * h if c.get("hidden_dropout_prob") else 0
     scores = heads * length * _score(recipe, c, length, width, device)

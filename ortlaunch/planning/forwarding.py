@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from ortlaunch.errors import PlanError
 from ortlaunch.recipe import Recipe
 
-# Variables of the user's shell that every rank gets, by name; their values are never written or shown.
+# Variables of the user's shell that every rank gets, by name; their values are never written or
+# shown.
 FORWARDED = (
     "PATH",
     "PYTHONPATH",

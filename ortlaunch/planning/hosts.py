@@ -176,7 +176,8 @@ def _collect(
 
 
 def _refuse_repeated(host: Host, place: str, seen: dict[str, str], complaints: list[str]) -> None:
-    # Compared without user and letter case: two names of one machine would put two ranks on one device.
+    # Compared without user and letter case: two names of one machine would put two ranks on one
+    # device.
     name = _machine(host.name).lower()
     first = seen.setdefault(name, place)
     if first != place:

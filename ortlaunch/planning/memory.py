@@ -22,12 +22,14 @@ from ortlaunch.recipe.fields.models import Lora
 from ortlaunch.recipe.fields.pretrained import config_of
 from ortlaunch.recipe.rules.parity import compared_steps
 
-# Logits of a chunk, and the least rows of one: with each the head's gradient is read and written. Measured on a CPU.
+# Logits of a chunk, and the least rows of one: with each the head's gradient is read and written.
+# Measured on a CPU.
 _CHUNKS = {"cpu": (5 * 2**20, 128), "cuda": (2**25, 1024)}
-# What a process on a CPU holds at its peak beside the tensors that are counted, by engine: bytes, and shares of the
-# model's bytes, of kept activations, and of what a layer makes, kept or recomputed. Fitted to memory.json of 27 runs of
-# BERT and Llama (26 to 407 MiB planned, torch 2.13, glibc 2.36). In eager these are holes between blocks, which layers
-# leave also where they are recomputed: with 57 MiB of live tensors at most, a process took 170 MiB.
+# What a process on a CPU holds at its peak beside the tensors that are counted, by engine: bytes,
+# and shares of the model's bytes, of kept activations, and of what a layer makes, kept or
+# recomputed. Fitted to memory.json of 27 runs of BERT and Llama (26 to 407 MiB planned, torch 2.13,
+# glibc 2.36). In eager these are holes between blocks, which layers leave also where they are
+# recomputed: with 57 MiB of live tensors at most, a process took 170 MiB.
 _OVERHEAD = {
     "eager": (10 << 20, 0.0, 0.0, 0.5),
     "inductor": (85 << 20, 0.0, 0.2, 0.0),
@@ -40,13 +42,14 @@ _TORCHMETRICS = 35 << 20  # its modules, imported by an evaluation of labels
 _MORE_NODES = (
     25 << 20
 )  # of engine ort: for Llama, whose graph writes out RMSNorm and rotary positions; for adapters
-# Of a GPU's memory beside tensors, not measured here: CUDA's context with torch's kernels; workspaces of cuBLAS and
-# cuDNN, which engine ort has twice, torch's and ONNX Runtime's; NCCL's buffers.
+# Of a GPU's memory beside tensors, not measured here: CUDA's context with torch's kernels;
+# workspaces of cuBLAS and cuDNN, which engine ort has twice, torch's and ONNX Runtime's; NCCL's
+# buffers.
 _CONTEXT = 500 << 20
 _WORKSPACES = 100 << 20
 _NCCL = 300 << 20
-# DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, what is reduced at once, and what
-# ZeRO 3 gathers at once.
+# DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, what is reduced
+# at once, and what ZeRO 3 gathers at once.
 _PERSISTENT = 100_000
 _BUCKET = 500_000_000
 _LIVE = 1_000_000_000
@@ -284,7 +287,8 @@ def _off_gpu(recipe: Recipe, whole: Bytes, trainable: int, stage: int, device: s
     if offload is None or not stage:
         return whole
     if offload.optimizer:
-        # Gradients leave as they are reduced, from stage 2 on: before the next ones exist, but for ort's.
+        # Gradients leave as they are reduced, from stage 2 on: before the next ones exist, but for
+        # ort's.
         kept = recipe.engine.name in ("ort", "auto") or stage < 2
         whole = whole._replace(optimizer=0, gradients=_width(recipe) * trainable if kept else 0)
     return whole._replace(weights=0) if offload.parameters and stage == 3 else whole
@@ -361,8 +365,8 @@ def _activations(recipe: Recipe, c: Json, micro: int, width: int, device: str) -
     a_layer = tokens * layer_bytes(recipe, c, length, width, device)
     logits = _logits(recipe, c, tokens, device)
     if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
-        # Each layer's input, and the loss or one layer computed again: not at the same time, but a process on a CPU
-        # keeps the blocks of one while the other is computed.
+        # Each layer's input, and the loss or one layer computed again: not at the same time, but a
+        # process on a CPU keeps the blocks of one while the other is computed.
         beside = a_layer + logits if device == "cpu" else max(a_layer, logits)
         kept = int(c["hidden_size"]) * width
         kept += kept_beside_recomputation(recipe, c, length, width, device)
@@ -376,9 +380,11 @@ def _logits(recipe: Recipe, c: Json, tokens: int, device: str) -> int:
         return 0
     vocabulary = int(c["vocab_size"])
     chunk = chunked(recipe, tokens, vocabulary, device)
-    # Whole logits, their log-softmax and the gradients of both: seen on CPU with BERT and Llama, fp32 and bf16.
+    # Whole logits, their log-softmax and the gradients of both: seen on CPU with BERT and Llama,
+    # fp32 and bf16.
     if not chunk:
         return 16 * tokens * vocabulary
-    # A chunk, also in 16 bits where that is the precision, and the head's gradient, which waits for the backward pass.
+    # A chunk, also in 16 bits where that is the precision, and the head's gradient, which waits for
+    # the backward pass.
     waiting = 0 if recipe.model.lora else 4 * vocabulary * int(c["hidden_size"])
     return (10 if recipe.format.is_narrow else 4) * min(chunk, tokens) * vocabulary + waiting

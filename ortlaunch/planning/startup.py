@@ -53,7 +53,8 @@ def on_host(
     moved = {"cpu": 0, "nvme": 0}
     if offload and offload.optimizer:
         moved[offload.optimizer] += (_MASTER + state + _GRADIENT) * share
-        # In the weights' precision: new weights on their way back, gradients of earlier passes; in stage 3 gradients.
+        # In the weights' precision: new weights on their way back, gradients of earlier passes; in
+        # stage 3 gradients.
         copies = (
             2
             if recipe.zero and recipe.zero.stage < 3 and recipe.batch.accumulation_steps != 1

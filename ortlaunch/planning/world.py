@@ -20,8 +20,9 @@ from ortlaunch.rank import Rank, detect
 from ortlaunch.recipe import Recipe
 from ortlaunch.units import counted
 
-# PRRTE's listener (oob_tcp_listener.c) and Hydra's bind INADDR_ANY, whatever interface they are told to use.
-# For tests: 1 lets ranks share the GPUs of this host, over gloo, where there are fewer GPUs than ranks.
+# PRRTE's listener (oob_tcp_listener.c) and Hydra's bind INADDR_ANY, whatever interface they are
+# told to use. For tests: 1 lets ranks share the GPUs of this host, over gloo, where there are fewer
+# GPUs than ranks.
 SHARE_VARIABLE = "ORTLAUNCH_SHARE_GPUS"
 
 

@@ -28,7 +28,8 @@ MANAGER = "_graph_execution_manager:GraphExecutionManager"
 SHAPES = "onnxruntime.tools.symbolic_shape_infer:SymbolicShapeInference"
 EVALUATION = "_inference_manager:InferenceManager"
 
-# The first 16 digits of the sha256 of the source, from its `def` to its last line, in ONNX Runtime Training 1.19.2.
+# The first 16 digits of the sha256 of the source, from its `def` to its last line, in ONNX Runtime
+# Training 1.19.2.
 KNOWN = {
     f"{TRANSITION}.get_post_processed_model": "a766fd8849dbdd15",
     f"{TRANSITION}._export_model": "c78321fdd45b86ef",

@@ -1,1 +1,1 @@
-"""State that a graph does not hold: buffers, attributes, Python values, autograd."""
+"""State that a graph does not contain: buffers, attributes, Python values, autograd."""

@@ -1,8 +1,10 @@
-"""Makes ONNX Runtime's backward pass follow autograd's rules: unused outputs, changed tensors, second derivatives.
+"""Autograd's rules for ONNX Runtime's backward pass.
 
-ORT gives every weight a gradient of zeros where its output was not used, computes with tensors that were changed after
-the forward pass, and has no derivative of its gradients. Here such weights get none, as in PyTorch, and the others are
-errors where PyTorch would raise one, or would compute a second derivative.
+The rules concern unused outputs, changed tensors and second derivatives. ORT gives every weight a
+gradient of zeros where its output was not used, computes with tensors that were changed after the
+forward pass, and has no derivative of its gradients. Here weights of unused outputs get no
+gradient, as in PyTorch. Changed tensors raise an error as in PyTorch, and so do second derivatives,
+which PyTorch would compute.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, GraphInfo, Manager
 
+# Operators that change the shape or type of a tensor, not its values.
 _SAME_VALUES = {
     "Cast",
     "Expand",
@@ -32,6 +35,7 @@ _SAME_VALUES = {
     "Transpose",
     "Unsqueeze",
 }
+# These read no values of their input.
 _SIZES = {"Shape", "Size"}
 _TWICE = (
     "ONNX Runtime's graph has no derivative of its gradients, and this loss was computed of them "
@@ -41,7 +45,10 @@ _TWICE = (
 
 
 def follow_autograd() -> None:
-    """ORT's autograd function knows neither versions of tensors, unused outputs nor second derivatives."""
+    """Let ORT's autograd function follow autograd's rules.
+
+    It ignores versions of tensors, unused outputs and second derivatives.
+    """
     wrap_method(owner(TRAINING), "_create_autofunction_class", _following)
 
 
@@ -49,10 +56,10 @@ Gradients = Sequence["torch.Tensor | None"]
 
 
 class _Facts(NamedTuple):
-    """Of one training graph."""
+    """Facts about one training graph."""
 
     needed: list[int]
-    """Places of the inputs and weights whose values the backward pass needs."""
+    """Positions of the inputs and weights whose values the backward pass needs."""
     reached: list[set[str]]
     """Names of the inputs and weights that each output depends on with a gradient."""
 
@@ -70,8 +77,8 @@ def _following(original: AnyFunction, manager: Manager) -> object:
     class _ORTModuleFunction(function):  # type: ignore[misc,valid-type]
         @staticmethod
         def forward(ctx: Any, *inputs: torch.Tensor) -> object:
-            # Hooks of a checkpoint around the module would run it again for what a torch operator inside the graph
-            # saves, while ONNX Runtime holds its lock.
+            # Hooks of a checkpoint around the module would run it again for what a torch operator
+            # inside the graph saves, while ONNX Runtime holds its lock.
             with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
                 outputs = function.forward(ctx, *inputs)
             names = list(_info(manager).onnx_graph_input_names)
@@ -81,8 +88,10 @@ def _following(original: AnyFunction, manager: Manager) -> object:
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor | None) -> object:
             _check_versions(ctx.ortlaunch_saved)
+            # With create_graph=True, autograd would record the operations of ORT's own backward.
             with torch.no_grad():
                 found = function.backward(ctx, *gradients)
+            # Frees the tensors, which nothing needs after the check.
             ctx.ortlaunch_saved = []
             found = _without_unused(manager, gradients, found)
             return _once_differentiable(found) if torch.is_grad_enabled() else found
@@ -99,7 +108,7 @@ def _info(manager: Manager) -> GraphInfo:
 
 
 def _facts(manager: Manager) -> _Facts:
-    """Computed once for each graph."""
+    """Return the facts about the current graph, computed once for each graph."""
     info = _info(manager)
     graph = manager._onnx_models.optimized_model.graph
     known: tuple[object, _Facts] | None = vars(manager).get("_ortlaunch_facts")
@@ -107,6 +116,7 @@ def _facts(manager: Manager) -> _Facts:
         names = set(_needed(graph))
         places = [place for place, name in enumerate(info.onnx_graph_input_names) if name in names]
         exported = info._post_export_processed_model.graph
+        # Of the exported graph, because optimizations may rename or merge values.
         outputs = [reached(exported, [output.name]) for output in exported.output]
         known = vars(manager)["_ortlaunch_facts"] = graph, _Facts(places, outputs)
     return known[1]
@@ -118,7 +128,7 @@ def _facts(manager: Manager) -> _Facts:
 def _without_unused(
     manager: Manager, gradients: Gradients, found: Gradients
 ) -> tuple[torch.Tensor | None, ...]:
-    """None for what only outputs without a gradient depend on."""
+    """Return the gradients, with None where only outputs without a gradient depend on the input."""
     if all(gradient is not None for gradient in gradients):
         return tuple(found)
     outputs = _facts(manager).reached
@@ -135,13 +145,16 @@ def _without_unused(
 def _saved(
     names: Sequence[str], inputs: Sequence[torch.Tensor], places: Sequence[int]
 ) -> Iterator[_Saved]:
+    """Yield the tensors at these positions with their current version and address."""
     for place in places:
         tensor = inputs[place]
+        # Inference tensors have no version counter.
         if not tensor.is_inference():
             yield _Saved(names[place], tensor, tensor._version, tensor.data_ptr())
 
 
 def _check_versions(saved: Sequence[_Saved]) -> None:
+    """Raise RuntimeError if a tensor was changed or replaced since the forward pass."""
     for name, tensor, version, address in saved:
         if (tensor._version, tensor.data_ptr()) != (version, address):
             kind = f"{tensor.type()} {list(tensor.shape)}"
@@ -157,8 +170,9 @@ def _check_versions(saved: Sequence[_Saved]) -> None:
 
 
 def _needed(graph: onnx.GraphProto) -> Iterator[str]:
-    """Names of the inputs whose values nodes of the backward pass read, as they are or in another shape."""
+    """Yield the names of the inputs whose values the backward pass reads, in any shape."""
     nodes = list(graph.node)
+    # ORT's YieldOp separates the forward from the backward pass.
     border = next(place for place, node in enumerate(nodes) if node.op_type == "YieldOp")
     makers = {name: node for node in nodes for name in node.output}
     first = _before(nodes[border], makers)
@@ -168,14 +182,14 @@ def _needed(graph: onnx.GraphProto) -> Iterator[str]:
 
 
 def _origin(name: str, makers: dict[str, onnx.NodeProto]) -> str:
-    """What a value is, but for its shape."""
+    """Return the name of the value that a value copies, apart from shape and type."""
     while name in makers and makers[name].op_type in _SAME_VALUES:
         name = makers[name].input[0]
     return name
 
 
 def _before(end: onnx.NodeProto, makers: dict[str, onnx.NodeProto]) -> set[int]:
-    """Ids of the nodes that `end` needs."""
+    """Return the ids of the nodes that `end` needs."""
     found: set[int] = set()
     waiting = [end]
     while waiting:
@@ -192,9 +206,10 @@ def _before(end: onnx.NodeProto, makers: dict[str, onnx.NodeProto]) -> set[int]:
 
 
 def _once_differentiable(found: Gradients) -> tuple[torch.Tensor | None, ...]:
-    """Gradients whose own derivative is an error."""
+    """Return the gradients, marked so that their own derivative raises an error."""
     made = [gradient for gradient in found if gradient is not None]
     marked = iter(
+        # The function behind torch's own `once_differentiable`.
         torch._C._functions.DelayedError(_TWICE, len(made))(
             *(g.detach().requires_grad_() for g in made)
         )

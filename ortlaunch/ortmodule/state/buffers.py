@@ -1,7 +1,8 @@
-"""Keeps a model's buffers as eager PyTorch would: exact BatchNorm statistics, and no trace of the export.
+"""Keep a model's buffers as in eager PyTorch: exact BatchNorm statistics, no trace of the export.
 
-Refuses what cannot be exact. ONNX Runtime's BatchNorm on CPU averages the biased variance, PyTorch the unbiased one;
-the number of values that tells them apart leaves the graph as one more output, which ORTModule's schema never reads.
+Models whose buffers cannot be exact are refused. ONNX Runtime's BatchNorm on CPU averages the
+biased variance, PyTorch the unbiased one. The correction needs the number of values. The graph
+returns that number as one more output, which ORTModule's schema never reads.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ _SIZE = "ortlaunch_size_of_"
 
 
 def keep_buffers_exact() -> None:
-    """The export runs the model, so BatchNorm's statistics got its batch twice; and ORT does not count batches.
+    """Keep BatchNorm's statistics and counters exact.
 
-    Other buffers that a forward pass changes would stay as they are in ORT's graph: such a model is refused.
+    The export runs the model, so without this the statistics would include its batch twice; and ORT
+    does not count batches. Other buffers that a forward pass changes would not change in ORT's
+    graph: such a model is refused.
     """
     wrap_method(owner(PROCESSED), "restore_outputs", _keeping_sizes)
     wrap_method(owner(TRAINING), "forward", _with_exact_statistics)
@@ -46,7 +49,7 @@ def keep_buffers_exact() -> None:
 
 @contextlib.contextmanager
 def buffers_kept(export: Export) -> Iterator[None]:
-    """Modes and buffers are afterwards what they were; what a pass changes of them is known or refused."""
+    """Restore modes and buffers after the export; changes by a pass are recorded or refused."""
     module = export.module
     changed: dict[str, int] = {}
     try:
@@ -57,7 +60,9 @@ def buffers_kept(export: Export) -> Iterator[None]:
         ):
             yield
     except Exception:
-        with contextlib.suppress(EngineError):  # it may be of what changes a buffer
+        # The failure may come from a layer that changes a buffer; that layer may then run as torch
+        # (OnceMore).
+        with contextlib.suppress(EngineError):
             _layers(export, changed)
         raise
     layers = _layers(export, changed)
@@ -66,18 +71,21 @@ def buffers_kept(export: Export) -> Iterator[None]:
 
 
 def put_out_batch_sizes(export: Export, model: onnx.ModelProto) -> None:
-    """The number of values that each BatchNorm's statistics are of, as outputs of a training graph."""
+    """Add outputs to a training graph: the number of values behind each BatchNorm's statistics."""
     if not export.training:
         return
     _refuse_frozen_nodes(model)
-    if export.device.type == "cpu":  # on CUDA it is cuDNN, which does as PyTorch
+    if export.device.type == "cpu":
+        # On CUDA cuDNN computes the statistics, in the same way as in PyTorch.
         _put_out_sizes(model, export.seen["batch_norms"])
 
 
 def with_each_mode(export: AnyFunction) -> AnyFunction:
-    """ORT's training export would set every layer to training, also a BatchNorm that the user froze by `eval()`.
+    """Return an export that keeps each layer's own mode and the current grad mode.
 
-    Without gradients custom autograd functions keep nothing: ORT would keep it until a backward pass, for ever.
+    ORT's training export would set every layer to training, also a BatchNorm that the user froze by
+    `eval()`. Without gradients, custom autograd functions save nothing: ORT would keep the saved
+    tensors until a backward pass that never comes.
     """
     modes = torch.onnx.TrainingMode
 
@@ -91,6 +99,7 @@ def with_each_mode(export: AnyFunction) -> AnyFunction:
         exporter: Any = importlib.import_module(f"{PACKAGE}._custom_autograd_function_exporter")
         # it knows no third mode
         asked = exporter._get_training_mode
+        # ORT's function handles no mode besides TRAINING and EVAL.
         exporter._get_training_mode = lambda: gradients
         try:
             return export(module, *args, **{**kwargs, "training": modes.PRESERVE})
@@ -102,7 +111,10 @@ def with_each_mode(export: AnyFunction) -> AnyFunction:
 
 @contextlib.contextmanager
 def _frozen_norms_written_out(training: bool) -> Iterator[None]:
-    """In a training graph ORT would run a BatchNorm in evaluation mode as if it were training: export arithmetic."""
+    """Export a BatchNorm in evaluation mode as plain arithmetic.
+
+    In a training graph ORT would run it as if it were in training mode.
+    """
     forward = _BatchNorm.forward
 
     def written_out(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +135,7 @@ def _frozen_norms_written_out(training: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_modes(module: nn.Module) -> Iterator[None]:
-    """Give every layer back its own mode, training or evaluation."""
+    """Restore every layer's own mode, training or evaluation, afterwards."""
     modes = [(layer, layer.training) for layer in module.modules()]
     try:
         yield
@@ -141,9 +153,10 @@ class _Kept(NamedTuple):
 
 @contextlib.contextmanager
 def kept_buffers(module: nn.Module, changed: dict[str, int] | None = None) -> Iterator[None]:
-    """Give every buffer back its object and its value; fills `changed`, at the end, with their counts.
+    """Restore every buffer's object and value; fill `changed`, at the end, with their counts.
 
-    A count is how often one pass added 1 to a single number, as BatchNorm does; 0 for other changes.
+    A count is the number of times that one pass added 1 to a single integer, as BatchNorm does; it
+    is 0 for other changes.
     """
     kept = {
         f"{path}.{name}": _Kept(place, name, tensor, tensor.detach().clone())
@@ -151,6 +164,7 @@ def kept_buffers(module: nn.Module, changed: dict[str, int] | None = None) -> It
         for name, tensor in place._buffers.items()
         if tensor is not None
     }
+    # The export runs the model several times; counts are divided by the number of passes.
     passes: list[None] = []
     # A copy that ORT makes of the module takes the hook along.
     hook = module.register_forward_pre_hook(
@@ -172,21 +186,25 @@ def _changed(kept: dict[str, _Kept], passes: int) -> Iterator[tuple[str, int]]:
     for name, old in kept.items():
         new = old.owner._buffers[old.name]
         if new is not None and _differs(old.value, new):
+            # As num_batches_tracked is.
             counts = old.value.dtype == torch.long and old.value.numel() == 1
             yield name, int(new - old.value) // max(1, passes) if counts else 0
 
 
 def _differs(before: torch.Tensor, after: torch.Tensor | None) -> bool:
-    """Whether a pass changed a value; one of another shape is a table that grew, which a graph does not need."""
+    """Return whether a pass changed a value.
+
+    A value of another shape is a table that grew, which a graph does not need.
+    """
     return after is not None and before.shape == after.shape and not torch.equal(before, after)
 
 
 def _layers(export: Export, changed: dict[str, int]) -> list[str]:
-    """The BatchNorm layers that a pass updates, each once.
+    """Return the BatchNorm layers that a pass updates, each once.
 
     Raises:
-        EngineError: a buffer that ONNX Runtime's graph would not change as the model does.
-        OnceMore: its layer can run as torch.
+        EngineError: a pass changes a buffer that ONNX Runtime's graph would not change.
+        OnceMore: the layer of such a buffer can run as torch.
     """
     module = export.module
     outer = torch_modules.paths(export)
@@ -218,13 +236,15 @@ def _layers(export: Export, changed: dict[str, int]) -> list[str]:
 
 
 def _plain(name: str) -> str:
+    """Return a path without the part that ORT's wrapper adds."""
     return name.replace("_original_module.", "", 1)
 
 
 def _put_out_sizes(model: onnx.ModelProto, layers: list[str]) -> None:
-    """One more output for each layer: the number of values that its statistics are of, times its channels."""
+    """Add an output for each layer: the number of values behind its statistics, times its channels."""
     from onnx import TensorProto, helper
 
+    # Input 4 of a BatchNormalization is the running variance.
     normalized = {node.input[4]: node.input[0] for node in _norm_nodes(model)}
     for path in layers:
         if f"{path}.running_var" not in normalized:
@@ -241,6 +261,7 @@ def _norm_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 
 
 def _refuse_frozen_nodes(model: onnx.ModelProto) -> None:
+    """Raise EngineError if a BatchNormalization node is in evaluation mode."""
     for node in _norm_nodes(model):
         if not any(
             attribute.name == "training_mode" and attribute.i for attribute in node.attribute
@@ -254,6 +275,7 @@ def _refuse_frozen_nodes(model: onnx.ModelProto) -> None:
 
 
 def _keeping_sizes(original: AnyFunction, info: GraphInfo, outputs: list[str]) -> object:
+    """Keep ORT's outputs, because the schema drops the added ones."""
     info._ortlaunch_outputs = outputs
     return original(info, outputs)
 
@@ -269,6 +291,7 @@ def _with_exact_statistics(
     transition = manager._graph_transition_manager
     layers = seen_of(transition).get("batch_norms", [])
     info = transition._post_export_processed_model_info
+    # Only the CPU's graph has these outputs, and they come last.
     sizes = (
         info._ortlaunch_outputs[len(info._ortlaunch_outputs) - len(layers) :]
         if manager._device.type == "cpu"
@@ -278,12 +301,13 @@ def _with_exact_statistics(
         for path, size in zip(layers, sizes):
             _unbias(norms[path], before[path], int(size))
         for path in layers:
+            # ORT's node does not count batches, on any device.
             norms[path].num_batches_tracked.add_(1)
     return output
 
 
 def _norms(manager: Manager) -> dict[str, Any]:
-    """The BatchNorm layers that have statistics."""
+    """Return the BatchNorm layers that have statistics, by path."""
     if not hasattr(manager, "_ortlaunch_norms"):
         modules = manager._flattened_module.named_modules()
         manager._ortlaunch_norms = {
@@ -296,9 +320,15 @@ def _norms(manager: Manager) -> dict[str, Any]:
 
 
 def _unbias(norm: Any, before: torch.Tensor, size: int) -> None:
-    """From new = (1 - m) before + m biased to (1 - m) before + m biased n / (n - 1)."""
+    """Replace the biased variance of this batch by the unbiased one, in the running variance.
+
+    The running variance changes from (1 - m) before + m biased to (1 - m) before + m biased n / (n
+    - 1).
+    """
     values = size // norm.running_var.numel()
-    if values < 2:  # PyTorch's words
+    # The error has PyTorch's text.
+    if values < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got {values}")
+    # m times the biased variance of this batch.
     share = norm.running_var - (1 - norm.momentum) * before
     norm.running_var.add_(share, alpha=1 / (values - 1))

@@ -1,8 +1,10 @@
-"""Follows what of a model itself, beside its weights, an exported graph holds fixed: modes, numbers, hooks, parts.
+"""Follow the state of a model that an exported graph fixes, beside its weights.
 
-A trace notes what of Python's a forward pass reads (python_state.py); before each later pass it is compared, and a
-graph of others is built anew. What a graph cannot follow at all is refused: hooks of a backward pass, numbers that
-are drawn by Python or NumPy, and a forward pass that goes on from what an earlier one left in an attribute.
+Such state are modes, Python values, hooks and parts. A trace records the Python state that a
+forward pass reads (python_state.py). Before each later pass that state is compared, and after a
+change the graph is built again. A graph cannot follow hooks of a backward pass, numbers that Python
+or NumPy draws, and a forward pass that continues from a value that an earlier one left in an
+attribute: these are refused.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from ortlaunch.ortmodule.tracing.python_state import (
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.export import Facts
 
+# Attributes of nn.Module whose change means another graph.
 _PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
@@ -42,7 +45,7 @@ _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 @contextlib.contextmanager
 def noted_state(export: Export) -> Iterator[None]:
-    """Note what of Python's the passes read, and refuse what a graph cannot follow."""
+    """Record the Python state that the passes read, and refuse state that a graph cannot follow."""
     module = export.module
     if export.training:
         _refuse_backward_hooks(module, torch_modules.paths(export))
@@ -53,7 +56,10 @@ def noted_state(export: Export) -> Iterator[None]:
 
 
 def _refuse_memory(module: nn.Module, reads: Reads, inputs: Any) -> None:
-    """Whether a pass goes on from what another one left: a value read, then changed, and changed by a second pass."""
+    """Refuse a pass that continues from a value that an earlier pass left.
+
+    Such a value is read, then changed, and changed again by a second pass.
+    """
     after = Values(module, reads.places)
     changed = {
         place
@@ -62,6 +68,7 @@ def _refuse_memory(module: nn.Module, reads: Reads, inputs: Any) -> None:
     }
     if not changed:
         return
+    # One more pass: a value that it does not change again was only initialized by the first.
     with torch.no_grad(), kept_buffers(module):
         module(*(tensor.clone() for tensor in inputs))
     for place in after.changed():
@@ -73,6 +80,7 @@ def _refuse_memory(module: nn.Module, reads: Reads, inputs: Any) -> None:
 
 
 def _refuse_backward_hooks(module: nn.Module, outer: list[str]) -> None:
+    """Raise RuntimeError if a layer in the graph has a backward hook."""
     for path, layer in module.named_modules():
         if not torch_modules.inside(path, outer) and any(
             getattr(layer, hooks, None) for hooks in _BACKWARD
@@ -86,9 +94,10 @@ def _refuse_backward_hooks(module: nn.Module, outer: list[str]) -> None:
 
 @contextlib.contextmanager
 def _nothing_drawn() -> Iterator[None]:
-    """Refuse a pass with numbers that Python or NumPy draws: they would be the same in every step."""
+    """Refuse a pass that draws numbers with Python or NumPy: they would be the same in every step."""
     shared: dict[str, Any] = {"random": random.getstate, "numpy.random": numpy.random.get_state}
     sources = {name: state.__self__ for name, state in shared.items()}
+    # A draw changes the generator's state.
     before = {name: drawn(source) for name, source in sources.items()}
     yield
     new = [name for name, source in sources.items() if drawn(source) != before[name]]
@@ -101,6 +110,7 @@ def _nothing_drawn() -> Iterator[None]:
 
 
 def _told(holder: str, name: str) -> str:
+    """Return a place of Python state as a name for messages."""
     if holder.startswith(GLOBAL):
         return f"{holder.removeprefix(GLOBAL)}.{name}"
     return (
@@ -111,7 +121,7 @@ def _told(holder: str, name: str) -> str:
 
 
 def _plain(path: str) -> str:
-    """Without ORT's own part of it."""
+    """Return a path without the part that ORT's wrapper adds."""
     return path.partition(".")[2]
 
 
@@ -119,13 +129,14 @@ def _plain(path: str) -> str:
 
 
 class TracedState:
-    """A model as it was when its graph was made."""
+    """The state of a model at the time when its graph was made."""
 
     def __init__(self, module: nn.Module, seen: Facts) -> None:
         places = [(holder, name) for holder, name in seen.get("read", [])]
         self._values = Values(module, places, set(seen.get("names", [])))
         groups = [getattr(layer, part) for layer in module.modules() for part in _PARTS]
-        self._empty = [group for group in groups if not group]  # most of them, and quick to ask
+        # Most groups are empty, and to check that they still are is fast.
+        self._empty = [group for group in groups if not group]
         # With the objects, because an id is another's once its object is gone.
         self._parts = [
             (group, tuple(map(id, group.values())), tuple(group.values()))
@@ -134,11 +145,11 @@ class TracedState:
         ]
 
     def replaced(self) -> bool:
-        """Whether a weight, buffer, layer or hook is another object."""
+        """Return whether a weight, buffer, layer or hook is another object than before."""
         return any(self._empty) or any(
             tuple(map(id, group.values())) != ids for group, ids, _ in self._parts
         )
 
     def changed(self) -> str:
-        """Which of the values that a pass reads is not as it was; empty for none."""
+        """Return the name of a value that a pass reads and that has changed, or an empty string."""
         return next((_told(*place) for place in self._values.changed()), "")

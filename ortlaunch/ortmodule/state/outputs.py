@@ -1,4 +1,4 @@
-"""What an ORTModule returns, of the types that the model returns."""
+"""Outputs of an ORTModule in the dtypes that the model returns."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ _TYPES = "_ortlaunch_types"
 
 
 def restore_output_dtypes() -> None:
-    """On a CPU ORT computes float16 in float32, and handed out float32 where a model returns float16."""
+    """Cast outputs to the dtypes that the model returns.
+
+    On a CPU ORT computes float16 in float32, and returned float32 where a model returns float16.
+    """
     wrap_method(owner(PROCESSED), "restore_outputs", _typed)
 
 
 def _typed(original: AnyFunction, info: GraphInfo, outputs: Sequence[torch.Tensor]) -> object:
+    # Computed once for a graph: this runs in each pass.
     if not hasattr(info, _TYPES):
         setattr(info, _TYPES, _types(info._post_export_processed_model.graph))
     types = getattr(info, _TYPES)
@@ -33,7 +37,7 @@ def _typed(original: AnyFunction, info: GraphInfo, outputs: Sequence[torch.Tenso
 
 
 def _types(graph: onnx.GraphProto) -> list[torch.dtype | None]:
-    """Of each output; None where the exporter does not know it."""
+    """Return the dtype of each output; None where the exporter does not know it."""
     from onnxruntime.training.utils import onnx_dtype_to_pytorch_dtype
 
     kinds = [output.type.tensor_type.elem_type for output in graph.output]

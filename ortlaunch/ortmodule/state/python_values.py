@@ -1,9 +1,10 @@
-"""What of tensors a forward pass takes into Python: an exported graph holds it as it was in the first batch.
+"""Tensor values that a forward pass reads in Python; a graph keeps those of the first batch.
 
-`if x.sum() > 0`, `.item()`, `.tolist()` of values are refused, unless `Settings.allow_traced_values` is true; checks
-(`assert`, or an `if` that only raises) are told. After `len(x)` or `int(x.shape[0])` batches of other sizes take
-another export, and after `self.scale.item()` of a buffer a change of the model's buffers. Numbers among the arguments
-are what an export is of: their change is seen elsewhere.
+`if x.sum() > 0`, `.item()` and `.tolist()` of values are refused, unless
+`Settings.allow_traced_values` is true. Checks (`assert`, or an `if` that only raises) add a note.
+After `len(x)` or `int(x.shape[0])`, a batch of other sizes causes another export. After
+`self.scale.item()` of a buffer, a change of the model's buffers does. Numbers among the arguments
+belong to the export itself, and their change is detected elsewhere.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _T = torch.Tensor
 _SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, getter("shape"), _T.__len__}
+# Functions that return values of a tensor to Python.
 _TAKEN = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.item, _T.tolist, _T.numpy,
           _T.__array__, _T.is_nonzero, torch.is_nonzero, torch.equal, _T.equal, torch.allclose,
           _T.allclose}  # fmt: skip
@@ -46,13 +48,15 @@ _NOT_THE_USERS = (
     str(Path(__file__).parents[1]),
     f"{Path(_TORCH).parent}/onnxruntime/",
 )
+# torch's function that compares a mask with the causal one.
 _LOOKS_AT_MASK = "_detect_is_causal_mask"
+# Files of ortlaunch whose frames are between a call of torch and the model.
 _BETWEEN = (
     grad_mode.__file__,
     aliases.__file__,
     str(Path(__file__).with_name("weight_changes.py")),
 )
-# Own looks at a batch, and torch's checks of a distribution's parameters.
+# Reads by ortlaunch itself, by the exporter, and torch's checks of a distribution's parameters.
 _QUIET = (
     str(Path(__file__).parents[1]),
     f"{_TORCH}/distributions",
@@ -67,7 +71,10 @@ _QUIET = (
 
 @contextlib.contextmanager
 def watched(export: Export) -> Iterator[None]:
-    """Note where the model takes values and sizes into Python: a trace makes the first batch's of them constants."""
+    """Record where the model reads values and sizes in Python.
+
+    A trace makes those of the first batch constant.
+    """
     info = export.info
     seen = export.seen
     numbers = [
@@ -82,14 +89,14 @@ def watched(export: Export) -> Iterator[None]:
 
 
 class _Places:
-    """Lines of the model's that take something into Python, as `file:line`."""
+    """Lines of the model's code that read values in Python, as `file:line`."""
 
     def __init__(self) -> None:
         self.decisions: set[str] = set()
         self.checks: set[str] = set()
         self.sizes: set[str] = set()
         self.ones: set[str] = set()
-        """Where a size is compared with 0 or 1 only, as attention of one token."""
+        """Where a size is compared with 0 or 1 only, such as attention of one token."""
         self.buffers: set[str] = set()
         self.layers: set[str] = set()
         """The layers in whose code decisions are."""
@@ -97,6 +104,7 @@ class _Places:
         """Where torch's transformer layers look whether a mask is causal."""
 
 
+# Kinds of tensors, in this order: a result has the largest kind of its arguments.
 _CONSTANT, _BUFFER, _ONE, _SIZE, _VALUE = range(5)
 _COMPARED = {
     _T.__gt__,
@@ -112,25 +120,28 @@ _COMPARED = {
     _T.eq,
     _T.ne,
 }
+# Functions that draw random numbers: their results are values, also if the arguments are sizes.
 _DRAWN = ("rand", "normal_", "bernoulli", "multinomial", "uniform_", "exponential_", "dropout")
 
 
 class _Watch(TorchFunctionMode):
-    """Sees every function of torch's that is called, and follows which tensors are made of sizes or constants only.
+    """A record of torch's calls, and of the tensors that depend on sizes or constants only.
 
-    `numbers` says which of the arguments of `module` are, by ORT's doing, tensors in place of Python's numbers, and
-    `whole` which of its layers run as torch.
+    numbers: which arguments of `module` are tensors in place of Python numbers, because ORT made
+        them so.
+    whole: paths of its layers that run as torch.
     """
 
     def __init__(self, module: torch.nn.Module, numbers: list[bool], whole: list[str]) -> None:
         super().__init__()
         self.places = _Places()
-        self._kinds = WeakTensorKeyDictionary()  # of the others than values
+        # Tensors without an entry are values.
+        self._kinds = WeakTensorKeyDictionary()
         self.made = WeakTensorKeyDictionary()
-        """Values, with the line of the model's that made each."""
+        """Values, with the line of the model's code that made each."""
         self._module = module
         self._numbers = numbers
-        # What is seen of a layer that runs as torch is not its call: the model calls its methods.
+        # Only methods of a layer that runs as torch are recorded here, not its call.
         layers = [
             (path, layer)
             for path, layer in module.named_modules()
@@ -157,7 +168,8 @@ class _Watch(TorchFunctionMode):
         self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if not torch.jit.is_tracing():  # ORT also calls the model plainly, to see what it returns
+        # ORT also runs the model without tracing, to learn its outputs.
+        if not torch.jit.is_tracing():
             return func(*args, **kwargs)
         given = tensors((args, kwargs))
         kind = max((self._kinds.get(tensor, _VALUE) for tensor in given), default=_CONSTANT)
@@ -192,6 +204,7 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _note(self, places: set[str]) -> None:
+        """Record the line of the model that reads a value."""
         frame = sys._getframe(2)
         while frame.f_back and frame.f_code.co_filename in _BETWEEN:
             frame = frame.f_back
@@ -199,8 +212,9 @@ class _Watch(TorchFunctionMode):
             return
         asked = frame.f_code.co_filename
         sizes = places is self.places.sizes or places is self.places.ones
+        # torch checks the sizes of arguments, as nn.GRU does.
         if sizes and asked.startswith(_TORCH) and _only_checks(asked, frame.f_lineno):
-            return  # as nn.GRU's, of the sizes that it is given
+            return
         masked = False
         while frame.f_back and frame.f_code.co_filename.startswith(_TORCH):
             masked = masked or frame.f_code.co_name == _LOOKS_AT_MASK
@@ -217,7 +231,7 @@ class _Watch(TorchFunctionMode):
 
 
 def user_frame() -> FrameType:
-    """The innermost running frame of code that is neither torch's nor ortlaunch's."""
+    """Return the innermost running frame of code that is neither torch's nor ortlaunch's."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
@@ -225,7 +239,7 @@ def user_frame() -> FrameType:
 
 
 def innermost(frame: FrameType | None, paths: dict[int, str]) -> list[str]:
-    """The path of the layer in whose code a frame runs; none for the model itself."""
+    """Return the path of the layer whose code a frame runs, as a list; empty for the model itself."""
     while frame:
         path = paths.get(id(frame.f_locals.get("self")))
         if path is not None:
@@ -239,19 +253,23 @@ def _zero_or_one(*values: object) -> bool:
 
 
 def _shapes(values: object, seen: Facts) -> list[list[int]]:
-    """Sizes of tensors, as far as a trace that showed `seen` depends on them: whole, or 0, 1 and more."""
+    """Return the sizes of tensors that a trace with the facts `seen` depends on.
+
+    Either the sizes themselves, or only 0, 1 and more (as 2).
+    """
+    # If the model only compares sizes with 0 and 1, all larger ones share a graph.
     most = sys.maxsize if "sizes" in seen else 2
     return [[min(size, most) for size in tensor.shape] for tensor in tensors(values)]
 
 
 def _only_checks(file: str, line: int) -> bool:
-    """Whether the line is an assertion, or a condition under which the model only raises."""
+    """Return whether the line is an assertion, or a condition under which the model only raises."""
     here, after = (linecache.getline(file, number).strip() for number in (line, line + 1))
     return here.startswith("assert") or (here.startswith("if ") and after.startswith("raise "))
 
 
 def judge(export: Export) -> None:
-    """Refuse what would stay the first batch's, or say it where that is allowed."""
+    """Refuse values that would stay those of the first batch, or add a note where that is allowed."""
     seen = export.seen
     if "checks" in seen:
         tally.note(
@@ -274,9 +292,10 @@ def judge(export: Export) -> None:
 
 
 def _layer(seen: Facts) -> str:
-    """What would let the layer, in whose code it is, run as torch."""
+    """Return the setting that would let the layers with such code run as torch."""
     layers = seen.get("layers", ["PATH OF THE LAYER"])
-    if len(layers) > 4:  # of a model's many layers, the pattern
+    # One pattern for the many equal layers of a model.
+    if len(layers) > 4:
         layers = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", layer) for layer in layers})
     names = ", ".join(map(repr, layers[:4]))
     return (
@@ -293,15 +312,16 @@ def _listed(places: list[str]) -> str:
 
 
 def fixed_sizes(manager: Manager, values: object) -> list[list[int]] | None:
-    """Sizes of the tensors in `values`, where the graph of `manager` holds for those only; else None."""
+    """Return the sizes of the tensors in `values` if the graph depends on them, else None."""
     seen = seen_of(manager._graph_transition_manager)
     return _shapes(values, seen) if "of" in seen else None
 
 
 def fixed_buffers(manager: Manager) -> list[tuple[int, int]] | None:
-    """What changes with a model's buffers, where the graph of `manager` holds for those only; else None.
+    """Return values that change with a model's buffers, if its graph depends on them, else None.
 
-    Without BatchNorm's, which change in every pass, and which nothing asks in Python but a momentum of None.
+    BatchNorm's buffers are left out: they change in every pass, and no Python code reads them
+    except for a momentum of None.
     """
     if "buffers" not in seen_of(manager._graph_transition_manager):
         return None
@@ -312,7 +332,7 @@ def fixed_buffers(manager: Manager) -> list[tuple[int, int]] | None:
 
 
 def tell_again(transition: Transition) -> None:
-    """Say why a batch of other sizes, or a changed buffer, takes another export."""
+    """Add a note why a batch of other sizes, or a changed buffer, causes another export."""
     seen = seen_of(transition)
     places = _listed(
         [place for kind in ("sizes", "ones", "buffers") for place in seen.get(kind, [])]

@@ -1,6 +1,6 @@
-"""What an export cannot take as it is: compiled layers run uncompiled, the rest is refused with a remedy.
+"""Models that an export cannot use: compiled layers run uncompiled, others raise an error.
 
-Owns the sentences for errors of torch and ONNX Runtime that do not name their cause.
+The module has the texts for errors of torch and ONNX Runtime that do not name their cause.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _OURS = str(Path(__file__).parents[2])
 _HALF = "ONNX Runtime computes float32 on a CPU (and float16 and bfloat16 on CUDA)"
 _EAGER = "use the model without ORTModule (engine.name: eager)"
-# A pattern in an error, and what is written in its place; {0} is what the pattern found.
+# A pattern in an error's text, and the text that replaces it; {0} is the pattern's first group.
 _SENTENCES = (
     (
         r"ORTModule does not support input type (<class '.*?'> for input \w+)",
@@ -82,7 +82,7 @@ def install() -> None:
 
 
 def without_compile(model: nn.Module) -> nn.Module:
-    """The model itself of what `torch.compile(model)` returns."""
+    """Return the model inside the result of `torch.compile(model)`, or the model itself."""
     inner: nn.Module = (
         vars(model)["_modules"]["_orig_mod"] if type(model).__name__ == "OptimizedModule" else model
     )
@@ -91,7 +91,7 @@ def without_compile(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
-    """While open, layers that torch.compile has compiled run as they are written."""
+    """Run layers that torch.compile has compiled as they are written, while open."""
     compiled = [
         layer for layer in module.modules() if vars(layer).get("_compiled_call_impl") is not None
     ]
@@ -100,6 +100,7 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
         tally.note("layers compiled by torch.compile run in ONNX Runtime's graph, uncompiled")
     with contextlib.ExitStack() as kept:
         for layer, name, new in (
+            # `layer.compile()` sets this attribute; `torch.compile(layer)` wraps the layer instead.
             *((layer, "_compiled_call_impl", None) for layer in compiled),
             *((layer, "forward", layer._orig_mod) for layer in wrapped),
         ):
@@ -109,7 +110,7 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
 
 
 def refuse_weights(module: nn.Module) -> None:
-    """Raise RuntimeError where a weight is complex or its gradient sparse, which ONNX Runtime's graph has not."""
+    """Raise RuntimeError where a weight is complex or its gradient sparse; ORT has neither."""
     for path, layer in module.named_modules():
         if getattr(layer, "sparse", False) is True and isinstance(
             layer, (nn.Embedding, nn.EmbeddingBag)
@@ -140,6 +141,7 @@ def _naming_causes(
 
 
 def _sentence(manager: Manager, text: str) -> str:
+    """Return the text that names the cause of an error, or an empty string."""
     for pattern, sentence in _SENTENCES:
         if found := re.search(pattern, text):
             return sentence.format(*found.groups())
@@ -154,7 +156,7 @@ def _sentence(manager: Manager, text: str) -> str:
 
 
 def _line(text: str) -> str:
-    """The innermost line of the user's in a traceback."""
+    """Return the innermost line of the user's code in a traceback."""
     found = re.findall(r'File "(.+?)", line (\d+)', text)
     places = [
         (file, line)

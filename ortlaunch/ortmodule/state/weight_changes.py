@@ -1,8 +1,9 @@
-"""Refuses a forward pass that changes weights, and restores what the passes of an export changed of them.
+"""Refuse a forward pass that changes weights, and restore weights that an export's passes changed.
 
-ONNX Runtime's graph would leave such a change out. A function mode detects `weight.data = ...`, and a dispatch mode
-every operator that writes to a weight's memory, in the plain pass by which ORT learns a model's outputs. Layers of
-`Settings.torch_modules` run as torch in each pass and may change their weights.
+ONNX Runtime's graph would omit such a change. A function mode detects `weight.data = ...`. A
+dispatch mode detects every operator that writes to a weight's memory, in the plain pass by which
+ORT learns a model's outputs. Layers of `Settings.torch_modules` run as torch in each pass and may
+change their weights.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
 
+# An assignment to `.data` is no operator, so the dispatch mode does not see it.
 _SET_DATA = setter("data")
 _PLAIN_PASS = "parse_outputs_for_onnx_export_and_extract_schema"
 
 
 @contextlib.contextmanager
 def weights_kept(export: Export) -> Iterator[None]:
-    """While open, a pass that changes a weight is refused; afterwards every weight is what it was before."""
+    """Refuse a pass that changes a weight, while open; restore every weight afterwards."""
     weights = dict(export.module.named_parameters())
     memories = [(weight, weight.data) for weight in weights.values()]
     seen = _Seen()
     writes = _Writes(seen, weights)
 
-    def begin(
-        module: nn.Module, _: object
-    ) -> None:  # a copy that ORT makes of the module takes the hook along
+    def begin(module: nn.Module, _: object) -> None:
+        # ORT may run a copy of the module, which has the hook too, so that the copy's weights are
+        # known.
         seen.objects.update((id(weight), name) for name, weight in module.named_parameters())
         seen.memory.update((_memory(weight), name) for name, weight in module.named_parameters())
         seen.layers.update((id(layer), _plain(path)) for path, layer in module.named_modules())
@@ -71,6 +73,7 @@ def _under(writes: _Writes, run: AnyFunction, *args: object) -> object:
 
 
 def _refuse(name: str, layers: dict[int, str]) -> None:
+    """Raise RuntimeError with the weight, the line that changes it, and a remedy."""
     frame = user_frame()
     layer = innermost(frame, layers)
     remedy = f", or let {layer[0]} run as torch (Settings.torch_modules={layer})" if layer else ""
@@ -82,12 +85,12 @@ def _refuse(name: str, layers: dict[int, str]) -> None:
 
 
 def _plain(path: str) -> str:
-    """Without ORT's own part of it."""
+    """Return a path without the part that ORT's wrapper adds."""
     return path.partition(".")[2]
 
 
 class _Seen:
-    """Names of a model's weights and layers, by what identifies them in the passes of one export."""
+    """Names of a model's weights and layers, by their identity in the passes of one export."""
 
     def __init__(self) -> None:
         self.objects: dict[int, str] = {}
@@ -96,7 +99,7 @@ class _Seen:
 
 
 class _Assignments(TorchFunctionMode):
-    """Refuses `weight.data = ...`."""
+    """A mode that refuses `weight.data = ...`."""
 
     def __init__(self, seen: _Seen) -> None:
         super().__init__()
@@ -111,14 +114,17 @@ class _Assignments(TorchFunctionMode):
 
 
 class _Writes(TorchDispatchMode):
-    """Refuses operators that write to a weight's memory; in layers that run as torch, keeps the value before."""
+    """A mode that refuses operators that write to a weight's memory.
+
+    In layers that run as torch, it keeps the value before the first write.
+    """
 
     def __init__(self, seen: _Seen, weights: dict[str, nn.Parameter]) -> None:
         super().__init__()
         self._seen = seen
         self._weights = weights
         self.values: dict[str, torch.Tensor] = {}
-        """Of changed weights, before."""
+        """Values of changed weights before the change."""
 
     def __torch_dispatch__(
         self,
@@ -132,20 +138,20 @@ class _Writes(TorchDispatchMode):
             name = self._seen.memory.get(_memory(tensor))
             if name is not None and not torch_modules.is_running():
                 _refuse(name, self._seen.layers)
-            if (
-                name is not None and name not in self.values
-            ):  # of the model's own: the pass may be one of a copy
+            if name is not None and name not in self.values:
+                # Of the model's own weight: the pass may be one of a copy.
                 self.values[name] = self._weights[name].detach().clone()
         return func(*args, **kwargs)
 
 
 def _written(schema: torch._C.FunctionSchema, args: Args, kwargs: Kwargs) -> Iterator[torch.Tensor]:
-    """The tensors that a call of an operator changes."""
+    """Yield the tensors that a call of an operator changes."""
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             written = [tensor for tensor in _listed(value) if isinstance(tensor, torch.Tensor)]
-            if schema.name == "aten::set_":  # of an alias gives it another memory
+            # `set_` of an alias gives the alias another memory, and does not change the weight.
+            if schema.name == "aten::set_":
                 written = [tensor for tensor in written if isinstance(tensor, nn.Parameter)]
             yield from written
 
@@ -155,7 +161,7 @@ def _listed(value: object) -> Sequence[object]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Identifies what a tensor shares with its views."""
+    """Return an identifier of the memory that a tensor shares with its views."""
     with torch._C.DisableTorchFunction():
         return (
             int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
