@@ -1,1 +1,5 @@
-"""What a verb does beside training: evaluate, export, generate, prepare data, selftest, submit, compare."""
+"""The commands beside training.
+
+They evaluate, export, generate, prepare data, run the selftest, submit, compare plans, and serve
+training on devices.
+"""

@@ -1,4 +1,7 @@
-"""`ortlaunch device`: what is done with a folder of training artifacts, checked, and the process that does it."""
+"""`ortlaunch device`: check the arguments for a folder of training artifacts, and start the work.
+
+A process of its own does the work.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,15 @@ from ortlaunch.recipe import load, to_yaml
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.tasks import DeviceRequest
 
-# What a device can change of the recipe; the rest is in the graphs.
+# Fields of the recipe that can change on a device; the others are fixed in the graphs.
 _OPEN = ("data", "batch.micro_size", "train.max_steps", "train.epochs", "optimizer.learning_rate", "schedule", "seed",
          "log.every_steps")  # fmt: skip
-_MARK = b"ODTC"  # of onnxruntime's checkpoints, from byte 4 on
+# Bytes 4 to 7 of onnxruntime's checkpoints.
+_MARK = b"ODTC"
 
 
 def export(request: DeviceRequest) -> int:
-    """Write a model for onnxruntime alone, into a new folder; as `start`."""
+    """Write a model for onnxruntime alone into a new folder; return the status as `start` does."""
     if request.to and Path(request.to).exists():
         raise InputError(
             f"{request.to} is there already; take it away, or give another folder with --to"
@@ -29,7 +33,7 @@ def export(request: DeviceRequest) -> int:
 
 
 def average(request: DeviceRequest) -> int:
-    """Write the mean of clients' checkpoints; as `start`."""
+    """Write the mean of several clients' checkpoints; return the status as `start` does."""
     if len(request.checkpoints) < 2:
         raise InputError(
             f"an average is of two checkpoints at least; got {len(request.checkpoints)}"
@@ -42,14 +46,14 @@ def average(request: DeviceRequest) -> int:
 
 
 def start(request: DeviceRequest, overrides: tuple[str, ...] | None) -> int:
-    """Start the verb that was asked for; returns the exit status of the process that does it.
+    """Start the requested verb, and return the exit status of its process.
 
     Args:
-        overrides: of the artifacts' recipe, to train or evaluate; None: the verb needs none.
+        overrides: changes of the artifacts' recipe, to train or evaluate; None: the verb has none.
 
     Raises:
-        InputError: there are no artifacts, no checkpoint or no place for the result, or an override is none that a
-            device takes.
+        InputError: there are no artifacts, no checkpoint or no folder for the result, or an
+            override is not possible on a device.
     """
     place = DeviceFolder(request.artifacts)
     missing = place.missing()
@@ -58,6 +62,7 @@ def start(request: DeviceRequest, overrides: tuple[str, ...] | None) -> int:
             f"{place} is no folder of training artifacts: it lacks {', '.join(missing)}; "
             "ortlaunch export RUN --format ondevice writes one"
         )
+    # A training on the device continues its own checkpoint, unless the user gives another one.
     own = str(place.checkpoint)
     request = request._replace(checkpoint=request.checkpoint or own, to=request.to or own)
     for path in request.checkpoints or (request.checkpoint,):
@@ -71,15 +76,16 @@ def start(request: DeviceRequest, overrides: tuple[str, ...] | None) -> int:
 
 
 def _make_place(to: Path, own: str) -> None:
-    """The folder of the result, before any work: one without a place would be lost.
+    """Create the folder of the result before any work: without one, the result would be lost.
 
     Raises:
-        InputError: it cannot be written there, or would replace what is no checkpoint.
+        InputError: the file cannot be written, or exists and is no checkpoint.
     """
     if to.is_dir():
         raise InputError(
             f"--to: {to} is a folder; give the file of a checkpoint, as {to / 'checkpoint'}"
         )
+    # Replacing a checkpoint is normal, replacing any other file would be a mistake.
     if str(to) != own and to.exists() and not _is_checkpoint(to):
         raise InputError(
             f"--to: {to} is there already, and is no checkpoint of onnxruntime's; give another file"
@@ -100,8 +106,9 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _recipe(place: DeviceFolder, overrides: tuple[str, ...]) -> str:
-    """The artifacts' recipe with their tokenizer, and what was typed."""
+    """Return the artifacts' recipe with their tokenizer and the typed overrides."""
     for word in overrides:
+        # A leading `+` adds a field, and is no part of its name.
         key = word.partition("=")[0].lstrip("+")
         if not any(key == name or key.startswith(f"{name}.") for name in _OPEN):
             raise InputError(

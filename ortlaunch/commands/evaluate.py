@@ -1,4 +1,4 @@
-"""`ortlaunch evaluate`: a run of its own in RUN/evaluations/step_N, whose ranks read a checkpoint and train nothing."""
+"""`ortlaunch evaluate`: a run in RUN/evaluations/step_N, whose ranks measure a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from ortlaunch.run_folder.held import held
 def evaluate(
     run: RunDir, step: int | None, overrides: tuple[str, ...], options: LaunchOptions
 ) -> int:
-    """Start the ranks; returns the exit status.
+    """Start the ranks and return the exit status.
 
     Raises:
-        InputError: there is no such run or checkpoint, or nothing to evaluate on.
+        InputError: the run or checkpoint does not exist, or the recipe has no evaluation data.
     """
+    # The training may still run: the checkpoint must not be deleted meanwhile.
     with held(run, lambda: chosen_step(run, step)) as chosen:
         resume = ResumeOptions(str(run.checkpoint(chosen)))
         return control.train(
@@ -34,13 +35,14 @@ def evaluate(
 def dry_run(
     run: RunDir, step: int | None, overrides: tuple[str, ...], options: LaunchOptions
 ) -> str:
-    """What would be started."""
+    """Return the request that would be sent to the launcher."""
     folder = run.evaluation_of(chosen_step(run, step))
     return preview.dry_run(_resolved(run, overrides, options), folder)
 
 
 def _resolved(run: RunDir, overrides: tuple[str, ...], options: LaunchOptions) -> ResolvedRun:
-    """The run's own recipe on whatever ranks there are now: nothing is trained, so that no global batch is kept."""
+    """Return the run's own recipe, resolved for the ranks that are available now."""
+    # Nothing is trained, so the global batch need not be kept.
     trained = Plan.read(run.plan)
     batch = (
         "batch.global_size=null",

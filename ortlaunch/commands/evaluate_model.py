@@ -1,4 +1,4 @@
-"""`ortlaunch evaluate MODEL`: a model in its final form, by which recipe, and the process that measures it."""
+"""`ortlaunch evaluate MODEL`: choose the recipe for an exported model, and start the evaluation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ortlaunch.recipe.fields.held_out import no_evaluation
 from ortlaunch.resolve.shipped import locate
 from ortlaunch.run_folder.folder import RunDir
 
-_ABOVE = 3  # folders from RUN/exports/step_N_onnx/model.onnx up to RUN
-# What trains, shards and casts is of no effect here.
+# Folders from RUN/exports/step_N_onnx/model.onnx up to RUN.
+_ABOVE = 3
+# Settings of training, sharding and casting have no effect on an exported model.
 _ALONE = (
     "engine.name=eager",
     "zero=null",
@@ -25,7 +26,7 @@ _ALONE = (
 
 
 def is_model(path: Path) -> bool:
-    """Whether it is a model.onnx, or a folder of a model and not of a run."""
+    """Whether the path is a model.onnx, or a folder of a model and not of a run."""
     if path.suffix == ".onnx":
         return True
     run = RunDir(path)
@@ -36,13 +37,14 @@ def is_model(path: Path) -> bool:
 
 
 def evaluate(model: Path, recipe: Path | None, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Measure a model; returns the exit status of the process that does it.
+    """Measure a model, and return the exit status of the process that does it.
 
     Args:
-        recipe: of the evaluation corpus and the task; None: of the run that the model is in.
+        recipe: a recipe with the evaluation corpus and the task; None: that of the run which
+            contains the model.
 
     Raises:
-        InputError: there is no such model, no recipe for it, or nothing to evaluate on.
+        InputError: the model does not exist, or has no recipe or no evaluation data.
     """
     model = _file(model)
     run = None if recipe else _run_of(model)
@@ -53,7 +55,7 @@ def evaluate(model: Path, recipe: Path | None, overrides: tuple[str, ...], as_js
 
 
 def _file(model: Path) -> Path:
-    """The model.onnx, or transformers' folder."""
+    """Return the model.onnx, or the folder in transformers' format."""
     if not model.exists():
         raise InputError(f"there is no {model}")
     if model.is_dir() and (model / "model.onnx").exists():
@@ -66,19 +68,21 @@ def _file(model: Path) -> Path:
 
 
 def _run_of(model: Path) -> RunDir:
-    """The run whose folder a model lies in."""
+    """Return the run whose folder contains a model."""
     for folder in model.absolute().parents[:_ABOVE]:
         run = RunDir(folder)
         if run.plan.exists() and run.recipe.exists():
             return run
     raise InputError(
-        f"{model} lies in no run folder, whose recipe says what to measure on; give one with --recipe"
+        f"{model} lies in no run folder, whose recipe says what to measure on; "
+        "give one with --recipe"
     )
 
 
 def _recipe(source: Path, model: Path, overrides: tuple[str, ...]) -> Recipe:
     folder = model if model.is_dir() else model.parent
     words = list(_ALONE)
+    # The exported tokenizer is the one that the model was trained with.
     if (folder / "tokenizer_config.json").exists():
         words.append(f"data.tokenizer={json.dumps(str(folder.absolute()))}")
     if model.is_dir():

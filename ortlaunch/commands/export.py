@@ -1,4 +1,4 @@
-"""`ortlaunch export`: which checkpoint goes where, and the process that writes it."""
+"""`ortlaunch export`: choose the checkpoint and the folder, and start the writing process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ortlaunch.run_folder.held import held
 from ortlaunch.run_folder.lines import json_lines
 from ortlaunch.tasks import ExportRequest, PushRequest
 
+# Values of --format and of --lora.
 FORMATS = ("huggingface", "onnx", "ondevice")
 LORA = ("merged", "alone")
 
@@ -23,10 +24,10 @@ def export(
     push: str | None = None,
     lora: str | None = None,
 ) -> int:
-    """Write a checkpoint as a model, and upload it; returns the exit status of the process that does it.
+    """Write a checkpoint as a model, upload it if requested, and return the exit status.
 
     Raises:
-        InputError: there is no such run, checkpoint or format, or the folder is there already.
+        InputError: the run, checkpoint or format does not exist, or the folder exists already.
     """
     if lora not in (None, *LORA):
         raise InputError(f"--lora: got {lora!r}; one of {', '.join(LORA)}")
@@ -36,6 +37,7 @@ def export(
         raise InputError(
             "--push uploads models for transformers and ONNX; --format ondevice is for devices"
         )
+    # A training may still run: the checkpoint must not be deleted meanwhile.
     with held(run, lambda: chosen_step(run, step)) as chosen:
         return _export(run, chosen, to, form, push, lora)
 
@@ -44,8 +46,10 @@ def _export(
     run: RunDir, chosen: int, to: Path | None, form: str, push: str | None, lora: str | None
 ) -> int:
     folder = to or run.exported(chosen, form)
+    # Check the access to the hub first: an export takes long.
     if push and (refused := tasks.run_alone(PushRequest(push))):
         return refused
+    # An export that exists already only has to be uploaded.
     if push and lora is None and _is_written(run, chosen, folder, form):
         return tasks.run_alone(PushRequest(push, str(run), chosen, str(folder)))
     if folder.exists():
@@ -61,7 +65,7 @@ def _export(
 
 
 def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:
-    """Whether an earlier command wrote this very export there."""
+    """Whether an earlier command wrote the same export there."""
     if not folder.exists():
         return False
     lines = json_lines(run.exports, "step", "format", "folder").found
@@ -71,10 +75,10 @@ def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:
 
 
 def chosen_step(run: RunDir, step: int | None) -> int:
-    """The checkpoint that was asked for, or the newest.
+    """Return the step of the requested checkpoint, or of the newest.
 
     Raises:
-        InputError: there is no such run or checkpoint.
+        InputError: the run or checkpoint does not exist.
     """
     if not (run.plan.exists() and run.recipe.exists()):
         raise InputError(f"{run} is no folder of a run: it has no plan.json and recipe.yaml")
@@ -83,7 +87,8 @@ def chosen_step(run: RunDir, step: int | None) -> int:
         raise InputError(f"{run.checkpoints} has no complete checkpoint")
     if step is not None and step not in steps:
         raise InputError(
-            f"--step: {run.checkpoints} has no complete checkpoint of step {step}; of {_words(steps)}"
+            f"--step: {run.checkpoints} has no complete checkpoint of step {step}; "
+            f"of {_words(steps)}"
         )
     return step or steps[-1]
 

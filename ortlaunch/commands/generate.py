@@ -1,4 +1,4 @@
-"""`ortlaunch generate`: which model goes on with a prompt, and the process that does it."""
+"""`ortlaunch generate`: choose the model for a prompt, and start the process that continues it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.run_folder.held import held
 from ortlaunch.tasks import GenerationRequest
 
-_ABOVE = 2  # folders from RUN/exports/step_N up to RUN
-_CAUSAL = ("ForCausalLM", "LMHeadModel")  # how transformers' classes of such models end
+# Folders from RUN/exports/step_N up to RUN.
+_ABOVE = 2
+# Endings of transformers' classes of causal models.
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
 def generate(request: GenerationRequest) -> int:
-    """Print the prompt and what follows; returns the exit status of the process that does it.
+    """Print the prompt and its continuation, and return the exit status of the process.
 
     Raises:
-        InputError: there is no such model, or it does not generate text.
+        InputError: the model does not exist, or does not generate text.
     """
     model, step, chats = _source(request)
     with contextlib.ExitStack() as stack:
+        # A training may still run: the checkpoint must not be deleted meanwhile.
         if step is not None:
             run = RunDir(model)
             step = stack.enter_context(held(run, lambda: chosen_step(run, request.step)))
@@ -34,6 +37,7 @@ def generate(request: GenerationRequest) -> int:
 
 
 def _generate(request: GenerationRequest, model: Path, step: int | None, chats: bool | None) -> int:
+    # On stderr, so that stdout has the text alone.
     print(
         f"model: {model if step is None else RunDir(model).checkpoint(step)}",
         file=sys.stderr,
@@ -44,7 +48,12 @@ def _generate(request: GenerationRequest, model: Path, step: int | None, chats: 
 
 
 def _source(request: GenerationRequest) -> tuple[Path, int | None, bool | None]:
-    """A model's folder and None, or a run's and the step of a checkpoint; and whether it learned chats, if known."""
+    """Return the source of the model, and whether it was trained on chats.
+
+    Returns:
+        The folder of a model and None, or the folder of a run and the step of a checkpoint; then
+        whether it was trained on chats, None if unknown.
+    """
     folder = Path(request.model)
     run = RunDir(folder)
     if not (run.plan.exists() and run.recipe.exists()):
@@ -55,21 +64,21 @@ def _source(request: GenerationRequest) -> tuple[Path, int | None, bool | None]:
     if recipe.model.traits.predicts != "next":
         raise InputError(f"{run} trains task {recipe.model.task}; only causal-lm generates text")
     step = chosen_step(run, request.step)
+    # The run's own export is that of its last step, and is loaded sooner than a checkpoint.
     exported = run.summary.exists() and read_json(run.summary)["steps"] == step
-    if (
-        request.step is None and exported and (run.export / "config.json").exists()
-    ):  # adapters alone have none
+    # An export of adapters alone has no config.json.
+    if request.step is None and exported and (run.export / "config.json").exists():
         return run.export, None, learned_chats(recipe)
     return folder, step, learned_chats(recipe)
 
 
 def learned_chats(recipe: Recipe) -> bool:
-    """Whether any of its training is on chats."""
+    """Whether any training data of the recipe are chats."""
     return any(is_chat(part.source) for part in recipe.data.parts)
 
 
 def _run_learned_chats(model: Path) -> bool | None:
-    """The same of the run in whose folder an export lies; None: it lies in none."""
+    """Whether the run whose folder contains an export was trained on chats; None without a run."""
     for folder in model.absolute().parents[:_ABOVE]:
         run = RunDir(folder)
         if run.plan.exists() and run.recipe.exists():
@@ -81,11 +90,13 @@ def _require_causal(folder: Path) -> Path:
     config = folder / "config.json"
     if not config.exists():
         raise InputError(
-            f"{folder} is no folder of a run (plan.json), nor of a model of transformers' (config.json)"
+            f"{folder} is no folder of a run (plan.json), "
+            "nor of a model of transformers' (config.json)"
         )
     classes = read_json(config).get("architectures") or []
     if not any(name.endswith(_CAUSAL) for name in classes):
         raise InputError(
-            f"{folder} holds a {', '.join(classes) or 'model of no class'}; only causal models generate text"
+            f"{folder} holds a {', '.join(classes) or 'model of no class'}; "
+            "only causal models generate text"
         )
     return folder

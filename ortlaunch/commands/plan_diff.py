@@ -1,4 +1,4 @@
-"""What changed between two plans: of a recipe, of a run folder, or kept as JSON. Starts nothing."""
+"""Compare two plans: of a recipe, of a run folder, or from a JSON file. Starts nothing."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from ortlaunch.run_folder.folder import RunDir
 
 
 class Here(NamedTuple):
-    """Where both plans are made."""
+    """The options, environment and device for which both plans are made."""
 
     options: LaunchOptions
     environ: Mapping[str, str]
     device: str
-    """Of the plan that is new; the other recipe's, too, where it says auto."""
+    """Device of the new plan, and of the other recipe's plan if that recipe has `auto`."""
 
 
 def other_plan(path: Path, here: Here) -> Plan:
-    """The plan to compare with: a run folder's, a plan.json, or that of a recipe in the same place.
+    """Return the plan to compare with: of a run folder, a plan.json, or a recipe.
 
     Raises:
-        InputError: it is none of these.
+        InputError: the path is none of these.
     """
     if not path.is_dir() and path.suffix != ".json":
         return _of_recipe(path, here)
     file = RunDir(path).plan if path.is_dir() else path
     try:
         text = file.read_text(encoding="utf-8")
+        # A recipe may be written in JSON, too; only plans have a field `format`.
         is_recipe = path.suffix == ".json" and "format" not in json.loads(text)
         return _of_recipe(path, here) if is_recipe else Plan.from_json(text)
     except FileNotFoundError:
@@ -51,12 +52,13 @@ def other_plan(path: Path, here: Here) -> Plan:
 
 def _of_recipe(path: Path, here: Here) -> Plan:
     chosen = recipe.load(shipped.locate(path)).recipe.launch.device
+    # Else a different `auto` could appear as a difference of the recipes.
     same = (f"launch.device={here.device}",) if chosen == "auto" else ()
     return preview(resolve(path, same, here.options, here.environ)).plan
 
 
 def differences(before: Plan, after: Plan) -> list[str]:
-    """`field: old -> new`, in the plan's order."""
+    """Return `field: old -> new` for each difference, in the plan's order."""
     return list(_lines(json.loads(before.to_json()), json.loads(after.to_json()), ""))
 
 
@@ -64,6 +66,7 @@ def _lines(before: Any, after: Any, path: str) -> Iterator[str]:
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys((*before, *after)):
             yield from _lines(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+    # All hosts on one line: a cluster has too many for a line each.
     elif path == "nodes" and before != after:
         yield f"{path}: {_hosts(before)} -> {_hosts(after)}"
     elif before != after:
@@ -71,6 +74,6 @@ def _lines(before: Any, after: Any, path: str) -> Iterator[str]:
 
 
 def _hosts(nodes: Sequence[Mapping[str, object]]) -> str:
-    """`4 hosts (node0 8, node1 8, ...)`."""
+    """Return a short text such as `4 (node0 8, node1 8, ...)`."""
     named = [f"{node['host']} {node['slots']}" for node in nodes[:4]] + ["..."] * (len(nodes) > 4)
     return f"{len(nodes)} ({', '.join(named)})"

@@ -1,4 +1,4 @@
-"""`ortlaunch data prepare`: the process that does it, which imports what reads data."""
+"""`ortlaunch data prepare`: start the process that tokenizes the data."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from ortlaunch.recipe import Recipe, to_yaml
 
 
 def prepare(recipe: Recipe) -> int:
-    """Tokenize its data into the cache; returns the exit status of the process that does it.
+    """Tokenize the recipe's data into the cache, and return the exit status of that process.
 
     Raises:
-        InputError: the user's own function makes its samples.
+        InputError: the samples come from a function of the user.
     """
     if recipe.data.is_custom:
         raise InputError(
             "data.train: is custom, and there is nothing to prepare: its factory makes the samples"
         )
+    # In a process of its own, which imports the libraries that read data.
     return tasks.run_alone(tasks.DataRequest(to_yaml(recipe)))

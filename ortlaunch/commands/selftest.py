@@ -1,7 +1,8 @@
-"""`ortlaunch selftest`: hosts are checked and measured, and a tiny recipe is trained under each backend of this place.
+"""`ortlaunch selftest`: check and measure the hosts, and train a tiny recipe with each launcher.
 
-Each training is the command that a user would type, in a folder of its own beside the others; ranks write who they are.
-All results are findings, as those of `ortlaunch doctor`.
+Each training is the command that a user would type, in a folder of its own. The ranks write their
+rank variables, which are compared with the plan. All results are findings, as those of
+`ortlaunch doctor`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ortlaunch.run.checkup import CheckupOptions, checkup, with_job
 from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.run_folder.lines import json_lines
 
+# Largest difference of losses: ranks add the same samples in another order.
 _TOLERANCE = 1e-5
 _MODULE = '''\
 """A linear model; each rank leaves who it is in its run folder."""
@@ -66,25 +68,25 @@ train: {max_steps: 4}
 log: {every_steps: 1}
 launch: {device: cpu}
 """
-# What is measured is the device that a training would have, with any number of ranks.
+# The measurement is for the device that a training would use, with any number of ranks.
 _MEASURED = ("launch.device=auto", "batch={micro_size: 1, accumulation_steps: 1}")
 
 
 class SelftestRequest(NamedTuple):
-    """Where ranks are started, and what they train."""
+    """The folder, the launchers and the changes of the tiny recipe."""
 
     folder: Path
-    """A new folder for all runs, which all hosts share."""
+    """A new folder for all runs, shared by all hosts."""
     overrides: tuple[str, ...] = ()
-    """Of the tiny recipe."""
+    """Overrides of the tiny recipe."""
     launch: LaunchOptions = LaunchOptions()
-    """With a launcher: trainings on this host and by this launcher alone."""
+    """Options of the launch; if they name a launcher, it alone is tested, on this host."""
     port: int = 0
     ports: tuple[int, int] | None = None
 
 
 class Training(NamedTuple):
-    """One backend, and the words that start the recipe under it."""
+    """One launcher or scheduler, and the arguments that start the recipe with it."""
 
     name: str
     words: tuple[str, ...]
@@ -92,7 +94,7 @@ class Training(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The result of a training."""
+    """The result of one training."""
 
     name: str
     where: str
@@ -102,7 +104,7 @@ class Trained(NamedTuple):
     wrong: str = ""
 
     def finding(self, expected: Sequence[float]) -> Finding:
-        """Beside the losses of the first training."""
+        """Return the finding, compared with the losses of the first training."""
         ends = f", losses {self.losses[0]:.6f} -> {self.losses[-1]:.6f}" if self.losses else ""
         wrong = self.wrong or self._difference(expected)
         what = f"{wrong or 'equal'}: {self.where}{ends}, {self.seconds:.1f} s"
@@ -125,21 +127,23 @@ class Trained(NamedTuple):
 def selftest(
     request: SelftestRequest, may_queue: Callable[[str], bool], environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Every finding as soon as it is known; no rank is started where a check of the hosts failed.
+    """Yield every finding as soon as it is known; start no rank if a check of the hosts failed.
 
-    Ended by a signal, it ends what it has started and cancels the job.
+    After a signal it ends all that it has started and cancels the job.
 
     Args:
-        may_queue: answers whether a job may be queued; called with the question, before anything is started.
+        may_queue: function that returns whether a job may be queued; it is called with the
+            question, before anything is started.
 
     Raises:
-        InputError: the folder is there and not empty.
+        InputError: the folder exists and is not empty.
     """
     folder = request.folder
     options = request.launch
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder}: is not empty; give a new folder with --dir")
     hosts = _hosts(options)
+    # Two nodes are enough to test a job across hosts.
     nodes = min(_slurm_nodes(), 2)
     queues = nodes > 0 and may_queue(f"Queue a job of {nodes} nodes in Slurm, too?")
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,6 +167,7 @@ def selftest(
             yield Finding("all", f"train {training.name}", WARNING, what, mend)
             continue
         trained = _train(folder, training, request.overrides)
+        # The first training has one rank, so that its losses are those without any launcher.
         expected = trained.losses if expected is None else expected
         yield trained.finding(expected)
 
@@ -170,7 +175,7 @@ def selftest(
 def _measure(
     folder: Path, overrides: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]
 ) -> Sequence[Finding]:
-    """Start ranks as a training's are; judge the rates, links and all-reduce that they measure."""
+    """Start ranks as for a training, and return findings on their measured rates and links."""
     options = with_job(options, environ)._replace(task="fabric")
     resolved = resolve(folder / "recipe.yaml", tuple(overrides), options, environ)
     if resolved.world.inside is not None:
@@ -182,6 +187,7 @@ def _measure(
     request = write_run(run, resolved.file.recipe, plan)
     launcher = backend(plan.launcher)
     log = run.path / "output.txt"
+    # The ranks are a part of this command: SIGUSR1, too, has to end them.
     job = launcher.submit(request._replace(notice_ends=True), log)
     end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills)
     if job.signal is not None:
@@ -194,18 +200,19 @@ def _measure(
 
 
 def _hosts(options: LaunchOptions) -> Sequence[Host]:
-    """Those of the host file that are chosen."""
+    """Return the hosts of the host file that the options include."""
     if options.hostfile is None:
         return ()
     return select(read_hostfile(options.hostfile, 1).hosts, options.include, options.exclude)
 
 
 def _global_size(hosts: Sequence[Host]) -> int:
+    # Divisible by 1, 2 and 4 ranks, and by all slots of the hosts.
     return math.lcm(4, sum(host.slots for host in hosts) or 1)
 
 
 def _trainings(options: LaunchOptions, hosts: Sequence[Host], nodes: int) -> Iterator[Training]:
-    """What this place has; the first one's losses are those that all are compared with."""
+    """Yield the trainings that are possible here; all losses are compared with the first one's."""
     launchers = (
         [options.launcher] if options.launcher in ("torchrun", "mpi") else ["torchrun", "mpi"]
     )
@@ -222,9 +229,8 @@ def _trainings(options: LaunchOptions, hosts: Sequence[Host], nodes: int) -> Ite
     )
     words = [word for name, value in chosen if value for word in (name, value)]
     for launcher in launchers if hosts else ():
-        if (
-            launcher == "mpi" or len({host.slots for host in hosts}) == 1
-        ):  # torchrun takes no others
+        # torchrun needs the same number of ranks on each host.
+        if launcher == "mpi" or len({host.slots for host in hosts}) == 1:
             yield Training(f"{launcher}, hosts", ("--launcher", launcher, *words))
     if nodes:
         yield Training(
@@ -241,7 +247,7 @@ def _has_mpirun() -> bool:
 
 
 def _slurm_nodes() -> int:
-    """How many this host's Slurm has; 0: it has none that answers."""
+    """Return the number of nodes of this host's Slurm; 0 if none answers."""
     if shutil.which("sbatch") is None or shutil.which("sinfo") is None:
         return 0
     ended = subprocess.run(
@@ -251,7 +257,7 @@ def _slurm_nodes() -> int:
 
 
 def _train(folder: Path, training: Training, overrides: Sequence[str]) -> Trained:
-    """Train under one backend, to the end."""
+    """Train with one launcher or scheduler until the end."""
     run = RunDir(folder / training.name.replace(", ", "-"))
     began = time.monotonic()
     log = folder / f"{run.path.name}.log"
@@ -265,10 +271,12 @@ def _train(folder: Path, training: Training, overrides: Sequence[str]) -> Traine
         str(run),
     )
     status = _call((*command, *words), log)
+    # `submit` returns when the job is queued, the other verbs when the training has ended.
     if training.verb == "submit" and not status:
         try:
             status = _call((*command, "status", str(run), "--wait"), log)
-        except BaseException:  # a signal
+        # Also after a signal: the job would stay in the queue.
+        except BaseException:
             _call((*command, "cancel", str(run)), log)
             raise
     seconds = time.monotonic() - began
@@ -279,13 +287,15 @@ def _train(folder: Path, training: Training, overrides: Sequence[str]) -> Traine
 
 
 def _call(argv: Sequence[str], log: Path) -> int:
+    # Without stdin, so that no command can wait for an answer.
     with (
         log.open("ab") as file,
         subprocess.Popen(argv, stdout=file, stderr=file, stdin=subprocess.DEVNULL) as child,
     ):
         try:
             return child.wait()
-        except BaseException:  # a signal: what was started ends first
+        # Also after a signal: the child process ends first.
+        except BaseException:
             child.terminate()
             raise
 
@@ -302,7 +312,7 @@ def _losses(run: RunDir) -> tuple[float, ...]:
 
 
 def _misplaced(run: RunDir, plan: Plan) -> str:
-    """Ranks that were not where the plan has them."""
+    """Return a text on the ranks whose variables differ from the plan; empty if there is none."""
     actual = {
         path.name: json.loads(path.read_text()) for path in (run.path / "ranks").glob("[0-9]*")
     }

@@ -1,4 +1,4 @@
-"""A run into a scheduler's queue: what was resolved -> run folder and job -> id. Starts nothing here."""
+"""`ortlaunch submit`: write the run folder and the job, and queue the job. Starts nothing here."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from ortlaunch.schedulers import SCHEDULERS, QueuedRun, scheduler
 
 
 def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> Request:
-    """What the scheduler is sent; pure."""
+    """Return the request for the scheduler, without side effects."""
     chosen = resolved.file.recipe
     _check_restarts(chosen)
+    # Paths of this host's Python do not exist in an image.
     container = chosen.submit.container is not None
     command = ("ortlaunch",) if container else start.command("ortlaunch.cli")
     concluding = (
@@ -54,7 +55,7 @@ def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> Request:
 
 
 def _check_restarts(chosen: recipe.Recipe) -> None:
-    """Whether this queue can start a run again after a fault, where the recipe requests it.
+    """Check that the scheduler can start the run again after a fault, if the recipe requests it.
 
     Raises:
         PlanError: it cannot.
@@ -68,7 +69,10 @@ def _check_restarts(chosen: recipe.Recipe) -> None:
         and submit.kubernetes
         and submit.kubernetes.kind == "trainjob"
     ):
-        why = "a TrainJob has no field for it: failurePolicy.maxRestarts of the runtime's JobSet is in force"
+        why = (
+            "a TrainJob has no field for it: "
+            "failurePolicy.maxRestarts of the runtime's JobSet is in force"
+        )
     elif not submit.requeue:
         why = "the job may not be queued again (submit.requeue: false)"
     if why and chosen.launch.max_restarts:
@@ -78,8 +82,9 @@ def _check_restarts(chosen: recipe.Recipe) -> None:
 
 
 def without_effect(resolved: ResolvedRun) -> list[str]:
-    """A note on what is set for Slurm and goes to another scheduler."""
+    """Return a note on fields of `submit` for Slurm that have no effect on another scheduler."""
     chosen = resolved.file.recipe.submit
+    # Fields of Slurm alone: neither common ones nor the sections of the other schedulers.
     slurms = set(type(chosen).model_fields) - {"scheduler", "requeue", *SCHEDULERS}
     left = [
         name for name, value in chosen.model_dump(exclude_defaults=True).items() if name in slurms
@@ -92,11 +97,11 @@ def without_effect(resolved: ResolvedRun) -> list[str]:
 
 
 def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -> str:
-    """Write the run folder's part that the job begins with, and queue it; returns the job's id.
+    """Write the files from which the job begins, queue the job and return its id.
 
     Raises:
-        PlanError: the folder holds something else, or a run that goes on.
-        RecipeError: a file or a function of the user's is not there, where the nodes have this host's disk.
+        PlanError: the folder has other contents, or a run in it has not ended.
+        RecipeError: a file or function of the user is absent, although the nodes share this disk.
     """
     chosen_recipe = resolved.file.recipe
     modules = resolved.command.modules
@@ -104,8 +109,10 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
         *inputs.missing_files(chosen_recipe),
         *inputs.broken_factories(chosen_recipe, modules),
     ]
+    # An image or another cluster has files that this host need not have.
     if missing and not SCHEDULERS[name].elsewhere and chosen_recipe.submit.container is None:
         raise RecipeError([resolved.file.explain(problem) for problem in missing])
+    # The ranks of a job of several cannot start the trials that find a size.
     if micro_size.is_asked(resolved.file.recipe) and resolved.world.ranks > 1:
         micro_size.refuse_inside()
     if run.job.exists() and not look(run).state.is_end:
@@ -115,8 +122,10 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
     notes = check_folder(run, earlier(run, resolved), resolved)
     run = claimed(run) if chosen is None else run
     run.logs.mkdir(parents=True, exist_ok=True)
+    # Not recipe.yaml: rank 0 writes that file when it prepares the folder.
     write_text(run.submitted, recipe.to_yaml(resolved.file.recipe))
     number = scheduler(name).submit(request_of(resolved, run, name))
+    # After the submission, because the record needs the job's id.
     JobRecord(name, number, socket.gethostname(), "", "", now(), JobState.PENDING).write(run)
     registry.add(run)
     print(*notes, f"run folder: {run}", sep="\n", file=sys.stderr)
