@@ -108,7 +108,7 @@ def _is_checkpoint(path: Path) -> bool:
 def _recipe(place: DeviceFolder, overrides: tuple[str, ...]) -> str:
     """Return the artifacts' recipe with their tokenizer and the typed overrides."""
     for word in overrides:
-        # A leading `+` adds a field, and is no part of its name.
+        # A leading `+` is no part of the name.
         key = word.partition("=")[0].lstrip("+")
         if not any(key == name or key.startswith(f"{name}.") for name in _OPEN):
             raise InputError(

@@ -1,7 +1,8 @@
-"""Plan -> a job in a queue, whose record outlives the command. `request` is pure; `submit`, `state` and `cancel` act.
+"""Queue the job of a plan with a scheduler; the job's record outlives the command.
 
-Schedulers are named by string and loaded on use. May import plan's types, launch's Request and JobState, run.folder and
-errors; never the recipe, whose section `submit` comes as plain values.
+`request` has no side effects; `submit`, `state` and `cancel` act. Schedulers are named by string
+and imported on use. This package may import the plan's types, launch's Request and JobState,
+run_folder and errors, but never the recipe, whose section `submit` it gets as plain values.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from ortlaunch.units import counted
 
 
 class SchedulerEntry(NamedTuple):
-    """A scheduler."""
+    """The module of a scheduler, and the location of its run folders."""
 
     module: str
     elsewhere: bool
-    """Whether ranks write a run folder of their own, on volumes that this host may not have: then a run's folder here
-    knows of its job alone, and logs come from the scheduler."""
+    """Whether the ranks write a run folder of their own, on volumes that this host may not have.
+    The run's folder here then has the record of the job alone, and logs come from the scheduler."""
 
 
 SCHEDULERS = {
@@ -38,24 +39,31 @@ SCHEDULERS = {
 
 @dataclass(frozen=True)
 class QueuedRun:
-    """What a job is to do: its plan, the command of each rank, and where."""
+    """The work of a job: its plan, the command of each rank, and its folders."""
 
     plan: Plan
-    run: RunDir  # absolute
-    train: tuple[str, ...]  # the command that becomes a rank
-    conclude: tuple[str, ...]  # the command after them; the status of the ranks is added
-    folder: str  # where the command was typed
-    variables: tuple[tuple[str, str], ...]  # for all of it; no secrets
-    options: Mapping[str, Any]  # the recipe's section `submit`
-    recipe: str = ""  # its text
-    restarts: int = 0  # `launch.max_restarts`
-    secrets: tuple[
-        str, ...
-    ] = ()  # names of variables that ranks need, whose values are nowhere here
+    # The run folder, as an absolute path.
+    run: RunDir
+    # The command that becomes a rank.
+    train: tuple[str, ...]
+    # The command after the ranks; their status is added.
+    conclude: tuple[str, ...]
+    # The folder in which the command was typed.
+    folder: str
+    # Variables of the whole job; no secrets.
+    variables: tuple[tuple[str, str], ...]
+    # The recipe's section `submit`.
+    options: Mapping[str, Any]
+    # The recipe's text.
+    recipe: str = ""
+    # `launch.max_restarts`
+    restarts: int = 0
+    # Names of variables that the ranks need; their values are not stored.
+    secrets: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
-        """What a script or a manifest begins with, for a person who finds it."""
+        """The first line of a script or a manifest, for a person who reads it."""
         return (
             f"# {counted(self.plan.world_size, 'rank')} of run {self.plan.name}; "
             f"`ortlaunch status {self.run}` says how it goes."
@@ -63,52 +71,56 @@ class QueuedRun:
 
 
 class QueueState(NamedTuple):
-    """What a queue says of a job."""
+    """The state of a job in a queue."""
 
     state: JobState
     words: str
-    """The scheduler's own, with its reason."""
+    """The scheduler's own name of the state, with its reason."""
 
 
 class Scheduler(Protocol):
-    """A module with these functions; a job is named by its id."""
+    """A module with these functions; a job is given by its id."""
 
     def request(self, job: QueuedRun) -> Request:
-        """What to send; pure."""
+        """Return the request for a job, without side effects."""
 
     def submit(self, request: Request) -> str:
-        """Write its files and queue it; returns the id.
+        """Write the request's files, queue the job and return its id.
 
         Raises:
-            MissingDependency: its commands are not here.
-            LaunchError: it was refused, with the scheduler's words.
+            MissingDependency: the scheduler's commands are not installed here.
+            LaunchError: the scheduler refused, with its own message.
         """
 
     def state(self, job: str) -> QueueState | None:
-        """Where it is; None: it is not known any more."""
+        """Return the state of the job; None if the scheduler does not know it any more."""
 
     def cancel(self, job: str) -> None:
-        """Ask for its end.
+        """Request the end of the job.
 
         Raises:
-            LaunchError: it was refused.
+            LaunchError: the scheduler refused.
         """
 
     def logs(self, job: str, follow: bool) -> tuple[str, ...]:
-        """The command that prints what rank 0's node says, of a scheduler whose ranks write elsewhere."""
+        """Return the command that prints the output of rank 0's node.
+
+        Only for schedulers whose ranks write their folder elsewhere.
+        """
 
 
 def scheduler(name: str) -> Scheduler:
-    """The scheduler of this name."""
+    """Return the scheduler of this name."""
     return cast(Scheduler, import_module(SCHEDULERS[name].module))
 
 
 def yaml_text(*documents: Mapping[str, object]) -> str:
-    """Manifests as a person would write them: in order, texts of several lines as such."""
-    import yaml  # here: Slurm does without
+    """Return manifests as a person would write them: in order, long texts as blocks."""
+    # Imported here: Slurm needs no YAML.
+    import yaml
 
     class Dumper(yaml.SafeDumper):
-        """With texts of several lines."""
+        """A dumper for texts of several lines."""
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         return dumper.represent_scalar(
@@ -116,15 +128,20 @@ def yaml_text(*documents: Mapping[str, object]) -> str:
         )
 
     Dumper.add_representer(str, text)
+    # Without a width, YAML would break long commands into several lines.
     return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=1 << 20)
 
 
 def ask(*argv: str, what: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
-    """Run a scheduler's command.
+    """Run a scheduler's command, and return its result also after a failure.
+
+    Args:
+        what: advice for a host without that command.
+        seconds: limit of the command's time.
 
     Raises:
-        MissingDependency: it is not here.
-        LaunchError: it does not answer.
+        MissingDependency: the command is not installed here.
+        LaunchError: it does not answer in time.
     """
     if shutil.which(argv[0]) is None:
         raise MissingDependency(f"no {argv[0]} here: {what}; --dry-run prints the job anywhere")
@@ -137,10 +154,10 @@ def ask(*argv: str, what: str, seconds: float = 60) -> subprocess.CompletedProce
 
 
 def wanted(*argv: str, what: str) -> str:
-    """The same of a command that must succeed: its output.
+    """Run a scheduler's command that must succeed, and return its output.
 
     Raises:
-        LaunchError: it failed, with its own words.
+        LaunchError: it failed, with its own message.
     """
     ended = ask(*argv, what=what)
     if ended.returncode:

@@ -1,6 +1,7 @@
-"""Azure Machine Learning: a command job with a PyTorch or MPI distribution; sent and seen by `az ml`.
+"""Azure Machine Learning: command jobs with a PyTorch or MPI distribution, through `az ml`.
 
-A job is named as GROUP/WORKSPACE/NAME; the first two are empty where they are those of `az configure --defaults`.
+The id of a job is GROUP/WORKSPACE/NAME. The first two are empty if they are those of
+`az configure --defaults`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ __all__ = ["cancel", "logs", "request", "state", "submit"]
 
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
 _WHAT = "submit and ask where `az extension add --name ml` was done"
+# Azure ML's states of a job. CancelRequested still runs.
 _STATES = {
     **dict.fromkeys(
         ("NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Paused"),
@@ -35,7 +37,7 @@ _STATES = {
 
 
 def request(job: QueuedRun) -> Request:
-    """az and the job's description, which lies in the run folder; it prints the job's name."""
+    """Return the az command that prints the job's name, with the description in the run folder."""
     own = job.options["azureml"]
     path = str(job.run.manifest)
     where = _where(own["resource_group"] or "", own["workspace"] or "")
@@ -44,14 +46,15 @@ def request(job: QueuedRun) -> Request:
 
 
 def manifest(job: QueuedRun) -> str:
-    """The job as `az ml job create` and azure-ai-ml's load_job take it."""
+    """Return the text of the job for `az ml job create` and azure-ai-ml's load_job."""
     return f"{job.headline}\n{yaml_text(description(job))}"
 
 
 def description(job: QueuedRun) -> Json:
-    """The job; paths of files are this machine's, and are sent along."""
+    """Return the job; paths of files are those of this machine, and az uploads the files."""
     own = job.options["azureml"]
     plan = job.plan
+    # Else it is the name of an environment that is registered in Azure ML.
     is_image = not own["environment"].startswith("azureml:")
     return {
         "$schema": _SCHEMA,
@@ -74,16 +77,17 @@ def description(job: QueuedRun) -> Json:
 
 
 def _command(job: QueuedRun) -> str:
-    """Of each rank."""
+    """Return the command of each rank."""
     into = 'cd "${{inputs.data}}" && ' if job.options["azureml"]["data"] else ""
     folder = f'"${{{{outputs.runs}}}}"/{shlex.quote(job.run.path.name)}'
+    # Azure ML's shell fills in the job's id, which is unknown before the submission.
     named = f"{JOB_VARIABLE}=azureml:{_place(job)}/$AZUREML_RUN_ID"
     train = f'{into}ortlaunch train "${{{{inputs.recipe}}}}" --run-dir {folder}'
     return f'export ORTLAUNCH_MODULES="$PWD" {named} && {train}'
 
 
 def _variables(job: QueuedRun) -> Iterator[tuple[str, str]]:
-    """Azure ML sets all of torchrun's variables for its PyTorch distribution but this one."""
+    """Yield the only variable of torchrun that Azure ML's PyTorch distribution does not set."""
     if job.options["azureml"]["distribution"] == "pytorch":
         yield "LOCAL_WORLD_SIZE", str(job.plan.nodes[0].slots)
 
@@ -113,16 +117,17 @@ def _named(job: str) -> tuple[str, ...]:
 
 
 def submit(request: Request) -> str:
-    """Write the description and create the job."""
+    """Write the description, create the job and return its id."""
     for path, text in request.files:
         write_text(Path(path), text)
+    # The id has the group and the workspace of the request; they are empty if az has defaults.
     given = dict(word.split("=", 1) for word in request.argv if "=" in word)
     name = wanted(*request.argv, what=_WHAT).strip()
     return f"{given.get('--resource-group', '')}/{given.get('--workspace-name', '')}/{name}"
 
 
 def state(job: str) -> QueueState | None:
-    """As the workspace says."""
+    """Return the state in the workspace; an unknown one counts as running."""
     word = wanted(
         "az", "ml", "job", "show", *_named(job), "--query=status", "--output=tsv", what=_WHAT
     ).strip()
@@ -130,10 +135,10 @@ def state(job: str) -> QueueState | None:
 
 
 def cancel(job: str) -> None:
-    """Ask for its end."""
+    """Request the end of the job."""
     wanted("az", "ml", "job", "cancel", *_named(job), what=_WHAT)
 
 
 def logs(job: str, follow: bool) -> tuple[str, ...]:
-    """az follows to the end, also where that is not asked for."""
+    """Return the az command, which always follows the logs until the end."""
     return ("az", "ml", "job", "stream", *_named(job))

@@ -1,6 +1,7 @@
-"""Kubernetes: an indexed Job, or Kubeflow Trainer's TrainJob, with a pod for each node; sent and seen by kubectl.
+"""Kubernetes: an indexed Job, or a TrainJob of Kubeflow Trainer, with a pod for each node.
 
-In a pod `ortlaunch.launch.node` starts its ranks. A job is named as NAMESPACE/RESOURCE/NAME.
+kubectl sends the job and reads its state. In a pod, `ortlaunch.launch.node` starts the ranks. The
+id of a job is NAMESPACE/RESOURCE/NAME.
 """
 
 from __future__ import annotations
@@ -20,18 +21,22 @@ __all__ = ["cancel", "logs", "request", "state", "submit"]
 
 Object = dict[str, object]
 _RESOURCES = {"job": "job.batch", "trainjob": "trainjob.trainer.kubeflow.org"}
-_CONTAINERS = {"job": "train", "trainjob": "node"}  # the runtime's is called so
+# The container of a TrainJob is named by the runtime.
+_CONTAINERS = {"job": "train", "trainjob": "node"}
 _LABEL = "ortlaunch.run"
 _INDEX = "batch.kubernetes.io/job-completion-index=0"
 _RECIPE_FOLDER = "/etc/ortlaunch"
-_CLEAN_UP_SECONDS = 15  # after the ranks' grace, until SIGKILL
-_LONGEST = 50  # of 63 letters of a host's name: its pod's number comes after it
+# Seconds from the end of the ranks' grace to SIGKILL.
+_CLEAN_UP_SECONDS = 15
+# Of the 63 letters of a host's name: the number of the pod is added.
+_LONGEST = 50
+# The end of a run folder's name, which keeps shortened names distinct.
 _TIME = len("-20260101-000000")
 _WHAT = "submit and ask where kubectl reaches the cluster"
 
 
 def request(job: QueuedRun) -> Request:
-    """kubectl and its manifest, which lies in the run folder."""
+    """Return the kubectl command, with the manifest in the run folder."""
     path = str(job.run.manifest)
     namespace = job.options["kubernetes"]["namespace"]
     argv = ("kubectl", "create", f"--namespace={namespace}", f"--filename={path}", "--output=name")
@@ -39,12 +44,12 @@ def request(job: QueuedRun) -> Request:
 
 
 def manifest(job: QueuedRun) -> str:
-    """The objects: what the ranks read, the name by which pods find the first one, and the job."""
+    """Return the text of all objects: the recipe, the name of the first pod's host, and the job."""
     return f"{job.headline}\n{yaml_text(*objects(job))}"
 
 
 def objects(job: QueuedRun) -> list[Object]:
-    """The manifest's objects."""
+    """Return the objects of the manifest."""
     own = job.options["kubernetes"]
     made = [_object("v1", "ConfigMap", job, data={"recipe.yaml": job.recipe})]
     if own["kind"] == "trainjob":
@@ -52,6 +57,7 @@ def objects(job: QueuedRun) -> list[Object]:
             *made,
             _object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, spec=_trainjob(job)),
         ]
+    # A service without an address: it gives each pod a host name, before the pod is ready.
     if len(job.plan.nodes) > 1:
         names = {
             "clusterIP": "None",
@@ -63,7 +69,7 @@ def objects(job: QueuedRun) -> list[Object]:
 
 
 def name_of(job: QueuedRun) -> str:
-    """The run folder's name, as a host may be called."""
+    """Return the run folder's name, changed to a valid host name."""
     name = re.sub("[^a-z0-9]+", "-", job.run.path.name.lower()).strip("-") or "run"
     name = name if name[0].isalpha() else f"run-{name}"
     return (
@@ -75,6 +81,7 @@ def _object(version: str, kind: str, job: QueuedRun, **parts: Any) -> Object:
     own = job.options["kubernetes"]
     name = name_of(job)
     labels = {"app.kubernetes.io/managed-by": "ortlaunch", _LABEL: name}
+    # Kueue admits the job when its queue has room.
     if own["queue"] and kind in ("Job", "TrainJob"):
         labels["kueue.x-k8s.io/queue-name"] = own["queue"]
     metadata = {"name": name, "namespace": own["namespace"], "labels": labels}
@@ -100,9 +107,10 @@ def _job(job: QueuedRun) -> Object:
 
 
 def _failures(job: QueuedRun) -> Iterator[Object]:
-    """A pod whose ranks have saved, or whose node was taken away, is made anew; any other failure is the run's.
+    """Yield the rules for failed pods.
 
-    With restarts it counts towards `backoffLimit`, unless another start could not help.
+    A pod whose ranks have saved, or whose node was removed, is created again. Any other failure
+    ends the run. With restarts it counts towards `backoffLimit`, unless another start is useless.
     """
     if job.options["requeue"]:
         codes = {"containerName": _CONTAINERS["job"], "operator": "In", "values": [EXIT_SAVED]}
@@ -120,7 +128,8 @@ def _failures(job: QueuedRun) -> Iterator[Object]:
 
 
 def _trainjob(job: QueuedRun) -> Object:
-    """Its failure policy is the runtime's; a patch has no field for one."""
+    """Return the spec of a TrainJob."""
+    # The runtime has the failure policy; a patch has no field for one.
     own = job.options["kubernetes"]
     plan = job.plan
     container = _container(job)
@@ -138,7 +147,8 @@ def _trainjob(job: QueuedRun) -> Object:
         **_pod(job),
         "containers": [{"name": _CONTAINERS["trainjob"], "volumeMounts": _mounts(job)}],
     }
-    if own["trainer"] == "v2.2":  # whose schema does not have it
+    # The schema of Kubeflow Trainer 2.2 has no such field.
+    if own["trainer"] == "v2.2":
         del pod["terminationGracePeriodSeconds"]
     nodes = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     patch = {"template": {"spec": {"replicatedJobs": [nodes]}}}
@@ -146,11 +156,12 @@ def _trainjob(job: QueuedRun) -> Object:
     return {"runtimeRef": {"name": own["runtime"]}, "trainer": trainer, "runtimePatches": patches}
 
 
-_SHELL = ("sh", "-c", 'cd "$0" && exec "$@"')  # a TrainJob has no field for the folder
+# A TrainJob has no field for the working folder: the shell changes to it, its argument 0.
+_SHELL = ("sh", "-c", 'cd "$0" && exec "$@"')
 
 
 def _pod(job: QueuedRun) -> Object:
-    """What both kinds say of a pod beside its container."""
+    """Return the parts of a pod that both kinds share, without its container."""
     own = job.options["kubernetes"]
     pod: Object = {"terminationGracePeriodSeconds": job.plan.grace_seconds + _CLEAN_UP_SECONDS}
     if own["node_selector"]:
@@ -161,6 +172,7 @@ def _pod(job: QueuedRun) -> Object:
         {"name": f"data-{n}", "persistentVolumeClaim": {"claimName": name}}
         for n, name in _claims(job)
     ]
+    # The container runtime's default for /dev/shm is 64 MiB, too little for data loaders and NCCL.
     memory = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": own["shared_memory"]}}
     pod["volumes"] = [{"name": "recipe", "configMap": {"name": name_of(job)}}, memory, *claims]
     return pod
@@ -189,7 +201,8 @@ def _container(job: QueuedRun) -> Object:
 
 
 def _command(job: QueuedRun) -> tuple[str, ...]:
-    """A node's ranks; a TrainJob tells the first one's address by itself."""
+    """Return the command that starts a node's ranks."""
+    # A TrainJob sets the first node's address itself.
     own = job.options["kubernetes"]
     name = name_of(job)
     plan = job.plan
@@ -237,9 +250,10 @@ def _id(job: QueuedRun) -> str:
 
 
 def submit(request: Request) -> str:
-    """Write the manifest and create its objects."""
+    """Write the manifest, create its objects and return the job's id."""
     for path, text in request.files:
         write_text(Path(path), text)
+    # kubectl prints a line for each object in the manifest's order: the job's comes last.
     made = wanted(*request.argv, what=_WHAT).split()
     namespace = next(
         word.partition("=")[2] for word in request.argv if word.startswith("--namespace=")
@@ -248,7 +262,7 @@ def submit(request: Request) -> str:
 
 
 def state(job: str) -> QueueState | None:
-    """By its conditions, else by its pods."""
+    """Return the state by the job's conditions, else by its pods; None if the job is unknown."""
     namespace, _, resource = job.partition("/")
     text = wanted(
         "kubectl",
@@ -263,7 +277,7 @@ def state(job: str) -> QueueState | None:
 
 
 def seen_in(found: Mapping[str, Any]) -> QueueState:
-    """What `kubectl get --output=json` says of a Job or a TrainJob."""
+    """Return the state of a Job or TrainJob from `kubectl get --output=json`."""
     status = found.get("status", {})
     conditions = {
         one["type"]: one for one in status.get("conditions", ()) if one["status"] == "True"
@@ -278,6 +292,7 @@ def seen_in(found: Mapping[str, Any]) -> QueueState:
         return QueueState(JobState.RUNNING, "being deleted")
     if "Suspended" in conditions:
         return QueueState(JobState.PENDING, _words("Suspended", conditions["Suspended"]))
+    # A Job counts its own pods, a TrainJob has the counts of its Jobs.
     ready = int(status.get("ready", 0)) + sum(
         int(one.get("ready", 0)) for one in status.get("jobsStatus", ())
     )
@@ -299,7 +314,7 @@ def _words(kind: str, condition: Mapping[str, Any]) -> str:
 
 
 def cancel(job: str) -> None:
-    """Delete it and what it reads: pods get SIGTERM and have their grace to save."""
+    """Delete the job and its recipe: pods get SIGTERM and their grace to save."""
     namespace, resource, name = job.split("/")
     rest = (f"configmap/{name}", f"service/{name}")
     options = (
@@ -312,7 +327,7 @@ def cancel(job: str) -> None:
 
 
 def logs(job: str, follow: bool) -> tuple[str, ...]:
-    """Of the first pod: rank 0's, and the errors of its node."""
+    """Return the command for the first pod's logs: rank 0's output, and errors of its node."""
     namespace, resource, name = job.split("/")
     kind = next(kind for kind, known in _RESOURCES.items() if known == resource)
     owner = f"{_LABEL}={name}" if kind == "job" else f"jobset.sigs.k8s.io/jobset-name={name}"

@@ -1,4 +1,7 @@
-"""Slurm: a batch script as a person would write it, sent by sbatch; its job seen by squeue, scontrol and sacct."""
+"""Slurm: a batch script as a person would write it, and the job's state in the queue.
+
+sbatch queues the script; squeue, scontrol and sacct give the state.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ from ortlaunch.schedulers import QueuedRun, QueueState, ask
 __all__ = ["cancel", "request", "state", "submit"]
 
 _WHAT = "submit and ask on a host of the cluster"
+# Options of sbatch that the recipe has under the same name, with underscores.
 _PLAIN = ("partition", "account", "qos", "reservation", "time", "cpus_per_task", "constraint", "nodelist", "exclude",
           "dependency", "begin", "mail_user", "mail_type")  # fmt: skip
+# Slurm's states and state flags.
 _STATES = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD",
                      "SPECIAL_EXIT"), JobState.PENDING),
@@ -36,7 +41,7 @@ _STATES = {
 
 
 def request(job: QueuedRun) -> Request:
-    """sbatch and its script, which lies in the run folder."""
+    """Return the sbatch command, with the script in the run folder."""
     return Request(
         ("sbatch", "--parsable", str(job.run.job_script)),
         files=((str(job.run.job_script), script(job)),),
@@ -44,7 +49,7 @@ def request(job: QueuedRun) -> Request:
 
 
 def script(job: QueuedRun) -> str:
-    """The batch script."""
+    """Return the batch script."""
     head = "\n".join(f"#SBATCH {option}" for option in _options(job))
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.variables)
     setup = "".join(f"{line}\n" for line in job.options["setup"])
@@ -82,9 +87,12 @@ def _options(job: QueuedRun) -> Iterator[str]:
         yield _gpus(options, plan.nodes[0].slots)
     if options["exclusive"]:
         yield "--exclusive"
+    # Slurm reads % as the beginning of a field such as %j.
     yield f"--output={shlex.quote(str(job.run.logs).replace('%', '%%') + '/slurm-%j.out')}"
+    # A requeued job must not overwrite the output of its earlier start.
     yield "--open-mode=append"
     yield "--requeue" if options["requeue"] else "--no-requeue"
+    # To the ranks' steps, which save then, some time before the time limit.
     yield f"--signal=USR1@{options['signal_seconds']}"
     yield from options["options"]
 
@@ -99,27 +107,30 @@ def _gpus(options: Any, count: int) -> str:
 
 
 def _ranks(job: QueuedRun) -> str:
-    """The step of ranks: in blocks, as the plan counts them; one that fails ends the others."""
+    """Return the command for the step of ranks."""
+    # --distribution=block numbers the ranks as the plan does, host by host. Ranks find each other
+    # without MPI, hence --mpi=none.
     options = ["srun --kill-on-bad-exit=1 --distribution=block --mpi=none"]
     if job.options["cpus_per_task"] is not None:
-        options.append(
-            f"--cpus-per-task={job.options['cpus_per_task']}"
-        )  # since 22.05 a step does not inherit it
+        # Since Slurm 22.05 a step does not inherit it from the job.
+        options.append(f"--cpus-per-task={job.options['cpus_per_task']}")
     return _inside(job, " ".join(options), job.train)
 
 
 def _conclusion(job: QueuedRun) -> str:
-    """Run where ortlaunch is: here, or in the image, which a step of one task starts."""
+    """Return the command that prints the verdict, run where ortlaunch is installed."""
+    # That is this host, or the image, which a step of one task starts.
     if job.options["container"] is None:
         return shlex.join(job.conclude)
     return _inside(job, "srun --nodes=1 --ntasks=1 --mpi=none", job.conclude)
 
 
 def _inside(job: QueuedRun, step: str, command: tuple[str, ...]) -> str:
-    """A step that runs a command in the container, if there is one."""
+    """Return a step that runs a command, in the container if there is one."""
     container = job.options["container"]
     if container is None:
         return f"{step} \\\n    {shlex.join(command)}"
+    # The same paths inside as outside: the plan and the command have those of this host.
     mounts = [
         *(f"{path}:{path}" for path in dict.fromkeys((job.folder, str(job.run)))),
         *container["mounts"],
@@ -130,7 +141,10 @@ def _inside(job: QueuedRun, step: str, command: tuple[str, ...]) -> str:
         into = f"--container-image={image} --container-mounts={shlex.quote(','.join(mounts))} "
         return f"{step} {into}--container-workdir={folder} \\\n    {shlex.join(command)}"
     binds = " ".join(f"--bind {shlex.quote(mount)}" for mount in mounts)
-    return f"{step} \\\n    apptainer exec --nv {binds} --pwd {folder} {image} \\\n    {shlex.join(command)}"
+    return (
+        f"{step} \\\n    apptainer exec --nv {binds} --pwd {folder} {image} "
+        f"\\\n    {shlex.join(command)}"
+    )
 
 
 def _requeue(job: QueuedRun) -> str:
@@ -145,7 +159,7 @@ fi
 
 
 def submit(request: Request) -> str:
-    """Write the script and queue it."""
+    """Write the script, queue it and return the job's id."""
     if shutil.which("sbatch") is None:
         raise MissingDependency(
             "no sbatch here: submit on a host of the cluster; --dry-run prints the script anywhere"
@@ -155,11 +169,13 @@ def submit(request: Request) -> str:
     ended = ask(*request.argv, what=_WHAT)
     if ended.returncode:
         raise LaunchError(f"sbatch refused the job: {ended.stderr.strip() or ended.stdout.strip()}")
+    # --parsable prints the id, and after a semicolon the name of the cluster.
     return ended.stdout.strip().partition(";")[0]
 
 
 def state(job: str) -> QueueState | None:
-    """By squeue, else scontrol, which knows jobs that have ended for some minutes, else sacct."""
+    """Return the state from the first command that knows the job."""
+    # squeue, then scontrol, which knows jobs for some minutes after their end, then sacct.
     for look in (_by_squeue, _by_scontrol, _by_sacct):
         found = look(job)
         if found is not None:
@@ -168,30 +184,32 @@ def state(job: str) -> QueueState | None:
 
 
 def cancel(job: str) -> None:
-    """scancel: ranks get SIGTERM and have the cluster's KillWait to save."""
+    """Cancel the job: ranks get SIGTERM, and the cluster's KillWait to save."""
     ended = ask("scancel", job, what=_WHAT)
     if ended.returncode:
         raise LaunchError(f"scancel {job}: {ended.stderr.strip()}")
 
 
 def seen_in_lines(text: str) -> QueueState | None:
-    """The first line of `squeue -o '%T|%r'`, or of `sacct -P -o State`."""
+    """Return the state from the first line of `squeue -o '%T|%r'` or `sacct -P -o State`."""
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         return None
     said, _, reason = lines[0].partition("|")
+    # sacct appends the user to CANCELLED, and a + to a shortened name.
     return _seen([said.split()[0].rstrip("+")], reason)
 
 
 def seen_in_record(text: str) -> QueueState | None:
-    """`scontrol show job`."""
+    """Return the state from the output of `scontrol show job`."""
     said = re.search(r"\bJobState=(\S+)", text)
     reason = re.search(r"\bReason=(\S+)", text)
     return _seen([said[1]], reason[1] if reason else "") if said else None
 
 
 def _seen(words: list[str], reason: str) -> QueueState | None:
-    """Of several words the one that says where it goes: a job that was requeued is pending, whatever it was before."""
+    """Return the state for the scheduler's words."""
+    # A requeued job has its last state as well, but is pending.
     known = [word for word in words if word in _STATES]
     if not known:
         raise LaunchError(f"Slurm says {' '.join(words)} of the job, which ortlaunch does not know")
@@ -211,7 +229,11 @@ def _by_scontrol(job: str) -> QueueState | None:
 
 
 def _is_known(ended: subprocess.CompletedProcess[str]) -> bool:
-    """Whether the controller knows the job; one that does not answer says nothing about it."""
+    """Whether the controller knows the job.
+
+    Raises:
+        LaunchError: the controller does not answer, so that nothing is known.
+    """
     if ended.returncode and "invalid job id" not in ended.stderr.lower():
         said = ended.stderr.strip() or f"status {ended.returncode}"
         raise LaunchError(f"{ended.args[0]} cannot say how the job goes: {said}")
