@@ -1,6 +1,7 @@
-"""What becomes of a step whose loss or gradient is bad: the run ends, the step is skipped, or the run rolls back.
+"""Handling of a step with a bad loss or gradient: end the run, skip the step, or roll back.
 
-All ranks come to the same decision: what they look at is the same on all of them. The record is bad_steps.jsonl.
+All ranks make the same decision, because it depends only on values that are the same on all of
+them. The record is bad_steps.jsonl.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from ortlaunch.worker.data.left_out import recorded
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.training.finite import bad_losses, bad_step, some
 
-_NORMAL = (
-    1.4826  # of normal noise, the standard deviation is so many median distances from the median
-)
-_LEAST = 0.01  # of the median: losses that hardly change jump by more than that
+# The standard deviation of normal noise is 1.4826 times its median absolute deviation.
+_NORMAL = 1.4826
+# Least deviation as a share of the median: losses that hardly change jump by more than their noise.
+_LEAST = 0.01
 
 
 class RollBack(Exception):
-    """The newest checkpoint is to be taken up; all ranks raise it together."""
+    """A request to load the newest checkpoint; all ranks raise it together."""
 
 
 class BadSteps:
@@ -43,6 +44,7 @@ class BadSteps:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.train = session.recipe.train
+        # Otherwise losses are read at log lines alone: reading them here would wait for the GPU.
         self.looks = self.train.on_nonfinite != "stop" or self.train.on_spike is not None
         self.spikes = Spikes(self.train.on_spike) if self.train.on_spike else None
         self.rollbacks = 0
@@ -50,11 +52,16 @@ class BadSteps:
         self._take_over(list(recorded(session.run)))
 
     def _take_over(self, lines: list[BadStep]) -> None:
-        """Leave out what earlier starts left out, but where another order (--allow data) has put other samples."""
+        """Leave out the samples that earlier starts left out.
+
+        Samples whose positions hold others in today's order (--allow data) are left out no more.
+        """
         session = self.session
         seen = session.checkpoint.samples if session.checkpoint else 0
         changed = False
         for line in lines:
+            # `places` is a range of positions in the sample order; only those after `seen` still
+            # come.
             if (
                 line.places
                 and line.places[1] > seen
@@ -65,6 +72,7 @@ class BadSteps:
                 if session.group.rank == 0:
                     print(f"the samples that step {line.step} was taken back for are left out no more: in today's "
                           f"order others are in their place", flush=True)  # fmt: skip
+            # Skipped steps need no more: the checkpoint has their count.
             if line.action == "rollback":
                 self._leave_out(line)
         if changed and session.group.rank == 0:
@@ -73,7 +81,10 @@ class BadSteps:
             )
 
     def begin(self, saving: checkpoint.Saving, state: Any) -> None:
-        """Steps follow on `state`; where a rollback may come, there has to be a checkpoint (collective)."""
+        """Prepare for steps on `state` (collective).
+
+        If a rollback may come and there is no checkpoint yet, one is saved.
+        """
         self._saving = saving
         session = self.session
         if (
@@ -84,22 +95,24 @@ class BadSteps:
                 saving.save(state.step, asdict(state))
 
     def before(self) -> None:
-        """A step is taken now: keep what a bad batch spoils even if its update is left out."""
+        """Copy the buffers before a step: a bad batch changes them even if it is skipped."""
+        # Such as the running statistics of batch normalization, which a forward pass updates.
         if "skip" in actions(self.train):
             self._buffers = [
                 (buffer, buffer.detach().clone()) for buffer in self.session.model.buffers()
             ]
 
     def look(self, step: int, losses: Sequence[torch.Tensor]) -> None:
-        """Look at the losses of the passes of `step` (from 0) before its update (collective).
+        """Check the losses of the passes of `step` (from 0) before its update (collective).
 
         Raises:
-            BadStepError: on all ranks the same; the gradients are still there.
+            BadStepError: the step is bad; all ranks raise the same, and the gradients still exist.
         """
         if not self.looks:
             return
         session = self.session
         group = self.session.group
+        # A non-finite loss of any rank makes the mean non-finite on all of them.
         mean = group.mean(float(sum(losses, start=torch.zeros(()))) / len(losses))
         if not math.isfinite(mean):
             bad = bad_losses(group, losses)
@@ -116,8 +129,8 @@ class BadSteps:
         """Leave the step out (collective).
 
         Raises:
-            BadStepError: the recipe wants an end, or this is one too many.
-            RollBack: the newest checkpoint is to be taken up.
+            BadStepError: the recipe requires an end, or the limit of such steps is reached.
+            RollBack: the newest checkpoint is to be loaded.
         """
         found: BadStep = error.found
         found.action = self._action(error)
@@ -137,7 +150,8 @@ class BadSteps:
             found.action = "stop"
             self._record(found)
             with contextlib.suppress(CheckpointError):
-                self._newest()  # what is being written beside training is whole before the run ends
+                # A checkpoint that a thread is still writing must be complete before the run ends.
+                self._newest()
             raise type(error)(f"{error}\n{limit}" if limit else str(error), found) from None
         self.session.engine.stepper.drop_gradients()
         self._roll_back(found, state, newest) if newest else self._skip(found, state)
@@ -147,6 +161,7 @@ class BadSteps:
         return spike.action if spike else self.train.on_nonfinite
 
     def _skip(self, found: BadStep, state: Any) -> None:
+        # The gradients are dropped already; the forward passes also changed the buffers.
         for buffer, kept in self._buffers:
             buffer.copy_(kept)
         state.left_out += 1
@@ -154,7 +169,7 @@ class BadSteps:
         self._record(found, f"{_field(found)} is skip: its update is left out ({count})")
 
     def _newest(self) -> tuple[int, Path] | None:
-        """The newest checkpoint, once the one that is being written is whole (collective)."""
+        """Wait for a save in progress, then return the newest checkpoint (collective)."""
         with self.session.progress.during("saving a checkpoint"):
             self._saving.wait()
             return checkpoint.newest_of_all(self.session.run, self.session.group)
@@ -185,23 +200,25 @@ class BadSteps:
 
 
 class Spikes:
-    """The losses of the last steps, and whether the next one jumps."""
+    """The losses of the last steps, and a check whether the next loss jumps."""
 
     def __init__(self, spike: Spike) -> None:
         self.spike = spike
         self.losses: deque[float] = deque(maxlen=spike.window)
 
     def look(self, loss: float) -> str | None:
-        """What is wrong with this loss; one that is not too high is compared with from now on."""
+        """Return why this loss is a spike, or None; a normal loss joins the window."""
         if len(self.losses) == self.spike.window:
             median = statistics.median(self.losses)
             deviation = _NORMAL * statistics.median(abs(each - median) for each in self.losses)
             deviation = max(deviation, _LEAST * abs(median))
             most = median + self.spike.deviations * deviation
+            # A loss far below the median is no spike.
             if loss > most:
                 return (
-                    f"the loss jumped to {loss:.6g}: the last {self.spike.window} have median {median:.6g} and "
-                    f"deviation {deviation:.3g}, so that {most:.6g} is the most (train.on_spike)"
+                    f"the loss jumped to {loss:.6g}: the last {self.spike.window} have median "
+                    f"{median:.6g} and deviation {deviation:.3g}, so that {most:.6g} is the most "
+                    "(train.on_spike)"
                 )
         self.losses.append(loss)
         return None
@@ -211,4 +228,5 @@ def _field(found: BadStep) -> str:
     return "train.on_spike" if found.kind == "spike" else "train.on_nonfinite"
 
 
-_END = "The run ends here, before the weights took this step."  # diagnose/ has the advice
+# diagnose/ prints the advice.
+_END = "The run ends here, before the weights took this step."

@@ -1,6 +1,7 @@
-"""The best evaluation so far, as every checkpoint remembers it: which one is kept, and when a training is over early.
+"""The best evaluation so far: which checkpoint is kept for it, and when training stops early.
 
-`TrainState.best` is the memory, the same on all ranks: for each of the recipe's wishes, KEEP and STOP, what was found.
+Every checkpoint stores it, and it is the same on all ranks: `TrainState.best` has an entry for each
+of the recipe's requests, KEEP and STOP.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Memory = dict[str, Json]
 
 
 def take(recipe: Recipe, memory: Memory, step: int, evaluated: dict[str, float]) -> None:
-    """Take up an evaluation. One whose number is not finite, or absent, is never the best."""
+    """Update the memory with an evaluation; a value that is absent or not finite is never best."""
     for wish, asked in _wishes(recipe):
         value = evaluated.get(asked.metric, math.nan)
         before = memory.get(wish)
@@ -36,11 +37,12 @@ def take(recipe: Recipe, memory: Memory, step: int, evaluated: dict[str, float])
                 "metric": asked.metric, "mode": direction(asked), "value": value, "step": step, "since": 0
             }  # fmt: skip
         elif before is not None:
+            # `since` counts evaluations after the best one, for train.stop_after.
             memory[wish] = {**before, "since": before["since"] + 1}
 
 
 def without(recipe: Recipe, evaluated: dict[str, float]) -> list[str]:
-    """A sentence for each wish whose metric the evaluation lacks."""
+    """Return a sentence for each request whose metric the evaluation lacks."""
     return [
         f"{wish}.metric: got {asked.metric}; an evaluation of this run has {', '.join(evaluated)}"
         for wish, asked in _wishes(recipe)
@@ -49,10 +51,12 @@ def without(recipe: Recipe, evaluated: dict[str, float]) -> list[str]:
 
 
 def require_metrics(session: Session) -> None:
-    """Before step 1, evaluate as few samples as ranks take at once, for a metric that not all evaluations have.
+    """Before step 1, evaluate a few samples, for a metric that not all evaluations have.
+
+    It evaluates as many samples as the ranks take at once.
 
     Raises:
-        InputError: evaluations have no such number (collective).
+        InputError: evaluations have no such metric (collective).
     """
     recipe = session.recipe
     samples = session.data.evaluation
@@ -61,10 +65,12 @@ def require_metrics(session: Session) -> None:
         return
     with session.progress.during("evaluating"):
         try:
+            # One micro batch of each rank.
             found = evaluate(
                 session, _First(samples, session.plan.batch.micro_samples * session.group.size)
             )
-        except HookError as error:  # so few samples may be too few for it
+        # The user's metric may need more samples than these few.
+        except HookError as error:
             if session.group.rank == 0:
                 print(
                     f"train.metric cannot be tried before step 1: {str(error).splitlines()[0]}",
@@ -76,7 +82,7 @@ def require_metrics(session: Session) -> None:
 
 
 class _First:
-    """The first samples of others."""
+    """The first samples of a set."""
 
     def __init__(self, samples: Samples, most: int) -> None:
         self._samples = samples
@@ -90,12 +96,12 @@ class _First:
 
 
 def kept_step(memory: Memory) -> int | None:
-    """Of the checkpoint that is kept; None: none is, or there was no evaluation."""
+    """Return the step of the kept checkpoint; None without one, or without an evaluation."""
     return memory[KEEP]["step"] if KEEP in memory else None
 
 
 def stops_early(recipe: Recipe, step: int, memory: Memory) -> str | None:
-    """Why a training is over at this step before its last; None: it goes on."""
+    """Return why training ends at this step, before its last one; None if it continues."""
     asked = recipe.train.stop_after
     found = memory.get(STOP)
     if (
@@ -106,13 +112,17 @@ def stops_early(recipe: Recipe, step: int, memory: Memory) -> str | None:
     ):
         return None
     return (
-        f"stopped early after step {step} of {recipe.train.steps} (train.stop_after): {asked.metric} was best, "
-        f"{found['value']:.6g}, after step {found['step']}, {found['since']} evaluations ago"
+        f"stopped early after step {step} of {recipe.train.steps} (train.stop_after): "
+        f"{asked.metric} was best, {found['value']:.6g}, after step {found['step']}, "
+        f"{found['since']} evaluations ago"
     )
 
 
 def remembered(session: Session, memory: Memory) -> Memory:
-    """What of a checkpoint's memory holds here (collective): of the same metric, and of a checkpoint of this run."""
+    """Return the part of a checkpoint's memory that is valid here (collective).
+
+    An entry must be of the same metric, and the kept checkpoint must be in this run's folder.
+    """
     kept = {
         wish: memory[wish]
         for wish, asked in _wishes(session.recipe)
@@ -121,11 +131,14 @@ def remembered(session: Session, memory: Memory) -> Memory:
     }
     step = kept_step(kept)
     here = step is not None and (session.run.checkpoint(step) / COMPLETE).exists()
+    # Rank 0's answer counts: hosts may see a shared file system in different states.
+    # That one may have been pruned, or belong to the run that this one was started from.
     if step is not None and not session.group.gather_numbers([here])[0][0]:
         del kept[KEEP]
         if session.group.rank == 0:
             print(
-                f"checkpoint.keep_best: that of step {step} is not in this run folder; the best is found anew"
+                f"checkpoint.keep_best: that of step {step} is not in this run folder; "
+                "the best is found anew"
             )
     return kept
 

@@ -1,4 +1,4 @@
-"""What a run leaves after its last step: export/, memory.json, and the lines that say how it went."""
+"""Results after the last step: export/, memory.json, summary.json and the final lines."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from ortlaunch.worker.training.summary import say_outcome
 
 
 def finish(session: Session, step: int, memory: best.Memory) -> None:
-    """Write the trained model and what it took (collective); rank 0 says so.
+    """Write the trained model and its costs (collective); rank 0 prints the summary.
 
     Args:
-        step: the last one.
+        session: the training.
+        step: the last step.
         memory: of the best evaluations.
     """
     recipe = session.recipe
@@ -40,11 +41,13 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
     lines = []
     kept = _take_best(session, memory)
     if engine.memory is not None:
+        # Before the export, whose memory is not training's.
         used = engine.memory.record(session.plan, group)
         _export(session)
         trained = engine.memory.looks > 0
         lines = [memory_line(used)] if trained else []
         if group.rank == 0:
+            # A start without steps of its own keeps the record of the start that trained.
             write_json(run.memory, as_json(used)) if trained or not run.memory.exists() else None
             summary = summarize(run, len(session.data.train), session.progress.seconds())
             summary = replace(summary, best=kept, stopped_early=_early(recipe, step, memory))
@@ -61,10 +64,10 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
 
 
 def export_unsaved(session: Session, error: LastSaveError) -> NoReturn:
-    """Write the trained model although its checkpoint could not be (collective).
+    """Write the trained model although its checkpoint could not be saved (collective).
 
     Raises:
-        CheckpointError: always, for there is nothing to go on from.
+        CheckpointError: always, because there is no checkpoint to continue from.
     """
     if session.group.rank == 0:
         print(
@@ -79,6 +82,7 @@ def export_unsaved(session: Session, error: LastSaveError) -> NoReturn:
 
 def _export(session: Session) -> None:
     session.progress.doing("writing the export")
+    # An exported model computes its loss as usual, not in chunks.
     session.model.chunk(None)
     export(
         session.recipe,
@@ -91,7 +95,7 @@ def _export(session: Session) -> None:
 
 
 def _take_best(session: Session, memory: best.Memory) -> BestEvaluation | None:
-    """The best evaluation that was asked for; with its weights in the model where the export is to have them."""
+    """Return the best evaluation, if requested; load its weights if the export shall have them."""
     asked = session.recipe.checkpoint.keep_best
     found = memory.get(KEEP)
     if asked is None or found is None:
@@ -121,20 +125,24 @@ def _best_lines(run: RunDir, kept: BestEvaluation | None) -> list[str]:
         return []
     exported = " (exported)" if kept.exported else ""
     return [
-        f"best {kept.metric} {kept.value:.6g} after step {kept.step}: {run.checkpoint(kept.step)}{exported}"
+        f"best {kept.metric} {kept.value:.6g} after step {kept.step}: "
+        f"{run.checkpoint(kept.step)}{exported}"
     ]
 
 
 def summarize(run: RunDir, samples: int, seconds: dict[str, float]) -> Summary:
-    """What the whole training came to, over all its starts: from the checkpoint and metrics.jsonl."""
+    """Return the totals of the whole training over all its starts.
+
+    They come from the newest checkpoint and from metrics.jsonl.
+    """
     (steps, folder), kept = run.complete_checkpoints()[-1], records(run)
     seen = samples_seen(folder)
-    last = {
-        name: value for record in kept for name, value in record.items()
-    }  # the newest of each name
+    # Later lines replace earlier ones: the newest value of each name.
+    last = {name: value for record in kept for name, value in record.items()}
     if "elapsed_seconds" not in last:
         print(
-            f"{run.metrics} was removed while it trained: {run.summary.name} has no loss, and this start's time alone"
+            f"{run.metrics} was removed while it trained: {run.summary.name} has no loss, "
+            "and this start's time alone"
         )
     return Summary(
         steps=steps,
@@ -151,7 +159,7 @@ def summarize(run: RunDir, samples: int, seconds: dict[str, float]) -> Summary:
 
 
 def _evaluated(last: Mapping[str, Any]) -> dict[str, float]:
-    """The last evaluation beside its loss, the user's own numbers among it."""
+    """Return the last evaluation without its loss, with the user's own metrics."""
     names = [*(EVALUATION + name for name in METRICS if name != "loss"), *own_names(last)]
     return {
         name.removeprefix(EVALUATION): last[name]
@@ -161,7 +169,7 @@ def _evaluated(last: Mapping[str, Any]) -> dict[str, float]:
 
 
 def summary_lines(summary: Summary) -> list[str]:
-    """The summary for a person."""
+    """Return the summary as lines to print."""
     losses = [
         f"{words} {float(loss):.4f}"
         for loss, words in (
@@ -183,17 +191,18 @@ def summary_lines(summary: Summary) -> list[str]:
 
 
 def _bad_steps(actions: dict[str, int]) -> list[str]:
-    """What was left out, and where that is recorded."""
+    """Return a line that counts the steps left out, and names their record."""
     words = {"skip": "skipped", "rollback": "rolled back and left out"}
     found = ", ".join(f"{number} {words[action]}" for action, number in actions.items())
     return [f"bad steps: {found}; see bad_steps.jsonl"] if found else []
 
 
 def _loaded_by(recipe: Recipe, run: RunDir, model: Any) -> str:
-    """What to type in Python to have the trained model."""
+    """Return the Python expression that loads the trained model."""
     if not hasattr(model, "save_pretrained"):
         return f'safetensors.torch.load_model(your_model, "{run.export / "model.safetensors"}")'
     if recipe.model.lora and not recipe.model.lora.merge:
         return f'peft.PeftModel.from_pretrained(base_model, "{run.export}")'
+    # Under LoRA, the class to load with is that of the model inside peft's wrapper.
     whole = model.get_base_model() if recipe.model.lora else model
     return f'transformers.{type(whole).__name__}.from_pretrained("{run.export}")'

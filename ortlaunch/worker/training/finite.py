@@ -1,6 +1,7 @@
-"""What is said of a training whose numbers are not finite: in which step, of which samples, at which parameter.
+"""Errors for losses, gradients and weights that are not finite: their step, samples and parameter.
 
-All ranks come to the same error: a bad loss or gradient of one of them is in every rank's averaged gradients.
+All ranks raise the same error: a bad loss or gradient of one rank is in every rank's averaged
+gradients.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 Named = Iterable[tuple[str, "torch.Tensor | None"]]
-_SHOWN = 16  # samples that are named, and micro batches
-_STEPS = 1  # of several steps whose losses were not finite: the first tells
-_END = "The run ends here; nothing is exported, and no checkpoint of this step is written."  # diagnose/ has the advice
+# Samples and micro batches that a message names at most.
+_SHOWN = 16
+# Bad steps that a message describes: the first one shows the cause.
+_STEPS = 1
+# diagnose/ prints the advice.
+_END = "The run ends here; nothing is exported, and no checkpoint of this step is written."
 
 
 class BadLoss(NamedTuple):
-    """A loss that is not finite, and where it came up; `place` is counted by who asks."""
+    """A loss that is not finite: its rank, its value, and its `place` in the caller's list."""
 
     rank: int
     place: int
@@ -33,17 +37,21 @@ class BadLoss(NamedTuple):
 
 
 def bad_losses(group: DistributedContext, losses: Sequence[torch.Tensor]) -> list[BadLoss]:
-    """Of all ranks, by their place in `losses` (collective)."""
+    """Return the non-finite losses of all ranks, with their place in `losses` (collective)."""
     mine = [
         (place, loss) for place, loss in enumerate(map(float, losses)) if not math.isfinite(loss)
     ]
+    # Python's JSON also reads and writes nan and inf.
     texts = group.gather(json.dumps(mine))
     return [BadLoss(rank, *found) for rank, text in enumerate(texts) for found in json.loads(text)]
 
 
 def bad_loss(step: int, found: BadLoss, samples: list[int]) -> str:
-    """The line about one loss; `step` from 0."""
-    return f"step {step + 1}: the loss is {found.loss} on rank {found.rank}, samples {some(samples)} of data.train"
+    """Return the line about one loss; `step` counts from 0."""
+    return (
+        f"step {step + 1}: the loss is {found.loss} on rank {found.rank}, "
+        f"samples {some(samples)} of data.train"
+    )
 
 
 def bad_step(
@@ -55,14 +63,24 @@ def bad_step(
     *,
     again: bool = True,
 ) -> NonFiniteError:
-    """The error of a step (from 0), from its gradients (collective); `again`: the passes were made again for them."""
+    """Return the error of a bad step (collective).
+
+    Args:
+        group: all ranks.
+        batches: the order of the samples.
+        step: counted from 0.
+        losses: the non-finite losses of its passes.
+        gradients: the parameters' gradients, by name.
+        again: whether the passes were repeated to get these gradients.
+    """
     lines = [
         bad_loss(step, bad, batches.indices(step, bad.place, bad.rank)) for bad in losses[:_SHOWN]
     ]
     samples = batches.indices_of_step(step)
     if not losses:
         lines = [
-            f"step {step + 1}: every loss is finite, and a gradient is not; samples {some(samples)} of data.train"
+            f"step {step + 1}: every loss is finite, and a gradient is not; "
+            f"samples {some(samples)} of data.train"
         ]
     first = _first(group, gradients)
     without = _NOT_AGAIN if again else "every gradient is finite"
@@ -78,14 +96,17 @@ def require_finite_loss(
     first: int,
     losses: Sequence[torch.Tensor],
 ) -> None:
-    """Look at the mean of all ranks' losses: some are not finite, and their gradients are (collective).
+    """Check the mean of all ranks' losses, for a non-finite one with finite gradients (collective).
 
     Args:
-        mean: the same on all ranks; None: there are no losses.
-        losses: this rank's, a step each from step `first` (from 0) on.
+        mean: the same on all ranks; None if there are no losses.
+        group: all ranks.
+        batches: the order of the samples.
+        first: the step of the first loss, from 0.
+        losses: this rank's losses, one for each step from `first` on.
 
     Raises:
-        NonFiniteError: on all ranks the same.
+        NonFiniteError: a loss is not finite; all ranks raise the same.
     """
     if mean is None or math.isfinite(mean):
         return
@@ -101,7 +122,8 @@ def require_finite_loss(
         )
     if len(found) > _STEPS:
         lines.append(
-            f"so are {len(found) - _STEPS} losses after it, up to step {first + found[-1].place + 1}"
+            f"so are {len(found) - _STEPS} losses after it, "
+            f"up to step {first + found[-1].place + 1}"
         )
     raise NonFiniteError(
         "\n".join([*lines, "its gradients were finite, so that the weights are, too", _END])
@@ -109,40 +131,49 @@ def require_finite_loss(
 
 
 def require_finite_weights(step: int, weights: Named) -> None:
-    """Look at trained weights after `step` steps.
+    """Check trained weights after `step` steps.
 
     Raises:
-        NonFiniteError: one of this rank's is not finite: the step's gradients were, and the update was too large.
+        NonFiniteError: a weight of this rank is not finite: the step's gradients were finite, and
+            the update was too large.
     """
     named = [(name, tensor) for name, tensor in weights if tensor is not None]
+    # One sum of squares reads all weights fast; the loop over them only searches for the name.
     if named and not sum_of_squares([tensor for _, tensor in named]).isfinite():
         name = next(_bad(named))[1]
         raise NonFiniteError(
-            f"step {step}: the weights of {name} are not finite after this step, whose gradients were\n{_END}"
+            f"step {step}: the weights of {name} are not finite after this step, "
+            f"whose gradients were\n{_END}"
         )
 
 
-_NOT_AGAIN = "made again, this step has finite gradients: the model draws random numbers, or keeps what it saw"
+_NOT_AGAIN = (
+    "made again, this step has finite gradients: "
+    "the model draws random numbers, or keeps what it saw"
+)
 
 
 def _first(group: DistributedContext, gradients: Named) -> str | None:
-    """The first bad parameter in the model's order that a rank sees (collective)."""
+    """Return the first bad parameter in the model's order on any rank (collective)."""
+    # With sharded gradients, each rank has only a part of them.
     mine = next(_bad(gradients), None)
     found = [tuple(json.loads(text)) for text in group.gather(json.dumps(mine)) if text != "null"]
     return str(min(found)[1]) if found else None
 
 
 def _bad(tensors: Named) -> Iterator[tuple[int, str]]:
-    """(place in the model, name) of what is not finite."""
+    """Yield (place in the model, name) of each tensor that is not finite."""
     for place, (name, tensor) in enumerate(tensors):
+        # The values of a sparse gradient are a tensor of their own.
         if (
             tensor is not None
             and not (tensor.coalesce().values() if tensor.is_sparse else tensor).isfinite().all()
         ):
-            yield place, name.removeprefix("model.")  # that of LossModule
+            # LossModule adds the prefix.
+            yield place, name.removeprefix("model.")
 
 
 def some(samples: list[int]) -> str:
-    """Samples for a person, the first of many."""
+    """Return samples as text; of many, only the first ones."""
     shown = ", ".join(map(str, samples[:_SHOWN]))
     return shown if len(samples) <= _SHOWN else f"{shown} and {len(samples) - _SHOWN} more"

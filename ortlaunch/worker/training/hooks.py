@@ -1,7 +1,10 @@
-"""`train.hook`: the user's own class, told of logged steps, evaluations and checkpoints; it may stop the run.
+"""`train.hook`: a user's class, called at logged steps, evaluations and checkpoints.
 
-It lives on rank 0 alone: what it is told is the same on all ranks, and what it does (a message, a file, an upload) is
-to be done once. What it returns reaches the other ranks as any request to stop does.
+The class may stop the run.
+
+It exists on rank 0 alone: its arguments are the same on all ranks, and its effects (a message, a
+file, an upload) must happen once. Its return value reaches the other ranks as any request to stop
+does.
 """
 
 from __future__ import annotations
@@ -35,38 +38,42 @@ class Hook:
             _require_known(self.name, self.own)
 
     def on_step(self, step: int, values: dict[str, object]) -> None:
-        """A logged step, with its line of metrics.jsonl."""
+        """Call the hook for a logged step, with its line of metrics.jsonl."""
         self._tell("on_step", step, dict(values))
 
     def on_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """An evaluation: the loss and the task's metrics."""
+        """Call the hook for an evaluation, with the loss and the task's metrics."""
         self._tell("on_evaluation", step, dict(values))
 
     def on_checkpoint(self, step: int) -> None:
-        """A complete checkpoint."""
+        """Call the hook for a complete checkpoint, with its folder."""
         self._tell("on_checkpoint", step, str(self.run.checkpoint(step)))
 
     def _tell(self, method: str, step: int, what: object) -> None:
+        # A hook may define any of the three methods.
         own = getattr(self.own, method, None)
         if own is None:
             return
         try:
             answer = own(step, what)
         except Exception as error:
+            # The first frame is the call above, which is no help to the hook's author.
             frames = error.__traceback__ and error.__traceback__.tb_next
             where = "".join(traceback.format_exception(type(error), error, frames))
             raise HookError(
-                f"train.hook: {self.name}.{method} raised {type(error).__name__} after step {step}: {error}\n{where}"
+                f"train.hook: {self.name}.{method} raised {type(error).__name__} "
+                f"after step {step}: {error}\n{where}"
             ) from error
         if answer == "stop":
             self._stop(method, step)
         elif answer is not None:
             raise HookError(
-                f'train.hook: {self.name}.{method} returned {answer!r}; it returns "stop", or nothing'
+                f"train.hook: {self.name}.{method} returned {answer!r}; "
+                'it returns "stop", or nothing'
             )
 
     def _stop(self, method: str, step: int) -> None:
-        """As `ortlaunch stop` asks, at the next edge of a step; after the last step there is nothing to stop."""
+        """Request a stop as `ortlaunch stop` does; after the last step, do nothing."""
         if step < self.last_step:
             by = f"train.hook ({self.name}.{method})"
             write_json(
@@ -76,10 +83,10 @@ class Hook:
 
 
 def _require_known(name: str, own: object) -> None:
-    """Refuse a method that looks like one of ours and is never called, such as another tool's `on_train_end`.
+    """Reject a method with a similar name that is never called, such as `on_train_end`.
 
     Raises:
-        InputError: there is one, or none that is called.
+        InputError: there is such a method, or none that is called.
     """
     methods = [
         each
@@ -87,11 +94,13 @@ def _require_known(name: str, own: object) -> None:
         if not each.startswith("__") and callable(getattr(type(own), each))
     ]
     for each in methods:
+        # 0.8: close enough for a typing error.
         near = difflib.get_close_matches(each, _METHODS, 1, 0.8)
         if each not in _METHODS and (near or each.startswith("on_")):
             hint = f"; did you mean {near[0]}?" if near else ""
             raise InputError(
-                f"train.hook: {name} has {each!r}, which is never called; valid are {', '.join(_METHODS)}{hint}"
+                f"train.hook: {name} has {each!r}, which is never called; "
+                f"valid are {', '.join(_METHODS)}{hint}"
             )
     if not any(hasattr(own, method) for method in _METHODS):
         raise InputError(f"train.hook: {name} has none of {', '.join(_METHODS)}")

@@ -15,18 +15,18 @@ from ortlaunch.worker.session import Session
 
 
 def sum_of(losses: list[torch.Tensor]) -> torch.Tensor:
-    """One number, on the losses' device."""
+    """Return the sum as a scalar tensor on the losses' device."""
     return sum(losses, start=torch.zeros((), device=losses[0].device))
 
 
 class Meter:
-    """Loss and speed between two log lines; what is not training (evaluation, saving) does not count as time."""
+    """Loss and speed between two log lines; evaluation and saving do not count as training time."""
 
     def __init__(self, session: Session) -> None:
         self.group = session.group
         self.batch = session.plan.batch
         self.numbers = session.engine.stepper.numbers
-        # A CPU's rate, measured once for a moment, changes with every other process: a share of it says nothing.
+        # Only GPUs have a meaningful rate: a CPU's changes with every other process on it.
         self.flops_per_token = (
             session.engine.flops_per_token if self.group.device.type == "cuda" else None
         )
@@ -39,28 +39,31 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, time is not training's; the losses since the last reading stay."""
-        wait_for(self.group.device)  # what the steps before gave the device to do is
+        """Stop the clock while the context is open; the losses since the last reading stay."""
+        # Work of earlier steps that is still queued on the device is training time.
+        wait_for(self.group.device)
         began = time.perf_counter()
         yield
         self.started += time.perf_counter() - began
 
     def restart(self) -> None:
         """Count losses, steps and time from now on."""
-        self.losses: list[torch.Tensor] = []  # this rank's mean of each step that was taken
+        # This rank's mean loss of each step whose update was applied.
+        self.losses: list[torch.Tensor] = []
         self.steps = 0
         self.started = time.perf_counter()
 
     def took(self, loss: torch.Tensor | None) -> None:
-        """Count a step; None: it was left out."""
+        """Count a step; its loss is None if its update was skipped."""
         self.steps += 1
         if loss is not None:
             self.losses.append(loss)
             self.numbers.keep()
 
     def read(self) -> Json:
-        """Values since the last reading (collective)."""
+        """Return the values since the last reading, and restart (collective)."""
         taken = len(self.losses)
+        # Losses stay on the device until here, because reading one waits for the GPU.
         loss = self.group.mean(float(sum_of(self.losses)) / taken) if taken else None
         seconds = (time.perf_counter() - self.started) / self.steps
         tokens = self.batch.tokens_per_step
@@ -69,6 +72,7 @@ class Meter:
             values["tokens_per_second"] = tokens / seconds
             if self.flops_per_token:
                 values["mfu"] = self._utilization(
+                    # Tokens are those of all ranks, and the peak is that of one device.
                     self.flops_per_token * tokens / seconds / self.group.size
                 )
         values |= self.numbers.read(self.group) if self.has_numbers else {}
@@ -76,7 +80,11 @@ class Meter:
         return values
 
     def _utilization(self, rate: float) -> float:
-        """Share of the rate that the device was found to have; where it is more, that was found beside other work."""
+        """Return the rate as a share of the device's measured peak.
+
+        A higher rate shows that other work disturbed the measurement, so the peak is measured
+        again.
+        """
         if rate > self.peak:
             self.peak = max(self.peak, measured_peak_flops(self.group.device, self.dtype))
         return rate / self.peak

@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics.jsonl, trackers, and a line for a person. Rank 0 only."""
+"""Records of a training run: metrics.jsonl, trackers, and printed lines. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -19,30 +19,37 @@ EVALUATION = "evaluation_"
 
 
 class Metrics:
-    """Writes one object a logged step: step, epoch, loss, learning_rate, tokens_per_second, elapsed_seconds, ..."""
+    """Writer of one JSON object a logged step.
+
+    Its fields are step, epoch, loss, learning_rate, tokens_per_second, elapsed_seconds and others.
+    """
 
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
         self.max_steps = recipe.train.steps
         self.first_step = first_step
         self.before = _cut_after(run, first_step)
+        # Line buffered, so that other processes can follow the file.
         self.file = run.metrics.open("a", encoding="utf-8", buffering=1)
         self.trackers = [Beside(name, recipe, run, first_step) for name in recipe.log.trackers]
         self.started = time.perf_counter()
 
     def write(self, step: int, values: Json) -> None:
-        """Record the values of a step (from 1) and show them."""
+        """Record the values of a step (from 1), and print them."""
         elapsed = time.perf_counter() - self.started
+        # Seconds of all starts: a resumed run adds to those up to its checkpoint.
         record = {"step": step, **values, "elapsed_seconds": round(self.before + elapsed, 3)}
         try:
             self.file.write(json_text(record) + "\n")
         except OSError as error:
-            error.filename = self.file.name  # a full disk is met in a write, which has no name
+            # A failed write on a full disk has no file name of its own.
+            error.filename = self.file.name
             raise
         for tracker in self.trackers:
             tracker.log(step, values)
         self._show(step, values, elapsed)
 
     def _show(self, step: int, values: dict[str, object], elapsed: float) -> None:
+        # The estimate uses this start's own speed.
         left = elapsed / max(1, step - self.first_step) * (self.max_steps - step)
         line = (
             f"step {step}/{self.max_steps}  "
@@ -52,7 +59,7 @@ class Metrics:
         print(line, flush=True)
 
     def close(self, failed: bool = False) -> None:
-        """Flush and close."""
+        """Close the file and the trackers; `failed` marks an unfinished training."""
         self.file.close()
         for tracker in self.trackers:
             tracker.close(failed)
@@ -65,7 +72,8 @@ def _shown(values: dict[str, object]) -> list[str]:
         "samples_per_second": "{:,.1f} samples/s", "mfu": "MFU {:.1%}",
         **{EVALUATION + name: metric.shown for name, metric in METRICS.items()},
     }  # fmt: skip
-    if values.get("tokens_per_second") is not None:  # one speed is enough for a line
+    # One kind of speed is enough for a line.
+    if values.get("tokens_per_second") is not None:
         del forms["samples_per_second"]
     own = (
         f"{name.replace(EVALUATION, 'evaluation ')} {values[name]:.4g}"
@@ -82,16 +90,20 @@ def _shown(values: dict[str, object]) -> list[str]:
 
 
 def own_names(values: Mapping[str, object]) -> list[str]:
-    """Of those numbers that the user's own model or metric gave."""
+    """Return the names of the values that come from the user's own model or metric."""
     known = {*(each.name for each in fields(MetricsLine)), *(EVALUATION + name for name in METRICS)}
     return [name for name, value in values.items() if name not in known and value is not None]
 
 
 def _cut_after(run: RunDir, step: int) -> float:
-    """A resumed run takes up its own record where the checkpoint left it; returns the seconds that it took so far."""
+    """Cut metrics.jsonl after the checkpoint's step; return the run's seconds until then.
+
+    A resumed run continues its own record from there.
+    """
     lines = json_lines(run.metrics, "step", "elapsed_seconds")
     if lines.left_out:
         print(*lines.left_out, sep="\n", flush=True)
+    # Later lines belong to steps that are trained again.
     kept = [record for record in lines.found if record["step"] <= step]
     if run.metrics.exists():
         write_text(run.metrics, "".join(json_text(record) + "\n" for record in kept))
@@ -99,5 +111,5 @@ def _cut_after(run: RunDir, step: int) -> float:
 
 
 def records(run: RunDir) -> list[Json]:
-    """What can be read of metrics.jsonl."""
+    """Return the readable lines of metrics.jsonl."""
     return json_lines(run.metrics, "step").found

@@ -1,6 +1,7 @@
-"""A run's first steps also in plain PyTorch: each rank compares its own batch, all ranks stop together.
+"""Comparison of a run's first steps with plain PyTorch, on each rank's own batch.
 
-Owns parity.jsonl and what engine.json says under `parity`. The comparison itself is in comparison.py.
+All ranks stop together. This module writes parity.jsonl and the field `parity` of engine.json; the
+comparison itself is in comparison.py.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 
 Record = Json
-_SHOWN = 5  # parameters that are named
+# Parameters that are named at most.
+_SHOWN = 5
 _ADVICE = (
-    "Nothing is trained further. Where this is an error of the engine: engine.name=inductor or eager; where it is "
-    "rounding: a larger engine.parity_tolerance"
+    "Nothing is trained further. Where this is an error of the engine: engine.name=inductor "
+    "or eager; where it is rounding: a larger engine.parity_tolerance"
 )
 _OFF = "; engine.parity_steps=0 trains without a comparison"
 
 
 class ParitySteps:
-    """The steps of a run that are compared, from 0 on; `with_table`: also printed at the end."""
+    """The compared steps of a run, from step 0 on; `with_table` also prints a table at the end."""
 
     def __init__(self, session: Session, first_step: int, with_table: bool = False) -> None:
         recipe = session.recipe
@@ -44,6 +46,7 @@ class ParitySteps:
         self.engine = engine
         self.batches = session.batches
         self.with_table = with_table
+        # `why` is set if the comparison was not requested, but chosen by `auto`.
         steps, self.why = chosen(session)
         self.end = min(steps, recipe.train.steps)
         self.tolerance = recipe.engine.parity_tolerance or recipe.format.tolerance
@@ -52,13 +55,14 @@ class ParitySteps:
         self.module: Any = None
         self.replayed: Any = None
         self.records = _records_until(run, first_step)
-        if is_plain(engine):  # an allowed fallback
+        # The requested engine fell back to eager, which the recipe allows.
+        if is_plain(engine):
             self._leave_out("plain PyTorch itself runs")
         elif self.records:
             engine.record.parity = self._summary()
 
     def check(self, step: int) -> None:
-        """Compare the first micro batch of `step` (from 0) if it is one of those to compare (collective).
+        """Compare the first micro batch of `step` (from 0), if the step is chosen (collective).
 
         Raises:
             ParityError: a rank is above the tolerance; every rank raises the same.
@@ -69,25 +73,29 @@ class ParitySteps:
         began = time.perf_counter()
         records = [json.loads(text) for text in self.group.gather(json.dumps(self.compared(step)))]
         failed = next((record for record in records if "error" in record), None)
-        if failed and self.why:  # nobody asked for it
+        # An automatic comparison that fails does not end the run.
+        if failed and self.why:
             self._leave_out(failed["error"])
             return
         if failed:
             raise EngineError(
-                f"engine.parity_steps: rank {failed['rank']} could not compare with plain PyTorch: {failed['error']}"
+                f"engine.parity_steps: rank {failed['rank']} could not compare with plain PyTorch: "
+                f"{failed['error']}"
                 f"{'; leave engine.parity_steps out' if failed.get('random') else ''}"
             )
         record = {**_worst(records), "seconds": round(time.perf_counter() - began, 3)}
         self.records.append(record)
         self.engine.record.parity = self._summary()
         if self.group.rank == 0:
+            # Rewritten whole: lines of steps after the resumed checkpoint disappear.
             write_text(self.run.parity, "".join(json_text(each) + "\n" for each in self.records))
             write_json(self.run.engine, self.engine.report().to_json())
         if not record["passed"]:
             raise ParityError(self._told(record))
         _say(self.group, self._automatic(record) if self.why else _line(record))
         if step + 1 == self.end:
-            self.module = self.replayed = None  # graphs of their own with their memory
+            # These are separate graphs; their memory is needed no more.
+            self.module = self.replayed = None
             if not self.why:
                 _say(self.group, self._verdict())
 
@@ -98,9 +106,10 @@ class ParitySteps:
         _say(self.group, f"parity: not compared: {why}")
 
     def compared(self, step: int) -> Record:
-        """This rank's record of the step, or why there is none."""
+        """Return this rank's record of the step, or the error that prevented it."""
         try:
             batch = self.engine.take(self.batches.micro_batch(step, 0, self.group.rank))
+            # The comparison's passes and compilations do not belong in the counts of engine.json.
             with self.engine.uncounted(compiled=bool(self.dropouts) or self.lowered):
                 found = compare_with_draws(
                     self.engine.plain,
@@ -111,20 +120,25 @@ class ParitySteps:
                     autocast=self.recipe.zero is None,
                     tolerance=self.tolerance,
                 )
-        except Exception as error:  # whatever a pass raises; the other ranks are waiting
+        # Any exception is gathered, because the other ranks are waiting.
+        except Exception as error:
             told = str(error) or type(error).__name__
             random = isinstance(error, EngineError)
             return {"rank": self.group.rank, "error": told, "random": random}
         return self._record(step + 1, found)
 
     def _module(self) -> Any:
-        """The engine's module without dropout: the run's own where it has none, else one that is exported anew."""
+        """Return the engine's module without dropout.
+
+        It is the run's own module if that has no dropout, else one that is exported for the
+        comparison.
+        """
         if self.module is None:
             self.module = self.engine.to_compare()
         return self.module
 
     def _replaying(self, model: Any) -> Any:
-        """The same of a model that is given its random numbers, exported once."""
+        """Return the engine's module of a model with given random numbers; it is exported once."""
         if self.replayed is None:
             self.replayed = self.engine.another(model)
         return self.replayed
@@ -149,7 +163,7 @@ class ParitySteps:
         return dict(as_json(line))
 
     def _summary(self) -> Parity:
-        """What engine.json says; the worst step's parameters."""
+        """Return the record for engine.json; its parameters are those of the worst step."""
         worst = _worst(self.records)
         return Parity(
             steps=[record["step"] for record in self.records],
@@ -172,35 +186,42 @@ class ParitySteps:
     def _told(self, record: Record) -> str:
         used = self.engine.record.engine.used
         return (
-            f"engine {used} and plain PyTorch differ by more than {self.tolerance:g} in step {record['step']}, on the "
-            f"same weights and batch (rank {record['rank']})\n"
+            f"engine {used} and plain PyTorch differ by more than {self.tolerance:g} "
+            f"in step {record['step']}, on the same weights and batch (rank {record['rank']})\n"
             f"loss: {record['loss']:.6g} on {used}, {record['reference_loss']:.6g} in PyTorch\n"
             f"{table(record, used)}{_not_judged(record)}\n{_ADVICE}{_OFF if self.why else ''}"
         )
 
     def _automatic(self, record: Record) -> str:
-        """One line for a comparison that nobody asked for."""
+        """Return the line for a comparison that was not requested."""
         return (
-            f"parity: step 1 in plain PyTorch: loss within {record['loss_difference']:.2g}, gradients within "
-            f"{record['gradient_difference']:.2g}; took {record['seconds']:.1f} s, once{_rounding(record)}"
+            f"parity: step 1 in plain PyTorch: loss within {record['loss_difference']:.2g}, "
+            f"gradients within {record['gradient_difference']:.2g}; "
+            f"took {record['seconds']:.1f} s, once{_rounding(record)}"
         )
 
     def _verdict(self) -> str:
-        """The last line of a comparison that passed, under the worst step's table if that is wanted."""
+        """Return the last line of a passed comparison, after a table if requested."""
         worst = _worst(self.records)
         used = self.engine.record.engine.used
         shown = f"{table(worst, used)}\n" if self.with_table else ""
         how = ", both compared at matmul_precision highest" if self.lowered else ""
-        return f"{shown}parity: passed: {len(self.records)} steps within {self.tolerance:g}{how}; see {self.run.parity}"
+        return (
+            f"{shown}parity: passed: {len(self.records)} steps within {self.tolerance:g}{how}; "
+            f"see {self.run.parity}"
+        )
 
 
 def is_plain(engine: TrainingEngine) -> bool:
-    """Whether plain PyTorch itself runs, with nothing that could be compared with it."""
+    """Return whether plain PyTorch itself runs, so that there is nothing to compare."""
     return engine.record.engine.used == "eager" and not engine.record.chunked_loss.rows
 
 
 def parity_steps(session: Session, first_step: int) -> ParitySteps | None:
-    """The comparison of a training's first steps, or None; why `auto` leaves it out is in engine.json."""
+    """Return the comparison of a training's first steps, or None.
+
+    engine.json has the reason if `auto` leaves the comparison out.
+    """
     steps, why = chosen(session)
     if steps:
         return ParitySteps(session, first_step)
@@ -210,13 +231,13 @@ def parity_steps(session: Session, first_step: int) -> ParitySteps | None:
 
 
 def chosen(session: Session) -> Compared:
-    """How many steps are compared; the built model's own config says what it is."""
+    """Return how many steps are compared, by the recipe and the built model's own config."""
     config = getattr(getattr(session.engine.plain, "model", None), "config", None)
     return compared_steps(session.recipe, getattr(config, "model_type", None))
 
 
 def table(record: Record, used: str) -> str:
-    """The gradients that differ most, a line each."""
+    """Return lines with the gradients that differ most."""
     width = max((len(name) for name, *_ in record["worst"]), default=0)
     lines = [
         f"step {record['step']}: largest relative differences of {record['parameters']} gradients:"
@@ -231,8 +252,9 @@ def table(record: Record, used: str) -> str:
 def _line(record: Record) -> str:
     name = record["worst"][0][0] if record["worst"] else "none"
     return (
-        f"parity, step {record['step']}: loss within {record['loss_difference']:.2g}, gradients within "
-        f"{record['gradient_difference']:.2g} ({name}); tolerance {record['tolerance']:g}{_rounding(record)}"
+        f"parity, step {record['step']}: loss within {record['loss_difference']:.2g}, "
+        f"gradients within {record['gradient_difference']:.2g} ({name}); "
+        f"tolerance {record['tolerance']:g}{_rounding(record)}"
     )
 
 
@@ -243,13 +265,17 @@ def _worst(records: list[Record]) -> Record:
             record["gradient_difference"],
             record.get("state_difference", 0.0),
         )
+        # A failed comparison is worse than any passed one, whatever its differences are.
         return not record["passed"], max(map(float, differences))
 
     return max(records, key=badness)
 
 
 def _largest_of(found: Comparison, tolerance: float) -> list[Difference]:
-    """The gradients that differ most, after what a pass left of weights and buffers where that is no rounding."""
+    """Return the gradients that differ most.
+
+    Weights and buffers that a pass changed come first, if the difference is no rounding.
+    """
     state = [
         each._replace(name=f"{each.name} (changed by the pass)")
         for each in found.state
@@ -273,11 +299,12 @@ def _not_judged(record: Record) -> str:
 
 
 def _name(name: str) -> str:
-    return name.removeprefix("model.")  # that of LossModule: the rest is the model's own name
+    # LossModule adds the prefix; the rest is the model's own name.
+    return name.removeprefix("model.")
 
 
 def _records_until(run: RunDir, step: int) -> list[Record]:
-    """What an earlier life of this run compared before the checkpoint that it goes on from."""
+    """Return the comparisons of earlier starts up to the checkpoint that the run resumes from."""
     if not run.parity.exists():
         return []
     records = [json.loads(line) for line in run.parity.read_text(encoding="utf-8").splitlines()]

@@ -1,4 +1,7 @@
-"""Exports and compilations in mid-training, as phases of the pulse: they may take longer than any number of steps."""
+"""Exports and compilations in mid-training, shown as phases of the pulse.
+
+They may take longer than any number of steps.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ COMPILING = "compiling"
 
 
 def tell_rebuilding(used: str, pulse: Pulse) -> None:
-    """From now on the pulse shows when engine `used` builds anew, as for a batch of another shape."""
+    """Let the pulse show when engine `used` builds again, for example for another batch shape."""
     if used == "ort":
+        # Imported late: the other engines do not need this module.
         from ortlaunch.ortmodule.base import counters
 
         counters.while_building = lambda: pulse.aside(EXPORTING)
@@ -21,12 +25,14 @@ def tell_rebuilding(used: str, pulse: Pulse) -> None:
 
 
 def _tell_compiling(pulse: Pulse) -> None:
+    # Imported late: only engine inductor needs torch._dynamo.
     from torch._dynamo.callback import on_compile_end, on_compile_start
 
     open_now = contextlib.ExitStack()
 
     def begin(*_: object) -> None:
-        open_now.close()  # an older torch tells of inner compilations, too
+        # An older torch calls this for nested compilations, too.
+        open_now.close()
         open_now.enter_context(pulse.aside(COMPILING))
 
     on_compile_start(begin)

@@ -1,4 +1,4 @@
-"""The end of a run that was asked to stop: what all ranks leave once their checkpoint is complete."""
+"""The end of a run after a stop request: its record, once the checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from ortlaunch.worker.supervision.requests import Ask
 
 
 def stop(session: Session, asked: Ask, step: int) -> Ask:
-    """Where a stop is asked for, rank 0 leaves stopped.json, for the checkpoint of this step is complete.
+    """Write stopped.json on rank 0, if a stop was requested and this step's checkpoint is complete.
 
     Raises:
-        NotSaved: it is not.
+        NotSaved: the checkpoint is not complete.
     """
     if not asked.stops:
         return asked
     run = session.run
     steps = session.recipe.train.steps
     folder = session.run.checkpoint(step)
+    # Rank 0's answer counts: hosts may see a shared file system in different states.
     if not session.group.gather_numbers([(folder / COMPLETE).exists()])[0][0]:
         raise _not_saved(session, asked, "see NOT SAVED above")
     if session.group.rank == 0:
         how = Stopped(step, steps, _who(session, asked), asked.exit_status)
         write_json(run.stopped, as_json(how))
         print(f"stopped by {how.by} after step {step} of {steps}, saved: {folder}", flush=True)
+    # No rank exits before stopped.json is written.
     session.group.barrier()
     return asked
 
 
 @contextlib.contextmanager
 def saved_for(session: Session, saving: Saving, asked: Ask) -> Iterator[None]:
-    """While a checkpoint is written: the request for it is answered; one that a stop needs and fails is its end.
+    """Context of a checkpoint's save: answer its request, and end the run if a stop's save fails.
 
     Raises:
-        NotSaved: nothing to go on from at this step.
+        NotSaved: there is nothing to continue from at this step.
     """
     try:
         yield
@@ -53,12 +55,15 @@ def saved_for(session: Session, saving: Saving, asked: Ask) -> Iterator[None]:
 
 def _not_saved(session: Session, asked: Ask, why: str) -> NotSaved:
     return NotSaved(
-        f"stopped by {_who(session, asked)}, and nothing was saved: {why}", 128 + asked.signal
+        # 128 + N is a shell's status for an end by signal N.
+        f"stopped by {_who(session, asked)}, and nothing was saved: {why}",
+        128 + asked.signal,
     )
 
 
 def _who(session: Session, asked: Ask) -> str:
-    """Who asked, in words."""
+    """Return who requested it, as text."""
+    # `ortlaunch stop` and a hook write this file; without it, a signal was the request.
     with contextlib.suppress(OSError, ValueError, KeyError):
         return str(read_json(session.run.stop_request)["by"])
     return asked.signal.name

@@ -1,4 +1,4 @@
-"""engine.json in a few lines for a person: before step 1 what will run, at the end what ran."""
+"""A summary of engine.json in a few lines: before step 1 the plan, at the end the outcome."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ortlaunch.worker.supervision.module_copies import copy_modules
 
 
 def announce(session: Session) -> None:
-    """Before step 1, by rank 0: what will run, for how long, and what is kept of the user's code."""
+    """Before step 1, print on rank 0 the plan, the data, and notes on copies of the user's code."""
     engine = session.engine
     length = length_line(session.recipe, session.plan.batch, len(session.data.train))
     if session.group.rank == 0:
@@ -29,26 +29,28 @@ def announce(session: Session) -> None:
 
 
 def say_outcome(session: Session, lines: Sequence[str] = ()) -> None:
-    """After the last step, by rank 0: what came up since step 1, what ran, and further lines."""
+    """After the last step, print on rank 0 late notes, the outcome and further lines."""
     if session.group.rank == 0:
         report = session.engine.report()
         said = [*late_notes(report, session.engine.notes), *outcome_lines(report), *lines]
         print(*said, *copy_modules(session.run, again=True), sep="\n", flush=True)
 
 
+# Names, and ranks, that a line has at most.
 _MOST_NAMES = 6
 _MOST_RANKS = 8
 
 
 def plan_lines(report: EngineReport) -> list[str]:
-    """What will run, with everything that stands in for something else."""
+    """Return the plan of the run, with each part that replaces another."""
     engine = report.engine
     optimizer = report.optimizer
     fp16 = report.fp16_optimizer
     whole = report.trained_parameters == report.parameters
     trained = "" if whole else f"{report.trained_parameters:,} trained of "
     lines = [
-        f"engine {engine.used} on {report.device}, {report.precision}, {trained}{report.parameters:,} parameters, "
+        f"engine {engine.used} on {report.device}, {report.precision}, "
+        f"{trained}{report.parameters:,} parameters, "
         f"{counted(report.ranks, 'rank')} x {counted(report.threads_per_rank, 'thread')}"
         + ("" if report.sharding == "none" else f", sharding: {report.sharding}")
     ]
@@ -73,7 +75,7 @@ def plan_lines(report: EngineReport) -> list[str]:
 
 
 def _matmul_precision(report: EngineReport) -> list[str]:
-    """What products of float32 matrices are made in, where that was chosen."""
+    """Return the format of float32 matmuls, if one was chosen."""
     found = report.matmul_precision
     if found.onednn:
         return [
@@ -82,18 +84,20 @@ def _matmul_precision(report: EngineReport) -> list[str]:
     if found.asked == "highest":
         return []
     nothing = found.gains_nothing
+    # On a CPU the setting applies to torch's matmuls only, not to ONNX Runtime's own.
     graph = report.onnxruntime and report.onnxruntime.training_graph
     if graph and report.device == "cpu" and not products_called(graph):
         nothing = (
             nothing
-            or "no product of ONNX Runtime's graph is torch's, for no weight is as large as 256 x 256"
+            or "no product of ONNX Runtime's graph is torch's, "
+            "for no weight is as large as 256 x 256"
         )
     result = f"gains nothing: {nothing}" if nothing else f"matmul of float32 in {found.format}"
     return [f"matmul_precision {found.asked}: {result}"]
 
 
 def _binding(found: Binding | None) -> list[str]:
-    """Which cores the ranks run on, where they are bound or that was asked for."""
+    """Return the cores of the ranks, if they are bound or a binding was requested."""
     if found is None or (found.used == "none" and found.asked in ("auto", "none")):
         return []
     if found.used == "none":
@@ -106,7 +110,7 @@ def _binding(found: Binding | None) -> list[str]:
 
 
 def _chunked_loss(found: ChunkedLoss) -> list[str]:
-    """Whether head and loss are made in chunks; nothing where nobody asked for them and they are not."""
+    """Return whether head and loss run in chunks; nothing if neither requested nor used."""
     if found.rows:
         return [
             f"chunked_loss {found.asked}: head and loss of {found.rows} labelled rows at a time"
@@ -119,12 +123,15 @@ def _chunked_loss(found: ChunkedLoss) -> list[str]:
 
 
 def products_called(graph: GraphReport) -> int:
-    """Matrix products that ONNX Runtime's graph calls torch for."""
+    """Return the number of matmuls for which ONNX Runtime's graph calls torch."""
     return sum(graph.aten.get(name, 0) for name in ("linear", "matmul", "tensordot"))
 
 
 def _settings(ort: OnnxRuntime | None) -> list[str]:
-    """Settings of engine ort that are not their defaults, and what was decided for the one left open."""
+    """Return the settings of engine ort that differ from their defaults.
+
+    They include the decision on the copy before the export, where the recipe leaves it open.
+    """
     if ort is None:
         return []
     lines = []
@@ -136,8 +143,9 @@ def _settings(ort: OnnxRuntime | None) -> list[str]:
     copy = ort.deepcopy_before_export
     if copy and not copy.used and "deepcopy_before_export" not in ort.settings:
         lines.append(
-            f"deepcopy_before_export: off, for twice the parameters ({copy.parameter_bytes:,} bytes) would not fit "
-            f"into the free memory ({copy.free_bytes:,} bytes, by {copy.limit}); the export's own passes may "
+            "deepcopy_before_export: off, for twice the parameters "
+            f"({copy.parameter_bytes:,} bytes) would not fit into the free memory "
+            f"({copy.free_bytes:,} bytes, by {copy.limit}); the export's own passes may "
             "touch buffers"
         )
     if ort.variables:
@@ -149,7 +157,7 @@ def _settings(ort: OnnxRuntime | None) -> list[str]:
 
 
 def late_notes(report: EngineReport, told: Collection[str]) -> list[str]:
-    """What a person should know that came up after step 1, such as another export."""
+    """Return notes that were raised after step 1, such as one on another export."""
     return [
         note
         for note in (report.onnxruntime.notes if report.onnxruntime else ())
@@ -158,7 +166,7 @@ def late_notes(report: EngineReport, told: Collection[str]) -> list[str]:
 
 
 def outcome_lines(report: EngineReport) -> list[str]:
-    """What ran."""
+    """Return lines on the engine that ran."""
     engine = report.engine
     ort = report.onnxruntime
     if report.inductor:
@@ -169,15 +177,19 @@ def outcome_lines(report: EngineReport) -> list[str]:
         ]
     if not ort:
         return [f"ran on engine {engine.used}"]
-    passes = f"{ort.forward_passes} forward, {ort.backward_passes} backward passes by ONNX Runtime on rank 0"
+    passes = (
+        f"{ort.forward_passes} forward, {ort.backward_passes} backward passes "
+        "by ONNX Runtime on rank 0"
+    )
     ran = f"ran on engine {engine.used}: {passes}, {counted(ort.fallbacks, 'fallback')}"
     return [ran, *_graph(ort), f"optimizer {report.optimizer.used}", *_torch(ort)]
 
 
 def _torch(ort: OnnxRuntime) -> list[str]:
-    """What ran as torch inside the graph, and whether another engine may be faster."""
+    """Return the torch calls inside the graph, with advice if they took most of the time."""
     if not ort.torch_calls:
         return []
+    # The slowest first.
     slowest = sorted(ort.torch_calls.items(), key=lambda item: -item[1].seconds)
     names = ", ".join(f"{name} ({calls.forward} calls)" for name, calls in slowest[:_MOST_NAMES])
     more = f" and {len(slowest) - _MOST_NAMES} more" if len(slowest) > _MOST_NAMES else ""
@@ -188,7 +200,7 @@ def _torch(ort: OnnxRuntime) -> list[str]:
 
 
 def _graph(ort: OnnxRuntime) -> list[str]:
-    """What one forward and backward pass is made of; nothing where no graph was built."""
+    """Return the content of one forward and backward pass; nothing if no graph was built."""
     graph = ort.training_graph
     if graph is None:
         return []

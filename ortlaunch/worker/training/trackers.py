@@ -1,6 +1,7 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow. Rank 0 only.
+"""Trackers that get the metrics besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
 
-Each lives in a thread of its own, for no server may keep a training waiting; and where one fails, the run goes on.
+Rank 0 only. Each runs in a thread of its own, because no server may delay training. If one fails,
+the run continues.
 """
 
 from __future__ import annotations
@@ -19,72 +20,83 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.text.place import leaves
 from ortlaunch.run_folder.folder import RunDir, write_text
 
-_LEAVE_SECONDS = 60.0  # to hand over what is left, at the end
+# Seconds for sending the rest at the end.
+_LEAVE_SECONDS = 60.0
 
 
 class Tracker(Protocol):
-    """What takes numbers by name."""
+    """A receiver of values by name."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Of one step."""
+        """Send the values of one step."""
 
     def close(self, failed: bool) -> None:
-        """Hand over all that is left; `failed`: the training did not come to its end."""
+        """Send all that is left; `failed` marks a training that did not reach its end."""
 
 
 class Beside:
-    """A tracker in its thread."""
+    """A tracker in its own thread."""
 
     def __init__(self, name: str, recipe: Recipe, run: RunDir, first_step: int) -> None:
         self.name = name
         self._said = queue.SimpleQueue[Any]()
+        # A daemon thread: a server that hangs must not keep the process alive.
         self._thread = threading.Thread(
             target=self._live, args=(recipe, run, first_step), daemon=True
         )
         self._thread.start()
 
     def log(self, step: int, values: Json) -> None:
-        """Does not wait."""
+        """Queue the values of a step, without waiting."""
+        # Trackers accept numbers only.
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         self._said.put((step, numbers))
 
     def close(self, failed: bool) -> None:
-        """Wait for it, but not for ever."""
+        """Wait for the tracker, for a limited time."""
         self._said.put(failed)
         self._thread.join(_LEAVE_SECONDS)
         if self._thread.is_alive():
             print(
-                f"log.trackers: {self.name} did not take all within {_LEAVE_SECONDS:.0f} s; metrics.jsonl has all"
+                f"log.trackers: {self.name} did not take all within {_LEAVE_SECONDS:.0f} s; "
+                "metrics.jsonl has all"
             )
 
     def _live(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
         try:
             tracker = TRACKERS[self.name](recipe, run, first_step)
+            # close() puts a bool into the queue, as the last item.
             while not isinstance(said := self._said.get(), bool):
                 tracker.log(*said)
             tracker.close(said)
-        except (Exception, SystemExit) as error:  # whatever it throws
+        # A tracker's library may raise anything, and some call sys.exit.
+        except (Exception, SystemExit) as error:
             why = str(error).strip().splitlines() or [""]
             print(
-                f"log.trackers: {self.name} FAILED, {type(error).__name__}: {why[0]}; training goes on without it, and "
-                "metrics.jsonl has all",
+                f"log.trackers: {self.name} FAILED, {type(error).__name__}: {why[0]}; "
+                "training goes on without it, and metrics.jsonl has all",
                 flush=True,
             )
 
 
 class TensorBoard:
-    """Event files in the run folder; what an earlier start wrote after its checkpoint is taken back."""
+    """Event files in the run folder.
+
+    Events that an earlier start wrote after its checkpoint are no longer shown.
+    """
 
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # TensorBoard hides older events from purge_step on.
         self._board = SummaryWriter(
             str(run.tensorboard), purge_step=first_step + 1 if first_step else None
         )
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            held_out = name.startswith("evaluation_")  # the groups of Hugging Face's Trainer
+            # Hugging Face's Trainer names the groups so.
+            held_out = name.startswith("evaluation_")
             self._board.add_scalar(
                 f"eval/{name[11:]}" if held_out else f"train/{name}", value, step
             )
@@ -94,7 +106,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run of theirs for all starts in a run folder; account, server and mode come from WANDB_* or `wandb login`."""
+    """One wandb run for all starts in a run folder.
+
+    Account, server and mode come from WANDB_* or `wandb login`.
+    """
 
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
         import wandb
@@ -104,15 +119,15 @@ class WeightsAndBiases:
             project=recipe.log.project or recipe.name,
             name=run.path.name,
             id=_kept(run.trackers / "wandb_id", lambda: os.urandom(6).hex()),
+            # Continue the run of this id if it exists.
             resume="allow",
             dir=str(run.trackers),
             config=_settings(recipe),
             settings=wandb.Settings(silent=True, console="off"),
         )
         self._run.define_metric("step")
-        self._run.define_metric(
-            "*", step_metric="step"
-        )  # theirs only counts up, ours goes back with a checkpoint
+        # wandb's own step only counts up; ours returns to a checkpoint's step.
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log({"step": step, **values})
@@ -122,12 +137,16 @@ class WeightsAndBiases:
 
 
 class Mlflow:
-    """One run of theirs for all starts in a run folder; at MLFLOW_TRACKING_URI, else in files of the run folder."""
+    """One MLflow run for all starts in a run folder.
+
+    It is stored at MLFLOW_TRACKING_URI, else in files of the run folder.
+    """
 
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
         place = os.environ.get("MLFLOW_TRACKING_URI")
         if place is None:
-            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # it would rather have a database
+            # MLflow refuses plain files by default, in favour of a database.
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
@@ -135,8 +154,10 @@ class Mlflow:
         self._run = _kept(run.trackers / "mlflow_id", lambda: self._begun(recipe, run))
         self._client.update_run(self._run, "RUNNING")
         if first_step == 0:
+            # Some versions of MLflow limit a parameter's value to 500 characters.
             settings = {f"{name}": str(value)[:500] for name, value in leaves(_settings(recipe))}
-            with contextlib.suppress(Exception):  # another start gave one of them another value
+            # MLflow refuses another value for a parameter that an earlier start has set.
+            with contextlib.suppress(Exception):
                 self._client.log_batch(
                     self._run, params=[Param(*item) for item in settings.items()]
                 )
@@ -150,6 +171,7 @@ class Mlflow:
     def log(self, step: int, values: dict[str, float]) -> None:
         from mlflow.entities import Metric
 
+        # Milliseconds since the epoch.
         now = int(time.time() * 1000)
         self._client.log_batch(
             self._run, metrics=[Metric(name, value, now, step) for name, value in values.items()]
@@ -167,7 +189,7 @@ TRACKERS: dict[str, Callable[[Recipe, RunDir, int], Tracker]] = {
 
 
 def _kept(path: Path, make: Callable[[], str]) -> str:
-    """What the first start in this run folder has made."""
+    """Return the id in this file; the first start in a run folder makes and stores it."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, make())
@@ -175,7 +197,7 @@ def _kept(path: Path, make: Callable[[], str]) -> str:
 
 
 def _settings(recipe: Recipe) -> Json:
-    """The recipe without values of environment variables."""
+    """Return the recipe without the values of environment variables, which may be secrets."""
     whole = recipe.model_dump(mode="json")
     whole["launch"]["env"] = sorted(whole["launch"]["env"])
     return whole
