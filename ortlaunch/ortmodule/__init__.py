@@ -1,6 +1,7 @@
-"""ONNX Runtime's ORTModule 1.19.2, right on today's torch, for any training loop: docs/ortmodule.md.
+"""ONNX Runtime's ORTModule 1.19.2, repaired for current torch, for any training loop.
 
-Importing this package is light; torch and ONNX Runtime come with the first ORTModule. Knows nothing of recipes.
+See docs/ortmodule.md. The package's import is light; torch and ONNX Runtime are imported with the
+first ORTModule. The package does not depend on recipes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ __all__ = ["ORTModule", "SettingError", "Settings"]
 def __getattr__(name: str) -> object:
     if name != "ORTModule":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # On first use only, because this import loads torch and ONNX Runtime.
     from ortlaunch.ortmodule import module
 
     return module.ORTModule

@@ -1,16 +1,18 @@
-"""ONNX Runtime's FP16_Optimizer on a DeepSpeed optimizer, and whether it took effect: it may do nothing, silently."""
+"""ONNX Runtime's FP16_Optimizer on a DeepSpeed optimizer, with a check that it took effect."""
 
 from __future__ import annotations
 
 import warnings
 
+# The methods that FP16_Optimizer sets on an optimizer that it supports.
 _REPLACED = ("has_overflow_serial", "get_grad_norm_direct", "has_overflow_partitioned_grads_serial")
 
 
 def apply_fp16_optimizer(optimizer: object, device: str) -> str:
-    """Let FP16_Optimizer replace the overflow check and gradient norm of DeepSpeed's ZeRO 1 or 2 optimizer.
+    """Replace the overflow check and gradient norm of DeepSpeed's ZeRO 1 or 2 optimizer.
 
-    Returns why it did nothing; empty where it took effect.
+    Returns:
+        The reason if FP16_Optimizer did nothing; empty if it took effect.
     """
     import deepspeed
 
@@ -18,6 +20,7 @@ def apply_fp16_optimizer(optimizer: object, device: str) -> str:
         return "ONNX Runtime's is for CUDA"
     from onnxruntime.training.optim.fp16_optimizer import FP16_Optimizer
 
+    # For an optimizer that it does not support, FP16_Optimizer gives at most a warning.
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         FP16_Optimizer(optimizer)

@@ -1,8 +1,9 @@
-"""Chooses the graph of each pass, by grad mode, by the model's own flags and by the call, and keeps the last few.
+"""Choose the graph of each pass by grad mode, the model's modes and the call; keep the last few.
 
-ORT has two managers with one graph each: of the wrapper's mode. Here every graph has a manager of its own, with the
-`_Key` that holds what the graph depends on; a pass runs in the graph, of the last `KEPT`, whose key matches, or in a
-new one. Gradients are computed where PyTorch would compute them, in evaluation mode too.
+ORT has two managers with one graph each, chosen by the wrapper's mode. Here every graph has its own
+manager, with a `_Key` of everything that the graph depends on. A pass runs in the first of the last
+`KEPT` graphs whose key matches, or in a new one. Gradients are computed wherever PyTorch would
+compute them, in evaluation mode too.
 """
 
 from __future__ import annotations
@@ -36,19 +37,25 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import Args, Kwargs, Manager, OrtModule, TorchModule
 
 KEPT = 4
-"""Graphs of one ORTModule; one more, and the least recently used is freed."""
+"""The number of graphs of one ORTModule. With one more, the least recently used is freed."""
+# Exports of one model after which the run notes that the graphs keep changing.
 _OFTEN = 2 * KEPT
+# ONNX operators that draw random numbers with ORT's generator.
 _DRAWING = {"Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial",
             "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}  # fmt: skip
 TWICE = (
-    "Trying to backward through the graph a second time. ONNX Runtime frees its intermediate values in the first "
-    "backward pass, also with retain_graph=True. Call the module again for the second pass, or add the losses and "
-    "call backward once"
+    "Trying to backward through the graph a second time. ONNX Runtime frees its intermediate "
+    "values in the first backward pass, also with retain_graph=True. Call the module again for the "
+    "second pass, or add the losses and call backward once"
 )
 
 
 def choose_graphs() -> None:
-    """ORT took the wrapper's mode for the model's, evaluation for no_grad, and every call for one like the first."""
+    """Replace ORT's choice of a graph.
+
+    ORT used the wrapper's mode as the model's, and evaluation mode as no_grad. It also assumed that
+    every call is like the first one.
+    """
     wrap_method(owner("_utils:"), "patch_torch_module_ort_forward_method", _choosing)
     wrap_method(owner("_torch_module_ort:TorchModuleORT"), "is_training", _is_training)
     wrap_method(owner(TRAINING), "_create_autofunction_class", _once)
@@ -56,7 +63,7 @@ def choose_graphs() -> None:
 
 
 def _follow_flag(wrapper: Any) -> None:
-    """`training` of an ORTModule is its model's, whichever of both is set."""
+    """Make an ORTModule's `training` and its model's the same flag."""
 
     def read(wrapped: OrtModule) -> bool:
         inside = vars(wrapped).get("_torch_module")
@@ -76,12 +83,13 @@ def _follow_flag(wrapper: Any) -> None:
     wrap_method(wrapper, "__setattr__", setting)
 
 
+# wraps copies the name, by which pickle finds the method.
 def _choosing(original: Callable[..., None], module: TorchModule) -> None:
-    """Give ORT's module inside an ORTModule a forward method that chooses a manager for each call."""
+    """Give the module inside an ORTModule a forward method that chooses a manager for each call."""
     original(module)
     vars(module).setdefault("_ortlaunch_graphs", Graphs())
 
-    @functools.wraps(module.forward.__func__)  # pickle finds it by its name
+    @functools.wraps(module.forward.__func__)
     def forward(self: TorchModule, *args: object, **kwargs: object) -> object:
         return _runner("torch._dynamo" in sys.modules)(
             module._ortlaunch_graphs, module, args, kwargs
@@ -92,22 +100,26 @@ def _choosing(original: Callable[..., None], module: TorchModule) -> None:
 
 @functools.cache
 def _runner(compiles: bool) -> AnyFunction:
-    """`Graphs.run`, which torch.compile is not to trace."""
+    """Return `Graphs.run`, hidden from torch.compile if that is in use."""
     return cast(AnyFunction, torch._dynamo.disable(Graphs.run)) if compiles else Graphs.run
 
 
 def _is_training(original: Callable[..., bool], module: TorchModule) -> bool:
-    """For ORT's own callers: which manager a pass would take if no input had a gradient."""
+    """Return whether a pass without input gradients would use the training manager.
+
+    ORT's own code calls this.
+    """
     return _trains(module._original_module, ())
 
 
 def _once(original: AnyFunction, manager: Manager) -> object:
-    """ORT's second backward pass ended in an AttributeError of its own."""
+    """Let a second backward pass raise a clear error; ORT's own was an AttributeError."""
     function = original(manager)
 
     class _BackwardOnce(function):  # type: ignore[misc,valid-type]
         @staticmethod
         def backward(ctx: Any, *gradients: object) -> Any:
+            # ORT deletes the state in the first backward pass.
             if not hasattr(ctx.run_info, "state"):
                 raise RuntimeError(TWICE)
             return function.backward(ctx, *gradients)
@@ -116,27 +128,31 @@ def _once(original: AnyFunction, manager: Manager) -> object:
 
 
 class _Call(NamedTuple):
-    """What of a pass decides on its graph, whatever the graphs are."""
+    """The properties of a pass that select its graph, independent of the existing graphs."""
 
     trains: bool
-    """Whether it takes a training graph: a layer is in training mode, or gradients are computed."""
+    """Whether the pass needs a training graph: a layer is in training mode, or gradients are
+    computed.
+    """
     mode: bool
-    """The mode of the whole model."""
+    """Whether the whole model is in training mode."""
     gradients: bool
-    """Whether gradients are on."""
+    """Whether the grad mode is on."""
     form: object
+    """The types and structure of the arguments, the autocast type, and determinism; see `_call`."""
     args: Args
     kwargs: Kwargs
 
 
 class _Key:
-    """What the graph of a manager was made for; made after its first pass."""
+    """The conditions under which a manager's graph is valid; made after its first pass."""
 
     def __init__(self, manager: Manager, call: _Call) -> None:
         module = manager._flattened_module
         traced = seen_of(manager._graph_transition_manager)
         self._trains, self._mode, self._gradients, self._form = call[:4]
-        # A graph whose code reads the grad mode, or that calls Python, which then saves tensors for a backward pass.
+        # A graph is valid for one grad mode only if the model reads the mode, or if the graph calls
+        # Python code, which saves tensors for a backward pass only with gradients on.
         called = any(
             node.op_type == "PythonOp" for node in manager._onnx_models.optimized_model.graph.node
         )
@@ -151,11 +167,14 @@ class _Key:
         )
 
     def stale(self) -> bool:
-        """Whether weights, buffers, layers or hooks are other objects than the graph's: it will not be used again."""
+        """Return whether weights, buffers, layers or hooks are other objects than the graph's.
+
+        Such a graph is never used again.
+        """
         return self._seen is not None and self._seen.replaced()
 
     def difference(self, manager: Manager, call: _Call) -> str:
-        """Why the graph is not one for `call`; empty where it is."""
+        """Return why the graph is not valid for `call`; empty if it is."""
         if (self._trains, self._form) != (call.trains, call.form):
             return "the call"
         if self._gradients != call.gradients and (self._one_mode or not self._gradients):
@@ -175,7 +194,7 @@ class _Key:
 
 
 class Graphs:
-    """The managers of one ORTModule that have a graph, the last used first."""
+    """The managers of one ORTModule that have a graph, the most recently used first."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -183,17 +202,20 @@ class Graphs:
         self._groups: list[tuple[bool, bool]] = []
 
     def __reduce__(self) -> tuple[type[Graphs], tuple[()]]:
-        return Graphs, ()  # a copy of an ORTModule exports its own
+        # A copy of an ORTModule exports its own graphs.
+        return Graphs, ()
 
     def run(self, module: TorchModule, args: Args, kwargs: Kwargs) -> object:
-        """The forward pass of a TorchModuleORT."""
+        """Run the forward pass of a TorchModuleORT."""
         managers = module._execution_manager
         model = module._original_module
+        # ORT has fallen back to PyTorch, so its own manager runs the pass.
         if managers(True)._fallback_manager.is_pending():
             return managers(module.is_training()).forward(*args, **kwargs)
         module._flattened_module.training = model.training
         call = _call(managers(True), args, kwargs)
-        with self._lock:  # threads share the graphs
+        # Threads share the graphs, and ORT's attribute of the manager in use.
+        with self._lock:
             kept, why = self._find(managers, call)
             if kept is None:
                 output = self._run_new(managers, call, why)
@@ -207,9 +229,13 @@ class Graphs:
         return output
 
     def _find(self, managers: Callable[[bool], Manager], call: _Call) -> tuple[Manager | None, str]:
-        """The manager whose graph is one for this call, first now; else None, and why the last used is none."""
+        """Return the manager whose graph is valid for this call, and move it to the front.
+
+        If there is none, return None and the reason why the last checked graph is not valid.
+        """
         why = "a weight, buffer, layer or hook of the model"
         for transition in (managers(mode)._graph_transition_manager for mode in (True, False)):
+            # ORT sets this flag when an attribute of the ORTModule is set.
             if transition._original_model_has_changed:
                 transition._original_model_has_changed = False
                 self._kept = []
@@ -223,18 +249,21 @@ class Graphs:
         return None, why
 
     def _run_new(self, managers: Callable[[bool], Manager], call: _Call, why: str) -> object:
-        """Export, build and run the first pass of another graph."""
+        """Export, build and run the first pass of a new graph."""
         group = call.trains, call.mode
         if group in self._groups:
             tally.re_exports += 1
             tally.note(f"exported again, because {why} had changed")
         if len(self._groups) == _OFTEN:
             tally.note(
-                f"{_OFTEN} graphs were exported of one model, the last because {why} had changed; the last {KEPT} "
-                "are kept, and every other call, flag or value of the model takes an export"
+                f"{_OFTEN} graphs were exported of one model, the last because {why} had changed; "
+                f"the last {KEPT} are kept, and every other call, flag or value of the model takes "
+                "an export"
             )
+        # Before the export, so that the old and the new graph do not need memory together.
         del self._kept[KEPT - 1 :]
-        gc.collect()  # a manager and its autograd function refer to each other
+        # A manager and its autograd function refer to each other, so only a collection frees them.
+        gc.collect()
         manager = managers(call.trains)
         if manager._graph_transition_manager._exported_model_info is not None:
             manager = _another(manager)
@@ -247,7 +276,7 @@ class Graphs:
             args = call.args
             kwargs = call.kwargs
             if any(tensor.is_inference() for tensor in tensors((args, kwargs))):
-                # An export needs version counters, which a tensor of inference mode has not.
+                # An export needs version counters, which tensors of inference mode do not have.
                 args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))
             output = manager.forward(*args, **kwargs)
         if manager._execution_agent is not None:
@@ -272,7 +301,7 @@ def _call(manager: Manager, args: Args, kwargs: Kwargs) -> _Call:
 
 
 def _trains(model: nn.Module, values: object) -> bool:
-    """Whether a layer is in training mode, or gradients are computed."""
+    """Return whether a layer is in training mode, or gradients are computed."""
     return any(layer.training for layer in model.modules()) or (
         torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in (*tensors(values), *model.parameters()))
@@ -280,26 +309,30 @@ def _trains(model: nn.Module, values: object) -> bool:
 
 
 def _form(value: object, trains: bool) -> object:
-    """What of an argument an exported graph depends on; cheap, because every forward pass needs it."""
+    """Return the properties of an argument that an exported graph depends on.
+
+    The function runs in every forward pass, so it must be fast.
+    """
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim(), value.device, trains and value.requires_grad
     if isinstance(value, Mapping):
         return type(value), tuple((name, _form(inner, trains)) for name, inner in value.items())
     if isinstance(value, (list, tuple)):
         return type(value), tuple(_form(inner, trains) for inner in value)
-    return type(value), repr(value)  # repr, because True == 1 == 1.0 and nan is not nan
+    # repr, because True == 1 == 1.0, and nan != nan.
+    return type(value), repr(value)
 
 
 def _autocast(manager: Manager) -> object:
-    """The casts that an export would put into the graph."""
+    """Return the autocast type that an export would use for its casts; None without autocast."""
     device = manager._device.type if manager._device else "cpu"
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _another(manager: Manager) -> Manager:
-    """A manager with the settings of this one, without a graph."""
+    """Return a manager with the settings of this one, without a graph."""
     manager = copy.copy(manager)
-    # Levels 1 and 2 of memory optimization would choose from those of the old graph.
+    # Otherwise memory optimization levels 1 and 2 would choose from the old graph's subgraphs.
     observer = manager._runtime_inspector.memory_ob
     observer.cluster_id_combination_to_saving_symbolics_map.clear()
     observer.symbolic_dim_collecting_completed = False
@@ -307,12 +340,17 @@ def _another(manager: Manager) -> Manager:
 
 
 def _use(managers: Callable[[bool], Manager], trains: bool, manager: Manager) -> None:
-    """Let ORT's own attribute be the manager in use."""
+    """Set ORT's own attribute to the manager in use."""
     setattr(managers, "_training_manager" if trains else "_inference_manager", manager)
 
 
 def _refuse_other_numbers(manager: Manager) -> None:
-    """A forward pass inside a backward pass is a checkpoint's: it has to draw the first pass's random numbers."""
+    """Raise an error if a checkpoint recomputes a graph that draws random numbers.
+
+    A forward pass inside a backward pass is a checkpoint's. It would have to draw the numbers of
+    the first pass again.
+    """
+    # -1: no backward pass is running on this thread.
     if torch._C._current_graph_task_id() == -1:
         return
     drawing = _DRAWING.intersection(
@@ -320,7 +358,8 @@ def _refuse_other_numbers(manager: Manager) -> None:
     )
     if drawing:
         raise RuntimeError(
-            f"the module is recomputed by torch.utils.checkpoint, and its {sorted(drawing)[0]} would draw other random "
-            "numbers than in the first pass, because ONNX Runtime's generator cannot repeat them; call the module "
-            "without checkpoint and set memory_optimization, or set its dropout to 0"
+            f"the module is recomputed by torch.utils.checkpoint, and its {sorted(drawing)[0]} "
+            "would draw other random numbers than in the first pass, because ONNX Runtime's "
+            "generator cannot repeat them; call the module without checkpoint and set "
+            "memory_optimization, or set its dropout to 0"
         )

@@ -1,7 +1,7 @@
-"""A model as an ORTModule, with settings that hold for this one model.
+"""A model as an ORTModule, with settings for this one model.
 
-`options` turns settings into ORT's names; what ORTModule does wrong is repairs.py's. Must not know DeepSpeed or a
-training loop.
+options.py translates the settings for ORT; repairs.py fixes ORTModule's faults. This module must
+not depend on DeepSpeed or a training loop.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 
 class ORTModule(Wrapper):
-    """`model` as an `onnxruntime.training.ortmodule.ORTModule`, whose graph is made in its first forward pass.
+    """An `onnxruntime.training.ortmodule.ORTModule` of `model`; its first pass makes the graph.
 
     Raises:
-        MissingDependency: ONNX Runtime Training or its extensions are not here; it says what to type.
-        SettingError: this stack has not what a setting needs.
+        MissingDependency: ONNX Runtime Training or its extensions are not installed. The message
+            has the command to type.
+        SettingError: the installed versions do not support a setting.
     """
 
     def __init__(self, model: nn.Module, settings: Settings | None = None) -> None:
@@ -43,12 +44,12 @@ class ORTModule(Wrapper):
         options.prepare(settings)
         import_repaired()
         deepcopy = options.settle_deepcopy(model, settings)
-        # ORT sets every layer to the mode of the whole, also a frozen BatchNorm's eval.
+        # ORT sets every layer to the mode of the whole model, also a frozen BatchNorm in eval mode.
         with environment(**options.variables(settings, deepcopy)), kept_modes(model):
             super().__init__(model, options.debug_options(settings))
         options.set_attributes(self, settings)
         settle(self, settings)
-        # This logger of ORT's is under no option; it says what it guessed about shapes.
+        # ORT has no option for this logger, which reports guesses about shapes.
         logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(self._logger.level)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -57,22 +58,25 @@ class ORTModule(Wrapper):
 
 
 def _reconstruct(kind: Any, settings: Settings) -> Any:
-    """An instance without state, for pickle, whose process may not have imported ONNX Runtime yet."""
+    """Return an instance without state, for pickle.
+
+    The unpickling process may not have imported ONNX Runtime yet.
+    """
     options.prepare(settings)
     import_repaired()
     return object.__new__(loaded(kind))
 
 
 def settle(wrapped: OrtModule, settings: Settings) -> None:
-    """Give an ORTModule, for training and for evaluation, the settings that are ours and not ORT's."""
+    """Store ortlaunch's settings, which ORT does not have, in an ORTModule's two managers."""
     for training in (True, False):
         manager = wrapped._torch_module._execution_manager(training)
-        # Read in every session and pass; on the options too, which is all that an export gets.
+        # Sessions and passes read the manager's attribute; an export gets only the options.
         manager._ortlaunch_settings = manager._runtime_options._ortlaunch_settings = settings
 
 
 def import_repaired() -> object:
-    """The module onnxruntime.training.ortmodule, with every repair."""
+    """Return the module onnxruntime.training.ortmodule, with every repair."""
     ortmodule = import_ortmodule()
     registry.apply([Repair("limit_session_threads", install=_set_sessions_and_exports)])
     apply_repairs()
@@ -80,7 +84,8 @@ def import_repaired() -> object:
 
 
 def _set_sessions_and_exports() -> None:
-    # On the classes, with the settings on the instances: ORT pickles its managers, and a function of one would not be.
+    # The classes are patched and the instances hold the settings. ORT pickles its managers, and a
+    # function on an instance could not be pickled.
     from onnxruntime.training.ortmodule import (
         _graph_execution_manager,
         _graph_transition_manager,
@@ -97,13 +102,18 @@ def _set_sessions_and_exports() -> None:
 
 
 def _as_set(original: AnyFunction, manager: Manager) -> object:
-    """ORT's sessions take every physical core, whatever the number of ranks, and on CUDA TF32, whatever torch does."""
+    """Set a session's threads and TF32.
+
+    By default ORT's sessions use every physical core, whatever the number of ranks, and use TF32 on
+    CUDA, whatever torch's setting.
+    """
     session_options, providers, provider_options = original(manager)
     settings = settings_of(manager)
     session_options.intra_op_num_threads = (
         torch.get_num_threads() if settings.threads is None else settings.threads
     )
-    # Waiting threads that spin take the cores from torch's own threads, which run the optimizer and the data.
+    # Threads that spin while they wait take the cores from torch's threads, which run the optimizer
+    # and load the data.
     session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if manager._device.type == "cuda":
         provider_options[0]["use_tf32"] = str(int(settings.tf32))
@@ -111,7 +121,10 @@ def _as_set(original: AnyFunction, manager: Manager) -> object:
 
 
 def _on_its_device(original: AnyFunction, manager: Manager) -> None:
-    """ORT computes on the CPU, with a line in its log, where its CUDA provider does not load."""
+    """Raise an error if the session of a CUDA model runs on the CPU.
+
+    If its CUDA provider does not load, ORT itself only logs a line.
+    """
     original(manager)
     provider = manager._execution_agent._inference_session.get_providers()[0]
     if manager._device.type == "cuda" and provider != cuda_libraries.PROVIDER:
@@ -122,6 +135,6 @@ def _on_its_device(original: AnyFunction, manager: Manager) -> None:
 
 
 def _with_settings(original: AnyFunction, manager: Manager, *args: object) -> object:
-    """What an export looks up outside its module's own options."""
+    """Run an export with the settings that it reads outside its module's own options."""
     with options.during_export(manager._runtime_options):
         return original(manager, *args)

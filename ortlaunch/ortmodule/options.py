@@ -1,7 +1,8 @@
-"""Settings -> what ORTModule 1.19.2 reads while it is imported, constructed and built.
+"""Translate Settings into the variables and options of ORTModule 1.19.2.
 
-The only place that knows the names of ORTModule's variables and options. Every setting is passed, also at its default,
-so that a variable from outside cannot change one. Must not know a training loop.
+ORTModule reads them at its import, its construction and its build. Only this module has their
+names. Every setting is passed, also at its default, so that an outside environment variable has no
+effect. The module must not depend on a training loop.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.ort_types import OrtModule, RuntimeOptions
 
+# Settings that need torch_interop_utils.
 _NEEDS_INTEROP = (
     "sparsity_optimizer",
     "print_input_density",
@@ -42,19 +44,21 @@ _report: Json = {}
 
 
 def prepare(settings: Settings) -> None:
-    """Import ORTModule with the settings that it reads only then, and see that this stack has what they need.
+    """Import ORTModule with the settings that it reads only at import, and check all requirements.
 
-    Call it before transformers is imported (compat.py says why); making an ORTModule calls it otherwise.
+    Call it before transformers is imported (compat.py has the reason). If nobody has called it, the
+    first ORTModule does.
 
     Raises:
-        SettingError: a setting needs what this stack has not, or came too late.
+        SettingError: the installed versions do not support a setting, or a setting came too late.
         MissingDependency: ORTModule cannot be imported.
     """
     name = "efficient_attention"
     _imported_with.setdefault(
         name, "onnxruntime.training" not in sys.modules and getattr(settings, name)
     )
-    # Of the second, unset is no, and any text yes: attention that stays torch's is attention.py's.
+    # ORTMODULE_ATEN_SDPA_FALLBACK is on for any text, also "0", and off if empty. It stays off,
+    # because attention.py decides which attention stays torch's.
     flags = {
         "ORTMODULE_USE_EFFICIENT_ATTENTION": _flag(settings.efficient_attention),
         "ORTMODULE_ATEN_SDPA_FALLBACK": "",
@@ -69,16 +73,17 @@ def prepare(settings: Settings) -> None:
             )
 
 
+# The values of import-time settings with which this process imported ORTModule.
 _imported_with: dict[str, bool] = {}
 
 
 def report() -> Json:
-    """What was decided here, for engine.json."""
+    """Return the decisions of this module, for engine.json."""
     return dict(_report)
 
 
 def _require(settings: Settings) -> None:
-    """Refuse settings that ORT would ignore on this stack."""
+    """Refuse settings that ORT would ignore with the installed versions."""
     refusal = extensions.interop_refusal()
     if refusal:
         named = ["torch_operators"] if not isinstance(settings.torch_operators, str) else []
@@ -88,7 +93,10 @@ def _require(settings: Settings) -> None:
             *(["custom_autograd"] if settings.custom_autograd == "python" else []),
         ):
             if getattr(settings, name):
-                problem = f"needs ONNX Runtime's extension {extensions.INTEROP}, which is not there, because {refusal}"
+                problem = (
+                    f"needs ONNX Runtime's extension {extensions.INTEROP}, which is not there, "
+                    f"because {refusal}"
+                )
                 raise SettingError(name, f"{problem}; leave it out")
     if settings.triton:
         _require_triton()
@@ -96,6 +104,7 @@ def _require(settings: Settings) -> None:
         import torch
 
         capability = torch.cuda.get_device_capability()
+        # Capability 8.0: Ampere and newer GPUs.
         if capability < (8, 0):
             has = ".".join(map(str, capability))
             raise SettingError(
@@ -115,12 +124,14 @@ def _require_triton() -> None:
 
 
 def require_effect(settings: Settings, graphs: Sequence[Graph]) -> None:
-    """Refuse settings that found nothing in the model to work on; ORT says nothing then.
+    """Refuse settings that had no effect on the model, which ORT does not report.
 
-    graphs: what the witness has seen.
+    Args:
+        settings: the model's settings.
+        graphs: the graphs that the witness recorded.
 
     Raises:
-        SettingError: nodes that the setting is there to make are in none of the training graphs.
+        SettingError: no training graph has the nodes that a setting should create.
     """
     built = [graph for graph in graphs if graph.training]
     aten, triton = (
@@ -139,7 +150,9 @@ def require_effect(settings: Settings, graphs: Sequence[Graph]) -> None:
 
 
 def variables(settings: Settings, deepcopy: bool) -> dict[str, str]:
-    """What ORTModule's constructor takes from the environment, and has no other way in for."""
+    """Return the environment variables for ORTModule's constructor, which has no parameters for
+    them.
+    """
     chosen = {
         "ORTMODULE_CONV_ALGO_SEARCH": settings.conv_algorithm_search.upper(),
         "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": _flag(deepcopy),
@@ -171,7 +184,7 @@ def variables(settings: Settings, deepcopy: bool) -> dict[str, str]:
 
 
 def debug_options(settings: Settings) -> object:
-    """ORT's DebugOptions; only rank 0 saves graphs, which are the same on every rank."""
+    """Return ORT's DebugOptions; only rank 0 saves graphs, because all ranks have the same."""
     from onnxruntime.training.ortmodule import DebugOptions, LogLevel
     from onnxruntime.training.ortmodule._utils import get_rank
 
@@ -189,7 +202,7 @@ def debug_options(settings: Settings) -> object:
 
 
 def set_attributes(wrapped: OrtModule, settings: Settings) -> None:
-    """Settings that ORT has no variable for, on the training and the evaluation side of a wrapped module."""
+    """Set the options of a wrapped module's two managers for which ORT has no variable."""
     from onnxruntime.capi._pybind_state import PropagateCastOpsStrategy
 
     for training in (True, False):
@@ -202,22 +215,26 @@ def set_attributes(wrapped: OrtModule, settings: Settings) -> None:
             options.enable_custom_autograd_function = False
             setattr(options, _INLINE, True)
     if settings.triton_config is not None:
-        # Read when a session is made, which may be at any later pass.
+        # Set for good, because ORT reads it for each session, and any later pass may create one.
         os.environ["ORTMODULE_TRITON_CONFIG_FILE"] = _json_file(dict(settings.triton_config))
 
 
 @contextlib.contextmanager
 def during_export(runtime_options: RuntimeOptions) -> Iterator[None]:
-    """What the exporter looks up outside a module's own options, as this module has it."""
+    """Apply the settings that an export reads outside its module's own options."""
     with inlining(getattr(runtime_options, _INLINE, False)):
         yield
 
 
 def settle_deepcopy(module: nn.Module, settings: Settings) -> bool:
-    """Whether the export works on a copy: as asked, else whether copies fit into this process's share of memory."""
+    """Return whether the export works on a copy of the model.
+
+    The setting decides if it is given, else whether copies fit into this process's share of memory.
+    """
     asked = settings.deepcopy_before_export
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     limit = _limit_of(module, settings.processes_on_host)
+    # The copy takes `size` bytes during the export; as many must stay free.
     copied = 2 * size <= limit.free if asked is None else asked
     _report["deepcopy_before_export"] = {
         "used": copied,
@@ -230,7 +247,10 @@ def settle_deepcopy(module: nn.Module, settings: Settings) -> bool:
 
 
 def _limit_of(module: nn.Module, processes: int) -> machine.MemoryLimit:
-    """The limit of memory that leaves the least where the module lies; of the host's, this process's share is free."""
+    """Return the tightest memory limit of the module's device.
+
+    On the CPU `free` is this process's share of the host's free memory.
+    """
     import torch
 
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -242,7 +262,10 @@ def _limit_of(module: nn.Module, processes: int) -> machine.MemoryLimit:
 
 
 def _json_file(value: object) -> str:
-    """A file with this value for ORT to read, gone with the process; "" for nothing."""
+    """Write a value to a file for ORT to read; return its path, or "" for an empty value.
+
+    The file is deleted at the end of the process.
+    """
     if not value:
         return ""
     with tempfile.NamedTemporaryFile(

@@ -1,8 +1,9 @@
-"""What happens in an export, from top to bottom: a trace under contexts, passes over the graph, the verdict.
+"""The steps of an export in their order: a trace under contexts, passes over the graph, verdicts.
 
-Each step belongs to a repair (repairs.py) and is taken where that is in force. No graph is kept for a later start: a
-trace reads whatever Python's code reads (closures, globals, classes, files), so the one sound key is the traced graph
-itself, and what follows the trace is not worth a cache (docs/repairs.md).
+Each step belongs to a repair (repairs.py) and runs only if that is applied. No graph is cached
+between runs. A trace depends on everything that Python code reads (closures, globals, classes,
+files), so the only sound key would be the traced graph itself, and the steps after the trace are
+not worth a cache (docs/repairs.md).
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
 Step = TypeVar("Step")
 Trace = AnyFunction
 
-# 1. Around the plain pass by which ORT learns what the model returns, and the trace; the outermost first.
+# 1. Contexts of the plain pass, which gives ORT the model's outputs, and of the trace; the
+# outermost first.
 _CONTEXTS: tuple[tuple[str, Callable[[Export], AbstractContextManager[None]]], ...] = (
     ("detect_traced_values", values.watched),
     ("export_smoothed_cross_entropy", cross_entropy.written_out),
@@ -59,23 +61,21 @@ _CONTEXTS: tuple[tuple[str, Callable[[Export], AbstractContextManager[None]]], .
     ("keep_buffers_exact", buffers.buffers_kept),
     ("detect_kept_tensors", escapes.noted),
 )
-# 2. Around the trace alone, the innermost first.
+# 2. Wrappers of the trace alone, the innermost first.
 _TRACE: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (
     ("export_with_torchscript", tracing.by_torchscript),
     ("refuse_custom_backward", custom_functions.without_inlining),
     ("export_exact_forms", operator_table.with_forms),
     ("keep_constants_apart", tracing.with_own_constants),
     ("trace_swapped_weights", tracing.with_swapped_weights),
-    (
-        "propagate_inplace_views",
-        aliases.following_changes,
-    ),  # inside the next, which sees what it computes
+    # Inside the next one, which must track the tensors that this one computes.
+    ("propagate_inplace_views", aliases.following_changes),
     ("stop_gradient_under_no_grad", grad_mode.following_grad_mode),
     ("infer_shapes_without_weights", tracing.without_weights),
     ("silence_export_warnings", tracing.quiet),
     ("keep_buffers_exact", buffers.with_each_mode),
 )
-# 3. Over the exported graph.
+# 3. Passes over the exported graph.
 _PASSES: tuple[tuple[str, Callable[[Export, onnx.ModelProto], None]], ...] = (
     ("keep_buffers_exact", buffers.put_out_batch_sizes),
     ("skip_ignored_labels", cross_entropy.shrink),
@@ -84,12 +84,12 @@ _PASSES: tuple[tuple[str, Callable[[Export, onnx.ModelProto], None]], ...] = (
     ("concatenate_constants", concatenations.keep_constants_apart),
     ("sum_repeated_weights", concatenations.use_weights_once),
 )
-# 4. Which inputs and weights get a gradient.
+# 4. Selection of the inputs and weights that get a gradient.
 _GRADIENTS: tuple[tuple[str, Callable[[Export, onnx.ModelProto, list[str]], list[str]]], ...] = (
     ("skip_frozen_gradients", gradients.without_frozen),
     ("skip_unreached_weights", gradients.without_unreached),
 )
-# 5. What the trace showed: told, taken over into options, or refused.
+# 5. Consequences of the trace: reported, stored in options, or an error.
 _VERDICTS: tuple[tuple[str, Callable[[Export], None]], ...] = (
     ("map_gradient_checkpointing", checkpointing.recompute),
     ("skip_ignored_labels", cross_entropy.tell_density),
@@ -98,17 +98,18 @@ _VERDICTS: tuple[tuple[str, Callable[[Export], None]], ...] = (
 
 
 def install() -> None:
-    """Let ORT's exports go this way; once in a process."""
+    """Install these steps in ORT's export, once in a process."""
     patching.replace_ort_export(_trace)
     patching.wrap_method(owner(TRANSITION), "_get_exported_model", _traced)
     patching.wrap_method(owner(TRANSITION), "_export_model", _exported)
-    bfloat16.install()  # inside the next, which exports again what has no kernel
+    # Inside the next one, which exports again if an operator has no kernel.
+    bfloat16.install()
     operator_translation.install()
     unsupported.install()
 
 
 def _exported(original: AnyFunction, **arguments: object) -> object:
-    """ORT's `_export_model`: steps 1 to 5."""
+    """Run steps 1 to 5; a replacement for ORT's `_export_model`."""
     with counters.while_building():
         model, schema, names, differentiable = original(**arguments)  # calls _traced
         export = export_of(arguments)
@@ -120,15 +121,17 @@ def _exported(original: AnyFunction, **arguments: object) -> object:
 
 
 def _traced(original: AnyFunction, **arguments: object) -> object:
-    """ORT's `_get_exported_model`: steps 1 to 3."""
+    """Run steps 1 to 3; a replacement for ORT's `_get_exported_model`."""
     if arguments["ortmodule_cache_dir"] and "ignore_ort_export_cache" in applied():
         tally.note(
-            "ORTMODULE_CACHE_DIR is not used: ORT would take a graph of another mode or model from it"
+            "ORTMODULE_CACHE_DIR is not used: ORT would take a graph of another mode or model from "
+            "it"
         )
         arguments["ortmodule_cache_dir"] = ""
     export = export_of(arguments)
     unsupported.refuse_weights(export.module)
-    while True:  # until no further layer is found, of which a model has so many
+    # Each retry marks one more layer to run as torch, so the loop ends with the last layer.
+    while True:
         try:
             return _traced_once(export, original, arguments)
         except torch_modules.OnceMore:
@@ -153,15 +156,17 @@ def _traced_once(export: Export, original: AnyFunction, arguments: dict[str, obj
     return model, schema
 
 
-@functools.wraps(torch.onnx.export)  # ORT looks at its signature
+# wraps, because ORT reads the function's signature.
+@functools.wraps(torch.onnx.export)
 def _trace(*args: object, **kwargs: object) -> object:
-    """ORT's `torch.onnx.export`: step 2."""
+    """Run step 2; a replacement for `torch.onnx.export` in ORT."""
     return tracing.with_autocasts_cache(_tracer())(*args, **kwargs)
 
 
 @functools.cache
 def _tracer() -> Trace:
-    export = head_loss.calling_chunked_loss(torch.onnx.export)  # no repair: an operator of our own
+    # Not a repair, because the operator is ortlaunch's own.
+    export = head_loss.calling_chunked_loss(torch.onnx.export)
     for name, around in _TRACE:
         if name in applied():
             export = around(export)

@@ -1,4 +1,4 @@
-"""ORTModule's package, imported with every repair of its import and our way of exporting."""
+"""The import of ORTModule's package with every repair and with ortlaunch's export."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from ortlaunch.ortmodule.tracing import compat
 
 @functools.cache
 def import_ortmodule() -> ModuleType:
-    """The module `onnxruntime.training.ortmodule`, repaired; the first call imports it, later calls return it.
+    """Return the module `onnxruntime.training.ortmodule`, repaired; the first call imports it.
 
-    On torch 2.6 and older call it before transformers is imported: ORT replaces `torch.utils.checkpoint.checkpoint`
-    when it is imported, and transformers keeps the one it saw (its gradient checkpointing then ends the export).
-    Raises MissingDependency, with the command to type.
+    With torch 2.6 and older, call it before transformers is imported. ORT replaces
+    `torch.utils.checkpoint.checkpoint` at its import, and transformers keeps the function that it
+    imported; its gradient checkpointing would then fail in the export.
+
+    Raises:
+        MissingDependency: a package or extension is missing; has the command to type.
     """
     ortmodule = compat.import_with_repairs()
-    from ortlaunch.ortmodule import pipeline  # some of its modules import ORT's
+    # After the import, because some of its modules import ORT's.
+    from ortlaunch.ortmodule import pipeline
 
     pipeline.install()
     return ortmodule

@@ -1,7 +1,8 @@
-"""Repairs of what ORTModule 1.19.2 does: gradients, changed calls, buffers, gradient checkpointing.
+"""Repairs of ORTModule 1.19.2: gradients, changed calls, buffers, gradient checkpointing.
 
-Owns the list of repairs; each is made only where all of ORT's functions that it replaces or relies on have the known
-source (source_guard.py), and is told as not applied elsewhere. What importing ORTModule takes is compat.py's.
+The module owns the list of repairs. A repair is applied only if all functions of ORT that it
+replaces or relies on have the known source (source_guard.py); otherwise it is reported as not
+applied. The import of ORTModule has its own repairs, in compat.py.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def apply_repairs(*left_out: str) -> None:
-    """Make every repair, once in a process; `left_out` names those a test wants to miss."""
+    """Apply every repair, once in a process; tests name repairs to skip in `left_out`."""
     apply(REPAIRS, *left_out)
 
 
@@ -45,7 +46,10 @@ def apply_repairs(*left_out: str) -> None:
 
 
 def fix_grad_management_device() -> None:
-    """memory_efficient_grad_management ended in `zeros() ... device=dict`: it was given parameters for a device."""
+    """Pass a device to memory_efficient_grad_management.
+
+    ORT passed the dictionary of parameters, which failed in `zeros() ... device=dict`.
+    """
     patching.wrap_method(owner(_MANAGEMENT), _ENABLE, _on_device)
 
 
@@ -75,7 +79,7 @@ _SIZES = tuple(
         "_get_int_or_float_values",
     )
 )
-# Of those that replace one method the later ones stand around the earlier ones.
+# The order matters: if two repairs wrap one method, the later one is the outer one.
 REPAIRS = (
     Repair("skip_frozen_gradients", _EXPORT),
     Repair("skip_unreached_weights", _EXPORT),

@@ -1,6 +1,6 @@
-"""What ONNX Runtime really ran, counted, so that a run can report it.
+"""Counters of the passes, graphs and nodes that ONNX Runtime really ran, for the run's report.
 
-Owns the wrappers that count passes, graphs and nodes. Must not decide anything: the engine reads and judges.
+The module owns the wrappers that count. It makes no decisions; the engine reads and judges.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from ortlaunch.ortmodule.repaired import import_ortmodule
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager, OrtSession, SessionOptions
 
+# The attribute of an execution agent that holds its graph's record.
 _GRAPH = "_ortlaunch_graph"
 
 
 class Witness:
-    """Counts ORT's completed graph runs, and the times a batch was handed to plain PyTorch, in this process."""
+    """Counters of ORT's completed passes, and of batches that plain PyTorch computed, in this
+    process.
+    """
 
     def __init__(self) -> None:
         self.reset()
@@ -39,7 +42,9 @@ class Witness:
         self.restart()
 
     def restart(self) -> None:
-        """Set the counters of passes and fallbacks to zero; what was exported and built so far stays."""
+        """Set the counters of passes and fallbacks to zero; keep the records of exports and
+        graphs.
+        """
         self.forward_passes = 0
         self.backward_passes = 0
         self.inference_passes = 0
@@ -50,7 +55,11 @@ class Witness:
         torch_calls.restart()
 
     def counts(self) -> Json:
-        """For engine.json. Graphs are the newest ones; `nodes_run` counts the passes of each graph by its own nodes."""
+        """Return the counters for engine.json.
+
+        The graphs are the newest ones. `nodes_run` sums, over all graphs, the passes times the
+        graph's nodes.
+        """
         return {
             "forward_passes": self.forward_passes,
             "backward_passes": self.backward_passes,
@@ -69,7 +78,7 @@ class Witness:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """While open, passes are not of the run: afterwards the counters are what they were."""
+        """Leave the passes inside the context out of the run's counters."""
         before = {name: copy.copy(value) for name, value in vars(self).items()}
         calls = torch_calls.snapshot()
         passes = [(graph, graph.forward_passes, graph.backward_passes) for graph in self.graphs]
@@ -83,8 +92,12 @@ class Witness:
                 graph.backward_passes = backward
 
     def install(self) -> None:
-        """Start to count; every ORTModule of this process is counted, whenever it was made, by the newest witness."""
-        global _current  # noqa: PLW0603  (ORT's classes are the process's, and so are the wrappers around them)
+        """Start to count the passes of every ORTModule of this process, in this witness.
+
+        ORTModules made before are counted too. Only the newest installed witness counts.
+        """
+        # ORT's classes exist once in a process, and so do the wrappers around their methods.
+        global _current  # noqa: PLW0603
         _current = self
         _install()
 
@@ -115,6 +128,7 @@ def _count(owner: object, method: str, counter: str, of_graph: str) -> None:
     def counted(original: AnyFunction, agent: object, *args: object, **kwargs: object) -> object:
         with torch_calls.timed_pass():
             result = original(agent, *args, **kwargs)
+        # After the call, so that a failed pass is not counted.
         setattr(_current, counter, getattr(_current, counter) + 1)
         graph = getattr(agent, _GRAPH, None)
         if graph is not None:
@@ -125,9 +139,10 @@ def _count(owner: object, method: str, counter: str, of_graph: str) -> None:
 
 
 def _save_what_runs(original: AnyFunction, manager: Manager) -> object:
-    """Let the session save the graph that it makes of ORTModule's: fused, recomputing, as it will run."""
+    """Make the session save its final graph, with fusions and recomputation."""
     session_options, providers, provider_options = original(manager)
-    if not session_options.optimized_model_filepath:  # engine.save_onnx has a place for it
+    # With engine.save_onnx ORT has set a path already.
+    if not session_options.optimized_model_filepath:
         session_options.optimized_model_filepath = os.path.join(
             manager._ortlaunch_folder, "executed.onnx"
         )
@@ -151,9 +166,8 @@ def _record_graph(original: AnyFunction, manager: Manager) -> None:
         tempfile.TemporaryDirectory(prefix="ortlaunch-") as manager._ortlaunch_folder,
     ):
         original(manager)
-        options = vars(manager).pop(
-            "_ortlaunch_session_options"
-        )  # ORT pickles its managers, and cannot these
+        # Removed, because ORT pickles its managers, and session options cannot be pickled.
+        options = vars(manager).pop("_ortlaunch_session_options")
         model = onnx.load(options.optimized_model_filepath, load_external_data=False)
         session = manager._execution_agent._inference_session
         graph = read_graph(
@@ -175,7 +189,10 @@ def _is_memory_efficient(options: SessionOptions) -> bool:
 
 
 def _placed(model: str, session: OrtSession) -> dict[str, int]:
-    """Nodes on each provider; empty, with a note, where ONNX Runtime fails to report it."""
+    """Return the number of nodes on each provider.
+
+    If ONNX Runtime fails to report it, note that and return an empty dictionary.
+    """
     try:
         return nodes_by_provider(model, session)
     except Exception as error:
@@ -188,7 +205,7 @@ def _placed(model: str, session: OrtSession) -> dict[str, int]:
 def _record_fallback(
     original: AnyFunction, manager: Manager, *args: object, **kwargs: object
 ) -> object:
-    # With retry on, ORT forgets the exception inside the call: read it first.
+    # Read before the call: with retry on, ORT deletes the exception inside the call.
     reason = f"{type(manager._exception).__name__}: {manager._exception}"
     _current.fallbacks += 1
     if reason not in _current.fallback_reasons:

@@ -1,6 +1,7 @@
-"""ORT's ORTModule with what loops of other people read of a model: class, `load_state_dict`, `named_parameters`.
+"""ORT's ORTModule with the attributes of a model that third-party training loops read.
 
-Hugging Face's Trainer looks for labels in the arguments of a model's class, and saves the config of its own classes.
+These are the class, `load_state_dict` and `named_parameters`. Hugging Face's Trainer finds the
+label arguments by a model's class, and saves the config only of its own classes.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from ortlaunch.ortmodule.base.source_guard import PACKAGE
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import OrtModule, TorchModule
 
-_SAVING = ("save_pretrained", "push_to_hub")  # which write the names of classes into config.json
+# These methods write the names of classes into config.json.
+_SAVING = ("save_pretrained", "push_to_hub")
+# Set at the end of the construction; before it, `__class__` is the wrapper's own.
 _COMPLETE = "_ortlaunch_complete"
 
 
 class Wrapper(nn.Module):
-    """What an ORTModule adds to ORT's ORTModule, which `loaded` puts after it in the order of bases."""
+    """The part of an ORTModule that ortlaunch adds to ORT's class; `loaded` adds ORT's class as a
+    base.
+    """
 
     _ortlaunch_kind: ClassVar[type[Wrapper]]
     # Attributes of ORT's class.
@@ -37,20 +42,26 @@ class Wrapper(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """For isinstance, beside type(): the class of a model that saves itself, as transformers' and peft's."""
+        """Return the model's class if it can save itself, else type(self); isinstance uses it.
+
+        Models of transformers and peft can save themselves.
+        """
         own = vars(self)
         kind = type(own["_torch_module"].module) if own.get(_COMPLETE) else None
         return kind if kind is not None and hasattr(kind, "save_pretrained") else type(self)
 
     def __init__(self, *args: object) -> None:
-        # Here and not in the class statement: ORT is imported after the settings that it reads at its import are set.
-        # By the slot of object, as `__class__` is a property of this class.
+        # ORT's class becomes a base here and not in the class statement, because ORT must be
+        # imported after the settings that it reads at import are set. The slot of `object` is used,
+        # because `__class__` is a property of this class.
         vars(object)["__class__"].__set__(self, loaded(type(self)))  # type: ignore[arg-type]  # hashable
         super().__init__(*args)
         _complete(self)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Unseen by torch.compile(wrapped), which would trace ORT's Python code."""
+        """Call the module, hidden from torch.compile(wrapped), which would trace ORT's Python
+        code.
+        """
         compiling = eval_frame.set_eval_frame(None)
         try:
             return super().__call__(*args, **kwargs)
@@ -84,9 +95,12 @@ class Wrapper(nn.Module):
 
 @functools.cache
 def loaded(kind: type[Any]) -> Any:
-    """`kind`, a subclass of Wrapper, with ORT's ORTModule as its last base; ORT is imported by the first call."""
+    """Return `kind`, a subclass of Wrapper, with ORT's ORTModule as its last base.
+
+    The first call imports ORT.
+    """
     base: Any = importlib.import_module(PACKAGE).ORTModule
-    # `_ortlaunch_kind` is what pickles name: the class that is made here is an attribute of no module.
+    # Pickles name `_ortlaunch_kind`, because the class made here is not an attribute of a module.
     names = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -97,7 +111,10 @@ def loaded(kind: type[Any]) -> Any:
 
 
 def _complete(wrapped: OrtModule) -> None:
-    """ORT binds copies of the model's methods to it; those of a class and those that save are to stay the model's."""
+    """Restore class methods and saving methods to the model's own.
+
+    ORT binds copies of the model's methods to the wrapper.
+    """
     kind = type(wrapped.module)
     for name in list(vars(wrapped)):
         if name in _SAVING or isinstance(inspect.getattr_static(kind, name, None), classmethod):
