@@ -1,4 +1,7 @@
-"""What is installed and what it takes to run a recipe; every answer ends with what to type. Never imports torch."""
+"""Check that this machine has everything that a recipe needs; each result ends with a command.
+
+Never imports torch.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from ortlaunch.recipe import Recipe
 
 
 def require(recipe: Recipe, world: World) -> None:
-    """Everything that the run needs on this host, before anything is started.
+    """Check that this host has everything that the run needs.
 
     Raises:
-        MissingDependency: all that is missing, a line each.
+        MissingDependency: something is missing; one line for each item.
     """
     missing = [": ".join(filter(None, words)) for words in lacking(recipe, world)]
     if missing:
@@ -25,7 +28,7 @@ def require(recipe: Recipe, world: World) -> None:
 
 
 def lacking(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
-    """What the run needs and is not here, each with what mends it where that is not said already."""
+    """Yield (missing item, remedy) for a recipe; the remedy is "" if the item's text has it."""
     if recipe.zero is not None and not _installed("deepspeed"):
         yield (
             "zero: DeepSpeed is not installed",
@@ -38,18 +41,19 @@ def lacking(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
             yield f"log.trackers: {tracker} is not installed", f'pip install "ortlaunch[{tracker}]"'
     launcher = world.launcher
     package = launcher_of(world.launcher).package
+    # On one host no launcher needs its package: ranks meet through a file.
     if package and len(world.hosts) > 1 and not _installed(package):
         what = f"launcher {launcher} on more than one host: {package} is not installed"
         yield what, f'pip install "ortlaunch[{launcher}]"'
     if recipe.engine.name == "ort":
-        on_gpu = (
-            world.device == "cuda" and machine.visible_gpus(os.environ) > 0
-        )  # else planned for another host
+        # Without a GPU here the run is planned for another host, so CUDA is not checked.
+        on_gpu = world.device == "cuda" and machine.visible_gpus(os.environ) > 0
         yield from ((f"engine ort: {what}", mend) for what, mend in lacking_for_ort(on_gpu))
 
 
 def lacking_for_ort(on_gpu: bool) -> Iterator[tuple[str, str]]:
-    """What engine ort needs and is not here, each with what mends it where that is not said already."""
+    """Yield (missing item, remedy) for engine ort, as `lacking` does."""
+    # Imported here: most commands never need it.
     from ortlaunch.ortmodule.build import cuda_libraries, extensions
 
     try:
@@ -83,5 +87,8 @@ def _installed(package: str) -> bool:
 
 
 def set_up() -> int:
-    """Build what engine ort needs and is absent, in a process of its own that may import torch."""
+    """Build the missing extensions of engine ort; return the exit status.
+
+    The build runs in a process of its own, which may import torch.
+    """
     return start.run("ortlaunch.ortmodule.build.extensions")

@@ -1,4 +1,4 @@
-"""All hosts asked at once, over one connection each: what they are, then which of the others they reach."""
+"""Query all hosts in parallel, over one connection each: properties, then mutual reachability."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from ortlaunch.doctor import probe
 from ortlaunch.json_types import Json
 from ortlaunch.launch.ssh import needs_no_ssh, ssh
 
-_CONNECT_SECONDS = 8
-# What is imported must not come from the folder where this starts; then the probe itself, of so many bytes.
+_CONNECT_SECONDS = 8  # ssh's own limit
+# Modules must not be imported from the current folder there. The argument is the probe's length in
+# bytes: all that follows on standard input are questions to it.
 _PYTHON = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "exec(sys.stdin.buffer.read(int(sys.argv[1])))"
 )
-_SECONDS = 12.0
-_AGAIN_SECONDS = 6.0
+_SECONDS = 12.0  # for the first answer
+_AGAIN_SECONDS = 6.0  # for the second one; a probe itself takes at most 3
 _MORE_SECONDS = 0.05  # for each host: all of them start a program on this one
-_PAIRS = 32  # others that each host tries: all of them, of more hosts some
-_LEAVE_SECONDS = 2.0
-_ERROR_SECONDS = 0.2
-# connections; hosts that try each other, where there are more than that
+_PAIRS = 32  # with more other hosts, each host tries only some of them
+_LEAVE_SECONDS = 2.0  # until a probe is killed after the end of its input
+_ERROR_SECONDS = 0.2  # without output, after which the error output counts as complete
+# Connections at one time: each takes three open files of this process.
 _AT_ONCE = 128
+# Hosts that try each other, if there are more hosts than connections.
 _GROUP = 64
 
 
 class Question(NamedTuple):
-    """What the hosts are asked for."""
+    """The request to all hosts."""
 
     names: tuple[str, ...]
     folder: Path | None
@@ -47,24 +49,25 @@ class Question(NamedTuple):
     range: tuple[int, int] | None = None  # of ports to try, at every host
 
     def asked_of(self, host: str) -> dict[str, object]:
-        """As the probe takes it."""
+        """Return the request to one host, as the argument of the probe's `main`."""
+        # ssh may need `user@`, name resolution must not have it.
         peers = [name.rpartition("@")[2] for name in self.names if name != host]
         return {"peers": peers[:4], "folder": str(self.folder) if self.folder else None, "ports": self._ports(host),
                 "interface": self.interface, "cuda": self.cuda}  # fmt: skip
 
     def _ports(self, host: str) -> tuple[int, ...]:
-        """That it is to listen at: the ends of the range."""
+        """Return the ports on which a host listens: the ends of the range, else one port."""
         if self.range is not None:
             return tuple(dict.fromkeys(self.range))
         return (self.port if (host,) == self.names[:1] or not self.names else 0,)
 
     def to(self, host: str) -> bytes:
-        """The program that answers it."""
+        """Return the program for a host: the probe's source and a call of its `main`."""
         return Path(probe.__file__).read_bytes() + f"\nmain({self.asked_of(host)!r})\n".encode()
 
 
 class Silence(NamedTuple):
-    """Why a host told nothing: `check` is what failed."""
+    """The reason why a host did not answer; `check` names the failed check."""
 
     check: str
     what: str
@@ -72,38 +75,43 @@ class Silence(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a host tells, and the seconds until it did.
-
-    skew: seconds of its clock beside this one; doubt: how wrong that may be.
-    reached: the other hosts that it tried.
-    """
+    """The answer of a host."""
 
     told: Json
+    """The values of the probe."""
     took: float
+    """Seconds until the answer."""
     skew: float = 0.0
+    """Difference of its clock to this host's, in seconds."""
     doubt: float = 0.0
+    """Possible error of `skew`, in seconds."""
     reached: tuple[Reached, ...] = ()
+    """Its connections to other hosts."""
 
 
 class Reached(NamedTuple):
-    """How a host reaches a port of another."""
+    """The result of a connection from one host to a port of another."""
 
     host: str
     port: int
     error: str
-    """Of a TCP connection; empty: it was accepted."""
+    """Error of the TCP connection; "" if it was accepted."""
     udp: bool
     """Whether a datagram was answered."""
     whole: bool
-    """Whether a packet as long as `mtu` was."""
+    """Whether a packet of `mtu` bytes was answered."""
     mtu: int
 
 
 def ask(question: Question) -> tuple[list[Answer | Silence], str | None]:
-    """Each host's answer, in their order; and the name of the one that the others were to reach, if there was one.
+    """Query all hosts.
 
-    At most `_AT_ONCE` connections are open. Hosts that have answered form a group as soon as there are enough of them,
-    try each other, and leave; a dead host delays none of them.
+    At most `_AT_ONCE` connections are open. As soon as enough hosts have answered, they form a
+    group, try each other and end. So a dead host does not delay the others.
+
+    Returns:
+        Each host's answer, in the order of the names; and the name of the host that all others
+        tried to reach, None if none listened.
     """
     names = question.names
     seconds = _SECONDS + _MORE_SECONDS * min(len(names), _AT_ONCE)
@@ -129,10 +137,12 @@ def ask(question: Question) -> tuple[list[Answer | Silence], str | None]:
                     group.append(at)
                 else:
                     calls[at].close()
-            # The first host is the one to reach where it answers: no group is formed before.
+            # No group is formed before the first host has answered: all others try to reach it,
+            # because ranks will meet there.
             is_last = not running and started == len(names)
             if is_last or (0 in calls and started < len(names) and len(group) >= _GROUP):
                 members = [calls[at] for at in sorted(group)]
+                # If the first host does not answer, the next one that listens replaces it.
                 meeting = meeting or next((call for call in members if call.listens), None)
                 _try_each_other(members, meeting, second)
                 group = []
@@ -142,19 +152,22 @@ def ask(question: Question) -> tuple[list[Answer | Silence], str | None]:
 def _try_each_other(
     members: list[_ProbeCall], meeting: _ProbeCall | None, pool: ThreadPoolExecutor
 ) -> None:
-    """Those that listen try each other, and the one that all are to reach; then they may end."""
+    """Let the hosts that listen try each other and the meeting host, then end their probes."""
     group = [meeting] if meeting else []
     group += [call for call in members if call.listens and call is not meeting]
     rest = [call for call in members if call not in group]
     list(pool.map(functools.partial(_ProbeCall.second, group=group), [*group, *rest]))
-    list(
-        pool.map(_ProbeCall.close, (call for call in members if call is not meeting))
-    )  # its pipes are three open files
+    # Closed now rather than at the end, because each call holds three open files. The meeting host
+    # stays open for later groups.
+    list(pool.map(_ProbeCall.close, (call for call in members if call is not meeting)))
 
 
 def _others(call: _ProbeCall, group: list[_ProbeCall]) -> list[_ProbeCall]:
-    """Those that a host tries: all in a small group; in a large one the first host, which tries all, and those that are
-    1, 2, 4, ... places before and behind it, so that each pair is tried in both directions."""
+    """Return the hosts that a host tries: in a small group all others.
+
+    In a large group the first host tries all. Every other host tries the first one, and the hosts
+    1, 2, 4, ... places before and after it, so that each pair is tried in both directions.
+    """
     if call not in group:
         return []
     at = group.index(call)
@@ -169,7 +182,7 @@ def _others(call: _ProbeCall, group: list[_ProbeCall]) -> list[_ProbeCall]:
 
 
 class _ProbeCall:
-    """A probe that runs on a host, and has told or failed."""
+    """A probe that was started on a host, with its answer or the reason for none."""
 
     def __init__(self, question: Question, seconds: float, host: str) -> None:
         self.host = host
@@ -180,7 +193,7 @@ class _ProbeCall:
 
     @property
     def listens(self) -> bool:
-        """Whether others can be told to reach it."""
+        """Whether other hosts can try to reach it."""
         if isinstance(self.answer, Silence):
             return False
         return self.answer.told["address"] is not None and bool(self.answer.told["doors"])
@@ -195,7 +208,7 @@ class _ProbeCall:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,
+                start_new_session=True,  # so that `close` can kill its whole process group
             )
         except OSError as error:
             return Silence(
@@ -215,13 +228,14 @@ class _ProbeCall:
         return self._failed(line)
 
     def second(self, group: list[_ProbeCall]) -> None:
-        """Have its clock, and how it reaches the ports of others."""
+        """Measure the host's clock, and let it try the ports of the others in the group."""
         if isinstance(self.answer, Silence):
             return
         places = [(one, tcp, udp) for one in _others(self, group) for tcp, udp in one.told["doors"]]
         words = " ".join(
             f"{one.told['address']} {tcp} {udp} {one.told['mtu']}" for one, tcp, udp in places
         )
+        # The clock was read between request and answer, so half of that time is the possible error.
         before = time.time()
         self._deadline = time.monotonic() + _AGAIN_SECONDS
         self._send(f"{words}\n".encode())
@@ -244,14 +258,16 @@ class _ProbeCall:
 
     @property
     def told(self) -> Json:
+        """The values of the probe; only for a host that answered."""
         assert isinstance(self.answer, Answer)
         return self.answer.told
 
     def close(self) -> None:
-        """Return when it has ended; one that stays is ended."""
+        """End the probe; kill it if it does not end by itself."""
         if self._process is None:
             return
-        if self._process.stdin is not None:  # which lets it end: it has told all
+        # A probe ends when its standard input does.
+        if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -265,13 +281,16 @@ class _ProbeCall:
     def _send(self, data: bytes) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended: its last words say why
+        # If the probe has ended, reading its output gives the reason.
+        with contextlib.suppress(OSError):
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
     def _line(self) -> bytes | None:
-        """The probe's next line, without what a login shell says before it; all that came where it ended instead; None
-        where the time is over."""
+        """Return the probe's next line, without output of a login shell before it.
+
+        All output if the probe ended instead; None after the deadline.
+        """
         assert self._process is not None
         assert self._process.stdout is not None
         pipe = self._process.stdout
@@ -286,20 +305,22 @@ class _ProbeCall:
         return text.splitlines()[-1]
 
     def _failed(self, line: bytes) -> Silence:
-        """It ended, or printed something else."""
+        """Return the reason why a probe ended or printed something else."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         status = self._process.returncode
         words = (text.decode(errors="replace").strip() for text in (self._errors(), line))
         said = next((text.splitlines()[-1] for text in words if text), f"status {status}")
+        # A shell's status for a program that it cannot execute or find.
         if status in (126, 127):
             mend = "install the same environment there, under the same path"
             return Silence("interpreter", f"no {sys.executable} there ({said})", mend)
         return Silence("reached", said, f"ssh {self.host} must work without a password")
 
     def _errors(self) -> bytes:
-        """Its error output; somebody may keep that open, as a shared connection of ssh's does."""
+        """Return the probe's error output."""
+        # Not until its end: a shared connection of ssh may keep the pipe open.
         assert self._process is not None
         assert self._process.stderr is not None
         pipe = self._process.stderr
@@ -312,7 +333,8 @@ class _ProbeCall:
 
 
 def _at(host: str, remote: list[str]) -> list[str]:
-    """A command on another host: by ssh, or inside a job of Slurm's as a step of it."""
+    """Return the command that runs a program on another host: ssh, or a step of the Slurm job."""
+    # Compute nodes of many clusters accept no ssh, but a job may always start steps.
     if "SLURM_JOB_ID" in os.environ:
         return [
             "srun",

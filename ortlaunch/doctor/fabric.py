@@ -1,4 +1,4 @@
-"""What was measured of ranks and links (worker/tasks/fabric.py) judged: the slow host is named. Pure."""
+"""Judge measurements of ranks and links (worker/tasks/fabric.py); slow hosts are named. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ from ortlaunch.doctor.finding import FAILED, OK, Finding, judged
 from ortlaunch.plan import Node
 from ortlaunch.units import counted, human
 
-_SLOW_RATE = 0.7  # of the median
+# A host is slow below these shares of the median of all hosts.
+_SLOW_RATE = 0.7
 _SLOW_LINK = 0.5
-_LATE = 3.0  # times the median, and that much more:
+# Or with a latency above 3 times the median plus 100 microseconds. In a fast network noise alone
+# may be 3 times the median.
+_LATE = 3.0
 _LATE_SECONDS = 100e-6
 
 
 def judge(measured: Mapping[str, Any], nodes: Sequence[Node]) -> list[Finding]:
-    """The matrix rate of each host's devices, each host's links, and the all-reduce of all ranks."""
+    """Return findings: matmul rate of each host, links of each host, all-reduce of all ranks.
+
+    Args:
+        measured: rates in FLOP/s by rank, links, and the all-reduce, as the task wrote them.
+        nodes: the hosts of the plan, in the order of their ranks.
+    """
     return [
         *_rates(measured, nodes),
         *_links(measured.get("links", ()), nodes),
@@ -27,6 +35,7 @@ def judge(measured: Mapping[str, Any], nodes: Sequence[Node]) -> list[Finding]:
 
 def _rates(measured: Mapping[str, Any], nodes: Sequence[Node]) -> Iterator[Finding]:
     rates = measured["flops"]
+    # median_high is a measured value; with two hosts it is the faster one, so a slow one shows.
     middle = statistics.median_high(measured["flops"])
     for node in nodes:
         own = rates[node.first_rank : node.first_rank + node.slots]
@@ -50,7 +59,8 @@ def _rates(measured: Mapping[str, Any], nodes: Sequence[Node]) -> Iterator[Findi
 
 
 def _links(links: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) -> Iterator[Finding]:
-    """A host is as good as the better of its two links: that of a slow neighbour is no fault of its own."""
+    """Yield a finding for each host, by the better of its two links."""
+    # The other link may be slow because of the neighbour.
     if not links:
         return
     rate = {host: max(_rate(link) for link in _of(host, links)) for host in range(len(nodes))}
@@ -81,6 +91,7 @@ def _all_reduce(measured: Mapping[str, Any], nodes: Sequence[Node]) -> Iterator[
     if found is None:
         return
     ranks = sum(node.slots for node in nodes)
+    # Bus bandwidth as nccl-tests defines it: a ring sends each byte 2 (n - 1) / n times.
     bus = 2 * (ranks - 1) / ranks * found["bytes"] / found["seconds"]
     what = (
         f"{counted(ranks, 'rank')}: {_microseconds(found['latency'])} for 4 B, "

@@ -1,4 +1,4 @@
-"""This machine: what is installed and what it has, a verdict each. Reads metadata and files; imports no torch."""
+"""Checks of this machine: installed packages and hardware. Reads metadata; imports no torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ _TORCH = (2, 6)  # the oldest that both recipes train on: docs/matrix.md
 def look(
     asked: hosts.HostRequirements, recipe: Recipe | None = None, world: World | None = None
 ) -> list[Finding]:
-    """What any run needs here, then what this recipe's does."""
+    """Check the requirements of any run on this machine, then those of a recipe.
+
+    Args:
+        asked: the requirements of the hosts.
+        recipe: a recipe whose packages are checked; None for none.
+        world: the hosts and ranks of that recipe.
+    """
     node = asked.nodes[0]._replace(host=HERE) if asked.nodes else Node(HERE, 1, 0, (0,))
-    if len(asked.nodes) > 1:  # that do not exist yet: this one is no host of theirs
+    # A plan for several hosts that do not exist yet: this machine is none of them.
+    if len(asked.nodes) > 1:
         asked = asked._replace(device="cpu")
     versions = probe.versions()
     found = [
@@ -36,9 +43,8 @@ def look(
         *_gpus(versions),
         _cache(),
     ]
-    found += [
-        one for one in hosts.of_this_host(node, asked) if asked.nodes or one.check != "gpus"
-    ]  # no slots to fill
+    # Without nodes there are no slots, so no number of GPUs to compare with.
+    found += [one for one in hosts.of_this_host(node, asked) if asked.nodes or one.check != "gpus"]
     if recipe is not None and world is not None:
         wrong = [
             Finding(HERE, "recipe", FAILED, what, mend)
@@ -67,6 +73,7 @@ def _torch(versions: dict[str, str]) -> Finding:
     version = versions.get("torch")
     if version is None:
         return Finding(HERE, "torch", FAILED, "not installed", "pip install ortlaunch")
+    # Such as 2.13.0+cu128: only major and minor version count.
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
     what = f"{version}, transformers {versions.get('transformers', 'absent')}"
     return judged(HERE, "torch", numbers >= _TORCH, what, 'pip install "torch>=2.6"', else_=WARNING)
@@ -116,7 +123,7 @@ def _mpi(versions: dict[str, str]) -> Finding:
 
 
 def _gpus(versions: dict[str, str]) -> Iterator[Finding]:
-    """The GPUs, and whether this torch can use them."""
+    """Yield findings on the GPUs, and on torch's ability to use them."""
     names = machine.hardware()["gpus"]
     if not names and not probe.gpus():
         yield Finding(HERE, "gpus", OK, "none: ranks train on the CPU")
@@ -138,7 +145,7 @@ def _gpus(versions: dict[str, str]) -> Iterator[Finding]:
 
 
 def _cache() -> Finding:
-    """The folder of tokens and built extensions, which is made where it is absent."""
+    """Return the finding on the cache folder, which is created if it is absent."""
     try:
         return Finding(HERE, "cache", OK, str(cache_folder()))
     except FileError as error:
@@ -147,6 +154,6 @@ def _cache() -> Finding:
 
 
 def _nccl() -> str | None:
-    """As torch's wheels bring it."""
+    """Return name and version of the NCCL package that torch's wheels require; None if absent."""
     found = probe.versions(("nvidia-nccl-cu12", "nvidia-nccl-cu13"))
     return next((f"{name} {version}" for name, version in found.items()), None)

@@ -1,4 +1,4 @@
-"""All hosts of a run looked at before it starts, at once: what each tells (doctor/probe.py), and what is wrong."""
+"""Check all hosts of a run in parallel before it starts, from the answers of doctor/probe.py."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ from ortlaunch.json_types import Json
 from ortlaunch.plan import LOCAL_NAMES, Node
 from ortlaunch.units import counted, human
 
+# Times of records on different hosts are compared; more skew would order them wrongly.
 _SKEW_SECONDS = 5.0
-_FEW_FILES = 1024
+_FEW_FILES = 1024  # the usual soft limit
+# Docker's default size of /dev/shm, which NCCL uses between ranks of one host.
 _LITTLE_SHM = 64 << 20
+# InfiniBand registers (locks) its buffers.
 _LITTLE_MEMLOCK = 64 << 20
 
 
 class HostRequirements(NamedTuple):
-    """What the hosts are asked for."""
+    """The requirements of a run on its hosts."""
 
     nodes: tuple[Node, ...]
     device: str
-    folder: Path | None  # the run's, which must be shared; None: it is not looked at
-    bytes_needed: int = 0  # of its disk
-    quick: bool = False  # what would let a run fail; not what may only slow it
-    interface: str | None = None  # that ranks are to meet on
-    port: int = 0  # of the first host, that ranks are to meet at; 0: any
-    ports: tuple[int, int] | None = None  # range of ports that all hosts are to reach of each other
+    folder: Path | None  # the run's, which must be shared; None: not checked
+    bytes_needed: int = 0  # free bytes required on its disk
+    quick: bool = False  # check only for failures, not for a slow run
+    interface: str | None = None  # the network interface where ranks meet
+    port: int = 0  # the port of the first host where ranks meet; 0: any
+    ports: tuple[int, int] | None = None  # range of ports that all hosts must reach of each other
 
     @property
     def question(self) -> Question:
-        """That each host answers."""
+        """The request to each host."""
         names = tuple(node.host for node in self.nodes)
         return Question(
             names, self.folder, self.interface, self.device == "cuda", self.port, self.ports
@@ -44,7 +47,7 @@ class HostRequirements(NamedTuple):
 
 
 def look(asked: HostRequirements) -> list[Finding]:
-    """Every check of every host, in their order."""
+    """Run every check on every host; return the findings in the order of the hosts."""
     with _token(asked.folder) as token:
         answers, meeting = asking.ask(asked.question)
     here = probe.versions()
@@ -53,7 +56,7 @@ def look(asked: HostRequirements) -> list[Finding]:
     usual = _usual_cpus(answers)
     shut = _shut(answers)
     first_of = dict[str, str]()
-    # A host that is not there has no route to it either.
+    # With an absent host, routes are not judged: others may lack a route only to that one.
     routed = len(asked.nodes) > 1 and not any(isinstance(answer, Silence) for answer in answers)
     for node, answer in zip(asked.nodes, answers):
         if isinstance(answer, Silence):
@@ -65,6 +68,7 @@ def look(asked: HostRequirements) -> list[Finding]:
             Finding(node.host, "reached", OK, reached),
             _packages(node.host, told["packages"], here),
         ]
+        # Same version, other files: usually a checkout that was edited on one host only.
         if told["sources"] != sources and told["packages"].get("ortlaunch") == here.get(
             "ortlaunch"
         ):
@@ -95,13 +99,13 @@ def look(asked: HostRequirements) -> list[Finding]:
 
 
 def _usual_cpus(answers: Sequence[Answer | Silence]) -> int:
-    """The number of CPUs that most hosts have."""
+    """Return the number of CPUs that most hosts have."""
     counts = [answer.told["cpus"] for answer in answers if isinstance(answer, Answer)]
     return max(counts, key=counts.count, default=0)
 
 
 def of_this_host(node: Node, asked: HostRequirements) -> list[Finding]:
-    """What needs no other host, of this one."""
+    """Run the checks of this host that need no other host."""
     told = probe.told(asked.question.asked_of(node.host))
     doors = probe.Doors(told["address"] or "127.0.0.1", (asked.port,))
     told["listens"] = doors.ports[0][0] if doors.ports else doors.error
@@ -109,6 +113,7 @@ def of_this_host(node: Node, asked: HostRequirements) -> list[Finding]:
     answer = Answer(told, 0.0)
     doors.close()
     found = [*_network(node.host, answer, alone, False, node.host), *_own(node, told, asked, None)]
+    # Both compare with other hosts.
     return [
         one
         for one in (*found, *_slow(node.host, answer, asked, told["cpus"]))
@@ -133,7 +138,7 @@ def _packages(host: str, there: dict[str, str], here: dict[str, str]) -> Finding
 def _network(
     host: str, answer: Answer, asked: HostRequirements, routed: bool, meeting: str | None
 ) -> Iterator[Finding]:
-    """Its address, and whether ranks can meet at the first host's."""
+    """Yield findings on a host's address, and on the port where ranks meet."""
     told = answer.told
     if asked.interface is not None and asked.interface not in told["interfaces"]:
         what = f"no {asked.interface} there; it has {', '.join(told['interfaces'])}"
@@ -163,7 +168,10 @@ def _network(
 
 
 def _shut(answers: Sequence[Answer | Silence]) -> dict[tuple[str, int], str]:
-    """The ports that none of those who tried could connect to, with the reason: that is their own host's fault."""
+    """Return the ports that no host could reach, with the reason.
+
+    The reason is then on the host of the port, such as its firewall.
+    """
     tried: dict[tuple[str, int], list[str]] = {}
     for answer in answers:
         for one in answer.reached if isinstance(answer, Answer) else ():
@@ -174,7 +182,7 @@ def _shut(answers: Sequence[Answer | Silence]) -> dict[tuple[str, int], str]:
 def _reached(
     host: str, tried: Sequence[Reached], shut: Mapping[tuple[str, int], str], others: int
 ) -> Iterator[Finding]:
-    """Which of the others it reaches, by TCP, by UDP and by packets as long as its interface has them."""
+    """Yield findings on a host's connections to others: TCP, UDP, and packets of the MTU's size."""
     for (name, port), error in shut.items():
         if name == host:
             mend = (
@@ -227,13 +235,13 @@ def _reached(
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first four, each once."""
+    """Return the first four names, without duplicates, as text."""
     names = list(dict.fromkeys(names))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _own(node: Node, told: Json, asked: HostRequirements, token: str | None) -> Iterator[Finding]:
-    """What it has for the run."""
+    """Yield findings on a host's GPUs, its run folder and its disk."""
     host = node.host
     if asked.device == "cuda":
         what = f"{told['gpus']} for {counted(node.slots, 'slot')}"
@@ -243,6 +251,7 @@ def _own(node: Node, told: Json, asked: HostRequirements, token: str | None) -> 
             else "see nvidia-smi there, or train with launch.device=cpu"
         )
         yield judged(host, "gpus", told["gpus"] >= node.slots, what, mend, else_=FAILED)
+    # Only a shared folder has the file that this host has just written.
     if token is not None:
         shared = told["token"] == token
         what = f"{asked.folder} {'is shared' if shared else 'there is another folder than here'}"
@@ -260,7 +269,7 @@ def _own(node: Node, told: Json, asked: HostRequirements, token: str | None) -> 
 
 
 def _slow(host: str, answer: Answer, asked: HostRequirements, usual_cpus: int) -> Iterator[Finding]:
-    """What may slow a run, or end it late."""
+    """Yield findings on conditions that may slow a run, or end it late."""
     told = answer.told
     skew = answer.skew
     checks = [
@@ -268,10 +277,10 @@ def _slow(host: str, answer: Answer, asked: HostRequirements, usual_cpus: int) -
          "let it follow a time server"),
         ("cpus", told["cpus"] == usual_cpus, f"{told['cpus']}, where most hosts have {usual_cpus}",
          "see its cpuset and launch.binding; the slowest host sets the pace"),
-        ("/dev/shm", told["shm"] >= _LITTLE_SHM, f"{human(told['shm'])} free", ("make it larger, "
-                                                                               "for NCCL")),
-        ("open files", told["open_files"] < 0 or told["open_files"] >= _FEW_FILES, ("at most "
-                                                                                   f"{told['open_files']}"),
+        ("/dev/shm", told["shm"] >= _LITTLE_SHM, f"{human(told['shm'])} free",
+         "make it larger, for NCCL"),
+        ("open files", told["open_files"] < 0 or told["open_files"] >= _FEW_FILES,
+         f"at most {told['open_files']}",
          "ulimit -n 65536"),
         ("stale", not told["stale"], f"ranks of yours alive: {', '.join(told['stale']) or 'none'}",
          "wait for their run, or end it: ortlaunch cancel RUN_FOLDER"),
@@ -306,7 +315,7 @@ def _idle(busy: list[str] | None) -> tuple[str, bool, str, str]:
 
 @contextlib.contextmanager
 def _token(folder: Path | None) -> Iterator[str | None]:
-    """A word that stands in the run folder while the hosts are asked."""
+    """Write a random token to the run folder while the hosts are checked; yield the token."""
     if folder is None:
         yield None
         return

@@ -1,7 +1,9 @@
-"""What one host tells of itself; sent to its interpreter through standard input, so that nothing of ours need be there.
+"""The program that reports the properties of one host; it needs no installation of ortlaunch there.
 
-Standard library only, and little of it: a hundred of these may start at once, and json or importlib.metadata would take
-longer than Python itself. So answers are Python literals, a line each; versions are read from files, without torch.
+It is sent to the host's interpreter through standard input. It imports little of the standard
+library: a hundred of these may start at once, and json or importlib.metadata would take longer to
+import than Python to start. So answers are Python literals, one on each line, and versions are read
+from files, without torch.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import time
 import zlib
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # typing takes as long as all else here
+# The import of typing takes as long as all others here together.
+if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ortlaunch.json_types import Json
@@ -25,20 +28,21 @@ if TYPE_CHECKING:  # typing takes as long as all else here
 PACKAGES = ("ortlaunch", "torch", "transformers", "deepspeed", "onnxruntime-training", "onnxruntime-training-cpu",
             "mpi4py", "numpy")  # fmt: skip
 TOKEN = ".ortlaunch-doctor"
-_REACH_SECONDS = 3.0
-_UDP_SECONDS = 2.0
-_AGAIN_SECONDS = 0.4
+_REACH_SECONDS = 3.0  # for all connections
+_UDP_SECONDS = 2.0  # for answers to datagrams, after all connections are decided
+_AGAIN_SECONDS = 0.4  # between repetitions of a datagram, which may be lost
+# From Linux's sockios.h: address and MTU of an interface.
 _SIOCGIFADDR = 0x8915
 _SIOCGIFMTU = 0x8921
 _DO_NOT_FRAGMENT = 10, 2  # IP_MTU_DISCOVER, IP_PMTUDISC_DO: Linux
-# of IPv4 and UDP; a datagram's data
+# Bytes of the IPv4 and UDP headers, and the most data in a datagram (65535 - 28).
 _HEADERS = 28
 _LONGEST = 65507
 _TAG = 12  # bytes of a datagram that are sent back
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Package -> version, of those that are here."""
+    """Return the versions of those packages that are installed here."""
     found: dict[str, str] = {}
     wanted = {name.replace("-", "_"): name for name in packages}
     for folder in sys.path:
@@ -46,6 +50,7 @@ def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
             stem, ending = os.path.splitext(entry)
             name = wanted.get(stem.partition("-")[0].lower())
             if name and ending in (".dist-info", ".egg-info"):
+                # The first folder of the path wins, as for an import.
                 found.setdefault(name, _version(os.path.join(folder, entry)))
     return found
 
@@ -63,17 +68,23 @@ def _version(folder: str) -> str:
 
 
 def interfaces() -> list[str]:
-    """Names of the network interfaces."""
+    """Return the names of the network interfaces."""
     return [name for _, name in socket.if_nameindex()]
 
 
 def address(peers: list[str], interface: str | None) -> str | None:
-    """This host's address on an interface, else on its way to one of the others; null where it is none but loopback."""
+    """Return this host's IPv4 address, as other hosts see it; None if it has none but loopback.
+
+    Args:
+        peers: names of other hosts, used if `interface` is None.
+        interface: the network interface whose address is returned.
+    """
     if interface is not None:
         return _address_of(interface)
     for peer in peers:
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                # Sends nothing: the kernel only selects the route and with it the own address.
                 probe.connect((peer, 9))
                 found: str = probe.getsockname()[0]
         except OSError:
@@ -89,28 +100,35 @@ def _address_of(interface: str) -> str | None:
 
 
 def mtu(at: str | None) -> int:
-    """Bytes of the longest packet of the interface that has this address; 0: unknown."""
+    """Return the MTU in bytes of the interface with this address; 0 if unknown."""
     name = next((name for name in interfaces() if at and _address_of(name) == at), None)
     found = _of_interface(name, _SIOCGIFMTU) if name else b""
     return int.from_bytes(found[:4], sys.byteorder)
 
 
 def _of_interface(name: str, request: int) -> bytes:
-    """What the kernel has of it behind the name; nothing where it has none."""
+    """Return the kernel's answer to an ioctl on an interface, without the name; b"" on an error."""
     import fcntl
 
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # struct ifreq: 16 bytes of name, then the value.
             return fcntl.ioctl(probe.fileno(), request, name.encode()[:15].ljust(256, b"\0"))[16:]
     except OSError:
         return b""
 
 
 class Doors:
-    """Ports of this host, TCP and UDP, that the others try while it is open; datagrams are answered."""
+    """Open TCP and UDP ports of this host that other hosts try; datagrams are answered."""
 
     def __init__(self, at: str, ports: Sequence[int]) -> None:
-        """Of each of `ports` the TCP port, and UDP at the same one; 0: any. Those that are taken are left out."""
+        """Listen on TCP and UDP ports.
+
+        Args:
+            at: the address to bind.
+            ports: the TCP ports, each also used for UDP; 0: any port. Ports that are in use are
+                left out, with the reason in `error`.
+        """
         self.at = at
         self.sockets = list[socket.socket]()
         self.error = ""
@@ -121,6 +139,7 @@ class Doors:
                 try:
                     tcp.bind((at, port))
                     tcp.listen(1024)
+                    # For port 0 the two protocols get different numbers.
                     udp.bind((at, port))
                 except OSError as error:
                     self.error = error.strerror or str(error)
@@ -130,17 +149,17 @@ class Doors:
 
     @property
     def ports(self) -> list[tuple[int, int]]:
-        """TCP and UDP port of each."""
+        """The (TCP port, UDP port) of each pair of sockets."""
         numbers = [one.getsockname()[1] for one in self.sockets]
         return list(zip(numbers[::2], numbers[1::2]))
 
     def close(self) -> None:
-        """Nobody is to try them any more."""
+        """Close all ports."""
         for one in self.sockets:
             one.close()
 
     def answer(self, ready: Sequence[object]) -> None:
-        """Accept connections, and send the beginning of each datagram back."""
+        """Accept connections, and return the first bytes of each datagram to its sender."""
         for one in self.sockets:
             with contextlib.suppress(OSError):
                 if one in ready and one.type == socket.SOCK_STREAM:
@@ -150,7 +169,8 @@ class Doors:
                     one.sendto(data[:_TAG], sender)
 
     def lines(self) -> Iterator[str]:
-        """Lines of standard input, datagrams being answered meanwhile."""
+        """Yield the lines of standard input; connections and datagrams are answered meanwhile."""
+        # Read without a buffer: `select` would not see lines that a buffer already holds.
         text = b""
         file = sys.stdin.fileno()
         while True:
@@ -164,8 +184,15 @@ class Doors:
                 yield from (line.decode() for line in whole)
 
     def reach(self, peers: Sequence[tuple[str, int, int, int]]) -> list[tuple[str, bool, bool]]:
-        """Of each address, TCP port, UDP port and MTU: why it cannot be connected to (nothing where it can), whether a
-        datagram was answered, and one as long as both MTUs allow, unfragmented."""
+        """Try to reach ports of other hosts, all at the same time.
+
+        Args:
+            peers: address, TCP port, UDP port and MTU in bytes of each.
+
+        Returns:
+            For each peer: the error of the TCP connection ("" if it succeeded), whether a short
+            datagram was answered, and whether one of the smaller MTU was, unfragmented.
+        """
         began = time.monotonic()
         tries = [_connecting(address, port) for address, port, _, _ in peers]
         errors = {number: "timed out" for number, _ in enumerate(peers)}
@@ -190,6 +217,7 @@ class Doors:
                 reading, writing, _ = select.select(
                     [udp, *self.sockets], list(waiting.values()), [], 0.1
                 )
+                # The others try this host meanwhile.
                 self.answer(reading)
                 if udp in reading:
                     with contextlib.suppress(OSError):
@@ -205,6 +233,7 @@ class Doors:
 
 def _connecting(address: str, port: int) -> socket.socket:
     one = socket.socket()
+    # `connect_ex` then returns at once; `select` shows the end of the attempt.
     one.setblocking(False)
     one.connect_ex((address, port))
     return one
@@ -217,8 +246,12 @@ def _tag(number: int, is_long: bool) -> bytes:
 def _send(
     udp: socket.socket, peers: Sequence[tuple[str, int, int, int]], own: int, heard: set[bytes]
 ) -> set[bytes]:
-    """Send what was not answered yet; returns the long ones that the path is known to be too narrow for: TCP heeds that
-    by itself."""
+    """Send again all datagrams without an answer.
+
+    Returns:
+        The tags of long datagrams that the kernel knows to be too long for the path. They count as
+        answered, because TCP adapts to a known path MTU by itself.
+    """
     narrow = set()
     for number, (address, _, port, theirs) in enumerate(peers):
         longest = min(own, theirs) - _HEADERS
@@ -232,7 +265,7 @@ def _send(
 
 
 def free(path: str) -> int:
-    """Bytes that are free at a path, or at the nearest folder above it."""
+    """Return the free bytes on the disk of a path, or of its nearest existing parent."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     disk = os.statvfs(path)
@@ -240,7 +273,7 @@ def free(path: str) -> int:
 
 
 def sources() -> int:
-    """A sum over the files of ortlaunch as this host has it; 0: it has none."""
+    """Return a checksum over this host's Python files of ortlaunch; 0 if it has none."""
     found = 0
     root = next((path for path in (os.path.join(one, "ortlaunch") for one in sys.path)
                  if os.path.exists(os.path.join(path, "__init__.py"))), "")  # fmt: skip
@@ -253,7 +286,7 @@ def sources() -> int:
 
 
 def machine() -> str:
-    """What two names of one host have in common, and no other host: its boot and its network."""
+    """Return the boot id and network namespace: equal for two names of one host, else different."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
@@ -262,7 +295,7 @@ def machine() -> str:
 
 
 def token(folder: str) -> str | None:
-    """What the file says that another host has written into the run folder; null where there is none."""
+    """Return the token that another host has written to the run folder; None if absent."""
     try:
         with open(os.path.join(folder, TOKEN), encoding="utf-8") as file:
             return file.read()
@@ -271,27 +304,29 @@ def token(folder: str) -> str | None:
 
 
 def stale() -> list[str]:
-    """Ranks of this user that are alive here, by run: `run folder (process id, ...)`."""
+    """Return this user's living ranks here, by run: `run folder (process id, ...)`."""
     found: dict[str, list[str]] = {}
     for number in sorted(filter(str.isdecimal, os.listdir("/proc")), key=int):
         try:
             with open(f"/proc/{number}/cmdline", "rb") as file:
                 words = file.read().rstrip(b"\0").split(b"\0")
             if b"ortlaunch.worker" in words and os.stat(f"/proc/{number}").st_uid == os.getuid():
+                # The run folder is the last argument, relative to the rank's folder.
                 folder = os.path.join(os.readlink(f"/proc/{number}/cwd"), os.fsdecode(words[-1]))
                 found.setdefault(folder, []).append(number)
+        # It ended meanwhile, or belongs to another user.
         except OSError:
             continue
     return [f"{folder} ({', '.join(numbers)})" for folder, numbers in found.items()]
 
 
 def gpus() -> int:
-    """How many NVIDIA's driver shows here."""
+    """Return the number of GPUs that NVIDIA's driver shows here."""
     return sum(name.startswith("nvidia") and name[6:].isdecimal() for name in os.listdir("/dev"))
 
 
 def busy_gpus() -> list[str] | None:
-    """`process id, memory` of what computes on GPUs now; null where nvidia-smi does not say."""
+    """Return `process id, memory` of processes on GPUs now; None if nvidia-smi fails."""
     import subprocess
 
     command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
@@ -304,10 +339,11 @@ def busy_gpus() -> list[str] | None:
 
 
 def told(question: Json) -> Json:
-    """All but what takes another host.
+    """Return all properties of this host that need no other host.
 
     Args:
-        question: `peers` (names), `interface` (or null), `folder` (the run's, or null), `cuda` (whether GPUs count).
+        question: `peers` (names), `interface` (or null), `folder` (the run's, or null), `cuda`
+            (whether GPUs count).
     """
     folder = question["folder"]
     count = gpus()
@@ -335,12 +371,14 @@ def told(question: Json) -> Json:
 
 
 def main(question: Json) -> None:
-    """Print all of it; then, for each line of `ADDRESS TCP UDP MTU` of others, the time and how they are reached.
+    """Print the properties of this host; then, for each line of input, connections to other hosts.
 
-    Returns when the input ends.
+    A line has `ADDRESS TCP UDP MTU` of each peer; the answer has the time and the result for each.
+    Returns at the end of the input.
 
     Args:
-        question: as for `told`, and `ports` to listen at: 0 is any.
+        question: `peers`, `interface`, `folder` and `cuda` as above, and `ports` to listen on; 0:
+            any.
     """
     first = told(question)
     doors = Doors(first["address"] or "127.0.0.1", question["ports"])

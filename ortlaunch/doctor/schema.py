@@ -1,4 +1,4 @@
-"""The JSON schema of what `ortlaunch doctor --json` prints."""
+"""The JSON schema of the output of `ortlaunch doctor --json`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ortlaunch.doctor.finding import Finding
 
 
 def json_schema() -> str:
-    """Made from Finding, with its fields' manual."""
+    """Return the schema of a list of `Finding`; the text under each field is its description."""
     schema = TypeAdapter(list[Finding]).json_schema()
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
