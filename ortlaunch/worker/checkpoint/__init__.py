@@ -1,7 +1,8 @@
-"""Checkpoints: written whole or not at all, read back against their manifest, found newest first.
+"""Checkpoints: written completely or not at all, verified by their manifest, found newest first.
 
-saving decides when, transaction writes one, manifest is what it says of itself, damage reads it again before it is
-taken up; snapshot is what is inside, restore puts it into an engine of any world.
+saving decides when to write one, transaction writes it, manifest describes it, and damage verifies
+it before it is loaded. snapshot is its content, and restore loads that into an engine of any world
+size.
 """
 
 from ortlaunch.worker.checkpoint.choose import CompleteCheckpoint, choose, explain

@@ -1,4 +1,4 @@
-"""One thing at a time done by a thread beside training; what it raises is raised where it is waited for."""
+"""One task at a time in a thread besides training; wait() raises its exception."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 
 class Background:
-    """Begun by training, ended by a thread; training asks whether it has."""
+    """A task in a thread, which training starts and checks."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._error: BaseException | None = None
+        # A daemon thread does not keep a failed process alive.
         self._thread = threading.Thread(
             target=self._run, args=(work,), name="checkpoint", daemon=True
         )
@@ -19,18 +20,19 @@ class Background:
     def _run(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except BaseException as error:  # the loop's to raise
+        # wait() raises it in the training loop. In the thread, nobody would notice.
+        except BaseException as error:
             self._error = error
 
     def has_ended(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Return whether the task has ended, so that wait() returns at once."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for its end.
+        """Wait until the task ends.
 
         Raises:
-            CheckpointError: what was written is none; or whatever else ended the thread.
+            CheckpointError: the checkpoint could not be written; other errors pass, too.
         """
         self._thread.join()
         if self._error is not None:

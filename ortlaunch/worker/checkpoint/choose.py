@@ -1,6 +1,7 @@
-"""The checkpoint that a run goes on from, read again before it is taken; and what has changed since, where it matters.
+"""The checkpoint that a run resumes from: its choice, verification and differences to this run.
 
-The control side said in resume.json where to begin; only ranks read whole files, and only they know the data.
+The control side recorded in resume.json where to start. Only ranks read whole files, and only they
+know the data.
 """
 
 from __future__ import annotations
@@ -22,27 +23,30 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 class CompleteCheckpoint(NamedTuple):
-    """A checkpoint that is whole."""
+    """A checkpoint that is complete."""
 
     step: int
     folder: Path
 
     @property
     def samples(self) -> int:
-        """How many samples its steps took, in whatever batches."""
+        """Samples that all steps so far took, with any batch sizes."""
         return samples_seen(self.folder)
 
 
 def choose(run: RunDir, group: DistributedContext) -> CompleteCheckpoint | None:
-    """The newest whole one of this run, else of where it came from (collective); None: it begins.
+    """Return the checkpoint to resume from; None if the run starts from the beginning (collective).
+
+    It is the newest undamaged one of this run, else of the run that this one came from.
 
     Raises:
-        CheckpointError: what was asked for is damaged, or all are.
+        CheckpointError: the requested checkpoint is damaged, or all are.
     """
     requested = ResumeRecord.read(run)
     set_aside_damaged(run, group)
     own = newest_of_all(run, group)
     if own is not None:
+        # An exact request (--resume STEP) does not accept an older checkpoint.
         if requested.exact and own[0] < requested.step:
             raise CheckpointError(
                 f"the checkpoint of step {requested.step} was asked for (--resume), and it is damaged"
@@ -52,8 +56,9 @@ def choose(run: RunDir, group: DistributedContext) -> CompleteCheckpoint | None:
 
 
 def _elsewhere(requested: ResumeRecord, group: DistributedContext) -> CompleteCheckpoint:
-    """Another run's, which is left as it is, down to the last file."""
+    """Return a checkpoint of another run, whose folder is left unchanged."""
     folder = Path(requested.checkpoint or "")
+    # The newest first.
     there = [folder, *(path for _, path in reversed(_older(folder)))]
     lines = []
     for path in there[:1] if requested.exact else there:
@@ -69,7 +74,8 @@ def _elsewhere(requested: ResumeRecord, group: DistributedContext) -> CompleteCh
 
 
 def _older(folder: Path) -> list[tuple[int, Path]]:
-    """Complete ones beside a checkpoint, older than that."""
+    """Return the complete checkpoints beside `folder` that are older than it."""
+    # folder is RUN/checkpoints/step_N.
     found = RunDir(folder.parents[1]).complete_checkpoints()
     return (
         found[: [path for _, path in found].index(folder)]
@@ -85,13 +91,20 @@ def explain(
     identity: Mapping[str, Any],
     group: DistributedContext,
 ) -> None:
-    """Say what the control side could not know: its data, and all of another checkpoint than it had looked at.
+    """Report the differences that the control side could not know, such as those of the data.
+
+    If the ranks chose another checkpoint than the control side had read, all differences are
+    reported.
 
     Args:
-        identity: what ranks alone know of this training (worker/model/identity.py).
+        run: the run folder.
+        recipe: this run's recipe.
+        found: the checkpoint to resume from.
+        identity: properties of this training that only ranks know (worker/model/identity.py).
+        group: all ranks.
 
     Raises:
-        CheckpointError: it would be another training, and nobody has allowed that.
+        CheckpointError: the checkpoint is of another training, and no option allows that.
     """
     requested = ResumeRecord.read(run)
     made = origin.read(found.folder)
@@ -101,6 +114,7 @@ def explain(
     changes = origin.differences(made, now)
     if Plan.read(run.plan).traits.evaluates:
         changes = origin.of_evaluation(found.folder, changes)
+    # The control side has reported all other fields of this checkpoint.
     if requested.checkpoint == os.path.abspath(found.folder):
         unknown = {f"{part}.{name}" for part, values in identity.items() for name in values}
         changes = [change for change in changes if change.field in unknown]

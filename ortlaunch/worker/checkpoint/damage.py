@@ -1,4 +1,4 @@
-"""Reading checkpoints again before one is taken up: what is not as it was written is set aside, and told."""
+"""Verification of checkpoints before one is loaded; damaged ones are set aside and reported."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json
 from ortlaunch.worker.checkpoint.manifest import File, newest, sum_of, sum_up
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
-_ABSENT = (
-    FileNotFoundError,
-    IsADirectoryError,
-    NotADirectoryError,
-)  # other errors of reading say nothing of a file
+# Errors that prove a file missing. Other read errors prove nothing about the file.
+_ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+# Set aside as step_N.broken, step_N.broken1 and so on.
 _ASIDE = re.compile(r"step_(\d+)\.broken\d*")
 
 
 def set_aside_damaged(run: RunDir, group: DistributedContext) -> None:
-    """Read the newest checkpoint again, and the one before it where that is not as it was written (collective).
+    """Verify the newest checkpoint, and older ones until one is undamaged (collective).
 
-    A damaged one is renamed to step_N.broken, so that nobody takes it. Before the run gives up, each of those is read
-    again: an earlier start may have renamed a whole one, whose disk failed for a moment.
+    A damaged one is renamed to step_N.broken, so that nobody loads it. Before the run gives up,
+    each of those is verified again: an earlier start may have renamed an undamaged one whose disk
+    failed for a moment.
 
     Raises:
-        CheckpointError: none is whole, and to begin anew instead is for the user to say; or one could not be read.
+        CheckpointError: none is undamaged, and only the user can decide to start anew; or
+            one could not be read.
     """
     lines = []
     while there := newest_of_all(run, group):
@@ -41,12 +41,12 @@ def set_aside_damaged(run: RunDir, group: DistributedContext) -> None:
             aside = _free_name(folder)
             os.replace(folder, aside)
             print(f"{lines[-1]}; set aside as {aside.name}", flush=True)
+        # No rank lists the folder before it is renamed.
         group.barrier()
     if _restored(run, group):
         return
-    if broken := sorted(
-        path.name for path in run.checkpoints.glob("step_*.broken*")
-    ):  # also an earlier start's
+    # Also those of earlier starts.
+    if broken := sorted(path.name for path in run.checkpoints.glob("step_*.broken*")):
         raise CheckpointError(
             "\n".join([*lines, f"No whole checkpoint is left in {run.checkpoints}, but {', '.join(broken)}; "
                                 "give a new --run-dir to begin anew"])
@@ -54,7 +54,10 @@ def set_aside_damaged(run: RunDir, group: DistributedContext) -> None:
 
 
 def newest_of_all(run: RunDir, group: DistributedContext) -> tuple[int, Path] | None:
-    """(step, folder) of the newest that rank 0 sees, for hosts of a shared disk may see it later (collective)."""
+    """Return (step, folder) of the newest checkpoint that rank 0 sees (collective).
+
+    Rank 0 decides, because other hosts may see it later on a shared disk.
+    """
     there = newest(run)
     name = group.gather(f"{there[0]} {there[1].name}" if there else "")[0]
     step, _, folder = name.partition(" ")
@@ -62,7 +65,11 @@ def newest_of_all(run: RunDir, group: DistributedContext) -> tuple[int, Path] | 
 
 
 def _restored(run: RunDir, group: DistributedContext) -> bool:
-    """Give the newest whole one of those set aside its name back (collective); whether there was one."""
+    """Rename the newest undamaged checkpoint among those set aside (collective).
+
+    Returns:
+        Whether there was one.
+    """
     paths = [
         (match, path)
         for path in run.checkpoints.glob("step_*")
@@ -71,6 +78,7 @@ def _restored(run: RunDir, group: DistributedContext) -> bool:
     names = [
         path.name for match, path in sorted(paths, key=lambda pair: (int(pair[0][1]), pair[1].name))
     ]
+    # Rank 0's list counts, as in newest_of_all. The newest comes first.
     for name in reversed(json.loads(group.gather(json.dumps(names))[0])):
         aside = run.checkpoints / name
         folder = run.checkpoints / name.partition(".")[0]
@@ -85,10 +93,10 @@ def _restored(run: RunDir, group: DistributedContext) -> bool:
 
 
 def damage(folder: Path, group: DistributedContext) -> str:
-    """What differs from the manifest, or nothing; ranks read a share each (collective).
+    """Return the differences from the manifest, or ""; each rank reads a share (collective).
 
     Raises:
-        CheckpointError: a file could not be read, for which the disk may be at fault: nothing is known of the file.
+        CheckpointError: a file could not be read. The file may be intact, and the disk at fault.
     """
     mine = list[str]()
     unread = ""
@@ -103,14 +111,17 @@ def damage(folder: Path, group: DistributedContext) -> str:
     found = [json.loads(text) for text in group.gather(json.dumps([mine, unread]))]
     if errors := list(dict.fromkeys(unread for _, unread in found if unread)):
         raise CheckpointError(
-            f"{folder} could not be read, and was left as it is: {'; '.join(errors)}\nRun the same command again once "
-            "the disk works; if this file alone stays unreadable, --resume STEP takes an older checkpoint"
+            f"{folder} could not be read, and was left as it is: {'; '.join(errors)}\n"
+            "Run the same command again once the disk works; if this file alone stays unreadable, "
+            "--resume STEP takes an older checkpoint"
         )
+    # All ranks check the manifest, so its damage comes several times.
     return "; ".join(dict.fromkeys(text for texts, _ in found for text in texts))
 
 
 def _damage_of_files(folder: Path, rank: int, ranks: int) -> list[str]:
     files = sorted(read_json(folder / MANIFEST)["files"].items())
+    # Every `ranks`-th file, so that all ranks have about as many.
     return [
         wrong for name, file in files[rank::ranks] if (wrong := _difference(folder / name, file))
     ]
@@ -118,6 +129,7 @@ def _damage_of_files(folder: Path, rank: int, ranks: int) -> list[str]:
 
 def _damage_of_manifest(folder: Path) -> str:
     try:
+        # COMPLETE holds the manifest's checksum, so it also protects the manifest.
         whole = (folder / COMPLETE).read_text(encoding="utf-8").strip() == str(
             sum_of(folder / MANIFEST)
         )
@@ -130,6 +142,7 @@ def _difference(path: Path, file: File) -> str:
     try:
         with open(path, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
+            # The size first: a cut file is found without reading it.
             if size != file["bytes"]:
                 return f"{path.name} has {size:,} bytes of {file['bytes']:,}"
             return (

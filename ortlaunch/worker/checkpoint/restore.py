@@ -1,6 +1,7 @@
-"""Reading a checkpoint into any world, ZeRO stage and engine: each rank reads the ranges that it holds.
+"""Loading of a checkpoint into any world size, ZeRO stage and engine.
 
-Nothing is unpickled: JSON, and tensors in the safetensors format.
+Each rank reads the ranges that it holds. Nothing is unpickled: files are JSON, and tensors in the
+safetensors format.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Shards:
     def _take(self, entries: dict[str, Entry], metadata: dict[str, str]) -> None:
         buffers = {}
         for key, entry in entries.items():
+            # KIND:NAME@START; a name may contain ":" and "@" itself.
             (kind, _, rest), (_, _, start) = key.partition(":"), key.rpartition("@")
             name = rest[: -len(start) - 1]
             if kind == BUFFER:
@@ -56,21 +58,23 @@ class Shards:
             self.numbers.setdefault(kind, {}).update(numbers)
 
     def has(self, kind: str, name: str) -> bool:
-        """Whether there is something of this kind for a parameter."""
+        """Return whether there is a tensor of this kind for a parameter."""
         return (kind, name) in self.pieces
 
     def read(self, kind: str, part: ParameterRange, into: torch.Tensor) -> None:
         """Fill a flat tensor with the values of a part.
 
         Raises:
-            CheckpointError: some of them are in no file.
+            CheckpointError: some values are in no file.
         """
         pieces = self.pieces.get((kind, part.name), [])
         at = part.start
         end = part.start + part.count
+        # Start with the last piece that begins at or before the part.
         for start, entry in pieces[
             max(bisect.bisect_right([start for start, _ in pieces], at) - 1, 0) :
         ]:
+            # A gap between two pieces.
             if at >= end or start > at:
                 break
             count = min(end, start + entry.elements) - at
@@ -98,7 +102,7 @@ def _index_of(folder: Path) -> Json:
 
 @torch.no_grad()
 def load(folder: Path, named: NamedState, group: DistributedContext) -> Json:
-    """Read weights, optimizer state, buffers and loss scale (collective); returns the loop's state.
+    """Load weights, optimizer state, buffers and loss scale; return the loop's state (collective).
 
     Raises:
         CheckpointError: it is of another model, or a part is missing.
@@ -109,9 +113,12 @@ def load(folder: Path, named: NamedState, group: DistributedContext) -> Json:
         _fill(shards, WEIGHT, part, part.master)
     noted = _load_optimizer(shards, named)
     _load_buffers(
-        shards.buffers[group.rank if len(shards.buffers) == group.size else 0], named.buffers
+        # Buffers are each rank's own. In another world size, all ranks load those of rank 0.
+        shards.buffers[group.rank if len(shards.buffers) == group.size else 0],
+        named.buffers,
     )
     noted += _load_scale(shards.index["loss_scale"], named)
+    # The model's weights are copies of the master weights that were just loaded.
     named.refresh()
     group.print_all(noted)
     state: Json = shards.index["state"]
@@ -120,7 +127,7 @@ def load(folder: Path, named: NamedState, group: DistributedContext) -> Json:
 
 @torch.no_grad()
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Read weights and buffers alone into a model that nobody shards.
+    """Load weights and buffers alone into a model that is not sharded.
 
     Raises:
         CheckpointError: as `load`.
@@ -153,22 +160,24 @@ def _require_same_model(
     for name, shape in here.items():
         if list(shape) != there[name]:
             raise CheckpointError(
-                f"the checkpoint is of another model: {name} is {there[name]} there and {list(shape)} here"
+                f"the checkpoint is of another model: {name} is {there[name]} there "
+                f"and {list(shape)} here"
             )
 
 
 def _fill(shards: Shards, kind: str, part: ParameterRange, tensor: torch.Tensor) -> None:
-    """Put the values of a part where it lies in a tensor as large as its master weights."""
+    """Write the values of a part to its place in a tensor of the master weights' size."""
     if tensor.is_contiguous():
         shards.read(kind, part, tensor.view(-1)[part.offset : part.offset + part.count])
         return
-    values = tensor.reshape(-1).clone()  # laid out otherwise, such as channels last
+    # Another memory layout, such as channels last: fill a copy in row-major order.
+    values = tensor.reshape(-1).clone()
     shards.read(kind, part, values[part.offset : part.offset + part.count])
     tensor.copy_(values.view(tensor.shape))
 
 
 def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
-    """The optimizer's state for each of its tensors; what to tell."""
+    """Load the optimizer's state for each of its tensors; return notes to print."""
     by_master: dict[int, list[ParameterRange]] = {}
     for part in named.parts:
         by_master.setdefault(id(part.master), []).append(part)
@@ -191,9 +200,8 @@ def _load_master(
 ) -> None:
     master = parts[0].master
     group = parts[0].group
-    before = optimizer.state.pop(
-        master, {}
-    )  # after a rollback; a checkpoint may be older than the first step
+    # State exists after a rollback. A checkpoint older than the first step has none to replace it.
+    before = optimizer.state.pop(master, {})
     state: Json = {}
     for kind in tensor_kinds(group):
         there = [part for part in parts if shards.has(kind, part.name)]
@@ -209,7 +217,8 @@ def _load_master(
     if state and steps and "betas" in group:
         if counts_by_group(optimizer):
             group["step"] = int(max(steps))
-        else:  # as torch's optimizers make it themselves
+        # The same form in which torch's optimizers create it.
+        else:
             device = master.device if group.get("fused") or group.get("capturable") else "cpu"
             state["step"] = torch.tensor(max(steps), dtype=torch.float32, device=device)
     if state:
@@ -217,7 +226,7 @@ def _load_master(
 
 
 def _zeros(before: object, master: torch.Tensor) -> torch.Tensor:
-    """As large as the master weights; in the memory that was the optimizer's own, if any."""
+    """Return zeros of the master weights' shape, in the optimizer's former memory if possible."""
     if isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (
         master.shape,
         master.dtype,
@@ -227,7 +236,7 @@ def _zeros(before: object, master: torch.Tensor) -> torch.Tensor:
 
 
 def _load_buffers(entries: dict[str, Entry], buffers: dict[str, torch.Tensor]) -> None:
-    """A rank's own in a world of the same size, else rank 0's."""
+    """Load buffers from `entries`."""
     for name, value in buffers.items():
         entry = entries[name]
         value.copy_(read_range(entry, 0, entry.elements).view(value.shape))
@@ -240,5 +249,6 @@ def _load_scale(there: dict[str, float] | None, named: NamedState) -> list[str]:
     if mine.keys() == there.keys():
         named.loss_scale.write(there)
         return []
+    # Another kind of loss scaler has other counters, so only the scale is kept.
     named.loss_scale.write({**mine, "scale": there["scale"]})
     return [f"the loss scale goes on at {there['scale']:g}; its count of good steps begins anew"]

@@ -11,22 +11,22 @@ from ortlaunch.run_folder.records import SaveLine, as_json
 
 
 def record(run: RunDir, line: SaveLine) -> None:
-    """Add a line; on a full disk it is left out, for the log has it, too."""
+    """Add a line; on a full disk it is left out, because the log has it, too."""
     with contextlib.suppress(OSError):
         append_line(run.saves, as_json(line))
 
 
 def records(run: RunDir) -> list[Json]:
-    """All lines that can be read."""
+    """Return all readable lines."""
     return json_lines(run.saves, "step").found
 
 
 def untold(run: RunDir) -> list[int]:
-    """Complete checkpoints without a line: whoever wrote them died before it could say so."""
+    """Return the steps of complete checkpoints without a line, as their writer died too early."""
     told = {line["step"] for line in records(run) if "error" not in line}
     return [step for step, _ in run.complete_checkpoints() if step not in told]
 
 
 def failures(run: RunDir) -> int:
-    """Saves that failed, over all starts."""
+    """Return how many saves failed, over all starts."""
     return sum("error" in line for line in records(run))

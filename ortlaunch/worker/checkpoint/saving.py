@@ -1,6 +1,7 @@
-"""When a checkpoint is written, what becomes of a save that fails, and which ones stay.
+"""The schedule of checkpoints, the handling of failed saves, and the removal of old checkpoints.
 
-The loop asks whether one is due and has it saved; all ranks do the same. Writing itself is transaction's.
+The training loop checks whether a save is due and starts it; all ranks do the same. transaction
+writes the files.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import Ask
 
 _NO_EXPORT = (
-    "This was the save at the end: the run ends without its export. Start it again once this is mended; "
-    "checkpoint.on_failure=continue writes the export whatever becomes of the last save"
+    "This was the save at the end: the run ends without its export. Start it again once this "
+    "is mended; checkpoint.on_failure=continue writes the export whatever becomes of the last save"
 )
-KEEP = "checkpoint.keep_best"  # in the memory of the best evaluations (worker/training/best.py)
+# The key in the memory of the best evaluations (worker/training/best.py).
+KEEP = "checkpoint.keep_best"
 
 
 class Saving:
-    """The checkpoints of one training, from its first step to its last; `identity`: what ranks alone know of it."""
+    """The checkpoints of one training; `identity` has its properties that only ranks know."""
 
     def __init__(
         self,
@@ -50,27 +52,28 @@ class Saving:
         self.stepper = stepper
         self.made_by = {**origin.of_run(run, recipe), **identity} if run.plan.exists() else {}
         self.policy = recipe.checkpoint
-        self.last_step = recipe.train.steps  # earlier where train.stop_after says so
-        self.completed: Callable[[int], object] = lambda step: (
-            None
-        )  # told of each complete checkpoint
+        # Becomes an earlier step when train.stop_after ends the training.
+        self.last_step = recipe.train.steps
+        # Called with the step of each complete checkpoint.
+        self.completed: Callable[[int], object] = lambda step: None
         self.best: int | None = None
-        """The step of the best checkpoint, which stays (checkpoint.keep_best)."""
+        """The step of the best checkpoint, which is kept (checkpoint.keep_best)."""
         self.tried = time.monotonic()
+        # `async` is a keyword of Python.
         chosen = getattr(self.policy, "async")
+        # null: on GPUs. It takes host memory for one more copy of weights and optimizer state.
         self.beside = (
             group.apart() if (group.device.type == "cuda" if chosen is None else chosen) else None
         )
-        """The ranks on a channel of their own, where saves are written beside training."""
-        self.background: tuple[int, float, Background] | None = (
-            None  # step, seconds that training waited, the thread
-        )
+        """A separate channel of the ranks, if saves are written besides training."""
+        # The step, the seconds that training waited, and the thread.
+        self.background: tuple[int, float, Background] | None = None
         self.by_clock = False
         if group.rank == 0:
             self._tell_untold()
 
     def _tell_untold(self) -> None:
-        """An earlier start died between a checkpoint's last byte and its line."""
+        """Report checkpoints whose writer died before it added their line to saves.jsonl."""
         for step in saves.untold(self.run):
             saves.record(self.run, SaveLine(step, None))
             print(
@@ -79,12 +82,12 @@ class Saving:
             )
 
     def is_due(self, step: int) -> bool:
-        """Whether one is to be written after this step, by their number; the last step's always is."""
+        """Return whether a checkpoint is due after this step; the last step's always is."""
         every = self.policy.every_steps
         return step == self.last_step or (every is not None and step % every == 0)
 
     def ask_in_time(self, agreed: Agreement) -> None:
-        """Rank 0 asks all ranks for one when its clock says so."""
+        """Request a save from all ranks, on rank 0, when checkpoint.every_minutes have passed."""
         minutes = self.policy.every_minutes
         if (
             minutes is not None
@@ -93,15 +96,20 @@ class Saving:
         ):
             agreed.ask(Ask.SAVE)
             self.by_clock = True
+        # A background save that has ended is recorded soon, not only at the next save.
         if self.background is not None and self.background[2].has_ended():
             self.wait()
 
     def save(self, step: int, state: Json, asked: Ask = Ask.NOTHING) -> None:
-        """Write one (collective), or begin to; one that a stop or a person asks for is complete at the end.
+        """Write a checkpoint, or start to (collective).
+
+        If a stop or a user requested it, it is complete on return.
 
         Raises:
-            CheckpointError: it could not be written, and the run must not go on without, or is at its end.
+            CheckpointError: it could not be written, and the run must not continue without it, or
+                is at its end.
         """
+        # One save at a time.
         self.wait()
         began = time.perf_counter()
         self.next_best = state.get("best", {}).get(KEEP, {}).get("step")
@@ -118,9 +126,10 @@ class Saving:
             self.by_clock = False
 
     def _may_wait(self, step: int, asked: Ask) -> bool:
-        """Whether training may go on before this one is complete (collective)."""
+        """Return whether training may continue before this checkpoint is complete (collective)."""
         if self.beside is None or asked.stops or step == self.last_step:
             return False
+        # Only rank 0 has a clock; a user's request waits for a complete checkpoint.
         by_clock = self.by_clock and not self.run.save_request.exists()
         return asked is Ask.NOTHING or bool(self.group.gather_numbers([by_clock])[0][0])
 
@@ -128,15 +137,16 @@ class Saving:
         beside = self.beside
         samples = state["samples"]
         assert beside is not None
+        # Training changes the tensors while the thread writes, so it needs copies.
         taken = snapshot(self.run, self.group, self.stepper, step, state, copied=True)
         work = functools.partial(write, self.run, self.made_by, beside, taken, step, samples)
         self.background = step, time.perf_counter() - began, Background(work)
 
     def wait(self) -> None:
-        """Wait for the save that is being written, if one is.
+        """Wait for the save that is in progress, if any.
 
         Raises:
-            CheckpointError: it could not be written, and the run must not go on without.
+            CheckpointError: it could not be written, and the run must not continue without it.
         """
         if self.background is None:
             return
@@ -167,11 +177,11 @@ class Saving:
             )
 
     def answers(self, asked: Ask) -> bool:
-        """Whether the save that was just made is the one that a person waits for: whole, or asked for by the clock."""
+        """Return whether this save answers its request: it is complete, or by the clock alone."""
         return bool(asked) or self.background is None
 
     def finish(self) -> None:
-        """Wait for what is written, and take away what need not stay."""
+        """Wait for a save in progress, and remove checkpoints that need not stay."""
         self.wait()
         self._prune()
         self.group.barrier()
@@ -182,14 +192,13 @@ class Saving:
 
     def _completed(self, step: int) -> None:
         self.completed(step)
-        if (
-            step == self.next_best
-        ):  # the one before it goes now, not while this one was being written
+        # The former best is pruned only now, not while its successor was being written.
+        if step == self.next_best:
             self.best = step
         self._prune()
 
     def _prune(self) -> None:
-        """Take away what need not stay."""
+        """Remove checkpoints that need not stay."""
         if self.group.rank == 0:
             prune(
                 self.run,
@@ -202,7 +211,7 @@ class Saving:
 def prune(
     run: RunDir, keep: int | None, keep_every: int | None, needed: tuple[int, ...] = ()
 ) -> None:
-    """Take away what `checkpoint.keep` and `keep_every` do not keep, and nobody needs."""
+    """Remove checkpoints that neither `checkpoint.keep` nor `keep_every` keeps and nobody needs."""
     if keep is None:
         return
     found = run.complete_checkpoints()
@@ -210,12 +219,13 @@ def prune(
     for step, folder in found[:-keep]:
         if step not in spared and not is_held(folder):
             with contextlib.suppress(FileNotFoundError):
-                (folder / COMPLETE).unlink()  # first, so that nobody takes it while it goes
+                # First, so that nobody loads the checkpoint during its removal.
+                (folder / COMPLETE).unlink()
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _for_good(steps: list[int], every: int) -> Iterator[int]:
-    """The first at or after each multiple: saves by the clock meet no multiple but by chance."""
+    """Yield the first step at or after each multiple: saves by the clock rarely meet a multiple."""
     seen = {0}
     for step in steps:
         if step // every not in seen:

@@ -1,10 +1,13 @@
-"""A checkpoint's content: weights, optimizer state and buffers by name, each rank's share in one safetensors file.
+"""A checkpoint's content: weights, optimizer state and buffers by name, in safetensors files.
 
-    index.json             format, ranks, the loop's state, shapes of the trained parameters, loss scale, optimizer
-    rank_00000.safetensors KIND:NAME@START, a range of the flattened tensor; metadata: single numbers such as `step`
+    index.json             format, ranks, the loop's state, shapes of the trained parameters, loss
+                           scale, optimizer
+    rank_00000.safetensors one rank's share. KIND:NAME@START is a range of a flattened tensor;
+                           metadata: single values such as `step`
 
-KIND is weight, buffer, or what the optimizer calls it. Not torch.distributed.checkpoint: its metadata is a pickle, and
-saving and planning are collective, where here each rank writes and reads by itself.
+KIND is weight, buffer, or the optimizer's own name. torch.distributed.checkpoint is not used: its
+metadata is a pickle, and its saving and planning are collective, while here each rank writes and
+reads by itself.
 """
 
 from __future__ import annotations
@@ -34,26 +37,27 @@ FORMAT = "ortlaunch 1"
 INDEX = "index.json"
 WEIGHT = "weight"
 BUFFER = "buffer"
-Entry = tuple[str, tuple[int, ...], torch.Tensor]  # key, shape, flat
+# The key, the shape, and the flat tensor.
+Entry = tuple[str, tuple[int, ...], torch.Tensor]
 
 
 def file_of(rank: int) -> str:
-    """What this rank writes."""
+    """Return the name of this rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's share of a checkpoint; its tensors are training's own, or copies of them."""
+    """One rank's share of a checkpoint; its tensors are those of training, or copies of them."""
 
     rank: int
     index: Json
     tensors: list[Entry]
     numbers: dict[str, dict[str, float]]
-    """`step` and its like, by kind and parameter."""
+    """Values such as `step`, by kind and parameter."""
 
     def copied(self) -> Snapshot:
-        """The same in memory of the host, which training does not change."""
+        """Return a copy in host memory, which training does not change."""
         copies = [
             (key, shape, torch.empty_like(flat, device="cpu").copy_(flat))
             for key, shape, flat in self.tensors
@@ -61,7 +65,7 @@ class Snapshot:
         return replace(self, tensors=copies)
 
     def write(self, folder: Path) -> dict[str, File]:
-        """Write this rank's files, rank 0 also the index; those whose size and sum are known."""
+        """Write this rank's file, and on rank 0 the index; return the file with its checksum."""
         name = file_of(self.rank)
         if self.rank == 0:
             write_json(folder / INDEX, self.index)
@@ -71,16 +75,17 @@ class Snapshot:
 
 
 def take(named: NamedState, state: dict[str, object], group: DistributedContext) -> Snapshot:
-    """This rank's share of what the ranks hold; `state` is the loop's.
+    """Return this rank's share of the state; `state` is the training loop's.
 
     Raises:
-        CheckpointError: the optimizer or the model keeps what has no place in a checkpoint.
+        CheckpointError: the optimizer or the model keeps a value that a checkpoint cannot hold.
     """
     parts = _share(named.parts, group.rank, group.size) if named.replicated else named.parts
     tensors: list[Entry] = [*_buffers(named)]
     numbers: dict[str, dict[str, float]] = {}
     for part in parts:
         tensors.append(_entry(WEIGHT, part, part.master, named))
+        # A scalar parameter has the shape of its `step`.
         for kind, value in _state_of(part, named.optimizer):
             if (
                 isinstance(value, torch.Tensor)
@@ -110,7 +115,7 @@ def _index(named: NamedState, state: dict[str, object], ranks: int) -> dict[str,
 
 
 def _share(parts: list[ParameterRange], rank: int, ranks: int) -> list[ParameterRange]:
-    """An equal share of what every rank holds: of all elements in a row, this rank's stretch."""
+    """Return this rank's equal share of replicated parts: a range of all elements in a row."""
     total = sum(part.count for part in parts)
     before = 0
     found = []
@@ -132,12 +137,13 @@ def _share(parts: list[ParameterRange], rank: int, ranks: int) -> list[Parameter
 def _entry(kind: str, part: ParameterRange, tensor: torch.Tensor, named: NamedState) -> Entry:
     whole = named.shapes[part.name]
     flat = tensor.detach().reshape(-1)[part.offset : part.offset + part.count]
+    # The whole parameter keeps its shape; a range of it is flat.
     shape = whole if part.count == torch.Size(whole).numel() else (part.count,)
     return f"{kind}:{part.name}@{part.start}", shape, flat
 
 
 def _buffers(named: NamedState) -> Iterator[Entry]:
-    """Each rank writes its own: statistics of what it has seen, where nobody averages them."""
+    """Yield this rank's buffers: statistics of its own data, if training does not average them."""
     for name, value in named.buffers.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
@@ -149,12 +155,13 @@ def _buffers(named: NamedState) -> Iterator[Entry]:
 def _state_of(
     part: ParameterRange, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, object]]:
-    """What the optimizer keeps for a part, by its names."""
+    """Yield the optimizer's state of a part, by the optimizer's names."""
     kept = {
         name: value
         for name, value in optimizer.state.get(part.master, {}).items()
         if value is not None
     }
+    # Some optimizers count steps for a parameter group, not for each parameter.
     if kept and counts_by_group(optimizer) and "step" in part.group:
         kept["step"] = part.group["step"]
     yield from kept.items()

@@ -1,6 +1,7 @@
-"""Files in the safetensors format, written and read piece by piece: no second copy in memory, and nothing unpickled.
+"""Reading and writing of safetensors files piece by piece, without a second copy in memory.
 
-Written here and not by the library because it takes whole tensors only and copies all of them first.
+Nothing is unpickled. The safetensors library is not used, because it accepts whole tensors only and
+copies all of them first.
 """
 
 from __future__ import annotations
@@ -19,33 +20,41 @@ from ortlaunch.errors import CheckpointError
 from ortlaunch.json_types import Json
 from ortlaunch.worker.checkpoint.manifest import File
 
+# The dtypes' names in the safetensors format.
 _DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _NAMED = {name: dtype for dtype, name in _DTYPES.items()}
+# Bytes a write: 16 MiB.
 _BLOCK = 1 << 24
-_FLUSHED_BYTES = (
-    1 << 30
-)  # of a file, then the next are written: many at once on a slow disk look like a hang
+# After so many bytes of a file, wait for the disk: many unwritten bytes on a slow disk look like a
+# hang.
+_FLUSHED_BYTES = 1 << 30
+# A damaged length must not make the reader allocate all memory.
 _LONGEST_HEADER = 1 << 30
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies in a file."""
+    """The location of a tensor in a file."""
 
     path: Path
     dtype: torch.dtype
     begin: int
-    """Of its bytes in the file."""
+    """Offset of its first byte in the file."""
     elements: int
-    """How many."""
+    """Number of its elements."""
 
 
 def write_tensors(
     path: Path, tensors: Sequence[tuple[str, Sequence[int], torch.Tensor]], metadata: dict[str, str]
 ) -> File:
-    """Write (key, shape, flat tensor) in this order, onto the disk; size and sum of what was written."""
+    """Write (key, shape, flat tensor) in this order, and flush them to the disk.
+
+    Returns:
+        Size and checksum of the written bytes.
+    """
     header = {"__metadata__": metadata} if metadata else {}
     end = 0
     described: dict[str, object] = dict(header)
@@ -58,6 +67,7 @@ def write_tensors(
             "data_offsets": [begin, end],
         }
     text = json.dumps(described).encode()
+    # The format aligns data to 8 bytes; spaces after the JSON text are allowed.
     text += b" " * (-len(text) % 8)
     head = struct.pack("<Q", len(text)) + text
     size = 8 + len(text) + end
@@ -69,6 +79,8 @@ def write_tensors(
             for block in _blocks(tensor):
                 file.write(block)
                 _start_writing(file)
+                # Summed from memory, not read back: a fault of the disk shows as a difference
+                # later.
                 total = zlib.crc32(block, total)
                 waiting = waiting + len(block)
                 if waiting >= _FLUSHED_BYTES:
@@ -81,7 +93,7 @@ def write_tensors(
 
 
 def _start_writing(file: BinaryIO) -> None:
-    """The disk begins with what the file has, while the next block is copied and summed."""
+    """Let the disk start to write, while the next block is copied and summed."""
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -92,7 +104,7 @@ def _name_of(key: str, dtype: torch.dtype) -> str:
 
 
 def _blocks(tensor: torch.Tensor) -> Iterable[memoryview]:
-    """The bytes of a flat tensor, some at a time."""
+    """Yield the bytes of a flat tensor, block by block."""
     if not tensor.numel():
         return
     step = _BLOCK // tensor.element_size()
@@ -101,13 +113,14 @@ def _blocks(tensor: torch.Tensor) -> Iterable[memoryview]:
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """(tensors by key, metadata) of a file.
+    """Return (tensors by key, metadata) of a file.
 
     Raises:
         CheckpointError: it is no safetensors file.
     """
     try:
         with open(path, "rb") as file:
+            # The format: 8 bytes of length (little endian), the header as JSON, then the data.
             size = os.fstat(file.fileno()).st_size
             length = struct.unpack("<Q", file.read(8))[0]
             header = json.loads(file.read(length)) if length < min(size, _LONGEST_HEADER) else None
@@ -134,7 +147,7 @@ def _entry(path: Path, base: int, size: int, entry: Json) -> Entry:
 
 
 def read_range(entry: Entry, start: int, count: int) -> torch.Tensor:
-    """Some elements of a tensor, flat, on the CPU."""
+    """Return some elements of a tensor, flat, on the CPU."""
     values = torch.empty(count, dtype=entry.dtype)
     if count:
         with open(entry.path, "rb", buffering=0) as file:
@@ -146,6 +159,7 @@ def read_range(entry: Entry, start: int, count: int) -> torch.Tensor:
 def _fill(file: Any, wanted: memoryview, path: Path) -> None:
     done = 0
     while done < len(wanted):
+        # One call may read less than requested.
         read = file.readinto(wanted[done:])
         if not read:
             raise CheckpointError(f"{path} ends too early")

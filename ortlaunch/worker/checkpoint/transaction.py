@@ -1,7 +1,7 @@
-"""Writing a checkpoint: whole or not at all.
+"""Writing of a checkpoint, completely or not at all.
 
-The files are written into step_N.partial, flushed to the disk, listed in a manifest with size and CRC-32, and renamed;
-COMPLETE comes last.
+The files are written into step_N.partial, flushed to the disk, and listed in a manifest with size
+and CRC-32. Then the folder is renamed, and COMPLETE is written last.
 """
 
 from __future__ import annotations
@@ -37,10 +37,16 @@ def save(
     """Write the checkpoint after `step` steps (collective).
 
     Args:
-        made_by: what a run that goes on from it compares itself with (run_folder/origin.py); may be empty.
+        run: the run folder.
+        made_by: properties that a resuming run compares with its own (run_folder/origin.py); may be
+            empty.
+        group: all ranks.
+        stepper: the training's weights and optimizer.
+        step: completed steps.
+        state: the training loop's state.
 
     Raises:
-        CheckpointError: it could not be written; what was there before is as it was.
+        CheckpointError: it could not be written; earlier checkpoints are unchanged.
     """
     return write(
         run, made_by, group, snapshot(run, group, stepper, step, state), step, state["samples"]
@@ -55,10 +61,12 @@ def snapshot(
     state: dict[str, object],
     copied: bool = False,
 ) -> Snapshot:
-    """What the checkpoint of this step will hold (collective); `copied`: training may go on before it is written.
+    """Return the content of this step's checkpoint (collective).
+
+    With `copied`, training may continue before the content is written.
 
     Raises:
-        CheckpointError: on all ranks the same.
+        CheckpointError: it could not be made; all ranks raise the same.
     """
     found = []
     with _agreed(run, group, run.partial(step)):
@@ -70,7 +78,7 @@ def snapshot(
 def write(
     run: RunDir, made_by: Json, group: DistributedContext, taken: Snapshot, step: int, samples: int
 ) -> Path:
-    """Write what was taken, whole or not at all (collective); arguments and errors as of `save`."""
+    """Write a snapshot completely or not at all (collective); arguments and errors as of `save`."""
     folder = run.checkpoint(step)
     partial = run.partial(step)
     with _agreed(run, group, partial):
@@ -78,9 +86,11 @@ def write(
             _begin(run, partial)
             write_json(partial / ORIGIN, made_by) if made_by else None
     files: dict[str, File] = {}
+    # Each rank writes its own file, and knows its checksum without reading it again.
     with _agreed(run, group, partial):
         files = taken.write(partial)
     written = {name for found in group.gather(json.dumps(files)) for name in json.loads(found)}
+    # Rank 0 sums the files that no rank summed, such as the index.
     with _agreed(run, group, partial):
         if group.rank == 0:
             files.update(
@@ -101,29 +111,33 @@ def write(
 
 @contextlib.contextmanager
 def _agreed(run: RunDir, group: DistributedContext, partial: Path) -> Iterator[None]:
-    """A part of a save: where it fails on one rank it has failed on all, and what was written is taken away.
+    """Context of a part of a save: if it fails on one rank, it fails on all.
+
+    The files are then removed.
 
     Raises:
-        CheckpointError: on all ranks the same, in words.
+        CheckpointError: the first rank's error; all ranks raise the same.
     """
     wrong = ""
     try:
         yield
     except CheckpointError as error:
         wrong = str(error)
-    except (OSError, RuntimeError) as error:  # either, by who writes
+    # OSError comes from Python's writes, RuntimeError from torch's.
+    except (OSError, RuntimeError) as error:
         wrong = f"{partial} could not be written: {type(error).__name__}: {error}"
     told = next(filter(None, group.gather(wrong)), "")
     if not told:
         return
     if group.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # it would fill the disk that it did not fit on
+        # A partial folder would keep the disk full.
+        shutil.rmtree(partial, ignore_errors=True)
     there = newest(run)
     raise CheckpointError(f"{told}; {there[1]} is whole" if there else told)
 
 
 def _begin(run: RunDir, partial: Path) -> None:
-    """An empty folder; what was left half written goes, whatever its step."""
+    """Create an empty folder; remove incomplete ones of any step."""
     for left in run.checkpoints.glob("step_*"):
         if left.suffix == ".partial" or not (left.suffix or (left / COMPLETE).exists()):
             shutil.rmtree(left, ignore_errors=True)
@@ -132,7 +146,7 @@ def _begin(run: RunDir, partial: Path) -> None:
 
 
 def _require_room(run: RunDir) -> None:
-    """The disk has room for a checkpoint like the last one.
+    """Check that the disk has space for a checkpoint of the last one's size.
 
     Raises:
         CheckpointError: it has not.
@@ -144,8 +158,8 @@ def _require_room(run: RunDir) -> None:
     free = shutil.disk_usage(run.checkpoints).free
     if free < needed:
         raise CheckpointError(
-            f"{run.checkpoints}: {human(free)} are free, and a checkpoint takes {human(needed)}. Make room, or set "
-            "checkpoint.keep lower"
+            f"{run.checkpoints}: {human(free)} are free, and a checkpoint takes {human(needed)}. "
+            "Make room, or set checkpoint.keep lower"
         )
 
 
@@ -154,7 +168,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _flushed(folder: Path, names: list[str]) -> dict[str, File]:
-    """Size and sum of some of the files; they are on the disk, not in its cache alone."""
+    """Flush some of the files to the disk; return their sizes and checksums."""
     found = {}
     for name in names:
         with open(folder / name, "rb") as file:
@@ -164,10 +178,11 @@ def _flushed(folder: Path, names: list[str]) -> dict[str, File]:
 
 
 def _complete(run: RunDir, step: int, manifest: dict[str, object]) -> None:
-    """Give the folder its name and its mark, in this order also on the disk."""
+    """Rename the folder and write its mark, in this order also on the disk."""
     folder = run.checkpoint(step)
     partial = run.partial(step)
     write_json(partial / MANIFEST, manifest)
+    # The names in a folder are flushed apart from the files' contents.
     for inside in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
         _flush_folder(inside)
     os.replace(partial, folder)
@@ -177,8 +192,9 @@ def _complete(run: RunDir, step: int, manifest: dict[str, object]) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Names, too, are on the disk; not all file systems can be asked for it."""
+    """Flush a folder's names to the disk."""
     handle = os.open(folder, os.O_RDONLY)
+    # Not all file systems support this.
     with contextlib.suppress(OSError):
         os.fsync(handle)
     os.close(handle)
