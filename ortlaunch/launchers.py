@@ -51,6 +51,8 @@ LAUNCHERS = {
         "mpirun",
         "a port of rank 0's host, sent through MPI",
         package="mpi4py",
+        # PRRTE's listener (oob_tcp_listener.c) and Hydra's bind INADDR_ANY, whichever interface they
+        # are configured to use.
         note="launcher mpi: mpirun itself listens on every interface of this host, for "
         "which it has no setting; on one "
         "host launcher torchrun opens no port",

@@ -1,7 +1,8 @@
-"""What a layer of BERT or Llama keeps for its backward pass, in bytes a token.
+"""Activations that a layer of BERT or Llama keeps for its backward pass, in bytes a token.
 
-Counted in what transformers 5 and torch 2.13 save (tests/worker/model/test_activations.py compares), in the manner of
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.1.
+Counted are the tensors that transformers 5 and torch 2.13 save
+(tests/worker/model/test_activations.py compares), by the method of Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models" (2022), section 4.1.
 """
 
 from __future__ import annotations
@@ -10,21 +11,26 @@ from ortlaunch.json_types import Json
 from ortlaunch.machine import FUSED_ATTENTION_SCORES
 from ortlaunch.recipe import Recipe
 
-# bytes that a dropout keeps a number: torch on a CPU the factor, others a truth
+# Bytes that a dropout keeps for each value: torch on a CPU keeps the factor, others a boolean.
 _SCALE = 4
 _MASK = 1
 
 
 def layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
-    """Bytes a token that one layer keeps; `width` is that of its numbers, 4 or 2."""
+    """Return the bytes a token that one layer keeps.
+
+    length: tokens of a sequence.
+    width: bytes of a value, 4 or 2.
+    """
     h = int(c["hidden_size"])
     i = int(c["intermediate_size"])
     heads = int(c["num_attention_heads"])
     attention = _attention(c)
-    # Llama: norms with what goes in and comes out; gate, its SiLU, up, their product. BERT: two
-    # norms; GELU in and out.
+    # Llama: norms with their inputs and outputs; gate, its SiLU, up, their product. BERT: two norms,
+    # GELU's input and output.
     numbers = attention + (6 * h + 4 * i if c["model_type"] == "llama" else 4 * h + 2 * i)
     dropped = 2 * h if c.get("hidden_dropout_prob") else 0
+    # Scores grow with the square of the length, so a token's share grows with the length.
     scores = heads * length * _score(recipe, c, length, width, device)
     return width * numbers + _mask(recipe, width, device) * dropped + scores
 
@@ -32,8 +38,8 @@ def layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) -
 def kept_beside_recomputation(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
     """Return the bytes a token of a layer that stay although its activations are computed again.
 
-    What torch's fused attention saves in a graph of ONNX Runtime, which recomputes only its own
-    operators.
+    These are the tensors that torch's fused attention saves in a graph of ONNX Runtime, which
+    recomputes only its own operators.
     """
     if recipe.engine.name != "ort" or not _fused(recipe, c, length, device):
         return 0
@@ -41,17 +47,21 @@ def kept_beside_recomputation(recipe: Recipe, c: Json, length: int, width: int, 
 
 
 def _attention(c: Json) -> int:
-    """Return the numbers a token of queries, keys, values and the output of attention."""
+    """Return the number of values a token of queries, keys, values and the output of attention."""
     heads = int(c["num_attention_heads"])
     return 4 * heads * int(c.get("head_dim") or int(c["hidden_size"]) // heads)
 
 
 def _mask(recipe: Recipe, width: int, device: str) -> int:
+    """Return the bytes that a dropout keeps for each value."""
     return width if device == "cpu" and recipe.engine.name != "ort" else _MASK
 
 
 def _score(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
-    """Bytes a score of attention: its softmax and, with dropout, mask and what is left; none in a fused kernel."""
+    """Return the bytes for each attention score; 0 in a fused kernel.
+
+    Kept are the softmax and, with dropout, its mask and its output.
+    """
     dropped = _drops(c)
     if not _fused(recipe, c, length, device):
         return width + (width + _mask(recipe, width, device) if dropped else 0)

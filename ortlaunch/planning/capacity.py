@@ -1,4 +1,4 @@
-"""What the planned ranks of this host take at least, against the cores and the memory that it has."""
+"""The least resources of the planned ranks of this host, against its cores and memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ortlaunch.units import human
 
 
 def crowded(world: World, memory: Memory | None, planned_only: bool) -> Iterator[str]:
-    """Notes on too many ranks for this host's cores, or its memory by the plan's estimate.
+    """Yield notes on too many ranks for this host's cores, or, by the estimate, for its memory.
 
     Args:
-        planned_only: it is looked at, not run: that its model does not fit is a note.
+        planned_only: the plan is only shown, not run: that its model does not fit is a note.
 
     Raises:
-        PlanError: they take more memory than there is, by what is exact in the plan.
+        PlanError: the ranks need more memory than there is, by the exact part of the plan.
     """
     for node in world.nodes:
         if not node.is_here:
@@ -29,7 +29,11 @@ def crowded(world: World, memory: Memory | None, planned_only: bool) -> Iterator
 
 
 def _rank(memory: Memory | None, device: str) -> tuple[int, int, str]:
-    """Host memory of a rank beside its process: the least and the likely bytes, and a phrase for their content."""
+    """Return the host memory of a rank beside its process.
+
+    Returns:
+        The least bytes, the likely bytes, and a phrase for their content.
+    """
     if memory is None:
         return 0, 0, "of weights, gradients and optimizer state"
     parts = dict(memory.by_stage)[memory.chosen]
@@ -38,6 +42,7 @@ def _rank(memory: Memory | None, device: str) -> tuple[int, int, str]:
     likely = host.offloaded + host.snapshot
     if device == "cpu":
         kept, likely = kept + parts.model, kept + parts.total
+    # The model is built in float32 before it is cast or sharded; the larger of the two counts.
     if kept < host.built:
         return host.built, max(host.built, likely), "to build the model in float32"
     beside = " and a save beside training (checkpoint.async)" if host.snapshot else ""
@@ -46,6 +51,7 @@ def _rank(memory: Memory | None, device: str) -> tuple[int, int, str]:
 
 
 def _memory(node: Node, rank: tuple[int, int, str], planned_only: bool) -> Iterator[str]:
+    """Yield a note if the ranks of a host do not fit into its memory; raise PlanError for a run."""
     where, most, _ = tightest_limit()
     model, estimated, of = rank
     least, likely = (node.slots * (PROCESS + each) for each in (model, estimated))
@@ -55,6 +61,7 @@ def _memory(node: Node, rank: tuple[int, int, str], planned_only: bool) -> Itera
             f"{node.host}: {node.slots} ranks x {each} = {human(least)} at least, and {where} is "
             f"{human(most)}; ask for fewer ranks, a smaller model or more hosts"
         )
+        # Where not even the processes fit, a plan is refused too.
         if not planned_only or node.slots * PROCESS > most:
             raise PlanError(text)
         yield text

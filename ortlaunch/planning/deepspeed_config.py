@@ -1,6 +1,6 @@
-"""The only place that writes DeepSpeed's JSON names. Pure.
+"""The only module that writes DeepSpeed's JSON names. Pure.
 
-Everything comes from the recipe and the plan's batch, so that there is one source of truth; the recipe's raw
+All values come from the recipe and the plan's batch, so that there is one source; the recipe's raw
 `zero.deepspeed` is merged last.
 """
 
@@ -10,13 +10,14 @@ from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.models import Offload
 
+# Steps between two prints of DeepSpeed: more than any run has.
 NEVER = 10**9
 
 
 def deepspeed_config(
     recipe: Recipe, micro_samples: int, accumulation_steps: int, ranks: int
 ) -> dict[str, object] | None:
-    """The DeepSpeed config of a recipe, or None where it trains without DeepSpeed."""
+    """Return the DeepSpeed config of a recipe, or None where it trains without DeepSpeed."""
     if recipe.zero is None:
         return None
     config: Json = {
@@ -27,8 +28,8 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": NEVER,
-        "gradient_clipping": recipe.train.max_grad_norm
-        or 0.0,  # DeepSpeed clips to 1.0 where nothing is said
+        # Always written: without the field, DeepSpeed clips to 1.0.
+        "gradient_clipping": recipe.train.max_grad_norm or 0.0,
     }
     if recipe.format.is_narrow:
         config[recipe.precision] = {"enabled": True}
@@ -36,7 +37,7 @@ def deepspeed_config(
 
 
 def _offload(offload: Offload | None) -> dict[str, object]:
-    """DeepSpeed's sections for what is kept off the GPU."""
+    """Return DeepSpeed's sections for tensors that are kept off the GPU."""
     if offload is None:
         return {}
     common = {"pin_memory": offload.pin_memory} | (
@@ -47,6 +48,7 @@ def _offload(offload: Offload | None) -> dict[str, object]:
 
 
 def _merged(base: Json, top: Json) -> Json:
+    """Return `base` with the values of `top`, section by section."""
     merged = dict(base)
     for key, value in top.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

@@ -12,7 +12,10 @@ from ortlaunch.units import counted, human
 
 
 def describe(plan: Plan, recipe: Recipe) -> str:
-    """The plan for a person: world and, where there is a training, batch, length and memory by ZeRO stage."""
+    """Return the plan for a person: the world and, for a training, batch, length and memory.
+
+    Memory is listed by ZeRO stage.
+    """
     lines = [*_world_lines(plan), *_start_lines(plan, recipe)]
     if plan.traits.evaluates:
         return "\n".join(lines)
@@ -27,10 +30,12 @@ def describe(plan: Plan, recipe: Recipe) -> str:
 
 
 def _world_lines(plan: Plan) -> list[str]:
+    # A long list is shown by its ends.
     shown = plan.nodes if len(plan.nodes) <= 8 else (*plan.nodes[:4], None, *plan.nodes[-2:])
     ranks = counted(plan.world_size, "rank")
     hosts = counted(len(plan.nodes), "host")
     lines = [f"{plan.name}: {ranks} on {hosts}, {plan.device}, launcher {plan.launcher}"]
+    # One process on this host's CPU has nothing to list.
     if plan.world_size == 1 and plan.nodes[0].is_here and plan.device == "cpu":
         return lines
     for node in shown:
@@ -46,7 +51,10 @@ def _world_lines(plan: Plan) -> list[str]:
 
 
 def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
-    """How ranks meet and what they get of this shell, where that is more than one process here has by itself."""
+    """Return how ranks meet and which variables they get.
+
+    One process on this host needs neither line.
+    """
     lines = [f"  ranks meet: {plan.rendezvous}"] if plan.world_size > 1 else []
     if plan.forward and (len(plan.nodes) > 1 or recipe.launch.forward):
         lines.append(f"  forwarded by name: {' '.join(plan.forward)}")
@@ -58,7 +66,7 @@ def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
 
 
 def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
-    """What follows a fault, where the recipe asks for anything."""
+    """Return how the run handles a fault, if the recipe sets restarts."""
     most = recipe.launch.max_restarts
     if not most:
         return []
@@ -81,7 +89,7 @@ def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
 
 
 def _short(devices: tuple[int, ...]) -> str:
-    """`0,1,2`, or `0-63` for more than a line shows."""
+    """Return `0,1,2`, or `0-63` for more numbers than fit into a line."""
     if len(devices) > 8 and devices == tuple(range(devices[0], devices[-1] + 1)):
         return f"{devices[0]}-{devices[-1]}"
     shown = devices if len(devices) <= 32 else (*devices[:16], "...", devices[-1])
@@ -109,7 +117,10 @@ _KINDS = ("weights", "gradients", "optimizer", "activations", "buckets", "overhe
 
 
 def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
-    """Bytes of a rank, of every ZeRO stage where there is a `choice`; a kind that is 0 in all of them is left out."""
+    """Return the bytes of a rank by kind; a kind that is 0 in all stages is left out.
+
+    choice: list every ZeRO stage, not only the chosen one.
+    """
     stages = [row for row in memory.by_stage if choice or row[0] == memory.chosen]
     kinds = [kind for kind in _KINDS if any(getattr(parts, kind) for _, parts in stages)]
     marks = [
@@ -145,7 +156,7 @@ def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
 
 
 def _beside_lines(memory: Memory, device: str) -> Iterator[str]:
-    """The start of a GPU and the host's memory, of the chosen stage."""
+    """Yield the memory of a GPU at the start and of the host, for the chosen stage."""
     host = memory.host
     if device == "cuda":
         weights = dict(memory.by_stage)[memory.chosen].weights

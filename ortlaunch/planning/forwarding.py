@@ -26,13 +26,14 @@ FORWARDED_PREFIXES = (
 
 
 def forwarded(recipe: Recipe, environ: Mapping[str, str], secret: bool) -> tuple[str, ...]:
-    """Variables of the user's environment that ranks get, by name.
+    """Return the names of the variables of the user's environment that ranks get.
 
     Args:
-        secret: a scheduler starts the ranks, which may get a variable that is not set here.
+        secret: a scheduler starts the ranks; a variable that is not set here may come from a
+            secret.
 
     Raises:
-        PlanError: one that the recipe names is not set.
+        PlanError: a variable that the recipe names is not set.
     """
     named = {name for name in environ if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)}
     absent = [name for name in recipe.launch.forward if name not in environ]
@@ -41,4 +42,5 @@ def forwarded(recipe: Recipe, environ: Mapping[str, str], secret: bool) -> tuple
             f"launch.forward: {', '.join(absent)} is not set in this shell; export it, or take it "
             "out"
         )
+    # Variables with a value in the recipe need none from the shell.
     return tuple(sorted((named | set(recipe.launch.forward)) - set(recipe.launch.env)))

@@ -1,8 +1,8 @@
-"""Host files and ``--include``/``--exclude`` filters, read into one tuple of Host.
+"""Host files and ``--include``/``--exclude`` filters, parsed into one tuple of Host.
 
-Reads the superset of what DeepSpeed, Open MPI, MPICH and Intel MPI read, and refuses what any of them would
-guess about. Order in the file is rank order. Pure except for ``read_hostfile``, which reads one file.
-Imports nothing of ortlaunch but errors.
+Accepted is the superset of the formats that DeepSpeed, Open MPI, MPICH and Intel MPI read; refused
+is any line that one of them would have to guess about. The order in the file is the rank order.
+Pure except for ``read_hostfile``, which reads one file. Imports nothing of ortlaunch but errors.
 """
 
 from __future__ import annotations
@@ -21,20 +21,27 @@ from ortlaunch.plan import is_this_host
 
 _EXAMPLE = "'worker-1 slots=8'"
 _KEYS = ("slots", "max_slots")
+# Limits against wrong files: digits of a number, names in an error, and bytes of a file.
 _MOST_DIGITS = 4
 _MOST_LISTED = 16
 _MOST_BYTES = 10_000_000
+# Time for the writer of a pipe, as in `--hostfile <(scontrol show hostnames)`.
 _PIPE_SECONDS = 10
 
+# Groups: `user@`, an IPv6 address in brackets, another name or address, and `:slots`.
 _NAME = re.compile(
     r"((?:[a-z0-9_][\w.-]*@)?)(?:\[([0-9a-f]*:[0-9a-f:.]+(?:%[\w.-]+)?)\]|([a-z0-9_][\w.-]*))(:[^:]*)?",
     re.ASCII | re.IGNORECASE,
 )
+# Groups: key, equals sign with spaces, value; or a text that is no setting.
 _SETTING = re.compile(r"([^\s=]+)(\s*=\s*)(\S*)|(\S+)")
 
 
 class Host(NamedTuple):
-    """One machine: ``name`` as ssh takes it (``user@`` kept, no brackets), and the devices ranks may use."""
+    """One machine and the devices that ranks may use.
+
+    ``name`` is in the form for ssh (``user@`` kept, no brackets).
+    """
 
     name: str
     slots: int
@@ -48,7 +55,7 @@ class Host(NamedTuple):
 
 
 class HostList(NamedTuple):
-    """Hosts in rank order, and the dialect they were written in."""
+    """Hosts in rank order, and the dialect of their file."""
 
     hosts: tuple[Host, ...]
     dialect: str
@@ -65,12 +72,20 @@ _Problems = list[tuple[int, str]]  # column and text
 
 
 def read_hostfile(path: str | os.PathLike[str], default_slots: int | None = None) -> HostList:
-    """Read a host file from disk; HostfileError when it cannot be read, is not UTF-8 or names no host."""
+    """Read a host file from disk.
+
+    Raises:
+        HostfileError: it cannot be read, is not UTF-8 or names no host.
+    """
     return parse_hostfile(hostfile_text(path), os.fspath(path), default_slots)
 
 
 def hostfile_text(path: str | os.PathLike[str]) -> str:
-    """What a host file holds; HostfileError when it cannot be read or is not UTF-8."""
+    """Return the text of a host file.
+
+    Raises:
+        HostfileError: it cannot be read or is not UTF-8.
+    """
     source = os.fspath(path)
     try:
         data = _bytes(source)
@@ -82,9 +97,14 @@ def hostfile_text(path: str | os.PathLike[str]) -> str:
 
 
 def _bytes(source: str) -> bytes:
-    """What a file holds, or a pipe, as of `<(scontrol show hostnames)`; OSError where there is no end to it."""
+    """Return the content of a file or pipe, such as `<(scontrol show hostnames)`.
+
+    Raises:
+        OSError: the pipe does not end in time, or the file is too large.
+    """
     data = b""
     deadline = time.monotonic() + _PIPE_SECONDS
+    # O_NONBLOCK, because opening a pipe without a writer would wait for ever.
     handle = os.open(source, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(handle, "rb", buffering=0) as file:
         while len(data) <= _MOST_BYTES:
@@ -100,8 +120,8 @@ def _bytes(source: str) -> bytes:
 def parse_hostfile(text: str, source: str, default_slots: int | None = None) -> HostList:
     """Parse the text of a host file; ``source`` names it in errors.
 
-    A line without slots is an error unless ``default_slots`` says how many such a host has. All problems come
-    in one HostfileError, a line each: ``SOURCE:LINE:COLUMN: what; what would be right``.
+    A line without slots is an error unless ``default_slots`` gives their number. All problems are
+    in one HostfileError, a line each: ``SOURCE:LINE:COLUMN: problem; remedy``.
     """
     hosts, marks = _collect(_lines(text), source, default_slots)
     if not hosts:
@@ -114,9 +134,10 @@ def parse_hostfile(text: str, source: str, default_slots: int | None = None) -> 
 def select(
     hosts: Sequence[Host], include: str | None = None, exclude: str | None = None
 ) -> tuple[Host, ...]:
-    """Keep or drop hosts and slots by DeepSpeed's grammar, ``worker-2:0,1@worker-3``; the order stays.
+    """Keep or drop hosts and slots by DeepSpeed's grammar, ``worker-2:0,1@worker-3``.
 
-    A host is named without its ``user@``, because ``@`` separates hosts here; IPv6 goes in brackets.
+    The order stays. A host is named without its ``user@``, because ``@`` separates hosts here; IPv6
+    goes in brackets.
     """
     if include is not None and exclude is not None:
         raise HostfileError(
@@ -136,6 +157,7 @@ def select(
 
 
 def _decode(data: bytes, source: str) -> str:
+    """Return the data as text; raise HostfileError at the first byte that is not UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -148,7 +170,8 @@ def _decode(data: bytes, source: str) -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that hold something besides a comment. Not splitlines(): it also splits at form feeds."""
+    """Yield the numbered lines with more than a comment."""
+    # splitlines() would also split at form feeds.
     for number, line in enumerate(re.split(r"\r\n?|\n", text.lstrip("\ufeff")), 1):
         content = line.partition("#")[0]
         if content and not content.isspace():
@@ -158,7 +181,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 def _collect(
     lines: Iterable[tuple[int, str]], source: str, default_slots: int | None
 ) -> tuple[tuple[Host, ...], set[str]]:
-    """Hosts and dialect marks of numbered lines, or one error with every problem in them."""
+    """Return hosts and dialect marks of numbered lines, or raise one error with every problem."""
     hosts: list[Host] = []
     marks: set[str] = set()
     complaints: list[str] = []
@@ -191,7 +214,7 @@ def _refuse_repeated(host: Host, place: str, seen: dict[str, str], complaints: l
 def _read(
     content: str, default_slots: int | None, marks: set[str], problems: _Problems
 ) -> Host | None:
-    """The host on one line, adding the mark of its dialect; None when ``problems`` grew."""
+    """Return the host on one line, and add the mark of its dialect; None when ``problems`` grew."""
     column = _column(content)
     token = content.split(None, 1)[0]
     name, colon = _split(token, column, problems)
@@ -212,7 +235,7 @@ def _read(
 
 
 def _split(token: str, column: int, problems: _Problems) -> tuple[str, str | None]:
-    """``user@[::1]:4`` as the name ``user@::1`` and the text ``4``, which is None without a colon."""
+    """Return name and slots of ``user@[::1]:4``: ``user@::1`` and ``4``, or None without a colon."""
     match = _NAME.fullmatch(token)
     if match is None:
         problems.append((column, _bad_name(token)))
@@ -245,6 +268,7 @@ def _read_settings(
 
 
 def _number(setting: _Setting, problems: _Problems) -> int:
+    """Return the number in a setting, or 0 and a new problem."""
     column, label, value, _ = setting
     digits = value[1:] if value.startswith("-") else value
     if not (digits.isascii() and digits.isdigit()):
@@ -263,6 +287,7 @@ def _number(setting: _Setting, problems: _Problems) -> int:
 
 
 def _mark(settings: dict[str, _Setting], colon: str | None) -> str:
+    """Return the dialect that a line belongs to; empty for a bare name."""
     if colon is not None:
         return "MPICH / Intel MPI"
     if "max_slots" in settings or any(setting.spaced for setting in settings.values()):
@@ -271,7 +296,10 @@ def _mark(settings: dict[str, _Setting], colon: str | None) -> str:
 
 
 def _dialect(marks: set[str]) -> str:
-    """What all lines have in common: one line that only Open MPI reads makes it an Open MPI file."""
+    """Return the dialect that fits all lines.
+
+    One line that only Open MPI reads makes it an Open MPI file.
+    """
     named = marks - {"", "DeepSpeed / Open MPI"} if "Open MPI" in marks else marks - {""}
     return " and ".join(sorted(named)) or "names only"
 
@@ -311,7 +339,7 @@ def _close(word: str, right: Iterable[str]) -> str:
 
 
 def _filter(text: str, option: str, hosts: dict[str, Host]) -> dict[str, tuple[int, ...]]:
-    """The devices that a filter names, by machine; every problem of the filter at once."""
+    """Return the devices that a filter names, by machine; raise one error with every problem."""
     named: dict[str, tuple[int, ...]] = {}
     complaints: list[str] = []
     for match in re.finditer(r"(?:^|(?<=@))[^@]*", text):
@@ -324,7 +352,7 @@ def _filter(text: str, option: str, hosts: dict[str, Host]) -> dict[str, tuple[i
 
 
 def _want(item: str, hosts: dict[str, Host], named: dict[str, tuple[int, ...]]) -> str:
-    """Read one ``name`` or ``name:0,1`` into ``named``; the problem with it, or nothing."""
+    """Read one ``name`` or ``name:0,1`` into ``named``; return the problem with it, or nothing."""
     bracketed, _, plain = item.strip().rpartition("]")
     name, colon, slots = plain.partition(":")
     name = bracketed.lstrip("[") + name.strip()

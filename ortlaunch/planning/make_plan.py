@@ -1,4 +1,4 @@
-"""Recipe, world and workload -> Plan: what starts the ranks, and what they must find. Pure."""
+"""Recipe, world and workload -> Plan: the command that starts the ranks, and their settings. Pure."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def make_plan(
         recipe: a valid recipe.
         world: its hosts in rank order, every slot of which becomes a rank; launcher and device.
         work: the batch for these ranks, and its memory.
-        task: what the ranks do, as `worker/tasks/` names it.
-        modules: folder of the recipe, where the user's own modules may lie.
+        task: the work of the ranks, by its name in `worker/tasks/`.
+        modules: folder of the recipe, which may contain the user's own modules.
         worker: the command of one rank.
     """
     batch, memory = work
@@ -45,6 +45,7 @@ def make_plan(
         rendezvous=rendezvous(world.launcher, len(world.hosts)),
         modules=modules,
         argv=tuple(worker),
+        # The user's own variables come last and win.
         env=tuple(sorted({**_interface(recipe), **recipe.launch.env}.items())),
         forward=world.forward,
         memory=memory,
@@ -57,7 +58,7 @@ def make_plan(
 
 
 def replan(recipe: Recipe, plan: Plan) -> Plan:
-    """The same world with another batch.
+    """Return the plan of the same world with another batch.
 
     Raises:
         PlanError: the batch equation has no whole solution on these ranks.
@@ -73,8 +74,9 @@ def replan(recipe: Recipe, plan: Plan) -> Plan:
 
 
 def _interface(recipe: Recipe) -> dict[str, str]:
-    """What tells gloo and NCCL where to listen."""
+    """Return the variables by which gloo and NCCL select the network interface."""
     name = recipe.launch.interface
     return (
+        # For NCCL, `=` means exactly this name; without it, a prefix.
         {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
-    )  # NCCL: exactly this one
+    )

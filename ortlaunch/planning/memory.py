@@ -1,9 +1,10 @@
-"""Parameters, bytes per rank and FLOPs of a recipe, from its numbers alone, and from a
-pretrained model's config.json where that lies here.
+"""Parameters, bytes per rank and FLOPs of a recipe.
 
-Weights, gradients and optimizer state are exact counts, held against the live tensors of two ranks in
-tests/worker/engine/test_memory_use_ranks.py; activations are an estimate. Only BERT and Llama configs are counted
-here; other models give None and are counted by the worker.
+They are computed from the recipe's numbers alone, and from a pretrained model's config.json if it
+is on this host. Weights, gradients and optimizer state are exact counts, compared with the live
+tensors of two ranks in tests/worker/engine/test_memory_use_ranks.py; activations are an estimate.
+Only BERT and Llama configs are counted here; for other models the result is None, and the worker
+counts them.
 """
 
 from __future__ import annotations
@@ -22,61 +23,69 @@ from ortlaunch.recipe.fields.models import Lora
 from ortlaunch.recipe.fields.pretrained import config_of
 from ortlaunch.recipe.rules.parity import compared_steps
 
-# Logits of a chunk, and the least rows of one: with each the head's gradient is read and written.
-# Measured on a CPU.
+# Logits of a chunk, and the least rows of one: the head's gradient is read and written for each
+# chunk. Measured on a CPU.
 _CHUNKS = {"cpu": (5 * 2**20, 128), "cuda": (2**25, 1024)}
-# What a process on a CPU holds at its peak beside the tensors that are counted, by engine: bytes,
-# and shares of the model's bytes, of kept activations, and of what a layer makes, kept or
-# recomputed. Fitted to memory.json of 27 runs of BERT and Llama (26 to 407 MiB planned, torch 2.13,
-# glibc 2.36). In eager these are holes between blocks, which layers leave also where they are
-# recomputed: with 57 MiB of live tensors at most, a process took 170 MiB.
+# Peak memory of a process on a CPU beside the counted tensors, by engine: bytes, and shares of the
+# model's bytes, of kept activations, and of all activations of a layer, kept or recomputed. Fitted
+# to memory.json of 27 runs of BERT and Llama (26 to 407 MiB planned, torch 2.13, glibc 2.36). In
+# eager mode these are holes between blocks, which layers leave also where they are recomputed: with
+# at most 57 MiB of live tensors, a process took 170 MiB.
 _OVERHEAD = {
     "eager": (10 << 20, 0.0, 0.0, 0.5),
     "inductor": (85 << 20, 0.0, 0.2, 0.0),
     "ort": (25 << 20, 0.4, 0.25, 0.0),
 }
-_DEEPSPEED = (
-    160 << 20
-)  # its modules, imported after the model is built: 125 at once, the rest with its engine
-_TORCHMETRICS = 35 << 20  # its modules, imported by an evaluation of labels
-_MORE_NODES = (
-    25 << 20
-)  # of engine ort: for Llama, whose graph writes out RMSNorm and rotary positions; for adapters
-# Of a GPU's memory beside tensors, not measured here: CUDA's context with torch's kernels;
-# workspaces of cuBLAS and cuDNN, which engine ort has twice, torch's and ONNX Runtime's; NCCL's
-# buffers.
+# DeepSpeed's modules, imported after the model is built: 125 MiB at once, the rest with its engine.
+_DEEPSPEED = 160 << 20
+# Modules that an evaluation of labels imports.
+_TORCHMETRICS = 35 << 20
+# Engine ort, once for Llama, whose graph writes out RMSNorm and rotary positions, and once for
+# adapters.
+_MORE_NODES = 25 << 20
+# GPU memory beside tensors, not measured here: CUDA's context with torch's kernels; workspaces of
+# cuBLAS and cuDNN, which engine ort has twice, torch's and ONNX Runtime's; NCCL's buffers.
 _CONTEXT = 500 << 20
 _WORKSPACES = 100 << 20
 _NCCL = 300 << 20
-# DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, what is reduced
-# at once, and what ZeRO 3 gathers at once.
+# DeepSpeed's defaults, in elements: largest tensor that ZeRO 3 keeps whole on every rank, elements
+# reduced at once, and elements that ZeRO 3 gathers at once.
 _PERSISTENT = 100_000
 _BUCKET = 500_000_000
 _LIVE = 1_000_000_000
 
 
 def padded_vocabulary(size: int) -> int:
-    """The vocabulary rounded up to a multiple of 8, which tensor cores like."""
+    """Return the vocabulary rounded up to a multiple of 8, which tensor cores need for full speed."""
     return (size + 7) // 8 * 8
 
 
 def chunk_rows(asked: int | str, rows: int, vocabulary: int, device: str) -> int:
-    """Rows of a chunk of the loss for `engine.chunked_loss`; 0: logits of rows x vocabulary are made whole."""
+    """Return the rows of a chunk of the loss; 0: all logits are computed at once.
+
+    asked: the field `engine.chunked_loss`: auto, off or a number of rows.
+    rows: rows of all logits.
+    vocabulary: columns of the logits.
+    """
     if asked != "auto":
         return 0 if asked == "off" else int(asked)
     logits, least = _CHUNKS[device]
+    # A multiple of 32 rows.
     chunk = max(least, logits // vocabulary // 32 * 32)
     return chunk if chunk < rows else 0
 
 
 def chunked(recipe: Recipe, tokens: int, vocabulary: int, device: str) -> int:
-    """Rows of a chunk where the recipe lets the loss be made in chunks, else 0; the model may still refuse."""
+    """Return the rows of a chunk if the recipe allows a chunked loss, else 0.
+
+    The model may still refuse it.
+    """
     whole = not recipe.model.traits.predicts or (recipe.zero and recipe.zero.stage == 3)
     return 0 if whole else chunk_rows(recipe.engine.chunked_loss, tokens, vocabulary, device)
 
 
 def full_config(recipe: Recipe) -> Json | None:
-    """The model's config with every default, or None where it cannot be known without transformers."""
+    """Return the model's config with every default, or None if it is unknown without transformers."""
     if recipe.model.pretrained:
         known = config_of(recipe.model.pretrained)
         return None if known is None else complete({**known, **(recipe.model.config or {})})
@@ -90,7 +99,10 @@ def full_config(recipe: Recipe) -> Json | None:
 
 
 def tensor_sizes(config: Json, task: str) -> list[int]:
-    """Elements of each parameter of a BERT or Llama model with the head of `task`; tied weights are one."""
+    """Return the elements of each parameter of a BERT or Llama model with the head of `task`.
+
+    Tied weights are counted once.
+    """
     return _bert(config, task) if config["model_type"] == "bert" else _llama(config, task)
 
 
@@ -99,6 +111,7 @@ def _bert(c: Json, task: str) -> list[int]:
     i = c["intermediate_size"]
     vocab = c["vocab_size"]
     embeddings = [vocab * h, c["max_position_embeddings"] * h, c["type_vocab_size"] * h, h, h]
+    # Four projections of attention, two of the feed-forward part, two norms; all with biases.
     layer = [*[h * h, h] * 4, h * i, i, i * h, h, *[h] * 4]
     pooler = [h * h, h]
     words = [
@@ -117,7 +130,7 @@ def _bert(c: Json, task: str) -> list[int]:
 
 
 def _labels(c: dict[str, Any], task: str) -> int:
-    """Outputs of a head for labels."""
+    """Return the number of outputs of a head for labels."""
     return 1 if MODEL_TASKS[task].label == "number" else int(c.get("num_labels", 2))
 
 
@@ -140,7 +153,10 @@ def _llama(c: Json, task: str) -> list[int]:
 
 
 def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu") -> Memory | None:
-    """Bytes per rank of a recipe on `ranks` data-parallel ranks, or None for models not known here."""
+    """Return the bytes per rank of a recipe on `ranks` data-parallel ranks.
+
+    None for models that are not known here.
+    """
     config = full_config(recipe)
     if config is None or (
         config["model_type"] == "llama" and recipe.model.traits.predicts == "masked"
@@ -155,7 +171,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         trained = adapters
     parameters = sum(tensors)
     trainable = sum(trained)
-    # Autocast leaves norms, softmax and what they give in float32.
+    # Autocast leaves norms, softmax and their results in float32.
     activations = _activations(recipe, config, micro_samples, 4, device)
     full = recipe.model_copy(
         update={
@@ -212,13 +228,16 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
 
 
 def _contexts(recipe: Recipe, ranks: int) -> int:
-    """GPU memory of libraries: CUDA contexts, workspaces, NCCL."""
+    """Return the GPU memory of libraries: CUDA contexts, workspaces, NCCL."""
     ort = recipe.engine.name in ("ort", "auto")
     return _CONTEXT + _WORKSPACES * (2 if ort else 1) + (_NCCL if ranks > 1 else 0)
 
 
 def _overhead(recipe: Recipe, parts: Bytes, family: str, made: int) -> int:
-    """Of engine `auto` the most. `made`: bytes of activations, recomputed ones included."""
+    """Return the bytes of a process beside counted tensors; of engine `auto` the most.
+
+    made: bytes of activations, recomputed ones included.
+    """
     names = _OVERHEAD if recipe.engine.name == "auto" else [recipe.engine.name]
     modules = _DEEPSPEED if recipe.zero else 0
     if recipe.data.evaluation is not None and recipe.model.traits.label:
@@ -236,7 +255,7 @@ def _overhead(recipe: Recipe, parts: Bytes, family: str, made: int) -> int:
 
 
 def why_unknown(recipe: Recipe) -> str:
-    """Why `estimate` gives nothing, and what to do about it."""
+    """Return why `estimate` returns None, and a remedy."""
     model = recipe.model
     if model.traits.is_own:
         return "your factory builds the model; train records it in memory.json"
@@ -254,7 +273,10 @@ def why_unknown(recipe: Recipe) -> str:
 
 
 def _plain(recipe: Recipe, parameters: int, trainable: int, activations: int) -> Bytes:
-    """Without DeepSpeed weights stay float32 and lower precision is autocast's."""
+    """Return the bytes of a training without DeepSpeed.
+
+    Weights stay float32, and lower precision is autocast's.
+    """
     return Bytes(4 * parameters, 4 * trainable, state_bytes(recipe) * trainable, activations)
 
 
@@ -265,6 +287,7 @@ def _width(recipe: Recipe) -> int:
 def _zero(
     recipe: Recipe, tensors: list[int], trainable: int, activations: int, stage: int, ranks: int
 ) -> Bytes:
+    """Return the bytes of a rank in a ZeRO stage, without offload."""
     width = _width(recipe)
     # DeepSpeed keeps a float32 master copy beside the weights, also in fp32 from stage 1 on.
     master = 0 if stage == 0 and width == 4 else 4
@@ -282,20 +305,27 @@ def _zero(
 
 
 def _off_gpu(recipe: Recipe, whole: Bytes, trainable: int, stage: int, device: str) -> Bytes:
-    """What stays on the GPU of a stage's bytes; on a CPU what is offloaded lies in the same memory."""
+    """Return the part of a stage's bytes that stays on the GPU.
+
+    On a CPU, offloaded tensors are in the same memory.
+    """
     offload = recipe.zero.offload if recipe.zero and device == "cuda" else None
     if offload is None or not stage:
         return whole
     if offload.optimizer:
-        # Gradients leave as they are reduced, from stage 2 on: before the next ones exist, but for
-        # ort's.
+        # From stage 2 on, gradients leave the GPU as they are reduced, before the next ones exist;
+        # ort computes all of them first.
         kept = recipe.engine.name in ("ort", "auto") or stage < 2
         whole = whole._replace(optimizer=0, gradients=_width(recipe) * trainable if kept else 0)
     return whole._replace(weights=0) if offload.parameters and stage == 3 else whole
 
 
 def _kept_by_zero_3(recipe: Recipe, tensors: list[int], ranks: int) -> int:
-    """Elements on each rank: a piece of every tensor, and the small ones, once gathered, whole beside their pieces."""
+    """Return the elements that ZeRO 3 keeps on each rank.
+
+    These are a piece of every tensor, and the small tensors, which stay whole beside their pieces
+    once they were gathered.
+    """
     small = int(_setting(recipe, "stage3_param_persistence_threshold", _PERSISTENT))
     return sum(-(-size // ranks) for size in tensors) + sum(
         size for size in tensors if size <= small
@@ -305,9 +335,10 @@ def _kept_by_zero_3(recipe: Recipe, tensors: list[int], ranks: int) -> int:
 def _bucket(
     recipe: Recipe, parameters: int, trainable: int, stage: int, ranks: int, device: str
 ) -> int:
-    """What DeepSpeed takes to reduce gradients, and in stage 3 on a GPU gathers of the weights.
+    """Return the bytes of DeepSpeed's buffers.
 
-    The kernel gives a process only the pages that it writes, CUDA all.
+    They hold gradients that are reduced and, in stage 3 on a GPU, weights that are gathered. The
+    kernel gives a process only the pages that it writes; CUDA allocates all.
     """
     size = int(_setting(recipe, "reduce_bucket_size", _BUCKET)) if stage else _BUCKET
     gathered = 0
@@ -319,14 +350,14 @@ def _bucket(
 
 
 def _setting(recipe: Recipe, name: str, default: float) -> float:
-    """One of DeepSpeed's own settings under zero_optimization."""
+    """Return one of DeepSpeed's own settings under zero_optimization."""
     section = recipe.zero.deepspeed.get("zero_optimization", {}) if recipe.zero else {}
     value = section.get(name, default) if isinstance(section, dict) else default
     return value if isinstance(value, (int, float)) else default
 
 
 def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
-    """Elements of each adapter's two matrices, or None where a target module is not known here."""
+    """Return the elements of each adapter's two matrices, or None for an unknown target module."""
     h = c["hidden_size"]
     i = c["intermediate_size"]
     heads = c["num_attention_heads"]
@@ -342,10 +373,11 @@ def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
     heads_of_bert: list[tuple[int, int]] = []
     if "all-linear" in lora.target_modules:
         names = sorted(shapes)
-        if c["model_type"] == "bert":  # its other layers have one name, `dense`
+        if c["model_type"] == "bert":
+            # BERT's other layers share the name `dense`.
             names += ["dense", "intermediate", "output"]
             shapes |= {"dense": (h, h), "intermediate": (h, i), "output": (i, h)}
-            # Pooler and transform; what gives labels or words gets no adapter.
+            # Pooler and transform; the layers that output labels or words get no adapter.
             traits = MODEL_TASKS[task]
             heads_of_bert = [(h, h)] * (traits.pools + bool(traits.predicts)) + (
                 [(h, 2)] if traits.pairs else []
@@ -355,18 +387,20 @@ def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
         if not set(names) <= set(shapes):
             return None
     layers = [shapes[name] for name in names] * int(c["num_hidden_layers"])
+    # Each adapter has two matrices, of r x input and output x r elements.
     return [lora.r * side for pair in (*layers, *heads_of_bert) for side in pair]
 
 
 def _activations(recipe: Recipe, c: Json, micro: int, width: int, device: str) -> int:
+    """Return the bytes of activations of a rank."""
     length = recipe.data.sequence_length or 0
     layers = int(c["num_hidden_layers"])
     tokens = micro * length
     a_layer = tokens * layer_bytes(recipe, c, length, width, device)
     logits = _logits(recipe, c, tokens, device)
     if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
-        # Each layer's input, and the loss or one layer computed again: not at the same time, but a
-        # process on a CPU keeps the blocks of one while the other is computed.
+        # Each layer's input, and the loss or one layer computed again. These two do not exist at
+        # the same time, but a process on a CPU keeps the blocks of one while it computes the other.
         beside = a_layer + logits if device == "cpu" else max(a_layer, logits)
         kept = int(c["hidden_size"]) * width
         kept += kept_beside_recomputation(recipe, c, length, width, device)
@@ -375,16 +409,16 @@ def _activations(recipe: Recipe, c: Json, micro: int, width: int, device: str) -
 
 
 def _logits(recipe: Recipe, c: Json, tokens: int, device: str) -> int:
-    """Bytes of head and loss beside the weights, in float32."""
+    """Return the bytes of head and loss beside the weights, in float32."""
     if recipe.model.traits.label:
         return 0
     vocabulary = int(c["vocab_size"])
     chunk = chunked(recipe, tokens, vocabulary, device)
-    # Whole logits, their log-softmax and the gradients of both: seen on CPU with BERT and Llama,
-    # fp32 and bf16.
+    # Whole logits, their log-softmax and the gradients of both: measured on CPU with BERT and
+    # Llama, fp32 and bf16.
     if not chunk:
         return 16 * tokens * vocabulary
-    # A chunk, also in 16 bits where that is the precision, and the head's gradient, which waits for
-    # the backward pass.
+    # A chunk in float32, in a 16-bit precision also in 16 bits, and the head's gradient, which is kept
+    # until the backward pass.
     waiting = 0 if recipe.model.lora else 4 * vocabulary * int(c["hidden_size"])
     return (10 if recipe.format.is_narrow else 4) * min(chunk, tokens) * vocabulary + waiting

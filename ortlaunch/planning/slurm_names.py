@@ -1,4 +1,4 @@
-"""Slurm's short forms: `host[1-2,04]` for names of nodes, `2(x3),1` for tasks on each of them. Pure."""
+"""Slurm's short forms: `host[1-2,04]` for nodes, `2(x3),1` for tasks on each of them. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _GROUP = re.compile(r"([^\[\],]*)\[([^\]]*)\]")
 
 
 def hosts_of_step(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
-    """The nodes of the step that this process is a task of, with the tasks on each; None where Slurm names none.
+    """Return the nodes of this process's Slurm step, with their tasks; None if Slurm names none.
 
     Raises:
         PlanError: names and tasks do not fit together.
     """
+    # A step may use fewer nodes than its job, so its variables come first.
     names = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     layout = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if not names or not layout:
@@ -31,21 +32,21 @@ def hosts_of_step(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
 
 
 def hosts_of_job(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The nodes of the job that this process is in, with their tasks; none outside of one."""
+    """Return the nodes of this process's Slurm job, with their tasks; none outside of a job."""
     job = {"SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"}
     return hosts_of_step({name: value for name, value in environ.items() if name in job}) or ()
 
 
 def node_names(text: str) -> list[str]:
-    """`a,host[1-2,04]-ib` -> a, host1-ib, host2-ib, host04-ib, in Slurm's order."""
+    """Expand `a,host[1-2,04]-ib` to a, host1-ib, host2-ib, host04-ib, in Slurm's order."""
     return [name for part in _parts(text) for name in _expanded(part)]
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """`2(x3),1` -> 2, 2, 2, 1.
+    """Expand `2(x3),1` to 2, 2, 2, 1.
 
     Raises:
-        PlanError: it is no such text.
+        PlanError: the text has another form.
     """
     found = []
     for part in text.split(","):
@@ -57,11 +58,12 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """What commas outside brackets separate."""
+    """Yield the parts that commas outside of brackets separate."""
     return (match[0] for match in re.finditer(r"(?:[^,\[]|\[[^\]]*\])+", text))
 
 
 def _expanded(part: str) -> Iterator[str]:
+    """Yield the names of one part."""
     match = _GROUP.match(part)
     if match is None:
         yield part
@@ -69,6 +71,7 @@ def _expanded(part: str) -> Iterator[str]:
     for number in match[2].split(","):
         first, dash, last = number.partition("-")
         for value in range(int(first), int(last) + 1) if dash else [first]:
+            # Numbers keep their leading zeros: `04` stays `04`.
             yield from (
                 f"{match[1]}{str(value).zfill(len(first))}{rest}"
                 for rest in _expanded(part[match.end() :])

@@ -1,4 +1,4 @@
-"""What the ranks of a world get to do: the batch equation solved, and the memory that it takes. Pure."""
+"""The work of a world's ranks: the solved batch equation, and the memory that it needs. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from ortlaunch.units import counted
 
 
 class Workload(NamedTuple):
-    """The batch, and the memory that it takes; None: a model that cannot be counted."""
+    """The batch, and its memory; None for a model that cannot be counted."""
 
     batch: BatchPlan
     memory: Memory | None
 
 
 def workload(recipe: Recipe, world: World) -> Workload:
-    """The workload of a run on these hosts; an elastic one keeps its batch on every number that it may come to.
+    """Return the workload of a run on these hosts.
+
+    An elastic run keeps its batch on every number of hosts that it may get.
 
     Raises:
         PlanError: the batch equation has no whole solution.
@@ -38,12 +40,13 @@ def workload(recipe: Recipe, world: World) -> Workload:
 
 
 def solve_batch(recipe: Recipe, ranks: int) -> BatchPlan:
-    """Solve global = micro x accumulation x ranks for the one that the recipe leaves out."""
+    """Solve global = micro x accumulation x ranks for the value that the recipe leaves out."""
     total = recipe.batch.global_size
     micro = recipe.batch.micro_size
     steps = recipe.batch.accumulation_steps
     if micro == "auto":
-        micro = 1  # until it is found (micro_size.py)
+        # Replaced when the rank has found the largest size that fits (micro_size.py).
+        micro = 1
     if total is None:
         micro = micro or 1
         steps = steps or 1
@@ -62,12 +65,14 @@ def solve_batch(recipe: Recipe, ranks: int) -> BatchPlan:
             f"or run on {total / (micro * steps):g} ranks"
         )
     length = (
+        # With samples of several lengths, the tokens of a step are not known in advance.
         None if recipe.data.lengths else recipe.data.sequence_length
-    )  # with those, nobody knows before
+    )
     return BatchPlan(total, micro, steps, ranks, total * length if length else None)
 
 
 def _divided(total: int, unit: int, shown: str) -> int:
+    """Return total / unit; raise PlanError if it is not whole."""
     if total % unit:
         below = total // unit * unit
         above = (total // unit + 1) * unit

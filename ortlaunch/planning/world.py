@@ -1,6 +1,7 @@
-"""Which hosts, which launcher, which device: the command line, the recipe and this machine settled into one answer.
+"""Hosts, launcher and device of a run, from the command line, the recipe and this machine.
 
-Looks at this machine (GPUs, cores, the launcher's environment) without torch; decides nothing twice.
+The module reads this machine's GPUs, cores and launcher environment, without torch. Each choice is
+made here only.
 """
 
 from __future__ import annotations
@@ -20,44 +21,48 @@ from ortlaunch.rank import Rank, detect
 from ortlaunch.recipe import Recipe
 from ortlaunch.units import counted
 
-# PRRTE's listener (oob_tcp_listener.c) and Hydra's bind INADDR_ANY, whatever interface they are
-# told to use. For tests: 1 lets ranks share the GPUs of this host, over gloo, where there are fewer
-# GPUs than ranks.
+# For tests: 1 lets ranks share the GPUs of this host, over gloo, if there are fewer GPUs than
+# ranks.
 SHARE_VARIABLE = "ORTLAUNCH_SHARE_GPUS"
 
 
 class LaunchOptions(NamedTuple):
-    """What the command line says beside the recipe; None where it is silent."""
+    """Launch options of the command line; None where an option is not given."""
 
     launcher: str | None = None
     processes_per_node: int | None = None
     hostfile: str | None = None
     include: str | None = None
     exclude: str | None = None
-    planned_only: bool = False  # to be looked at, not run: what this host lacks, others may have
-    task: str = "train"  # what the ranks are to do: the verb that was typed
-    declared: bool = False  # by launch.nodes and launch.processes_per_node, for a scheduler to find
-    hosts_text: str | None = (
-        None  # what the host file holds, once it was read: a pipe gives it once
-    )
+    # The plan is only shown, so GPUs that this host lacks may exist on others.
+    planned_only: bool = False
+    # The command that the user typed.
+    task: str = "train"
+    # launch.nodes and launch.processes_per_node give the hosts, which a scheduler will find.
+    declared: bool = False
+    # The host file's text after the first read: a pipe can be read only once.
+    hosts_text: str | None = None
 
 
 class World(NamedTuple):
-    """The answer, the rank of this very process where a launcher already started it, and notes for the user."""
+    """The hosts, launcher and device of a run, with this process's rank and notes for the user.
+
+    `inside` is the rank if a launcher has already started this process.
+    """
 
     hosts: tuple[Host, ...]
     launcher: str  # local | torchrun | mpi | inside
     device: str  # cpu | cuda
     inside: Rank | None
     notes: tuple[str, ...]
-    threads: (
-        int | None
-    )  # of each rank; None where ranks are on other hosts, whose cores are not known here
-    forward: tuple[str, ...] = ()  # names of variables of the user's shell that every rank gets
+    # OMP threads of each rank; None if ranks are on other hosts, whose cores are unknown here.
+    threads: int | None
+    # Names of variables of the user's shell that every rank gets.
+    forward: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
-        """A rank for each slot."""
+        """The number of ranks: one for each slot."""
         return sum(host.slots for host in self.hosts)
 
     @property
@@ -71,10 +76,11 @@ class World(NamedTuple):
 
 
 def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, str]) -> World:
-    """Settle the world of a run.
+    """Resolve the world of a run.
 
     Raises:
-        PlanError, HostfileError, RankError: what was asked does not fit together, or not on this machine.
+        PlanError, HostfileError, RankError: the requested options do not fit together, or not on
+            this machine.
     """
     found = None if options.declared else _enclosing(environ)
     gpus = machine.visible_gpus(environ)
@@ -103,7 +109,7 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
 
 
 def _on_shared_gpus(hosts: tuple[Host, ...], gpus: int) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    """Slots of this host beyond its GPUs are given its GPUs in turns."""
+    """Give slots of this host beyond its GPUs its GPUs in turns."""
     shared = tuple(
         host._replace(devices=tuple(device % gpus for device in host.devices))
         if host.is_here
@@ -115,16 +121,20 @@ def _on_shared_gpus(hosts: tuple[Host, ...], gpus: int) -> tuple[tuple[Host, ...
 
 
 def _enclosing(environ: Mapping[str, str]) -> tuple[Rank, str] | None:
-    """The rank that a launcher made of this process; a shell in a Slurm allocation (`srun --pty`) is none."""
+    """Return the rank that a launcher gave to this process, and the launcher's name.
+
+    A shell in a Slurm allocation (`srun --pty`) has none.
+    """
     found = detect(environ)
     return None if found and found[1] == "Slurm" and found[0].world_size == 1 else found
 
 
 def _threads(recipe: Recipe, hosts: tuple[Host, ...], environ: Mapping[str, str]) -> int | None:
-    """OMP_NUM_THREADS of the recipe or the shell, else this host's cores divided among its ranks."""
+    """Return OMP_NUM_THREADS of the recipe or the shell, else a rank's share of this host's cores."""
     asked = environ.get("OMP_NUM_THREADS", "")
+    # torchrun sets 1 where the user has set nothing.
     if asked == "1" and "TORCHELASTIC_RUN_ID" in environ:
-        asked = ""  # torchrun sets 1 where nobody chose
+        asked = ""
     asked = recipe.launch.env.get("OMP_NUM_THREADS", asked)
     if asked.isdecimal() and int(asked):
         return int(asked)
@@ -139,6 +149,7 @@ def _hosts(
     found: tuple[Rank, str] | None,
     environ: Mapping[str, str],
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    """Return the hosts and notes, from the first source that names any."""
     per_node = options.processes_per_node or recipe.launch.processes_per_node
     if recipe.launch.elastic and (options.declared or (found and not options.hostfile)):
         raise PlanError(
@@ -182,11 +193,12 @@ def _from_file(
 
 
 def _by_name(host: Host) -> Host:
-    """No mpirun takes the address ::1."""
+    """Return the host with the name localhost in place of the address ::1, which no mpirun accepts."""
     return host._replace(name="localhost") if host.name == "::1" else host
 
 
 def _first_slots(host: Host, slots: int) -> Host:
+    """Return the host with its first slots only, as --nproc-per-node requests."""
     if slots > host.slots:
         raise PlanError(
             f"--nproc-per-node is {slots}, and {host.name} has {host.slots} slots in the host file"
@@ -195,7 +207,7 @@ def _first_slots(host: Host, slots: int) -> Host:
 
 
 def _declared(recipe: Recipe, per_node: int | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    """Hosts that do not exist yet, as the recipe counts them."""
+    """Return placeholder hosts, by the numbers in the recipe."""
     nodes = max(recipe.launch.node_counts, default=1)
     if per_node is None:
         raise PlanError(
@@ -209,14 +221,14 @@ def _declared(recipe: Recipe, per_node: int | None) -> tuple[tuple[Host, ...], t
 
 
 def _of_slurm(found: tuple[Rank, str], environ: Mapping[str, str]) -> tuple[Host, ...] | None:
-    """The nodes of a step by Slurm's names; one node alone is this one."""
+    """Return the nodes of a step by Slurm's names, or None; a step on one node is this host."""
     if found[1] != "Slurm" or found[0].local_world_size == found[0].world_size:
         return None
     return hosts_of_step(environ)
 
 
 def _of_launcher(inside: Rank) -> tuple[Host, ...]:
-    """Hosts as the enclosing launcher made them; it does not tell their names."""
+    """Return the hosts as the enclosing launcher made them; the launcher does not give their names."""
     per_node = inside.local_world_size
     if inside.world_size % per_node:
         raise PlanError(
@@ -232,6 +244,7 @@ def _of_launcher(inside: Rank) -> tuple[Host, ...]:
 def _launcher(
     recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], found: tuple[Rank, str] | None
 ) -> str:
+    """Return the name of the launcher, by the options, the recipe and the hosts."""
     chosen = options.launcher or recipe.launch.launcher
     if found and chosen == "auto" and not options.processes_per_node:
         return INSIDE
@@ -243,8 +256,9 @@ def _launcher(
         )
     ranks = sum(host.slots for host in hosts)
     here = len(hosts) == 1 and hosts[0].is_here
+    # The scheduler's own launcher will start the ranks there.
     if options.declared or (chosen == "auto" and _are_declared(options, hosts)):
-        return INSIDE  # of what starts them there
+        return INSIDE
     starter = LAUNCHERS.get(chosen)
     if recipe.launch.elastic and starter and not starter.sees_lost_hosts:
         raise PlanError(
@@ -271,7 +285,10 @@ def _are_declared(options: LaunchOptions, hosts: tuple[Host, ...]) -> bool:
 
 
 def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions) -> None:
-    """hosts x slots must be what the recipe asks for: a world never shrinks by itself."""
+    """Raise PlanError if the hosts and slots are not those of the recipe.
+
+    A world never shrinks by itself.
+    """
     nodes = recipe.launch.nodes
     per_node = options.processes_per_node or recipe.launch.processes_per_node
     if nodes is not None and len(hosts) not in recipe.launch.node_counts:
@@ -292,7 +309,10 @@ def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions
 def _check_job(
     recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions, environ: Mapping[str, str]
 ) -> None:
-    """A Slurm job's script runs once, on its first node; its tasks are srun's to start."""
+    """Raise PlanError in a Slurm job's script with several nodes or tasks.
+
+    The script runs once, on the first node; only srun starts the job's tasks.
+    """
     job = environ.get("SLURM_JOB_ID")
     if (
         job is None
@@ -315,14 +335,17 @@ def _check_job(
 
 
 def _count(environ: Mapping[str, str], *names: str) -> int:
-    """The first of these variables that is a number, or 0."""
+    """Return the first of these variables that is a number, or 0."""
     return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), 0)
 
 
 def _check_this_host(
     hosts: tuple[Host, ...], device: str, gpus: int, options: LaunchOptions
 ) -> Iterator[str]:
-    """Slots of this host must exist; other hosts are checked by their ranks before a model is built."""
+    """Check that the slots of this host exist, and yield notes.
+
+    Ranks check the other hosts before they build a model.
+    """
     here = [host for host in hosts if host.is_here]
     if len(here) > 1:
         raise PlanError(
