@@ -1,1 +1,1 @@
-"""Variants of a recipe measured side by side: `ortlaunch bench`, and what `engine.name: auto` decides by."""
+"""Measurement of a recipe's variants, for `ortlaunch bench` and `engine.name: auto`."""

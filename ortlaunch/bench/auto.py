@@ -1,7 +1,7 @@
-"""`engine.name: auto`: the fastest engine that computes what plain PyTorch computes, measured once and remembered.
+"""`engine.name: auto`: the fastest engine with plain PyTorch's results, measured once and kept.
 
-A choice is remembered in ortlaunch's cache by everything that decides speed (`key`), and in the run folder, so that a
-run that goes on keeps its engine.
+A choice is kept in ortlaunch's cache by everything that decides speed (`key`). It is also kept in
+the run folder, so that a continued run keeps its engine.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.run_folder.records import as_json
 
+# A shorter bench than by the command: it delays the start of a training.
 SHORT = Length(rounds=3, steps=3)
+# Fields of `data` that decide the shape of a batch.
 _SHAPES = ("sequence_length", "bucket_lengths", "padding", "attend_across_documents", "tokenizer")
 # Fields of `engine` that change no measured figure.
 _NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")
+# Packages whose version may change an engine's speed.
 _PACKAGES = (
     "torch",
     "onnxruntime-training",
@@ -46,13 +49,17 @@ _PACKAGES = (
 
 
 def known(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
-    """The run folder's engine, else the remembered one, and where it is from; None: it has to be measured.
+    """Return the choice of the run folder or of the cache, and its source, or None.
+
+    None means that it must be measured.
 
     Raises:
-        PlanError: it has, and this process is a rank already, which can start no jobs.
+        PlanError: it must be measured, and this process is a launcher's rank, which cannot start
+            jobs.
     """
     today = digest(resolved)
     kept = Choice.of(read_json(run.choice)) if run.choice.exists() else None
+    # A run with a checkpoint keeps its engine also on another machine or version.
     if kept and (run.complete_checkpoints() or kept.key == today):
         return kept, "as this run began"
     found = remembered(resolved)
@@ -69,11 +76,11 @@ def known(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
 
 
 def measured(resolved: ResolvedRun, say: Say) -> Choice:
-    """The engine that is measured now, by a bench of all of them.
+    """Measure all engines now, and return the choice.
 
     Raises:
         EngineError: no engine runs this model and passes parity.
-        Stopped: the user stopped it with a signal.
+        BenchStopped: the user stopped it with a signal.
     """
     folder = new_folder(None, f"{resolved.file.recipe.name}-auto")
     say(f"engine auto: measuring once, in {folder}")
@@ -81,15 +88,17 @@ def measured(resolved: ResolvedRun, say: Say) -> Choice:
         report = measure(resolved, prepared(resolved, ENGINES, ()), SHORT, folder, say)
     except BenchStopped as stopped:
         if resolved.traits.saves and stopped.exit_status != 128 + signal.SIGINT:
-            stopped.exit_status = EXIT_SAVED  # nothing has begun, so that all is saved
+            # The training has not begun, so there is nothing to save.
+            stopped.exit_status = EXIT_SAVED
         raise
+    # Written before the decision, which may raise.
     write_json(folder / "bench.json", report)
     say(table(report["variants"]))
     return decide(report["variants"], folder)
 
 
 def preview(resolved: ResolvedRun) -> ResolvedRun:
-    """A recipe with engine auto, without measuring: with the remembered engine if there is one."""
+    """Return the run with engine auto without a measurement: with the remembered engine, if any."""
     found = remembered(resolved)
     if found:
         return applied(resolved, found, "cached")
@@ -100,32 +109,35 @@ def preview(resolved: ResolvedRun) -> ResolvedRun:
 
 
 def applied(resolved: ResolvedRun, choice: Choice, source: str = "") -> ResolvedRun:
-    """The same run with the chosen engine; its notes say which and why."""
+    """Return the same run with the chosen engine; its notes name the engine and the reason."""
     engine = choice.chosen
     before = resolved.file.recipe.engine
     overrides = engine_overrides(engine, before, parity=True)
     note = f"engine auto: {engine}: {choice.why}{f' ({source})' if source else ''}"
+    # The recipe sets a number of steps explicitly.
     if engine == "eager" and before.parity_steps not in (0, "auto"):
         note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"
     return resolved.with_engine(choice, note, *overrides)
 
 
 def remembered(resolved: ResolvedRun) -> Choice | None:
-    """The choice that was measured for this model, shape and machine, if one was."""
+    """Return the choice that was measured for this model, shape and machine, or None."""
     path = _path(resolved)
     if not path.exists():
         return None
+    # Another user could otherwise choose the engine.
     require_own(path.parent)
     why = changed(path.with_suffix(".seal"))
     if why:
         print(f"{why}; forgotten", flush=True)
+        # A record that does not match its seal is not trusted.
         path.unlink()
         return None
     return Choice.of(read_json(path)["choice"])
 
 
 def _nearest(resolved: ResolvedRun) -> str:
-    """What keeps the most similar remembered measurement from being this one's."""
+    """Return how the most similar remembered measurement differs from this run."""
     asked = key(resolved)
     known = [read_json(path)["key"] for path in _path(resolved).parent.glob("*.json")]
     apart = min((list(differences(other, asked)) for other in known), key=len, default=[])
@@ -133,7 +145,11 @@ def _nearest(resolved: ResolvedRun) -> str:
 
 
 def remember(resolved: ResolvedRun, choice: Choice) -> Choice:
-    """Keep a choice for the next run by this machine's user; returns it with the digest that it is kept by."""
+    """Keep a choice for the next run by this machine's user.
+
+    Returns:
+        The choice with the digest by which it is kept.
+    """
     kept = replace(choice, key=digest(resolved))
     cache_folder("engines")
     write_json(_path(resolved), {"key": key(resolved), "choice": as_json(kept)})
@@ -142,13 +158,13 @@ def remember(resolved: ResolvedRun, choice: Choice) -> Choice:
 
 
 def long_enough(report: Json) -> bool:
-    """Whether a bench of all engines has measured no less than auto itself would, and one can be chosen."""
+    """Return whether a bench of all engines is as long as auto's own, and allows a choice."""
     shortest = report["rounds"] >= SHORT.rounds and report["steps"] >= SHORT.steps
     return shortest and fastest(report["variants"]) is not None
 
 
 def decide(rows: Sequence[Json], folder: Path) -> Choice:
-    """The choice and its reason, from the variants of a bench in `folder`.
+    """Return the choice and its reason, from the variants of a bench in `folder`.
 
     Raises:
         EngineError: none of them can be chosen.
@@ -170,6 +186,7 @@ def decide(rows: Sequence[Json], folder: Path) -> Choice:
 
 
 def _left_out(rows: Sequence[Json]) -> Iterator[str]:
+    """Yield the reason for each engine that cannot be chosen."""
     for row in rows:
         if row["state"] != MEASURED:
             yield f"{row['engine']} {row['state']}: {short_reason(row['reason'])}"
@@ -193,12 +210,12 @@ def _path(resolved: ResolvedRun) -> Path:
 
 
 def digest(resolved: ResolvedRun) -> str:
-    """The key as a file's name."""
+    """Return the key's digest, which names its file."""
     return hashlib.sha256(json.dumps(key(resolved), sort_keys=True).encode()).hexdigest()[:32]
 
 
 def key(resolved: ResolvedRun) -> Json:
-    """All that decides which engine is fastest, as plain values."""
+    """Return everything that decides which engine is fastest, as plain values."""
     recipe = resolved.file.recipe
     world = resolved.world
     batch = resolved.work.batch
@@ -216,6 +233,7 @@ def key(resolved: ResolvedRun) -> Json:
         "zero": whole["zero"],
         "optimizer": recipe.optimizer.name,
         "engine": {name: value for name, value in whole["engine"].items() if name not in _NO_SPEED},
+        # Numbers, not names: another host of the same hardware has the same speed.
         "ranks": [host.slots for host in world.hosts],
         "device": world.device,
         "threads": world.threads,
@@ -229,8 +247,9 @@ def key(resolved: ResolvedRun) -> Json:
 
 
 def _code(modules: Path, factory: str) -> str:
-    """Digest of the user's module where it lies beside the recipe; one that is installed goes by its name."""
+    """Return the digest of the user's module beside the recipe, or the name of an installed one."""
     base = Path(modules, *factory.partition(":")[0].split("."))
+    # A module or a package.
     for path in (base.with_suffix(".py"), base / "__init__.py"):
         if path.exists():
             return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -23,11 +23,15 @@ def bench(
     out: Path | None,
     picture: bool,
 ) -> int:
-    """Measure, show and write the comparison; the exit status: 1 where a variant failed or differs, 2 where none ran.
+    """Measure the variants, print the comparison and write it.
+
+    Returns:
+        The exit status: 1 where a variant failed or differs from plain PyTorch, else 0.
 
     Raises:
-        InputError: nothing can be measured; nothing was started.
+        InputError: nothing can be measured, and nothing was started (exit status 2).
     """
+    # Before the measurement, which takes long.
     if picture:
         require_matplotlib()
     found = prepared(resolved, engines or ENGINES, vary)
@@ -44,6 +48,7 @@ def bench(
         "\n".join(["", table(rows), *_verdict(rows), f"written: {', '.join(map(str, written))}"]),
         flush=True,
     )
+    # This bench measured all that engine auto would, so auto can use its result.
     if not engines and not vary and auto.long_enough(report):
         choice = auto.remember(resolved, auto.decide(rows, folder))
         print(
@@ -52,12 +57,15 @@ def bench(
         )
     return int(
         any(
-            row["state"] == FAILED or (row["state"] == MEASURED and not passes(row)) for row in rows
+            # A variant that was refused is no failure.
+            row["state"] == FAILED or (row["state"] == MEASURED and not passes(row))
+            for row in rows
         )
     )
 
 
 def _verdict(rows: Sequence[Json]) -> list[str]:
+    """Return the line that names the fastest variant."""
     best = fastest(rows)
     if best is None:
         return ["fastest: none passed parity"]
@@ -66,7 +74,7 @@ def _verdict(rows: Sequence[Json]) -> list[str]:
 
 
 def title(resolved: ResolvedRun, report: Json) -> str:
-    """What was measured on what."""
+    """Return the title of the figure: recipe, hardware and number of ranks."""
     hardware = report["hardware"]
     ranks = resolved.world.ranks
     gpus = hardware["gpus"] if report["device"] == "cuda" else []

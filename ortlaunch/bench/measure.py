@@ -1,7 +1,8 @@
 """Variants of one recipe measured side by side, in turns, on the machine that trains them.
 
-Every variant is a job of its own, started as `train` starts it. They take turns, A B C A B C ..., so that a busy moment
-of the machine hits all of them; between its turns a job sleeps. The control side never imports torch.
+Every variant is a job of its own, started as `train` starts it. They take turns, A B C A B C ...,
+so that a busy moment of the machine affects all of them; between its turns a job sleeps. The
+control side never imports torch.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import human
 
-_LEAST_BUSY_LOAD = 0.5  # runnable processes a core, beside this one
-_SPUN = 0.2  # share of its waiting time that a job may spend on a processor
+# Load average for each core above which the machine counts as busy.
+_LEAST_BUSY_LOAD = 0.5
+# Share of its waiting time that a job may spend on a processor.
+_SPUN = 0.2
 Say = Callable[[str], None]
 
 
 class Length(NamedTuple):
-    """How much is measured: `rounds` turns of each variant, of `steps` optimizer steps."""
+    """Length of a measurement: `rounds` turns of each variant, of `steps` optimizer steps."""
 
     rounds: int = 5
     steps: int = 4
@@ -46,12 +49,13 @@ class BenchStopped(OrtlaunchError):
     """The user stopped the bench with a signal."""
 
     def __init__(self, number: int) -> None:
+        # The shell's convention for a process that a signal ended.
         self.exit_status = 128 + number
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
 def prepared(resolved: ResolvedRun, engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:
-    """Every variant, resolved or refused.
+    """Return every variant, resolved or refused.
 
     Raises:
         InputError: all of them are refused.
@@ -74,8 +78,9 @@ def prepared(resolved: ResolvedRun, engines: Sequence[str], vary: Sequence[str])
 
 
 def new_folder(out: Path | None, name: str) -> Path:
-    """`out`, which must be new or empty, else bench/<name>-<time>."""
+    """Create `out`, which must be new or empty, or else bench/<name>-<time>."""
     folder = out or Path("bench") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Two benches may begin in the same second.
     for path in (folder, *(Path(f"{folder}-{number}") for number in range(2, 1000) if out is None)):
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
@@ -88,10 +93,10 @@ def new_folder(out: Path | None, name: str) -> Path:
 def measure(
     resolved: ResolvedRun, found: Sequence[Variant], length: Length, folder: Path, say: Say
 ) -> Json:
-    """Run the bench: bench.json as plain values.
+    """Run the bench and return bench.json as plain values.
 
     Raises:
-        Stopped: by SIGINT, SIGTERM, SIGHUP or SIGUSR1; no job is left.
+        BenchStopped: by SIGINT, SIGTERM, SIGHUP or SIGUSR1; no job is left.
     """
     begun = time.time()
     load = os.getloadavg()
@@ -128,7 +133,7 @@ def measure(
 
 
 def play(players: Sequence[VariantJob], length: Length, say: Say) -> None:
-    """Warm all up, then `rounds` times a turn of each, then parity; one that fails leaves the game."""
+    """Warm all variants up, give each a turn `rounds` times, then compare; a failed one stays out."""
     for player in players if not length.one_at_a_time else ():
         _try(player, say, partial(_start, player, say))
     for number in range(1, length.rounds + 1):
@@ -156,6 +161,7 @@ def _take_turn(player: VariantJob, length: Length, last: bool, say: Say) -> None
     if not player.alive:
         _start(player, say)
     player.turn(length.steps)
+    # Only one job is in memory, so it is compared in its last turn and not at the end.
     if length.one_at_a_time and last:
         _finish(player)
     elif length.one_at_a_time:
@@ -168,7 +174,7 @@ def _finish(player: VariantJob) -> None:
 
 
 def _try(player: VariantJob, say: Say, action: Callable[[], None]) -> None:
-    """One that fails stays out from then on, and the others go on."""
+    """Run an action of a variant; one that fails stays out from then on, and the others continue."""
     if player.failed:
         return
     try:
@@ -180,11 +186,15 @@ def _try(player: VariantJob, say: Say, action: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """Signals that end this process become Stopped, so that the jobs are ended first; later ones wait for that."""
+    """Turn signals that end this process into BenchStopped, so that the jobs are ended first.
+
+    Later signals are ignored until then.
+    """
     numbers = heeded((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
 
     def stop(number: int, frame: FrameType | None) -> None:
         for each in numbers:
+            # A second signal must not interrupt the end of the jobs.
             signal.signal(each, signal.SIG_IGN)
         raise BenchStopped(number)
 
@@ -197,11 +207,15 @@ def _stoppable() -> Iterator[None]:
 
 
 def _that_fits(length: Length, players: Sequence[VariantJob], say: Say) -> Length:
-    """All variants stay in memory between their turns; where this host's cannot hold them, one at a time."""
+    """Return the length, with one variant at a time if this host cannot hold all of them.
+
+    All variants stay in memory between their turns.
+    """
     plans = [player.variant.resolved.plan for player in players if player.variant.resolved]
     if length.one_at_a_time or any(p.memory is None or p.device != "cpu" for p in plans):
         return length
     needed = 0
+    # The least of the machine's free memory and the limits of its control groups.
     free = machine.tightest_free().free
     for plan in plans:
         assert plan.memory is not None
@@ -218,6 +232,7 @@ def _that_fits(length: Length, players: Sequence[VariantJob], say: Say) -> Lengt
 
 
 def _say_busy(say: Say, load: Sequence[float]) -> None:
+    """Warn if other processes make the figures noisy."""
     others = machine.others_at_work()
     cores = machine.hardware()["cores"] or 1
     if others or load[0] > _LEAST_BUSY_LOAD * cores:
@@ -229,12 +244,13 @@ def _say_busy(say: Say, load: Sequence[float]) -> None:
 
 
 def _say_spinning(players: Sequence[VariantJob], say: Say) -> None:
-    """A job that works while it waits takes time from the others."""
+    """Warn of a job that works while it waits: it takes time from the others."""
     for player in players:
         waits = [turn["waited"] for turn in player.turns]
         waited, worked = (
             sum(wait[key] for wait in waits) for key in ("seconds", "processor_seconds")
         )
+        # Shorter waits, in seconds, are too short to judge.
         if waited > 1 and worked > _SPUN * waited:
             say(
                 f"WARNING: {player.variant.name} used {worked:.1f} s of processor time in "

@@ -1,4 +1,4 @@
-"""bench.png: a bar a variant. The one place that imports matplotlib, which only a bench needs."""
+"""bench.png: a bar for each variant. The only module that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLORS = {"ort": "#2f6fb3", "inductor": "#d98c2b", "eager": "#8a8f98"}
 
 
 def require_matplotlib() -> None:
-    """Before anything is run.
+    """Check that matplotlib is installed, before anything is run.
 
     Raises:
         MissingDependency: it is absent.
@@ -26,12 +26,16 @@ def require_matplotlib() -> None:
 
 
 def draw(rows: Sequence[Json], title: str, path: Path) -> None:
-    """Tokens (or samples) a second of what was measured: the median, and the middle half of the steps as a line."""
+    """Draw the median tokens (or samples) a second of each variant.
+
+    A line on each bar shows the middle half of the steps.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     unit = "tokens" if all(row["tokens_per_second"] for row in rows) else "samples"
     rates = [row[f"{unit}_per_second"] for row in rows]
+    # The height grows with the number of bars, in inches.
     figure = Figure(figsize=(8, 1.6 + 0.55 * len(rows)), layout="constrained")
     axes = figure.subplots()
     bars = axes.barh(
@@ -41,7 +45,9 @@ def draw(rows: Sequence[Json], title: str, path: Path) -> None:
     labels = [f"{rate:,.0f} ({row['ratio']:.2f} x)" for row, rate in zip(rows, rates)]
     axes.bar_label(bars, labels, padding=6)
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    # The first variant is on top.
     axes.invert_yaxis()
+    # A quarter more, as space for the labels.
     axes.set_xlim(0, max(_top(row, rate) for row, rate in zip(rows, rates)) * 1.25)
     axes.set_xlabel(f"{unit} per second (median; the line is the middle half of the steps)")
     axes.set_title(title, loc="left", fontsize=10)
@@ -50,7 +56,7 @@ def draw(rows: Sequence[Json], title: str, path: Path) -> None:
 
 
 def _errors(row: Json, rate: float) -> tuple[float, float]:
-    """How far the quartiles lie below and above the median rate; a slow step is a low rate."""
+    """Return how far the quartiles are below and above the median rate; a slow step is a low rate."""
     seconds = row["seconds"]
     scale = rate * seconds["median"]
     return rate - scale / seconds["quartile_3"], scale / seconds["quartile_1"] - rate

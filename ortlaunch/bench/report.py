@@ -29,11 +29,12 @@ FAILED = "failed"
 
 
 def results(variants: Sequence[Variant], players: Sequence[VariantJob]) -> list[Json]:
-    """Every variant in its order: measured, with figures; refused or failed, with the reason."""
+    """Return every variant in its order: with figures, or refused or failed with the reason."""
     playing = {player.variant.name: player for player in players}
     rows = [_row(variant, playing.get(variant.name)) for variant in variants]
     measured = [row for row in rows if row["state"] == MEASURED]
     for row in measured:
+        # Ratios need all rows, so they are added afterwards.
         base = _base(row, measured)
         row["ratio"] = row["samples_per_second"] / base["samples_per_second"]
         row["ratio_to"] = base["name"]
@@ -51,6 +52,7 @@ def _row(variant: Variant, player: VariantJob | None) -> Json:
     took = [seconds for turn in player.turns for seconds in turn["seconds"]]
     batch = variant.resolved.work.batch
     ranks = variant.resolved.world.ranks
+    # The median is robust against single slow steps.
     median = statistics.median(took)
     return {
         **row,
@@ -63,6 +65,7 @@ def _row(variant: Variant, player: VariantJob | None) -> Json:
         "tokens_per_second": batch.tokens_per_step / median if batch.tokens_per_step else None,
         "flops_per_token": player.ready["flops_per_token"],
         "peak_flops": player.ready["peak_flops"],
+        # Peak bytes of each rank, over all turns.
         "memory": [max(turn["memory"][rank] for turn in player.turns) for rank in range(ranks)],
         "first_step": player.ready["first_step"],
         "parity": player.parity,
@@ -77,10 +80,11 @@ def _folder(player: VariantJob | None) -> dict[str, str]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, quartiles and ends."""
+    """Return median, quartiles, minimum and maximum."""
     low, middle, high = (
         statistics.quantiles(values, n=4, method="inclusive")
         if len(values) > 1
+        # statistics.quantiles needs two values.
         else [values[0]] * 3
     )
     return {
@@ -93,14 +97,22 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _base(row: Json, measured: Sequence[Json]) -> Json:
-    """What a variant is compared with: eager with the same varied keys, else the first eager, else the first."""
+    """Return the variant that a row is compared with.
+
+    It is eager with the same varied keys, else the first eager, else the first.
+    """
     eager = [other for other in measured if other["engine"] == "eager"]
     same = [other for other in eager if other["varied"] == row["varied"]]
     return (same or eager or list(measured))[0]
 
 
 def _mfu(row: Json, measured: Sequence[Json]) -> float | None:
-    """Of the highest rate that any variant of this precision saw: one yardstick for all of them."""
+    """Return the model FLOPs utilization, from 0 to 1, or None if it is unknown.
+
+    The peak is the highest rate that any variant of this precision measured: one scale for all of
+    them.
+    """
+    # The model or its batch cannot be counted.
     if not row["flops_per_token"] or not row["tokens_per_second"]:
         return None
     alike = [
@@ -115,12 +127,12 @@ def _mfu(row: Json, measured: Sequence[Json]) -> float | None:
 
 
 def passes(row: Json) -> bool:
-    """Whether a variant was measured and computes what plain PyTorch computes."""
+    """Return whether a variant was measured and computes the results of plain PyTorch."""
     return row["state"] == MEASURED and row["parity"]["verdict"] in ("passes", "reference")
 
 
 def fastest(rows: Sequence[Json]) -> Json | None:
-    """The fastest by samples a second of those that pass parity."""
+    """Return the variant with the most samples a second that passes parity, or None."""
     return max(
         (row for row in rows if passes(row)),
         key=lambda row: float(row["samples_per_second"]),
@@ -129,17 +141,20 @@ def fastest(rows: Sequence[Json]) -> Json | None:
 
 
 def times(best: Json, other: Json) -> str:
-    """`1.90 x eager`."""
+    """Return the ratio to another variant, such as `1.90 x eager`."""
     return f"{best['samples_per_second'] / other['samples_per_second']:.2f} x {other['name']}"
 
 
 def table(rows: Sequence[Json]) -> str:
-    """Figures of what was measured, and a line of reason for what was not."""
+    """Return the figures of measured variants, and a line with the reason for each other one."""
     measured = [row for row in rows if row["state"] == MEASURED]
     cells = [_HEAD, *(_cells(row) for row in measured)] if measured else []
     columns = [
-        column for column in zip(*cells) if set(column[1:]) != {"-"}
-    ]  # tokens/s or MFU that no variant has
+        # Without columns that no variant fills, such as tokens/s or MFU.
+        column
+        for column in zip(*cells)
+        if set(column[1:]) != {"-"}
+    ]
     cells = list(zip(*columns))
     widths = [max(map(len, column)) for column in columns]
     lines = [
@@ -169,7 +184,7 @@ def _cells(row: Json) -> tuple[str, ...]:
 
 
 def _parity_cell(parity: Json) -> str:
-    """`reference`, `1.2e-06`, or a word in capitals where the figures are not to be used."""
+    """Return `reference`, `1.2e-06`, or a text in capitals where the figures must not be used."""
     if parity["verdict"] == "passes":
         return f"{parity['largest']:.0e}"
     if parity["verdict"] == "differs":
@@ -205,6 +220,7 @@ def _notes(rows: Sequence[Json]) -> list[str]:
 
 
 def short_reason(reason: str) -> str:
-    """One line of a failure's text: the message of an error for people, or the end of a traceback."""
+    """Return one line of a failure's text: an error's message, or the end of a traceback."""
+    # The command's own lines follow the reason.
     said = reason.partition(f"\n\n{OURS}")[0].strip().splitlines() or [""]
     return said[-1] if said[0].startswith("Traceback") else said[0]

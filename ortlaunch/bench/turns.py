@@ -1,7 +1,7 @@
-"""One variant's job from the control side: started, given turns, asked to leave; and how it failed, if it did.
+"""The job of one variant, from the control side: start, turns, end, and the reason of a failure.
 
-An order is a small file in the variant's run folder, its answer a line in another, so that all launchers can be
-measured and a waiting job waits asleep.
+An order is a small file in the variant's run folder, and its answer is a line in another file. This
+works with every launcher, and lets a waiting job sleep.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from ortlaunch.launch.failure import explain_end
 from ortlaunch.resolve.prepare import write_run
 from ortlaunch.run_folder.folder import RunDir, write_json
 
+# Steps before the measured ones, in which engines compile and caches fill.
 WARM_UP_STEPS = 3
+# Short against a step, and cheap: it reads one small file.
 _POLL_SECONDS = 0.02
+# After this time a job that does not end is cancelled.
 _LEAVE_SECONDS = 60
 
 
@@ -27,7 +30,7 @@ class Failed(Exception):
 
 
 class VariantJob:
-    """A variant that takes part: its job, and every answer that it gave."""
+    """The job of a variant, and its answers."""
 
     def __init__(self, variant: Variant, run: RunDir) -> None:
         self.variant = variant
@@ -41,12 +44,12 @@ class VariantJob:
 
     @property
     def alive(self) -> bool:
-        """Whether a job of it is running."""
+        """Whether its job is running."""
         return self._job is not None
 
     @property
     def measured(self) -> bool:
-        """Whether it can be compared: it came to the end."""
+        """Whether it can be compared: it reached the end."""
         return bool(self.turns) and not self.failed
 
     def start(self) -> None:
@@ -54,6 +57,7 @@ class VariantJob:
         assert self.variant.resolved is not None
         plan = self.variant.resolved.plan
         request = write_run(self.run, self.variant.resolved.file.recipe, plan)
+        # Files of an earlier start would be read as orders and answers of this one.
         self.run.order.unlink(missing_ok=True)
         self.run.results.unlink(missing_ok=True)
         self._number = self._read = 0
@@ -61,29 +65,32 @@ class VariantJob:
         write_json(self.run.bench, launched)
         self._job = backend(plan.launcher).submit(request, self.run.path / "output.log")
         answer = self._answer()
+        # A job that starts again for each turn would report times with warm caches.
         self.ready = self.ready or answer
 
     def turn(self, steps: int) -> None:
-        """Let it train `steps` measured steps."""
+        """Train `steps` measured steps."""
         self.turns.append(self._do({"do": "steps", "steps": steps}))
 
     def compare(self) -> None:
-        """Let it compare itself with plain PyTorch."""
+        """Compare the variant with plain PyTorch."""
         self.parity = self._do({"do": "compare"})["parity"]
 
     def _do(self, order: dict[str, object]) -> Json:
+        """Write an order, and return its answer."""
         self._number += 1
         write_json(self.run.order, {"number": self._number, **order})
         return self._answer()
 
     def _answer(self) -> dict[str, object]:
-        """The next line of results."""
+        """Wait for the next line of results, and return it."""
         while True:
             lines = (
                 self.run.results.read_text(encoding="utf-8").split("\n")
                 if self.run.results.exists()
                 else [""]
             )
+            # The text after the last newline may be a line that is still being written.
             if len(lines) - 1 > self._read:
                 self._read += 1
                 answer: Json = json.loads(lines[self._read - 1])
@@ -92,6 +99,7 @@ class VariantJob:
             time.sleep(_POLL_SECONDS)
 
     def _check(self) -> None:
+        """Raise Failed if the job has ended."""
         assert self.variant.resolved is not None
         launcher = backend(self.variant.resolved.plan.launcher)
         if launcher.state(self._job) is not JobState.RUNNING:
@@ -101,7 +109,7 @@ class VariantJob:
             raise Failed(end.text if end.status else "it ended before its time without an error")
 
     def leave(self) -> None:
-        """Let the job end by itself."""
+        """Let the job end by itself, and cancel it if it does not."""
         if not self.alive or self.variant.resolved is None:
             return
         write_json(self.run.order, {"number": self._number + 1, "do": "leave"})
@@ -112,7 +120,7 @@ class VariantJob:
         self.cancel()
 
     def cancel(self) -> None:
-        """End the job now, with all that it started."""
+        """End the job now, with all processes that it started."""
         if self.alive and self.variant.resolved is not None:
             backend(self.variant.resolved.plan.launcher).cancel(self._job)
             self._job = None

@@ -1,6 +1,7 @@
-"""What a bench compares: the recipe once for each engine and each combination of varied keys.
+"""Variants of a bench: the recipe once for each engine and each combination of varied keys.
 
-A variant that the recipe's rules, this machine or what is installed refuse stays in the list with its reason.
+A variant that the recipe's rules, this machine or the installed packages refuse stays in the list
+with its reason.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.folder import RunDir
 
 ENGINES = ("ort", "inductor", "eager")
+# Fields of `engine` by which inductor is compared with plain PyTorch.
 _OF_INDUCTOR = ("parity_steps", "parity_tolerance")
 _VARY_FORM = (
     "write it as --vary key.path=first,second, for example --vary engine.memory_optimization=0,1"
@@ -27,16 +29,17 @@ _PAIRS = {")": "(", "]": "[", "}": "{"}
 
 
 class Variant(NamedTuple):
-    """A recipe with one engine and one choice of each varied key; resolved, or refused with a reason."""
+    """A recipe with one engine and a choice of each varied key; resolved, or refused with a reason."""
 
     engine: str
-    chosen: tuple[str, ...]  # key.path=value of each varied key
+    # `key.path=value` of each varied key.
+    chosen: tuple[str, ...]
     resolved: ResolvedRun | None = None
     refused: str = ""
 
     @property
     def name(self) -> str:
-        """`ort memory_optimization=1`: short, for tables."""
+        """A short name for tables, such as `ort memory_optimization=1`."""
         choices = (text.partition("=") for text in self.chosen)
         return " ".join(
             [self.engine, *(f"{key.rpartition('.')[2]}={value}" for key, _, value in choices)]
@@ -44,18 +47,18 @@ class Variant(NamedTuple):
 
     @property
     def slug(self) -> str:
-        """The name as a folder's."""
+        """The name in a form for folders."""
         return re.sub(r"[^A-Za-z0-9._=-]+", "-", self.name).strip("-")
 
     def overrides(self, before: Engine) -> tuple[str, ...]:
-        """What the variant changes in a recipe with this section `engine`."""
-        # No fallback: a bench of plain PyTorch under ort's name would be a lie.
+        """Return the variant's changes to a recipe with this section `engine`."""
+        # No fallback: plain PyTorch must not be measured under ort's name.
         strict = ("engine.allow_fallback=false",) if self.engine == "ort" else ()
         return (*engine_overrides(self.engine, before), *strict, *self.chosen)
 
 
 def engine_overrides(engine: str, before: Engine, parity: bool = False) -> tuple[str, ...]:
-    """An engine in place of the recipe's: fields for ort go where another engine comes.
+    """Return overrides that replace the recipe's engine; another engine drops the fields for ort.
 
     before: the recipe's section.
     parity: inductor keeps its comparison with plain PyTorch.
@@ -72,7 +75,7 @@ def engine_overrides(engine: str, before: Engine, parity: bool = False) -> tuple
 
 
 def variants(engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:
-    """Engines x values of every varied key, engines first, in the order given.
+    """Return engines x values of every varied key, engines first, in the given order.
 
     Raises:
         InputError: an unknown engine, or a `--vary` that is no key with values.
@@ -86,6 +89,7 @@ def variants(engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:
     found = [
         Variant(engine, chosen) for chosen in itertools.product(*choices) for engine in engines
     ]
+    # Slugs, because each variant needs its own folder.
     names = [variant.slug for variant in found]
     twice = next((variant.name for variant in found if names.count(variant.slug) > 1), None)
     if twice:
@@ -98,13 +102,17 @@ def _choices(text: str) -> list[str]:
     found = list(split_values(values))
     if not equals or not key.strip() or not all(found):
         raise InputError(f"--vary {text}: {_VARY_FORM}")
+    # An override of the engine would contradict the variant's name.
     if key.strip() in ("engine", "engine.name"):
         raise InputError(f"--vary {text}: engines are chosen with --engines")
     return [f"{key.strip()}={value}" for value in found]
 
 
 def split_values(text: str) -> Iterator[str]:
-    """`0,{a: [1, 2]},x` -> `0`, `{a: [1, 2]}`, `x`: commas inside brackets and quotes separate nothing."""
+    """Split `0,{a: [1, 2]},x` into `0`, `{a: [1, 2]}` and `x`.
+
+    Commas inside brackets and quotes separate nothing.
+    """
     piece = ""
     within: list[str] = []
     for character in text:
@@ -124,7 +132,7 @@ def split_values(text: str) -> Iterator[str]:
 
 
 def resolve_variant(variant: Variant, base: ResolvedRun) -> Variant:
-    """The variant with its plan, or with the reason why it cannot run here."""
+    """Return the variant with its plan, or with the reason why it cannot run here."""
     try:
         overrides = variant.overrides(base.file.recipe.engine)
         resolved = base.with_overrides(*overrides).with_task("bench")
