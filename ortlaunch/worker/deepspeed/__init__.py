@@ -1,1 +1,1 @@
-"""DeepSpeed with a gradient norm that is right and fast; its sources are guarded."""
+"""A correct and fast gradient norm for DeepSpeed, used only with known sources of DeepSpeed."""

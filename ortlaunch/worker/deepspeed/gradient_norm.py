@@ -1,8 +1,9 @@
-"""DeepSpeed's ZeRO 1 and 2 optimizer, with its overflow check and its gradient norm made from one fused pass.
+"""A fused pass for the overflow check and the gradient norm of DeepSpeed's ZeRO 1 and 2 optimizer.
 
-DeepSpeed reads every gradient for the check, then casts each to double for the norm. Here the check squares and sums
-once and leaves the sums for the norm that follows. Collectives, clipping and all decisions stay DeepSpeed's. For
-every engine; what ONNX Runtime has of the kind is ortmodule/.
+DeepSpeed reads every gradient for the check, then casts each one to double for the norm. Here the
+check computes the sums of squares once, and the norm that follows reuses them. Collectives,
+clipping and all decisions stay DeepSpeed's. This applies to every engine; ONNX Runtime's own
+replacement is handled in ortmodule/.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from ortlaunch.worker.deepspeed.sources import unknown_source
 from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.worker.deepspeed.zero_types import Sharded
 
+# The methods of the optimizer that are replaced.
 _REPLACED = ("has_overflow_partitioned_grads_serial", "has_overflow_serial", "get_grad_norm_direct")
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class Applied(NamedTuple):
-    """Whether the fused pass is in force, whose it is ("onnxruntime", "ortlaunch", None), and why (not)."""
+    """Whether a fused pass is active, its provider ("onnxruntime", "ortlaunch", None), and why."""
 
     applied: bool
     by: str | None
@@ -32,27 +34,36 @@ class Applied(NamedTuple):
 
 
 def fuse_gradient_norm(optimizer: Sharded) -> Applied:
-    """Replace, on this optimizer alone, what reads all gradients; an optimizer it is not made for stays as it is."""
+    """Replace the methods of one optimizer that read all gradients.
+
+    An optimizer that is not supported stays unchanged.
+
+    Returns:
+        Whether the methods were replaced, and why not.
+    """
     why = _left_to_deepspeed(optimizer)
     if why:
         return Applied(False, None, why)
     stand_in = _FusedPass(optimizer)
+    # On the instance alone; the class stays DeepSpeed's, so that `restore` can delete them.
     for name in _REPLACED:
         setattr(optimizer, name, getattr(stand_in, name))
     return Applied(True, "ortlaunch", "")
 
 
 def restore(optimizer: object) -> None:
-    """Give the optimizer DeepSpeed's own functions back."""
+    """Restore DeepSpeed's own methods of the optimizer."""
     for name in _REPLACED:
         vars(optimizer).pop(name, None)
 
 
 def _left_to_deepspeed(optimizer: Sharded) -> str:
-    """Why this optimizer is left as it is, or ""."""
+    """Return why this optimizer is left unchanged, or ""."""
+    # Local imports: DeepSpeed is optional.
     import deepspeed
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+    # The exact type: a subclass may override methods that the fused pass relies on.
     if type(optimizer) is not DeepSpeedZeroOptimizer:
         return f"it is for ZeRO 1 and 2, this is {type(optimizer).__name__}"
     why = unknown_source(DeepSpeedZeroOptimizer)
@@ -64,6 +75,7 @@ def _left_to_deepspeed(optimizer: Sharded) -> str:
 
 
 def _peculiarities(optimizer: Sharded) -> list[tuple[bool, str]]:
+    """Return pairs of a condition that the fused pass does not support, and the reason."""
     parameters = [parameter for group in optimizer.bit16_groups for parameter in group]
     return [
         (optimizer.cpu_offload, "with CPU offload DeepSpeed measures gradients as it copies them"),
@@ -79,14 +91,15 @@ def _peculiarities(optimizer: Sharded) -> list[tuple[bool, str]]:
 
 
 class _FusedPass:
-    """The functions that stand in, and the sums of squares that the check leaves for the norm."""
+    """The replacement methods, and the sums of squares that the check keeps for the norm."""
 
     def __init__(self, optimizer: Sharded) -> None:
         self.optimizer = optimizer
+        # One entry for each parameter group, until its norm is computed.
         self.left: list[tuple[_State, Tensor]] = []
 
     def has_overflow_partitioned_grads_serial(self) -> Tensor:
-        """Whether one of this rank's gradients has an inf or nan: bool, shape [1]."""
+        """Return whether one of this rank's gradients has inf or nan: bool, shape (1,)."""
         optimizer = self.optimizer
         sums = []
         self.left = []
@@ -104,13 +117,14 @@ class _FusedPass:
         return self._any_not_finite(sums)
 
     def has_overflow_serial(self, params: Sequence[torch.nn.Parameter]) -> Tensor:
-        """The same for the parameters' own gradients."""
+        """Return whether a parameter's own gradient has inf or nan: bool, shape (1,)."""
         gradients = [parameter.grad for parameter in params if parameter.grad is not None]
         return self._any_not_finite([sum_of_squares(gradients)] if gradients else [])
 
     def _any_not_finite(self, sums: list[Tensor]) -> Tensor:
         if not sums:
             return torch.zeros(1, dtype=torch.bool, device=self._device())
+        # A sum of squares is finite exactly if all elements are.
         return torch.stack(sums).isfinite().all().logical_not().reshape(1)
 
     def get_grad_norm_direct(
@@ -119,8 +133,12 @@ class _FusedPass:
         params: Sequence[torch.nn.Parameter],
         norm_type: float = 2,
     ) -> Tensor:
-        """Norm of a parameter group over all ranks: a float32 scalar, -1 where it is inf or nan, as DeepSpeed says."""
+        """Return the norm of a parameter group over all ranks, a float32 scalar (collective).
+
+        It is -1 in place of inf or nan, as in DeepSpeed.
+        """
         optimizer = self.optimizer
+        # Sums of squares give the 2-norm alone.
         if float(norm_type) != 2.0:
             stock = types.MethodType(type(optimizer).get_grad_norm_direct, optimizer)
             norm: Tensor = stock(gradients, params, norm_type)
@@ -134,7 +152,10 @@ class _FusedPass:
         return total.masked_fill_(total.isfinite().logical_not(), -1.0)
 
     def _squares(self, counted: list[Tensor]) -> Tensor:
-        """What the check left for these very gradients, else measured now; used once."""
+        """Return the sum of squares that the check has kept for these gradients, or compute it.
+
+        A kept sum is used once.
+        """
         for i, (state, squares) in enumerate(self.left):
             if state.is_of(counted):
                 del self.left[i]
@@ -152,9 +173,10 @@ class _FusedPass:
 
 
 class _State:
-    """Which tensors, in which state: it keeps none alive, and sees that one was changed in place."""
+    """The identity and version of tensors, to detect that one was replaced or changed in place."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        # Weak references, so that no gradient is kept alive; torch counts changes in `_version`.
         self.tensors = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
@@ -167,7 +189,7 @@ class _State:
 def _counted(
     gradients: Sequence[Tensor], params: Sequence[torch.nn.Parameter]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(gradients of parameters, padding): the norm is of the first, an inf counts in both."""
+    """Return (gradients of parameters, padding); the norm is of the first, inf counts in both."""
     real = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
     padding = [gradient for gradient in gradients if getattr(gradient, "_zero_padding", False)]
     return real[: len(params)], [*real[len(params) :], *padding]

@@ -1,7 +1,7 @@
-"""Where DeepSpeed's optimizers keep master weights and optimizer state, by parameter name.
+"""The location of master weights and optimizer state in DeepSpeed's optimizers, by parameter name.
 
-Known: no ZeRO (torch's optimizer, or masters of each parameter), ZeRO 1 and 2 (`_hp_mapping` of each parameter), ZeRO 3
-(`grad_position`). Seen in DeepSpeed 0.19.8.
+Supported: no ZeRO (torch's optimizer, or a master weight for each parameter), ZeRO 1 and 2
+(`_hp_mapping` of each parameter), ZeRO 3 (`grad_position`), as in DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from ortlaunch.worker.model.named_state import (
     whole_parts,
 )
 
+# Attributes of DeepSpeed's dynamic loss scaler.
 _COUNTERS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def named_state(engine: Any, model: nn.Module, rank: int) -> NamedState:
-    """The state of a DeepSpeed engine around a model.
+    """Return the state of a DeepSpeed engine around a model.
 
     Raises:
-        CheckpointError: DeepSpeed keeps it where we cannot reach it.
+        CheckpointError: the type of the optimizer, or the location of its state, is not supported.
     """
     kind = type(engine.optimizer).__name__
     optimizer = engine.optimizer
@@ -56,7 +57,7 @@ def named_state(engine: Any, model: nn.Module, rank: int) -> NamedState:
 
 
 def _masters(optimizer: Unsharded, model: nn.Module, rank: int) -> list[ParameterRange]:
-    """No ZeRO in fp16 or bf16: one float32 copy of each parameter."""
+    """Return the parts without ZeRO in fp16 or bf16: one float32 copy of each parameter."""
     pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups)
     masters = {
         weight: master for weights, copies in pairs for weight, master in zip(weights, copies)
@@ -65,15 +66,17 @@ def _masters(optimizer: Unsharded, model: nn.Module, rank: int) -> list[Paramete
 
 
 def _copy_masters(optimizer: Unsharded) -> None:
+    # Restored master weights must be copied into the model, which the next forward pass reads.
     for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups):
         for weight, master in zip(weights, masters):
             weight.data.copy_(master.data)
 
 
 def _fragments(optimizer: Sharded, model: nn.Module, rank: int) -> Iterator[ParameterRange]:
-    """ZeRO 1 and 2: this rank's pieces of parameters lie one behind another in one flat tensor for each group."""
+    """Yield this rank's pieces of parameters in ZeRO 1 and 2: ranges of one flat tensor a group."""
     for name, parameter in model.named_parameters():
         mapping = getattr(parameter, "_hp_mapping", None)
+        # None: the parameter is frozen, or this rank has no piece of it.
         if mapping is not None:
             here = mapping.lp_fragment_address
             there = mapping.hp_fragment_address
@@ -84,7 +87,10 @@ def _fragments(optimizer: Sharded, model: nn.Module, rank: int) -> Iterator[Para
 
 
 def _partitions(optimizer: Partitioned, model: nn.Module, rank: int) -> Iterator[ParameterRange]:
-    """ZeRO 3: each parameter is cut into equal pieces, the last ones padded; they lie in flat tensors."""
+    """Yield this rank's pieces of parameters in ZeRO 3.
+
+    Each parameter is cut into equal pieces, stored in flat tensors; the last pieces are padded.
+    """
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -96,6 +102,7 @@ def _partitions(optimizer: Partitioned, model: nn.Module, rank: int) -> Iterator
                 f"DeepSpeed keeps {name} where it cannot be saved from (a swapped or nested "
                 "partition)"
             )
+        # Without the padding; a rank may have padding alone.
         count = min(size, held.ds_numel - rank * size)
         if count > 0:
             group = optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[flat]]
@@ -106,7 +113,8 @@ def _copy_partitions(optimizer: Partitioned) -> None:
     optimizer._partition_all_parameters()
     for flat in range(len(optimizer.fp16_groups)):
         optimizer._reassign_or_swap_out_partitioned_parameters(flat)
-    if optimizer.persistent_parameters:  # whole on every rank
+    # Persistent parameters are not partitioned: every rank needs all of each.
+    if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
@@ -120,7 +128,8 @@ _KINDS: dict[str, _Kind] = {
 
 
 def _loss_scale(optimizer: object) -> LossScale | None:
-    """A dynamic loss scale; one that the recipe sets is not the checkpoint's."""
+    """Return access to a dynamic loss scale; None for a fixed one, which the recipe sets."""
+    # The attribute's name differs between DeepSpeed's optimizers.
     kept = getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", None))
     dynamic = getattr(kept, "dynamic", getattr(kept, "dynamic_loss_scale", False))
     if kept is None or not dynamic:

@@ -1,7 +1,8 @@
-"""The DeepSpeed sources that zero_modifier knows, by fingerprint: what it replaces, and what it relies on.
+"""Fingerprints of the DeepSpeed functions that gradient_norm.py replaces or relies on.
 
-Read and compared for every release from 0.16.0 to 0.19.8. A new release is added by reading its differences, not by
-its number: `python -m ortlaunch.worker.deepspeed.sources` prints what the installed one has.
+Every release from 0.16.0 to 0.19.8 has been read and compared. To add a new release, read its
+differences first; a higher version number alone proves nothing.
+`python -m ortlaunch.worker.deepspeed.sources` prints the fingerprints of the installed release.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 from ortlaunch.ortmodule.base import source_guard
 
-# What each release changed in ZeRO 1 and 2, the first whole; between them nothing did. Cut sha256 of the source.
+# The functions of ZeRO 1 and 2 that each release changed; the first release has all of them.
+# Releases between these changed none. Values are the first 16 hex digits of the source's sha256.
 _CHANGES = {
     "0.16.0": {
         "has_overflow_partitioned_grads_serial": "b54b01f27a954af8",
@@ -57,7 +59,7 @@ _CHANGES = {
 
 
 def known_sources() -> dict[str, dict[str, str]]:
-    """Release -> function -> fingerprint, each release whole."""
+    """Return release -> function -> fingerprint, with all functions for each release."""
     known: dict[str, dict[str, str]] = {}
     whole: dict[str, str] = {}
     for release, changes in _CHANGES.items():
@@ -66,14 +68,18 @@ def known_sources() -> dict[str, dict[str, str]]:
 
 
 def unknown_source(optimizer: type) -> str:
-    """Why the source of a ZeRO 1 or 2 optimizer class is not a known one, or ""."""
+    """Return why the source of a ZeRO 1 or 2 optimizer class is not a known one, or ""."""
     known = known_sources()
     found = installed(optimizer, set().union(*known.values()))
     strange = {release: _differing(found, whole) for release, whole in known.items()}
+    # Of equally near releases the latest one is reported.
     nearest = min(reversed(list(strange)), key=lambda release: len(strange[release]))
     if not strange[nearest]:
         return ""
-    return f"{', '.join(strange[nearest])} is not as in any known release (0.16.0 to {list(known)[-1]})"
+    return (
+        f"{', '.join(strange[nearest])} is not as in any known release "
+        f"(0.16.0 to {list(known)[-1]})"
+    )
 
 
 def _differing(found: dict[str, str], whole: dict[str, str]) -> list[str]:
@@ -81,7 +87,7 @@ def _differing(found: dict[str, str], whole: dict[str, str]) -> list[str]:
 
 
 def installed(optimizer: type, names: set[str]) -> dict[str, str]:
-    """Fingerprints of the optimizer's methods, and of functions of its module, that have a source."""
+    """Return the fingerprints of the named methods of the optimizer, or functions of its module."""
     module = sys.modules[optimizer.__module__]
     functions = {
         name: getattr(optimizer, name, None) or getattr(module, name, None) for name in names
@@ -92,7 +98,7 @@ def installed(optimizer: type, names: set[str]) -> dict[str, str]:
 
 
 def fingerprint(function: Any) -> str:
-    """The first 16 hex digits of the sha256 of a function's source, or "" where it has none."""
+    """Return the first 16 hex digits of the sha256 of a function's source, or "" without one."""
     try:
         source = textwrap.dedent(inspect.getsource(function)).strip()
     except (OSError, TypeError):

@@ -1,6 +1,6 @@
-"""Types of DeepSpeed's objects as far as the worker uses them: stubs for the type checker, no code.
+"""Types of DeepSpeed's objects, as far as the worker uses them: stubs for the type checker.
 
-DeepSpeed 0.19.8 ships no type information.
+DeepSpeed 0.19.8 has no type information of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Unsharded(Protocol):
-    """FP16_UnfusedOptimizer: masters of each parameter."""
+    """FP16_UnfusedOptimizer: a float32 master weight for each parameter."""
 
     fp16_groups: Sequence[Sequence[Tensor]]
     fp32_groups: Sequence[Sequence[Tensor]]
@@ -21,7 +21,7 @@ class Unsharded(Protocol):
 
 
 class Sharded(Protocol):
-    """DeepSpeedZeroOptimizer, of ZeRO 1 and 2, and BF16_Optimizer."""
+    """DeepSpeedZeroOptimizer (ZeRO 1 and 2) and BF16_Optimizer."""
 
     averaged_gradients: dict[int, Sequence[Tensor | None]]
     bit16_groups: Sequence[Sequence[torch.nn.Parameter]]
@@ -51,7 +51,7 @@ class Gathering(Protocol):
 
 
 class Partitioned(Protocol):
-    """DeepSpeedZeroOptimizer_Stage3."""
+    """DeepSpeedZeroOptimizer_Stage3 (ZeRO 3)."""
 
     fp16_groups: Sequence[Sequence[Tensor]]
     fp32_partitioned_groups_flat: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""Training on a device: a run's model as ONNX Runtime's training artifacts, and what is done with those.
+"""Training on a device: a run's model as ONNX Runtime's training artifacts, and their use.
 
-The artifacts need no PyTorch where they are used; here PyTorch reads the recipe's data.
+Using the artifacts needs no PyTorch on a device; here PyTorch reads the recipe's data.
 """

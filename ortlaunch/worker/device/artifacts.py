@@ -1,6 +1,8 @@
-"""`ortlaunch export --format ondevice`: graphs for training, evaluation and the optimizer, and a first checkpoint.
+"""`ortlaunch export --format ondevice`: the training artifacts of ONNX Runtime.
 
-Made by onnxruntime.training.artifacts; run back by onnxruntime.training.api and held against PyTorch before it counts.
+They are graphs for training, evaluation and the optimizer, and a first checkpoint, made by
+onnxruntime.training.artifacts. An export succeeds only if onnxruntime.training.api runs them with
+the same results as PyTorch.
 """
 
 from __future__ import annotations
@@ -36,18 +38,29 @@ from ortlaunch.worker.supervision.module_copies import place as beside
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LIMIT = 1e-4  # of the largest difference of the loss, or of a logit
-_MOST = 2**31 - 2**20  # bytes that a graph may have while its gradient is made: protobuf's 2 GiB
+# The largest allowed difference of the loss, or of a logit, from PyTorch's.
+LIMIT = 1e-4
+# Bytes of a graph while its gradient is made: protobuf's 2 GiB, less some room.
+_MOST = 2**31 - 2**20
 
 
 def ondevice(
     recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData
 ) -> DeviceArtifacts:
-    """All that `ortlaunch device` needs, into an existing folder.
+    """Write everything that `ortlaunch device` needs into an existing folder.
+
+    Args:
+        recipe: the recipe, changed by `as_on_a_device`.
+        folder: the folder to write to.
+        trained: the model with its weights.
+        data: the data of the run.
+
+    Returns:
+        The description that is also written into the folder.
 
     Raises:
-        EngineError: the model does not export, or ONNX Runtime's answers differ from PyTorch's.
-        InputError: it is too large, or keeps what a device cannot.
+        EngineError: the model does not export, or ONNX Runtime's results differ from PyTorch's.
+        InputError: the model is too large, or keeps state that a device cannot update.
         MissingDependency: onnxruntime-training is not installed.
     """
     made = require()
@@ -66,7 +79,8 @@ def ondevice(
     worst = largest(
         _difference(place, graph.WithLoss(whole, tuple(batch)), batch) for batch in batches
     )
-    if not worst <= LIMIT:  # nan, too
+    # `not <=` also refuses nan.
+    if not worst <= LIMIT:
         raise EngineError(
             f"ONNX Runtime's answers differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}"
         )
@@ -74,6 +88,7 @@ def ondevice(
     write_json(place.description, as_json(told))
     write_text(place.recipe, to_yaml(recipe))
     _save_surroundings(whole, folder, data.tokenizer)
+    # A recipe with factories needs the user's own modules where the artifacts are used.
     for module in own_modules() if dict(factories(recipe)) else ():
         (folder / beside(module)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(str(module.__file__), folder / beside(module))
@@ -81,9 +96,10 @@ def ondevice(
 
 
 def as_on_a_device(recipe: Recipe, micro_samples: int) -> Recipe:
-    """The artifacts' recipe: a step is one pass, nothing is sharded, and attention is written out, for its gradient."""
+    """Return the recipe of the artifacts: each step is one pass, and nothing is sharded."""
     fields = recipe.model
     alone = dict[str, object](gradient_checkpointing=False)
+    # ONNX Runtime derives the gradient of eager attention, which consists of basic operators.
     if not fields.traits.is_own:
         alone["attention"] = "eager"
     return recipe.model_copy(
@@ -114,13 +130,14 @@ def _generate(made: Any, recipe: Recipe, forward: Forward, folder: Path) -> None
     model = onnx.load(str(path))
     for node in model.graph.node:
         for attribute in node.attribute:
+            # Mode 0 is torch.optim.AdamW's: weights decay before the step.
             if attribute.name == "adam_mode":
-                attribute.i = 0  # torch.optim.AdamW's: weights decay before the step
+                attribute.i = 0
     onnx.save(model, str(path))
 
 
 def _optimizer(recipe: Recipe) -> object:
-    """The recipe's, as far as ONNX Runtime has it for devices."""
+    """Return the recipe's optimizer, as far as ONNX Runtime supports it on devices."""
     from onnxruntime.training.onnxblock import optim
 
     chosen = recipe.optimizer
@@ -137,7 +154,7 @@ def _optimizer(recipe: Recipe) -> object:
 
 
 def _notes(recipe: Recipe, forward: Forward) -> list[str]:
-    """What a device does not do as the recipe says."""
+    """Return notes on the recipe's settings that a device does not follow."""
     chosen = recipe.optimizer
     found = []
     if chosen.traits.on_device_note:
@@ -164,7 +181,7 @@ def _notes(recipe: Recipe, forward: Forward) -> list[str]:
 
 @torch.no_grad()
 def _difference(place: DeviceFolder, module: graph.WithLoss, batch: Batch) -> float:
-    """The largest of loss and logits, without dropout."""
+    """Return the largest difference of loss and logits from PyTorch's, without dropout."""
     expected = module.eval()(*batch.values())
     found = Device(place, place.checkpoint).evaluate(batch)
     return largest(
@@ -175,6 +192,7 @@ def _difference(place: DeviceFolder, module: graph.WithLoss, batch: Batch) -> fl
 
 def _description(recipe: Recipe, forward: Forward, worst: float) -> DeviceArtifacts:
     named = dict.fromkeys(forward.trained, True) | dict.fromkeys(forward.frozen, False)
+    # The operators of ONNX Runtime's optimizer graphs.
     used = {"SGD": "SGDOptimizerV2", "AdamW": "AdamWOptimizer"}[recipe.optimizer.traits.on_device]
     return DeviceArtifacts(
         opset=graph.OPSET,
@@ -193,6 +211,7 @@ def _description(recipe: Recipe, forward: Forward, worst: float) -> DeviceArtifa
 def _save_surroundings(whole: LossModule, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     model: Any = whole.model
     if hasattr(model, "config"):
+        # Training switches the cache off; the saved config has the model's own setting.
         give_back_cache(model, whole.generates_with_cache)
         model.config.save_pretrained(folder)
     if tokenizer is not None:
@@ -201,9 +220,11 @@ def _save_surroundings(whole: LossModule, folder: Path, tokenizer: PreTrainedTok
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """While open, what ONNX Runtime's graph transformers say at every step goes nowhere: no setting reaches them."""
+    """Discard the messages of ONNX Runtime's graph transformers while the context is open."""
+    # No logging option reaches them, so that the file descriptor of stderr is redirected.
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
+    # Native code writes to the descriptor, not to sys.stderr.
     os.dup2(nowhere, 2)
     try:
         yield

@@ -1,4 +1,4 @@
-"""`ortlaunch device average`: one checkpoint of several clients' (federated averaging), weighted by their samples."""
+"""`ortlaunch device average`: the mean of clients' checkpoints (federated averaging)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ Weights = Json
 def average(
     place: DeviceFolder, checkpoints: list[Path], weights: Sequence[float] | None, to: Path
 ) -> None:
-    """Write the mean of the trained weights, without any optimizer's state; what is frozen must be equal.
+    """Write the weighted mean of the trained weights, without optimizer state.
 
-    weights: of each client; None: the samples that it trained on since the last average.
+    Args:
+        place: the folder of the artifacts.
+        checkpoints: the clients' checkpoints; their frozen weights must be equal.
+        weights: the weight of each client; None: its samples since the last average.
+        to: the checkpoint to write.
 
     Raises:
-        CheckpointError: the checkpoints are not of these artifacts, or hold a number that is none.
-        InputError: a client has no weight.
+        CheckpointError: a checkpoint is not of these artifacts, or has inf or nan.
+        InputError: a client has no positive weight.
     """
     require()
     states = [load_state(path) for path in checkpoints]
@@ -49,15 +53,18 @@ def average(
         raise CheckpointError("\n".join(wrong))
     _require_same_frozen(checkpoints, states, wanted)
     parts = _parts(checkpoints, states, weights)
-    device = Device(place, checkpoints[0])  # only a state that a living module has takes weights
+    # Only the state of a living module accepts weights.
+    device = Device(place, checkpoints[0])
     for parameter in (each for each in wanted if each["trained"]):
         name = parameter["name"]
+        # Summed in float64, and rounded to float32 once.
         mean = sum(
             part * state.parameters[name].data.astype(np.float64)
             for part, state in zip(parts, states)
         )
         device.state.parameters[name] = np.asarray(mean, dtype=np.float32)
     properties = device.state.properties
+    # Clients may have trained different numbers of steps.
     properties[STEPS] = max(number(state, STEPS) for state in states)
     properties[SAMPLES] = sum(number(state, SAMPLES) for state in states)
     properties[AVERAGED] = 1
@@ -71,20 +78,29 @@ def average(
 
 
 def _differences(path: Path, state: Any, wanted: list[Weights]) -> Iterator[str]:
-    """What is not as the artifacts say: names and their order, sizes, which are trained, numbers."""
+    """Yield the differences of a checkpoint from the artifacts, and weights with inf or nan."""
     found = dict(state.parameters)
     names = [each["name"] for each in wanted]
     if [*found] != sorted(names):
         other = next(iter(set(found) ^ set(names)), "their order")
-        yield f"{path} is not of these artifacts: it has {len(found)} weights, they {len(names)}; {other} differs"
+        yield (
+            f"{path} is not of these artifacts: it has {len(found)} weights, "
+            f"they {len(names)}; {other} differs"
+        )
         return
     for each in wanted:
         value = found[each["name"]].data
         here = found[each["name"]]
         if list(value.shape) != each["shape"]:
-            yield f"{path}: {each['name']} is of shape {list(value.shape)}, and of {each['shape']} in the artifacts"
+            yield (
+                f"{path}: {each['name']} is of shape {list(value.shape)}, "
+                f"and of {each['shape']} in the artifacts"
+            )
         elif here.requires_grad != each["trained"]:
-            yield f"{path}: {each['name']} is {'' if here.requires_grad else 'not '}trained, not so in the artifacts"
+            yield (
+                f"{path}: {each['name']} is {'' if here.requires_grad else 'not '}trained, "
+                "not so in the artifacts"
+            )
         elif not np.isfinite(value).all():
             yield f"{path}: {each['name']} holds inf or nan"
 
@@ -102,11 +118,14 @@ def _require_same_frozen(checkpoints: list[Path], states: list[Any], wanted: lis
 def _parts(
     checkpoints: list[Path], states: list[Any], weights: Sequence[float] | None
 ) -> list[float]:
-    """Of each client in the mean, 1 in all."""
+    """Return the share of each client in the mean; their sum is 1."""
     given = [float(number(state, SAMPLES)) for state in states] if weights is None else weights
     for path, weight in zip(checkpoints, given):
         if not 0 < weight < float("inf"):
-            told = "trained on no sample since the last average; give all clients a weight with --weights"
+            told = (
+                "trained on no sample since the last average; "
+                "give all clients a weight with --weights"
+            )
             raise InputError(
                 f"{path} "
                 f"{told if weights is None else f'got weight {weight:g}; a weight is above 0'}"

@@ -1,4 +1,4 @@
-"""A device: the graphs of a folder of artifacts and the state of one checkpoint, by onnxruntime.training.api."""
+"""Training and evaluation of artifacts with the state of one checkpoint, as on a device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Arrays = Json
 STEPS = "ortlaunch.steps"
 """Property of a checkpoint: optimizer steps on devices."""
 SAMPLES = "ortlaunch.samples"
-"""Property of a checkpoint: samples trained on since weights were last averaged; of an average the sum of its parts."""
+"""Property of a checkpoint: samples since the last average; for an average, the clients' sum."""
 AVERAGED = "ortlaunch.averaged"
 """Property of a checkpoint: 1 for an average."""
 
 
 class Device:
-    """Trains and evaluates one checkpoint."""
+    """The artifacts' graphs with one checkpoint, run by onnxruntime.training.api."""
 
     def __init__(self, place: DeviceFolder, checkpoint: Path, trains: bool = False) -> None:
         require()
@@ -37,15 +37,21 @@ class Device:
         self.optimizer = Optimizer(place.optimizer, self.module) if trains else None
 
     def evaluate(self, batch: Batch) -> Arrays:
-        """Loss and logits of a batch, without dropout."""
+        """Return loss and logits of a batch, without dropout."""
         return self._pass(self.module.eval(), batch)
 
     def step(self, batch: Batch, rate: float) -> float:
-        """One pass forward and backward and a step of the optimizer; returns the loss. Packed documents go apart."""
+        """Run one forward and backward pass and an optimizer step; return the loss.
+
+        Args:
+            batch: a micro batch; packed documents are put in rows of their own.
+            rate: the learning rate.
+        """
         assert self.optimizer is not None, "made for training"
         self.optimizer.set_learning_rate(rate)
         loss = float(self._pass(self.module.train(), one_a_row(batch))["loss"])
         self.optimizer.step()
+        # The gradients are reset at the beginning of the next pass.
         self.module.lazy_reset_grad()
         return loss
 
@@ -54,7 +60,11 @@ class Device:
         return dict(zip(self.outputs, found if isinstance(found, tuple) else (found,)))
 
     def save_for_inference(self, path: Path) -> list[str]:
-        """Write the graph that gives everything but the loss; its outputs."""
+        """Write a graph that computes all outputs but the loss; return their names.
+
+        Raises:
+            InputError: the model returns its loss alone.
+        """
         wanted = [name for name in self.outputs if name != "loss"]
         if not wanted:
             raise InputError(
@@ -66,12 +76,13 @@ class Device:
 
 
 def require() -> Any:
-    """The module onnxruntime.training.artifacts.
+    """Return the module onnxruntime.training.artifacts.
 
     Raises:
-        MissingDependency: there is no onnxruntime-training, or it is another release's.
+        MissingDependency: onnxruntime-training is not installed, or is of another release.
     """
     try:
+        # Severity 3: errors alone are logged.
         import_module("onnxruntime").set_default_logger_severity(3)
         import_module("onnxruntime.training.api")
         return import_module("onnxruntime.training.artifacts")
@@ -80,28 +91,31 @@ def require() -> Any:
             f"training on a device needs onnxruntime-training ({error}): "
             'pip install "ortlaunch[ort-cpu]"'
         ) from None
+    # The import of ORTModule may fail silently within, and leave functions of torch and DeepSpeed
+    # replaced.
     finally:
         forget_failed_import()
 
 
 def load_state(path: Path) -> Any:
-    """Weights, properties and what there is of the optimizer's state.
+    """Return the state of a checkpoint: weights, properties and, if present, optimizer state.
 
     Raises:
-        CheckpointError: it is no checkpoint of onnxruntime.training's.
+        CheckpointError: the file is no checkpoint of onnxruntime.training.
     """
     from onnxruntime.training.api import CheckpointState
 
     try:
         return CheckpointState.load_checkpoint(path)
-    except Exception as error:  # onnxruntime has a class for each, all of them its own
+    # onnxruntime has a class of its own for each type of error.
+    except Exception as error:
         raise CheckpointError(
             f"{path} is no checkpoint of onnxruntime's: {str(error).splitlines()[-1]}"
         ) from None
 
 
 def save_state(state: Any, path: Path, with_optimizer: bool) -> None:
-    """Whole or not at all."""
+    """Write a checkpoint under a temporary name first, so that it is never incomplete."""
     from onnxruntime.training.api import CheckpointState
 
     partial = path.with_name(f"{path.name}.partial")
@@ -110,5 +124,5 @@ def save_state(state: Any, path: Path, with_optimizer: bool) -> None:
 
 
 def number(state: Any, name: str) -> int:
-    """A property; 0 where there is none."""
+    """Return an integer property of a checkpoint; 0 if absent."""
     return int(state.properties[name]) if name in state.properties else 0

@@ -1,4 +1,4 @@
-"""`ortlaunch device evaluate`: a checkpoint's weights in eval_model.onnx, measured as every evaluation is."""
+"""`ortlaunch device evaluate`: the usual evaluation, for a checkpoint run by eval_model.onnx."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 class _OnDevice(nn.Module):
-    """`forward(**batch)` -> loss and logits by name."""
+    """A module around a device: `forward(**batch)` -> loss and logits by name."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -34,7 +34,11 @@ class _OnDevice(nn.Module):
 
 
 def evaluate(place: DeviceFolder, recipe: Recipe, data: LoadedData, checkpoint: Path) -> Evaluation:
-    """Measure, write evaluation.json, print it."""
+    """Evaluate a checkpoint, write evaluation.json, and print the results.
+
+    Raises:
+        InputError: the recipe has no evaluation data.
+    """
     if data.evaluation is None:
         raise InputError(no_evaluation(place.recipe, recipe.data))
     device = Device(place, checkpoint)

@@ -1,6 +1,7 @@
-"""A model with its loss as one ONNX graph that can be trained, for batches and texts of any size.
+"""A model with its loss as one trainable ONNX graph, for batches and texts of any size.
 
-Written by torch's TorchScript exporter in training mode: dropout stays, and nothing is folded into the weights.
+torch's TorchScript exporter writes it in training mode, so that dropout stays and no constants are
+folded into the weights.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from ortlaunch.worker.model.chunked_head import LABELS
 from ortlaunch.worker.model.model import LossModule, loss_of
 from ortlaunch.worker.onnx.onnx_export import real_batches
 
-OPSET = 15  # from 17 on a LayerNorm is one operator, written without the outputs that ONNX Runtime's gradient needs
+# From 17 on, a LayerNorm is one operator, exported without outputs that ONNX Runtime's gradient
+# needs.
+OPSET = 15
 Batch = dict[str, torch.Tensor]
 Axes = dict[str, dict[int, str]]
 
 
 class WithLoss(nn.Module):
-    """`forward(*inputs)` -> the loss, then logits and whatever else the model returns by name, a tuple."""
+    """A model with its loss: `forward(*inputs)` -> a tuple of the loss and all named outputs."""
 
     def __init__(self, whole: LossModule, inputs: tuple[str, ...]) -> None:
         super().__init__()
@@ -39,7 +42,7 @@ class WithLoss(nn.Module):
         return tuple(self.named(*tensors).values())
 
     def named(self, *tensors: torch.Tensor) -> Batch:
-        """The same, each under its name."""
+        """Return the same tensors by name."""
         output = self.model(**dict(zip(self.inputs, tensors)))
         pairs = output.items() if isinstance(output, Mapping) else ()
         others = {
@@ -49,31 +52,36 @@ class WithLoss(nn.Module):
 
 
 class Forward(NamedTuple):
-    """What was exported."""
+    """An exported graph, and its parameters by use."""
 
     path: Path
     inputs: Axes
-    """Each with its axes whose size is open."""
+    """Each input with its axes of variable size."""
     outputs: Axes
+    """Each output with its axes of variable size."""
     trained: list[str]
-    """Parameters that the loss can change, by their names in the graph."""
+    """Parameters that training changes, by their names in the graph."""
     frozen: list[str]
+    """All other parameters of the graph."""
     unused: list[str]
-    """Parameters that training would change, and this loss does not use."""
+    """Parameters that require gradients but that the loss does not use."""
     shapes: dict[str, list[int]]
-    """Sizes of everything in the graph that is no input."""
+    """Shapes of the graph's initializers (weights and constants)."""
 
 
 def labelled_batches(recipe: Recipe, whole: LossModule, data: LoadedData) -> list[Batch]:
-    """Batches of the run's own data, in the order of the model's forward; the first two differ in both sizes."""
+    """Return batches of the run's own data, in the order of the parameters of the model's forward.
+
+    The first two batches differ in the number of samples and, for texts, in length.
+    """
     samples = data.evaluation or data.train
     few = stack_of(recipe)([samples.sample(index % len(samples), epoch=0) for index in range(3)])
     model: Any = whole.model
-    model = (
-        model.get_base_model() if hasattr(model, "get_base_model") else model
-    )  # peft's has no names
+    # The forward of a peft model has no named parameters.
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
     taken = inspect.signature(model.forward).parameters
     if recipe.model.traits.is_own:
+        # A forward with **kwargs accepts everything in the batch.
         wild = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
         whole_batch = {name: value for name, value in few.items() if wild or name in taken}
         return [whole_batch, {name: value[:2] for name, value in whole_batch.items()}]
@@ -91,13 +99,15 @@ def labelled_batches(recipe: Recipe, whole: LossModule, data: LoadedData) -> lis
 
 
 def _cut(labels: torch.Tensor, rows: int, length: int, whole: int) -> torch.Tensor:
-    """Labels of a smaller batch, one of each text counted: the mean over none is no number."""
+    """Return the labels of a smaller batch; at least one label of each text counts."""
     labels = (
         labels[:rows, :length].clone()
         if labels.dim() > 1 and labels.size(1) == whole
         else labels[:rows].clone()
     )
     if labels.dim() > 1 and not labels.is_floating_point():
+        # The mean loss over no label would be nan. Position 1, as nothing predicts position 0 of a
+        # causal model.
         labels[:, 1] = 0
     return labels
 
@@ -106,24 +116,25 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
     """Write the graph of a model in float32 on the CPU.
 
     Raises:
-        InputError: it keeps statistics of batches, or has nothing to train.
-        EngineError: the exporter cannot write it, or writes weights that the model shares as two.
+        InputError: the model keeps statistics of batches, or has nothing to train.
+        EngineError: the exporter cannot write the model, or writes a shared weight twice.
     """
     module = WithLoss(whole, tuple(batches[0])).train()
     _require_no_statistics(module)
     inputs = _axes(batches)
     outputs = _axes([module.named(*batch.values()) for batch in batches])
     with warnings.catch_warnings(), torch.random.fork_rng():
-        warnings.simplefilter(
-            "ignore"
-        )  # of what tracing cannot see; the comparison shows whether it mattered
+        # Warnings about values that tracing fixes; the comparison with PyTorch shows whether they
+        # matter.
+        warnings.simplefilter("ignore")
         try:
             torch.onnx.export(
                 module, tuple(batches[0].values()), str(path), input_names=[*inputs], output_names=[*outputs],
                 dynamic_axes={**inputs, **outputs}, opset_version=OPSET, dynamo=False, do_constant_folding=False,
                 training=torch.onnx.TrainingMode.TRAINING,
             )  # fmt: skip
-        except Exception as error:  # whatever the exporter raises is a reason
+        # The exporter raises many classes of errors; each of them is reported.
+        except Exception as error:
             raise EngineError(
                 f"--format ondevice: the model does not export: {str(error).splitlines()[0]}"
             ) from error
@@ -132,13 +143,11 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
 
 
 def _write_sizes(path: Path, batches: list[Batch]) -> None:
-    """Write into the graph the sizes that its values have in two batches.
-
-    ONNX Runtime's gradient takes sizes that it does not know for equal: a 1 that is broadcast, as the batch of BERT's
-    positions, was not summed over, and the gradient was wrong without a word.
-    """
+    """Write into the graph the shapes of its intermediate values, from two batches."""
     import onnx
 
+    # ONNX Runtime's gradient treats unknown sizes as equal. A broadcast dimension of size 1, such
+    # as the batch of BERT's positions, was not summed over, and the gradient was silently wrong.
     model = onnx.load(str(path))
     made = [name for node in model.graph.node for name in node.output if name]
     long, short = (_values(model, made, batch) for batch in batches[:2])
@@ -149,6 +158,7 @@ def _write_sizes(path: Path, batches: list[Batch]) -> None:
         other = short[name]
         if name not in known and one.ndim == other.ndim:
             pairs = zip(one.shape, other.shape)
+            # A size that is the same in both batches is fixed, another one gets a name.
             sizes = [a if a == b else words.get((a, b), f"size_{a}_{b}") for a, b in pairs]
             kind = onnx.helper.np_dtype_to_tensor_dtype(one.dtype)
             model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, sizes))
@@ -156,7 +166,7 @@ def _write_sizes(path: Path, batches: list[Batch]) -> None:
 
 
 def _open_sizes(batches: list[Batch]) -> dict[tuple[int, int], str]:
-    """The names of the sizes that differ between two batches, as the graph's inputs have them."""
+    """Return the names of variable sizes: (size in batch 0, size in batch 1) -> name."""
     pairs = dict[tuple[int, int], str]()
     axes = _axes(batches)
     for name, value in batches[0].items():
@@ -170,7 +180,7 @@ def _open_sizes(batches: list[Batch]) -> dict[tuple[int, int], str]:
 
 
 def _values(model: Any, names: list[str], batch: Batch) -> Json:
-    """Everything that the graph computes, for one batch."""
+    """Return all values that the graph computes for one batch, by name."""
     import onnx
     import onnxruntime
 
@@ -179,6 +189,7 @@ def _values(model: Any, names: list[str], batch: Batch) -> Json:
     given = {each.name for each in model.graph.output}
     whole.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in given)
     options = onnxruntime.SessionOptions()
+    # An optimized graph would not have all values.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(
         whole.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -200,7 +211,7 @@ def _require_no_statistics(module: nn.Module) -> None:
 
 
 def _axes(batches: list[Batch]) -> Axes:
-    """Axis 0 is the batch; others whose size differs between the first two batches follow the text's length."""
+    """Return the variable axes: axis 0 is "batch"; others that differ in two batches, "length"."""
     (long, short), found = batches[:2], Axes()
     for name, value in long.items():
         open_ones = [
@@ -211,13 +222,14 @@ def _axes(batches: list[Batch]) -> Axes:
 
 
 def _sorted(module: WithLoss, forward: Forward) -> Forward:
-    """Which of the graph's weights are trained: those that the model trains and the loss uses."""
+    """Sort the graph's weights: trained ones require gradients and are used by the loss."""
     import onnx
 
     graph = onnx.load(str(forward.path)).graph
     used = _used(graph)
     there = {each.name: list(each.dims) for each in graph.initializer}
     forward.shapes.update(there)
+    # A shared parameter has several names in the model, and one of them in the graph.
     aliases: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -240,9 +252,10 @@ def _sorted(module: WithLoss, forward: Forward) -> Forward:
 
 
 def _used(graph: Any) -> set[str]:
-    """Names that the loss is computed from."""
+    """Return the names of all values that the loss depends on."""
     makers = {name: node for node in graph.node for name in node.output}
     found = set[str]()
+    # The first output is the loss.
     left = [graph.output[0].name]
     while left:
         name = left.pop()

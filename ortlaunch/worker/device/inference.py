@@ -1,4 +1,4 @@
-"""`ortlaunch device export`: a checkpoint's weights in one graph for onnxruntime alone, with config and tokenizer."""
+"""`ortlaunch device export`: a checkpoint as one graph for plain onnxruntime."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from ortlaunch.worker.device.device import Device
 from ortlaunch.worker.onnx.onnx_export import largest
 from ortlaunch.worker.onnx.onnx_model import Batch, arrays
 
-_SIZES = {"batch": 3, "length": 7}  # of the batch that is compared
+# Sizes of the batch for the comparison.
+_SIZES = {"batch": 3, "length": 7}
 
 
 def export(place: DeviceFolder, checkpoint: Path, to: Path) -> None:
-    """Write a new folder with model.onnx, run back by onnxruntime and held against the evaluation graph.
+    """Write a new folder with model.onnx, config and tokenizer.
+
+    The graph is compared with the evaluation graph before the folder gets its name.
 
     Raises:
         InputError: the model returns a loss alone.
-        EngineError: the two graphs differ.
+        EngineError: the outputs of the two graphs differ.
     """
     partial = to.with_name(f"{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -32,7 +35,8 @@ def export(place: DeviceFolder, checkpoint: Path, to: Path) -> None:
     device = Device(place, checkpoint)
     outputs = device.save_for_inference(partial / "model.onnx")
     worst = _difference(device, place, partial / "model.onnx", outputs)
-    if not worst <= LIMIT:  # nan, too
+    # `not <=` also refuses nan.
+    if not worst <= LIMIT:
         raise EngineError(
             f"model.onnx and {place.eval} differ by {worst:.3g}; the limit is {LIMIT:g}"
         )
@@ -56,9 +60,13 @@ def _difference(device: Device, place: DeviceFolder, path: Path, outputs: list[s
 
 
 def _made_up(device: Device, place: DeviceFolder) -> Batch:
-    """A batch for the evaluation graph: whole numbers are 0 and 1, which any vocabulary and number of classes has."""
+    """Return a random batch for the evaluation graph.
+
+    Integers are 0 and 1, which are valid for any vocabulary and any number of classes.
+    """
     import onnx
 
+    # A fixed seed, so that the printed difference is reproducible.
     generator = torch.Generator().manual_seed(0)
     graph = onnx.load(str(place.eval)).graph
     named: Json = {each.name: each.type.tensor_type for each in graph.input}
@@ -70,12 +78,13 @@ def _made_up(device: Device, place: DeviceFolder) -> Batch:
         ).dtype
         numbers = torch.randn(shape, generator=generator)
         found[name] = numbers.to(dtype) if dtype.is_floating_point else (numbers > 0).to(dtype)
-        found[name][..., 0] = 1  # no text is all padding, nor without a label
+        # No text may be all padding, nor without a label.
+        found[name][..., 0] = 1
     return found
 
 
 def _copy_surroundings(place: DeviceFolder, folder: Path) -> None:
-    """Config and tokenizer, as beside transformers' weights."""
+    """Copy config and tokenizer, in the layout of a transformers folder."""
     ours = {place.description.name, place.evaluation.name}
     for path in sorted(place.path.iterdir()):
         if path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in ours:

@@ -1,4 +1,4 @@
-"""`ortlaunch device train`: steps of one pass each, from one checkpoint into another."""
+"""`ortlaunch device train`: training steps of one pass each, from one checkpoint to another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ortlaunch.worker.engine.schedule import factor
 
 
 class _Span(NamedTuple):
-    """Steps of this training, from 0, of the whole one's."""
+    """The steps [first, last) of this command, of the `total` steps of the recipe."""
 
     first: int
     last: int
@@ -43,17 +43,18 @@ def train(
     to: Path,
     steps: int | None,
 ) -> None:
-    """Train up to `train.max_steps`, or `steps` of them, and save.
+    """Train to the end of the recipe, or at most `steps` steps, and save.
 
     Raises:
-        InputError: there is no step left.
+        InputError: no step is left.
         NonFiniteError: a loss is inf or nan; nothing is saved.
     """
     require()
     micro = recipe.batch.micro_size
     assert isinstance(micro, int), "the artifacts' recipe has a number"
     span = _span(recipe, len(data.train), micro, checkpoint, steps)
-    import_module("onnxruntime").set_seed(recipe.seed + span.first)  # of dropout
+    # The seed of dropout; it differs from command to command, as each begins at another step.
+    import_module("onnxruntime").set_seed(recipe.seed + span.first)
     device = Device(place, checkpoint, trains=True)
     if steps is not None and span.first + steps > span.last:
         left = counted(span.last - span.first, "step")
@@ -66,6 +67,7 @@ def train(
         f"each one pass over {micro} samples",
         flush=True,
     )
+    # One rank and one pass: the global batch is the micro batch.
     plan = BatchPlan(micro, micro, 1, 1, None)
     losses = _take(
         device, recipe, Batches(data.train, plan, recipe.seed, stack=stack_of(recipe)), span
@@ -82,6 +84,7 @@ def _span(recipe: Recipe, samples: int, micro: int, checkpoint: Path, steps: int
     first = number(load_state(checkpoint), STEPS)
     total = recipe.train.max_steps
     if total is None:
+        # Rounded first, so that float errors do not add a step.
         total = max(1, math.ceil(round((recipe.train.epochs or 0.0) * samples / micro, 6)))
     if first >= total:
         raise InputError(
@@ -91,14 +94,14 @@ def _span(recipe: Recipe, samples: int, micro: int, checkpoint: Path, steps: int
 
 
 def _more(recipe: Recipe, steps: int) -> str:
-    """What to type for so many steps."""
+    """Return the command line options that raise the total to this number of steps."""
     return f"train.max_steps={steps}" + (
         " train.epochs=null" if recipe.train.epochs is not None else ""
     )
 
 
 def _take(device: Device, recipe: Recipe, batches: Batches, span: _Span) -> list[float]:
-    """Take the steps; the loss of each."""
+    """Run the steps; return the loss of each."""
     losses = list[float]()
     began = time.monotonic()
     for step in range(span.first, span.last):
@@ -108,13 +111,17 @@ def _take(device: Device, recipe: Recipe, batches: Batches, span: _Span) -> list
             raise NonFiniteError(f"step {step + 1}: the loss is {losses[-1]}; nothing is saved")
         if (step + 1) % recipe.log.every_steps == 0 or step + 1 == span.last:
             speed = len(losses) * batches.batch.micro_samples / (time.monotonic() - began)
-            told = f"step {step + 1}/{span.total}  loss {losses[-1]:.4f}  lr {rate:.3g}  {speed:,.1f} samples/s"
+            told = (
+                f"step {step + 1}/{span.total}  loss {losses[-1]:.4f}  "
+                f"lr {rate:.3g}  {speed:,.1f} samples/s"
+            )
             print(told, flush=True)
     return losses
 
 
 def _count(state: Any, span: _Span, micro: int) -> None:
-    """Steps, and samples since the weights were last averaged."""
+    """Update the checkpoint's counts of steps and of samples since the last average."""
+    # An average has the sum of its parts as SAMPLES, so that the count begins again after it.
     before = 0 if number(state, AVERAGED) else number(state, SAMPLES)
     properties = state.properties
     properties[STEPS], properties[AVERAGED] = span.last, 0

@@ -1,4 +1,4 @@
-"""The verbs of `ortlaunch device`."""
+"""The subcommands of `ortlaunch device`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ortlaunch.user_modules import make_importable
 
 
 def run(request: DeviceRequest) -> None:
-    """Do the requested one."""
+    """Run the requested subcommand."""
+    # Imports are local: a subcommand must not need packages that only another one uses.
     place = DeviceFolder(request.artifacts)
     checkpoint = Path(request.checkpoint or "")
     to = Path(request.to or "")
@@ -45,9 +46,8 @@ def _with_data(
         AutoConfig.from_pretrained(str(place)) if (place.path / "config.json").exists() else None
     )
     data = LoadedData(recipe, vocabulary=of_config(config, recipe.model.task))
-    _ = (
-        data.train if verb == "train" else data.evaluation
-    )  # and no more: the rest may not be on a device
+    # Only the needed part is read: a device may not have the rest.
+    _ = data.train if verb == "train" else data.evaluation
     for note in take_notes():
         print(note)
     if config is not None:

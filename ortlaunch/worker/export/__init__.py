@@ -1,1 +1,1 @@
-"""The exported model: its folder, card and upload; text generated with it."""
+"""The export of a model: its folder, model card and upload; text generation with it."""

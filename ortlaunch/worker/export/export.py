@@ -1,4 +1,4 @@
-"""The trained model in the form that others read: transformers' folder, or safetensors for the user's own model."""
+"""The trained model in common formats: a transformers folder, or safetensors for custom models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def export(
     trained: LossModule,
     data: LoadedData,
 ) -> None:
-    """Write export/ (collective): weights, config and tokenizer. The model is of no further use: LoRA is merged."""
+    """Write weights, config and tokenizer into export/ (collective).
+
+    The model cannot be trained further afterwards, as LoRA may be merged into it.
+    """
+    # All ranks take part, as each may have only pieces of the weights (ZeRO 3); rank 0 writes.
     with stepper.whole_weights():
         if group.rank == 0:
             run.export.mkdir(parents=True, exist_ok=True)
@@ -35,13 +39,16 @@ def export(
 
 
 def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) -> None:
-    """What transformers (or peft) loads, or safetensors where the model is the user's own, into an existing folder."""
+    """Write the model for transformers or peft into an existing folder.
+
+    A model without `save_pretrained` is written as model.safetensors.
+    """
     model: Any = trained.model
     if recipe.model.lora and recipe.model.lora.merge:
+        # safe_merge raises an error if the adapters have nan.
         model = model.merge_and_unload(safe_merge=True)
-    elif (
-        recipe.model.lora
-    ):  # peft's card is a template, written over one of the user's; push.py writes the run's
+    elif recipe.model.lora:
+        # peft would write a template over the user's own model card; push.py writes the run's card.
         model.create_or_update_model_card = lambda folder: None
     if hasattr(model, "save_pretrained"):
         from transformers.utils import logging
@@ -81,11 +88,13 @@ FORMATS: dict[
     "onnx": _onnx,
     "ondevice": _ondevice,
 }
-"""What `ortlaunch export --format` writes; the names are commands/export.py's, too."""
+"""Writers by the value of `ortlaunch export --format`; commands/export.py has the same names."""
 
 
 def follow_umask(folder: Path) -> None:
-    """Safetensors writes files for their owner alone; as all others they should be the umask's."""
+    """Give all files of a folder the permissions of the umask."""
+    # safetensors writes files that only their owner can read. The umask can be read only by setting
+    # it.
     umask = os.umask(0o077)
     os.umask(umask)
     for path in folder.rglob("*"):
@@ -94,16 +103,15 @@ def follow_umask(folder: Path) -> None:
 
 
 def _save_tensors(model: torch.nn.Module, path: str) -> None:
-    """What safetensors' `load_model` reads, each shared tensor once.
-
-    Not by its `save_model`, which refuses weights that ZeRO keeps as pieces of one large tensor.
-    """
+    """Write a file for safetensors' `load_model`, with each shared tensor once."""
+    # safetensors' own `save_model` refuses weights that ZeRO keeps as pieces of one large tensor.
     from safetensors.torch import save_file
 
     kept: dict[object, str] = {}
     metadata = {"format": "pt"}
     tensors = {}
     for name, value in model.state_dict().items():
+        # Empty tensors have no address of their own.
         place = (
             (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
         )
@@ -111,5 +119,6 @@ def _save_tensors(model: torch.nn.Module, path: str) -> None:
         if first == name:
             tensors[name] = value.contiguous()
         else:
+            # `load_model` finds the stored name of a shared tensor here.
             metadata[name] = first
     save_file(tensors, path, metadata)

@@ -1,6 +1,7 @@
 """`ortlaunch export`: a checkpoint as a model.
 
-One process on the CPU: it builds the run's model and reads the weights alone, of whatever world and ZeRO stage.
+One process on the CPU builds the run's model and reads only the weights of the checkpoint, which
+may be of any number of ranks and any ZeRO stage.
 """
 
 from __future__ import annotations
@@ -26,15 +27,20 @@ if TYPE_CHECKING:
 
 
 def run(request: ExportRequest) -> None:
-    """Write the export."""
+    """Write the requested export."""
     write(RunDir(request.run), request.step, Path(request.folder), request.format, request.lora)
     print(f"export of step {request.step}: {request.folder}")
 
 
 def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> None:
-    """Build the model of a run, give it the weights of a checkpoint, and write it whole or not at all.
+    """Build the model of a run, load the weights of a checkpoint, and write the export.
 
-    lora: merged, alone, or "": as the recipe says.
+    Args:
+        run: the folder of the run.
+        step: the step of the checkpoint.
+        folder: the folder to write; it exists afterwards only if the export is complete.
+        form: the format, a key of `FORMATS`.
+        lora: merged, alone, or "" for the recipe's setting.
     """
     from ortlaunch.worker.device.artifacts import as_on_a_device
     from ortlaunch.worker.export.export import FORMATS
@@ -44,10 +50,12 @@ def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> No
         recipe = as_on_a_device(recipe, Plan.read(run.plan).batch.micro_samples)
     recipe, model, data = trained(run, step, recipe)
     partial = folder.with_name(f"{folder.name}.partial")
+    # An earlier export may have been killed.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         found = FORMATS[form](recipe, partial, model, data)
+    # BaseException: an interrupt must not leave a partial folder either.
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -65,7 +73,16 @@ def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> No
 def trained(
     run: RunDir, step: int, recipe: Recipe | None = None
 ) -> tuple[Recipe, LossModule, LoadedData]:
-    """The recipe of a run, or one of its kind, its model with the weights of a checkpoint, and its data, on the CPU."""
+    """Return recipe, model with the weights of a checkpoint, and data of a run, on the CPU.
+
+    Args:
+        run: the folder of the run.
+        step: the step of the checkpoint.
+        recipe: a recipe in place of the run's.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or gone, or the frozen weights have changed.
+    """
     import torch
 
     from ortlaunch.user_modules import make_importable
@@ -81,8 +98,10 @@ def trained(
     recipe = recipe or _recipe(run)
     plan = Plan.read(run.plan)
     make_importable(recipe, Path(plan.modules))
+    # One process in place of the run's ranks.
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    if not (run.checkpoint(step) / COMPLETE).exists():  # a disk without locks: run_folder/held.py
+    # A lock normally keeps the checkpoint; a disk may have no locks (run_folder/held.py).
+    if not (run.checkpoint(step) / COMPLETE).exists():
         raise CheckpointError(
             f"{run.checkpoint(step)} was removed by its run meanwhile (checkpoint.keep); try again"
         )
@@ -92,16 +111,17 @@ def trained(
     model = build_model(recipe, data)
     require_same_frozen(run.checkpoint(step), of_frozen(model))
     load_weights(run.checkpoint(step), model)
-    if plan.deepspeed:  # as DeepSpeed keeps the model, and the run's own export has it
+    # DeepSpeed keeps the model in this precision, and so does the run's own export.
+    if plan.deepspeed:
         model.to(dtype_of(recipe.precision))
     return recipe, model, data
 
 
 def _with_adapters(recipe: Recipe, form: str, lora: str) -> Recipe:
-    """The recipe, whose adapters are exported as was asked.
+    """Return the recipe with the requested export of adapters (merged or alone).
 
     Raises:
-        InputError: there are none, or the format takes them in one way alone.
+        InputError: the recipe has no adapters, or the format does not support the request.
     """
     adapters = recipe.model.lora
     if not lora:
@@ -124,11 +144,12 @@ def _recipe(run: RunDir) -> Recipe:
 
 
 def require_same_frozen(folder: Path, now: str | None) -> None:
-    """What is not in a checkpoint has been made, or loaded, as it was when that was trained.
+    """Check that the frozen weights, which a checkpoint lacks, are still those of its training.
 
     Raises:
-        CheckpointError: it has not.
+        CheckpointError: the frozen weights have changed.
     """
+    # A checkpoint without such a record passes.
     then = (origin.read(folder) or {}).get("weights", {}).get("frozen", now)
     if then != now:
         raise CheckpointError(
@@ -140,7 +161,7 @@ def require_same_frozen(folder: Path, now: str | None) -> None:
 
 
 def _tell(run: RunDir, line: ExportLine) -> None:
-    """In exports.jsonl, and the comparison with PyTorch on the screen, too."""
+    """Append the export to exports.jsonl, and print the comparison with PyTorch."""
     append_line(run.exports, as_json(line))
     if line.onnx is not None:
         shapes = ", ".join(" x ".join(map(str, shape)) for shape in line.onnx.batches)
@@ -153,7 +174,7 @@ def _tell(run: RunDir, line: ExportLine) -> None:
 
 
 def tell_device(found: DeviceArtifacts) -> None:
-    """The comparison with PyTorch, what is trained, and what is not as the recipe says."""
+    """Print the comparison with PyTorch, the trained weights, and differences from the recipe."""
     trained = sum(each.trained for each in found.parameters)
     difference = found.largest_difference
     print(

@@ -1,4 +1,4 @@
-"""`ortlaunch generate`: a prompt, and how a causal model continues it."""
+"""`ortlaunch generate`: the continuation of a prompt by a causal model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from ortlaunch.tasks import GenerationRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_ANSWER = "ortlaunch"  # in the place of an answer, to see what follows on one
+# A sample answer, to find the text that a chat template writes after an answer.
+_ANSWER = "ortlaunch"
 
 
 def run(request: GenerationRequest) -> None:
-    """Print the text."""
+    """Print the generated text."""
     print(text(*_model(request.model, request.step), request))
 
 
 def _model(place: str, step: int | None) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a folder, or of a run's checkpoint."""
+    """Return model and tokenizer of a folder, or of a run's checkpoint.
+
+    step: the step of the checkpoint; None: `place` is the folder of a model.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -46,10 +50,10 @@ def _model(place: str, step: int | None) -> tuple[Any, PreTrainedTokenizerBase]:
 
 
 def text(model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequest) -> str:
-    """The prompt and what follows it.
+    """Return the prompt and its continuation.
 
     Raises:
-        InputError: the prompt has no token, or the text would be longer than the model can see.
+        InputError: the prompt has no token, or the text would exceed the model's positions.
     """
     import torch
     from transformers import GenerationConfig
@@ -57,6 +61,7 @@ def text(model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequ
     prompt = request.prompt
     chat = bool(tokenizer.chat_template) if request.chats is None else request.chats
     if chat:
+        # On stderr, so that stdout has the generated text alone.
         print(
             "prompt: as a user's message, by the chat template (--raw takes it as it is)",
             file=sys.stderr,
@@ -68,9 +73,8 @@ def text(model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequ
     how = GenerationConfig(
         max_new_tokens=request.tokens,
         do_sample=samples,
-        **(
-            {"temperature": request.temperature, "top_k": 0} if samples else {}
-        ),  # of all tokens, not of 50
+        # top_k 0: sample from all tokens; transformers' default is 50.
+        **({"temperature": request.temperature, "top_k": 0} if samples else {}),
         eos_token_id=[*ends, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
         or None,
         pad_token_id=tokenizer.pad_token_id
@@ -85,12 +89,17 @@ def text(model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequ
         .generate(given, attention_mask=torch.ones_like(given), generation_config=how)
     )
     if chat:
-        return f"{prompt}\n\n{str(tokenizer.decode(found[len(ids) :], skip_special_tokens=True)).strip()}"
+        return (
+            f"{prompt}\n\n"
+            f"{str(tokenizer.decode(found[len(ids) :], skip_special_tokens=True)).strip()}"
+        )
     return str(tokenizer.decode(found, skip_special_tokens=True))
 
 
 def _message(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[list[int], list[int]]:
-    """Of the prompt as training writes a user's message, up to the answer; and the tokens that end an answer.
+    """Return the token ids of the prompt as a user's message, and the tokens that end an answer.
+
+    The ids go up to the beginning of the answer, as in training.
 
     Raises:
         InputError: there is no template, or it refuses a single message.
@@ -100,11 +109,13 @@ def _message(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[list[int]
     try:
         asked = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         whole = str(tokenizer.apply_chat_template(answered, tokenize=False))
-    except Exception as error:  # Jinja's, and whatever a template's own code raises
+    # Errors of Jinja, and any error that the template's own code raises.
+    except Exception as error:
         why = " ".join(str(error).split())
         raise InputError(
             f"the chat template does not take the prompt: {why}; --raw leaves it out"
         ) from None
+    # The template has written the special tokens already.
     ids, after = (
         tokenizer(text, add_special_tokens=False)["input_ids"]
         for text in (asked, whole.rpartition(_ANSWER)[2].strip())
@@ -113,13 +124,15 @@ def _message(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[list[int]
         *tokenizer.all_special_ids,
         *(n for n, t in tokenizer.added_tokens_decoder.items() if t.special),
     }
+    # An ordinary token after the answer, for example a line end, must not end the generation.
     return ids, [token for token in after[:1] if token in special]
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Of the prompt, after the begin mark where the tokenizer puts one, and without an end."""
+    """Return the token ids of the prompt, after the tokenizer's begin mark, without an end mark."""
     from ortlaunch.worker.data.tokens import begin_of_text
 
+    # A tokenizer may put other tokens before a text, too; the begin mark alone is used.
     begin = [token for token in begin_of_text(tokenizer) if token == tokenizer.bos_token_id]
     ids: list[int] = [*begin, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     if not ids:
@@ -128,6 +141,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 def _require_place(model: PreTrainedModel, prompt: int, tokens: int) -> None:
+    """Raise InputError if prompt and new tokens exceed the model's positions."""
     places = getattr(model.config, "max_position_embeddings", None)
     if places is not None and prompt + tokens > places:
         raise InputError(

@@ -1,6 +1,6 @@
-"""README.md of a model that is shared: what it is, what it was trained on and how, from the run's own records.
+"""The README.md of a shared model: task, data, results and recipe, from the run's own records.
 
-huggingface_hub's classes make the metadata; values of keys that name a secret are not in it.
+huggingface_hub's classes make the metadata. Values of keys that name a secret are left out.
 """
 
 from __future__ import annotations
@@ -22,9 +22,17 @@ from ortlaunch.units import counted
 
 
 def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:
-    """The card of a checkpoint's export."""
+    """Return the model card of a checkpoint's export.
+
+    Args:
+        run: the folder of the run.
+        step: the step of the checkpoint.
+        repo: the repository's id on the hub.
+        folder: the folder of the export.
+    """
     recipe = read_resolved(run.recipe)
     engine = read_json(run.engine) if run.engine.exists() else {}
+    # Metrics after the checkpoint are not of its weights.
     lines = [line for line in _metrics(run) if line["step"] <= step]
     metadata = _metadata(recipe, engine, lines, repo, _library(folder))
     text = "\n\n".join(_parts(recipe, engine, lines, repo, step))
@@ -48,7 +56,8 @@ def _metadata(
 
 
 def _library(folder: Path) -> str | None:
-    """What loads the export, by its files; a model of the user's own none does."""
+    """Return the library that loads the export, by its files; None for the user's own model."""
+    # First, as an export to ONNX has a config.json too.
     if any(folder.glob("*.onnx")):
         return "onnx"
     if (folder / "adapter_config.json").exists():
@@ -57,7 +66,8 @@ def _library(folder: Path) -> str | None:
 
 
 def _of_hub(name: str | None) -> str | None:
-    """A hub id; a folder of this machine means nothing elsewhere."""
+    """Return a name if it is a hub id; None for a local folder, which others do not have."""
+    # A hub id is NAME or OWNER/NAME.
     return (
         name
         if name
@@ -73,8 +83,9 @@ def _named(source: str | Corpus) -> str | None:
 
 
 def _results(recipe: Recipe, lines: list[dict[str, object]]) -> list[EvalResult] | None:
-    """The last evaluation up to this step."""
+    """Return the results of the last evaluation up to this step."""
     last = next((line for line in reversed(lines) if "evaluation_loss" in line), None)
+    # The hub's format of results requires a task type and a data set.
     if last is None or recipe.data.evaluation is None or not recipe.model.traits.pipeline:
         return None
     about = _about(recipe.data.evaluation)
@@ -94,7 +105,7 @@ def _results(recipe: Recipe, lines: list[dict[str, object]]) -> list[EvalResult]
 
 
 def _about(source: str | Corpus) -> str:
-    """A corpus by its name; of files their names alone, not the folders they lie in."""
+    """Return the name of a corpus; for files, their names without folders."""
     if isinstance(source, str):
         return source
     if source.format == "hub":
@@ -112,6 +123,7 @@ def _parts(recipe: Recipe, engine: Json, lines: list[Json], repo: str, step: int
         f"- `{key}`: {_about(source)}" for key, source in recipe.data.sources()
     )
     last: Json = {}
+    # The latest value of each metric: not every line has every metric.
     for line in lines:
         last.update({name: value for name, value in line.items() if value is not None})
     yield "## How it went\n\n" + _table(last)
@@ -149,7 +161,7 @@ def _table(values: dict[str, object]) -> str:
 
 
 def _fenced(text: str, language: str) -> str:
-    """In a fence that is longer than any in the text."""
+    """Return the text within a Markdown fence that is longer than any fence in the text."""
     fence = "```"
     while fence in text:
         fence += "`"

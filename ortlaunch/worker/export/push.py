@@ -1,7 +1,7 @@
-"""`ortlaunch export --push`: an export to the hub, with its card.
+"""`ortlaunch export --push`: the upload of an export to the hub, with its model card.
 
-Without a run: whether it could be done, before the export is made. The token is huggingface_hub's own affair: it is
-taken from HF_TOKEN or `hf auth login`, and printed nowhere.
+A request without a run only checks, before the export is made, whether the upload is possible.
+huggingface_hub handles the token, of HF_TOKEN or `hf auth login`; it is never printed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ortlaunch.tasks import PushRequest
 
 def run(request: PushRequest) -> None:
     """Check the repository, or push to it."""
+    # Set before the import of huggingface_hub, which reads it then.
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if not request.run:
         check(request.repo)
@@ -26,11 +27,13 @@ def run(request: PushRequest) -> None:
 
 
 def check(repo: str) -> None:
-    """Whether there is a token, a network, and a repository that it may write; a new one is made, private.
+    """Check that the upload is possible; a missing repository is created, private.
 
     Raises:
-        InputError: there is no token, or it may not; or the name is none.
+        InputError: there is no token, the token may not write to the repository, or its name is
+            invalid.
         LaunchError: the hub cannot be reached.
+        MissingDependency: huggingface_hub is not installed.
     """
     try:
         import huggingface_hub as hub
@@ -51,14 +54,18 @@ def check(repo: str) -> None:
         raise InputError(f"--push: {error}") from None
     except errors.HfHubHTTPError as error:
         raise InputError(f"--push {repo}: {_said(error)}") from None
-    except Exception as error:  # the HTTP library's own, which is another one in each version
+    # The errors of the HTTP library, which differs between versions of huggingface_hub.
+    except Exception as error:
         raise LaunchError(
             f"--push: {constants.ENDPOINT} cannot be reached: {type(error).__name__}: {error}"
         ) from None
 
 
 def push(repo: str, run: RunDir, step: int, folder: Path) -> str:
-    """Write the card into the export, unless it has one, and upload it all in one commit; returns where it is.
+    """Write the model card, unless the export has one, and upload the export in one commit.
+
+    Returns:
+        The address of the commit.
 
     Raises:
         LaunchError: the upload failed; the export stays.
@@ -73,6 +80,7 @@ def push(repo: str, run: RunDir, step: int, folder: Path) -> str:
         model_card(run, step, repo, folder).save(card)
     try:
         with warnings.catch_warnings():
+            # The upload's warnings are printed once each, independent of the process's filters.
             warnings.simplefilter("default")
             done = hub.HfApi().upload_folder(
                 repo_id=repo,
@@ -81,12 +89,13 @@ def push(repo: str, run: RunDir, step: int, folder: Path) -> str:
             )
     except errors.HfHubHTTPError as error:
         raise LaunchError(f"--push {repo}: {_said(error)}; the export is in {folder}") from None
-    except Exception as error:  # also of card metadata that the hub refuses
+    # Includes errors about metadata of the card that the hub refuses.
+    except Exception as error:
         raise LaunchError(f"--push {repo}: {error}; the export is in {folder}") from None
     return str(done.commit_url)
 
 
 def _said(error: Exception) -> str:
-    """The hub's answer on one line."""
+    """Return the hub's answer on one line."""
     message = getattr(error, "server_message", None) or str(error)
     return " ".join(str(message).split())

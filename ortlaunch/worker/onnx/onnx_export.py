@@ -1,6 +1,7 @@
-"""A model as ONNX: its outputs, for batches and texts of any size, held against PyTorch before it counts.
+"""A model as an ONNX graph of its outputs, for batches and texts of any size.
 
-Written by torch's TorchScript exporter, the one that ONNX Runtime 1.19 goes with; run back by onnxruntime on the CPU.
+torch's TorchScript exporter writes the graph, as ONNX Runtime 1.19 requires. An export succeeds
+only if onnxruntime on the CPU computes the same outputs as PyTorch.
 """
 
 from __future__ import annotations
@@ -29,22 +30,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OPSET = 17
-LIMIT = 1e-4  # of the largest difference of a logit
-_MOST_IN_ONE_FILE = 2**31 - 2**16  # protobuf's 2 GiB, and room for the graph itself
-_LABELS = ("labels", "next_sentence_label", "position_ids", "document_ids")  # and what packing adds
+# The largest allowed difference of a logit from PyTorch's.
+LIMIT = 1e-4
+# Bytes: protobuf's 2 GiB, less room for the graph itself.
+_MOST_IN_ONE_FILE = 2**31 - 2**16
+# Tensors of a batch that are no inputs of the graph: labels, and the additions of packing.
+_LABELS = ("labels", "next_sentence_label", "position_ids", "document_ids")
 
 Batch = dict[str, torch.Tensor]
 
 
 class Sizes(NamedTuple):
-    """Inputs and outputs, each with its axes whose size is open."""
+    """The variable axes of all inputs and outputs."""
 
     inputs: dict[str, dict[int, str]]
+    """Input to its variable axes, each with the name of its size."""
     outputs: dict[str, dict[int, str]]
+    """Output to its variable axes, each with the name of its size."""
 
 
 class Logits(nn.Module):
-    """`forward(*inputs)` -> the head's logits, a tuple."""
+    """A model of transformers without its loss: `forward(*inputs)` -> a tuple of its logits."""
 
     def __init__(self, model: nn.Module, inputs: tuple[str, ...]) -> None:
         super().__init__()
@@ -55,7 +61,7 @@ class Logits(nn.Module):
         return tuple(self.named(*tensors).values())
 
     def named(self, *tensors: torch.Tensor) -> Batch:
-        """The same, each under transformers' name."""
+        """Return the same logits by transformers' names."""
         output = self.model(**dict(zip(self.inputs, tensors)), return_dict=True)
         found = {name: value for name, value in output.items() if name.endswith("logits")}
         if not found:
@@ -64,10 +70,15 @@ class Logits(nn.Module):
 
 
 def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) -> OnnxCheck:
-    """model.onnx, its weights beside it where they pass 2 GB, config and tokenizer, into an existing folder.
+    """Write model.onnx, config and tokenizer into an existing folder.
+
+    Weights above 2 GiB are written into a second file, model.onnx_data.
+
+    Returns:
+        The comparison with PyTorch.
 
     Raises:
-        EngineError: the exporter cannot write it, or ONNX Runtime's outputs differ from PyTorch's.
+        EngineError: the exporter cannot write the model, or the outputs differ from PyTorch's.
         InputError: the model returns nothing that could be an output.
         MissingDependency: onnx or onnxruntime is not installed.
     """
@@ -83,8 +94,9 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) ->
         whole = Logits(model, tuple(batches[0])).eval()
     sizes = _sizes(whole, batches)
     decisions = _write(whole, batches[0], sizes, folder)
+    # In transformers' models such values are sizes; the comparison shows whether they matter.
     if not recipe.model.traits.is_own:
-        decisions = []  # transformers' are of sizes; the comparison shows whether they matter
+        decisions = []
     for place in decisions:
         print(
             f"{place}: Python takes a tensor's value here: "
@@ -92,7 +104,8 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) ->
         )
     inputs = _inputs_of_graph(folder / "model.onnx", [*sizes.inputs])
     worst = largest(difference(whole, batch, folder / "model.onnx") for batch in batches)
-    if not worst <= LIMIT:  # nan, too
+    # `not <=` also refuses nan.
+    if not worst <= LIMIT:
         raise EngineError(
             f"ONNX Runtime's outputs differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}"
         )
@@ -107,7 +120,7 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) ->
 
 
 def _shape(batch: Batch, sizes: Sizes) -> list[int]:
-    """Samples and, where the first input's is open, length."""
+    """Return the sizes of the first input's variable axes: samples and, if variable, length."""
     name, value = next(iter(batch.items()))
     return [value.size(axis) for axis in sizes.inputs[name]]
 
@@ -127,7 +140,7 @@ def _require() -> None:
 
 
 def real_batches(model: nn.Module, data: LoadedData) -> list[Batch]:
-    """Three batches of the run's own data: padded, of another length, and one sample alone."""
+    """Return three batches of the run's own data: padded, shorter, and with a single sample."""
     samples = data.evaluation or data.train
     whole = collate([samples.sample(index % len(samples), epoch=0) for index in range(3)])
     length = whole["input_ids"].size(1)
@@ -146,7 +159,10 @@ def real_batches(model: nn.Module, data: LoadedData) -> list[Batch]:
 
 
 def _inputs(model: nn.Module, batch: Batch) -> list[str]:
-    """In the order of the model's forward: what the data have, the mask, and segments where the model tells them."""
+    """Return the names of the graph's inputs, in the order of the parameters of forward.
+
+    They are the batch's tensors without labels, the mask, and token types if the model has several.
+    """
     taken = inspect.signature(model.forward).parameters
     if "input_ids" not in batch or "attention_mask" not in taken:
         raise InputError(
@@ -161,7 +177,10 @@ def _inputs(model: nn.Module, batch: Batch) -> list[str]:
 
 @torch.no_grad()
 def _sizes(whole: Logits | Outputs, batches: list[Batch]) -> Sizes:
-    """Axis 0 is the batch; others are open where two batches differ in them, under one name where they do alike."""
+    """Return the variable axes: axis 0, and axes whose size differs between the batches.
+
+    Axes with equal sizes in every batch get one name.
+    """
     words: dict[tuple[int, ...], str] = {}
 
     def axes(several: list[Batch]) -> dict[str, dict[int, str]]:
@@ -179,7 +198,11 @@ def _sizes(whole: Logits | Outputs, batches: list[Batch]) -> Sizes:
 
 
 def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) -> list[str]:
-    """One file, or one with the weights in another beside it; checked by onnx. Where Python took a tensor's value."""
+    """Write and check model.onnx, with the weights in a second file if they are too large for one.
+
+    Returns:
+        The locations in Python code that read a tensor's value, which tracing makes a constant.
+    """
     import onnx
 
     _require_evaluation(whole)
@@ -187,22 +210,26 @@ def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) ->
     parts.mkdir()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("ignore")
-        warnings.simplefilter("always", torch.jit.TracerWarning)  # of what tracing cannot see
+        # Tracing warns of everything that it makes a constant.
+        warnings.simplefilter("always", torch.jit.TracerWarning)
         try:
-            # For Whisper, and MultiheadAttention.
+            # Whisper and MultiheadAttention need these operators.
             export = with_forms(torch.onnx.export, "diff", "cumsum", "unflatten")
             with_autocasts_cache(export)(
                 whole, tuple(batch.values()), str(parts / "model.onnx"), input_names=[*sizes.inputs],
                 output_names=[*sizes.outputs], dynamic_axes={**sizes.inputs, **sizes.outputs}, opset_version=OPSET,
                 dynamo=False,
             )  # fmt: skip
-        except Exception as error:  # whatever the exporter raises is a reason
+        # The exporter raises many classes of errors; each of them is reported.
+        except Exception as error:
             raise EngineError(
                 f"--format onnx: the model does not export: {_first_line(error)}"
             ) from error
-    _require_evaluation(whole)  # the exporter gives every module the mode that the outermost had
+    # The exporter sets every module to the mode of the outermost one.
+    _require_evaluation(whole)
     written = [path.stat().st_size for path in parts.iterdir()]
-    if sum(written) > _MOST_IN_ONE_FILE:  # the exporter made a file of each tensor
+    # For such a model the exporter has written a file for each tensor.
+    if sum(written) > _MOST_IN_ONE_FILE:
         graph = onnx.load(str(parts / "model.onnx"))
         onnx.save_model(
             graph, str(folder / "model.onnx"), save_as_external_data=True, location=_BESIDE
@@ -211,6 +238,7 @@ def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) ->
         (parts / "model.onnx").replace(folder / "model.onnx")
     shutil.rmtree(parts)
     onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
+    # Other warnings of tracing are not about values that Python reads.
     taken = (
         each for each in told if str(each.message).startswith("Converting a tensor to a Python")
     )
@@ -227,7 +255,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _inputs_of_graph(path: Path, inputs: list[str]) -> list[str]:
-    """Those that the graph has; the exporter leaves out what no output depends on, as weights of the loss."""
+    """Return the inputs that the graph has, and print the others.
+
+    The exporter leaves out inputs on which no output depends, such as weights of the loss.
+    """
     import onnx
 
     found = {each.name for each in onnx.load(str(path), load_external_data=False).graph.input}
@@ -242,10 +273,10 @@ def _inputs_of_graph(path: Path, inputs: list[str]) -> list[str]:
 
 @torch.no_grad()
 def difference(whole: Logits | Outputs, batch: Batch, path: Path) -> float:
-    """The largest of any output, on the CPU.
+    """Return the largest difference of any output from PyTorch's, on the CPU.
 
     Raises:
-        EngineError: ONNX Runtime cannot compute it, or gives another shape.
+        EngineError: ONNX Runtime cannot run the graph, or returns another shape.
     """
     import onnxruntime
 
@@ -253,7 +284,8 @@ def difference(whole: Logits | Outputs, batch: Batch, path: Path) -> float:
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         given = {each.name: batch[each.name].numpy() for each in session.get_inputs()}
         found = session.run([*whole.named(*batch.values())], given)
-    except Exception as error:  # onnxruntime has a class for each, all of them its own
+    # onnxruntime has a class of its own for each type of error.
+    except Exception as error:
         raise EngineError(
             f"--format onnx: ONNX Runtime cannot run it: {_first_line(error)}"
         ) from error
@@ -263,7 +295,8 @@ def difference(whole: Logits | Outputs, batch: Batch, path: Path) -> float:
 
 
 def largest(differences: Iterable[float]) -> float:
-    """Nan where any is: Python's max leaves out one that is not the first."""
+    """Return the largest difference; nan if any is nan."""
+    # Python's max ignores a nan that is not the first value.
     return float(torch.tensor([*differences], dtype=torch.float64).max())
 
 
@@ -276,13 +309,14 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     if not one.numel():
         return 0.0
     apart = (one.double() - other.double()).abs()
-    return float(apart.masked_fill(one == other, 0.0).max())  # of infinities, too
+    # The difference of equal infinities is nan, so that equal values are set to 0.
+    return float(apart.masked_fill(one == other, 0.0).max())
 
 
 def _save_surroundings(
     trained: LossModule, model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """What says how to use it, as beside transformers' weights."""
+    """Write config and tokenizer beside the graph, as in a transformers folder."""
     give_back_cache(model, trained.generates_with_cache)
     if hasattr(getattr(model, "config", None), "save_pretrained"):
         model.config.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""A model.onnx in place of a PyTorch model: its logits by onnxruntime on the CPU, and the loss that its task has."""
+"""A model.onnx in place of a PyTorch model: logits by onnxruntime on the CPU, and a loss."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Batch = dict[str, torch.Tensor]
-_ABSENT = {
-    "attention_mask": 1,
-    "token_type_ids": 0,
-}  # what a model takes where the data say nothing
+# The constant values of inputs that the data lack.
+_ABSENT = {"attention_mask": 1, "token_type_ids": 0}
 
 
 class OnnxModel(nn.Module):
-    """`forward(**batch)` -> logits by transformers' names and, where the batch has labels, the loss."""
+    """A graph as a module: `forward(**batch)` -> logits by name, and with labels the loss."""
 
     def __init__(self, path: Path, task: str, config: PreTrainedConfig | None = None) -> None:
-        """path: of a model.onnx; config: the one of transformers' that lies beside it.
+        """Load a graph.
+
+        Args:
+            path: the model.onnx.
+            task: the model's task, which determines the loss.
+            config: the transformers config in the same folder.
 
         Raises:
-            InputError: it is none that onnxruntime takes, or has no logits.
+            InputError: onnxruntime cannot load the graph, or it has no logits.
         """
         super().__init__()
         self.session = _session(path)
@@ -52,10 +55,10 @@ class OnnxModel(nn.Module):
 
 
 def arrays(inputs: Sequence[str], batch: Batch) -> Json:
-    """What a graph takes of a batch, for onnxruntime.
+    """Return the inputs of a graph as arrays for onnxruntime, from a batch.
 
     Raises:
-        InputError: it takes what the data have not.
+        InputError: the batch lacks an input of the graph.
     """
     found = {}
     for name in inputs:
@@ -78,22 +81,29 @@ def _session(path: Path) -> Any:
         ) from None
     try:
         return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime has a class for each, all of them its own
+    # onnxruntime has a class of its own for each type of error.
+    except Exception as error:
         raise InputError(
             f"{path}: onnxruntime cannot load it: {str(error).splitlines()[0]}"
         ) from None
 
 
 def loss(task: str, output: Batch, batch: Batch) -> torch.Tensor:
-    """That of transformers' models: mean cross entropy, for one number a sample the mean square."""
+    """Return the loss as transformers' models compute it.
+
+    It is the mean cross entropy; for regression, the mean squared error.
+    """
     logits = output.get("prediction_logits", output.get("logits"))
     labels = batch["labels"]
     assert logits is not None, "looked for when the model was loaded"
+    # Position i predicts token i + 1; the last position predicts none.
     if MODEL_TASKS[task].predicts == "next":
         labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    # A single output is a regression.
     if logits.size(-1) == 1:
         return functional.mse_loss(logits.flatten(), labels.flatten().to(logits.dtype))
-    if labels.is_floating_point():  # several truths a sample
+    # Multi-label classification: each class of a sample is true or false.
+    if labels.is_floating_point():
         return functional.binary_cross_entropy_with_logits(logits, labels)
     found = functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
     if "next_sentence_label" in batch:

@@ -1,4 +1,7 @@
-"""What of a user's own model becomes a graph: from the batch, without what its loss alone takes, to what it returns."""
+"""The inputs and outputs of the graph of a user's own model.
+
+Inputs are the tensors of a batch that the outputs need; those for the loss alone are left out.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from ortlaunch.worker.model.model import loss_of
 from ortlaunch.worker.model.own_numbers import LOSS, named
 
 Batch = dict[str, torch.Tensor]
-_SAMPLES = ((0, 1, 2), (3, 4), (5,))  # of the batches
+# The samples of each batch; different batch sizes show which outputs have a row for each sample.
+_SAMPLES = ((0, 1, 2), (3, 4), (5,))
 
 
 class Outputs(nn.Module):
-    """`forward(*inputs)` -> those outputs of a model that have a row a sample, a tuple."""
+    """A model without its loss: `forward(*inputs)` -> the outputs with a row for each sample."""
 
     def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__()
@@ -32,17 +36,19 @@ class Outputs(nn.Module):
         return tuple(self.named(*tensors).values())
 
     def named(self, *tensors: torch.Tensor) -> Batch:
-        """The same, each under its name."""
+        """Return the same outputs by name."""
         found = _tensors(self.model(**dict(zip(self.inputs, tensors))))
         return {name: found[name] for name in self.outputs}
 
 
 @torch.no_grad()
 def own_outputs(recipe: Recipe, model: nn.Module, data: LoadedData) -> tuple[Outputs, list[Batch]]:
-    """The model as a graph will have it, and batches of the run's own data: of three samples, two and one.
+    """Return the part of a model that the graph will have, and batches of the run's own data.
+
+    The batches have three samples, two and one.
 
     Raises:
-        InputError: it returns nothing beside its loss.
+        InputError: the model has no output besides its loss, or one with the name of an input.
     """
     samples = data.evaluation or data.train
     model = model.eval()
@@ -55,6 +61,7 @@ def own_outputs(recipe: Recipe, model: nn.Module, data: LoadedData) -> tuple[Out
     batches = [{name: batch[name] for name in inputs} for batch in whole]
     found = [_tensors(model(**batch)) for batch in batches]
     sizes = [len(indices) for indices in _SAMPLES]
+    # Outputs with as many rows as samples, in each batch.
     outputs = [name for name in found[0] if [len(each.get(name, ())) for each in found] == sizes]
     for name in outputs:
         if name in inputs:
@@ -74,7 +81,10 @@ def own_outputs(recipe: Recipe, model: nn.Module, data: LoadedData) -> tuple[Out
 
 
 def _inputs(model: nn.Module, batch: Batch) -> list[str]:
-    """What forward takes of a batch, in its order, but for that without which it returns the same, and no loss."""
+    """Return the names of the tensors that forward needs, in the order of its parameters.
+
+    A tensor is left out if forward returns the same outputs and no loss without it.
+    """
     taken = inspect.signature(model.forward).parameters
     wild = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
     given = [name for name in taken if name in batch] + [
@@ -83,16 +93,18 @@ def _inputs(model: nn.Module, batch: Batch) -> list[str]:
     expected = [*_tensors(model(**{name: batch[name] for name in given})).values()]
 
     def without(*left_out: str) -> list[str]:
-        """The rest, if it is enough."""
+        """Return the remaining names if they are sufficient, else all names (the same list)."""
         rest = [name for name in given if name not in left_out]
         try:
             output = model(**{name: batch[name] for name in rest})
-        except Exception:  # whatever the user's own forward raises: it needs them
+        # The user's own forward may raise anything: it needs these tensors.
+        except Exception:
             return given
         found = [*_tensors(output).values()]
         same = len(found) == len(expected) and all(map(torch.equal, found, expected))
         return rest if same and not _has_loss(output) else given
 
+    # Tensors that can be left out one by one may still be needed together: `without` checks them.
     return without(*(name for name in given if without(name) is not given))
 
 
@@ -105,7 +117,7 @@ def _has_loss(output: Any) -> bool:
 
 
 def _tensors(output: Any) -> Batch:
-    """All but the loss, and numbers."""
+    """Return the named output tensors, without the loss and without scalars."""
     pairs = {"output": output} if isinstance(output, torch.Tensor) else named(output)
     return {
         name: value
