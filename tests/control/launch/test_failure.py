@@ -1,4 +1,4 @@
-"""How a run ended, told from its folder: which rank was first, with which status, and what it said."""
+"""Tests of a run's end by its folder: the first failing rank, its status and its output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRACEBACK = "Traceback (most recent call last):\n  ...\nValueError: planted\n"
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """The folder of a run of 2 + 2 ranks on hosts a and b, of which every rank has begun."""
+    """The folder of a run of 2 + 2 ranks on hosts a and b, in which every rank has begun."""
     run = RunDir(tmp_path / "run")
     write_text(run.plan, plan(recipe(), [host("a", 2), host("b", 2)], "mpi").to_json())
     write_text(run.request, "")
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def ended(run: RunDir, rank: int, time: float = 1.0, **fields: Any) -> None:
-    """What a failed rank leaves, as far as it is read here."""
+    """Write the record of a failed rank, with the fields that are read here."""
     how = {
         "exit_status": 1,
         "traceback": TRACEBACK,
@@ -43,23 +43,24 @@ def ended(run: RunDir, rank: int, time: float = 1.0, **fields: Any) -> None:
 
 
 def shown(end: End) -> tuple[int, str]:
-    """The exit status, and what is printed."""
+    """Return the exit status and the printed text."""
     return end.status, end.text
 
 
 def echo(run: RunDir, rank: int, time: float) -> None:
-    """What a rank leaves that lost its peer."""
+    """Write the record of a rank that lost its peer."""
     ended(run, rank, time, traceback="RuntimeError: Connection closed by peer", secondary=True)
 
 
 def test_a_good_end(run: RunDir) -> None:
-    """Status 0 and no error: the run folder is all there is to say."""
+    """Status 0 without an error prints the run folder alone."""
     assert shown(explain_end(run, 0)) == (0, f"done: {run}")
 
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_torchruns_own_exception_is_no_stop(wanted: bool, run: RunDir) -> None:
-    """Its ranks die of the SIGTERM that it sends them, and nobody asked for an end; unless somebody did."""
+    """torchrun's own exception is the cause of the end, unless a stop was requested."""
+    # Its ranks stop by the SIGTERM that it sends them, which looks like a requested stop.
     ended(
         run,
         2,
@@ -78,12 +79,17 @@ def test_torchruns_own_exception_is_no_stop(wanted: bool, run: RunDir) -> None:
     assert (
         "mpirun failed with UnpicklingError: invalid load key, and ended the ranks" in end.text
     ) is not wanted
-    stack = "Traceback:\n  a\ntorch.DistStoreError: No locks available\n\nThe above:\nRendezvousError: See inner"
+    # The cause is in the call stack, above torchrun's own exception.
+    stack = (
+        "Traceback:\n  a\ntorch.DistStoreError: No locks available\n\n"
+        "The above:\nRendezvousError: See inner"
+    )
     info = {"message": "RendezvousError: See inner", "extraInfo": {"py_callstack": stack}}
     write_json(run.launcher_error, {"message": info})
     assert (
         "failed with torch.DistStoreError: No locks available, and" in explain_end(run, 1).text
     ) is not wanted
+    # An exception for a signal means that torchrun itself was stopped.
     write_json(
         run.launcher_error, {"message": {"message": "SignalException: Process 1 got signal: 15"}}
     )
@@ -91,19 +97,21 @@ def test_torchruns_own_exception_is_no_stop(wanted: bool, run: RunDir) -> None:
 
 
 def test_85_without_a_record_is_no_stop(run: RunDir) -> None:
-    """A launcher that leaves with it has nothing that was saved."""
+    """Status 85 of a launcher without a record of a stop does not count as saved."""
     assert explain_end(run, 85).status != 85
 
 
 def test_the_first_failure_is_the_cause(run: RunDir) -> None:
-    """Of several failures the earliest counts, and its traceback comes before the last line."""
+    """The earliest of several failures is the cause, with its traceback before the last line."""
     ended(run, 1, time=5.0, traceback="KeyError: later", exit_status=3)
     ended(run, 2, time=4.0)
     assert shown(explain_end(run, 1)) == (1, f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 2 failed")
 
 
 def test_clocks_do_not_say_who_was_first(run: RunDir) -> None:
-    """A host whose clock is behind: its rank stopped after it could read why rank 2 failed."""
+    """The order of records counts more than the hosts' clocks."""
+    # The clock of rank 0's host is behind: it stopped after it could read why rank 2 failed.
+    # `after` has the records that existed before.
     ended(run, 2, time=50.0, after=[])
     stopped = {"cause": "stopped", "exit_status": 85, "traceback": ""}
     ended(run, 0, time=4.0, after=["rank_00002.json"], **stopped)
@@ -111,14 +119,14 @@ def test_clocks_do_not_say_who_was_first(run: RunDir) -> None:
 
 
 def test_lines_of_an_exception_do_not_pass_for_ours(run: RunDir) -> None:
-    """What a user's exception says is indented where it begins as a line of the command does."""
+    """A line of a user's exception that looks like the command's output is indented."""
     ended(run, 1, traceback="ValueError: no\nortlaunch: done: all is well\n")
     said = "ValueError: no\n  ortlaunch: done: all is well\n\nortlaunch: rank 1 failed"
     assert explain_end(run, 1).text == said
 
 
 def test_an_echo_is_not_the_cause(run: RunDir) -> None:
-    """A rank that lost its peer before the peer's own account was written is not blamed."""
+    """A rank that lost its peer is not the cause, even if it wrote its record first."""
     echo(run, 0, time=1.0)
     ended(run, 3, time=2.0, exit_status=7)
     assert shown(explain_end(run, 1)) == (7, f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 3 failed")
@@ -126,14 +134,15 @@ def test_an_echo_is_not_the_cause(run: RunDir) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_rank(number: int, run: RunDir) -> None:
-    """A rank without last words is told in one line, with its own status."""
+    """A killed rank without a traceback is reported in one line, with its own status."""
     echo(run, 0, time=1.0)
     ended(run, 1, 2.0, traceback="", exit_status=128 + number)
     assert shown(explain_end(run, 1)) == (128 + number, "ortlaunch: rank 1 failed")
 
 
 LOST = (
-    "ortlaunch: {} disappeared without an error record, as a process killed by SIGKILL does (often the kernel's "
+    "ortlaunch: {} disappeared without an error record, as a process killed by SIGKILL does "
+    "(often the kernel's "
     "out-of-memory killer: see dmesg there)\nlogs: {}"
 )
 
@@ -147,14 +156,15 @@ LOST = (
     ],
 )
 def test_a_rank_whose_guardian_was_killed(silent: list[int], names: str, run: RunDir) -> None:
-    """Ranks that began and left nothing are the cause where the others only lost them."""
+    """Ranks that began and left no record are the cause, if the others only lost their peers."""
     for rank in {0, 1, 2, 3} - set(silent):
         echo(run, rank, time=1.0)
     assert shown(explain_end(run, 1)) == (137, LOST.format(names, run.logs))
 
 
 def test_the_last_line_of_a_rank_that_vanished(run: RunDir) -> None:
-    """MPI writes why it aborts to the error output, and takes the guardian along."""
+    """The last line of a vanished rank's log is printed."""
+    # MPI writes the reason of an abort there, and ends the supervisor as well.
     for rank in (0, 1, 2):
         echo(run, rank, time=1.0)
     run.log(3, "err").write_text(
@@ -167,6 +177,7 @@ def test_the_last_line_of_a_rank_that_vanished(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("kills", "name", "hint"),
     [
+        # Without a count, the kernel's log may give the reason.
         (None, "localhost", " (often the kernel's out-of-memory killer: see dmesg there)"),
         (0, "localhost", ""),
         (0, socket.gethostname(), ""),
@@ -176,17 +187,21 @@ def test_the_last_line_of_a_rank_that_vanished(run: RunDir) -> None:
             "localhost",
             "; the kernel's out-of-memory killer ended 2 of this control group's processes meanwhile",
         ),
+        # The count of this host's kernel has nothing on host b.
         (0, "b", " (often the kernel's out-of-memory killer: see dmesg there)"),
     ],
 )
 def test_memory_is_named_where_the_kernel_counts_it(
     kills: int | None, name: str, hint: str, run: RunDir
 ) -> None:
-    """The control group's own count of out-of-memory kills is told, and speaks for this host only."""
+    """The kernel's count of out-of-memory kills is printed, for ranks of this host only."""
     write_text(run.plan, plan(recipe(), [host(name, 4)], "mpi").to_json())
     for rank in range(3):
         echo(run, rank, time=1.0)
-    lost = f"rank 3 on host {name} disappeared without an error record, as a process killed by SIGKILL does"
+    lost = (
+        f"rank 3 on host {name} disappeared without an error record, "
+        "as a process killed by SIGKILL does"
+    )
     assert shown(explain_end(run, 1, oom_kills=kills)) == (
         137,
         f"ortlaunch: {lost}{hint}\nlogs: {run.logs}",
@@ -195,10 +210,13 @@ def test_memory_is_named_where_the_kernel_counts_it(
 
 @pytest.mark.parametrize(("launcher", "program"), [("torchrun", "torchrun"), ("mpi", "mpirun")])
 def test_a_killed_launcher_is_named(launcher: str, program: str, run: RunDir) -> None:
-    """Where the launcher died first, its ranks did nothing wrong: neither echoes nor silence are the cause."""
+    """A launcher that was killed first is the cause, not the ranks that ended with it."""
     write_text(run.plan, json.dumps({**json.loads(run.plan.read_text()), "launcher": launcher}))
     echo(run, 0, time=1.0)
-    said = f"ortlaunch: {program} was ended by SIGKILL, and the ranks with it; none of them had failed before"
+    said = (
+        f"ortlaunch: {program} was ended by SIGKILL, and the ranks with it; "
+        "none of them had failed before"
+    )
     assert shown(explain_end(run, 137, ended_by=signal.SIGKILL)) == (137, said)
     memory = (
         "; the kernel's out-of-memory killer ended 1 of this control group's processes meanwhile"
@@ -207,12 +225,14 @@ def test_a_killed_launcher_is_named(launcher: str, program: str, run: RunDir) ->
         137,
         said + memory,
     )
+    # A rank's own failure remains the cause.
     ended(run, 3, time=2.0, exit_status=7)
     assert explain_end(run, 137, ended_by=signal.SIGKILL).status == 7
 
 
 def test_ranks_that_were_asked_to_end(run: RunDir) -> None:
-    """SIGTERM to mpirun leaves a rank no time to tell its end; that it was asked, and first, is known."""
+    """The rank that was first requested to end by a signal is named."""
+    # mpirun that receives SIGTERM leaves a rank no time to record its end.
     for rank, when in enumerate((5.0, 4.0, 6.0, 7.0)):
         write_text(run.asked(rank), f"15 {when}")
     said = "rank 1 on host a was ended by SIGTERM, sent to it or to mpirun from outside this run"
@@ -220,22 +240,27 @@ def test_ranks_that_were_asked_to_end(run: RunDir) -> None:
         143,
         f"ortlaunch: {said}; no rank had failed before; logs: {run.logs}",
     )
-    run.asked(3).write_text("")  # killed while it wrote
+    # Empty: the supervisor was killed while it wrote.
+    run.asked(3).write_text("")
     assert explain_end(run, 137).text.startswith("ortlaunch: rank 3 on host b disappeared")
 
 
 def test_a_rank_that_never_began(run: RunDir) -> None:
-    """A guardian that is killed before it opens its logs is named, though others tell that they were asked to end."""
+    """A rank whose supervisor was killed before it opened its logs is named as the cause."""
     run.log(2, "err").unlink()
     for rank in (0, 1, 3):
         write_text(run.asked(rank), "15 1.0")
         echo(run, rank, time=1.0)
-    said = f"rank 2 on host b ended before it began, and the launcher ended with status 1; see above, and {run.logs}"
+    said = (
+        "rank 2 on host b ended before it began, "
+        f"and the launcher ended with status 1; see above, and {run.logs}"
+    )
     assert shown(explain_end(run, 1)) == (1, f"ortlaunch: {said}")
 
 
 def test_a_rank_that_came_to_its_end_has_not_vanished(run: RunDir) -> None:
-    """A guardian that ends gives back the room of its account; one that is killed does not."""
+    """Only a rank whose reserved disk space is left has vanished."""
+    # A supervisor that ends in order deletes the space for its record; a killed one does not.
     echo(run, 0, time=1.0)
     echo(run, 1, time=1.0)
     write_text(run.spare(3), "")
@@ -243,7 +268,7 @@ def test_a_rank_that_came_to_its_end_has_not_vanished(run: RunDir) -> None:
 
 
 def test_a_disk_on_which_nobody_could_write(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that could not write how they ended did not vanish, and memory has nothing to do with it."""
+    """On a full disk, ranks without a record have not vanished, and memory is not blamed."""
     monkeypatch.setattr(failure, "is_full", lambda path: path == run.path)
     said = f"ortlaunch: no space left on device ({run}), where no rank could write how it ended"
     assert shown(explain_end(run, 1)) == (1, said)
@@ -252,22 +277,26 @@ def test_a_disk_on_which_nobody_could_write(run: RunDir, monkeypatch: pytest.Mon
 
 
 def test_a_silent_rank_is_not_the_cause_beside_a_real_one(run: RunDir) -> None:
-    """Ranks that were ended without a word after the first failure are not blamed."""
+    """Ranks that ended without a record after the first failure are not the cause."""
     ended(run, 1)
     assert explain_end(run, 1).status == 1
 
 
 def test_no_rank_began(run: RunDir) -> None:
-    """A launcher that fails by itself keeps its status, and the place to look is named."""
+    """A launcher that fails before any rank begins keeps its status; the logs are named."""
+    # A rank has begun if its log exists.
     for log in run.logs.iterdir():
         log.unlink()
     ranks = "rank 0 on host a, rank 1 on host a, rank 2 on host b, rank 3 on host b"
-    said = f"no rank began ({ranks}), and the launcher ended with status 213; see above, and {run.logs}"
+    said = (
+        f"no rank began ({ranks}), and the launcher ended with status 213; "
+        f"see above, and {run.logs}"
+    )
     assert shown(explain_end(run, 213)) == (213, f"ortlaunch: {said}")
 
 
 def test_logs_of_an_earlier_run_are_not_this_ones(run: RunDir) -> None:
-    """In a continued folder, ranks that began only in the earlier run have not vanished from this one."""
+    """Logs of an earlier run in the same folder are no sign that a rank began in this one."""
     for log in run.logs.iterdir():
         os.utime(log, (1, 1))
     assert explain_end(run, 213).status == 213
@@ -278,30 +307,34 @@ def test_logs_of_an_earlier_run_are_not_this_ones(run: RunDir) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("status", [0, 1, 143])
 def test_stopped_by_the_user(number: int, status: int, run: RunDir) -> None:
-    """A signal of the user's gives its own status and line, whatever launcher and ranks made of it."""
+    """A signal of the user determines status and text; those of launcher and ranks do not count."""
     ended(run, 0, exit_status=143, secondary=True)
     end = explain_end(run, status, stopped_by=number)
     assert shown(end) == (128 + number, f"ortlaunch: stopped by {signal.Signals(number).name}")
 
 
 def test_stopped_with_a_checkpoint(run: RunDir) -> None:
-    """The step of the newest checkpoint is printed, and the end can be continued."""
+    """The step of the newest checkpoint is printed after a stop."""
     write_text(run.checkpoint(20) / "COMPLETE", "")
     expected = "ortlaunch: stopped by SIGINT; the newest checkpoint is after step 20"
     assert shown(explain_end(run, 1, stopped_by=signal.SIGINT)) == (130, expected)
 
 
 def test_a_stop_that_was_not_saved_in_time(run: RunDir) -> None:
-    """It is run again from an older checkpoint, and what is lost is said; not after cancel."""
+    """A stop that was not saved in time continues from an older checkpoint, unless cancelled."""
     late = {"cause": "outlived", "secondary": True, "signal": 15, "traceback": ""}
     ended(run, 0, exit_status=143, **late)
     assert explain_end(run, 1, stopped_by=signal.SIGTERM).status == 143
     write_text(run.checkpoint(20) / "COMPLETE", "")
     ended(run, 0, exit_status=85, **late)
-    said = "stopped by SIGTERM before it had saved, and what was trained since its newest checkpoint is lost"
+    said = (
+        "stopped by SIGTERM before it had saved, "
+        "and what was trained since its newest checkpoint is lost"
+    )
     text = f"ortlaunch: rank 0 failed\nortlaunch: {said}; the newest checkpoint is after step 20"
     expected = (85, text)
     assert shown(explain_end(run, 1, stopped_by=signal.SIGTERM)) == expected
+    # The same without the command's signal: the ranks themselves were requested to end.
     for rank in (1, 2, 3):
         write_text(run.asked(rank), "15 1.0")
     assert shown(explain_end(run, 1)) == expected
@@ -310,12 +343,12 @@ def test_a_stop_that_was_not_saved_in_time(run: RunDir) -> None:
 
 
 def test_a_signal_after_the_end_changes_nothing(run: RunDir) -> None:
-    """All ranks came to their end: it is done, whatever came to the command then."""
+    """A signal after the end of all ranks changes nothing."""
     assert shown(explain_end(run, 0, stopped_by=signal.SIGTERM)) == (0, f"done: {run}")
 
 
 def test_stopped_after_a_failure(run: RunDir) -> None:
-    """A failure that the user saw and stopped is still told."""
+    """A failure before the user's signal is printed as well."""
     ended(run, 1)
     expected = f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 1 failed\nortlaunch: stopped by SIGINT"
     assert shown(explain_end(run, 1, stopped_by=signal.SIGINT)) == (130, expected)
@@ -332,20 +365,25 @@ def test_stopped_after_a_failure(run: RunDir) -> None:
 def test_a_stop_before_the_first_step_names_who_asked(
     number: int | None, by: str | None, status: int, who: str, run: RunDir
 ) -> None:
-    """Not the signal that the command passed on to the ranks, nor their exit status; it can be continued."""
+    """A stop before the first step names the sender, and can be continued."""
+    # Neither the signal that the command forwards to the ranks nor their status is the sender's.
     stopped = {"cause": "stopped", "exit_status": 85, "traceback": ""}
     for rank in range(4):
         ended(run, rank, summary="rank was stopped by SIGUSR1", **stopped)
     if by is not None:
         write_json(run.stop_request, {"by": by})
     end = explain_end(run, 1, stopped_by=number)
-    said = f"ortlaunch: stopped by {who} before its first step, or after its last: there is nothing to save"
+    said = (
+        f"ortlaunch: stopped by {who} before its first step, or after its last: "
+        "there is nothing to save"
+    )
     assert (*shown(end), end.stopped) == (status, said, True)
 
 
 @pytest.mark.parametrize("lost", ["spare", "began"])
 def test_a_stop_that_no_person_asked_for_is_not_the_cause(lost: str, run: RunDir) -> None:
-    """A launcher that lost a rank asks the others to stop, which before their first step they do: a fault, not 85."""
+    """A stop that the launcher requested after it lost a rank is a fault, not status 85."""
+    # The other ranks stop as requested, because no step is complete.
     for rank in (0, 1, 2):
         stopped = {"cause": "stopped", "exit_status": 85, "traceback": ""}
         ended(run, rank, **stopped)
@@ -357,13 +395,15 @@ def test_a_stop_that_no_person_asked_for_is_not_the_cause(lost: str, run: RunDir
         if lost == "spare"
         else "rank 3 on host b ended before it began"
     ) in end.text
+    # A person's request explains why a rank never began.
     if lost == "began":
         write_text(run.stop_request, "{}")
         assert explain_end(run, 1).status == 85
 
 
 def test_accounts_are_counted_without_a_listing(tmp_path: Path) -> None:
-    """The order of accounts is known without equal clocks, and no account names the earlier ones: 8,192 would."""
+    """Records are counted in order, without equal clocks and without a list of the earlier ones."""
+    # With 8,192 ranks a list of the earlier ones in each record would be too long.
     run = RunDir(tmp_path)
     run.errors.mkdir()
     assert [run.count_account(rank) for rank in (4, -1, 12345)] == [0, 1, 2]
@@ -372,7 +412,8 @@ def test_accounts_are_counted_without_a_listing(tmp_path: Path) -> None:
 
 
 def test_a_failure_of_another_rank_is_seen_without_a_listing(tmp_path: Path) -> None:
-    """A rank's own account is none of another; on a full disk, where none could be counted, the files are listed."""
+    """A rank detects a failure of another rank, not its own."""
+    # On a full disk no record can be counted, so the files are listed.
     run = RunDir(tmp_path / "run")
     other = RunDir(tmp_path / "full")
     found = [Surroundings(run, 1).has_failed()]

@@ -1,4 +1,4 @@
-"""One node's ranks where a platform starts nodes: who each is, and what its end means."""
+"""Tests of launch/node.py: the rank variables of one node, and the meaning of its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NODE = [sys.executable, "-m", "ortlaunch.launch.node"]
 
 
 def start(script: str, *options: str, **variables: str) -> subprocess.Popen[str]:
-    """A node whose ranks are shells."""
+    """Start a node whose ranks are shells."""
     env = {"PATH": os.environ["PATH"], **variables}
     argv = [*NODE, *(options or ("--nodes=1", "--ranks=2")), "--", "sh", "-c", script]
     return subprocess.Popen(
@@ -29,7 +29,7 @@ def start(script: str, *options: str, **variables: str) -> subprocess.Popen[str]
 
 
 def test_every_rank_finds_its_place() -> None:
-    """Two nodes of two, by an indexed Job's variable and by Kubeflow Trainer's; what a shell left is taken away."""
+    """Ranks get their variables on two nodes, by a Job's variable and by Kubeflow Trainer's."""
     names = (
         "RANK",
         "WORLD_SIZE",
@@ -48,6 +48,7 @@ def test_every_rank_finds_its_place() -> None:
             "--ranks=2",
             "--master=localhost",
             JOB_COMPLETION_INDEX="0",
+            # Left by a shell: it would contradict torchrun's variables.
             OMPI_COMM_WORLD_RANK="9",
         ),
         start(script, "--nodes=2", "--ranks=2", **trainer),
@@ -73,16 +74,17 @@ def test_every_rank_finds_its_place() -> None:
     ],
 )
 def test_the_end_of_a_node(script: str, status: int) -> None:
-    """The first failing rank's status, and the others end; 85 where they have saved."""
+    """A node has the first failing rank's status, and 85 if its ranks have saved."""
     node = start(script)
     node.communicate(timeout=30)
     assert node.returncode == status
 
 
 def test_a_stop_reaches_every_rank() -> None:
-    """SIGTERM to the pod is one to each rank, which has time to save."""
+    """SIGTERM to the node reaches each rank, which has time to save."""
     node = start('trap "sleep 0.3; exit 85" TERM; echo up; while :; do sleep 0.05; done')
     assert node.stdout is not None
+    # Only then both shells have set their trap.
     assert [node.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
     began = time.monotonic()
     node.send_signal(signal.SIGTERM)
@@ -92,7 +94,8 @@ def test_a_stop_reaches_every_rank() -> None:
 
 
 def test_a_first_node_that_takes_its_time() -> None:
-    """Its name may be unknown for as long as the platform adds nodes; the wait is printed, and has an end."""
+    """The wait for the first node's name is printed, and has a limit."""
+    # The name is unknown as long as the platform adds nodes.
     node = start("echo up", "--nodes=2", "--ranks=1", "--master=no.such.host.invalid", "--name-seconds=0.4",
                  JOB_COMPLETION_INDEX="1")  # fmt: skip
     said = node.communicate(timeout=30)[0]
@@ -106,7 +109,8 @@ def test_a_first_node_that_takes_its_time() -> None:
     [
         (
             {},
-            "which of 2 nodes is this\\? none of JOB_COMPLETION_INDEX, PET_NODE_RANK, SKYPILOT_NODE_RANK, DST",
+            "which of 2 nodes is this\\? none of "
+            "JOB_COMPLETION_INDEX, PET_NODE_RANK, SKYPILOT_NODE_RANK, DST",
         ),
         (
             {"JOB_COMPLETION_INDEX": "0", "PET_NODE_RANK": "1"},
@@ -120,7 +124,7 @@ def test_a_first_node_that_takes_its_time() -> None:
     ],
 )
 def test_a_node_that_is_not_counted(environ: dict[str, str], said: str) -> None:
-    """No guess."""
+    """A node without a valid, unambiguous number is refused."""
     with pytest.raises(RankError, match=said):
         number(2, environ)
 
@@ -145,12 +149,13 @@ DSTACK = {
 def test_the_examples_of_the_docs(
     begins: str, variables: dict[str, str], number_of: str, tmp_path: Path
 ) -> None:  # fmt: skip
-    """What docs/cluster.md has a SkyPilot task and a dstack task run is the ranks of a plan of two nodes."""
+    """The SkyPilot and dstack examples of docs/cluster.md start the ranks of two nodes."""
     text = next(
         block for block in DOCS.read_text().split("```yaml\n") if block.startswith(begins)
     ).partition("```")[0]
     task = yaml.safe_load(text)
     script = task["run"] if "run" in task else task["commands"][-1]
+    # Stand-ins on the PATH: each node prints its variables instead of training.
     (tmp_path / "ortlaunch").write_text(
         '#!/bin/sh\necho "$RANK of $WORLD_SIZE at $MASTER_ADDR: $*"\n'
     )

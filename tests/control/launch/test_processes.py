@@ -1,4 +1,4 @@
-"""A launcher's processes: what it leaves on this host is waited for and ended; without torch."""
+"""Tests of a launcher's processes: all that it leaves on this host is ended. Without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import pytest
 from ortlaunch.launch import Request, processes
 from ortlaunch.launch.stop import Stop
 
-# Begins as a launcher may: a child in a session of its own, which may ignore SIGTERM, and ends before it.
+# Behaves as a launcher may: its child is in a session of its own, and may ignore SIGTERM. The
+# launcher ends before the child.
 LEAVES = """
 import os, pathlib, signal, sys, time
 if os.fork() == 0:
@@ -43,15 +44,17 @@ def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("how", ["plain", "ignores", "stopped"])
 def test_what_a_launcher_leaves_is_ended(how: str, tmp_path: Path) -> None:
-    """The wait does not end before every descendant has, whatever session it is in and whatever it ignores."""
+    """The wait ends after every descendant has, also in other sessions and with SIGTERM ignored."""
     job = processes.submit(Request((sys.executable, "-c", LEAVES, str(tmp_path), how, "9")))
+    # The launcher ends itself with SIGKILL.
     assert processes.wait(job) == 137
     assert (job.ended_by, job.signal) == (signal.SIGKILL, None)
     assert [pid for pid in os.listdir(tmp_path) if Path("/proc", pid).exists()] == []
 
 
 def test_others_of_this_process_live_on(tmp_path: Path) -> None:
-    """What this process started for another reason, before the job or as another job, is not the job's."""
+    """Other processes of this process, from before the job or of another job, live on."""
+    # Neither a child from before the job nor another job's process may be reaped or ended.
     mine = subprocess.Popen(["sleep", "60"])
     other = processes.submit(Request(("sleep", "60")))
     try:
@@ -70,11 +73,12 @@ def test_others_of_this_process_live_on(tmp_path: Path) -> None:
 def test_a_notice_goes_to_the_ranks(
     tells: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGUSR1 to the command ends neither it nor the launcher; where that passes nothing on its children get it."""
+    """SIGUSR1 reaches the launcher, or its children if the launcher does not forward it."""
     command = (
         "import os, pathlib, signal, sys, time\n"
         "pid = os.fork()\n"
-        "signal.signal(10, lambda *_: pathlib.Path(sys.argv[1], 'child' if not pid else 'launcher').touch())\n"
+        "signal.signal(10, lambda *_: "
+        "pathlib.Path(sys.argv[1], 'child' if not pid else 'launcher').touch())\n"
         "time.sleep(0.5)\n"
         "os.kill(int(sys.argv[2]), 10) if pid else None\n"
         "time.sleep(0.5)\n"
@@ -87,14 +91,15 @@ def test_a_notice_goes_to_the_ranks(
 
 
 def test_a_launcher_ignores_notices_that_it_does_not_handle() -> None:
-    """torchrun has no handler for them and would die."""
+    """A launcher without handlers for SIGUSR1 and SIGUSR2 ignores them."""
+    # torchrun has none, and would end by their default action.
     job = processes.submit(Request(("sh", "-c", "kill -USR1 $$; kill -USR2 $$; exit 5")))
     assert processes.wait(job) == 5
 
 
 @pytest.mark.timeout(20)
 def test_a_second_signal_means_now(tmp_path: Path) -> None:
-    """Two SIGTERMs to the command end what ignores them without waiting for the grace."""
+    """A second SIGTERM to the command ends, without a grace, processes that ignore the first."""
     code = (
         "import os, signal, sys, time\n"
         "signal.signal(15, signal.SIG_IGN)\n"
@@ -107,6 +112,7 @@ def test_a_second_signal_means_now(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 5
 
 
+# Ignores SIGHUP, SIGINT, SIGUSR1, SIGUSR2 and SIGTERM.
 DEAF = (
     "import os, signal, sys, time\nfor n in (1, 2, 10, 12, 15): signal.signal(n, signal.SIG_IGN)\n"
 )
@@ -114,7 +120,7 @@ DEAF = (
 
 @pytest.mark.timeout(20)
 def test_the_grace_is_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Ranks that neither save nor end after a stop, nor their guardians: the command kills them itself."""
+    """The command itself kills ranks and supervisors that do not end within the grace."""
     stop = Stop(str(tmp_path / "stop.json"), str(tmp_path / "cancel"), 1)
     code = f"{DEAF}os.kill(int(sys.argv[1]), 15); time.sleep(60)"
     begun = time.monotonic()
@@ -128,7 +134,8 @@ def test_the_grace_is_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 def test_a_signals_line_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It takes the live line's place, beside which the terminal has put ^C, and fits 100 columns."""
+    """A line on a signal replaces the progress line of a terminal, and fits 100 columns."""
+    # The terminal adds ^C to the progress line.
     monkeypatch.setattr(processes.os, "isatty", lambda end: True)
     monkeypatch.setattr(processes, "_wake", lambda job, number: None)
     monkeypatch.setattr(processes, "_signal_group", lambda job, number: None)
@@ -143,14 +150,14 @@ def test_a_signals_line_on_a_terminal(
 
 @pytest.mark.timeout(20)
 def test_a_signal_that_came_while_it_was_started() -> None:
-    """It counts once somebody waits."""
+    """A signal from before the wait counts once `wait` is called."""
     job = processes.submit(Request(("sleep", "60")))
     job.early.append(signal.SIGTERM)
     assert processes.wait(job) == 143
 
 
 def test_a_good_end_in_spite_of_a_signal() -> None:
-    """Status 0 is what it came to, not 128 + the signal."""
+    """A job that ends with status 0 in spite of a signal returns 0, not 128 + the signal."""
     job = processes.submit(
         Request(("sh", "-c", f"trap 'exit 0' TERM; kill -TERM {os.getpid()}; sleep 9 & wait"))
     )

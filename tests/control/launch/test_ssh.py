@@ -1,4 +1,4 @@
-"""The ssh of every part, to the letter, and the hosts that need none."""
+"""Tests of the ssh command line, and of the hosts that need no ssh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OWN = socket.gethostname()
 
 
 def test_command() -> None:
-    """No question, no terminal; the connection is checked only where that is wanted."""
+    """The command never prompts, and checks the connection only if requested."""
     plain = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8"]
     assert ssh("me@b", ["ls", "a b"], 8) == [*plain, "me@b", "ls 'a b'"]
     checked = ["-o", "ServerAliveInterval=4", "-o", "ServerAliveCountMax=3"]
@@ -32,5 +32,5 @@ def test_command() -> None:
     ],
 )
 def test_a_name_of_this_host(name: str, is_here: bool, no_ssh: bool) -> None:
-    """Its own names; another user's session on it takes ssh all the same."""
+    """This host's own names need no ssh; another user on it does."""
     assert (is_this_host(name), needs_no_ssh(name)) == (is_here, no_ssh)

@@ -1,4 +1,4 @@
-"""Whether another start has anything to train, and the command that trains further."""
+"""Tests of runs that ended: whether another start trains anything, and the command to train on."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def ended(tmp_path: Path) -> RunDir:
 
 @pytest.mark.parametrize(
     ("train", "said"),
+    # The run of the fixture has done 10 steps.
     [
         ({"max_steps": 10}, "nothing to train: 10 of 10 steps are done"),
         ({"max_steps": 6}, "nothing to train: 10 of 6 steps are done"),
@@ -38,26 +39,28 @@ def ended(tmp_path: Path) -> RunDir:
     ],
 )
 def test_what_is_left(train: dict[str, Any], said: str | None, ended: RunDir) -> None:
-    """Fewer steps than were done are done; more, or more epochs, are for the ranks."""
+    """Steps up to those already done need no start; more steps or more epochs do."""
     assert nothing_left(recipe(train=train), ended) == said
 
 
 @pytest.mark.parametrize("lost", ["summary", "export"])
 def test_a_run_that_was_cut_off_is_not_finished(lost: str, ended: RunDir) -> None:
-    """Without its summary or its export there is something to do."""
+    """A run without its summary or its export still has something to do."""
     path = getattr(ended, lost)
     path.rmdir() if path.is_dir() else path.unlink()
     assert nothing_left(recipe(), ended) is None
 
 
 def test_an_export_of_fewer_steps_is_not_this_ones(ended: RunDir) -> None:
-    """A longer training that ended after its last checkpoint and before its export has the shorter one's still."""
+    """The export of an earlier, shorter training does not make a longer run finished."""
+    # The longer run ended after its last checkpoint and before its own export.
     write_json(ended.summary, {"steps": 8})
     assert nothing_left(recipe(train={"max_steps": 10}), ended) is None
 
 
 def test_an_earlier_checkpoint_is_gone_on_from(ended: RunDir) -> None:
-    """Who takes the last checkpoint away wants the steps after the one before it again."""
+    """A run without its last checkpoint trains its last steps again."""
+    # A user deletes it to continue from the checkpoint before it.
     (ended.checkpoint(10) / "COMPLETE").unlink()
     assert nothing_left(recipe(train={"max_steps": 10}), ended) is None
 
@@ -71,6 +74,7 @@ def test_an_earlier_checkpoint_is_gone_on_from(ended: RunDir) -> None:
             "train 'a b.yaml' zero.stage=1 {} train.max_steps=20",
         ),
         (
+            # Only the last of several values is in effect, so the older one is dropped.
             ["train", "r", "--run-dir", "old", "train.max_steps=5"],
             {"max_steps": 5},
             "train r {} train.max_steps=20",
@@ -83,7 +87,7 @@ def test_an_earlier_checkpoint_is_gone_on_from(ended: RunDir) -> None:
 def test_the_command_that_trains_further(
     typed: list[str], train: dict[str, Any], expected: str, ended: RunDir
 ) -> None:
-    """What was typed, with this run's folder in place of another, from its newest checkpoint, and twice the length."""
+    """The command has the typed arguments but --resume, this run's folder, and twice the length."""
     command = expected.format(f"--run-dir={ended}")
     assert (
         with_next("done", typed, recipe(train=train), ended)
@@ -105,6 +109,7 @@ engine: {name: eager}
 @pytest.mark.parametrize(
     ("train", "typed", "expected"),
     [
+        # Twice the 2 epochs, or twice the 10 steps that the summary gives.
         ("{epochs: 2}", [], "train.epochs=4"),
         (
             "{epochs: 2}",
@@ -116,12 +121,14 @@ engine: {name: eager}
             ["train.max_steps=null", "train.epochs=1.5"],
             "train.max_steps=null train.epochs=3",
         ),
+        # A whole section cannot be edited, so the new length follows it.
         ("{epochs: 2}", ["train={max_steps: 10}"], "'train={max_steps: 10}' train.max_steps=20"),
         (
             "{max_steps: 5}",
             ["train.max_steps=7", "train.max_steps=10", "seed=3"],
             "seed=3 train.max_steps=20",
         ),
+        # --resume would choose another checkpoint than the newest.
         (
             "{epochs: 1}",
             ["--resume", "last", "optimizer.learning_rate=0.2"],
@@ -132,7 +139,7 @@ engine: {name: eager}
 def test_the_command_that_continues_is_a_valid_one(
     train: str, typed: list[str], expected: str, stopped: bool, ended: RunDir, tmp_path: Path
 ) -> None:
-    """Pasted, the printed command passes validation, in the run's folder, with each override that has an effect."""
+    """The printed command is valid, and has the run's folder and each override in effect."""
     path = tmp_path / "x.yaml"
     path.write_text(RECIPE + f"train: {train}\n")
     (tmp_path / "mine.py").write_text(OWN_MODULE)
@@ -144,6 +151,7 @@ def test_the_command_that_continues_is_a_valid_one(
     assert words[:3] == ["ortlaunch", "train", str(path)]
     assert folder in words
     after = load(path, [word for word in words[3:] if word != folder]).recipe
+    # A run that stopped continues with the same recipe, a finished one with twice the length.
     if stopped:
         assert after == before
     else:
@@ -155,12 +163,12 @@ def test_the_command_that_continues_is_a_valid_one(
 
 
 def test_another_verb_has_no_next_command(ended: RunDir) -> None:
-    """A comparison or a bench is not trained further."""
+    """Verbs other than `train` get no command to continue."""
     assert with_next("done", ["parity", "r"], recipe(), ended) == "done"
 
 
 def test_a_run_that_stopped_early_is_finished(ended: RunDir) -> None:
-    """Until train.stop_after changes; and what trains it on is another one of these."""
+    """A run that stopped early is finished until train.stop_after changes."""
     early = {"metric": "loss", "mode": "min", "evaluations": 2, "value": 1.0, "step": 8}
     write_json(ended.summary, {"steps": 10, "stopped_early": early})
     said = nothing_left(recipe(train={"max_steps": 20, "stop_after": {"evaluations": 2}}), ended)

@@ -1,4 +1,4 @@
-"""`ortlaunch status` and `cancel` on run folders made here: what is found without a command, and what is ended how."""
+"""Tests of `ortlaunch status` and `cancel` on run folders that the tests write themselves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from ortlaunch.runs.cancel import cancel
 from ortlaunch.runs.status import look, wait
 from tests.makers import CUSTOM, host, plan, recipe
 
-# A command that takes a folder and its job, and may have a rank; both say when they are there.
+# A command that takes over a folder and its job, and may have a rank. The file `here` reports that
+# it is ready.
 COMMAND = """
 import contextlib, os, pathlib, signal, sys, time
 from ortlaunch.run_folder.folder import RunDir
@@ -64,7 +65,7 @@ with stack:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run folder as its command leaves it before its ranks start."""
+    """A run folder in the state before its ranks start."""
     run = RunDir(tmp_path / "run")
     write_text(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
     write_text(run.recipe, yaml.safe_dump({**CUSTOM, "train": {"max_steps": 9}}))
@@ -73,6 +74,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture(autouse=True)
 def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Else each test of a process that ignores SIGTERM would wait for the full grace.
     for module in (processes, cancelling):
         monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
         monkeypatch.setattr(module, "_MORE_SECONDS", 0.2)
@@ -80,7 +82,7 @@ def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def command(run: RunDir, how: str = "plain") -> Iterator[subprocess.Popen[bytes]]:
-    """Another command that has the folder."""
+    """Another command that has taken over the folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, str(run), how], start_new_session=True
     )
@@ -97,7 +99,7 @@ def command(run: RunDir, how: str = "plain") -> Iterator[subprocess.Popen[bytes]
 
 
 def test_each_stage_of_a_command(run: RunDir) -> None:
-    """Pending while it prepares, running from its start, then its verdict; all from the folder alone."""
+    """A run is pending while its command prepares, then running, and at the end has a verdict."""
     with JobFile(run, "torchrun") as file:
         found = look(run)
         assert (found.state, found.job.id, found.job.backend) == (
@@ -106,6 +108,7 @@ def test_each_stage_of_a_command(run: RunDir) -> None:
             "torchrun",
         )
         file.starts()
+        # The last line is cut off, as while it is being written.
         write_text(
             run.metrics, '{"step": 2, "loss": 1.5, "tokens_per_second": 1000.0}\n{"step": 3, "lo'
         )
@@ -135,7 +138,7 @@ def test_each_stage_of_a_command(run: RunDir) -> None:
 def test_an_error_before_the_ranks(
     error: BaseException, state: JobState, status: int, verdict: str, run: RunDir
 ) -> None:
-    """What ends the command while it prepares is the run's verdict."""
+    """An error that ends the command before the ranks start is the run's verdict."""
     with pytest.raises(type(error)), JobFile(run, "mpi"):
         raise error
     found = look(run)
@@ -143,7 +146,8 @@ def test_an_error_before_the_ranks(
 
 
 def test_a_signal_before_the_ranks(run: RunDir) -> None:
-    """SIGTERM to a command that prepares ends it as a stop, unless it has nothing to save or is to be cancelled."""
+    """SIGTERM during the preparation counts as a saved stop, unless nothing is saved."""
+    # Nothing is lost before the first step, so a run that saves may simply start again.
     for saves, status, state in ((True, 85, JobState.PREEMPTED), (False, 143, JobState.CANCELLED)):
         with pytest.raises(SystemExit) as caught, JobFile(run, "mpi", saves):
             signal.raise_signal(signal.SIGTERM)
@@ -152,6 +156,7 @@ def test_a_signal_before_the_ranks(run: RunDir) -> None:
             look(run).job.verdict == "ortlaunch: stopped by SIGTERM before its ranks were started"
         )
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    # A cancelled run must not be started again, so it does not count as saved.
     write_text(run.cancelled, "")
     with pytest.raises(SystemExit), JobFile(run, "mpi"):
         signal.raise_signal(signal.SIGTERM)
@@ -159,7 +164,8 @@ def test_a_signal_before_the_ranks(run: RunDir) -> None:
 
 
 def test_between_two_starts(run: RunDir) -> None:
-    """A request to save ends nothing while no rank is there, and a stop tells what it met."""
+    """Between two starts a save request is ignored, and a stop ends the command."""
+    # The default action of SIGUSR2 would end this process.
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     with contextlib.suppress(SystemExit), JobFile(run, "mpi") as file:
         signal.raise_signal(signal.SIGUSR2)
@@ -171,12 +177,13 @@ def test_between_two_starts(run: RunDir) -> None:
 
 
 def test_while_ranks_are_started(run: RunDir) -> None:
-    """A signal is theirs: it is kept for who waits for them, and ends the command once they have failed."""
+    """Signals during a start are kept for the ranks, and end the command after a failure."""
     with contextlib.suppress(SystemExit), JobFile(run, "mpi") as file:
         kept = file.keep_signals()
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         assert kept == [signal.SIGINT, signal.SIGTERM]
+        # One was handled by the ranks; the other is left for the command.
         kept.pop(0)
         file.failed([Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)])
     assert look(run).state is JobState.PREEMPTED
@@ -190,7 +197,7 @@ def test_while_ranks_are_started(run: RunDir) -> None:
 def test_a_full_disk_hides_no_verdict(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command says that job.json does not, and goes on to tell its end."""
+    """A command that cannot write job.json on a full disk prints that and its verdict."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -206,11 +213,12 @@ def test_a_full_disk_hides_no_verdict(
 
 @pytest.mark.parametrize(("secondary", "status"), [(False, 7), (True, 137)])
 def test_a_killed_command_has_failed(secondary: bool, status: int, run: RunDir) -> None:
-    """The first failing rank is named; where none failed before, that the command is gone."""
+    """A killed command's run has the verdict of its first failing rank, else that of the kill."""
     with command(run) as process:
         assert look(run).state is JobState.RUNNING
         process.kill()
         process.wait()
+        # A secondary failure is only an effect of the command's death.
         error = {
             "exit_status": 7,
             "traceback": "",
@@ -228,7 +236,7 @@ def test_a_killed_command_has_failed(secondary: bool, status: int, run: RunDir) 
 
 
 def test_a_killed_command_whose_ranks_ended_well(run: RunDir) -> None:
-    """The summary of this start tells; not where a rank failed all the same."""
+    """A killed command's run succeeded if this start wrote a summary and no rank failed."""
     with command(run) as process:
         process.kill()
         process.wait()
@@ -246,7 +254,7 @@ def test_a_killed_command_whose_ranks_ended_well(run: RunDir) -> None:
 
 
 def test_a_command_that_measures_is_pending(run: RunDir) -> None:
-    """An earlier job's end is not told while another command has the folder; ended, it leaves that record alone."""
+    """A command that measures makes the run pending, and its end leaves the earlier record."""
     with JobFile(run, "torchrun") as file:
         file.end(0, "done")
     with command(run, "measures") as process:
@@ -268,7 +276,7 @@ def test_a_command_that_measures_is_pending(run: RunDir) -> None:
     ],
 )
 def test_cancel(how: str, status: int, said: str, run: RunDir) -> None:
-    """SIGTERM first, SIGKILL after the grace, also to ranks that do not go; the record says cancelled."""
+    """Cancelling sends SIGTERM, after the grace SIGKILL, and records the run as cancelled."""
     with command(run, how) as process:
         answer = cancel(run)
         assert answer.startswith(f"{said}{run}: cancelled"), answer
@@ -276,6 +284,8 @@ def test_cancel(how: str, status: int, said: str, run: RunDir) -> None:
         assert (found.state, found.job.exit_status, found.alive) == (JobState.CANCELLED, status, ())
         launcher = run.path / "launcher"
         assert not (launcher.exists() and Process.of(int(launcher.read_text())).lives())
+        # The plain command handles SIGTERM; the deaf one has to be killed; the one with a deaf rank
+        # has the default action.
         assert process.wait() == (
             143 if how == "plain" else -signal.SIGKILL if how == "deaf" else -signal.SIGTERM
         )
@@ -283,10 +293,12 @@ def test_cancel(how: str, status: int, said: str, run: RunDir) -> None:
 
 
 def test_who_waits_for_the_folder_is_none_of_its_run(run: RunDir) -> None:
-    """The next command has the lock open, too; ending what is left of the run before leaves it alone."""
+    """Cancelling leaves a process alone that only waits for the folder's lock."""
+    # The next command has the lock's file open, too.
     with command(run, "deaf rank") as process:
         process.kill()
         process.wait()
+        # The child inherits the open file, as a command does that waits for the lock.
         with open(run.lock) as file:
             waits = subprocess.Popen(["sleep", "60"], pass_fds=[file.fileno()])
         try:
@@ -302,10 +314,13 @@ def test_who_waits_for_the_folder_is_none_of_its_run(run: RunDir) -> None:
 
 
 def test_another_host(run: RunDir) -> None:
-    """What was recorded last, with where to ask; it is neither waited for nor ended from here."""
+    """A run on another host has its recorded state, and advice for commands on that host."""
     record = JobRecord.of_this_process("torchrun", JobState.RUNNING)
     replace(record, host="far", space="far pid:[1]").write(run)
-    there = f"process {os.getpid()} on host far cannot be seen from here; there, or by ssh: ssh far ortlaunch"
+    there = (
+        f"process {os.getpid()} on host far cannot be seen from here; there, "
+        "or by ssh: ssh far ortlaunch"
+    )
     assert (look(run).state, look(run).certain) == (JobState.RUNNING, False)
     assert f"this is what was recorded last; {there} status {run}" in str(look(run))
     with pytest.raises(InputError, match=f"{there} cancel {run}".replace("[", r"\[")):
@@ -316,7 +331,8 @@ def test_another_host(run: RunDir) -> None:
 
 @pytest.mark.parametrize(("kind", "status"), [("Stopped", 0), ("ValueError", 1), ("", 0)])
 def test_stopping_from_another_host(kind: str, status: int, run: RunDir) -> None:
-    """Nobody writes the end of ranks of srun's into job.json: what they leave tells it, and nothing is waited for."""
+    """Stopping a run on another host reads the end from the ranks' records."""
+    # No process writes the end of srun's ranks into job.json, so waiting for it would never end.
     record = JobRecord.of_this_process("inside", JobState.RUNNING)
     replace(record, host="far", space="far pid:[1]").write(run)
     if kind:
@@ -335,18 +351,20 @@ def test_stopping_from_another_host(kind: str, status: int, run: RunDir) -> None
     assert (code, ("rank 0 has ended" if kind else "done: ") in said) == (status, True)
     with pytest.raises(LaunchError, match="ended before it saved"):
         requests.checkpoint(run)
+    # Without a plan no rank has begun.
     run.plan.unlink()
     with pytest.raises(InputError, match="its ranks have not begun, and have nothing to save"):
         requests.stop(run)
 
 
 def test_a_launcher_of_the_users_own(run: RunDir) -> None:
-    """Its rank 0 is looked for; it ended well where a summary came after its start; it is not ours to end."""
+    """A run under the user's own launcher is checked by its rank 0, and cannot be cancelled."""
     record = JobRecord.of_this_process("inside", JobState.RUNNING)
     record.write(run)
     assert look(run).state is JobState.RUNNING
     with pytest.raises(InputError, match="its ranks were started by a launcher of your own"):
         cancel(run)
+    # Another start time: the process id belongs to a later process, so rank 0 is gone.
     replace(record, began="gone").write(run)
     assert look(run).state is JobState.FAILED
     write_json(run.summary, {})
@@ -355,13 +373,14 @@ def test_a_launcher_of_the_users_own(run: RunDir) -> None:
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"state": "running"}', '{"state": "odd"}'])
 def test_a_record_that_is_none(text: str, run: RunDir) -> None:
-    """It is named, without a traceback."""
+    """A damaged job.json gives an error with its path, without a traceback."""
     run.job.write_text(text)
     with pytest.raises(InputError, match=r"job\.json: is no record of a job"):
         look(run)
 
 
-# A process of its own: a fork of the tests' may be refused for the memory that other tests left in it.
+# A process of its own: a fork of the test process may be refused, because other tests left too much
+# memory in it.
 AS_NOBODY = """
 import os, sys
 from ortlaunch.errors import InputError
@@ -386,7 +405,8 @@ def as_nobody(act: str, run: RunDir) -> str:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user(run: RunDir) -> None:
-    """Who may not read is told so in a line, and so is who may read but not end."""
+    """Another user gets a one-line error for a run that is unreadable, or not theirs to cancel."""
+    # Not tmp_path: its parents cannot be entered by other users.
     folder = Path(tempfile.mkdtemp())
     try:
         folder.chmod(0o755)
@@ -406,7 +426,7 @@ def test_another_user(run: RunDir) -> None:
 
 
 def test_json(run: RunDir) -> None:
-    """All that is known, and null for what is not."""
+    """The JSON has all known values, and null for unknown ones."""
     with RunLock() as lock, JobFile(run, "local"):
         lock.take(run)
         found = json.loads(look(run).to_json())
