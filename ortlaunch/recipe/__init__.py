@@ -1,6 +1,6 @@
-"""A recipe file -> a valid, frozen Recipe, or all that is wrong with it at once.
+"""Load a recipe file as a valid, frozen Recipe, or report all its errors at once.
 
-`load` is the one way in. May import the standard library, pydantic and yaml.
+`load` is the only entry point. May import the standard library, pydantic and yaml.
 """
 
 from __future__ import annotations
@@ -23,38 +23,36 @@ __all__ = ["Recipe", "RecipeFile", "load", "parse_resolved", "read_resolved", "t
 
 
 class RecipeFile:
-    """A valid recipe together with where each of its keys was written, and what was read for it."""
+    """A valid recipe, with the place of each of its keys and the tree that was read for it."""
 
     def __init__(self, recipe: Recipe, tree: Tree, read: Tree, overrides: tuple[str, ...]) -> None:
         self.recipe = recipe
         self.overrides = overrides
         self._tree = tree
+        # The tree before overrides: further overrides start from it.
         self._read = read
 
     def with_overrides(self, *overrides: str) -> RecipeFile:
-        """The same with further `key.path=value`; no file is read again.
+        """Return the recipe with further `key.path=value`; no file is read again.
 
-        Raises:
-            RecipeError: with every problem, as `load`.
+        Raises: RecipeError: with every problem, as `load`.
         """
         return _checked(self._read, (*self.overrides, *overrides), [])
 
     def with_no_overrides(self) -> RecipeFile:
-        """What the files alone say; raises as `with_overrides`."""
+        """Return the recipe of the files without overrides; raises as `with_overrides`."""
         return _checked(self._read, (), [])
 
     def explain(self, problem: Problem) -> str:
-        """A rule's problem as a line with its place."""
+        """Return a rule's problem as a line with its place."""
         paths, message = problem
         return str(Line(self._tree.where(keys(paths[0])), f"{paths[0]}: {message}"))
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RecipeFile:
-    """Read a recipe, what it extends, and `key.path=value` overrides.
+    """Read a recipe, the recipes that it extends, and `key.path=value` overrides.
 
-    Raises:
-        RecipeError: with every problem, each as `file:line:column: key.path: what; what would be
-            right`.
+    Raises: RecipeError: with every problem, each as `file:line:column: key.path: problem; remedy`.
     """
     problems: list[Line] = []
     try:
@@ -65,7 +63,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RecipeFile:
 
 
 def _checked(read: Tree, overrides: tuple[str, ...], problems: list[Line]) -> RecipeFile:
-    """The recipe of what was read, with overrides; `problems` are those of reading."""
+    """Return the recipe of a tree and overrides; `problems` are those found while reading."""
     recipe, tree, wrong = check(override(read, overrides, problems))
     problems += wrong
     if problems or recipe is None:
@@ -74,24 +72,24 @@ def _checked(read: Tree, overrides: tuple[str, ...], problems: list[Line]) -> Re
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe: every field with its value, in order."""
+    """Return the resolved recipe as YAML: every field with its value, in order."""
     return dump(recipe.model_dump(mode="json"))
 
 
 def parse_resolved(text: str) -> Recipe:
-    """A recipe that `to_yaml` wrote."""
+    """Return the recipe of a text that `to_yaml` wrote."""
     return Recipe.model_validate(yaml.safe_load(text))
 
 
 def read_resolved(path: Path) -> Recipe:
-    """The same from a run's folder.
+    """Return the recipe of a run's folder.
 
-    Raises:
-        DamagedFile: it is none.
+    Raises: DamagedFile: the file is no recipe.
     """
     try:
         return parse_resolved(path.read_text(encoding="utf-8"))
-    except ValidationError as error:  # of its own words a line is enough
+    except ValidationError as error:
+        # The first error is enough: a person did not write this file.
         where = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"
         why = f"{where}: {error.errors()[0]['msg']}"
     except (ValueError, yaml.YAMLError) as error:

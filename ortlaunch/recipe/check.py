@@ -1,5 +1,5 @@
-"""Tree -> Recipe: pydantic finds what is wrong, this says where it was written and goes on with the
-rest."""
+"""Validate a tree as a Recipe: pydantic finds errors, this module adds places and continues with
+the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ortlaunch.recipe.text.place import KeyPath, Line, dotted, keys
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.yaml_text import parse
 
-# Stand in for what is missing, so that the rules can still look at the rest.
+# Stand-ins for missing required values, so that the rules can still check the rest. Rules that involve
+# such a key are not reported.
 _PLACEHOLDERS: dict[KeyPath, str] = {
     ("name",): "x",
     ("model",): "{task: custom}",
@@ -39,7 +40,7 @@ _PLACEHOLDERS: dict[KeyPath, str] = {
 
 
 class Checked(NamedTuple):
-    """The recipe, or what is left of it; its tree; and all that is wrong."""
+    """The recipe, or None; its tree without wrong values; and all problems."""
 
     recipe: Recipe | None
     tree: Tree
@@ -47,15 +48,17 @@ class Checked(NamedTuple):
 
 
 def check(tree: Tree) -> Checked:
-    """Ask for known names, then for right values, then for what fits together."""
+    """Check the names of keys, then values, then the rules across fields."""
     tree, problems, doubtful = settle(tree)
     recipe = None
-    for _ in range(4):  # a key taken out can uncover one more error, never an endless row
+    # Removing a wrong key can uncover another error. The limit ends a loop that makes no progress.
+    for _ in range(4):
         try:
             recipe = Recipe.model_validate(tree.plain())
             break
         except ValidationError as error:
             found = [(_path(details, tree), details) for details in error.errors()]
+        # `doubtful` holds paths whose value is no longer the user's: they are reported once only.
         for path, details in found:
             if path not in doubtful and not _without_its_base(details, doubtful):
                 problems.append(
@@ -64,23 +67,26 @@ def check(tree: Tree) -> Checked:
             doubtful.append(path)
         for path, _details in found:
             tree = _mended(tree, path)
+    # Without its base most of the recipe is a placeholder: rules would report nonsense.
     if recipe is not None and ("extends",) not in doubtful:
         problems += _rules(recipe, tree, doubtful)
     return Checked(recipe, tree, problems)
 
 
 def _path(details: ErrorDetails, tree: Tree) -> KeyPath:
-    """pydantic's location without the names of union branches."""
+    """Return pydantic's location without the names of union branches."""
     path: KeyPath = ()
     for key in details["loc"]:
         here = tree.find(path)
         if key in (MAPPING, WORD, LIST, NUMBER):
             continue
         if here is not None and here.kind == "scalar":
-            break  # `path: 3` is one value that may also be a list
+            # A single value may stand for a list: `path: 3` has no `path[0]` in the file.
+            break
         path = (*path, key)
     if details["type"] == "missing" and isinstance(path[-1], int):
-        return path[:-1]  # one number where a pair is wanted: speak of the pair
+        # One number where a pair is required: the error is about the pair.
+        return path[:-1]
     return path
 
 
@@ -94,22 +100,21 @@ def _message(path: KeyPath, details: ErrorDetails, tree: Tree) -> str:
 
 
 def _without_its_base(details: ErrorDetails, doubtful: Sequence[KeyPath]) -> bool:
-    """A misspelt `extends`: everything that the base would give is missing now."""
+    """Return whether a value is missing because `extends` is misspelt, and no base was read."""
     return details["type"] == "missing" and ("extends",) in doubtful
 
 
 def _mended(tree: Tree, path: KeyPath) -> Tree:
-    """The tree with a wrong value taken out, or stood in for where something must be there."""
-    path = tuple(
-        itertools.takewhile(lambda key: isinstance(key, str), path)
-    )  # a list is wrong as a whole
+    """Return the tree without a wrong value, or with a placeholder where a value is required."""
+    # A list with a wrong item is removed as a whole.
+    path = tuple(itertools.takewhile(lambda key: isinstance(key, str), path))
     if path in _PLACEHOLDERS:
         return tree.put(path, parse(_PLACEHOLDERS[path], "", []))
     return tree.without(path)
 
 
 def _rules(recipe: Recipe, tree: Tree, doubtful: Sequence[KeyPath]) -> list[Line]:
-    """Broken rules, but for those that speak of a key that was wrong itself and was taken out."""
+    """Return the problems of broken rules, except those about a key that was itself wrong."""
     found = []
     for paths, message in broken(recipe):
         involved = [keys(path) for path in paths]
@@ -119,5 +124,6 @@ def _rules(recipe: Recipe, tree: Tree, doubtful: Sequence[KeyPath]) -> list[Line
 
 
 def _overlap(one: KeyPath, other: KeyPath) -> bool:
+    # A section overlaps with its own keys.
     shorter = min(len(one), len(other))
     return one[:shorter] == other[:shorter]

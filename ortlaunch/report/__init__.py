@@ -1,4 +1,4 @@
-"""`ortlaunch report`: runs as one HTML page that needs no network, made of their folders alone."""
+"""`ortlaunch report`: one HTML page about runs, made from their folders; it needs no network."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from ortlaunch.report.tables import cell
 from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.units import human
 
+# The first line of every report: it marks a file that may be overwritten.
 _FIRST = "<!DOCTYPE html><!-- ortlaunch report -->\n"
 
 
 def report(runs: Sequence[Path], to: Path | None, now: str) -> Path:
-    """Write the page; returns where: report.html in the run's folder, or in the current one for
-    several runs.
+    """Write the page, and return its path.
 
-    Raises:
-        InputError: a folder is none of a run's, or there is another file in the page's place.
+    Args: runs: folders of the runs to compare, one column each. to: the page's path; None:
+    report.html in the run's folder, or in the current folder for several runs. now: the current
+    time, as the page shows it.
+
+    Raises: InputError: a folder is not a run's, or the page's path has a file that is no report.
     """
     target = to or RunDir(runs[0] if len(runs) == 1 else Path()).report
     records = read(runs)
@@ -36,13 +39,15 @@ def report(runs: Sequence[Path], to: Path | None, now: str) -> Path:
 
 
 def page(records: Sequence[Record], now: str) -> str:
-    """The page as text."""
+    """Return the page as text."""
     pages = Environment(
         loader=PackageLoader("ortlaunch", "report"),
+        # Recipes and errors contain text of users and of other programs.
         autoescape=True,
         finalize=_visible,
         trim_blocks=True,
         lstrip_blocks=True,
+        # A misspelt name in page.html raises instead of leaving a blank.
         undefined=StrictUndefined,
     )
     pages.filters.update(cell=cell, human=human)
@@ -52,7 +57,11 @@ def page(records: Sequence[Record], now: str) -> str:
 
 
 def _visible(value: object) -> object:
-    """Text whose control characters, which no page shows, are their Python escapes."""
+    """Return a text with control characters, which no page shows, as Python escapes; others
+    unchanged.
+
+    jinja2 calls this for every value before it escapes HTML.
+    """
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in value)

@@ -1,4 +1,4 @@
-"""What a chart draws: a line for each run over the steps, with the values under the pointer.
+"""Values of a chart: a line for each run over its steps, with the values under the pointer.
 Pure."""
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ AREA = {
     "bottom": 224,
     "colors": 8,
 }
-_BUCKETS = 400  # the least and the greatest value of each are drawn: no spike gets lost
-_STRIPS = 100  # places under the pointer
-_DOTS = 40  # so few points are drawn as dots, too
-_SPREAD = 50  # a greatest value so many times the median wants a logarithmic scale
+# Pieces that a long line is divided into. The smallest and the largest value of each are drawn, so that
+# no spike gets lost; 400 is close to the width in pixels.
+_BUCKETS = 400
+# Maximum number of positions that show their values under the pointer.
+_STRIPS = 100
+# Up to this many points are also drawn as dots: a line alone would hide that they are few.
+_DOTS = 40
+# The scale is logarithmic where the largest value exceeds this many medians.
+_SPREAD = 50
 
 Point = tuple[float, float]
 
@@ -40,18 +45,18 @@ class Curve:
 
     @property
     def finite(self) -> list[Point]:
-        """What can be drawn."""
+        """Points with a value."""
         return [(x, y) for x, y in self.points if y is not None]
 
     @property
     def gaps(self) -> list[float]:
-        """Steps whose value cannot be drawn."""
+        """Steps whose value is missing or not finite."""
         return [x for x, y in self.points if y is None]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A range of values on a range of pixels."""
+    """A linear or logarithmic map from a range of values to a range of pixels."""
 
     low: float
     high: float
@@ -60,18 +65,19 @@ class Scale:
     logarithmic: bool = False
 
     def at(self, value: float) -> float:
-        """The pixel of a value."""
+        """Return the pixel of a value."""
         low, high, value = (
             _log(v) if self.logarithmic else v for v in (self.low, self.high, value)
         )
+        # A range of one value would divide by 0. Tenths of a pixel keep the page small.
         return round(self.first + (value - low) / (high - low or 1.0) * (self.last - self.first), 1)
 
 
 def chart(title: str, curves: Sequence[Curve], from_zero: bool = False) -> dict[str, object] | None:
-    """Everything that one chart draws; None where no run has a value.
+    """Return everything that page.html draws of one chart; None where no run has a value.
 
-    Args:
-        from_zero: whether the axis of values begins at 0.
+    Args: title: the chart's heading. curves: one for each run. from_zero: whether the axis of
+    values begins at 0.
     """
     drawn = [curve for curve in curves if curve.finite]
     if not drawn:
@@ -81,6 +87,7 @@ def chart(title: str, curves: Sequence[Curve], from_zero: bool = False) -> dict[
     steps = ticks(across.low, across.high, 4)
     return {
         "title": f"{title} (logarithmic)" if up.logarithmic else title,
+        # Marks on the value axis, then on the axis of steps: (pixel, label).
         "rows": [(up.at(value), number(value)) for value in values],
         "columns": [(across.at(step), number(step)) for step in steps if step == int(step)],
         "curves": [_drawn(curve, across, up) for curve in drawn],
@@ -90,7 +97,7 @@ def chart(title: str, curves: Sequence[Curve], from_zero: bool = False) -> dict[
 
 
 def number(value: float) -> str:
-    """A value as a person reads it, short enough to stand before an axis: 1.5e-4, not 0.00015."""
+    """Return a value in a short form for an axis: 1.5e-4 instead of 0.00015."""
     if 0 < abs(value) < 1e-3:
         mantissa, exponent = f"{value:.3e}".split("e")
         return f"{float(mantissa):g}e{int(exponent)}"
@@ -98,16 +105,19 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers from low to high."""
+    """Return round numbers from low to high, about as many as `about`, for the marks of an axis."""
     raw = (high - low) / about or abs(high) or 1.0
     unit = 10.0 ** math.floor(math.log10(raw))
+    # 0.999: rounding must not skip a factor that fits exactly.
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw * 0.999)
+    # 1e-9: a bound that is a multiple of the step but for rounding keeps its mark.
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [round(each * step, 12) for each in range(first, last + 1)]
 
 
 def _log(value: float) -> float:
+    # The smallest positive double is about 1e-308: 0 and negative values get a finite logarithm.
     return math.log10(max(value, 1e-300))
 
 
@@ -116,7 +126,9 @@ def _scales(curves: Sequence[Curve], from_zero: bool) -> tuple[Scale, Scale]:
     ys = [y for curve in curves for _, y in curve.finite]
     low = min(0.0, *ys) if from_zero else min(ys)
     high = max(ys)
+    # Only positive values have a logarithm.
     wide = not from_zero and low > 0 and high > _SPREAD * statistics.median(ys)
+    # A constant line is drawn in the middle: 10 % around its value, or from -1 to 1 for 0.
     if low == high:
         low = low - abs(low) * 0.1 - (low == 0)
         high = high + abs(high) * 0.1 + (high == 0)
@@ -124,6 +136,7 @@ def _scales(curves: Sequence[Curve], from_zero: bool) -> tuple[Scale, Scale]:
         room = (high - low) * 0.05
         low = low if low == 0 and from_zero else low - room
         high = high + room
+    # SVG's y axis points down: the lowest value is at the bottom pixel, the larger number.
     across = Scale(min(0, *xs), max(xs), AREA["left"], AREA["right"])
     return across, Scale(low, high, AREA["bottom"], AREA["top"], wide)
 
@@ -132,12 +145,14 @@ def _decades(up: Scale) -> list[float]:
     inside = [
         10.0**power for power in range(math.ceil(_log(up.low)), math.floor(_log(up.high)) + 1)
     ]
+    # Fewer than two powers of ten would make an axis without a scale: mark the ends instead.
     return inside if len(inside) >= 2 else [up.low, up.high]
 
 
 def _drawn(curve: Curve, across: Scale, up: Scale) -> Json:
-    """The lines of a run; few points are drawn as dots, too, and where a later start took the run
-    up again."""
+    """Return the lines of a run, the dots of a run with few points, and the starts that resumed the
+    run."""
+    # A step without a value interrupts the line.
     groups = groupby(curve.points, key=lambda point: point[1] is not None)
     lines = [[(x, y) for x, y in group if y is not None] for is_whole, group in groups if is_whole]
     return {
@@ -152,21 +167,28 @@ def _drawn(curve: Curve, across: Scale, up: Scale) -> Json:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """The least and the greatest value of each of so many pieces, in their order; few points as
-    they are."""
+    """Return the smallest and the largest point of each of `_BUCKETS` pieces, in order of their
+    steps.
+
+    A short list of points is returned unchanged.
+    """
     if len(points) <= 2 * _BUCKETS:
         return list(points)
     size = math.ceil(len(points) / _BUCKETS)
     pieces = [points[at : at + size] for at in range(0, len(points), size)]
     ends = [{min(piece, key=lambda p: p[1]), max(piece, key=lambda p: p[1])} for piece in pieces]
+    # The set removes a point that is both, as in a constant piece.
     return sorted({points[0], points[-1], *(point for pair in ends for point in pair)})
 
 
 def _strips(curves: Sequence[Curve], across: Scale, up: Scale) -> Iterator[dict[str, object]]:
-    """Transparent strips whose title, shown under the pointer, is each run's value there."""
+    """Yield transparent strips with a title of each run's value, which the browser shows as a
+    tooltip."""
     steps = sorted({x for curve in curves for x, _ in curve.finite})
+    # Every n-th step, so that the page stays small.
     steps = steps[:: math.ceil(len(steps) / _STRIPS)]
     values = [dict(curve.finite) for curve in curves]
+    # Adjacent strips meet halfway between their steps.
     middles = [(across.at(a) + across.at(b)) / 2 for a, b in zip(steps, steps[1:])]
     for step, left, right in zip(steps, [AREA["left"], *middles], [*middles, AREA["right"]]):
         here = [(curve, found[step]) for curve, found in zip(curves, values) if step in found]
@@ -182,7 +204,7 @@ def _strips(curves: Sequence[Curve], across: Scale, up: Scale) -> Iterator[dict[
 
 
 def _lost(curves: Sequence[Curve]) -> Iterator[str]:
-    """What the lines do not show, in words."""
+    """Yield a note for each run about steps without a finite value."""
     for curve in curves:
         if curve.gaps:
             steps = ", ".join(number(step) for step in curve.gaps[:5]) + (

@@ -1,4 +1,4 @@
-"""What a run folder holds of a run, read once for its report. Nothing is drawn here."""
+"""Contents of a run folder, read once for the report. Nothing is drawn here."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ortlaunch.runs.status import Status
 
 @dataclass(frozen=True)
 class Record:
-    """One run."""
+    """The contents of one run folder."""
 
     run: RunDir
     label: str
     status: Status
     recipe: dict[str, Any]
     lines: list[dict[str, Any]]
-    """metrics.jsonl."""
+    """Lines of metrics.jsonl."""
     engine: dict[str, Any]
     memory: dict[str, Any]
     summary: dict[str, Any]
@@ -38,38 +38,39 @@ class Record:
     commands: list[dict[str, Any]]
     exports: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
-    """Of `ortlaunch evaluate`."""
+    """Results of `ortlaunch evaluate`, one evaluation.json each."""
     resumed: int
-    """Where the last start began."""
+    """Step after which the last start began; 0 for a new run."""
     kept: list[int]
-    """Steps of the complete checkpoints."""
+    """Steps of the complete checkpoints that still exist."""
+    # Errors of files that could not be read, each once.
     unreadable: list[str] = field(default_factory=list)
 
     @property
     def logged(self) -> list[dict[str, Any]]:
-        """Lines of logged steps."""
+        """Lines of logged steps, which have a loss."""
         return [line for line in self.lines if "loss" in line]
 
     @property
     def ort(self) -> dict[str, Any]:
-        """ONNX Runtime's part of engine.json."""
+        """ONNX Runtime's part of engine.json; empty for other engines."""
         return self.engine.get("onnxruntime") or {}
 
     @property
     def starts(self) -> list[int]:
-        """Steps after which a later start went on."""
+        """Steps after which a later start continued, ascending."""
         later = [one.resumed for one in self.status.job.attempts[1:]]
         return sorted({step for step in (*later, self.resumed) if step})
 
 
 def read(paths: Sequence[Path]) -> list[Record]:
-    """Every run.
+    """Read every run.
 
-    Raises:
-        InputError: with all folders that are none of a run's.
+    Raises: InputError: lists all folders that are not a run's.
     """
     runs = []
     wrong = []
+    # Collect all wrong folders, so that the user can mend the command at once.
     for path, label in zip(paths, labels(paths)):
         try:
             runs.append(_read(RunDir(path), label))
@@ -81,9 +82,12 @@ def read(paths: Sequence[Path]) -> list[Record]:
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
-    """A short name of each: its folder's, with as much of the path before it as tells them
-    apart."""
+    """Return a short name of each folder: its last parts, as many as make the names unique.
+
+    Raises: InputError: a folder is given twice.
+    """
     parts = [path.resolve().parts for path in paths]
+    # The shortest unique suffix of the paths; a path given twice never becomes unique.
     for length in range(1, max(map(len, parts), default=1) + 1):
         short = ["/".join(each[-length:]) for each in parts]
         if len(set(short)) == len(short):
@@ -110,17 +114,17 @@ def _read(run: RunDir, label: str) -> Record:
 
 
 class _Files:
-    """Reads what may be absent; what is there and cannot be read is remembered."""
+    """Reader of files that may be absent; it collects errors of files that cannot be read."""
 
     def __init__(self, unreadable: Sequence[str]) -> None:
         self.unreadable = list(unreadable)
 
     def json(self, path: Path) -> dict[str, Any]:
-        """A mapping; empty where there is none."""
+        """Return a JSON mapping; empty where there is no file."""
         return self._mapping(path, read_json)
 
     def resumed(self, run: RunDir) -> int:
-        """The step that the newest start began after."""
+        """Return the step after which the newest start began; 0 if it cannot be read."""
         try:
             return ResumeRecord.read(run).step
         except DamagedFile as error:
@@ -128,7 +132,7 @@ class _Files:
             return 0
 
     def yaml(self, path: Path) -> dict[str, Any]:
-        """The same of the recipe, without what must not be seen."""
+        """Return a YAML mapping without the values of secrets; empty where there is no file."""
         return dict(
             without_secrets(
                 self._mapping(path, lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))
@@ -136,8 +140,10 @@ class _Files:
         )
 
     def lines(self, path: Path, *names: str) -> list[dict[str, Any]]:
-        """Every whole line with these names; the last may be half written, of a run that goes
-        on."""
+        """Return every complete line with these names.
+
+        The last line may be incomplete while the run is writing it.
+        """
         found = json_lines(path, *names)
         self._remember(found.left_out)
         return found.found
@@ -148,9 +154,11 @@ class _Files:
         except DamagedFile as error:
             self._remember([str(error)])
             return {}
+        # ValueError: text that is no UTF-8.
         except (ValueError, yaml.YAMLError) as error:
             self._remember([f"{path} cannot be read: {' '.join(str(error).split())}"])
             return {}
+        # A file of another type is damaged, or of another version: the page is made without it.
         return value if isinstance(value, dict) else {}
 
     def _remember(self, said: Sequence[str]) -> None:
@@ -158,20 +166,23 @@ class _Files:
 
 
 def command(line: Mapping[str, Any]) -> str:
-    """A typed command, without what must not be seen."""
+    """Return a typed command without the values of secrets."""
     words = [str(word) for word in line.get("argv", [])]
     parts = [(word, *word.partition("=")) for word in words]
     hidden = [
         f"{key}={HIDDEN}" if equals and SECRET.search(key) else word
         for word, key, equals, _ in parts
     ]
+    # The first word is the program's path.
     return " ".join(["ortlaunch", *hidden[1:]])
 
 
 def number(value: Any) -> float | None:
-    """A finite number of a record, which writes others as words; None of anything else."""
+    """Return a finite number of a record, or None for any other value."""
     try:
+        # Records write nan and inf as text, which float() reads as well.
         found = float(value)
     except (TypeError, ValueError):
         return None
+    # inf - inf and nan - nan are nan, which does not equal 0.
     return found if found - found == 0 else None

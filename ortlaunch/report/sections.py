@@ -1,4 +1,4 @@
-"""The values of a report's parts, which page.html draws. Pure."""
+"""Values of the report's sections, which page.html draws. Pure."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ortlaunch.report.records import Record, command, number
 from ortlaunch.report.tables import Fact, cards, facts, warning
 from ortlaunch.units import counted, duration, human
 
+# (title, name in metrics.jsonl, whether the axis begins at 0), in the order of the page.
 _CURVES = (
     ("Training loss", "loss", False),
     ("Evaluation loss", "evaluation_loss", False),
@@ -26,14 +27,14 @@ _CURVES = (
     ("Gradient norm before clipping", "gradient_norm", True),
     ("Model FLOPs utilization", "mfu", True),
 )
-# Of metrics.jsonl's lines, what is no curve; all others are, also those that a model of the user's
-# own brings.
+# Values in metrics.jsonl that are not drawn. All others are, including those of a user's own model.
 _NO_CURVES = ("step", "samples", "epoch", "skipped_steps", "left_out_steps", "elapsed_seconds")
+# Parts of memory.json in the order of the table.
 _PARTS = ("weights", "gradients", "optimizer", "activations", "buckets", "other", "model", "peak")
 
 
 def content(records: Sequence[Record]) -> Json:
-    """All values of the page."""
+    """Return all values that page.html uses."""
     return {
         "records": records,
         "several": len(records) > 1,
@@ -59,12 +60,13 @@ def _state(one: Record) -> str:
         if one.status.seconds is None
         else f", {duration(one.status.seconds)} since its last start"
     )
+    # Another host's processes cannot be checked: the state is the last recorded one.
     sure = "" if one.status.certain else " (as recorded last; its host is another)"
     return f"{one.status.state.value}{code}{took}{sure}"
 
 
 def _evaluation(one: Record) -> dict[str, object]:
-    """The last evaluation's metrics."""
+    """Return the last evaluation's metrics."""
     last: Json = next((line for line in reversed(one.lines) if "evaluation_loss" in line), {})
     return {
         name.removeprefix("evaluation_"): value
@@ -78,8 +80,10 @@ def _newest(one: Record, name: str) -> object:
 
 
 def _median(one: Record, name: str) -> float | None:
-    """Without the first logged line, which has compilation and exports in it, where there are
-    more."""
+    """Return the median of a value over the logged lines.
+
+    The first line, which includes compilation and exports, is left out where there are others.
+    """
     values = [value for line in one.logged if (value := number(line.get(name))) is not None]
     return statistics.median(values[1:] or values) if values else None
 
@@ -101,6 +105,7 @@ def _of(one: int | None, whole: int | None, between: str = "of") -> str | None:
 
 
 def _curves(records: Sequence[Record]) -> list[dict[str, object]]:
+    # A dict instead of a set: it keeps the order of first appearance.
     known = dict.fromkeys(name for record in records for line in record.lines for name in line)
     others = [
         name for name in known if name not in (*_NO_CURVES, *(each for _, each, _ in _CURVES))
@@ -127,7 +132,8 @@ def _values(records: Sequence[Record], name: str) -> list[Curve]:
 
 
 def _asked(choice: Any, why: str) -> str | None:
-    """What runs; where it stands in for something else, for what and why."""
+    """Return the choice in use; where it replaces the requested one, also that one and the
+    reason."""
     if not choice:
         return None
     return (
@@ -138,8 +144,10 @@ def _asked(choice: Any, why: str) -> str | None:
 
 
 def _precision(one: Record) -> str | None:
-    """Of the passes; products of float32 matrices may be of another, which says nothing of passes
-    in bf16 or fp16."""
+    """Return the precision of the passes, and that of float32 matmuls if it differs.
+
+    Passes in bf16 or fp16 have no float32 matmuls to report.
+    """
     passes = one.engine.get("precision")
     products = (one.engine.get("matmul_precision") or {}).get("format")
     return f"{passes}, matrix products in {products}" if products and passes == "fp32" else passes
@@ -195,7 +203,7 @@ def _torch(one: Record) -> str | None:
 
 
 def _without(values: Any, *names: str) -> dict[str, object] | None:
-    """A mapping without what is absent in it."""
+    """Return a mapping without empty values and without `names`; None if nothing remains."""
     return {
         k: v for k, v in (values or {}).items() if v not in (None, [], {}) and k not in names
     } or None
@@ -209,11 +217,13 @@ def _folded(values: Any, noun: str) -> Markup | None:
     )
     head = counted(len(each), noun)
     lines = "\n".join(map(str, each))
+    # Markup.format escapes its arguments.
     return Markup("<details><summary>{}</summary>{}</details>").format(head, lines)
 
 
 def _memory(one: Record) -> dict[str, object] | None:
     measured = one.memory.get("measured")
+    # A run without a plan still has measured values.
     planned = one.memory.get("planned") or {}
     if not measured:
         return None
@@ -222,6 +232,7 @@ def _memory(one: Record) -> dict[str, object] | None:
         "rows": [
             (p, (planned.get(p), measured.get(p))) for p in _PARTS if p in measured or p in planned
         ],
+        # The length of bars is relative to the largest; 1 avoids a division by 0.
         "most": max([*measured.values(), *planned.values(), 1]),
         "said": f"The peak is {one.memory.get('peak_is', 'not described')}. By rank: {peaks}.",
     }
@@ -271,8 +282,10 @@ def _starts(one: Record) -> dict[str, object]:
 
 
 def _differences(records: Sequence[Record]) -> list[tuple[str, list[object]]]:
+    # Compare single settings instead of whole sections.
     flat = {record.label: dict(leaves(record.recipe)) for record in records}
     names = dict.fromkeys(name for each in flat.values() for name in each)
+    # JSON text, because lists and mappings cannot be members of a set.
     differ = [name for name in names if len({_json(each.get(name)) for each in flat.values()}) > 1]
 
     def fact(name: str) -> Fact:
@@ -285,7 +298,8 @@ def _json(value: object) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
-# The rows of tables of facts: a name, and how a record gives its value.
+# The rows of the tables of facts: a name, and a function from a record to its value.
+# They are at the end of the file, because they refer to the functions above.
 _OVERVIEW: tuple[Fact, ...] = (
     ("state", _state),
     ("why it ended", lambda one: one.status.job.verdict),

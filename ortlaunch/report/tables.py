@@ -1,5 +1,7 @@
-"""Values of a report's tables: a row for each fact, a column for each run; a fact that no run has
-is left out. Pure."""
+"""Values of the report's tables: a row for each fact, a column for each run. Pure.
+
+A fact without a value in any run is left out.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,12 @@ Fact = tuple[str, Callable[[Record], object]]
 
 
 def facts(records: Sequence[Record], rows: Iterable[Fact]) -> list[tuple[str, list[object]]]:
-    """The name and the values of each row."""
+    """Return the name and the values of each row."""
     known = [(name, [told(read, record) for record in records]) for name, read in rows]
     return [
         (name, values)
         for name, values in known
+        # 0 and false are values; they keep their row.
         if any(value not in (None, "", [], {}) for value in values)
     ]
 
@@ -27,31 +30,35 @@ def facts(records: Sequence[Record], rows: Iterable[Fact]) -> list[tuple[str, li
 def cards(
     records: Sequence[Record], read: Callable[[Record], object]
 ) -> list[tuple[Record, object]]:
-    """The values of each run that has some."""
+    """Return the values of each run that has some."""
     found = [(record, told(read, record)) for record in records]
     return [(record, value) for record, value in found if value is not None]
 
 
 def told(read: Callable[[Record], object], record: Record) -> Any:
-    """What a record says; where another version of ortlaunch wrote it, or it is damaged, that this
-    cannot be told."""
+    """Return a record's value, or a warning that it cannot be read.
+
+    The files may be damaged, or be written by another version of ortlaunch.
+    """
     try:
         return read(record)
+    # The errors of reading a document of another form; anything else is a bug and is raised.
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         return warning(f"cannot be told of this run's files: {type(error).__name__}: {error}")
 
 
 def warning(text: str) -> Markup:
-    """What is wrong, as a cell shows it."""
+    """Return a problem as a cell shows it."""
     return Markup('<p class="warn">{}</p>').format(text)
 
 
 def cell(value: object) -> object:
-    """A value as a cell says it."""
+    """Return a value as a cell shows it."""
     if isinstance(value, Markup):
         return value
     if value is None or value == "":
         return "-"
+    # Before int: bool is a subclass of int.
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

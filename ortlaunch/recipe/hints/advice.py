@@ -1,4 +1,4 @@
-"""What the user most likely meant by an unknown key."""
+"""Advice about an unknown key: the key that the user most likely meant."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from ortlaunch.recipe.hints.dialects import FOREIGN
 from ortlaunch.recipe.text.place import KeyPath, dotted, keys
 from ortlaunch.recipe.text.words import likeness, normal
 
-_LIKE = 0.65  # less is another word
+# Least likeness of a suggested key: below it, keys count as unrelated.
+_LIKE = 0.65
 
 
 class Advice(NamedTuple):
-    """What to say of an unknown key, and the key that was meant.
+    """The advice about an unknown key, and the key that was meant.
 
-    `sure`: the value may be read as that key's; else the key is only known to be spoken of.
+    `sure`: the value may be used as that key's; else the key is only known to be involved.
     """
 
     text: str
@@ -26,11 +27,13 @@ class Advice(NamedTuple):
 
 
 def advise(key: str, section: KeyPath) -> Advice:
-    """What to say of a key that `section` does not have."""
+    """Return the advice about a key that `section` does not have."""
+    # YAML reads {a: 1,000} as the keys `a` and `000`.
     if key.isdecimal():
         return Advice("a comma inside { } separates keys; write a number without commas, as 1000")
     if section == ("log",) and normal(key) in ("tensorboard", "wandb", "mlflow"):
         return Advice(f"write log.trackers: [{normal(key)}]", ("log", "trackers"))
+    # Exact matches come first: a guess must not hide them.
     exact = _nested(key, section) or _foreign(key, section) or _elsewhere(normal(key), section)
     if exact:
         return exact
@@ -56,15 +59,19 @@ def _foreign(key: str, section: KeyPath) -> Advice | None:
     entry = FOREIGN.get(f"{dotted(section)}.{key}") or FOREIGN.get(key)
     if entry is None:
         return None
+    # The form of these texts is described in dialects.py.
     if entry.ours.startswith("none: "):
         return Advice(f"{entry.tool}'s {key} is not needed here: {entry.ours[6:]}")
+    # The key comes first; a remark in parentheses may follow.
     target = keys(entry.ours.split()[0].rstrip(",:"))
+    # An entry may also be a sentence, whose first word is no key.
     known = section_at(target[:-1]) and target[-1] in names_in(target[:-1])
     return Advice(f"{entry.tool} says {key}; here it is {entry.ours}", target if known else None)
 
 
 def _elsewhere(key: str, section: KeyPath) -> Advice | None:
-    """A key of ours, or of the model's config, or of DeepSpeed, in the wrong section."""
+    """Return the advice about a known key in the wrong section: a recipe's, a config's or
+    DeepSpeed's."""
     if key == "extends":
         return Advice("it is read at the top of a file only")
     in_config = f"model.config.{key}" if key in CONFIG_FIELDS else None
@@ -80,10 +87,13 @@ def _elsewhere(key: str, section: KeyPath) -> Advice | None:
 
 
 def _nearest(key: str, section: KeyPath) -> Advice | None:
-    """The most similar key: of this section rather than of another one, of ours rather than of
-    another tool."""
+    """Return the advice about the most similar key, or None.
+
+    Keys of this section come before keys of other sections, and these before keys of other tools.
+    """
     options = [
         (
+            # Bonus for the section that the user wrote the key in.
             likeness(key, name) + 0.1,
             Advice(f"did you mean {dotted((*section, name))}?", (*section, name), sure=True),
         )
@@ -94,6 +104,7 @@ def _nearest(key: str, section: KeyPath) -> Advice | None:
         for name, path in everywhere().items()
     ]
     for name in FOREIGN:
+        # Keys that are foreign in one section only have a dot; they are no candidates.
         like = 0.0 if "." in name else likeness(key, name) - 0.05
         advice = _foreign(name, section) if like >= _LIKE else None
         if advice:

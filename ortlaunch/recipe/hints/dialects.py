@@ -1,9 +1,7 @@
-"""What other tools call their keys: tables of foreign keys -> ours.
+"""Keys of other tools: tables from a tool's key to the recipe's key.
 
-Error hints read them, and `ortlaunch import`, which takes a value over where `ours` is a key and
-nothing more.
-
-Knows nothing of the recipe's models.
+Error hints use them, and `ortlaunch import`, which converts a value where `ours` is only a key.
+Independent of the recipe's models.
 """
 
 from __future__ import annotations
@@ -12,15 +10,17 @@ from typing import NamedTuple
 
 
 class Foreign(NamedTuple):
-    """A key of another tool: whose it is, and our key or what to do instead.
+    """A key of another tool: the tool, and the recipe's key or a remedy.
 
-    `ours` begins with our dotted key where there is one; `none: why` says that nothing is needed.
+    `ours` begins with a dotted key of the recipe where one exists; `none: why` means that nothing
+    is needed.
     """
 
     tool: str
     ours: str
 
 
+# Answers that several tools' keys share.
 _EPOCHS = "train.epochs"
 _PACKED = (
     "none: causal-lm samples of text are always packed "
@@ -35,6 +35,7 @@ _WHOLE = (
     "zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence parallelism)"
 )
 
+# Most general tools last: of a name that several tools use, FOREIGN keeps the last entry.
 DIALECTS: dict[str, dict[str, str]] = {
     "Megatron": {
         "global_batch_size": "batch.global_size",
@@ -65,6 +66,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "global_train_batch_size": "batch.global_size",
         "device_train_microbatch_size": "batch.micro_size",
         "device_eval_batch_size": "batch.micro_size (evaluation uses it too)",
+        # A time with its unit, as `10ba` or `1ep`.
         "max_duration": "train.max_steps or train.epochs (a number)",
         "max_seq_len": "data.sequence_length",
         "global_seed": "seed",
@@ -113,6 +115,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "num_gpus": "launch.processes_per_node",
         "num_nodes": "launch.nodes",
         "hostfile": "the command line option --hostfile",
+        # The JSON nests settings under `params`; the recipe does not.
         "optimizer.type": "optimizer.name",
         "optimizer.params": "none: settings stand directly in `optimizer`",
         "schedule.type": "schedule.name",
@@ -166,6 +169,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "cutoff_len": "data.sequence_length",
         "packing": _PACKED,
         "neat_packing": "data.attend_across_documents: false",
+        # LLaMA-Factory's stages are pt, sft and others; ZeRO's stage is the other likely meaning.
         "stage": "model.task (for ZeRO's stage: zero.stage)",
         "finetuning_type": "model.lora (leave it out to train all weights)",
         "lora_rank": "model.lora.r",
@@ -304,7 +308,7 @@ DIALECTS: dict[str, dict[str, str]] = {
     },
 }
 
-# A dotted key is foreign in that section only.
+# A dotted key is foreign in that section only. Where tools share a name, the last tool's entry wins.
 FOREIGN: dict[str, Foreign] = {
     key: Foreign(tool, ours) for tool, keys in DIALECTS.items() for key, ours in keys.items()
 }

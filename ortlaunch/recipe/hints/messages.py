@@ -1,5 +1,5 @@
-"""What to say of a value that a field does not take: what was written, what would be right, and the
-usual cause."""
+"""Messages about values that a field does not accept: the value, the accepted ones, the usual
+cause."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ortlaunch.recipe.text.place import KeyPath, dotted
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.words import closest
 
+# pydantic's types of errors -> the accepted type, for people who do not know Python.
 _KINDS = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -31,6 +32,7 @@ _BOUNDS = {
     "less_than_equal": "<=",
 }
 _CORPUS = "{format: text, path: [corpus/*.txt]}"
+# Examples for sections, and for values whose form is not obvious.
 EXAMPLES: dict[KeyPath, str] = {
     ("model",): "{task: masked-lm, pretrained: bert-base-uncased}",
     ("model", "config"): "{model_type: bert, hidden_size: 768}",
@@ -64,7 +66,7 @@ EXAMPLES: dict[KeyPath, str] = {
 
 
 def missing(path: KeyPath) -> str:
-    """For a key that must be given."""
+    """Return the message about a required key that is missing."""
     example = f", for example {path[-1]}: {EXAMPLES[path]}" if path in EXAMPLES else ""
     words = choices(path)
     alone = len(words) > 1 and not example and path[-1] != "source"  # which may be a mapping, too
@@ -73,7 +75,7 @@ def missing(path: KeyPath) -> str:
 
 
 def wrong(path: KeyPath, details: ErrorDetails, written: Tree | None) -> str:
-    """For a value of the wrong kind, or out of bounds."""
+    """Return the message about a value of the wrong type, or out of bounds."""
     raw = (written.raw if written else None) or str(details["input"])
     return (
         f"got {_got(details, written)}; "
@@ -86,6 +88,7 @@ def _got(details: ErrorDetails, written: Tree | None) -> str:
         return _short(repr(written.plain() if written else details["input"]))
     if written.scalar is None:
         return "null" if written.raw else "nothing"
+    # YAML 1.1 reads yes, no, on and off as booleans.
     if isinstance(written.scalar, bool) and (written.raw or "").lower() not in ("true", "false"):
         return f"{written.raw}, which YAML reads as {str(written.scalar).lower()}"
     return _short(f'"{written.raw}"' if written.quoted else str(written.raw))
@@ -138,12 +141,13 @@ def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
         return f"it must have at most {context['max_length']} characters"
     if kind == "string_pattern_mismatch":
         return _pattern(path)
+    # An error without a message of its own here: pydantic's, in the form of the others.
     message: str = details["msg"]
     return message[0].lower() + message[1:]
 
 
 def _pattern(path: KeyPath) -> str:
-    """What a text must look like that has not the form of its field."""
+    """Return the form that a field's text must have."""
     if path == ("submit", "time"):
         return 'it must be a time of Slurm: minutes as "30", else "4:00:00" or "2-12:00:00"'
     if path == ("submit", "kubernetes", "namespace"):
@@ -165,7 +169,7 @@ def _guess(guess: str | None) -> str:
 
 
 def _cause(path: KeyPath, details: ErrorDetails, written: Tree | None) -> str:
-    """The usual slip behind such a value, as a sentence of its own, or ""."""
+    """Return the usual mistake behind such a value, as a sentence of its own, or ""."""
     kind = details["type"]
     value = written.scalar if written else None
     raw = (written.raw if written else None) or ""
@@ -198,10 +202,12 @@ def _number(details: ErrorDetails, value: Any, quoted: bool) -> str:
         return ""
     if quoted and (_is_number(value) or value.lower() in ("true", "false")):
         return ". In quotes it is a word: leave the quotes out"
+    # yaml_text.py keeps such a value as text; YAML 1.1 would read it as octal.
     if re.fullmatch(r"[-+]?0[0-9]+", value):
         return f". Write {int(value)}, without the leading zero"
     if re.fullmatch(r"[0-9]{1,3}([, ][0-9]{3})+", value):
         return f". Write {re.sub('[, ]', '', value)}"
+    # As 1k, 2M or 10%.
     scaled = re.fullmatch(r"([0-9.]+) ?([kKmMbBgG%])", value)
     return ". Write the number out" if scaled else ""
 

@@ -1,5 +1,7 @@
-"""Unknown keys: each is reported with advice, and its value put where it was meant, so that it is
-checked as well."""
+"""Unknown keys: each is reported with advice.
+
+Its value is moved to the key that was meant, so that the value is checked as well.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ from ortlaunch.recipe.hints.advice import Advice, advise
 from ortlaunch.recipe.text.place import KeyPath, Line, dotted
 from ortlaunch.recipe.text.tree import Tree
 
-_MOST = 100  # a file with more unknown keys is no recipe
+# A file with more unknown keys is no recipe: the rest is reported as one line.
+_MOST = 100
 
 
 class Named(NamedTuple):
-    """A tree of known keys only, what was wrong, and the keys that unknown ones spoke of."""
+    """A tree of known keys only, the problems, and the keys that unknown keys were meant for."""
 
     tree: Tree
     problems: list[Line]
@@ -28,7 +31,7 @@ class Named(NamedTuple):
 
 
 def settle(tree: Tree) -> Named:
-    """Take unknown keys out of the tree, or put them under the name that was meant."""
+    """Remove unknown keys from the tree, or move them to the key that was meant."""
     problems: list[Line] = []
     doubtful: list[KeyPath] = []
     path = next(_unknown(tree), None)
@@ -36,6 +39,7 @@ def settle(tree: Tree) -> Named:
         advice = advise(str(path[-1]), path[:-1])
         problems.append(Line(tree.where(path), f"{dotted(path)}: unknown key; {advice.text}"))
         tree = _moved(tree, path, advice)
+        # The value was not moved to its target, so the target's own errors would mislead.
         if advice.target and not (advice.sure and tree.find(advice.target)):
             doubtful.append(advice.target)
         path = next(_unknown(tree), None)
@@ -48,7 +52,8 @@ def settle(tree: Tree) -> Named:
             )
         )
         tree = replace(tree, children={})
-        doubtful.append(("extends",))  # whatever is missing now was not looked at
+        # Suppresses errors about missing keys: they may be among the removed ones.
+        doubtful.append(("extends",))
     return Named(_without_empty(tree), problems, doubtful)
 
 
@@ -75,14 +80,17 @@ def _moved(tree: Tree, path: KeyPath, advice: Advice) -> Tree:
     target = advice.target
     if value is None or target is None or not advice.sure or rest.find(target) is not None:
         return rest
+    # A section on the path may be a plain value in the file, which would be overwritten.
     on_the_way = (rest.find(target[:end]) for end in range(1, len(target)))
     free = all(section is None or section.kind == "mapping" for section in on_the_way)
     return rest.put(target, value) if free and target != ("extends",) else rest
 
 
 def _without_empty(tree: Tree, path: KeyPath = ()) -> Tree:
-    """null where a key has a default and null is none of its values: the key was left empty, or
-    unset."""
+    """Return the tree without nulls of keys that have a default and do not accept null.
+
+    Such a key was left empty, or unset by an override.
+    """
     for key, child in tree.children.items():
         below = (*path, key)
         if child.kind == "scalar" and child.scalar is None:
