@@ -19,8 +19,8 @@ from ortlaunch.recipe.text.place import KeyPath, Line, dotted, keys
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.yaml_text import parse
 
-# Stand-ins for missing required values, so that the rules can still check the rest. Rules that involve
-# such a key are not reported.
+# Stand-ins for missing required values, so that the rules can still check the rest. Rules that
+# involve such a key are not reported.
 _PLACEHOLDERS: dict[KeyPath, str] = {
     ("name",): "x",
     ("model",): "{task: custom}",
@@ -58,7 +58,7 @@ def check(tree: Tree) -> Checked:
             break
         except ValidationError as error:
             found = [(_path(details, tree), details) for details in error.errors()]
-        # `doubtful` holds paths whose value is no longer the user's: they are reported once only.
+        # Paths in `doubtful` were reported already, or are the targets of unknown keys.
         for path, details in found:
             if path not in doubtful and not _without_its_base(details, doubtful):
                 problems.append(

@@ -35,7 +35,7 @@ _WHOLE = (
     "zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence parallelism)"
 )
 
-# Most general tools last: of a name that several tools use, FOREIGN keeps the last entry.
+# The order matters: of a name that several tools use, FOREIGN keeps the last entry.
 DIALECTS: dict[str, dict[str, str]] = {
     "Megatron": {
         "global_batch_size": "batch.global_size",
@@ -308,7 +308,7 @@ DIALECTS: dict[str, dict[str, str]] = {
     },
 }
 
-# A dotted key is foreign in that section only. Where tools share a name, the last tool's entry wins.
+# A dotted key is foreign in that section only.
 FOREIGN: dict[str, Foreign] = {
     key: Foreign(tool, ours) for tool, keys in DIALECTS.items() for key, ours in keys.items()
 }

@@ -1,8 +1,7 @@
-"""docs/recipe.md: every field of a recipe with its type, bounds, default and manual, in the
-recipe's order.
+"""docs/recipe.md: every field of a recipe with its type, bounds, default and manual, in order.
 
-Made from the JSON schema before it is sorted, so that it cannot say anything else than editors are
-told.
+The page is made from the JSON schema before it is sorted, so that it agrees with the texts that
+editors show.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ Made by `ortlaunch schema --markdown > docs/recipe.md`; a test holds it to the c
 A recipe is a YAML file. Any field can be set on the command line by its dotted path: `train.max_steps=50`,
 `engine.name=eager`, `zero.stage=1`. What must be given is **required**, in a file that extends no other.
 """
+# JSON schema's types -> the words of the page.
 _WORDS = {
     "string": "text",
     "object": "mapping",
@@ -33,8 +33,10 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     whole = document()
+    # Several fields may share a section's model, as `data.train` and `data.evaluation`: one
+    # chapter.
     sections: dict[str, list[str]] = {}
     for path, name in _sections(whole, whole, ""):
         sections.setdefault(name, []).append(path)
@@ -42,6 +44,7 @@ def markdown() -> str:
     for name, paths in sections.items():
         section = whole["$defs"][name]
         heading = ", ".join(f"`{path}`" for path in paths)
+        # Links of the tables point at this anchor, as headings may hold several paths.
         parts += ["", f'<a id="{name}"></a>', "", f"## {heading}", "", section["description"], ""]
         parts += _table(whole, section, sections)
     return "\n".join(parts) + "\n"
@@ -50,7 +53,7 @@ def markdown() -> str:
 def _sections(
     whole: dict[str, Any], place: dict[str, Any], prefix: str
 ) -> Iterator[tuple[str, str]]:
-    """(dotted path, name in $defs) of each section, depth first."""
+    """Yield (dotted path, name in $defs) of each section, depth first."""
     for field, schema in place["properties"].items():
         for name, mark in _references(schema):
             yield f"{prefix}{field}{mark}", name
@@ -58,7 +61,7 @@ def _sections(
 
 
 def _references(schema: dict[str, Any], mark: str = "") -> Iterator[tuple[str, str]]:
-    """(name in $defs, `[]` where it is an item of a list)."""
+    """Yield (name in $defs, `[]` for an item of a list) of each section that a field refers to."""
     if "$ref" in schema:
         yield schema["$ref"].rpartition("/")[2], mark
     for branch in _branches(schema):
@@ -78,6 +81,7 @@ def _table(
     lines = ["| field | value | default | meaning |", "|---|---|---|---|"]
     for field, schema in section["properties"].items():
         default = "**required**" if field in required else _default(schema)
+        # A section's field may have no text of its own: the section's docstring stands in.
         own = [schema, *(whole["$defs"][name] for name, _ in _references(schema))]
         manual = next(each["description"] for each in own if "description" in each).replace(
             "|", "\\|"
@@ -87,6 +91,7 @@ def _table(
 
 
 def _default(schema: dict[str, Any]) -> str:
+    # The default of a section is that of its fields, which have their own rows.
     if "default" not in schema or "$ref" in schema:
         return ""
     value = schema["default"]
@@ -94,14 +99,16 @@ def _default(schema: dict[str, Any]) -> str:
 
 
 def _kind(schema: dict[str, Any], sections: dict[str, list[str]]) -> str:
-    """What may be written, in words."""
+    """Return the accepted values in words."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{sections[name][0]}](#{name})"
     if _branches(schema):
         return " or ".join(_kind(branch, sections) for branch in _branches(schema))
+    # pydantic writes a Literal of one name as `const`.
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{word}`" for word in schema.get("enum", [schema.get("const")]))
+    # A pair, as `betas`.
     if "prefixItems" in schema:
         return f"[{', '.join(_kind(item, sections) for item in schema['prefixItems'])}]"
     bounds = [f"{sign} {_plain(schema[name])}" for name, sign in _BOUNDS.items() if name in schema]

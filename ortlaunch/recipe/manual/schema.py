@@ -1,4 +1,4 @@
-"""The recipe's JSON schema, for editors: names, kinds, defaults and the manual of every field."""
+"""The recipe's JSON schema for editors: names, types, defaults and the manual of every field."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from ortlaunch.recipe.fields.fields import manual
 from ortlaunch.recipe.fields.models import Recipe
 
+# `extends` is read before validation, and so it is no field of the model.
 _EXTENDS = {
     "type": "string",
     "minLength": 1,
@@ -21,11 +22,11 @@ _NULL = {"type": "null"}
 
 
 def json_schema() -> str:
-    """JSON text with sorted keys.
+    """Return the schema as JSON text with sorted keys.
 
-    A file that extends another one gives only what differs. JSON schema cannot see the other file,
-    so `required` holds at the top for files that extend nothing, and in the sections not at all;
-    `ortlaunch validate` is the full check.
+    A file that extends another one gives only the differences. JSON schema cannot see the other
+    file. Therefore `required` applies at the top to files that extend nothing, and never in the
+    sections; `ortlaunch validate` is the full check.
     """
     whole = document()
     for section in (whole, *whole["$defs"].values()):
@@ -39,9 +40,10 @@ def json_schema() -> str:
 
 
 def document() -> dict[str, Any]:
-    """The schema in the recipe's order, with what each section requires."""
+    """Return the schema in the recipe's order, with the required keys of each section."""
     schema = Recipe.model_json_schema()
     for (section, name), text in manual().items():
+        # pydantic has the top model's fields at the top, and all others in $defs.
         place = schema if section == "Recipe" else schema["$defs"][section]
         place["properties"][name]["description"] = text
     return {
@@ -54,7 +56,9 @@ def document() -> dict[str, Any]:
 
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:
-    """As the loader has it: null stands for a field's default."""
+    """Return a field's schema that also accepts null, as the loader does: null stands for the
+    default."""
+    # A required key accepts no null.
     if "default" not in field:
         return field
     kinds = next((kinds for kinds in ("anyOf", "oneOf") if kinds in field), None)
@@ -65,13 +69,17 @@ def _or_null(field: dict[str, Any]) -> dict[str, Any]:
             "anyOf": [{"$ref": field["$ref"]}, _NULL],
             **{key: field[key] for key in field if key != "$ref"},
         }
+    # A schema with both `type` and `enum` accepts only values that match both.
     words = {"enum": [*field["enum"], None]} if "enum" in field else {}
     return {**field, "type": [field["type"], "null"], **words}
 
 
 def _tidy(value: Any) -> Any:
-    """Without `additionalProperties: true`, which says nothing and only newer versions of pydantic
-    write."""
+    """Return the value without `additionalProperties: true`.
+
+    It means nothing, and only newer versions of pydantic write it: the result would depend on the
+    version.
+    """
     if isinstance(value, list):
         return [_tidy(item) for item in value]
     if not isinstance(value, dict):

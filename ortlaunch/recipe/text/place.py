@@ -1,5 +1,4 @@
-"""How a problem is told: where it was written, which key it is about, and what is wrong, in one
-line."""
+"""The report of a problem in one line: its place in a file, its key, and the problem."""
 
 from __future__ import annotations
 
@@ -9,10 +8,10 @@ from typing import Any, NamedTuple
 
 Key = str | int
 KeyPath = tuple[Key, ...]
-Problem = tuple[
-    tuple[str, ...], str
-]  # dotted paths involved, the first is where it is reported; what is wrong
-# Names whose values are never shown; pad_token and the like are words of a tokenizer.
+# (dotted paths involved, of which the first is reported; the message)
+Problem = tuple[tuple[str, ...], str]
+# Names whose values are never shown. pad_token and similar names are words of a tokenizer. The
+# lookbehinds are two, because alternatives in one must have the same length.
 SECRET = re.compile(
     r"((?<!PAD_|BOS_|EOS_|UNK_|SEP_|CLS_)(?<!MASK_)TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$",
     re.IGNORECASE,
@@ -23,7 +22,7 @@ HIDDEN = "(not shown)"
 
 
 def without_secrets(value: Any) -> Any:
-    """Plain values without those of keys that name a secret, for what is passed on."""
+    """Return plain values in which those of secret keys are replaced, for output to others."""
     if isinstance(value, Mapping):
         return {
             k: HIDDEN if SECRET.search(str(k)) and item else without_secrets(item)
@@ -33,7 +32,7 @@ def without_secrets(value: Any) -> Any:
 
 
 class Place(NamedTuple):
-    """Where something was written: a file's line and column (from 1), or an override (no line)."""
+    """A place in the input: a file's line and column (from 1), or an override (no line)."""
 
     source: str
     line: int = 0
@@ -44,7 +43,7 @@ class Place(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One problem for the user: its place, and `key.path: what is wrong; what would be right`."""
+    """One problem for the user: its place, and `key.path: problem; remedy`."""
 
     place: Place
     text: str
@@ -57,7 +56,7 @@ class Line(NamedTuple):
 
 
 class SourceError(Exception):
-    """The text cannot be read at all."""
+    """Raised where a text cannot be read at all."""
 
     def __init__(self, place: Place, text: str) -> None:
         self.line = Line(place, text)
@@ -65,28 +64,30 @@ class SourceError(Exception):
 
 
 def in_reading_order(lines: Iterable[Line], first: str) -> list[Line]:
-    """File by file from the top, beginning with `first`, then the overrides."""
+    """Return the lines file by file from the top, beginning with `first`; overrides come last."""
     in_files = [line for line in lines if line.place.line]
     in_files.sort(key=lambda line: (line.place.source != first, line.place))
     return in_files + [line for line in lines if not line.place.line]
 
 
 def dotted(path: KeyPath) -> str:
-    """`("data", "train", "path", 0)` -> `data.train.path[0]`."""
+    """Return a path as text: `("data", "train", "path", 0)` -> `data.train.path[0]`."""
+    # An empty key is shown as ''; the first dot is cut off.
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key or repr(key)}" for key in path)[
         1:
     ]
 
 
 def keys(path: str) -> KeyPath:
-    """`data.train[0].weight` -> `("data", "train", 0, "weight")`."""
+    """Return the path of a text: `data.train[0].weight` -> `("data", "train", 0, "weight")`."""
     return tuple(
         int(key[1:-1]) if key[0] == "[" else key for key in re.findall(r"[^.\[]+|\[[0-9]+\]", path)
     )
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of everything in a recipe; a list is one value."""
+    """Yield (dotted path, value) of everything in a recipe; a list is one value."""
+    # An empty mapping is a value, too, or it would be lost.
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from leaves(item, f"{path}.{key}" if path else str(key))

@@ -1,5 +1,7 @@
-"""A recipe file, what it extends, and `key.path=value` overrides -> one tree. Knows nothing of the
-recipe's fields."""
+"""A recipe file, the recipes that it extends, and `key.path=value` overrides, as one tree.
+
+Independent of the recipe's fields.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,17 @@ from ortlaunch.recipe.text.place import SECRET, Line, Place, SourceError, dotted
 from ortlaunch.recipe.text.tree import Tree, merge
 from ortlaunch.recipe.text.yaml_text import MAX_CHARACTERS, parse
 
+# UTF-8 has up to four bytes for a character.
 _MAX_BYTES = 4 * MAX_CHARACTERS
-_MAX_CHAIN = 20  # recipes that extend each other
+# Maximum length of a chain of recipes that extend each other.
+_MAX_CHAIN = 20
 
 
 def read(path: Path, problems: list[Line], seen: Sequence[Path] = ()) -> Tree:
-    """Read a recipe file and what it extends; duplicate keys go to `problems`.
+    """Read a recipe file and the recipes that it extends; duplicate keys go to `problems`.
 
-    Raises:
-        SourceError: the file is missing, is not UTF-8 or YAML, is no mapping, or extends itself.
+    Raises: SourceError: the file is missing, is not UTF-8 or YAML, is no mapping, or extends
+    itself.
     """
     tree = parse(text_of(path), str(path), problems)
     if tree.kind == "scalar" and tree.raw is None:
@@ -33,20 +37,20 @@ def read(path: Path, problems: list[Line], seen: Sequence[Path] = ()) -> Tree:
             tree.place, f"a recipe is a mapping of `key: value` lines, this is {what}"
         )
     base = tree.find(("extends",))
+    # Keys that begin with `x-` or `.` only hold YAML anchors.
     left_out = (
         "extends",
         *(key for key in tree.children if str(key).startswith(("x-", "."))),
-    )  # of anchors alone
+    )
     for key in left_out:
         tree = tree.without((key,))
     return tree if base is None else merge(_read_base(base, path, problems, seen), tree)
 
 
 def text_of(path: Path) -> str:
-    """A regular file of UTF-8 text.
+    """Return the text of a regular file.
 
-    Raises:
-        SourceError: it is none.
+    Raises: SourceError: the file cannot be read, or is not UTF-8.
     """
     try:
         data = _bytes(path)
@@ -55,6 +59,7 @@ def text_of(path: Path) -> str:
             Place(str(path)), f"cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from None
     try:
+        # Editors on Windows may write a byte order mark.
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = data[: error.start]
@@ -65,14 +70,16 @@ def text_of(path: Path) -> str:
 
 
 def _bytes(path: Path) -> bytes:
-    """What a regular file holds; a pipe or a device may block, or never end."""
+    """Return a regular file's bytes; a pipe or a device may block, or never end."""
     kind = path.stat().st_mode
-    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # opening a folder says so itself
+    # A folder passes: opening it raises a clear error.
+    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
         what = "a pipe" if stat.S_ISFIFO(kind) else "a device or a socket"
         raise SourceError(
             Place(str(path)), f"is {what}; a recipe is a regular file, which is read more than once"
         )
     with path.open("rb") as file:
+        # One byte more than the limit shows that the file exceeds it.
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise SourceError(
@@ -89,11 +96,8 @@ def _read_base(base: Tree, path: Path, problems: list[Line], seen: Sequence[Path
     target = path.parent / base.scalar
     try:
         here, there, found = path.resolve(), target.resolve(), target.is_file()
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ):  # a name too long, a null character, a loop of links
+    # A name that is too long, a null character, a loop of links.
+    except (OSError, ValueError, RuntimeError):
         found = False
     if not found:
         raise SourceError(place, f"extends: no file {target} (the path is relative to {path})")
@@ -107,10 +111,10 @@ def _read_base(base: Tree, path: Path, problems: list[Line], seen: Sequence[Path
 
 
 def override(tree: Tree, assignments: Iterable[str], problems: list[Line]) -> Tree:
-    """`tree` with every `key.path=value` set; the value is read as YAML and replaces what was
-    there."""
+    """Return `tree` with every `key.path=value` set; values are YAML and replace the old ones."""
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
+        # A secret's value is not printed.
         place = Place(f"override {path + '=...' if SECRET.search(path.strip()) else assignment!r}")
         names = tuple(name.strip() for name in path.split("."))
         if not equals or not all(names) or path.startswith("-"):
@@ -118,6 +122,7 @@ def override(tree: Tree, assignments: Iterable[str], problems: list[Line]) -> Tr
                 Line(place, "write it as key.path=value, for example train.max_steps=100")
             )
             continue
+        # Places inside the value are replaced by the override itself.
         found: list[Line] = []
         try:
             value = parse(text, "", found, within=names)

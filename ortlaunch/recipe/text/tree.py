@@ -1,4 +1,4 @@
-"""A YAML value that remembers where each part of it was written, and how two of them merge."""
+"""A YAML value with the place of each of its parts, and the merge of two such values."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from ortlaunch.recipe.text.place import Key, KeyPath, Place
 
 @dataclass(frozen=True)
 class Tree:
-    """A value with its place; a mapping or a list has `children`, a scalar has `scalar` and its raw
-    text."""
+    """A value with its place; mappings and lists have `children`, scalars `scalar` and raw text."""
 
     place: Place
     scalar: Any = None
     raw: str | None = None
     quoted: bool = False
-    kind: str = "scalar"  # scalar | mapping | list
+    # scalar, mapping or list.
+    kind: str = "scalar"
     children: dict[Key, Tree] = field(default_factory=dict)
+    # None for items of lists and for the whole document.
     key_place: Place | None = None
 
     def plain(self) -> Any:
-        """The value without places."""
+        """Return the value without places."""
         if self.kind == "mapping":
             return {key: child.plain() for key, child in self.children.items()}
         if self.kind == "list":
@@ -30,14 +31,14 @@ class Tree:
         return self.scalar
 
     def find(self, path: KeyPath) -> Tree | None:
-        """The subtree at `path`, or None."""
+        """Return the subtree at `path`, or None."""
         tree: Tree | None = self
         for key in path:
             tree = tree.children.get(key) if tree else None
         return tree
 
     def where(self, path: KeyPath) -> Place:
-        """Where `path` was written: its key, else the nearest section that was written."""
+        """Return the place of the key at `path`, or of the nearest section above it that exists."""
         tree = self
         place = self.place
         for key in path:
@@ -49,7 +50,7 @@ class Tree:
         return place
 
     def without(self, path: KeyPath) -> Tree:
-        """A copy that lacks the key at `path`."""
+        """Return a copy without the key at `path`."""
         if not path or path[0] not in self.children:
             return self
         children = dict(self.children)
@@ -59,11 +60,13 @@ class Tree:
         return replace(self, children=children)
 
     def put(self, path: KeyPath, value: Tree) -> Tree:
-        """A copy with `value` at `path`; sections on the way are made."""
+        """Return a copy with `value` at `path`; missing sections on the path are created."""
         if not path:
             return value
+        # An override names an item as `data.train.0.weight`: the index is text there.
         if self.kind == "list" and path[0] in [str(index) for index in self.children]:
             path = (int(path[0]), *path[1:])
+        # A scalar on the path is replaced by a section.
         tree = self if self.kind == "mapping" or path[0] in self.children else _section(value.place)
         below = tree.children.get(path[0]) or _section(value.place)
         return replace(tree, children={**tree.children, path[0]: below.put(path[1:], value)})
@@ -74,9 +77,10 @@ def _section(place: Place) -> Tree:
 
 
 def merge(base: Tree, top: Tree) -> Tree:
-    """`top` over `base`: mappings merge key by key, everything else is replaced.
+    """Merge `top` over `base`: mappings merge key by key, everything else is replaced.
 
-    A mapping that names another `format` is another thing and replaces the whole.
+    A mapping with another `format` replaces the whole base: the base's fields belong to its own
+    format.
     """
     if base.kind != "mapping" or top.kind != "mapping" or _other_format(base, top):
         return top

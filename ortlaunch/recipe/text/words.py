@@ -1,6 +1,6 @@
-"""What other tools call their values: words -> ours; and which word is closest to another.
+"""Values of other tools -> the recipe's values, and the closest of several names to a name.
 
-Knows nothing of the recipe's models.
+Independent of the recipe's models.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable
 
-# Words of other tools for our words; only where they are not alike already.
+# A tool's value -> the recipe's value, only where likeness does not find it.
 WORDS: dict[str, str] = {
     "gpu": "cuda",
     "nvidia": "cuda",
@@ -21,6 +21,7 @@ WORDS: dict[str, str] = {
     "bfloat16": "bf16",
     "float32": "fp32",
     "full": "fp32",
+    # `mixed_precision: no` of Accelerate.
     "no": "fp32",
     "mlm": "masked-lm",
     "fill_mask": "masked-lm",
@@ -70,14 +71,18 @@ WORDS: dict[str, str] = {
 
 
 def normal(word: str) -> str:
-    """Case, dashes and blanks do not count."""
+    """Return a word in lower case with underscores, as case, dashes and blanks do not matter."""
     return word.lower().replace("-", "_").replace(" ", "_")
 
 
 def likeness(word: str, candidate: str) -> float:
-    """From 0, nothing in common, to 1; what cannot reach a half by its letters alone is 0."""
+    """Return the likeness of two words, from 0 (nothing in common) to 1.
+
+    A pair that cannot reach 0.5 by its letters counts as 0.
+    """
     one = normal(word)
     other = normal(candidate)
+    # SequenceMatcher is slow; this upper bound of its ratio rules most pairs out.
     shared = sum((Counter(one) & Counter(other)).values())
     return (
         difflib.SequenceMatcher(None, one, other).ratio()
@@ -87,11 +92,12 @@ def likeness(word: str, candidate: str) -> float:
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `word` most likely stands for, by other tools' use or by likeness; or
+    """Return the candidate that `word` most likely means: the translation, else the most alike, or
     None."""
     candidates = tuple(candidates)
     translated = WORDS.get(normal(word))
     if translated in candidates:
         return translated
     best = max(candidates, key=lambda candidate: likeness(word, candidate), default="")
+    # A lower value would suggest unrelated words.
     return best if likeness(word, best) >= 0.6 else None

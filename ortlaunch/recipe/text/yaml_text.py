@@ -1,5 +1,7 @@
-"""One YAML document -> a tree with places; YAML 1.1's traps are taken out and syntax errors
-explained."""
+"""Parse one YAML document as a tree with places.
+
+Surprising rules of YAML 1.1 are switched off, and syntax errors are explained.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,24 @@ import yaml
 from ortlaunch.recipe.text.place import Key, KeyPath, Line, Place, SourceError, dotted
 from ortlaunch.recipe.text.tree import Tree, merge
 
-# PyYAML follows YAML 1.1, where a number has a point and a signed exponent: `1e-5` and `1.5e3` are
-# words there.
+# PyYAML follows YAML 1.1, where a float has a point and a signed exponent: `1e-5` and `1.5e3` are
+# strings there.
 _FLOAT = re.compile(
     r"^[-+]?(?=[0-9_.]*[.eE])([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$"
 )
-# `24:00:00` is 86400 in YAML 1.1 and `010` is 8: nobody who writes a recipe means that.
+# `24:00:00` is 86400 in YAML 1.1 and `010` is 8. Nobody who writes a recipe means that: they stay text.
 _SURPRISING = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-9]+)+(\.[0-9]*)?)")
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _SCALAR_TAGS = ("str", "int", "float", "bool", "null")
-_WORD_TAGS = ("timestamp", "value", "merge")  # a date, `=` and `<<` are words here
+# A date, `=` and `<<` are text here.
+_WORD_TAGS = ("timestamp", "value", "merge")
 _LIBRARY = "tag:yaml.org,2002:"
+# PyYAML may be built without libyaml.
 _FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # libyaml's composer recurses in C without a limit: text long enough to nest that deep goes to the
 # slow one.
 _FAST_UP_TO = 10_000
+# Limits far above any recipe: they bound the time that a wrong or hostile file takes.
 MAX_CHARACTERS = 250_000
 _MAX_DEPTH = 50
 _MAX_VALUES = 20_000
@@ -36,14 +41,10 @@ _MAX_VALUES = 20_000
 def parse(text: str, source: str, problems: list[Line], within: KeyPath = ()) -> Tree:
     """Parse one YAML document; an empty one gives a scalar without raw text.
 
-    Args:
-        text: YAML.
-        source: what the places name.
-        problems: gains a line for every duplicate key.
-        within: the key whose value the text is, when it is not a whole recipe.
+    Args: text: YAML. source: the name that places show. problems: gets a line for every duplicate
+    key. within: the key whose value the text is, when it is not a whole recipe.
 
-    Raises:
-        SourceError: the text is not YAML, or is more than a recipe could be.
+    Raises: SourceError: the text is not YAML, or is larger than a recipe can be.
     """
     try:
         loader, node = _composed(text, source)
@@ -71,6 +72,7 @@ def _composed(text: str, source: str) -> tuple[Any, yaml.Node | None]:
         return loader, loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         raise _explained(error, source, text) from None
+    # The slow loader's composer recurses in Python.
     except RecursionError:
         raise SourceError(start, "is nested too deeply for a recipe") from None
     except yaml.YAMLError as error:
@@ -78,7 +80,8 @@ def _composed(text: str, source: str) -> tuple[Any, yaml.Node | None]:
 
 
 def _explained(error: yaml.MarkedYAMLError, source: str, text: str) -> SourceError:
-    """The parser's complaint, at the place to mend, with what usually causes it."""
+    """Return the parser's error at the place to correct, with its usual cause."""
+    # A no-break space is easily copied from a web page, and looks like a space.
     blank = re.search(r":\xa0", text)
     if blank:
         place = Place(
@@ -103,8 +106,8 @@ def _explained(error: yaml.MarkedYAMLError, source: str, text: str) -> SourceErr
 
 
 def _diagnosis(what: str, context: str, line: str, same_line: bool) -> tuple[bool, str, str]:
-    """Whether the place to mend is where the unfinished thing was opened; what is wrong; what to
-    do."""
+    """Return (whether the place to correct is the opening of the unfinished item, problem,
+    remedy)."""
     if "quoted" in context and "unexpected" in what:
         return True, "this quote is never closed", "close it at the end of the value"
     if "quoted" in context:
@@ -142,20 +145,20 @@ def _diagnosis(what: str, context: str, line: str, same_line: bool) -> tuple[boo
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes words that this module would read as numbers."""
+    """Dumper that quotes words that this module would read as numbers."""
 
 
 _Dumper.add_implicit_resolver(_LIBRARY + "float", _FLOAT, list("-+.0123456789"))
 
 
 def dump(value: Any) -> str:
-    """Plain values as YAML text that `parse` reads back, keys in their order."""
+    """Return plain values as YAML text that `parse` reads back, with keys in their order."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return text
 
 
 def in_line(value: Any) -> str:
-    """A value on one line, as a recipe or the command line may have it."""
+    """Return a value on one line, in the form of a recipe or the command line."""
     text: str = yaml.dump(
         value,
         Dumper=_Dumper,
@@ -164,11 +167,13 @@ def in_line(value: Any) -> str:
         default_flow_style=True,
         width=math.inf,
     )
+    # PyYAML writes an end mark after a document that is a plain scalar.
     return text.removesuffix("...\n").rstrip()
 
 
 class _Builder:
-    """YAML nodes -> Tree, with the loader's own reading of scalars but for YAML 1.1's traps."""
+    """Builder of a Tree from YAML nodes, with the loader's scalars except for YAML 1.1's
+    surprises."""
 
     def __init__(self, loader: Any, source: str, problems: list[Line], within: KeyPath) -> None:
         self.loader = loader
@@ -185,9 +190,8 @@ class _Builder:
         self.values += 1
         if any(node is parent for parent in self.open):
             raise self.refused(node, "this anchor contains itself")
-        if (
-            len(self.open) > _MAX_DEPTH or self.values > _MAX_VALUES
-        ):  # also what a few aliases of aliases unfold to
+        # A few aliases of aliases can unfold to billions of values.
+        if len(self.open) > _MAX_DEPTH or self.values > _MAX_VALUES:
             raise self.refused(node, "is nested too deeply, or unfolds to too much, for a recipe")
         if isinstance(node, yaml.ScalarNode):
             return Tree(self.place(node), self.scalar(node), node.value, quoted=bool(node.style))
@@ -228,7 +232,8 @@ class _Builder:
         return merge(merged, replace(merged, children=own))
 
     def merged(self, so_far: Tree, value: Tree, node: yaml.Node) -> Tree:
-        """`<<: *base`, or a list of them where the first wins."""
+        """Merge `<<: *base`, or a list of bases, of which the first takes precedence."""
+        # Reversed, as a later merge overrides an earlier one.
         bases = [value] if value.kind != "list" else list(value.children.values())[::-1]
         for base in bases:
             if base.kind != "mapping":
@@ -253,6 +258,7 @@ class _Builder:
     def scalar(self, node: yaml.ScalarNode) -> Any:
         text = node.value
         tag = node.tag.replace(_LIBRARY, "")
+        # A plain scalar; a quoted one is always text.
         if not node.style and tag in ("int", "float", "str"):
             if _SURPRISING.fullmatch(text):
                 return text
@@ -264,7 +270,8 @@ class _Builder:
             raise self.no_tag(node)
         try:
             value = self.loader.construct_object(node, deep=True)
-            f"{value}".encode()  # fails for half a surrogate pair, and for an integer of thousands of digits
+            # Fails for half a surrogate pair, and for an integer of thousands of digits.
+            f"{value}".encode()
         except (yaml.YAMLError, ValueError, LookupError, AttributeError):
             raise self.refused(
                 node, f"cannot read {text[:80]!r}; quote it if it is meant as a word"
