@@ -152,6 +152,7 @@ class Offload(Section):
     parameters: Literal["cpu", "nvme"] | None = None
     """Location of weights that no layer uses at the moment: host memory, or files below
     `nvme_path`. Stage 3."""
+    # Required with nvme, refused without it: deepspeed_keys.py.
     nvme_path: Text | None = None
     """Folder on a fast local disk of every host, for `nvme`."""
     pin_memory: bool = False
@@ -195,6 +196,7 @@ class Spike(Section):
 class Train(Section):
     """Length of the training, and the handling of its steps."""
 
+    # Either of the two is required; rules.py checks it, because pydantic sees single fields.
     max_steps: Positive | None = None
     """Optimizer steps. Or give `epochs`."""
     epochs: Annotated[float, Field(gt=0)] | None = None

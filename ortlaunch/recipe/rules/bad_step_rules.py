@@ -1,5 +1,4 @@
-"""Rules about what follows a bad step: (paths involved, message) for each one that is broken.
-Pure."""
+"""Rules about responses to a bad step: (paths involved, message) for each broken rule. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +7,18 @@ from collections.abc import Iterator
 from ortlaunch.recipe.fields.models import Recipe, Train
 from ortlaunch.recipe.text.place import Problem
 
+# field -> the action whose repetitions it limits.
 _LIMITS = {"max_skips": "skip", "max_rollbacks": "rollback"}
 
 
 def actions(train: Train) -> set[str]:
-    """What may follow a bad step."""
+    """Return the actions that may follow a bad step."""
     return {train.on_nonfinite, *([train.on_spike.action] if train.on_spike else [])}
 
 
 def bad_step_rules(recipe: Recipe) -> Iterator[Problem]:
-    """A limit of what never happens does nothing."""
+    """Yield the problems of limits without effect, and of an overflow check that is switched
+    off."""
     train = recipe.train
     for name, action in _LIMITS.items():
         limit = getattr(train, name)
@@ -28,6 +29,7 @@ def bad_step_rules(recipe: Recipe) -> Iterator[Problem]:
                 f"got {limit}, and nothing is answered by {action}; set train.on_nonfinite: "
                 f"{action}, too",
             )
+    # A raw setting may have any type: its values are checked elsewhere, not by pydantic.
     raw = recipe.zero.deepspeed.get("bf16") if recipe.zero else None
     if (
         isinstance(raw, dict)

@@ -10,13 +10,13 @@ from ortlaunch.recipe.text.place import Problem
 
 
 def evaluates_with_scores(recipe: Recipe) -> bool:
-    """Whether metrics are made of more than the loss, of a task of transformers'."""
+    """Return whether a transformers task's metrics need the scores, and not only the loss."""
     needed = any(measure.needs_scores for measure in measures_of(recipe.model.task))
     return needed or bool(recipe.model.traits.predicts and recipe.train.metric)
 
 
 def best_rules(recipe: Recipe) -> Iterator[Problem]:
-    """A metric that the task has not, and evaluations that there are none of."""
+    """Yield the problems of metrics that the task lacks, and of fields that need evaluations."""
     if recipe.train.metric is not None and recipe.data.evaluation is None:
         yield (
             ("train.metric", "data.evaluation"),
@@ -28,6 +28,7 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
     ):
         if asked is None:
             continue
+        # Names of the user's own metrics are known only when they run: any name is accepted then.
         known = metrics_of(recipe.model.task)
         own = recipe.train.metric is not None or recipe.model.traits.is_own
         if asked.metric not in known and not own:
@@ -39,6 +40,7 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
         elif asked.metric not in known and asked.mode is None:
             message = f"is missing: give min or max, for {asked.metric} is a number of your own"
             yield (f"{path}.mode", f"{path}.metric"), message
+        # The evaluation at the end alone has nothing to be compared with.
         if recipe.train.evaluate_every_steps is None:
             yield (
                 (path, "train.evaluate_every_steps"),

@@ -9,7 +9,7 @@ from ortlaunch.recipe.text.place import Problem
 
 
 def checkpoint_rules(recipe: Recipe) -> Iterator[Problem]:
-    """What is given and would do nothing."""
+    """Yield the problems of fields without effect."""
     given = recipe.checkpoint
     if given.keep is None and given.keep_every is not None:
         yield (

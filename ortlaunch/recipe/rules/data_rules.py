@@ -1,5 +1,4 @@
-"""Rules over the section `data`: sources with their formats, and what the task makes of them.
-Pure."""
+"""Rules of the section `data`: formats of sources, and the task's demands on them. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from ortlaunch.recipe.rules.model_rules import function
 from ortlaunch.recipe.text.place import Problem
 
 _COLUMNS = ("text_column", "label_column", "messages_column", "prompt_column", "response_column")
+# Fields that each format uses; any other field has no effect.
 _FORMAT_FIELDS = {
     "text": ("path", "document"),
     "jsonl": ("path", *_COLUMNS),
@@ -20,6 +20,7 @@ _FORMAT_FIELDS = {
     "hub": ("name", "subset", "revision", "split", *_COLUMNS),
     "custom": ("factory", "arguments"),
 }
+# The one field that each format requires.
 _FORMAT_NEEDS = {
     "text": "path",
     "jsonl": "path",
@@ -27,13 +28,13 @@ _FORMAT_NEEDS = {
     "hub": "name",
     "custom": "factory",
 }
-# A block of a mixture has 65,536 samples (worker/data/mixture.py); each source has one of them at
-# least.
+# A block of a mixture has 65,536 samples (worker/data/mixture.py), of which each source needs at
+# least one.
 _SMALLEST_SHARE = 1 / 65_536
 
 
 def data_rules(recipe: Recipe) -> Iterator[Problem]:
-    """Every rule of the section that is broken."""
+    """Yield every broken rule of the section."""
     for key, source in recipe.data.sources():
         if isinstance(source, Corpus):
             yield from _corpus(key, source)
@@ -76,6 +77,7 @@ def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
 
 
 def _mixture(data: Data) -> Iterator[Problem]:
+    # Only ratios of weights matter; they need not sum to 1.
     total = sum(part.weight for part in data.parts)
     for number, part in enumerate(data.parts):
         key = f"data.train[{number}]"
@@ -91,10 +93,11 @@ def _mixture(data: Data) -> Iterator[Problem]:
 
 
 def _kinds(recipe: Recipe) -> Iterator[Problem]:
-    """What the data are, beside what the task and the other fields want of them."""
+    """Yield the problems of data that do not suit the task or the other fields."""
     data = recipe.data
     task = recipe.model.task
     traits = recipe.model.traits
+    # Custom data are tensors already: fields for text have no effect on them.
     own = data.is_custom
     if data.evaluation is not None and is_custom(data.evaluation) != own:
         paths = ("data.evaluation", "data.train.format", "data.evaluation.format")
@@ -130,7 +133,7 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _chats(data: Data, task: str) -> Iterator[Problem]:
-    """Sources of chats, and the template that writes them."""
+    """Yield the problems of sources of chats, and of the template that writes them."""
     chats = [key for key, source in data.sources() if is_chat(source)]
     for key in chats if MODEL_TASKS[task].predicts != "next" else ():
         yield (key, "model.task"), f"holds chats, which are for task causal-lm, not for {task}"
@@ -160,6 +163,7 @@ def _buckets(data: Data, task: str) -> Iterator[Problem]:
     lengths = data.bucket_lengths
     if lengths is None and data.padding == "fixed":
         return
+    # Other text is cut into windows of equal length.
     if not MODEL_TASKS[task].label and not any(is_chat(source) for _, source in data.sources()):
         yield (
             (path, "model.task"),
@@ -179,9 +183,10 @@ def _buckets(data: Data, task: str) -> Iterator[Problem]:
 
 
 def _words(data: Data, task: str) -> Iterator[Problem]:
-    """The tokenizer, and the words that are masked."""
+    """Yield the problems of the tokenizer, and of the words that are masked."""
     tokenizer = data.tokenizer
     length = data.sequence_length
+    # A common mistake: these names would be looked up on the hub.
     if tokenizer in ("wordpiece", "bpe"):
         yield (
             ("data.tokenizer",),

@@ -1,5 +1,7 @@
-"""Rules among the fields of `engine`, and against precision, DeepSpeed and device: (paths, message)
-each. Pure."""
+"""Rules among the fields of `engine`, and with precision, DeepSpeed and device.
+
+Each rule yields (paths involved, message). Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.ort_variables import contradictions
 from ortlaunch.recipe.text.place import Problem
 
+# cluster:strategy:count, several of them separated by commas.
 _PLAN = re.compile(r"[^:,\s]+:[012]:(-1|\d+)(,[^:,\s]+:[012]:(-1|\d+))*")
+# Keys of ORT's JSON file of Triton settings.
 _TRITON_KEYS = ("ops", "initializer", "min_nodes", "symbolic_shape_hint")
-# field -> what it is for; each does nothing on a CPU.
+# field -> the reason why it does nothing on a CPU.
 CUDA_ONLY = {
     "print_memory_stats": "it reads CUDA's allocator",
     "conv_algorithm_search": "it is cuDNN's",
@@ -22,7 +26,7 @@ CUDA_ONLY = {
     "tuning": "ONNX Runtime's tunable operators are for GPUs",
     "tuning_results": "ONNX Runtime's tunable operators are for GPUs",
 }
-# field -> the field that it does nothing without.
+# field -> the field without which it does nothing.
 _NEEDS = {
     "triton_config": "triton",
     "flash_attention": "triton",
@@ -33,7 +37,7 @@ _NEEDS = {
 
 
 def engine_rules(recipe: Recipe) -> Iterator[Problem]:
-    """Every rule about settings of the engine that the recipe breaks."""
+    """Yield every broken rule about the engine's settings."""
     if recipe.engine.matmul_precision != "highest" and recipe.format.is_narrow:
         path = ("engine.matmul_precision", "precision")
         yield (
@@ -43,6 +47,7 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
         )
     yield from _onednn(recipe)
     yield from _chunked_loss(recipe)
+    # The fields below belong to engine ort; `_engine` of rules.py reports them with other engines.
     if recipe.engine.name != "ort":
         return
     yield from _pairs(recipe)
@@ -72,7 +77,7 @@ def _chunked_loss(recipe: Recipe) -> Iterator[Problem]:
 
 
 def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
-    """Settings that the device has no use for."""
+    """Yield the problems of settings that have no effect on the device."""
     if device != "cpu" and recipe.engine.onednn is not None:
         path = ("engine.onednn", "launch.device")
         yield path, f"does nothing on {device}: it is for torch's products on a CPU; leave it out"
@@ -86,6 +91,7 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
                 f"does nothing on {device}: it is for ONNX Runtime's CPU kernels; leave it out",
             )
         return
+    # ONNX Runtime's CPU kernels have no lower precision for float32 matmuls.
     own = ort_multiplies(recipe)
     if recipe.engine.matmul_precision != "highest" and own:
         path = ("engine.matmul_precision", "launch.device")
@@ -100,7 +106,7 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
 
 
 def _onednn(recipe: Recipe) -> Iterator[Problem]:
-    """`engine.onednn` where products are not torch's float32 ones."""
+    """Yield the problems of `engine.onednn` where matmuls are not torch's float32 ones."""
     engine = recipe.engine
     if engine.onednn is None:
         return
@@ -126,7 +132,8 @@ def _onednn(recipe: Recipe) -> Iterator[Problem]:
 
 
 def ort_multiplies(recipe: Recipe) -> str:
-    """What keeps torch's products out of ONNX Runtime's graph on a CPU; "" for nothing."""
+    """Return the setting that keeps torch's matmuls out of ONNX Runtime's graph on a CPU; "" if
+    none."""
     engine = recipe.engine
     if engine.torch_matmul is False:
         return "torch_matmul: false"
@@ -206,6 +213,7 @@ def _memory(recipe: Recipe) -> Iterator[Problem]:
 def _precision(recipe: Recipe) -> Iterator[Problem]:
     for name in ("cast_propagation", "cast_propagation_level"):
         default = type(recipe.engine).model_fields[name].default
+        # Only autocast inserts casts: that is fp16 without DeepSpeed.
         if getattr(recipe.engine, name) == default or (
             recipe.format.scales_loss and recipe.zero is None
         ):

@@ -1,4 +1,4 @@
-"""What does not fit in the recipe's section `launch`."""
+"""Rules of the section `launch`: (paths involved, message) for each broken rule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ortlaunch.recipe.text.place import SECRET, Problem
 if TYPE_CHECKING:
     from ortlaunch.recipe.fields.models import Recipe
 
-# What the launcher itself tells every rank.
+# Variables that the launcher itself sets for every rank.
 _RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -25,7 +25,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def launch_rules(recipe: Recipe) -> Iterator[Problem]:
-    """Processes that do not go together, variables that are none, and what an elastic run takes."""
+    """Yield the problems of the processes, of variables' names, and of an elastic run."""
     yield from _processes(recipe)
     yield from _variables(recipe)
     if recipe.launch.elastic is not None:
@@ -35,7 +35,9 @@ def launch_rules(recipe: Recipe) -> Iterator[Problem]:
 def _processes(recipe: Recipe) -> Iterator[Problem]:
     launch = recipe.launch
     per_node = launch.processes_per_node or 1
+    # The largest number of hosts that an elastic run may have; 1 where the recipe leaves it open.
     nodes = max(launch.node_counts, default=1)
+    # `auto` is no row of the table: it is resolved later.
     launcher = LAUNCHERS.get(launch.launcher)
     if launcher and launcher.single and per_node * nodes > 1:
         yield (
@@ -73,8 +75,11 @@ def _variables(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _elastic(recipe: Recipe) -> Iterator[Problem]:
-    """The global batch is kept whatever hosts there are, and there is somebody who starts the run
-    again."""
+    """Yield the problems of an elastic run.
+
+    It keeps the global batch for any number of hosts, and needs restarts to continue after a lost
+    host.
+    """
     launch = recipe.launch
     batch = recipe.batch
     nodes = launch.elastic

@@ -1,5 +1,5 @@
-"""Rules over `model` and what it asks of `data`: (paths involved, message) for each one that is
-broken. Pure."""
+"""Rules of `model`, and its demands on `data`: (paths involved, message) for each broken rule.
+Pure."""
 
 from __future__ import annotations
 
@@ -21,40 +21,43 @@ from ortlaunch.recipe.text.place import Problem
 from ortlaunch.recipe.text.words import closest
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-# Fields that count something there must be at least one of.
+# Counts that must be at least 1.
 _COUNTS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
     "max_position_embeddings", "type_vocab_size", "head_dim", "num_labels",
 )  # fmt: skip
-MOST_CLASSES = 1_000_000  # transformers' config names each
+# transformers' config has a name for each class.
+MOST_CLASSES = 1_000_000
+# The plan counts the tensors of each layer, one by one.
 _MOST = {
     "num_hidden_layers": 10_000,
     "num_labels": MOST_CLASSES,
-}  # the plan counts the tensors of each layer
+}
 _CONFIG = "model.config"
 
 
 def model_rules(recipe: Recipe) -> Iterator[Problem]:
-    """Every rule about the model that the recipe breaks."""
+    """Yield every broken rule about the model."""
     yield from _builder(recipe.model)
     yield from function("model.factory", recipe.model.factory)
     if recipe.model.config is not None:
         config = list(_config(recipe.model.config, bool(recipe.model.pretrained)))
         yield from config
-        if not config:  # a misspelt or mistyped field would be judged by the family's default
+        # Otherwise the rules below would judge a misspelt field by the family's default.
+        if not config:
             yield from _task(recipe.model)
             yield from _shape(recipe)
             yield from _lora(recipe.model)
 
 
 def function(path: str, value: str | None) -> Iterator[Problem]:
-    """A function must be named as `package.module:function`."""
+    """Yield a problem unless a function is named as `package.module:function`."""
     if value and not _FUNCTION.fullmatch(value):
         yield (path,), f'got {value}; write it as "package.module:function"'
 
 
 def _builder(model: Model) -> Iterator[Problem]:
-    """What builds the model: a factory, or transformers."""
+    """Yield the problems of the model's builder: a factory, or transformers."""
     if model.traits.is_own:
         if not model.factory:
             yield (
@@ -92,7 +95,7 @@ def _builder(model: Model) -> Iterator[Problem]:
 
 
 def _config(config: dict[str, Any], pretrained: bool) -> Iterator[Problem]:
-    """Names and kinds of the config's fields, where the family is known."""
+    """Yield the problems of the config's names and types, where the family is known."""
     kind = config.get("model_type")
     if kind is not None and not isinstance(kind, str):
         yield (f"{_CONFIG}.model_type",), f"got {kind!r}; it must be a word, as bert or llama"
@@ -102,6 +105,7 @@ def _config(config: dict[str, Any], pretrained: bool) -> Iterator[Problem]:
             "lacks model_type (as bert or llama), which says what the rest means",
         )
     elif kind not in FAMILIES and isinstance(kind, str):
+        # transformers' names of model types are in lower case.
         family = next((name for name in FAMILIES if name == kind.lower()), None)
         if family:
             yield (f"{_CONFIG}.model_type",), f"got {kind}; transformers writes {family}"
@@ -111,6 +115,7 @@ def _config(config: dict[str, Any], pretrained: bool) -> Iterator[Problem]:
 
 def _field(key: str, value: object, family: str) -> Iterator[Problem]:
     known = known_fields(family)
+    # The worker checks other families against transformers.
     if known is None:
         return
     if key not in known:
@@ -128,7 +133,11 @@ def _field(key: str, value: object, family: str) -> Iterator[Problem]:
 
 
 def _wanted(key: str, value: Any, default: object) -> str | None:
-    """What the field takes, judged by its default and its name, where `value` is something else."""
+    """Return the values that a config's field accepts, or None where `value` is one of them.
+
+    The type follows from the field's default and its name.
+    """
+    # bool is a subclass of int: true is no number here.
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if default is None and value is None:
         return None
@@ -178,6 +187,7 @@ def _task(model: Model) -> Iterator[Problem]:
 
 def _shape(recipe: Recipe) -> Iterator[Problem]:
     full = complete(recipe.model.config)
+    # With `pretrained`, `config` has only the changed fields: the defaults are not the model's.
     if full is None or recipe.model.pretrained:
         return
     hidden = full["hidden_size"]
@@ -197,7 +207,7 @@ def _shape(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _fit(recipe: Recipe, full: dict[str, Any]) -> Iterator[Problem]:
-    """The data's length and vocabulary against the model's."""
+    """Yield the problems of the data's length and vocabulary, compared with the model's."""
     length = recipe.data.sequence_length
     positions = full["max_position_embeddings"]
     if length and length > positions:
@@ -207,6 +217,7 @@ def _fit(recipe: Recipe, full: dict[str, Any]) -> Iterator[Problem]:
             "the other",
         )
     tokenizer = recipe.data.tokenizer
+    # Without a vocab_size of its own the model gets the tokenizer's.
     if not isinstance(tokenizer, TokenizerTraining) or "vocab_size" not in (
         recipe.model.config or {}
     ):

@@ -1,5 +1,5 @@
-"""How many first steps of a training are compared with plain PyTorch: `engine.parity_steps`, and
-what `auto` means."""
+"""The number of first steps that are compared with plain PyTorch: `engine.parity_steps`, and
+`auto`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from ortlaunch.recipe.fields.pretrained import config_of
 
 
 class Compared(NamedTuple):
-    """Number of steps, and why, where `auto` decided on engine ort."""
+    """The number of compared steps, and the reason where `auto` decided on engine ort."""
 
     steps: int
     why: str = ""
 
 
 def compared_steps(recipe: Recipe, model_type: str | None = None) -> Compared:
-    """What is compared of a training; model_type: the built model's, where it is known.
+    """Return the number of first steps of a training that are compared with plain PyTorch.
 
-    `auto` compares the first step of what ortlaunch's own tests do not train on ONNX Runtime.
+    `auto` compares the first step of models that ortlaunch's own tests do not train on ONNX
+    Runtime.
+
+    Args: recipe: the training's. model_type: the built model's type, where it is known.
     """
     asked = recipe.engine.parity_steps
     if asked != "auto":
@@ -40,7 +43,8 @@ def compared_steps(recipe: Recipe, model_type: str | None = None) -> Compared:
 
 
 def _family(recipe: Recipe) -> str | None:
-    """The model's type by its config, as far as that lies here."""
+    """Return the model's type from its config, as far as that is on this host."""
     known = config_of(recipe.model.pretrained) if recipe.model.pretrained else None
+    # `model.config` overrides fields of the pretrained config.
     found = {**(known or {}), **(recipe.model.config or {})}.get("model_type")
     return str(found) if found else None

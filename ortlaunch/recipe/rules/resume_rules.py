@@ -1,8 +1,8 @@
-"""What becomes of a field that is not what it was when a checkpoint was written: one rule for each,
-a test holds that.
+"""Rules for fields that changed since a checkpoint was written: one for each field, which a test
+checks.
 
-A field whose change would make a resumed run another training needs a word: `--allow NAME`. All
-others take effect.
+A change that would make the resumed run another training requires `--allow NAME`. All other changes
+take effect.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ortlaunch.recipe.text.yaml_text import in_line
 
 
 class Rule(NamedTuple):
-    """What becomes of a change."""
+    """The verdict on a change of a field."""
 
     verdict: str
-    """`takes effect`; `refused`: only with `allow`."""
+    """`takes effect`, or `refused`: it takes effect only with `allow`."""
     allow: str = ""
-    """The word that lets it take effect; "": nothing does."""
+    """Name of `--allow` that lets the change take effect; "" if none does."""
     why: str = ""
-    """What a person should know beside."""
+    """Further information for the user."""
 
 
 EFFECT = "takes effect"
@@ -34,6 +34,7 @@ _AS_THE_GLOBAL_SIZE = Rule(EFFECT, why="the next step takes the samples that fol
 
 
 def _optimizer(before: Any, after: Any) -> Rule:
+    # The same state under another name: the checkpoint's can be loaded.
     states = [OPTIMIZERS[name].state for name in (before, after) if name in OPTIMIZERS]
     if len(states) == 2 and states[0] == states[1]:
         return Rule(EFFECT, why="the same numbers by another code")
@@ -49,8 +50,8 @@ def _all(rule: Rule, names: str, section: str = "") -> dict[str, RuleOf]:
     return {f"{section}.{name}" if section else name: rule for name in names.split()}
 
 
-# A mapping of the user's own (model.config) is one field. So is the held-out corpus, which nothing
-# is trained on.
+# A mapping of the user's own (model.config) is one field. So is the held-out corpus, because nothing
+# is trained on it.
 RULES: dict[str, RuleOf] = {
     "name": _EFFECT,
     "seed": Rule(REFUSED, "data", "order, masking and dropout are drawn from it"),
@@ -85,9 +86,8 @@ RULES: dict[str, RuleOf] = {
     ),
     "data.collate": _DATA,
     "data.workers": Rule(EFFECT, why="what samples draw at random may be drawn otherwise"),
-    **_all(
-        _EFFECT, "global_size micro_size accumulation_steps", "batch"
-    ),  # world.global_samples tells what comes of it
+    # world.global_samples reports the consequence.
+    **_all(_EFFECT, "global_size micro_size accumulation_steps", "batch"),
     "optimizer.name": _optimizer,
     **_all(
         _EFFECT,
@@ -99,6 +99,7 @@ RULES: dict[str, RuleOf] = {
         "name warmup_steps warmup_ratio minimum_ratio power decay_ratio decay_type",
         "schedule",
     ),
+    # Weights in a checkpoint are float32 in every precision: loading works, but the steps differ.
     "precision": Rule(
         REFUSED, "precision", "the weights are float32 in any, and the steps are not the same"
     ),
@@ -188,7 +189,8 @@ RULES: dict[str, RuleOf] = {
     ),
     **_all(_EFFECT, "workspace resource_group", "submit.azureml"),
 }
-# What is no field of the recipe: the settled world, the data as they were read, code and packages.
+# Values that are no fields of the recipe: the resolved world, the data as they were read, code and
+# packages.
 OTHER_RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "ranks hosts device micro_samples accumulation_steps", "world"),
     "world.global_samples": _AS_THE_GLOBAL_SIZE,
@@ -205,8 +207,7 @@ OTHER_RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "ortlaunch commit dirty python", "code"),
     "packages": _EFFECT,
 }
-# Of no effect on an evaluation, which takes no step; of the data, but for what the run made of
-# them.
+# Fields without effect on an evaluation, which trains no step.
 _STEPS = (
     "batch",
     "world",
@@ -216,16 +217,18 @@ _STEPS = (
     "train.epochs",
     "data.order",
 )
+# The training data affect an evaluation only through the tokenizer and labels made of them.
 _TRAINED_ON = ("data.train", "data.samples", "data.fingerprint")
 _OTHER_MODEL = Rule(REFUSED, why="the weights are of another model")
 _OTHER_WORDS = Rule(
     REFUSED, why="its words and labels may be made of these data, and the run keeps none"
 )
-NAMES = ("data", "loss", "model", "optimizer", "precision")  # of --allow
+# Names that `--allow` accepts.
+NAMES = ("data", "loss", "model", "optimizer", "precision")
 
 
 class Change(NamedTuple):
-    """A value that is another than when the checkpoint was written."""
+    """A value that differs from that of the checkpoint."""
 
     field: str
     before: Any
@@ -233,7 +236,7 @@ class Change(NamedTuple):
     rule: Rule
 
     def line(self, allowed: tuple[str, ...] = ()) -> str:
-        """For a person."""
+        """Return the change as a line for the user."""
         told = (
             f"{self.field}: {_as_written(self.before)} -> {_as_written(self.after)}: "
             f"{self._verdict(allowed)}"
@@ -253,13 +256,15 @@ class Change(NamedTuple):
         )
 
     def is_refused(self, allowed: tuple[str, ...]) -> bool:
-        """Whether nobody has allowed it."""
+        """Return whether the change is refused and not allowed by name."""
         return self.rule.verdict == REFUSED and self.rule.allow not in allowed
 
 
 def _as_written(value: Any) -> str:
-    """As a recipe has it, where a list of one text is one text, too; keys without a value are left
-    out."""
+    """Return a value as a recipe writes it; keys without a value are left out.
+
+    A list of one text is shown as that text, because both forms mean the same.
+    """
     if isinstance(value, Mapping):
         value = {key: each for key, each in value.items() if each not in (None, {}, [])}
     single = isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str)
@@ -274,7 +279,7 @@ def _as_written(value: Any) -> str:
 def changes(
     before: Mapping[str, Any], after: Mapping[str, Any], rules: Mapping[str, RuleOf]
 ) -> list[Change]:
-    """Every leaf that differs, in the order of `before`, each with its rule."""
+    """Return every leaf that differs, in the order of `before`, each with its rule."""
     return [
         Change(field, old, new, rule_of(field, rules, old, new))
         for field, old, new in leaves(before, after)
@@ -282,12 +287,13 @@ def changes(
 
 
 def of_evaluation(found: list[Change], keeps_vocabulary: bool) -> list[Change]:
-    """Those that concern it: refused are another model's, all others take effect.
+    """Return the changes that concern an evaluation.
 
-    Args:
-        keeps_vocabulary: whether the run keeps its tokenizer and labels, as all do but a checkpoint
-            that was copied
-            without its run folder.
+    Changes of the model are refused, all others take effect.
+
+    Args: found: all changes since the checkpoint was written. keeps_vocabulary: whether the run
+    keeps its tokenizer and labels. All runs do, but a checkpoint that was copied without its run
+    folder does not have them.
     """
     hidden = (*_STEPS, *_TRAINED_ON) if keeps_vocabulary else _STEPS
     return [
@@ -311,16 +317,18 @@ def _is_below(field: str, names: tuple[str, ...]) -> bool:
 
 
 def rule_of(field: str, rules: Mapping[str, RuleOf], before: Any, after: Any) -> Rule:
-    """The field's own, or that of the field whose mapping it is a key of."""
+    """Return the field's rule, or that of the nearest mapping above it that has one."""
     while field and field not in rules:
         field = field.rpartition(".")[0]
+    # Fields that other versions of ortlaunch wrote.
     rule = rules.get(field, Rule(EFFECT, why="this version does not know it"))
     return rule if isinstance(rule, Rule) else rule(before, after)
 
 
 def leaves(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted path, before, after) of every leaf that differs."""
+    """Yield (dotted path, before, after) of every leaf that differs."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
+        # Keys of both, in order, each once.
         for key in dict.fromkeys((*before, *after)):
             yield from leaves(before.get(key), after.get(key), f"{path}.{key}" if path else key)
     elif before != after:

@@ -1,5 +1,4 @@
-"""Rules over several fields of a recipe: (paths involved, message) for each one that is broken.
-Pure."""
+"""Rules across fields of a recipe: (paths involved, message) for each broken rule. Pure."""
 
 from __future__ import annotations
 
@@ -24,12 +23,15 @@ from ortlaunch.recipe.text.place import Problem
 from ortlaunch.tasks import TASKS
 from ortlaunch.units import counted
 
+# Fields about the comparison with plain PyTorch, which engine eager does not need.
 _PARITY = ("parity_steps", "parity_tolerance")
+# Fields that have an effect on every engine; all others belong to engine ort.
 _EVERY_ENGINES = ("name", "matmul_precision", "onednn", "chunked_loss")
 
 
 def broken(recipe: Recipe) -> Iterator[Problem]:
-    """Every rule that the recipe breaks."""
+    """Yield every rule that the recipe breaks."""
+    # The order of the report where two problems have the same place.
     rules = (
         model_rules,
         data_rules,
@@ -54,13 +56,16 @@ def broken(recipe: Recipe) -> Iterator[Problem]:
 
 
 def device_rules(recipe: Recipe, device: str, hosts: str = "the run's hosts") -> Iterator[Problem]:
-    """Precision and the engine's settings against a known device, `cpu` or `cuda`, of `hosts`."""
+    """Yield the problems of precision and engine settings on a known device.
+
+    Args: recipe: the run's. device: `cpu` or `cuda`. hosts: the hosts with this device, as the
+    message names them.
+    """
     yield from engine_device_rules(recipe, device)
     if device != "cpu":
         return
-    found = (
-        recipe.launch.device == "auto"
-    )  # most often on a login node, where the hosts of the run have GPUs
+    # Often this is a login node, and the hosts of the run have GPUs: the message suggests both remedies.
+    found = recipe.launch.device == "auto"
     cpu = "CPU (launch.device is auto, and this host shows no GPU)" if found else "CPU"
     use = f"use launch.device=cuda if {hosts} have GPUs, else" if found else "use"
     if recipe.engine.name == "ort" and recipe.format.is_narrow:
@@ -79,7 +84,7 @@ def device_rules(recipe: Recipe, device: str, hosts: str = "the run's hosts") ->
 
 
 def task_rules(recipe: Recipe, task: str) -> Iterator[Problem]:
-    """Rules about what the ranks are to do, which the command says."""
+    """Yield the problems of a recipe for the task that the command gives the ranks."""
     if TASKS[task].compares and recipe.engine.name == "auto":
         message = (
             "got auto, and it must be known what to compare with plain PyTorch; use ort or inductor"
@@ -102,7 +107,7 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
         return
     if micro == "auto":
         yield from _auto(recipe)
-        # the smallest that will be tried
+        # The smallest size that will be tried.
         micro = 1
         steps = None
     per_rank = (micro or 1) * (steps or 1)
@@ -123,6 +128,7 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
         broken = (
             _batch_on(total, per_rank, shown, each, exact=bool(micro and steps)) for each in ranks
         )
+        # One number of hosts is enough as an example.
         yield from itertools.islice(itertools.chain.from_iterable(broken), 1)
 
 
@@ -143,7 +149,7 @@ def _auto(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _batch_on(total: int, per_rank: int, shown: str, ranks: int, exact: bool) -> Iterator[Problem]:
-    """The batch equation where the recipe itself says how many ranks there are."""
+    """Yield the problems of the batch equation where the recipe itself sets the number of ranks."""
     paths = (
         "batch.global_size",
         "batch.micro_size",
@@ -177,6 +183,7 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     optimizer = recipe.optimizer
     zero = recipe.zero
     takes = optimizer.traits.fields
+    # Fields of no optimizer in particular, as learning_rate, are not among them.
     of_some = {field for traits in OPTIMIZERS.values() for field in traits.fields}
     for key in sorted(of_some & chosen(optimizer) - set(takes)):
         yield (
@@ -196,7 +203,8 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
 
 def _engine(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
-    if engine.name == "auto":  # the engine that is chosen keeps the rules
+    # The rules of the other engines apply when one of them is chosen.
+    if engine.name == "auto":
         if recipe.batch.micro_size == "auto":
             paths = ("engine.name", "batch.micro_size")
             yield (

@@ -8,7 +8,7 @@ from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.schedule import Schedule
 from ortlaunch.recipe.text.place import Problem
 
-# What takes a field; the others would leave it without effect.
+# field -> the schedules that use it; on all others it has no effect.
 _TAKEN_BY = {
     "power": ("polynomial",),
     "minimum_ratio": ("linear", "cosine", "wsd"),
@@ -18,7 +18,7 @@ _TAKEN_BY = {
 
 
 def schedule_rules(recipe: Recipe) -> Iterator[Problem]:
-    """Every rule of the section that the recipe breaks."""
+    """Yield every broken rule of the section."""
     schedule = recipe.schedule
     if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
         yield (
@@ -37,7 +37,7 @@ def schedule_rules(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _without_effect(schedule: Schedule) -> Iterator[Problem]:
-    """Fields of another schedule than the one that is named."""
+    """Yield the problems of fields that belong to another schedule."""
     for field, names in _TAKEN_BY.items():
         if (
             getattr(schedule, field) != Schedule.model_fields[field].default
@@ -51,7 +51,7 @@ def _without_effect(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _overlap(schedule: Schedule, steps: int | None) -> Iterator[Problem]:
-    """A decay that would begin in the warm-up."""
+    """Yield a problem where the decay of `wsd` would begin during the warm-up."""
     if schedule.name != "wsd":
         return
     field = "warmup_ratio"
@@ -59,6 +59,7 @@ def _overlap(schedule: Schedule, steps: int | None) -> Iterator[Problem]:
     if schedule.warmup_steps is not None and steps is not None:
         field = "warmup_steps"
         warmup = schedule.warmup_steps / steps
+    # Rounding: 0.9 + 0.1 must not exceed 1. A warm-up above 1 has an error of its own.
     if warmup <= 1 < round(warmup + schedule.decay_ratio, 9):
         message = (
             f"got {schedule.decay_ratio:g} of the steps beside a warm-up of {warmup:.3g} of them; "

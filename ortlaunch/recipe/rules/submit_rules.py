@@ -1,4 +1,4 @@
-"""What does not fit in the recipe's section `submit`."""
+"""Rules of the section `submit`: (paths involved, message) for each broken rule."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ortlaunch.recipe.text.place import SECRET, Problem
 if TYPE_CHECKING:
     from ortlaunch.recipe.fields.models import Recipe
 
+# A shell line that sets a variable: `X=1`, `export X=1` or `declare -x X=1`.
 _EXPORT = re.compile(r"\s*(?:export\s+|declare\s+-x\s+)?([A-Za-z_][A-Za-z0-9_]*)=")
 
 
 def submit_rules(recipe: Recipe) -> Iterator[Problem]:
-    """Secrets in what the run folder keeps, options that are none, a device that is not asked
-    for."""
+    """Yield the problems of secrets, of invalid options, and of a GPU type without GPUs."""
     submit = recipe.submit
+    # Any of these texts may become part of one line of a script; lines of `setup` are checked below.
     for path, value in _texts(submit.model_dump(exclude={"setup"}), "submit"):
         if found := CONTROL.search(value) or re.search(r"[\t\r\n]", value):
             told = (
@@ -62,8 +63,10 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Each text below a value, with its dotted path; keys are texts, too, and a list has one
-    path."""
+    """Yield each text below a value, with its dotted path.
+
+    Keys of mappings are texts, too; items of a list have the path of the list.
+    """
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):
@@ -91,6 +94,7 @@ def _of_pods(recipe: Recipe) -> Iterator[Problem]:
     pods = submit.kubernetes
     if pods is None:
         return
+    # The run folders must outlive the pods.
     if not any(
         f"{pods.runs}/".startswith(f"{path.rstrip('/')}/") for path in pods.volumes.values()
     ):

@@ -19,7 +19,7 @@ class Tree:
     # scalar, mapping or list.
     kind: str = "scalar"
     children: dict[Key, Tree] = field(default_factory=dict)
-    # None for items of lists and for the whole document.
+    # None where no key precedes the value in its file: items of lists, and the whole document.
     key_place: Place | None = None
 
     def plain(self) -> Any:

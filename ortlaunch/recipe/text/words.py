@@ -15,6 +15,7 @@ WORDS: dict[str, str] = {
     "nvidia": "cuda",
     "half": "fp16",
     "float16": "fp16",
+    # Lightning's and llm-foundry's names of precisions.
     "16_mixed": "fp16",
     "amp_fp16": "fp16",
     "amp_bf16": "bf16",
@@ -27,6 +28,7 @@ WORDS: dict[str, str] = {
     "fill_mask": "masked-lm",
     "clm": "causal-lm",
     "text_generation": "causal-lm",
+    # LLaMA-Factory's stages; pt is pretraining on text.
     "sft": "causal-lm",
     "pt": "causal-lm",
     "nsp": "pretraining",
@@ -35,6 +37,7 @@ WORDS: dict[str, str] = {
     "token_cls": "token-classification",
     "ner": "token-classification",
     "regression": "sequence-regression",
+    # Without weight decay AdamW computes the same as Adam.
     "adam": "adamw",
     "adamw_torch": "adamw",
     "adamw_torch_fused": "fused_adam",
@@ -42,10 +45,13 @@ WORDS: dict[str, str] = {
     "fused_lamb": "lamb",
     "poly": "polynomial",
     "cosine_with_warmup": "cosine",
+    # There are no restarts here: the plain cosine is the nearest.
     "cosine_with_restarts": "cosine",
     "constant_with_warmup": "constant",
+    # DeepSpeed's schedulers: WarmupLR keeps its rate after the warm-up.
     "warmuplr": "constant",
     "warmupdecaylr": "linear",
+    # Launchers of other tools that start one process for each GPU, as torchrun does.
     "deepspeed": "torchrun",
     "accelerate": "torchrun",
     "mpirun": "mpi",
@@ -54,10 +60,12 @@ WORDS: dict[str, str] = {
     "onnxruntime": "ort",
     "onnx": "ort",
     "ortmodule": "ort",
+    # Inductor is torch.compile's default backend.
     "torch.compile": "inductor",
     "compile": "inductor",
     "pytorch": "eager",
     "torch": "eager",
+    # torch's sdpa uses flash kernels where they apply.
     "flash_attention_2": "sdpa",
     "flash": "sdpa",
     "fa2": "sdpa",
