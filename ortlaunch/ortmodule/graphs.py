@@ -83,12 +83,12 @@ def _follow_flag(wrapper: Any) -> None:
     wrap_method(wrapper, "__setattr__", setting)
 
 
-# wraps copies the name, by which pickle finds the method.
 def _choosing(original: Callable[..., None], module: TorchModule) -> None:
     """Give the module inside an ORTModule a forward method that chooses a manager for each call."""
     original(module)
     vars(module).setdefault("_ortlaunch_graphs", Graphs())
 
+    # wraps copies the name, by which pickle finds the method.
     @functools.wraps(module.forward.__func__)
     def forward(self: TorchModule, *args: object, **kwargs: object) -> object:
         return _runner("torch._dynamo" in sys.modules)(
@@ -131,9 +131,7 @@ class _Call(NamedTuple):
     """The properties of a pass that select its graph, independent of the existing graphs."""
 
     trains: bool
-    """Whether the pass needs a training graph: a layer is in training mode, or gradients are
-    computed.
-    """
+    """Whether the pass needs a training graph, see `_trains`."""
     mode: bool
     """Whether the whole model is in training mode."""
     gradients: bool

@@ -1,4 +1,4 @@
-"""Fixtures for tests on ONNX Runtime."""
+"""Fixtures of the tests on ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["fresh"]
 
 @pytest.fixture(scope="session")
 def built() -> None:
-    """The extensions of this stack."""
+    """ORT's torch extensions, built for the installed versions."""
     build()
 
 
 @pytest.fixture
 def witness(built: None) -> Witness:
-    """Counts what ORT runs in this test."""
+    """An installed witness, which counts the passes that ORT runs in this test."""
     witness = Witness()
     witness.install()
     return witness
@@ -28,5 +28,5 @@ def witness(built: None) -> Witness:
 
 @pytest.fixture
 def seeded() -> None:
-    """The same weights in every run."""
+    """The same initial weights in every run."""
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
-"""Processes that are fresh but for imports: a server that has torch loaded forks for each piece of code.
+"""A server with torch loaded, which forks a fresh process for each piece of code.
 
-What is loaded beforehand must not be ONNX Runtime, nor a package that keeps what our repairs replace in torch.
+The server must not load ONNX Runtime, nor a package that keeps references to parts of torch that
+ortlaunch's repairs replace.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import pytest
 Process = subprocess.CompletedProcess[str]
 Run = Callable[..., Process]
 
+# The server reads one JSON request a line. gc.freeze keeps the collector from copying shared pages
+# in the children, and signal.alarm ends a child at its time limit.
 _SERVER = """
 import gc, json, os, signal, sys
 import torch, torch.onnx, torch._dynamo, torch.distributed.tensor, torch.utils.cpp_extension, onnx, pydantic, pytest
@@ -60,9 +63,13 @@ os._exit(status)
 
 @pytest.fixture(scope="session")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """`fresh(code, *arguments, **environ)` runs code in a process that has loaded torch and nothing of ours in it."""
+    """Return `fresh(code, *arguments, **environ)`, which runs code in a forked process.
+
+    The process has torch loaded and nothing of ortlaunch but its recipes.
+    """
     folder = tmp_path_factory.mktemp("forks")
     numbers = itertools.count()
+    # One thread: a process with a pool of OpenMP threads cannot be forked safely.
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, "-c", _SERVER],

@@ -1,4 +1,4 @@
-"""What tests on ONNX Runtime share: small modules, how they are wrapped, and a fresh process."""
+"""Small modules, ways to wrap them, and a fresh process, for the tests on ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -21,32 +21,35 @@ from ortlaunch.worker.engine.ort_settings import prepare, settings_of
 from ortlaunch.worker.model.model import LossModule
 from tests.makers import recipe
 
+# Four sequences of eight words, out of a vocabulary of 30.
 IDS = torch.arange(32).reshape(4, 8) % 30
 
 
 def wrapped(
     module: nn.Module, threads: int = 1, allow_fallback: bool = False, **settings: Any
 ) -> Any:
-    """An ORTModule with these settings of a recipe."""
+    """Return an ORTModule with these settings of a recipe."""
     return ORTModule(
         module, settings_of(Engine(**settings), threads=threads, allow_fallback=allow_fallback)
     )
 
 
 def manager_of(module: Any, training: bool = True) -> Any:
-    """What ORT has of an ORTModule for training or evaluation: settings, graph, session."""
+    """Return ORT's manager of an ORTModule, for training or evaluation; it has the graph and
+    session.
+    """
     return module._torch_module._execution_manager(training)
 
 
 def training_graph(module: Any) -> Any:
-    """The graph of forward and backward pass, as ORT built it."""
+    """Return the graph of forward and backward pass, as ORT built it."""
     return manager_of(module)._onnx_models.optimized_model.graph
 
 
 def python(
     code: str, *arguments: str, timeout: float = 120, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """A fresh process that runs this code."""
+    """Run code in a fresh process."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env={**os.environ, **environ},
@@ -58,7 +61,7 @@ def python(
 
 
 def same(ours: nn.Module, eager: nn.Module, atol: float = 1e-6) -> None:
-    """Gradients and buffers are eager's."""
+    """Check that gradients and buffers equal eager's."""
     theirs = dict(eager.named_parameters())
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(
@@ -82,7 +85,7 @@ class Layers(nn.Module):
 
 
 class Checkpointed(Layers):
-    """Gradient checkpointing of the first layer; the exporter cannot trace a reentrant one."""
+    """Layers with gradient checkpointing of the first; the exporter cannot trace a reentrant one."""
 
     def __init__(self, reentrant: bool, width: int = 8) -> None:
         super().__init__(width)
@@ -108,7 +111,10 @@ class Reverse(torch.autograd.Function):
 
 
 class Words(nn.Module):
-    """Embedding, LayerNorm, GELU and a loss on the first word only, which the compute optimizer moves up."""
+    """Embedding, LayerNorm, GELU and a loss on the first word only.
+
+    ORT's compute optimizer moves the selection of the first word up.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +131,10 @@ class Words(nn.Module):
 
 
 def language_model(family: str, attention: str, dropout: float = 0.0) -> LossModule:
-    """A two-layer BERT or Llama with random weights, as the worker builds it: a batch in, the loss out."""
+    """Return a two-layer BERT or Llama with random weights, as the worker builds it.
+
+    Its input is a batch, its output the loss.
+    """
     import transformers
 
     sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
@@ -144,7 +153,7 @@ def language_model(family: str, attention: str, dropout: float = 0.0) -> LossMod
 
 
 def stepped(module: nn.Module, **settings: Any) -> Any:
-    """The module under engine ort with these settings, after one pass forward and backward on IDS."""
+    """Return the module under engine ort after one forward and backward pass on IDS."""
     prepare(Engine(**settings), {})
     ours = wrapped(module, **settings)
     ours(IDS).backward()
@@ -152,7 +161,7 @@ def stepped(module: nn.Module, **settings: Any) -> Any:
 
 
 def executed(witness: Witness, module: nn.Module, **settings: Any) -> Graph:
-    """The training graph that such a pass runs; its gradients are those of eager PyTorch."""
+    """Return the training graph of such a pass, after a check that its gradients equal eager's."""
     eager = copy.deepcopy(module)
     eager(IDS).backward()
     stepped(module, **settings)
@@ -162,6 +171,6 @@ def executed(witness: Witness, module: nn.Module, **settings: Any) -> Graph:
 
 
 def refused(device: str = "cpu", **settings: Any) -> str:
-    """What the recipe's rules say of these settings."""
+    """Return the messages of the recipe's rules for these settings."""
     made = recipe(engine={"name": "ort", **settings})
     return "\n".join(text for _, text in [*broken(made), *device_rules(made, device)])

@@ -1,4 +1,4 @@
-"""Runs one training program on eager PyTorch and on ORTModule, and compares every value: equal, or refused."""
+"""Run one training program on eager PyTorch and on ORTModule, and compare every value."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from ortlaunch.ortmodule import ORTModule, Settings
 
 Values = Mapping[str, Any]
 Program = Callable[[Any, nn.Module], Values | None]
-"""`program(wrapped, model)` trains or evaluates `wrapped` and returns named losses and outputs.
+"""A function `program(wrapped, model)` that trains or evaluates `wrapped`.
 
-`model` is the module inside; in eager PyTorch both are the same object.
+It returns named losses and outputs. `model` is the inner module; in eager PyTorch both are the same
+object.
 """
 TOLERANCE = 2e-5
-"""Of the norm of each value."""
+"""The largest difference, relative to the norm of each value."""
 
 
 def run(
     program: Program, model: nn.Module, on_ort: bool, seed: int = 0, **settings: Any
 ) -> dict[str, Any]:
-    """The program's values, with the gradients, weights and buffers that it leaves, of a copy of `model`."""
+    """Run the program on a copy of `model`; return its values, gradients, weights and buffers."""
     model = copy.deepcopy(model)
     wrapped = ORTModule(model, Settings(**{"threads": 1, **settings})) if on_ort else model
     torch.manual_seed(seed)
@@ -43,7 +44,7 @@ def run(
 def compare(
     program: Program, model: nn.Module, tolerance: float = TOLERANCE, seed: int = 0, **settings: Any
 ) -> None:
-    """Fails unless every value of the program on ORTModule is eager PyTorch's."""
+    """Fail unless every value of the program on ORTModule equals eager PyTorch's."""
     expected = run(program, model, False, seed)
     values = run(program, model, True, seed, **settings)
     assert values.keys() == expected.keys()
@@ -62,7 +63,9 @@ def refuse(
     error: type[Exception] = Exception,
     **settings: Any,
 ) -> None:
-    """Fails unless ORTModule ends the program with `message`, a regular expression, where eager PyTorch runs it."""
+    """Fail unless ORTModule ends the program with `message`, a regular expression; eager must run
+    it.
+    """
     run(program, model, False)
     with pytest.raises(error, match=message):
         run(program, model, True, **settings)
@@ -73,7 +76,7 @@ def _detached(value: Any) -> Any:
 
 
 def _difference(expected: Any, value: Any, tolerance: float, name: str) -> str:
-    """What differs; empty where nothing does."""
+    """Return a description of the difference; empty if there is none."""
     if expected is None or value is None or not isinstance(expected, (torch.Tensor, float)):
         same = value is expected or (None not in (expected, value) and bool(value == expected))
         return "" if same else f"{name}: eager {expected}, ort {value}"
@@ -81,7 +84,7 @@ def _difference(expected: Any, value: Any, tolerance: float, name: str) -> str:
     if one.shape != other.shape:
         return f"{name}: eager has the shape {tuple(one.shape)}, ort {tuple(other.shape)}"
     error = (other - one).norm().item()
-    # Not `error > ...`: a nan is a difference.
+    # Not `error > ...`, which is false for nan. The constant is for values whose norm is zero.
     return (
         ""
         if error <= tolerance * one.norm().item() + 1e-7

@@ -1,4 +1,4 @@
-"""Fields under `engine` that act on CUDA alone: a CPU refuses them, and ORT gets what a session on a GPU would."""
+"""Fields under `engine` that act on CUDA only: a CPU refuses them, and ORT receives them."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 
 
 def cuda_provider(wrapped: Any) -> dict[str, str]:
-    """The options that a session on a GPU would get."""
+    """Return the provider options that a session on a GPU would get."""
     manager = manager_of(wrapped)
     manager._graph_transition_manager._device = torch.device("cuda", 0)
+    # torch's allocator needs a CUDA build of the extensions.
     manager._runtime_options.use_external_gpu_allocator = False
     return manager._get_session_config()[2][0]
 
 
 def test_print_memory_stats() -> None:
-    """It reads CUDA's allocator in every step."""
+    """The field makes ORT print the memory of CUDA's allocator in every step."""
     assert "does nothing on CPU: it reads CUDA's allocator" in refused(print_memory_stats=True)
     observer = manager_of(stepped(Words(), print_memory_stats=True))._runtime_inspector.memory_ob
     assert observer._print_memory_stats_by_step
 
 
 def test_conv_algorithm_search() -> None:
-    """It goes to ORT's provider, under cuDNN's names."""
+    """The field reaches ORT's CUDA provider, under cuDNN's names."""
     assert "does nothing on CPU: it is cuDNN's" in refused(conv_algorithm_search="exhaustive")
     assert (
         cuda_provider(stepped(Words(), conv_algorithm_search="exhaustive"))[
@@ -52,26 +53,26 @@ def test_conv_algorithm_search() -> None:
 
 @pytest.mark.parametrize(("word", "tf32"), [("highest", "0"), ("high", "1"), ("medium", "1")])
 def test_matmul_precision(word: Any, tf32: str) -> None:
-    """It is the provider's TF32, which is on where nobody says anything."""
+    """The field sets the provider's TF32, which ORT enables by default."""
     assert cuda_provider(stepped(Words(), matmul_precision=word))["use_tf32"] == tf32
 
 
 def test_tuning() -> None:
-    """It switches ORT's tunable operators on."""
+    """The field enables ORT's tunable operators."""
     assert "does nothing on CPU" in refused(tuning=True)
     assert cuda_provider(stepped(Words(), tuning=True))["tunable_op_tuning_enable"] == "1"
     assert "tunable_op_enable" not in cuda_provider(stepped(Words()))
 
 
 def test_tuning_duration_ms() -> None:
-    """It bounds the trials of one operator."""
+    """The field limits the trials of one operator."""
     assert "does nothing without tuning: true" in refused(tuning_duration_ms=5)
     provider = cuda_provider(stepped(Words(), tuning=True, tuning_duration_ms=5))
     assert provider["tunable_op_max_tuning_duration_ms"] == "5"
 
 
 def test_tuning_results(tmp_path: Path) -> None:
-    """They are written with tuning and read without it."""
+    """Results are written with tuning and read without it."""
     assert "does nothing on CPU" in refused(tuning_results="here")
     stepped(Words(), tuning=True, tuning_results=str(tmp_path))
     assert (tmp_path / "tuning_results_training.json").exists()
@@ -79,7 +80,7 @@ def test_tuning_results(tmp_path: Path) -> None:
 
 
 def test_triton() -> None:
-    """It is refused by a build of ORT without Triton."""
+    """A build of ORT without Triton refuses the field."""
     assert "does nothing on CPU: Triton writes kernels for GPUs" in refused(triton=True)
     with pytest.raises(
         EngineError, match=r"engine\.triton: the installed ONNX Runtime was built without Triton"
@@ -88,7 +89,7 @@ def test_triton() -> None:
 
 
 def test_triton_config() -> None:
-    """It becomes the file that ORT reads."""
+    """The field is written to the file that ORT reads."""
     assert "does nothing without triton: true" in refused(triton_config={"min_nodes": 3})
     assert "unknown key; valid here: ops" in refused(triton=True, triton_config={"nodes": 3})
     assert "must be none, scalar or all" in refused(
@@ -96,7 +97,8 @@ def test_triton_config() -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ORTMODULE_TRITON_CONFIG_FILE", "")
-        for name in ("triton", "triton.language"):  # ORT's package imports it for its kernels
+        # ORT's package imports Triton for its kernels.
+        for name in ("triton", "triton.language"):
             patch.setitem(sys.modules, name, MagicMock())
         options.set_attributes(
             stepped(Words()), Settings(triton=True, triton_config={"min_nodes": 3})
@@ -106,7 +108,7 @@ def test_triton_config() -> None:
 
 
 def test_flash_attention() -> None:
-    """It is one of triton's kernels."""
+    """The field needs Triton and CUDA."""
     said = refused(flash_attention=True)
     assert "does nothing without triton: true" in said
     assert "does nothing on CPU: it is a Triton kernel" in said
@@ -115,7 +117,7 @@ def test_flash_attention() -> None:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_efficient_attention(witness: Witness) -> None:
-    """It registers ORT's graph optimizer, and ends the run where that finds nothing."""
+    """The field registers ORT's graph optimizer, and a run in which that replaces nothing fails."""
     assert "does nothing on CPU: torch has that kernel for CUDA only" in refused(
         efficient_attention=True
     )
@@ -130,7 +132,8 @@ def test_efficient_attention(witness: Witness) -> None:
 
 
 def registered_in_a_new_process(**settings: Any) -> str:
-    """Graph optimizers for CUDA that ORT has after an import with these settings."""
+    """Return the names of ORT's graph optimizers for CUDA after an import with these settings."""
+    # A new process, because ORT registers its optimizers once, at its import.
     script = (
         "from ortlaunch.ortmodule import Settings, options\n"
         f"options.prepare(Settings(**{settings!r}))\n"

@@ -1,4 +1,4 @@
-"""Which graph a pass runs in, by grad mode and by the original module's flags; programs of other loops."""
+"""The choice of a pass's graph by grad mode and by the model's flags, in programs of other loops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X, Y = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
 
 
 def normed() -> nn.Module:
-    """BatchNorm, and dropout of everything: what is random in training is known."""
+    """Return a model with BatchNorm and a dropout of everything; training is deterministic."""
     return nn.Sequential(
         nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(1.0), nn.Linear(8, 3)
     )
@@ -37,7 +37,7 @@ def dropped() -> nn.Module:
 
 
 def mixed() -> nn.Module:
-    """BatchNorm without dropout."""
+    """Return a model with BatchNorm and without dropout."""
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
@@ -51,7 +51,7 @@ def stepped(
     return loss
 
 
-# --------------------------------------------------------------------------------------------- grad mode and flags
+# ------------------------------------------------------------------------------ grad mode and flags
 
 
 def passes_without_gradient(w: Any, m: nn.Module) -> Values:
@@ -73,7 +73,7 @@ def inference_mode_alone(w: Any, m: nn.Module) -> Values:
 
 
 def averaged_statistics(w: Any, m: nn.Module) -> Values:
-    """swa_utils.update_bn after training."""
+    """Update BatchNorm's statistics by swa_utils.update_bn after training."""
     stepped(w, m, torch.optim.SGD(m.parameters(), 0.1), X)
     update_bn([X, Y], w)
     w.eval()
@@ -88,7 +88,7 @@ def a_frozen_teacher(w: Any, m: nn.Module) -> Values:
 
 
 def gradients_in_evaluation(w: Any, m: nn.Module) -> Values:
-    """Case 5: eval() with gradients on."""
+    """Case 5: compute gradients in evaluation mode."""
     w.eval()
     p = X.clone().requires_grad_()
     w(p).square().mean().backward()
@@ -96,7 +96,7 @@ def gradients_in_evaluation(w: Any, m: nn.Module) -> Values:
 
 
 def a_frozen_network(w: Any, m: nn.Module) -> Values:
-    """A perceptual loss: the network is frozen and in evaluation mode, its input has a gradient."""
+    """Compute a perceptual loss: the network is frozen and in eval mode, its input has a gradient."""
     m.requires_grad_(False)
     w.eval()
     p = X.clone().requires_grad_()
@@ -106,7 +106,7 @@ def a_frozen_network(w: Any, m: nn.Module) -> Values:
 
 
 def adversarial(w: Any, m: nn.Module) -> Values:
-    """FGSM: gradients of the input in evaluation mode, then a training step on what comes of it, in turns."""
+    """Run FGSM: input gradients in eval mode and training steps on the changed input, in turns."""
     optimizer = torch.optim.SGD(m.parameters(), 0.1)
     losses = {}
     for step in range(3):
@@ -119,7 +119,10 @@ def adversarial(w: Any, m: nn.Module) -> Values:
 
 
 def all_flags_set(w: Any, m: nn.Module) -> Values:
-    """Case 6, Lightning's way: flags are remembered before a validation loop, and set one by one after it."""
+    """Case 6: set flags as Lightning does around a validation loop.
+
+    Flags are saved before the loop, and set one by one after it.
+    """
     optimizer = torch.optim.SGD(m.parameters(), 0.1)
     values = {}
     for step in range(3):
@@ -135,7 +138,7 @@ def all_flags_set(w: Any, m: nn.Module) -> Values:
 
 
 class Holder(nn.Module):
-    """A module of somebody else's around a backbone, with a head of its own."""
+    """A third-party module around a backbone, with a head of its own."""
 
     def __init__(self, backbone: Any) -> None:
         super().__init__()
@@ -149,7 +152,7 @@ class Holder(nn.Module):
 
 
 def a_wrapped_backbone(w: Any, m: nn.Module) -> Values:
-    """Lightning's way of setting flags, of a backbone inside a module."""
+    """Set flags as Lightning does, for a backbone inside a module."""
     holder = Holder(w)
     return {**all_flags_set(holder, holder), "head": holder.head.weight}
 
@@ -166,7 +169,7 @@ def a_flag_of_the_model(w: Any, m: nn.Module) -> Values:
 
 
 def a_flag_of_the_wrapper(w: Any, m: nn.Module) -> Values:
-    """Set alone it is the outermost module's flag, which no layer reads."""
+    """Set `training` alone, which changes only the outermost module's flag; no layer reads it."""
     w.training = False
     one = w(X)
     w.train(False)
@@ -182,7 +185,7 @@ def a_flag_of_the_wrapper(w: Any, m: nn.Module) -> Values:
 
 
 class Reading(nn.Module):
-    """Reads the grad mode."""
+    """A model that reads the grad mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +206,7 @@ def reads_the_grad_mode(w: Any, m: nn.Module) -> Values:
 
 
 def attention() -> nn.Module:
-    """A layer with a fast path of torch's own in evaluation mode without gradients."""
+    """Return a layer with a fast path of torch in evaluation mode without gradients."""
     return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 
 
@@ -216,19 +219,21 @@ def attention_in_evaluation(w: Any, m: nn.Module) -> Values:
 
 
 def checkpointed_masks(w: Any, m: nn.Module) -> Values:
-    """Case 8: loss and gradient are of the same masks; without biases the sum is x times its gradient."""
+    """Case 8: loss and gradient come from the same dropout masks."""
     values = {}
     for reentrant in (True, False, True):
         x = X.clone().requires_grad_()
         total = torch.utils.checkpoint.checkpoint(w, x, use_reentrant=reentrant).sum()
         total.backward()
+        # Without biases the output is linear in x, so its sum equals x times its gradient.
         values[str(len(values))] = bool(torch.isclose(total, (x * x.grad).sum(), rtol=1e-4))
-    m.zero_grad()  # of other masks than eager PyTorch's
+    # The gradients are of other masks than eager's, so they are not compared.
+    m.zero_grad()
     return {**values, "all": set(values.values()) == {True}}
 
 
 def checkpointed_plainly(w: Any, m: nn.Module) -> Values:
-    """Without random numbers: every gradient is compared."""
+    """Run checkpoints without random numbers, so that every gradient can be compared."""
     losses = {}
     for step in range(3):
         x = X.clone().requires_grad_()
@@ -262,13 +267,13 @@ PROGRAMS: dict[str, tuple[Program, Any]] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs_as_in_eager(name: str) -> None:
-    """Its losses, gradients, weights and buffers are eager PyTorch's."""
+    """Losses, gradients, weights and buffers equal eager PyTorch's."""
     program, model = PROGRAMS[name]
     compare(program, model())
 
 
 def test_dropout_without_gradients() -> None:
-    """Case 4: MC dropout drops half of the values, other ones in each pass."""
+    """Case 4: MC dropout drops half of the values, with another mask in each pass."""
     module = wrapped(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
     with torch.no_grad():
         one = module(torch.ones(64, 8))
@@ -278,7 +283,7 @@ def test_dropout_without_gradients() -> None:
 
 
 def test_other_masks_in_a_recomputed_pass_are_refused() -> None:
-    """With ONNX Runtime's own dropout the second pass would have other masks."""
+    """ORT's own dropout is refused in a recomputed pass, because its masks would differ."""
     module = wrapped(dropped(), memory_optimization=1)
     out = torch.utils.checkpoint.checkpoint(module, X.clone().requires_grad_(), use_reentrant=True)
     with pytest.raises(
@@ -289,9 +294,10 @@ def test_other_masks_in_a_recomputed_pass_are_refused() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_custom_functions_keep_nothing_without_gradients(frozen: bool) -> None:
-    """What a custom autograd function saves for a backward pass is not kept where none can follow."""
+    """A custom autograd function's saved tensors are freed if no backward pass can follow."""
     contexts: list[Any] = []
 
+    # Weak references show whether a context, with its saved tensors, is still alive.
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -314,16 +320,16 @@ def test_custom_functions_keep_nothing_without_gradients(frozen: bool) -> None:
         before = len(contexts)
         for _ in range(3):
             module(X)
-    # A frozen model's is part of the graph.
+    # In a frozen model the function's own operators are part of the graph, so it is not called.
     assert len(contexts) == before + (0 if frozen else 3)
     assert not any(context() is not None for context in contexts[before:])
 
 
-# ---------------------------------------------------------------------------------------------- calls and backward
+# ------------------------------------------------------------------------------- calls and backward
 
 
 class Optional(nn.Module):
-    """Arguments that may be left out, and a flag."""
+    """A model with optional arguments and a flag."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,11 +357,12 @@ CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_in_turns(name: str) -> None:
-    """Case 14: arguments that are left out, or given by position after they were named."""
+    """Case 14: arguments may be left out, or passed by position after they were named."""
 
     def calls(w: Any, m: nn.Module) -> Values:
         losses = {
             str(place): w(*args, **kwargs).square().mean()
+            # Twice, so that each call also meets the graphs of the later ones.
             for place, (args, kwargs) in enumerate(2 * CALLS[name])
         }
         sum(losses.values()).backward()
@@ -372,7 +379,7 @@ def backward_twice(w: Any, m: nn.Module) -> Values:
 
 
 def test_backward_twice_is_refused() -> None:
-    """Torch's own sentence and the remedy."""
+    """A second backward pass raises torch's own message and a remedy."""
     refuse(
         backward_twice,
         mixed(),
@@ -380,7 +387,7 @@ def test_backward_twice_is_refused() -> None:
     )
 
 
-# --------------------------------------------------------------------------------------------- the last few graphs
+# ------------------------------------------------------------------------------ the last few graphs
 
 
 def flags_in_turns(w: Any, m: Any, step: int) -> Any:
@@ -405,7 +412,7 @@ def freezing_in_turns(w: Any, m: Any, step: int) -> Any:
     "turn", [flags_in_turns, none_in_turns, values_in_turns, freezing_in_turns]
 )
 def test_the_last_few_graphs_are_kept(turn: Any) -> None:
-    """What comes in turns is exported once each, and stays eager PyTorch's."""
+    """Alternating calls are exported once each, and all values equal eager's."""
     before = tally.exports
 
     def program(w: Any, m: Any) -> Values:
@@ -423,11 +430,12 @@ def test_the_last_few_graphs_are_kept(turn: Any) -> None:
         return losses
 
     compare(program, Optional())
+    # Two alternatives, each in training and in evaluation mode.
     assert tally.exports - before <= 4
 
 
 def test_dropped_graphs_are_freed_and_reported() -> None:
-    """The least recently used one of more than KEPT graphs is freed; many exports are noted."""
+    """The least recently used graph is freed beyond KEPT graphs, and many exports are noted."""
     module = wrapped(Optional())
     module(X, double=True)
     first = weakref.ref(manager_of(module))
@@ -445,7 +453,7 @@ def test_dropped_graphs_are_freed_and_reported() -> None:
 
 
 def test_replaced_weights_are_followed() -> None:
-    """A graph of other weights is dropped, whatever comes in turns."""
+    """A graph of replaced weights is never used again."""
 
     def program(w: Any, m: Any) -> Values:
         values = {"one": w(X), "two": w(X, double=True)}
@@ -456,15 +464,16 @@ def test_replaced_weights_are_followed() -> None:
     compare(program, Optional())
 
 
-# -------------------------------------------------------------------------------------------------------- Lightning
+# ---------------------------------------------------------------------------------------- Lightning
 
 
 @pytest.mark.slow
 @pytest.mark.ci
-@pytest.mark.filterwarnings("ignore")  # Lightning's own
+# Lightning gives warnings of its own.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("averaged", [False, True])
 def test_lightning_validates_in_between(averaged: bool, tmp_path: Path) -> None:
-    """A wrapped backbone with BatchNorm under Lightning's validation loop and weight averaging is eager's."""
+    """A wrapped backbone equals eager under Lightning's validation loop and weight averaging."""
     lightning = pytest.importorskip("lightning")
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 

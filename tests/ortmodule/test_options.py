@@ -1,4 +1,4 @@
-"""Every field under `engine` changes something to be seen, or is refused with its reason."""
+"""Every field under `engine` has a visible effect, or is refused with its reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 
 
 class Casts(nn.Module):
-    """Casts to 16 bits and back around what computes nothing, what computes little, and a matrix product."""
+    """Casts to 16 bits and back around no computation, a cheap one, and a matmul."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Casts(nn.Module):
 
 
 class Doubled(torch.autograd.Function):
-    """A function whose backward is the derivative of its forward."""
+    """A custom function whose backward is the derivative of its forward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -61,22 +61,23 @@ class Doubled(torch.autograd.Function):
 
 
 class Custom(Words):
-    """A model with such a function in it."""
+    """A model that calls such a function."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return Doubled.apply(super().forward(ids))
 
 
 class Wide(Words):
-    """A layer as wide as takes torch's matrix product."""
+    """A model with a layer that is wide enough for torch's matmul."""
 
     def __init__(self) -> None:
         super().__init__()
+        # 256 is torch_kernels.WIDTH.
         self.second = nn.Sequential(nn.Linear(32, 256), nn.Linear(256, 256), nn.Linear(256, 16))
 
 
 class FewLabels(Words):
-    """One label in eight counts."""
+    """A model of whose labels one in eight is not ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class FewLabels(Words):
 
 
 class Copied(Words):
-    """Counts its copies."""
+    """A model that counts its copies."""
 
     copies = 0
 
@@ -101,12 +102,13 @@ class Copied(Words):
         return twin
 
 
-# ---------------------------------------------------------------------------------------- what each field changes
+# ------------------------------------------------------------------------- the effect of each field
 
 
 def memory_optimization(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     kept, recomputed = (executed(witness, Words(), memory_optimization=level) for level in (0, 1))
     assert size(recomputed.forward) <= size(kept.forward)
+    # The backward pass has the recomputed nodes, among them the LayerNorm.
     assert size(recomputed.backward) > size(kept.backward) + 5
     assert recomputed.backward["LayerNormalization"] == 1
 
@@ -116,6 +118,7 @@ def memory_optimization_config(witness: Witness, tmp_path: Path, capfd: Any) -> 
         stepped(Words())
     )._runtime_inspector.memory_ob.cluster_id_combination_to_saving_symbolics_map
     kept = witness.graphs[-1]
+    # ORT's keys are cluster:strategy:count; -1 recomputes all occurrences.
     cluster = next(iter(known)).split(",")[0].rsplit(":", 1)[0]
     recomputed = executed(witness, Words(), memory_optimization_config=[f"{cluster}:-1"])
     assert size(recomputed.backward) > size(kept.backward)
@@ -130,6 +133,7 @@ def memory_efficient_grad_management(witness: Witness, tmp_path: Path, capfd: An
         refuses_without_interop(memory_efficient_grad_management=True)
         return
     graph = executed(witness, Words(), memory_efficient_grad_management=True)
+    # Each parameter's gradient reaches it by a call of Python.
     assert sum(graph.python.values()) >= len(list(Words().parameters()))
     assert "fix_grad_management_device" in registry.applied()
 
@@ -172,6 +176,7 @@ def custom_autograd(witness: Witness, tmp_path: Path, capfd: Any) -> None:
         with pytest.raises(Exception, match="Couldn't export Python operator Doubled"):
             stepped(Custom())
         return
+    # One call in the forward and one in the backward pass.
     assert size(executed(witness, Custom(), custom_autograd="python").python) == 2
 
 
@@ -190,6 +195,7 @@ def torch_matmul(witness: Witness, tmp_path: Path, capfd: Any) -> None:
 
 def matmul_precision(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        # On Intel processors matmuls are torch's at any precision.
         patch.setattr(machine, "hardware", lambda: {"processor": "another maker's"})
         highest, medium = (
             executed(witness, Wide(), matmul_precision=word) for word in ("highest", "medium")
@@ -233,7 +239,7 @@ def log_level(witness: Witness, tmp_path: Path, capfd: Any) -> None:
 
 
 def logged(**settings: Any) -> str:
-    """What ORT's logger lets through."""
+    """Return the lines that ORT's logger writes at these settings."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -253,6 +259,7 @@ def save_onnx(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     graph = witness.graphs[-1]
     assert len(saved.graph.node) - 1 == size(graph.forward) + size(graph.backward)
     (tmp_path / "file").write_text("")
+    # A folder below a regular file cannot be created.
     with pytest.raises(EngineError, match=r"Settings\.save_onnx: cannot write"):
         stepped(Words(), save_onnx=str(tmp_path / "file" / "graphs"))
 
@@ -284,7 +291,7 @@ def refuses_without_interop(**settings: Any) -> None:
         prepare(Engine(**settings), {})
 
 
-# A field's check here, or the test elsewhere that shows what it changes, as "path::test".
+# By field: its check in this file, or the test elsewhere that shows its effect, as "path::test".
 FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
     "name": "tests/e2e/test_engines.py::test_inductor",
     "allow_fallback": "tests/e2e/test_engines.py::test_a_fallback_that_is_allowed_is_told",
@@ -323,7 +330,7 @@ FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
 
 
 def test_every_field_of_the_engine_is_in_the_table() -> None:
-    """A new field needs a check of what it changes; a named test must exist."""
+    """Each field has a check of its effect, and each named test exists."""
     assert set(FIELDS) == set(Engine.model_fields)
     for place in (check for check in FIELDS.values() if isinstance(check, str)):
         path, _, test = place.partition("::")
@@ -336,7 +343,7 @@ def test_every_field_of_the_engine_is_in_the_table() -> None:
 def test_the_field_changes_something_or_is_refused(
     field: str, witness: Witness, tmp_path: Path, capfd: Any
 ) -> None:
-    """Nodes of the executed graph, files, output, a session's options: never just a variable."""
+    """Each field changes nodes, files, output or a session's options: more than a variable."""
     check = FIELDS[field]
     assert callable(check)
     check(witness, tmp_path, capfd)
@@ -345,7 +352,9 @@ def test_the_field_changes_something_or_is_refused(
 def test_no_copy_for_the_export_where_two_would_not_fit(
     witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """deepcopy_before_export: null looks at parameters and free memory, and says what it saw."""
+    """With `deepcopy_before_export: null` parameters and free memory decide, and the report has
+    both.
+    """
     size = sum(parameter.numel() * 4 for parameter in Copied().parameters())
     for free, used in ((2 * size - 1, False), (2 * size, True)):
         monkeypatch.setattr(
@@ -362,7 +371,7 @@ def test_no_copy_for_the_export_where_two_would_not_fit(
 
 
 def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:
-    """Each rank of a host exports its own copy."""
+    """Free memory is shared by the ranks of a host, because each rank exports its own copy."""
     alone = options._limit_of(Words(), 1).free
     assert alone > 2**20
     assert options._limit_of(Words(), 4).free < alone / 2
@@ -371,18 +380,21 @@ def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:
 def test_a_variable_from_outside_changes_nothing(
     witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recipe's value is passed for every setting, also at its default."""
+    """Every setting is passed to ORT, also at its default, so variables from outside have no
+    effect.
+    """
     plain = executed(witness, Words())
     for name in ("ORTMODULE_ENABLE_COMPUTE_OPTIMIZER", "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "1")
-    monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "info")  # ends ORT, which knows INFO only
+    # ORT fails at "info" in lower case, so that this shows that the variable is not read.
+    monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "info")
     again = executed(witness, Words())
     assert (again.forward, again.backward) == (plain.forward, plain.backward)
 
 
 def test_a_host_whose_environment_contradicts_is_refused() -> None:
-    """Another host's shell may set what the launching host's does not."""
+    """A variable on a host that contradicts the recipe is refused."""
     with pytest.raises(
         EngineError, match=r"LEVEL=1 on this host contradicts engine.memory_optimization \(0\)"
     ):

@@ -1,4 +1,7 @@
-"""The examples of docs/ortmodule.md: a bare loop, Hugging Face's Trainer, Lightning's Trainer, with and without ORT."""
+"""The examples of docs/ortmodule.md: a plain loop and the Trainers of Hugging Face and Lightning.
+
+Each runs with and without ORT.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,25 @@ from tests.ort import needs_ort
 
 pytestmark = needs_ort
 PAGE = (Path(__file__).parents[2] / "docs" / "ortmodule.md").read_text(encoding="utf-8")
+# Pairs of a section's title and the first Python block in it.
 EXAMPLES = re.findall(r"^## (.*?)$.*?^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def run(example: str) -> dict[str, Any]:
-    """The names that the example leaves."""
+    """Run an example and return the names that it defines."""
     names: dict[str, Any] = {"__name__": "example"}
     exec(compile(example, "docs/ortmodule.md", "exec"), names)
     return names
 
 
-@pytest.mark.filterwarnings("ignore")  # the trainers' own
+# The trainers give warnings of their own.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("title", "needs"), [(EXAMPLES[0][0], []), (EXAMPLES[1][0], ["transformers", "accelerate"]),
                                               (EXAMPLES[2][0], ["lightning"])])  # fmt: skip
 def test_losses_are_eagers(
     title: str, needs: list[str], witness: Witness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twenty steps on ONNX Runtime, frozen parameters without a gradient, as in plain PyTorch."""
+    """Twenty steps have eager's losses, and frozen parameters get no gradient."""
     for package in needs:
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
@@ -48,7 +53,8 @@ def test_losses_are_eagers(
     assert len(ours["losses"]) == 20
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5, abs=0)
     assert (passes, witness.forward_passes) == (20, 20)
-    assert exports == (2 if "scale" in example else 1)  # a changed argument exports again
+    # A changed argument causes a second export.
+    assert exports == (2 if "scale" in example else 1)
     net = ours.get("net") or ours["bert"]
     frozen = [parameter for parameter in net.parameters() if not parameter.requires_grad]
     assert frozen
@@ -56,7 +62,7 @@ def test_losses_are_eagers(
 
 
 def test_importing_it_is_light() -> None:
-    """Neither a recipe nor torch comes with `from ortlaunch.ortmodule import Settings`, no recipe with ORTModule."""
+    """Settings import neither torch nor recipes; ORTModule imports no recipes."""
     code = "import sys; from ortlaunch.ortmodule import {}; print(*sorted(sys.modules))"
     for name, absent in (
         ("Settings", {"torch", "pydantic", "ortlaunch.recipe"}),
@@ -73,7 +79,7 @@ def test_importing_it_is_light() -> None:
     [("opset", 13), ("log_level", "loud"), ("memory_optimization", 3), ("custom_autograd", "yes")],
 )
 def test_a_wrong_setting_is_refused(setting: str, value: Any) -> None:
-    """With its value and what it may be."""
+    """The error has the setting's value and the valid values."""
     with pytest.raises(
         SettingError, match=rf"Settings\.{setting}: got {value!r}; it must be one of "
     ):
@@ -81,7 +87,7 @@ def test_a_wrong_setting_is_refused(setting: str, value: Any) -> None:
 
 
 def test_a_setting_that_comes_too_late_is_refused(built: None) -> None:
-    """What ORT reads at its import holds for all of a process's modules."""
+    """A setting that ORT reads at its import cannot change in the process."""
     import torch
 
     ORTModule(torch.nn.Linear(1, 1))

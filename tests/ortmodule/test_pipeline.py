@@ -1,4 +1,4 @@
-"""The steps of an export and the repairs that they belong to: a name in one table that the other lacks does nothing."""
+"""The steps of an export and their repairs: a name that only one table has would have no effect."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ STEPS = {
 
 
 def test_every_step_is_a_repairs_and_every_repair_does_something() -> None:
-    """A step of a repair that is not there would never be taken; a repair without any would be told as applied."""
+    """Each step belongs to a repair, and each repair has a step or an install function."""
     names = [repair.name for repair in ALL]
     assert len(names) == len(set(names))
     assert STEPS - set(names) == set()
     idle = {
         repair.name for repair in ALL if repair.install is Repair._field_defaults["install"]
     } - STEPS
-    # Which pipeline._traced and attention_forms.attention read by name.
+    # pipeline._traced and attention_forms.attention check these two by name.
     assert idle == {"ignore_ort_export_cache", "export_sdpa_dropout"}

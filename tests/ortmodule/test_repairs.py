@@ -1,4 +1,4 @@
-"""What ORTModule 1.19.2 does wrong, made right: every repair, and that its test fails where the repair is left out.
+"""Each repair of ORTModule 1.19.2 works, and its test fails if the repair is left out.
 
 Tests of buffers are in test_buffers.py, those of exports in test_exports.py.
 """
@@ -37,11 +37,11 @@ from tests.ortmodule.modules import (
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 
 
-# ---------------------------------------------------------------------------------------------- changed calls
+# ------------------------------------------------------------------------------------ changed calls
 
 
 class Flexible(nn.Module):
-    """A forward that takes arguments of every kind."""
+    """A model whose forward accepts arguments of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +70,7 @@ class Flexible(nn.Module):
 
 X = torch.randn(2, 4)
 Y = torch.randn(5, 4)
+# The first call of each test, from which the changed calls differ.
 FIRST: tuple[tuple[Any, ...], dict[str, Any]] = (
     (X,),
     {"bias": torch.ones(3), "scale": 2, "flags": [True]},
@@ -90,7 +91,7 @@ CHANGES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 
 def losses(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-    """Training and evaluation loss; gradients gather."""
+    """Return the losses of training and of evaluation; gradients accumulate."""
     loss = model(*args, **kwargs)
     loss.backward()
     model.eval()
@@ -102,7 +103,7 @@ def losses(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_a_changed_call_is_exported_again(change: str) -> None:
-    """Whatever changes in the call, and when it changes back, both modes give eager's loss and gradients."""
+    """After any change of the call, and its reversal, both modes give eager's loss and gradients."""
     model = Flexible()
     eager = copy.deepcopy(model)
     module = wrapped(model)
@@ -112,13 +113,17 @@ def test_a_changed_call_is_exported_again(change: str) -> None:
             given.zero_grad()
         assert losses(module, args, kwargs) == pytest.approx(losses(eager, args, kwargs), rel=1e-5)
         same(model, eager)
-    # When it changes back, the first graphs are still there; evaluation does not depend on `requires_grad`.
+    # A change exports a training and an evaluation graph; its reversal uses the first graphs again.
+    # An evaluation graph does not depend on `requires_grad`.
     assert tally.re_exports - before == (1 if change == "a gradient is wanted" else 2)
 
 
 @pytest.mark.usefixtures("witness")
 def test_who_watches_is_told_of_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trace, the gradient graph and the session, each time anew, for they may take longer than any step."""
+    """The supervisor is notified of the trace, the gradient graph and the session of each export.
+
+    Each of them may take longer than any step.
+    """
     model = wrapped(Flexible())
     told = []
 
@@ -131,11 +136,12 @@ def test_who_watches_is_told_of_an_export(monkeypatch: pytest.MonkeyPatch) -> No
     for args, kwargs in (FIRST, FIRST, next(iter(CHANGES.values()))):
         model(*args, **kwargs).backward()
     first = tally.exports - 1
+    # The first call and the changed one notify three times each; `exports` grows after the trace.
     assert told == [first - 1, first, first, first, first + 1, first + 1]
 
 
 def test_another_shape_is_the_same_call() -> None:
-    """Batches of other sizes run in the graph of the first."""
+    """Batches of other sizes run in the first graph."""
     model = Flexible()
     eager = copy.deepcopy(model)
     module = wrapped(model)
@@ -146,7 +152,7 @@ def test_another_shape_is_the_same_call() -> None:
 
 
 def test_autocast_is_part_of_a_call() -> None:
-    """A pass without autocast after one with it is in full precision again."""
+    """A graph exported without autocast is not used with it."""
     model = wrapped(Flexible())
     with torch.autocast("cpu", torch.float16, enabled=False):
         model(X)
@@ -159,7 +165,7 @@ def test_autocast_is_part_of_a_call() -> None:
 
 
 def test_backward_after_another_forward() -> None:
-    """Two calls of different form before one backward pass: each runs backward in its own graph."""
+    """Each of several calls before one backward pass runs backward in its own graph."""
     model = Flexible()
     eager = copy.deepcopy(model)
     module = wrapped(model)
@@ -169,11 +175,11 @@ def test_backward_after_another_forward() -> None:
     same(model, eager)
 
 
-# ---------------------------------------------------------------------------------------------- frozen weights
+# ----------------------------------------------------------------------------------- frozen weights
 
 
 def test_frozen_weights_have_no_gradient_in_the_graph() -> None:
-    """Only what is trained is an output of the graph; unfrozen weights get their gradient."""
+    """Only trained weights have a gradient in the graph; weights get one when they are unfrozen."""
     model = Layers(4)
     model.first.requires_grad_(False)
     eager = copy.deepcopy(model)
@@ -188,7 +194,7 @@ def test_frozen_weights_have_no_gradient_in_the_graph() -> None:
     same(model, eager)
 
 
-# ------------------------------------------------------------------------------------------ gradient checkpointing
+# --------------------------------------------------------------------------- gradient checkpointing
 
 
 def level(module: Any) -> int:
@@ -198,7 +204,7 @@ def level(module: Any) -> int:
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("asked", [0, 2])
 def test_checkpointing_becomes_recomputation(reentrant: bool, asked: int) -> None:
-    """Without a level in the recipe it is 1, with one that one; gradients are eager's, and a note says so."""
+    """Recomputation has the recipe's level, or 1 and a note; gradients equal eager's."""
     model = Checkpointed(reentrant, 4)
     eager = copy.deepcopy(model)
     module = wrapped(model, memory_optimization=asked)
@@ -214,7 +220,7 @@ def test_checkpointing_becomes_recomputation(reentrant: bool, asked: int) -> Non
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_transformers_checkpointing_becomes_recomputation(reentrant: bool) -> None:
-    """A Llama with gradient_checkpointing_enable trains as it does in eager PyTorch."""
+    """A Llama with gradient_checkpointing_enable trains as in eager PyTorch."""
     model = language_model("llama", "sdpa")
     model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.model.enable_input_require_grads()
@@ -233,7 +239,7 @@ def test_transformers_checkpointing_becomes_recomputation(reentrant: bool) -> No
 
 
 def test_recomputation_in_a_second_graph() -> None:
-    """A changed call makes another graph, which recomputes its own layers."""
+    """A changed call makes another graph with its own recomputation."""
 
     class Called(Checkpointed):
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -250,15 +256,15 @@ def test_recomputation_in_a_second_graph() -> None:
 
 
 def test_no_checkpointing_no_recomputation() -> None:
-    """A model without it keeps its activations."""
+    """A model without checkpointing keeps its activations."""
     module = wrapped(Layers(4))
     module(X).backward()
     assert level(module) == 0
 
 
-# ------------------------------------------------------------------------------------------- each repair is needed
+# ---------------------------------------------------------------------------- each repair is needed
 
-# The test of each repair that must fail in a process without it.
+# By repair: the test that must fail in a process without it.
 WITHOUT = {
     "skip_frozen_gradients": "test_repairs.py::test_frozen_weights_have_no_gradient_in_the_graph",
     "skip_unreached_weights": "test_grad_mode.py::test_loss_and_gradients_are_eagers[a_choice]",
@@ -296,25 +302,27 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[2]]))
 
 @pytest.mark.parametrize("repair", list(WITHOUT))
 def test_each_repair_is_needed(repair: str, fresh: Run) -> None:
-    """Without it, its test fails, or ONNX Runtime crashes in it."""
+    """Without the repair its test fails, or ONNX Runtime crashes in it."""
     file, _, test = WITHOUT[repair].partition("::")
     path = next(Path(__file__).parent.rglob(file))
     done = fresh(RUN, repair, f"{path}::{test}")
     assert done.returncode in (1, -signal.SIGSEGV), done.stdout + done.stderr
+    # pytest's status 1 alone could also mean other errors.
     assert done.returncode < 0 or "1 failed" in done.stdout
 
 
 def test_every_repair_is_tested_and_applied() -> None:
-    """A repair that is added gets its line above; on the known ORT all are in force."""
+    """Every repair is in the table, and with the known ORT all repairs are applied."""
     wrapped(Layers(4))
-    elsewhere = {"fix_grad_management_device"}  # test_setting_repairs.py
+    # test_setting_repairs.py tests this one.
+    elsewhere = {"fix_grad_management_device"}
     assert {repair.name for repair in REPAIRS} == WITHOUT.keys() | elsewhere
     assert WITHOUT.keys() <= set(registry.applied())
     assert not WITHOUT.keys() & registry.not_applied().keys()
 
 
 def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repair of a function with another source, or of another version, is not made; its reason is kept."""
+    """A repair of an unknown source or version is not applied, and its reason is recorded."""
     monkeypatch.setattr(registry, "_applied", [])
     monkeypatch.setattr(registry, "_not_applied", {})
     changed = f"{source_guard.TRANSITION}._export_model"

@@ -1,4 +1,4 @@
-"""Settings that crash in ORTModule 1.19.2: each repair is needed, and enough."""
+"""Settings that crash in ORTModule 1.19.2: each repair is necessary and sufficient."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 
 pytestmark = needs_ort
+# Arguments: the name of the repair to leave out, and a JSON list of settings.
 WITHOUT_REPAIR = """
 import json, sys
 from ortlaunch.ortmodule import repaired
@@ -35,7 +36,7 @@ for settings in json.loads(sys.argv[2]):
 
 @pytest.mark.parametrize("skipped", ["nothing", "skip_ignored_labels"])
 def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None, fresh: Run) -> None:
-    """Stock ORTModule walks through None where compute or sparsity optimization is off."""
+    """Without its repair ORTModule iterates over None if one of the two optimizers is off."""
     done = fresh(
         WITHOUT_REPAIR,
         skipped,
@@ -49,7 +50,7 @@ def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None, fres
 
 @pytest.mark.parametrize("skipped", ["nothing", "fix_grad_management_device"])
 def test_gradient_management_needs_its_repair(skipped: str, built: None, fresh: Run) -> None:
-    """Stock ORTModule gives parameters where torch.zeros wants a device."""
+    """Without its repair ORTModule passes parameters to torch.zeros as a device."""
     if extensions.interop_refusal():
         pytest.skip("needs ORT's extension torch_interop_utils")
     done = fresh(WITHOUT_REPAIR, skipped, json.dumps([{"memory_efficient_grad_management": True}]))

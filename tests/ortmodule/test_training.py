@@ -1,4 +1,6 @@
-"""ORTModule on the installed torch: eager's losses and gradients, honest counts, no fallback, its settings."""
+"""ORTModule on the installed torch: eager's losses and gradients, exact counts, no fallback,
+settings.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ STEPS = 6
 
 
 class Reversed(nn.Module):
-    """A model with gradient reversal in it."""
+    """A model with gradient reversal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class Reversed(nn.Module):
 
 
 class Unexportable(nn.Module):
-    """An operator that the exporter does not know, so that ORT falls back where it may."""
+    """A model with an operator that the exporter lacks, for which ORT falls back if allowed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +57,9 @@ class Unexportable(nn.Module):
 
 
 def batches() -> Iterator[dict[str, torch.Tensor]]:
-    """Batches that change shape and padding after the first, from which ORT exports its graph."""
+    """Yield batches that differ in shape and padding from the first, from which ORT exports its
+    graph.
+    """
     generator = torch.Generator().manual_seed(1)
     shapes = [(2, 16, 0), (2, 16, 4), (3, 12, 2), (1, 8, 0), (2, 16, 6), (4, 10, 1)]
     for rows, length, padding in shapes[:STEPS]:
@@ -67,7 +71,7 @@ def batches() -> Iterator[dict[str, torch.Tensor]]:
 
 
 def trained(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of the steps, and the first step's gradients."""
+    """Return the losses of the steps, and the first step's gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     gradients = {}
@@ -82,14 +86,14 @@ def trained(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def graph_gradients(module: Any) -> list[str]:
-    """Names of the gradients that ORT's training graph computes."""
+    """Return the names of the gradients that ORT's training graph computes."""
     outputs = training_graph(module).output
     return sorted(
         output.name.replace("_original_module.", "").replace("_grad", "") for output in outputs
     )
 
 
-# ------------------------------------------------------------------------------------------- it trains like eager
+# ---------------------------------------------------------------------------- training equals eager
 
 
 @pytest.mark.parametrize(
@@ -97,7 +101,9 @@ def graph_gradients(module: Any) -> list[str]:
     [("bert", "eager"), ("bert", "sdpa"), ("llama", "sdpa"), ("llama", "eager")],
 )
 def test_training_equals_eager(witness: Witness, family: str, attention: str) -> None:
-    """Six AdamW steps give eager's losses, the first step eager's gradients, and every pass is ORT's."""
+    """Six AdamW steps have eager's losses, the first one eager's gradients, and ORT runs every
+    pass.
+    """
     model = language_model(family, attention)
     losses, gradients = trained(copy.deepcopy(model))
 
@@ -112,7 +118,11 @@ def test_training_equals_eager(witness: Witness, family: str, attention: str) ->
 
 
 def test_a_language_model_without_a_mask(witness: Witness) -> None:
-    """transformers then looks for borders of documents in the positions: differences, and sums of truths."""
+    """A batch without a mask makes transformers search the positions for documents; values are
+    eager's.
+
+    The search uses diff, and cumsum of booleans.
+    """
     model = language_model("llama", "sdpa")
     eager = copy.deepcopy(model)
     module = wrapped(model)
@@ -127,7 +137,7 @@ def test_a_language_model_without_a_mask(witness: Witness) -> None:
 
 
 def test_evaluation_is_counted_apart(witness: Witness) -> None:
-    """A pass in eval mode and without gradients is an inference pass and gives eager's value."""
+    """A pass in eval mode without gradients counts as an inference pass and has eager's value."""
     model = Layers()
     x = torch.randn(4, 8)
     expected = model(x).item()
@@ -141,7 +151,7 @@ def test_evaluation_is_counted_apart(witness: Witness) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_recomputation_gives_the_same_gradients(witness: Witness, level: int) -> None:
-    """Memory optimization changes what is kept, not what comes out."""
+    """Memory optimization does not change the gradients."""
     model = language_model("llama", "sdpa")
     eager = copy.deepcopy(model)
     batch = next(batches())
@@ -156,7 +166,7 @@ def test_recomputation_gives_the_same_gradients(witness: Witness, level: int) ->
 
 
 def test_gradient_checkpointing_becomes_recomputation(witness: Witness) -> None:
-    """At level 1 ORT's own recomputation takes the place of torch.utils.checkpoint in the export."""
+    """ORT's own recomputation at level 1 replaces torch.utils.checkpoint in the export."""
     model = Checkpointed(reentrant=True)
     eager = copy.deepcopy(model)
     x = torch.randn(4, 8, requires_grad=True)
@@ -168,25 +178,25 @@ def test_gradient_checkpointing_becomes_recomputation(witness: Witness) -> None:
     assert (witness.forward_passes, witness.fallbacks) == (1, 0)
 
 
-# ---------------------------------------------------------------------------------------- what it cannot is loud
+# -------------------------------------------------------------------- errors for unsupported models
 
 
 def test_what_cannot_be_exported_raises(witness: Witness) -> None:
-    """A model that ORT cannot take ends with an error, not in plain PyTorch."""
+    """A model that ORT cannot run raises an error and does not run in plain PyTorch."""
     with pytest.raises(Exception, match="aten::logcumsumexp"):
         wrapped(Unexportable(), torch_operators="off")(torch.randn(4, 8))
     assert (witness.forward_passes, witness.fallbacks) == (0, 0)
 
 
 def test_no_fallback_by_default(witness: Witness) -> None:
-    """What ORT would by itself run as plain PyTorch is an error."""
+    """A model that ORT by default would run in plain PyTorch is an error."""
     with pytest.raises(Exception, match="logcumsumexp"):
         wrapped(Unexportable(), torch_operators="off")(torch.randn(4, 8))
     assert witness.fallbacks == 0
 
 
 def test_an_allowed_fallback_is_counted_with_its_reason(witness: Witness) -> None:
-    """Allowed, a fallback runs; the witness has each of them, and each reason once."""
+    """An allowed fallback runs; the witness counts each one and lists each reason once."""
     module = wrapped(Unexportable(), allow_fallback=True, torch_operators="off")
     for _ in range(2):
         module(torch.randn(4, 8)).backward()
@@ -205,18 +215,20 @@ def test_a_custom_backward_is_called_or_refused(witness: Witness) -> None:
             module(x)
     else:
         module(x).backward()
+        # Reversed: the derivative of the forward would be +2.
         assert model.linear.weight.grad.tolist() == [[-2.0] * 4]
 
 
-# ----------------------------------------------------------------------------------------------- what wrap sets
+# ----------------------------------------------------------------------------- settings of a module
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_sessions_have_the_threads_asked_for(witness: Witness, threads: int) -> None:
-    """Each of the two sessions starts the threads asked for, the caller's own being one of them."""
+    """Each of the two sessions starts the requested threads; the caller's thread is one of them."""
     module = wrapped(Layers(), threads=threads)
     x = torch.randn(4, 8)
+    # Threads of sessions from earlier tests must end before the count.
     gc.collect()
     before = len(os.listdir("/proc/self/task"))
     module(x).backward()
@@ -227,7 +239,9 @@ def test_sessions_have_the_threads_asked_for(witness: Witness, threads: int) -> 
 
 
 def test_frozen_parameters_have_no_gradient_in_the_graph(witness: Witness) -> None:
-    """ORT computes gradients of what is trained; unfreezing a parameter later builds the graph again."""
+    """ORT computes gradients of trained parameters only; a parameter unfrozen later gets a new
+    graph.
+    """
     model = Layers()
     model.first.requires_grad_(False)
     module = wrapped(model)
@@ -248,7 +262,7 @@ def test_frozen_parameters_have_no_gradient_in_the_graph(witness: Witness) -> No
 
 
 def test_settings_hold_for_one_module_and_leave_the_environment_alone(witness: Witness) -> None:
-    """Two modules in one process keep their own settings."""
+    """Two modules in one process keep their own settings, and the environment is unchanged."""
     before = dict(os.environ)
     plain = wrapped(Layers())
     special = wrapped(Layers(), opset=18, memory_optimization=1)
@@ -266,7 +280,9 @@ def test_settings_hold_for_one_module_and_leave_the_environment_alone(witness: W
 def test_wrapping_and_training_print_nothing(
     witness: Witness, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """ORT's table of features and the exporter's warnings stay away at the default level."""
+    """At the default log level ORT's table of features and the exporter's warnings are not
+    printed.
+    """
     model = language_model("llama", "sdpa")
     capfd.readouterr()
     wrapped(model)(**next(batches())).backward()
@@ -274,7 +290,7 @@ def test_wrapping_and_training_print_nothing(
 
 
 class Detached(nn.Module):
-    """A value used with and without its gradient, a target, and the data of a parameter."""
+    """A model with a value used with and without its gradient, a target, and a parameter's data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +311,7 @@ class Detached(nn.Module):
 
 
 def test_no_gradient_goes_through_detach(built: None) -> None:
-    """Loss and gradients are eager's, also in a batch of another size, and the evaluation loss."""
+    """Losses and gradients equal eager's, also for another batch size and in evaluation."""
     torch.manual_seed(0)
     model = Detached()
     eager = copy.deepcopy(model)
@@ -314,14 +330,17 @@ def test_no_gradient_goes_through_detach(built: None) -> None:
 
 
 class Dropped(nn.Module):
-    """The masks of two dropouts of one size."""
+    """A model that returns the masks of two dropouts of one size."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return nn.functional.dropout(x, 0.5), nn.functional.dropout(x, 0.5)
 
 
 def test_no_mask_is_another_ones_of_the_step_before_or_the_rank_before(built: None) -> None:
-    """ORT counts its seeds up, one for each dropout."""
+    """Masks are independent across dropouts, steps and ranks, and the same seed repeats them.
+
+    ORT counts its seeds up by one for each dropout.
+    """
     module = wrapped(Dropped())
     x = torch.ones(40, 40)
     masks = []
@@ -330,6 +349,7 @@ def test_no_mask_is_another_ones_of_the_step_before_or_the_rank_before(built: No
         masks += [mask != 0 for mask in module(x)]
     for place, mask in enumerate(masks):
         assert mask.float().mean().item() == pytest.approx(0.5, abs=0.07)
+        # Two independent masks at 0.5 agree in half of their elements.
         assert all(0.4 < (mask == other).float().mean() < 0.6 for other in masks[:place])
     torch.manual_seed(step_seed(0, 0, 1))
     assert (module(x)[0] != 0).equal(masks[2])

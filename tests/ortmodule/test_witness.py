@@ -1,4 +1,4 @@
-"""The witness is exact: what it counts is what ONNX Runtime itself says it has run."""
+"""The witness's counts equal those of ONNX Runtime's own profile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = needs_ort
 
 
 class Bert(nn.Module):
-    """A two-layer BERT with dropout, given its words alone."""
+    """A two-layer BERT with dropout, whose only input is the words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Reversed(nn.Module):
 
 @pytest.fixture
 def profiling(witness: Witness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets every session write down each node that it runs."""
+    """Let every session record each node that it runs."""
     from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
 
     configure = GraphExecutionManager._get_session_config
@@ -69,9 +69,10 @@ def profiling(witness: Witness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def profiled(module: Any, training: bool = True) -> Counter[str]:
-    """Nodes by operator that ORT itself says it has run."""
+    """Return the nodes that ORT ran, by operator, from its own profile."""
     session = manager_of(module, training)._execution_agent._inference_session
     events = json.loads(Path(session.end_profiling()).read_text())
+    # ORT writes one such event for each run of a kernel.
     nodes = [
         event
         for event in events
@@ -85,7 +86,7 @@ def profiled(module: Any, training: bool = True) -> Counter[str]:
 def test_counted_nodes_are_those_that_onnx_runtime_ran(
     model: type[nn.Module], level: int, witness: Witness, profiling: None
 ) -> None:
-    """By operator, for a forward pass alone and for both, against ORT's own profile."""
+    """Nodes by operator equal ORT's profile, for a forward pass alone and for both passes."""
     forward = wrapped(model(), memory_optimization=level)
     loss = forward(IDS)
     assert profiled(forward) == witness.graphs[-1].forward
@@ -98,7 +99,7 @@ def test_counted_nodes_are_those_that_onnx_runtime_ran(
 
 
 def test_evaluation_is_counted_with_its_own_graph(witness: Witness, profiling: None) -> None:
-    """Nodes run are passes times nodes, each graph by its own."""
+    """`nodes_run` is the sum over graphs of passes times nodes."""
     module = wrapped(Words())
     for _ in range(3):
         module(IDS).backward()
@@ -115,7 +116,7 @@ def test_evaluation_is_counted_with_its_own_graph(witness: Witness, profiling: N
 
 
 def test_calls_out_of_onnx_runtime_are_named(witness: Witness) -> None:
-    """Torch's operators inside the graph, by name."""
+    """Torch's operators inside the graph are counted by name."""
     graph = executed(witness, Words())
     assert graph.aten == Counter(
         embedding=1, embedding_backward=1, gelu=1, gelu_backward=1, native_layer_norm_backward=1
@@ -124,8 +125,9 @@ def test_calls_out_of_onnx_runtime_are_named(witness: Witness) -> None:
 
 
 def test_a_restart_keeps_what_was_built(witness: Witness) -> None:
-    """The pass that tries the model out is not a step; its export and its graph are the run's."""
+    """A restart resets the passes and keeps the graphs."""
     module = stepped(Words())
+    # As after the trial pass of a run, which is not a step.
     witness.restart()
     counts = witness.counts()
     assert (counts["forward_passes"], counts["nodes_run"]) == (0, 0)
@@ -136,11 +138,14 @@ def test_a_restart_keeps_what_was_built(witness: Witness) -> None:
 def test_each_node_is_counted_on_its_execution_provider(
     witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ORT's own format has the provider of each node of a graph with a Python function, which runs on afterwards."""
+    """Each node has a provider, also in a graph with a Python function, which still runs
+    afterwards.
+    """
     placed = []
     is_efficient = witnesses._is_memory_efficient
 
     def place(options: Any) -> bool:
+        # With one provider the witness would not read ORT's own format; this call does.
         session = SimpleNamespace(get_provider_options=lambda: {"CPUExecutionProvider": {}})
         placed.append(nodes_by_provider(options.optimized_model_filepath, session))
         return is_efficient(options)
@@ -158,7 +163,7 @@ def test_each_node_is_counted_on_its_execution_provider(
 
 
 def test_a_session_that_is_not_on_its_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ORT computes on the CPU where its CUDA provider does not load; the error has the library and the command."""
+    """A session on the CPU for a CUDA model is an error with the missing library and the command."""
     monkeypatch.setattr(
         cuda_libraries, "check", lambda: 'libcudnn.so.8. Type: pip install "ortlaunch[ort-cuda]"'
     )

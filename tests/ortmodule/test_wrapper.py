@@ -1,4 +1,6 @@
-"""What loops of other people read of an ORTModule, and Hugging Face's Trainer and accelerate as eager runs them."""
+"""ORTModule in third-party loops: attributes, and Hugging Face's Trainer and accelerate as in
+eager.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
 def bert() -> Any:
-    """A small classifier without dropout."""
+    """Return a small classifier without dropout."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -38,7 +40,9 @@ def bert() -> Any:
 
 
 def test_a_pretrained_models_wrapper_is_of_its_class(tmp_path: Path) -> None:
-    """Trainer sees labels in the signature of the class, and the checkpoint has the config and the model's own keys."""
+    """The wrapper of a pretrained model has its class, its forward signature, its config and its
+    keys.
+    """
     model = bert()
     module = ORTModule(model)
     assert isinstance(module, type(model))
@@ -56,7 +60,7 @@ def test_a_pretrained_models_wrapper_is_of_its_class(tmp_path: Path) -> None:
 
 
 class Regression(ORTModule):
-    """A class of a user."""
+    """A user's subclass of ORTModule."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, Settings(threads=1))
@@ -66,7 +70,9 @@ class Regression(ORTModule):
 
 
 def test_ortmodule_is_a_class() -> None:
-    """For isinstance, also of a model that saves itself, for subclasses, and in copies and pickles."""
+    """isinstance works for ORTModule, its subclasses, copies and pickles, and models that save
+    themselves.
+    """
     from onnxruntime.training.ortmodule import ORTModule as Base
 
     expected = Layers()
@@ -89,7 +95,7 @@ def test_ortmodule_is_a_class() -> None:
 
 
 def assigned(module: Any, model: nn.Module) -> torch.Tensor:
-    """A pass with weights that take the place of the model's."""
+    """Return a pass after the model's weights were replaced."""
     module(X)
     module.load_state_dict(
         {name: value * 1.5 for name, value in model.state_dict().items()}, assign=True
@@ -98,14 +104,14 @@ def assigned(module: Any, model: nn.Module) -> torch.Tensor:
 
 
 def called_with(module: Any, model: nn.Module) -> torch.Tensor:
-    """A pass with tensors computed of the weights."""
+    """Return a pass with tensors that are computed from the weights."""
     weights = {name: value * 1.5 for name, value in module.named_parameters()}
     return torch.func.functional_call(module, weights, (X,))
 
 
 @pytest.mark.parametrize("loss_of", [assigned, called_with])
 def test_weights_from_elsewhere_are_those_of_the_pass(loss_of: Any, witness: Witness) -> None:
-    """`load_state_dict(assign=True)` and `functional_call` of an ORTModule give eager's loss and gradients."""
+    """`load_state_dict(assign=True)` and `functional_call` give eager's loss and gradients."""
     eager = Layers()
     ours = Layers()
     ours.load_state_dict(eager.state_dict())
@@ -116,7 +122,9 @@ def test_weights_from_elsewhere_are_those_of_the_pass(loss_of: Any, witness: Wit
 
 
 def with_trainer(wrap: Any, folder: Path) -> dict[str, Any]:
-    """At most 20 steps of Hugging Face's Trainer, with evaluation, best model and early stopping."""
+    """Run at most 20 steps of Hugging Face's Trainer, with evaluation, best model and early
+    stopping.
+    """
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     draw = torch.Generator().manual_seed(1)
@@ -154,7 +162,7 @@ def with_trainer(wrap: Any, folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_trainer_evaluates_keeps_the_best_and_stops_early(tmp_path: Path, witness: Witness) -> None:
-    """Losses, evaluations, best step, last step, the best weights and the files of a checkpoint are eager's."""
+    """Losses, evaluations, steps, best weights and the files of a checkpoint equal eager's."""
     eager = with_trainer(lambda model: model, tmp_path / "eager")
     ours = with_trainer(ORTModule, tmp_path / "ours")
     assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)
@@ -163,11 +171,12 @@ def test_trainer_evaluates_keeps_the_best_and_stops_early(tmp_path: Path, witnes
     assert "config.json" in ours["files"]
     torch.testing.assert_close(ours["weight"], eager["weight"])
     assert torch.equal(ours["reloaded"], ours["weight"])
+    # Below 20: early stopping has ended the run.
     assert witness.backward_passes == ours["steps"][1] < 20
 
 
 def with_accelerate(wrap: Any, folder: Path) -> dict[str, Any]:
-    """20 passes in steps of 2, then 6 that are run again from a saved state."""
+    """Run 20 passes in steps of two, then 6 passes twice from the same saved state."""
     accelerate = pytest.importorskip("accelerate")
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 1))
@@ -209,7 +218,7 @@ def with_accelerate(wrap: Any, folder: Path) -> dict[str, Any]:
 
 
 def test_accelerate_accumulates_clips_and_goes_on(tmp_path: Path) -> None:
-    """Losses are eager's, also after load_state; `unwrap_model(...).module` is the model, with its own keys."""
+    """Losses and keys equal eager's, also after load_state, and the inner module is the model."""
     eager = with_accelerate(lambda net: net, tmp_path / "eager")
     ours = with_accelerate(ORTModule, tmp_path / "ours")
     assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)
