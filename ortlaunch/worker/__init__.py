@@ -1,1 +1,4 @@
-"""One rank's life: `python ortlaunch/start.py ortlaunch.worker RUN_FOLDER`. Never imported by the control side."""
+"""The process of one rank: `python ortlaunch/start.py ortlaunch.worker RUN_FOLDER`.
+
+The control side never imports this package.
+"""

@@ -1,4 +1,4 @@
-"""The life of one rank: `python ortlaunch/start.py ortlaunch.worker RUN_FOLDER`."""
+"""The process of one rank: `python ortlaunch/start.py ortlaunch.worker RUN_FOLDER`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ortlaunch.worker.supervision.watchdog import Watchdog
 
 
 def main() -> int:
-    """Find out which rank this is, and watch over its life."""
+    """Detect the rank of this process, and run it under its supervisor; return the exit status."""
     run = RunDir(sys.argv[1])
     try:
         rank = Rank.from_environ(os.environ)
@@ -40,7 +40,8 @@ def main() -> int:
 
 
 def expect_no_gpu(device: str) -> None:
-    """On a CPU silence the warning of torch's CUDA builds that there is no GPU, which each start would print."""
+    """Silence the warning of torch's CUDA builds that there is no GPU, if the device is a CPU."""
+    # Each start would print it.
     import logging
 
     if device == "cpu":
@@ -48,13 +49,13 @@ def expect_no_gpu(device: str) -> None:
 
 
 def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
-    """Read what to do, join the world, build, do it, leave with this exit status."""
+    """Read recipe and plan, join the world, build the session, run the task; return its status."""
     progress = Progress(rank.rank, watchdog.pulse)
     progress.doing("loading libraries")
     look_rarely()
-    from ortlaunch.recipe import (
-        parse_resolved,
-    )  # here, so that guardian and logs are there before pydantic is loaded
+
+    # Here, so that supervisor and logs exist before pydantic is loaded.
+    from ortlaunch.recipe import parse_resolved
     from ortlaunch.user_modules import make_importable
 
     texts = [path.read_text(encoding="utf-8") for path in (run.recipe, run.plan)]
@@ -62,11 +63,13 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     plan = Plan.from_json(texts[1])
     make_importable(recipe, Path(plan.modules))
     watchdog.take(recipe.train.stall_seconds)
-    if not plan.started_by.is_ours:  # ortlaunch's own torchrun has no such port
+    # ortlaunch's own torchrun has no such port.
+    if not plan.started_by.is_ours:
         require_free(rank, os.environ)
     bound = bind(recipe.launch.binding, plan, rank, os.environ)
     plan = replace(plan, threads=bound.threads or plan.threads)
-    os.environ["DS_ACCELERATOR"] = plan.device  # else DeepSpeed guesses, and warns
+    # Otherwise DeepSpeed guesses the device, and warns.
+    os.environ["DS_ACCELERATOR"] = plan.device
     freed = keep_freed_memory(os.environ) if plan.device == "cpu" else None
     expect_no_gpu(plan.device)
     if plan.traits.may_exhaust_memory:
@@ -74,9 +77,9 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     if recipe.engine.name == "ort":
         from ortlaunch.worker.engine.ort_settings import prepare
 
-        prepare(
-            recipe.engine
-        )  # imports ORTModule: before transformers, which keeps the functions that it replaces
+        # Imports ORTModule, which replaces functions. This must precede transformers, which keeps
+        # references to them.
+        prepare(recipe.engine)
 
     from ortlaunch.worker import tasks
     from ortlaunch.worker.data import LoadedData
@@ -93,16 +96,18 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
         ("data.collate", recipe.data.collate),
     ):
         if name:
-            find(field, name)  # that it is there, before anything is trained
+            # A missing function must fail before training.
+            find(field, name)
     data = None
-    if not recipe.data.is_custom:  # whose function may want the group
-        progress.doing(
-            "reading data"
-        )  # takes as long as it takes, and fails before a group waits for it
+    # The user's own data function may need the group: it is called later.
+    if not recipe.data.is_custom:
+        # Before the group exists: reading may take any time, and may fail while no rank waits.
+        progress.doing("reading data")
         data = LoadedData(recipe, progress.tell, goes_on_with(run, recipe))
         data.read_for(plan.traits)
         if not recipe.model.traits.is_own:
-            config_of(recipe, data)  # that tokenizer and labels fit into the model
+            # Only for its checks: tokenizer and labels must fit the model.
+            config_of(recipe, data)
     if rank.world_size > 1:
         progress.doing(MEETING)
     with (

@@ -1,4 +1,7 @@
-"""`start.py ortlaunch.worker.alone TASK < REQUEST`: one process on the CPU, which ends with its command."""
+"""`start.py ortlaunch.worker.alone TASK < REQUEST`: a task in one process on the CPU.
+
+The process ends with the command that started it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from ortlaunch.tasks import TASKS
 
 
 def main() -> int:
-    """Do a task that needs no plan; its exit status, or that of its error."""
+    """Run a task that needs no plan; return its exit status, or that of its error."""
     die_with_parent(signal.SIGTERM, os.getppid())
-    os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed, which others import, guesses and warns
+    # Other libraries import DeepSpeed, which would guess the device and warn.
+    os.environ["DS_ACCELERATOR"] = "cpu"
     task = TASKS[sys.argv[1]]
     assert task.request is not None, "the control side starts ranks for the others"
     try:

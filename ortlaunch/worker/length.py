@@ -1,4 +1,4 @@
-"""How long a run is: steps and epochs in terms of each other, known when the data are."""
+"""The length of a run in steps and epochs, computed after the data are read."""
 
 from __future__ import annotations
 
@@ -22,13 +22,22 @@ def with_steps(
     samples: int,
     found: CompleteCheckpoint | None,
 ) -> Recipe:
-    """The recipe with `train.max_steps`, from `train.epochs` where those were given (collective).
+    """Return the recipe with `train.max_steps`, computed from `train.epochs` if set (collective).
 
-    A run that goes on keeps the steps that it began with, for its schedule runs over them; where its batches are of
-    another size now, as many as take the samples that are left.
+    A resumed run keeps its number of steps. If its batch size has changed, the remaining steps are
+    as many as the remaining samples need.
+
+    Args:
+        recipe: the run's recipe.
+        batch: the batch sizes of this run.
+        run: the run folder.
+        group: the ranks of the run.
+        samples: the number of training samples.
+        found: the checkpoint to resume from, or None.
 
     Raises:
-        InputError: ranks have read different numbers of samples, or the warm-up is longer than the run.
+        InputError: ranks have read different numbers of samples, or the warm-up is longer than the
+            run.
     """
     epochs = recipe.train.epochs
     if epochs is None:
@@ -36,10 +45,13 @@ def with_steps(
     counts = group.gather(str(samples))
     if len(set(counts)) > 1:
         raise InputError(
-            f"train.epochs: ranks have different numbers of samples: {', '.join(sorted(set(counts)))}"
+            "train.epochs: ranks have different numbers of samples: "
+            f"{', '.join(sorted(set(counts)))}"
         )
+    # The samples of the first start count, because the schedule runs over its steps.
     begun = _begun(run, epochs) or {"epochs": epochs, "samples": samples}
     done, seen = (found.step, taken(run, found.samples)) if found else (0, 0)
+    # Rounded before ceil, so that a rounding error of the division does not add a step.
     steps = max(
         1,
         done,
@@ -54,14 +66,15 @@ def with_steps(
     decay = round(schedule.decay_ratio * steps) if schedule.name == "wsd" else 0
     if schedule.warmup_steps is not None and schedule.warmup_steps + decay > steps:
         raise InputError(
-            f"schedule.warmup_steps: got {schedule.warmup_steps}, and train.epochs: {epochs:g} are {steps} steps"
-            + (f", the last {decay} of them wsd's decay" if decay else "")
+            f"schedule.warmup_steps: got {schedule.warmup_steps}, and train.epochs: {epochs:g} "
+            f"are {steps} steps" + (f", the last {decay} of them wsd's decay" if decay else "")
         )
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": steps})})
 
 
 def _begun(run: RunDir, epochs: float) -> Json | None:
-    """What this run settled when it began, if it goes on for as many epochs."""
+    """Return the length that this run recorded at its start, if it has the same epochs now."""
+    # Without a complete checkpoint the run starts from the beginning.
     if not run.steps.exists() or not run.complete_checkpoints():
         return None
     found: Json = read_json(run.steps)
@@ -69,9 +82,9 @@ def _begun(run: RunDir, epochs: float) -> Json | None:
 
 
 def length_line(recipe: Recipe, batch: BatchPlan, samples: int) -> str:
-    """For a person, in steps, samples and epochs."""
+    """Return a line for the terminal with the length in steps, samples and epochs."""
     seen = recipe.train.steps * batch.global_samples
     return (
-        f"data: {samples:,} samples; {recipe.train.steps:,} steps of {batch.global_samples:,} are {seen:,} samples, "
-        f"{seen / samples:.3g} epochs"
+        f"data: {samples:,} samples; {recipe.train.steps:,} steps of {batch.global_samples:,} "
+        f"are {seen:,} samples, {seen / samples:.3g} epochs"
     )

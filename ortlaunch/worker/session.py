@@ -1,6 +1,6 @@
-"""What one rank has when its task begins: recipe, plan, world, data, model and engine, built in the one right order.
+"""The session of one rank: recipe, plan, world, data, model and engine, built in this order.
 
-A task takes a Session and nothing else. Knows no task and no launcher.
+A Session is the only argument of a task. This module is independent of tasks and launchers.
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ from ortlaunch.worker.supervision.progress import Progress
 
 @dataclass(frozen=True)
 class Session:
-    """One rank's own, for one task."""
+    """All objects of one rank for one task."""
 
     recipe: Recipe
-    """With `train.max_steps`, also where the length was given in epochs."""
+    """The recipe with `train.max_steps`, also if the length was set in epochs."""
     plan: Plan
     run: RunDir
     group: DistributedContext
     data: LoadedData
     batches: Batches
-    """Of the training data; of `evaluate` of what it measures."""
+    """Batches of the training data; for `evaluate`, of the evaluation data."""
     model: LossModule
-    """Holds the weights that the engine trains."""
+    """The model with the weights that the engine trains."""
     engine: TrainingEngine
     checkpoint: CompleteCheckpoint | None = None
-    """That it goes on from."""
+    """The checkpoint to resume from, or None."""
     model_built_at: float = 0.0
-    """By time.perf_counter(); the engine was built after it."""
+    """The time when the model was built, by time.perf_counter(); the engine was built later."""
     progress: Progress = field(default_factory=lambda: Progress(rank=1))
-    """What goes on now, and since when; the default shows nothing."""
+    """The current activity and its start; the default shows nothing."""
     identity: Mapping[str, object] = field(default_factory=dict)
-    """Of samples and frozen weights, for checkpoints to hold."""
+    """The identity of samples and frozen weights, which checkpoints record."""
 
     def reading_ahead(self) -> contextlib.AbstractContextManager[None]:
-        """While open, batches are read before they are asked for, as the recipe says; their order must stay."""
+        """Read batches in advance while the context is open, as configured in the recipe."""
+        # Batches are read in their usual order: the caller must use them in this order.
         return self.batches.read_ahead(self.group.rank, reader(self.recipe, self.group.device.type))
 
 
@@ -67,7 +68,12 @@ def build_session(
     """Read the data, build the model and put it on its engine (collective).
 
     Args:
-        data: where they are read already; custom data are not.
+        recipe: the run's recipe.
+        plan: the run's plan.
+        run: the run folder.
+        group: the ranks of the run.
+        progress: shows the current activity.
+        data: the data if they are already read. Custom data are not.
     """
     progress.doing("reading checkpoints")
     found = choose(run, group)
@@ -76,7 +82,8 @@ def build_session(
     data.read_for(plan.traits)
     progress.doing("building the model")
     model = build_model(recipe, data)
-    measures = plan.traits.evaluates  # and needs nothing that was trained on
+    # An evaluation needs no training data.
+    measures = plan.traits.evaluates
     samples = data.evaluation if measures else data.train
     assert samples is not None, "the control side has looked for data.evaluation"
     trained_on = identity(None if measures else samples, model)
@@ -84,6 +91,7 @@ def build_session(
         explain(run, recipe, found, trained_on, group)
     if group.rank == 0 and plan.traits.saves:
         keep(run, recipe, data.tokenizer, data.class_names, data.classes)
+    # Before the engine is built, whose memory counts.
     memory = MemoryUse(group.device, model)
     built = time.perf_counter()
     batches = Batches(samples, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))
@@ -96,7 +104,8 @@ def build_session(
     engine.memory = memory
     if run.choice.exists():
         engine.record.engine = replace(engine.record.engine, **read_json(run.choice))
-    give_back_freed_memory()  # an export's copies of the model
+    # An export has freed its copies of the model.
+    give_back_freed_memory()
     return Session(
         recipe, plan, run, group, data, batches, model, engine, found, built, progress, trained_on
     )

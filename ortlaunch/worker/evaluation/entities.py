@@ -1,6 +1,7 @@
-"""Whole entities in rows of tags, as CoNLL's conlleval counts them: the exact words and the type, right or not.
+"""Precision, recall and F1 of whole entities in rows of tags, as CoNLL's conlleval counts them.
 
-There is seqeval for it, which has been still since 2020 and installs from its source alone.
+An entity is correct if its words and its type are exactly right. The package seqeval computes the
+same, but it has had no release since 2020 and installs from source only.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ _TAG = re.compile(r"O|[BI]-.+")
 
 
 def are_tags(names: Sequence[str]) -> bool:
-    """Whether all classes are O, B-TYPE or I-TYPE (IOB1, IOB2)."""
+    """Return whether all classes are O, B-TYPE or I-TYPE (IOB1, IOB2)."""
     return {*names} - {"O"} != set() and all(_TAG.fullmatch(name) for name in names)
 
 
 def spans(tags: Iterable[str]) -> set[Span]:
-    """First word, the one after the last, and type; I-TYPE goes on with an entity of its type, else it begins one."""
+    """Return the entities of a row: index of the first word, index after the last, and type.
+
+    I-TYPE continues an entity of the same type, else it starts one.
+    """
     found = set[Span]()
     first = 0
     inside = ""
+    # The added O ends an entity at the end of the row.
     for place, tag in enumerate([*tags, "O"]):
+        # The type; empty for O.
         kind = tag[2:]
         if inside and (kind != inside or tag.startswith("B-")):
             found.add((first, place, inside))
@@ -36,7 +42,7 @@ def spans(tags: Iterable[str]) -> set[Span]:
 
 
 class Entities:
-    """How many were given rightly, given, and meant."""
+    """Counts of correct, predicted and labelled entities."""
 
     def __init__(self) -> None:
         self.right = 0
@@ -44,7 +50,7 @@ class Entities:
         self.meant = 0
 
     def add(self, given: Iterable[str], meant: Iterable[str]) -> None:
-        """One row's tags."""
+        """Count one row: `given` are the predicted tags, `meant` the labels."""
         ours = spans(given)
         theirs = spans(meant)
         self.right, self.given, self.meant = (
@@ -52,10 +58,11 @@ class Entities:
         )  # fmt: skip
 
     def read(self, group: DistributedContext) -> dict[str, float]:
-        """Of all ranks (collective); 0 where there is none, as conlleval's."""
+        """Return the metrics over all ranks (collective)."""
         right, given, meant = map(
             sum, zip(*group.gather_numbers([self.right, self.given, self.meant]))
         )
+        # A metric without entities is 0, as conlleval's.
         return {
             "entity_precision": right / max(1, given),
             "entity_recall": right / max(1, meant),

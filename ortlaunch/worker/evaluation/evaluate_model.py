@@ -1,6 +1,7 @@
 """`ortlaunch evaluate MODEL`: a model in its final form on the evaluation corpus.
 
-One process on the CPU: model.onnx by onnxruntime, transformers' folder by plain PyTorch.
+It runs in one process on the CPU: onnxruntime runs a model.onnx, and plain PyTorch runs a folder of
+transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ortlaunch.tasks import ModelEvaluationRequest
 
 
 def run(request: ModelEvaluationRequest) -> None:
-    """Measure and print."""
+    """Evaluate the model and print the result."""
     found = evaluated(parse_resolved(request.recipe), Path(request.model), Path(request.modules))
     if request.json:
         print(json_text(found.to_json(), indent=2))
@@ -29,7 +30,13 @@ def run(request: ModelEvaluationRequest) -> None:
 
 
 def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
-    """model: a model.onnx, or a folder of transformers'; modules: where the user's own may lie."""
+    """Evaluate a model.
+
+    Args:
+        recipe: the recipe of the evaluation.
+        model: a model.onnx, or a folder of transformers.
+        modules: the folder of the user's own modules.
+    """
     import torch
     from transformers import AutoConfig
 
@@ -59,7 +66,7 @@ def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
 def measured(
     recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | None = None
 ) -> Evaluation:
-    """The numbers of a LossModule on these samples."""
+    """Evaluate a LossModule on these samples."""
     from ortlaunch.worker.data import Batches, stack_of
     from ortlaunch.worker.evaluation.evaluation import evaluate
     from ortlaunch.worker.evaluation.record import record_of
@@ -68,15 +75,19 @@ def measured(
 
     whole.evaluates_with_scores = evaluates_with_scores(recipe)
     weight = LossWeight(recipe, whole)
-    weight.shifted = recipe.model.traits.predicts == "next"  # which a graph does not say
+    # An ONNX graph has no class name from which `shifts` could read this.
+    weight.shifted = recipe.model.traits.predicts == "next"
+    # `evaluate` needs only these attributes of a TrainingEngine and of a Session.
     engine = SimpleNamespace(
         eval_module=whole,
         plain=whole,
         device=group.device,
         loss_weight=weight,
         take=weight.prepared,
-        record=SimpleNamespace(engine=SimpleNamespace(used="eager")),  # it returns more than a loss
+        # As eager PyTorch, the module returns more than a loss.
+        record=SimpleNamespace(engine=SimpleNamespace(used="eager")),
     )
+    # The size may be `auto`, which is resolved for training only.
     micro = recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else 8
     batches = Batches(
         samples,

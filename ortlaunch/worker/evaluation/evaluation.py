@@ -1,7 +1,7 @@
-"""A pass over the evaluation corpus: the loss by the run's engine, and how often the model is right.
+"""A pass over the evaluation corpus: the loss by the run's engine, and the task's metrics.
 
-Every sample counts once, counts are summed over the ranks, and dropout is off: a number is the same on any number of
-ranks, whatever their last batches are.
+Every sample counts once, counts are summed over the ranks, and dropout is off. Therefore the result
+does not depend on the number of ranks or on the size of their last batches.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ Batch = dict[str, torch.Tensor]
 
 
 def named(evaluated: dict[str, float]) -> dict[str, float]:
-    """As metrics.jsonl has them, beside the numbers of training."""
+    """Return the metrics under their names in metrics.jsonl, which has those of training, too."""
     return {f"evaluation_{name}": value for name, value in evaluated.items()}
 
 
 def turns(session: Session, samples: Samples) -> Iterator[tuple[Batch, range]]:
-    """This rank's micro batches, and which samples are in each; ranks take turns, and all have as many.
+    """Yield this rank's micro batches with the indices of the samples that count in each.
 
-    A rank without samples left still runs one: with ZeRO 3 a forward pass is a collective.
+    Ranks take turns, and all have equally many micro batches. A rank without samples left gets a
+    batch of which no sample counts.
     """
+    # With ZeRO 3 a forward pass is collective: every rank must run every turn.
     group = session.group
     micro = session.plan.batch.micro_samples
     for turn in range(0, len(samples), group.size * micro):
+        # Empty for a rank without samples left, which then runs sample 0.
         first = turn + group.rank * micro
         counted = range(first, min(first + micro, len(samples)))
         yield (
@@ -51,9 +54,20 @@ def turns(session: Session, samples: Samples) -> Iterator[tuple[Batch, range]]:
 def evaluate(
     session: Session, samples: Samples, agreed: Agreement | None = None
 ) -> dict[str, float] | None:
-    """The mean loss over the evaluation corpus, weighted as in training, and the task's metrics, by name (collective).
+    """Return the mean loss over the evaluation corpus and the task's metrics, by name (collective).
 
-    None where the ranks agreed to stop meanwhile.
+    The loss is weighted as in training.
+
+    Args:
+        session: the session whose model is evaluated.
+        samples: the evaluation corpus.
+        agreed: if given, the ranks check after each micro batch whether to stop.
+
+    Returns:
+        The loss and the metrics; None if the ranks agreed to stop meanwhile.
+
+    Raises:
+        DataError: the weights of all samples sum to 0.
     """
     engine = session.engine
     group = session.group
@@ -65,6 +79,7 @@ def evaluate(
     counters = measures(model.task, engine)
     with _evaluating(engine.eval_module, engine.plain), _outputs(session) as output_of:
         for batch, counted in turns(session, samples):
+            # At each micro batch, because an evaluation may be long.
             if agreed is not None and agreed.now().stops:
                 return None
             weight = engine.loss_weight.of(batch, counted) if counted else 0.0
@@ -74,21 +89,20 @@ def evaluate(
             loss = numbers.take(given, weight) if engine.plain.has_numbers else loss_in(given)
             total = total + float(loss) * weight
             seen = seen + weight
-            labels = {
-                name: batch[name].to(engine.device) for name in LABELS if name in batch
-            }  # without an added one
+            # From `batch`, not from `taken`, which may have an added label.
+            labels = {name: batch[name].to(engine.device) for name in LABELS if name in batch}
             output = output_of(given, taken)
             if model.traits.predicts:
                 output = word_outputs(output, labels, engine.plain, engine.loss_weight.shifted)
             for counter in counters:
                 counter.add(output, labels, bool(counted))
             own_metric.add(counted, output, batch)
-    losses, weights = zip(
-        *group.gather_numbers([total, seen])
-    )  # not reduced, so that all ranks have the same bits
+    # Gathered and summed here, not all-reduced, so that all ranks have the same bits.
+    losses, weights = zip(*group.gather_numbers([total, seen]))
     if not sum(weights):
         raise DataError(
-            f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight is 0 in all"
+            f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight "
+            "is 0 in all"
         )
     loss = sum(losses) / sum(weights)
     numbers.keep()
@@ -96,15 +110,17 @@ def evaluate(
     for counter in counters:
         found |= counter.read(group, loss)
     found |= numbers.read(group) if engine.plain.has_numbers else {}
+    # Last, because the user's names must differ from all others.
     return found | own_metric.read(group, found)
 
 
 def _passed(session: Session, taken: Batch) -> Any:
-    """What the engine's module returns. For engine ort a short last batch is filled with its last sample, unlabelled.
+    """Return the output of the engine's module for a batch.
 
-    ONNX Runtime's graph would be exported anew for its size, and again for the next evaluation's first batch, where the
-    model asks sizes in Python.
+    For engine ort a short last batch is filled with copies of its last sample, without labels.
     """
+    # If a model reads sizes in Python, ONNX Runtime's graph would be exported again for a short
+    # batch, and once more for the first batch of the next evaluation.
     module = session.engine.eval_module
     micro = session.plan.batch.micro_samples
     samples = {len(value) if value.dim() else 0 for value in taken.values()}
@@ -124,13 +140,13 @@ def _filled(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _are_numbers(labels: torch.Tensor | None) -> bool:
-    """Whose error no label leaves out."""
+    """Return whether labels are those of a regression, where no value means "ignored"."""
     return labels is None or labels.is_floating_point()
 
 
 @contextlib.contextmanager
 def _evaluating(*modules: nn.Module) -> Iterator[None]:
-    """While open, dropout is off."""
+    """Switch dropout off while the context is open; all modules are in training mode after it."""
     for module in modules:
         module.eval()
     try:
@@ -142,15 +158,18 @@ def _evaluating(*modules: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _outputs(session: Session) -> Iterator[Callable[[Any, Batch], Any]]:
-    """What the model returns for a batch beside its loss, of what the engine gave: scores, which metrics are made of.
+    """Yield a function that returns the model's outputs beside the loss, for the metrics.
 
-    A metric of the user's may want all of it. Eager PyTorch's own pass has it; for the other engines plain PyTorch
-    passes once more. Of a language model it gets what `word_outputs` makes of scores.
+    Its arguments are the output of the engine's module and the batch. The built-in metrics need
+    scores only. The user's own metric gets all outputs, or for a language model the result of
+    `word_outputs`.
     """
     model = session.engine.plain.model
     traits = session.recipe.model.traits
     if session.recipe.train.metric is None or traits.predicts:
         yield lambda given, taken: given if isinstance(given, Mapping) else None
+    # In eager PyTorch the pass itself has all outputs. For the other engines plain PyTorch runs a
+    # second pass.
     elif session.engine.record.engine.used == "eager":
         kept: list[Any] = []
         handle = model.register_forward_hook(lambda _, __, output: kept.append(output))

@@ -1,4 +1,7 @@
-"""What counts metrics over an evaluation; the table in `ortlaunch/evaluation_metrics.py` names one for each."""
+"""The interface of the metrics of an evaluation.
+
+The table in `ortlaunch/evaluation_metrics.py` names an implementation for each metric.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,31 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 class MetricMeasure(Protocol):
-    """Counts of one evaluation on one rank; made with the Engine whose model is evaluated."""
+    """The counts of one evaluation on one rank.
+
+    Its argument is the engine whose model is evaluated.
+    """
 
     def add(self, output: Any, labels: Mapping[str, Tensor], counts: bool) -> None:
         """Count a micro batch.
 
         Args:
-            output: of the model, by name; of a language model what `word_outputs` makes of it.
-            labels: those of the batch, by name.
-            counts: False: the batch fills a rank's turn, and none of its samples counts.
+            output: the model's output, by name; for a language model the result of `word_outputs`.
+            labels: the labels of the batch, by name.
+            counts: if false, the batch only fills a rank's turn and none of its samples counts.
         """
 
     def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
-        """The metrics by name, over all ranks (collective).
+        """Return the metrics by name, over all ranks (collective).
 
         Args:
-            loss: of the evaluation.
+            group: the ranks of the run.
+            loss: the loss of the evaluation.
         """
 
 
 def measures(task: str, engine: TrainingEngine) -> list[MetricMeasure]:
-    """All that an evaluation of a model task needs."""
+    """Return the measures that an evaluation of a model task needs."""
     found = []
     for row in measures_of(task):
         module, _, name = row.by.partition(":")
@@ -50,16 +57,16 @@ class SumOfCounts:
         self._total: Any = torch.zeros(size, dtype=torch.float64)
 
     def add(self, found: Tensor, counts: bool) -> None:
-        """The counts of a batch."""
+        """Add the counts of a batch."""
         if counts:
             self._total = self._total.to(found.device) + found.double()
 
     def read(self, group: DistributedContext) -> list[float]:
-        """Over all ranks (collective)."""
+        """Return the sums over all ranks (collective)."""
         return [sum(values) for values in zip(*group.gather_numbers(self._total.tolist()))]
 
 
 def logits_of(output: Any) -> Tensor | None:
-    """Of words or classes, in what a model of transformers returns; None: there are none."""
+    """Return the logits of words or classes in an output of transformers; None if it has none."""
     found: Tensor | None = output and output.get("prediction_logits", output.get("logits"))
     return found

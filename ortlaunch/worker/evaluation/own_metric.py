@@ -1,6 +1,7 @@
-"""`train.metric`: the user's own function over a whole evaluation, what the model said beside what the samples hold.
+"""`train.metric`: the user's own function of the model's outputs and the samples of an evaluation.
 
-Rank 0 calls it with the samples of all ranks in their order, so that it gives one number on any number of ranks.
+Rank 0 calls it with the samples of all ranks in their order, so that the result does not depend on
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ Arrays = dict[str, NDArray[np.int64]]
 
 
 class Piece(NamedTuple):
-    """Of one micro batch."""
+    """The outputs and inputs of one micro batch."""
 
     first: int
+    """Index of its first sample."""
     outputs: Arrays
     batch: Arrays
 
 
 class OwnMetric:
-    """One evaluation, seen by the user's function; without `train.metric` it does nothing."""
+    """The user's metric of one evaluation; without `train.metric` it does nothing."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name
         self.pieces = list[Piece]()
 
     def add(self, counted: range, output: Any, batch: Mapping[str, torch.Tensor]) -> None:
-        """What the model returned for these samples; an empty range only fills a rank's turn."""
+        """Add the model's output for these samples."""
+        # An empty range only fills a rank's turn.
         if self.name is not None and counted:
             self.pieces.append(
                 Piece(
@@ -49,13 +52,14 @@ class OwnMetric:
             )
 
     def read(self, group: DistributedContext, taken: Mapping[str, float]) -> dict[str, float]:
-        """What the function says of all samples; the same on all ranks (collective).
+        """Return the values of the user's function for all samples, on all ranks (collective).
 
         Args:
-            taken: metrics that the evaluation has already.
+            group: the ranks of the run.
+            taken: metrics that the evaluation already has.
 
         Raises:
-            HookError: it raised, or returned what means nothing; on all ranks the same.
+            HookError: the function raised, or its result is not valid; the same on all ranks.
         """
         if self.name is None:
             return {}
@@ -70,6 +74,7 @@ class OwnMetric:
                 }
             except HookError as error:
                 told = {"error": str(error)}
+        # Rank 0's error must reach all ranks: else they would wait for it in the next collective.
         told = json.loads(group.gather(json.dumps(told))[0])
         if "error" in told:
             raise HookError(told["error"])
@@ -84,6 +89,7 @@ class OwnMetric:
         try:
             answer = own(outputs, batch)
         except Exception as error:
+            # Only frames of the user's function, without this one.
             frames = error.__traceback__ and error.__traceback__.tb_next
             where = "".join(traceback.format_exception(type(error), error, frames))
             raise HookError(
@@ -97,13 +103,14 @@ class OwnMetric:
             ) from None
         for name in found.keys() & {"step", "samples", *taken}:
             raise HookError(
-                f"train.metric: {self.name} returned {name!r}, which the evaluation has: give it another name"
+                f"train.metric: {self.name} returned {name!r}, which the evaluation has: "
+                "give it another name"
             )
         return found
 
 
 def _arrays(values: Mapping[str, Any], samples: int) -> Arrays:
-    """Those tensors that have a row a sample."""
+    """Return those tensors that have one row per sample, as arrays."""
     rows = {
         name: value.detach().cpu()
         for name, value in values.items()
@@ -113,13 +120,17 @@ def _arrays(values: Mapping[str, Any], samples: int) -> Arrays:
         and name != LOSS
     }
     return {
+        # NumPy has no bfloat16.
         name: (row.float() if row.is_floating_point() else row).numpy()
         for name, row in rows.items()
     }
 
 
 def _joined(parts: list[Arrays]) -> Json:
-    """All samples' rows, in order: an array, or a list of rows where batches differ in their shape."""
+    """Return the rows of all samples, in order, by name.
+
+    They are an array, or a list of rows if batches differ in shape.
+    """
     return (
         {name: _rows([part[name] for part in parts if name in part]) for name in parts[0]}
         if parts

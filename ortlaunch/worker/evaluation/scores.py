@@ -1,6 +1,7 @@
-"""How right a model's classes and numbers are, over all ranks, by torchmetrics.
+"""Metrics of predicted classes and values over all ranks, computed by torchmetrics.
 
-It is imported here alone, at a first evaluation with labels: that takes 0.4 s, and with matplotlib installed 0.8.
+Only this module imports torchmetrics, at the first evaluation with labels. The import takes 0.4 s,
+or 0.8 s if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -22,26 +23,27 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 class Scores:
-    """Of one evaluation, whose first batch tells of what kind they are."""
+    """The scores of one evaluation, of classes or of values, depending on its first batch."""
 
     def __init__(self, engine: TrainingEngine) -> None:
         names = getattr(getattr(engine.plain.model, "config", None), "id2label", None) or {}
-        self._names = [
-            names[number] for number in sorted(names)
-        ]  # of the classes, where the model knows them
+        # The names of the classes, if the model's config has them.
+        self._names = [names[number] for number in sorted(names)]
         self._kind: Classes | ValueScores | None = None
 
     def add(self, output: Any, labels_by_name: Mapping[str, torch.Tensor], counts: bool) -> None:
-        """A batch; one that does not count only fills a rank's turn."""
+        """Count a batch; with `counts` false it only fills a rank's turn."""
         logits = logits_of(output)
         labels = labels_by_name.get("labels")
         if logits is None or labels is None:
             return
+        # Labels of a regression are floats.
         numbers = labels.is_floating_point()
         if numbers and logits.numel() != labels.numel():
             return
         if not numbers and (logits.shape[:-1] != labels.shape or logits.size(-1) == 1):
             return
+        # Also for a batch that does not count: all ranks must have the same metrics in `read`.
         if self._kind is None:
             self._kind = (
                 ValueScores() if numbers else Classes(logits.size(-1), self._names, logits.device)
@@ -50,20 +52,25 @@ class Scores:
             self._kind.add(logits, labels)
 
     def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
-        """By their names in the table (collective); none where nothing could be right."""
+        """Return the scores by their names in the table (collective); none without labels."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is nan, and a rank without samples
+            # torchmetrics warns of nan and of a rank without samples.
+            warnings.simplefilter("ignore")
             return self._kind.read(group) if self._kind is not None else {}
 
 
 class Classes:
-    """Accuracy, the mean of the F1 of classes that were given or meant, and whole entities where classes are tags."""
+    """Accuracy, macro F1, and the metrics of entities if the classes are tags.
+
+    Macro F1 is the mean over those classes that are predicted or labelled.
+    """
 
     def __init__(self, classes: int, names: Sequence[str], device: torch.device) -> None:
         kinds = _torchmetrics().classification
         options = {"validate_args": False, "sync_on_compute": False}
         self._accuracy = kinds.MulticlassAccuracy(classes, average="micro", **options)
-        # Each class as a label of its own: F1 of classes makes a table of classes by classes, 4 GB of 21,841.
+        # Each class is a binary label: MulticlassF1Score would build a matrix of classes x classes,
+        # which is 4 GB for 21,841 classes.
         self._f1 = kinds.MultilabelF1Score(
             classes, average="none", zero_division=math.nan, **options
         )
@@ -74,7 +81,7 @@ class Classes:
         self._entities = Entities() if len(names) == classes and are_tags(names) else None
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Of (samples, classes) or (samples, words, classes)."""
+        """Count logits of shape (samples, classes) or (samples, words, classes)."""
         given = logits.argmax(-1)
         counted = labels != IGNORED
         if self._entities is not None and labels.dim() == 2:
@@ -100,7 +107,10 @@ class Classes:
 
 
 class ValueScores:
-    """Mean squared error and Pearson's correlation; torchmetrics' own sum over ranks is nan for a sample each."""
+    """Mean squared error and Pearson's correlation."""
+
+    # All values are gathered: torchmetrics' own reduction over ranks gives nan if each rank has one
+    # sample.
 
     def __init__(self) -> None:
         self._given = list[float]()
@@ -122,13 +132,14 @@ class ValueScores:
 
 
 def _gathered(group: DistributedContext, mine: list[float], counts: list[int]) -> list[float]:
-    """Every rank's, of which it has so many."""
+    """Return the values of all ranks; `counts` are their numbers of values."""
+    # A gathered tensor has one size on all ranks: fill with zeros, and cut them off.
     ranks = group.gather_numbers(mine + [0.0] * (max(counts) - len(mine)))
     return [value for values, count in zip(ranks, counts) for value in values[:count]]
 
 
 def _of_all_ranks(metric: Any, group: DistributedContext) -> Any:
-    """A metric of what all ranks counted."""
+    """Compute a metric from the counts of all ranks."""
     for name, mine in metric.metric_state.items():
         ranks = group.gather_numbers(mine.flatten().tolist())
         setattr(metric, name, torch.tensor(ranks, dtype=torch.float64).sum(0).reshape(mine.shape))
@@ -136,9 +147,8 @@ def _of_all_ranks(metric: Any, group: DistributedContext) -> Any:
 
 
 def _torchmetrics() -> Any:
-    logging.getLogger("matplotlib").setLevel(
-        logging.ERROR
-    )  # torchmetrics imports it, and it tells of a closed home
+    # torchmetrics imports matplotlib, which warns of a home folder that is not writable.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import torchmetrics
 
     return torchmetrics

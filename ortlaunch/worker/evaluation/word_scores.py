@@ -1,7 +1,8 @@
-"""A language model's scores in the place of each label: the likeliest word, and the label's negative log likelihood.
+"""Predictions and losses of a language model at each label, and the metrics computed from them.
 
-Counts perplexity, masked words and sentence pairs. Logits over a vocabulary are too large to keep of a whole
-evaluation; where the head runs in chunks they never exist.
+The metrics are perplexity and the accuracy of masked words and of sentence pairs. Logits over a
+vocabulary are too large to keep for a whole evaluation. If the head runs in chunks, whole logits
+never exist.
 """
 
 from __future__ import annotations
@@ -20,28 +21,32 @@ from ortlaunch.worker.evaluation.measure import SumOfCounts, logits_of
 from ortlaunch.worker.model.chunked_head import ChunkedHead
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
-_ROWS = 1024  # of logits at a time
+# Rows of logits at a time, which bounds the memory of their float32 copies.
+_ROWS = 1024
 _PAIRS = "seq_relationship_logits"
 
 
 class WordScores(NamedTuple):
-    """Of one batch, each of the labels' shape (samples, length)."""
+    """The scores of one batch, each of the shape of the labels, (samples, length)."""
 
     predictions: Tensor
-    """int64; IGNORED where no label is predicted."""
+    """The most likely word, int64; IGNORED where no label is predicted."""
     losses: Tensor
-    """float32, nats; nan where no label is predicted."""
+    """Negative log likelihood of the label in nats, float32; nan where no label is predicted."""
 
 
 def word_scores(
     states: Tensor, labels: Tensor, plain: Any = None, shifted: bool = False
 ) -> WordScores:
-    """Of labels that are not IGNORED, some rows of logits at a time.
+    """Return the scores of labels that are not IGNORED, a few rows of logits at a time.
 
     Args:
-        states: logits (samples, length, vocabulary); where `plain`, the model's LossModule, makes head and loss in
-            chunks, what goes into the head in their place.
-        shifted: scores of a place are for the label after it, as causal models'; the first label has none.
+        states: logits, (samples, length, vocabulary); if `plain` computes head and loss in chunks,
+            the inputs of the head instead.
+        labels: (samples, length).
+        plain: the model's LossModule.
+        shifted: whether the scores at a position are for the next label, as in causal models. The
+            first label then has no score.
     """
     chunked: ChunkedHead | None = getattr(plain, "chunked", None)
     predictions = torch.full_like(labels, IGNORED)
@@ -62,12 +67,15 @@ def word_scores(
 def word_outputs(
     output: Any, labels: Mapping[str, Tensor], plain: Any = None, shifted: bool = False
 ) -> dict[str, Tensor]:
-    """Of one batch of a language model, what metrics are made of: `WordScores` by name, and `seq_relationship_logits`.
+    """Return the inputs of a language model's metrics for one batch.
+
+    These are `WordScores` by name, and `seq_relationship_logits`.
 
     Args:
-        output: of the model; where `plain`, its LossModule, makes head and loss in chunks, with what goes into the head
-            in place of logits.
-        labels: those of the batch.
+        output: the model's output; if `plain` computes head and loss in chunks, it has the inputs
+            of the head instead of logits.
+        labels: the labels of the batch, by name.
+        plain: the model's LossModule.
         shifted: see `word_scores`.
     """
     words = labels.get("labels")
@@ -79,10 +87,12 @@ def word_outputs(
 
 
 class MaskedWords:
-    """Perplexity of masked words, and how many are right."""
+    """Perplexity and accuracy of masked words."""
 
     def __init__(self, engine: TrainingEngine) -> None:
+        # The engine is part of the interface, and not needed here.
         del engine
+        # Correct words, labelled words, and the sum of losses.
         self._sum = SumOfCounts(3)
 
     def add(self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], counts: bool) -> None:
@@ -105,10 +115,11 @@ class MaskedWords:
 
 
 class SentencePairScore:
-    """How many pairs of sentences are told apart rightly."""
+    """Accuracy of the prediction of the next sentence."""
 
     def __init__(self, engine: TrainingEngine) -> None:
         del engine
+        # Correct pairs, and all pairs.
         self._sum = SumOfCounts(2)
 
     def add(self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], counts: bool) -> None:
@@ -123,17 +134,18 @@ class SentencePairScore:
 
 
 class LossPerplexity:
-    """e to the loss of a causal model, where it is the mean over words."""
+    """Perplexity of a causal model: e to its loss, if the loss is the mean over words."""
 
     def __init__(self, engine: TrainingEngine) -> None:
         self._is_mean_of_words = engine.loss_weight.by == "labels"
 
     def add(self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], counts: bool) -> None:
-        """Nothing: the engine has it in the loss."""
+        """Do nothing: the loss of the evaluation has all that is needed."""
 
     def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
         return {"perplexity": _exp(loss)} if self._is_mean_of_words else {}
 
 
 def _exp(loss: float) -> float:
+    # math.exp raises OverflowError from 709.8 on.
     return math.exp(loss) if loss < 700 else math.inf

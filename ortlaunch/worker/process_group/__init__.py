@@ -1,1 +1,1 @@
-"""The process group, and what ranks agree on."""
+"""The process group, and agreements among its ranks."""

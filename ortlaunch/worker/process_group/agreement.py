@@ -1,7 +1,8 @@
-"""One decision of all ranks at the same step's edge: to save, to stop, or neither.
+"""One decision of all ranks at the end of the same step: to save, to stop, or neither.
 
-A number is agreed on beside the step's own work, on a process group of its own: begun before the optimizer's step, read
-after it (`benchmarks/parts.py agreement`: what it costs). With one rank nothing is sent.
+The ranks agree on a number while the optimizer steps, on a separate process group. The all-reduce
+starts before the optimizer's step and is read after it. `benchmarks/parts.py agreement` measures
+its cost. With one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from ortlaunch.worker.supervision.requests import Ask, Requests
 
 
 class Agreement:
-    """What any rank is asked for, known to all of them at once.
+    """The requests of all ranks, agreed on by all of them at the same step.
 
-    In a loop: `begin`, some work, `end`; the same calls on every rank, in the same order. `ask` is for this process's
-    own reasons, such as a clock: what one rank asks for, all do.
+    Every rank calls `begin`, does some work and calls `end`, in the same order. `ask` adds a
+    request of this process itself, such as that of a clock. A request of one rank applies to all.
     """
 
     def __init__(self, group: DistributedContext, requests: Requests) -> None:
@@ -31,22 +32,25 @@ class Agreement:
         self._work: dist.Work | None = None
 
     def ask(self, what: Ask) -> None:
-        """Ask all ranks, from this one."""
+        """Add a request of this rank to all ranks."""
         self.requests.ask(what)
 
     def begin(self) -> None:
-        """Send what this rank is asked for; does not wait."""
+        """Send this rank's request; do not wait."""
         if self._channel is not None:
             self._number[0] = int(self.requests.asked)
+            # The maximum, because requests are numbered by their priority.
             self._work = dist.all_reduce(
                 self._number, dist.ReduceOp.MAX, group=self._channel, async_op=True
             )
 
     def end(self) -> Ask:
-        """What all ranks do now; a request that came since `begin` is the next one's.
+        """Return the agreed request of all ranks.
 
-        The first call ends a first step, so that there is something to save: signals are requests from now on.
+        A request that came after `begin` belongs to the next agreement.
         """
+        # The first call ends the first step. From then on there is something to save, and signals
+        # are requests instead of ending the process.
         self.requests.listen()
         if self._channel is None:
             return self.requests.asked
@@ -55,12 +59,12 @@ class Agreement:
         return Ask(int(self._number))
 
     def now(self) -> Ask:
-        """Both at once, after something long."""
+        """Agree at once, by `begin` and `end`, after a long operation."""
         self.begin()
         return self.end()
 
     def saved(self) -> Ask:
-        """A checkpoint was written: whoever asked for one has it. What all ranks are asked for now."""
+        """Clear a request to save, which a checkpoint has fulfilled; return the next agreement."""
         if self.requests.asked is Ask.SAVE:
             self.requests.asked = Ask.NOTHING
         return self.now()
@@ -68,12 +72,13 @@ class Agreement:
 
 @contextmanager
 def agreement(group: DistributedContext) -> Iterator[Agreement]:
-    """Open while a training may be asked for something (collective)."""
+    """Accept requests to a training while the context is open (collective)."""
     requests = Requests()
     agreed = Agreement(group, requests)
     try:
         yield agreed
     finally:
         requests.close()
+    # A request that came too late for any agreement.
     if not agreed.stopped.stops:
         requests.take_effect()

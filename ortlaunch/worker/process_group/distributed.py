@@ -1,6 +1,6 @@
-"""The process group of a run: ranks join (join.py), agree on the world, and part.
+"""The process group of a run: its start (with join.py), the checks of the world, and its end.
 
-Owns torch.distributed's start and end, and the one place that writes rank variables into the environment.
+Only this module starts and ends torch.distributed and writes rank variables into the environment.
 """
 
 from __future__ import annotations
@@ -26,24 +26,27 @@ from ortlaunch.worker.process_group.flight_recorder import record_collectives
 from ortlaunch.worker.process_group.join import JOIN_TIMEOUT, MET, join, on_one_host, uses_mpi
 from ortlaunch.worker.supervision.gpus import keep_compiled_kernels, show_planned_gpus, why_no_gpu
 
-# A gloo group that is freed joins its threads while it holds Python's lock, for which one of them may wait: seen at the
-# end of a run, when DistributedDataParallel's reference was the last. The group lives as long as the process.
+# Groups live as long as the process. A gloo group that is freed joins its threads while it holds
+# the GIL, and one of them may wait for the GIL. This deadlock occurred at the end of a run, when
+# DistributedDataParallel had the last reference.
 _KEPT: list[object] = []
+# Larger worlds connect on demand (see `_connect_on_demand`).
 _MOST_MESH_RANKS = 64
 
 
 class DistributedContext:
-    """The agreed world as one rank sees it."""
+    """The process group of a run, seen from one rank."""
 
     def __init__(self, rank: Rank, device: torch.device, channel: Any = None) -> None:
         self.rank = rank.rank
         self.size = rank.world_size
         self.local = rank
         self.device = device
-        self._channel = channel  # torch's group; None: the one of all ranks
+        # torch's process group; None is the default group of all ranks.
+        self._channel = channel
 
     def apart(self) -> DistributedContext:
-        """The same ranks on a channel of their own, for another thread (collective)."""
+        """Return a context of the same ranks on a new group, for another thread (collective)."""
         return DistributedContext(
             self.local, torch.device("cpu"), side_group() if self.size > 1 else None
         )
@@ -54,11 +57,11 @@ class DistributedContext:
             dist.barrier(group=self._channel)
 
     def mean(self, value: float) -> float:
-        """Mean over the ranks."""
+        """Return the mean over the ranks, in float64."""
         return self.sum(value) / self.size
 
     def sum(self, value: float) -> float:
-        """Sum over the ranks, in float64."""
+        """Return the sum over the ranks, in float64."""
         if self.size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -66,7 +69,7 @@ class DistributedContext:
         return float(tensor)
 
     def gather_numbers(self, values: list[float]) -> list[list[float]]:
-        """Every rank's numbers, as many of each, in rank order and in float64."""
+        """Return every rank's numbers in rank order, in float64; all ranks give equally many."""
         if self.size == 1:
             return [values]
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -75,7 +78,7 @@ class DistributedContext:
         return [tensor.tolist() for tensor in found]
 
     def gather(self, value: str) -> list[str]:
-        """Every rank's text, in rank order."""
+        """Return every rank's text, in rank order."""
         if self.size == 1:
             return [value]
         texts: list[str] = [""] * self.size
@@ -83,7 +86,7 @@ class DistributedContext:
         return texts
 
     def collect(self, value: Any) -> list[Any]:
-        """Every rank's value on rank 0, in rank order; nothing on the others."""
+        """Return every rank's value in rank order on rank 0; return [] on the others."""
         if self.size == 1:
             return [value]
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -91,7 +94,7 @@ class DistributedContext:
         return found or []
 
     def print_all(self, lines: list[str]) -> None:
-        """Rank 0 prints what any rank has to say, each line once (collective)."""
+        """Print the lines of all ranks on rank 0, each line once (collective)."""
         texts = self.gather("\n".join(lines))
         if self.rank == 0:
             for line in dict.fromkeys(line for text in texts for line in text.splitlines()):
@@ -99,7 +102,10 @@ class DistributedContext:
 
 
 def side_group() -> dist.ProcessGroup:
-    """Another group of all ranks, on the CPU, whose messages pass those of the first (collective)."""
+    """Make another group of all ranks, on the CPU (collective).
+
+    Its messages are independent of those of the first group.
+    """
     made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=JOIN_TIMEOUT)
     _KEPT.append(made)
     return made
@@ -107,10 +113,15 @@ def side_group() -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
-    """Join the planned world.
+    """Join the planned world; leave it at the end of the context.
+
+    Args:
+        plan: the run's plan.
+        rank: this rank, as the launcher made it.
+        run: the run folder.
 
     Raises:
-        LaunchError: the launcher started another world than the plan's; nothing was built yet.
+        LaunchError: the launcher's world is not the plan's, or the ranks cannot meet.
     """
     agree(plan, rank)
     _raise_limit_of_open_files()
@@ -123,6 +134,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
     join(plan, rank, run, _backend(plan.node_of(rank.rank).devices, rank, device))
     _export(rank, device)
     yield DistributedContext(rank, device)
+    # Skipped after an error, when other ranks may wait in a collective.
     _KEPT.append(dist.group.WORLD)
     dist.destroy_process_group()
     if uses_mpi(launcher) and not on_one_host(rank):
@@ -132,18 +144,20 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
 
 
 def _connect_on_demand(ranks: int, environ: MutableMapping[str, str]) -> None:
-    """Let gloo connect two ranks at their first message; by default each group connects every rank to all others.
+    """Make gloo connect two ranks at their first message, in large worlds.
 
-    An all-reduce then needs two connections a rank, whatever the number of ranks
-    (`benchmarks/parts.py gloo_connections`). Small runs keep the full mesh, in which a closed port
-    ends the start and not the first step. The user's value is kept.
+    A value of the user is kept.
     """
+    # By default each group connects every rank to all others. On demand, an all-reduce needs two
+    # connections per rank for any number of ranks (`benchmarks/parts.py gloo_connections`). Small
+    # runs keep the full mesh: there a closed port ends the start and not the first step.
     if ranks > _MOST_MESH_RANKS:
         environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def _raise_limit_of_open_files() -> None:
-    """To what the host allows: rank 0 holds the store of all ranks, and many shells stop at 1,024."""
+    """Raise the limit of open files to the host's maximum."""
+    # Rank 0 has a connection to every rank for the store, and many shells set a limit of 1,024.
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != most:
         with contextlib.suppress(OSError, ValueError):
@@ -151,11 +165,15 @@ def _raise_limit_of_open_files() -> None:
 
 
 def agree(plan: Plan, rank: Rank) -> None:
-    """The rank that the launcher made must be the planned one."""
+    """Check that the launcher's rank is the planned one.
+
+    Raises:
+        WorldError: it is not.
+    """
     if rank.world_size != plan.world_size:
         raise WorldError(
-            f"the plan has {counted(plan.world_size, 'rank')}, the launcher started {rank.world_size}; "
-            "nothing was trained, for a smaller world is another training"
+            f"the plan has {counted(plan.world_size, 'rank')}, the launcher started "
+            f"{rank.world_size}; nothing was trained, for a smaller world is another training"
         )
     planned = plan.ranks[rank.rank]
     if rank != planned:
@@ -163,15 +181,20 @@ def agree(plan: Plan, rank: Rank) -> None:
 
 
 def agree_on_files(group: DistributedContext, run: RunDir, texts: list[str]) -> None:
-    """All ranks must have read the same recipe and plan: one that came early may have met an older run's."""
+    """Check that all ranks have read the same recipe and plan (collective).
+
+    Raises:
+        LaunchError: this rank and another one have read different files.
+    """
+    # A rank that started early may have read the files of an older run.
     digest = hashlib.sha256("".join(texts).encode()).hexdigest()
     digests = group.gather(digest)
     MET.set()
     other = next((rank for rank, found in enumerate(digests) if found != digest), None)
     if other is not None:
         raise LaunchError(
-            f"rank {group.rank} and rank {other} have read different files in {run}; start again, in a folder that all "
-            "hosts share"
+            f"rank {group.rank} and rank {other} have read different files in {run}; start again, "
+            "in a folder that all hosts share"
         )
 
 
@@ -189,31 +212,32 @@ def _device(plan: Plan, rank: Rank) -> torch.device:
     present = torch.cuda.device_count()
     if index >= present:
         raise DeviceError(
-            f"rank {rank.rank} is planned on GPU {devices[rank.local_rank]} of {here}, and CUDA shows {present} of "
-            f"its planned GPUs ({', '.join(map(str, devices))})"
+            f"rank {rank.rank} is planned on GPU {devices[rank.local_rank]} of {here}, and CUDA "
+            f"shows {present} of its planned GPUs ({', '.join(map(str, devices))})"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def _backend(devices: Sequence[int], rank: Rank, device: torch.device) -> dict[str, object]:
-    """Arguments of init_process_group: NCCL with the rank's GPU; gloo on CPUs, and where ranks share a GPU.
+    """Return the arguments of init_process_group.
 
-    NCCL takes one rank a GPU. Given the GPU, it connects at once, and a barrier does not guess which one to use; torch
-    after 2.6.0 and before 2.7.1 hangs then (pytorch issue 153960), and one rank alone has nothing to connect.
+    They are NCCL with the rank's GPU, or gloo on CPUs and where ranks share a GPU.
     """
+    # NCCL accepts only one rank per GPU.
     if device.type == "cpu" or len(set(devices)) < len(devices):
         return {"backend": "gloo"}
     release = tuple(map(int, re.findall(r"\d+", torch.__version__)[:3]))
+    # With device_id NCCL connects at once, and a barrier does not have to guess the GPU. Releases
+    # after 2.6.0 and before 2.7.1 then hang (pytorch issue 153960). A single rank has nothing to
+    # connect.
     is_given = rank.world_size > 1 and not (2, 6, 0) < release < (2, 7, 1)
     return {"backend": "nccl", **({"device_id": device} if is_given else {})}
 
 
 def _export(rank: Rank, device: torch.device) -> None:
-    """DeepSpeed and transformers read the rank here; nobody else writes these.
-
-    LOCAL_RANK is for both the index of the rank's GPU: 0 where CUDA shows a process one GPU alone.
-    """
+    """Write the rank's variables, which DeepSpeed and transformers read."""
+    # Both use LOCAL_RANK as the index of the GPU: 0 if CUDA shows the process only one GPU.
     os.environ.update(
         RANK=str(rank.rank),
         WORLD_SIZE=str(rank.world_size),

@@ -1,6 +1,6 @@
-"""NCCL's flight recorder of torch, switched on: the last collectives of each rank, written where one times out.
+"""Settings of torch's flight recorder for NCCL, which writes the last collectives at a timeout.
 
-`ortlaunch diagnose` names the files; torch's `torchfrtrace` reads them.
+Each rank writes a file. `ortlaunch diagnose` names the files; torch's `torchfrtrace` reads them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from collections.abc import MutableMapping
 
 from ortlaunch.run_folder.folder import RunDir
 
-_ENTRIES = "2000"  # of a few hundred bytes each, on every rank
+# Each entry has a few hundred bytes, on every rank.
+_ENTRIES = "2000"
 
 
 def record_collectives(environ: MutableMapping[str, str], run: RunDir) -> None:
-    """Set what torch 2.13 reads, and 2.4 to 2.8 under their names; what the user has set stays."""
+    """Set the variables of the flight recorder; keep values of the user."""
+    # torch 2.4 to 2.8 and torch 2.13 read different names: set both.
     prefix = str(run.flight_recorder.absolute())
     for name, value in (
         ("TORCH_FR_BUFFER_SIZE", _ENTRIES),

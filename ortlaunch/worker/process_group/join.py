@@ -1,7 +1,8 @@
-"""How ranks find each other: the store of torch.distributed, in a file on one host, else on one address of rank 0.
+"""The rendezvous of ranks through the store of torch.distributed.
 
-Whoever reaches the store can send ranks anywhere, and what they send each other is unpickled: it listens on the one
-address that the other hosts use.
+On one host the store is a file, else it listens on one address of rank 0. Everyone who can reach
+the store can control the connections of the ranks, and ranks unpickle each other's messages.
+Therefore it listens only on the address that the other hosts use.
 """
 
 from __future__ import annotations
@@ -28,24 +29,38 @@ from ortlaunch.worker.process_group.meeting_port import cannot_meet
 from ortlaunch.worker.supervision import interface
 
 JOIN_TIMEOUT = timedelta(minutes=30)
-MET = threading.Event()  # the first collective of all ranks was done
+# Set after the first collective of all ranks.
+MET = threading.Event()
+# After this time rank 0 reports ranks that have not arrived.
 _LATE_SECONDS = 20
 _ARRIVED = "ortlaunch/arrived/{}"
 
 
 def join(plan: Plan, rank: Rank, run: RunDir, backend: Mapping[str, Any]) -> None:
-    """Start torch.distributed by the means that the launcher gives."""
+    """Start torch.distributed by the means of the launcher.
+
+    Args:
+        plan: the run's plan.
+        rank: this rank.
+        run: the run folder.
+        backend: arguments of init_process_group for the backend.
+
+    Raises:
+        LaunchError: the ranks cannot meet.
+    """
     found = detect(os.environ)
     launcher = found[1] if found else ""
     if on_one_host(rank):
-        _stay_on_loopback(os.environ)  # one rank alone listens, too
+        # Also for a single rank, because it listens, too.
+        _stay_on_loopback(os.environ)
     if rank.world_size == 1:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **backend)
         return
     if on_one_host(rank):
         store: dist.Store | None = _file_store(run.store, rank.world_size)
     elif launcher == "torchrun" and not plan.started_by.is_ours:
-        store = None  # of the user's own torchrun, on the address that it was given
+        # The user's own torchrun has a store, at the address of its options.
+        store = None
         interface.use(interface.source_address(os.environ["MASTER_ADDR"]) or "", os.environ)
     else:
         hosts = [node.host for node in plan.nodes]
@@ -71,17 +86,18 @@ def join(plan: Plan, rank: Rank, run: RunDir, backend: Mapping[str, Any]) -> Non
 
 
 def uses_mpi(launcher: str) -> bool:
-    """Whether ranks of this launcher, as rank.detect names it, can meet through MPI."""
+    """Return whether ranks of this launcher (named as by rank.detect) can meet through MPI."""
     return "MPI" in launcher or launcher == "MVAPICH"
 
 
 def on_one_host(rank: Rank) -> bool:
-    """Whether all ranks are on this host."""
+    """Return whether all ranks are on this host."""
     return rank.local_world_size == rank.world_size
 
 
 def _file_store(path: Path, ranks: int) -> dist.Store:
-    """The store of ranks on one host; its file is for its owner alone before torch opens it."""
+    """Return the store of ranks on one host, in a file."""
+    # Create the file before torch does, so that only its owner can ever read or write it.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     path.chmod(0o600)
     store = dist.FileStore(str(path), ranks)
@@ -90,7 +106,7 @@ def _file_store(path: Path, ranks: int) -> dist.Store:
 
 
 def _through_mpi(rank: Rank) -> dist.Store:
-    """The store of rank 0, whose place is told through MPI."""
+    """Return the store of rank 0, whose address is broadcast through MPI."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -100,8 +116,9 @@ def _through_mpi(rank: Rank) -> dist.Store:
     world = MPI.COMM_WORLD
     if world.size != rank.world_size:
         raise WorldError(
-            f"mpirun says {counted(rank.world_size, 'rank')}, mpi4py's MPI says {world.size}: they belong to different "
-            f"MPI installations ({MPI.Get_library_version().splitlines()[0]}); install mpi4py for the MPI of your "
+            f"mpirun says {counted(rank.world_size, 'rank')}, mpi4py's MPI says {world.size}: "
+            "they belong to different MPI installations "
+            f"({MPI.Get_library_version().splitlines()[0]}); install mpi4py for the MPI of your "
             "mpirun"
         )
     hosts = world.allgather(socket.gethostname())
@@ -111,7 +128,10 @@ def _through_mpi(rank: Rank) -> dist.Store:
 
 
 def _through_folder(rank: Rank, path: Path, hosts: Sequence[str]) -> dist.Store:
-    """The store of rank 0, whose place is told through a file (torchrun on each host; Slurm's steps without MPI)."""
+    """Return the store of rank 0, whose address is in a file of the run folder.
+
+    This serves torchrun on each host, and Slurm's steps without MPI.
+    """
     if rank.rank == 0:
         listener = _listener(interface.own_address(hosts, os.environ))
         write_json(path, listener.getsockname())
@@ -124,24 +144,29 @@ def _through_folder(rank: Rank, path: Path, hosts: Sequence[str]) -> dist.Store:
                 f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?"
             )
         time.sleep(pause)
-        pause = min(1.0, pause * 1.2)  # thousands of ranks look, on a shared disk
+        # Longer pauses, because thousands of ranks may poll a shared disk.
+        pause = min(1.0, pause * 1.2)
     return _tcp_store(rank, read_json(path, list), None)
 
 
 def _meeting(run: RunDir, launcher: str) -> Path:
-    """Where rank 0 writes its place: emptied by ortlaunch's own torchrun, new for each step of Slurm's."""
+    """Return the file into which rank 0 writes its address.
+
+    ortlaunch's own torchrun empties it at each start. Each step of Slurm has a new one.
+    """
     if launcher == "torchrun":
         return run.meeting
+    # A requeued job keeps the first two and changes the third.
     names = (
         "SLURM_JOB_ID",
         "SLURM_STEP_ID",
         "SLURM_RESTART_COUNT",
-    )  # a requeued job keeps its first two
+    )
     return run.ready / f"rendezvous-{'.'.join(os.environ.get(name, '') for name in names)}"
 
 
 def _listener(address: str) -> socket.socket:
-    """A listening socket of this address alone, on a free port."""
+    """Return a socket that listens on this address only, on a free port."""
     listener = socket.socket()
     listener.bind((address, 0))
     listener.listen(1024)
@@ -149,8 +174,9 @@ def _listener(address: str) -> socket.socket:
 
 
 def _tcp_store(rank: Rank, where: Sequence[Any], listener: socket.socket | None) -> dist.Store:
-    """The store at (address, port), held by the rank that has the listener."""
+    """Return the store at `where` (address, port); the rank with the listener serves it."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = where[0], str(where[1])
+    # For libraries that read these variables: the store is not that of torchrun's agent.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     interface.use(where[0] if listener else interface.source_address(where[0]) or "", os.environ)
     store = functools.partial(
@@ -162,27 +188,29 @@ def _tcp_store(rank: Rank, where: Sequence[Any], listener: socket.socket | None)
 
 
 def _stay_on_loopback(environ: MutableMapping[str, str]) -> None:
-    """gloo and NCCL listen where this host's name leads, which others may reach, unless the user has said where."""
+    """Make gloo and NCCL listen on the loopback interface, unless the user has set an interface."""
+    # By default they listen on the address of the host's name, which other hosts may reach.
     loopback = [name for _, name in socket.if_nameindex() if name == "lo"]
     for variable, value in interface.variables(loopback[0]).items() if loopback else ():
         environ.setdefault(variable, value)
 
 
 def _report_late_ranks(plan: Plan, host: str, port: int) -> None:
-    """Print, if no collective of all ranks was done after some seconds, who has not reached rank 0's port."""
+    """Print the ranks that have not reached rank 0's port, if the ranks have not met in time."""
     if MET.wait(_LATE_SECONDS):
         return
-    with contextlib.suppress(
-        dist.DistError
-    ):  # a connection of its own: the other one waits in its lock
+    # A separate connection, because the first one holds its lock while it waits.
+    with contextlib.suppress(dist.DistError):
         seen = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
         late = [rank for rank in range(plan.world_size) if not seen.check([_ARRIVED.format(rank)])]
         names = ", ".join(f"rank {rank} on host {plan.node_of(rank).host}" for rank in late[:4])
         more = f" and {len(late) - 4} more" if len(late) > 4 else ""
         where = f"{names}{more} did not reach {host}:{port}, where ranks meet" if late else (
-            "every rank reached rank 0, and connections among the others are missing: a firewall between two hosts?"
+            "every rank reached rank 0, and connections among the others are missing: "
+            "a firewall between two hosts?"
         )  # fmt: skip
         print(
-            f"still joining after {_LATE_SECONDS} s: {where}; `ortlaunch doctor` tries every pair of hosts",
+            f"still joining after {_LATE_SECONDS} s: {where}; "
+            "`ortlaunch doctor` tries every pair of hosts",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""The rank's own part of the heartbeats: where the guardians meet, and how many collectives it has begun."""
+"""The rank's part of the heartbeats: the address for its supervisor, and the collective count."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from ortlaunch.worker.supervision.interface import own_address
 from ortlaunch.worker.supervision.pulse import Pulse
 from ortlaunch.worker.supervision.watchdog import Watchdog
 
+# The interval of counting collectives.
 _COUNT_SECONDS = 1.0
 
 
 @contextlib.contextmanager
 def beating(group: DistributedContext, watchdog: Watchdog) -> Iterator[None]:
-    """While open, the ranks' guardians tell each other how far they are (collective)."""
+    """Exchange heartbeats between rank supervisors while the context is open (collective)."""
     if group.size == 1:
         yield
         return
@@ -39,7 +40,10 @@ def beating(group: DistributedContext, watchdog: Watchdog) -> Iterator[None]:
 
 
 def _place(group: DistributedContext, hub: socket.socket | None) -> dict[str, object] | None:
-    """Address, port and key of rank 0's guardian; None where it has no address, which is said."""
+    """Return address, port, host and key of rank 0's supervisor; None if it has no address.
+
+    Rank 0 prints the error if it cannot bind the socket.
+    """
     hosts = group.gather(socket.gethostname())
     told = ""
     error = ""
@@ -52,6 +56,7 @@ def _place(group: DistributedContext, hub: socket.socket | None) -> dict[str, ob
             )
         except (OSError, LaunchError) as reason:
             error = str(reason)
+    # Rank 0's text for all ranks. The key identifies this run's datagrams.
     told = group.gather(told)[0]
     if error:
         print(f"no heartbeats between ranks, each is watched alone: {error}", flush=True)
@@ -64,8 +69,9 @@ def _address(group: DistributedContext, hosts: list[str]) -> str:
 
 
 def _count(pulse: Pulse, ended: threading.Event) -> None:
-    """Tell once a second how many collectives this rank has begun, in all groups."""
+    """Record once a second the number of collectives that this rank has started, in all groups."""
     while not ended.wait(_COUNT_SECONDS):
+        # These names are private in torch: without them heartbeats have no count.
         groups = list(getattr(dist.distributed_c10d._world, "pg_map", {}))
         with contextlib.suppress(RuntimeError, AttributeError):
             pulse.count_collectives(sum(group._get_sequence_number_for_group() for group in groups))

@@ -1,6 +1,7 @@
-"""The port that another's launcher names for its ranks to meet at: taken by somebody else, rank 0 says so at once.
+"""A check that the rendezvous port of the user's own launcher is free, before torch is loaded.
 
-torch would find out once its libraries are loaded, many seconds later on a busy host. Standard library and errors only.
+torch would detect it only after its libraries are loaded, many seconds later on a busy host. This
+module imports only the standard library and errors.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from ortlaunch.rank import Rank, detect
 
 
 def require_free(rank: Rank, environ: Mapping[str, str]) -> None:
-    """Rank 0 of several hosts can listen where its launcher says.
+    """Check that rank 0 of several hosts can listen on the port of its launcher.
 
     Raises:
         LaunchError: it cannot.
     """
     found = detect(environ)
     port = environ.get("MASTER_PORT", "")
-    held = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun itself
+    # torchrun's agent itself listens on the port.
+    held = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank.rank or rank.local_world_size == rank.world_size or held or not port.isdecimal():
         return
     if found is None or found[1] != "torchrun":
         return
     with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as torch does: the last run's port may rest
+        # As torch does: the port of the last run may be in TIME_WAIT.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", int(port)))
         except (OSError, OverflowError) as error:
@@ -38,9 +39,9 @@ def require_free(rank: Rank, environ: Mapping[str, str]) -> None:
 
 
 def cannot_meet(environ: Mapping[str, str], why: str) -> LaunchError:
-    """What to say where ranks cannot meet as the launcher of the user's own has it."""
+    """Return the error of ranks that cannot meet at the address of the user's own launcher."""
     where = ":".join(environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     return LaunchError(
-        f"ranks cannot meet at {where} (MASTER_ADDR:MASTER_PORT of your launcher): {why}; if the port is in use, give "
-        "another one, as torchrun --master-port"
+        f"ranks cannot meet at {where} (MASTER_ADDR:MASTER_PORT of your launcher): {why}; if the "
+        "port is in use, give another one, as torchrun --master-port"
     )

@@ -1,4 +1,7 @@
-"""What the ranks of a run do: a module each, which the table in `ortlaunch/tasks.py` names by `plan.task`."""
+"""The tasks of a run's ranks, one module each.
+
+The table in `ortlaunch/tasks.py` names the module of each `plan.task`.
+"""
 
 from __future__ import annotations
 
@@ -10,5 +13,5 @@ if TYPE_CHECKING:
 
 
 def run(session: Session) -> int:
-    """Do what the plan says; the exit status."""
+    """Run the plan's task; return the exit status."""
     return import_module(session.plan.traits.module).run(session) or 0

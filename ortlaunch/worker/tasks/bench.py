@@ -1,7 +1,6 @@
-"""One variant of `ortlaunch bench`: built as `train` builds it, then it takes its turns and sleeps in between.
+"""One variant of `ortlaunch bench`: built as by `train`, it runs its turns and sleeps in between.
 
-Orders come from the run folder and results go back there, a JSON line each, by rank 0. Every rank reads the orders
-itself: waiting in a collective would run into its timeout, and on a GPU keep the card busy.
+Orders are in the run folder, and rank 0 writes results there, one JSON line each.
 """
 
 from __future__ import annotations
@@ -29,11 +28,12 @@ from ortlaunch.worker.tasks.train import TrainState, train_step
 from ortlaunch.worker.training.parity_steps import is_plain
 from ortlaunch.worker.training.summary import plan_lines
 
+# The pause between two reads of the order.
 _POLL_SECONDS = 0.02
 
 
 def run(session: Session) -> None:
-    """Warm up, then obey orders until the one to leave."""
+    """Warm up, then execute orders until the order to leave."""
     with session.reading_ahead():
         _live(session)
 
@@ -64,7 +64,7 @@ def _live(session: Session) -> None:
             found: Json = {"parity": {**parity(life.session), **loss_from_highest(life.session)}}
         else:
             found = life.turn(order["steps"])
-        # Gathered, so that rank 0 tells of no order that another rank has not carried out.
+        # Gathered, so that rank 0 reports an order only after all ranks have executed it.
         memory = [int(text) for text in group.gather(str(peak_memory(group.device)))]
         _write(
             folder, group, {"order": order["number"], "waited": waited, "memory": memory, **found}
@@ -75,37 +75,36 @@ def _live(session: Session) -> None:
 
 
 class MeasuredTraining:
-    """The training that is measured: the same steps as `train` takes."""
+    """The training that is measured, with the same steps as `train`."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.state = TrainState()
 
     def steps(self, count: int) -> list[float]:
-        """Wall-clock of each of `count` optimizer steps, to the end of what the device does."""
+        """Run `count` optimizer steps; return the seconds of each, with all work of the device."""
         took = []
         for _ in range(count):
             begun = time.perf_counter()
             train_step(self.session, self.state)
             wait_for(self.session.group.device)
             took.append(time.perf_counter() - begun)
-            # A bench may be longer than the training, whose schedule ends.
+            # A bench may be longer than the training, whose schedule ends: start again then.
             self.state.step = (self.state.step + 1) % self.session.recipe.train.steps
         return took
 
     def zero_learning_rate(self) -> None:
-        """From now on the same work with learning rate 0.
-
-        Weights stay near where training begins, however long the bench: a model that has learned its few batches by
-        heart has gradients of rounding errors, which no two engines share.
-        """
+        """Use a learning rate of 0 from now on, with the same work per step."""
+        # The weights must stay near their start in a bench of any length. A model that has learned
+        # its few batches by heart has gradients of rounding errors, which differ between engines.
         still = self.session.recipe.optimizer.model_copy(update={"learning_rate": 0.0})
         self.session = replace(
             self.session, recipe=self.session.recipe.model_copy(update={"optimizer": still})
         )
 
     def turn(self, count: int) -> Json:
-        """`count` measured steps, after one that brings this variant back into the caches."""
+        """Measure `count` steps; return their start, end and seconds."""
+        # One step without measurement, which fills the caches again.
         self.steps(1)
         self.session.group.barrier()
         begun = time.time()
@@ -114,7 +113,9 @@ class MeasuredTraining:
 
 
 def _orders(run: RunDir) -> Iterator[Json]:
-    """Each order once; ends with the one to leave. Between two looks the rank sleeps."""
+    """Yield each order once, until the order to leave."""
+    # Every rank polls the file itself. Waiting in a collective would run into its timeout, and
+    # would keep a GPU busy.
     last = 0
     while True:
         order = read_json(run.order) if run.order.exists() else {"number": 0}
@@ -139,9 +140,11 @@ def _facts(session: Session) -> Json:
     engine = session.engine
     dtype = dtype_of(recipe.precision)
     peak = None
-    if group.device.type == "cuda":  # a CPU's changes with every other process
+    # The rate of a CPU changes with every other process, so that it is not measured.
+    if group.device.type == "cuda":
         peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else None
-        torch.cuda.reset_peak_memory_stats(group.device)  # the product's own matrices are large
+        # The matrices of the measurement are large, and do not belong to the variant.
+        torch.cuda.reset_peak_memory_stats(group.device)
     return {
         "engine": engine.report().to_json(),
         "flops_per_token": engine.flops_per_token,
@@ -150,14 +153,17 @@ def _facts(session: Session) -> Json:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes that this rank has held: of the GPU by torch's allocator, else resident of the whole process."""
+    """Return the most bytes that this rank has held.
+
+    On a GPU these are bytes of torch's allocator, else resident bytes of the whole process.
+    """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return status("VmHWM")
 
 
 def parity(session: Session) -> Json:
-    """The verdict on this variant, the worst of its ranks: loss and gradients against plain PyTorch (collective)."""
+    """Compare loss and gradients with plain PyTorch; return the worst verdict (collective)."""
     if is_plain(session.engine):
         return {"verdict": "reference"}
     try:
@@ -165,14 +171,18 @@ def parity(session: Session) -> Json:
             _compared(session),
             session.recipe.engine.parity_tolerance or session.recipe.format.tolerance,
         )
-    except Exception as error:  # whatever an engine raises is a verdict too
+    # An engine may raise any exception: this is a verdict, too.
+    except Exception as error:
         mine = {"verdict": "not compared", "why": f"{type(error).__name__}: {error}"}
     verdicts = [json.loads(text) for text in session.group.gather(json.dumps(mine))]
     return max(verdicts, key=_badness)
 
 
 def loss_from_highest(session: Session) -> dict[str, float]:
-    """How far matmul_precision moves the loss of a batch without dropout, relative; the worst rank's (collective)."""
+    """Return the relative change of a loss by matmul_precision, without dropout (collective).
+
+    It is the largest of all ranks. At precision highest the result is empty.
+    """
     engine = session.engine
     if session.recipe.engine.matmul_precision == "highest":
         return {}
@@ -188,6 +198,7 @@ def loss_from_highest(session: Session) -> dict[str, float]:
 
 
 def _badness(verdict: Json) -> float:
+    # A verdict without a figure is the worst: not compared, or not finite.
     largest = verdict.get("largest")
     return math.inf if largest is None else float(largest)
 
@@ -213,7 +224,7 @@ def _compared(session: Session) -> Comparison:
 def _told(found: Comparison, tolerance: float) -> Json:
     told = {
         "verdict": "passes" if found.largest <= tolerance else "differs",
-        # null where a number is not finite, for which JSON has no name
+        # null if a value is not finite, because JSON has no name for such values.
         "largest": found.largest if math.isfinite(found.largest) else None,
         "loss": found.loss_difference if math.isfinite(found.loss_difference) else None,
         "gradient": found.gradient_difference if math.isfinite(found.gradient_difference) else None,
@@ -222,7 +233,8 @@ def _told(found: Comparison, tolerance: float) -> Json:
     }
     if found.largest > tolerance:
         told["why"] = (
-            f"loss {found.loss:.6g} against {found.reference_loss:.6g}, largest difference of a gradient "
-            f"{found.gradient_difference:.1e} at {told['parameter']}; {tolerance:g} is allowed"
+            f"loss {found.loss:.6g} against {found.reference_loss:.6g}, largest difference of a "
+            f"gradient {found.gradient_difference:.1e} at {told['parameter']}; "
+            f"{tolerance:g} is allowed"
         )
     return told

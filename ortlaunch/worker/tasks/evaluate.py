@@ -1,4 +1,4 @@
-"""`ortlaunch evaluate`: a checkpoint's weights on the evaluation corpus; nothing is trained or saved."""
+"""`ortlaunch evaluate`: a checkpoint's weights on the evaluation corpus, without any training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ortlaunch.worker.training.summary import plan_lines
 
 
 def run(session: Session) -> None:
-    """Measure, write evaluation.json, print it."""
+    """Evaluate the checkpoint, write evaluation.json and print it."""
     found = session.checkpoint
     samples = session.data.evaluation
     group = session.group

@@ -1,6 +1,7 @@
-"""`ortlaunch selftest`: what ranks compute and send each other, measured; judged by the control side.
+"""`ortlaunch selftest`: measurements of the ranks' compute rate and communication.
 
-An all-reduce is as slow as its slowest rank, so that each host's links to its neighbours are measured, too.
+The control side judges the results. An all-reduce is as slow as its slowest rank. Therefore the
+links of each host to its neighbours are measured, too.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from ortlaunch.worker.engine.flops import measured_peak_flops, wait_for
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 
+# Repetitions of a small message.
 _REPEATS = 20
-_SMALL = 1  # elements, of 4 bytes
+# Sizes are in elements of 4 bytes. The first message determines the size of the large one.
+_SMALL = 1
 _FIRST = 1 << 18
 _MOST = {"cpu": 1 << 23, "cuda": 1 << 26}
-_SECONDS = 0.3  # that one large message may take
+# The most time for one large message.
+_SECONDS = 0.3
 
 
 def run(session: Session) -> None:
-    """Measure all; rank 0 writes it."""
+    """Measure all; rank 0 writes the results."""
     group = session.group
     group.barrier()
     dtype = torch.bfloat16 if group.device.type == "cuda" else torch.float32
@@ -43,7 +47,7 @@ def run(session: Session) -> None:
 
 
 def _all_reduce(group: DistributedContext) -> dict[str, float]:
-    """Seconds of a small one, and of a large one with its bytes."""
+    """Return the seconds of a small and of a large all-reduce, and the bytes of the large one."""
 
     def send(elements: int) -> Callable[[], None]:
         data = torch.ones(elements, device=group.device)
@@ -59,10 +63,14 @@ def _all_reduce(group: DistributedContext) -> dict[str, float]:
 
 
 def _links(group: DistributedContext, firsts: list[int]) -> list[dict[str, float]]:
-    """Each host's first rank and the next host's send to and fro; links that share no host at the same time."""
+    """Measure the links between the first ranks of neighbouring hosts.
+
+    The hosts form a ring. Links that share no host are measured at the same time.
+    """
     hosts = len(firsts)
     found = []
     pairs = [(number, (number + 1) % hosts) for number in range(hosts if hosts > 2 else hosts - 1)]
+    # In a ring of an odd number of hosts the last link would share a host with the first one.
     last = [pairs.pop()] if len(pairs) > 1 and hosts % 2 else []
     for together in filter(None, (pairs[::2], pairs[1::2], last)):
         mine = next(
@@ -76,7 +84,7 @@ def _links(group: DistributedContext, firsts: list[int]) -> list[dict[str, float
 
 
 def _link(group: DistributedContext, first: int, second: int) -> dict[str, float]:
-    """One way, of a small message and a large one."""
+    """Measure a small and a large message between two ranks, in one direction."""
     other = second if group.rank == first else first
 
     def send(elements: int) -> Callable[[], None]:
@@ -88,9 +96,11 @@ def _link(group: DistributedContext, first: int, second: int) -> dict[str, float
 
         return to_and_fro
 
+    # Each action sends to and fro: half of its time is one direction.
     latency = _alone(group, send(_SMALL), _REPEATS) / 2
     once = _alone(group, send(_FIRST), 1)
     size = torch.tensor([float(_elements(group, once))], device=group.device)
+    # Both must use one size, but each has measured its own time: the first one decides.
     if group.rank == first:
         dist.send(size, other)
     else:
@@ -104,7 +114,7 @@ def _link(group: DistributedContext, first: int, second: int) -> dict[str, float
 
 
 def _alone(group: DistributedContext, action: Callable[[], None], repeats: int) -> float:
-    """The median's seconds, after one that warms up."""
+    """Return the median seconds of an action on this rank, after one run to warm up."""
     took = []
     for _ in range(repeats + 1):
         wait_for(group.device)
@@ -116,12 +126,12 @@ def _alone(group: DistributedContext, action: Callable[[], None], repeats: int) 
 
 
 def _median(group: DistributedContext, action: Callable[[], None], repeats: int) -> float:
-    """As the slowest rank has it."""
+    """Return the median seconds of an action on the slowest rank (collective)."""
     return max(seconds for (seconds,) in group.gather_numbers([_alone(group, action, repeats)]))
 
 
 def _fitting(group: DistributedContext, seconds: float) -> int:
-    """Elements that take no longer than they may, the same on all ranks."""
+    """Return the number of elements that fits into the time, the same on all ranks (collective)."""
     return int(group.gather_numbers([_elements(group, seconds)])[0][0])
 
 

@@ -1,4 +1,4 @@
-"""`ortlaunch parity`: the first steps in plain PyTorch too, with optimizer steps between; nothing is kept."""
+"""`ortlaunch parity`: the first training steps compared with plain PyTorch; nothing is saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def run(session: Session) -> None:
         ParityError: the engine differs from plain PyTorch, or plain PyTorch itself runs.
     """
     announce(session)
-    if is_plain(session.engine):  # an allowed fallback
+    # After an allowed fallback.
+    if is_plain(session.engine):
         raise ParityError(
             "nothing to compare: ONNX Runtime cannot run this model, and plain PyTorch runs"
         )
@@ -24,6 +25,7 @@ def run(session: Session) -> None:
     state = TrainState()
     while state.step < compared.end:
         compared.check(state.step)
+        # The update of the last step would not be compared.
         if state.step + 1 < compared.end:
             train_step(session, state)
         state.step += 1

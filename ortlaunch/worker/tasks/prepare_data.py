@@ -1,6 +1,6 @@
-"""`ortlaunch data prepare`: a recipe's data into the cache.
+"""`ortlaunch data prepare`: put a recipe's data into the cache.
 
-On a terminal a line shows how far it is; elsewhere one is printed every half minute.
+On a terminal one line shows the progress; elsewhere a line is printed every half minute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LINE_SECONDS = 30.0
 
 
 def run(request: DataRequest) -> None:
-    """Make a recipe's data, and print what there is."""
+    """Prepare a recipe's data, and print the numbers of samples."""
     recipe = parse_resolved(request.recipe)
     line = _Line()
     line.show("loading libraries")
@@ -40,21 +40,22 @@ def run(request: DataRequest) -> None:
 
 
 class _Line:
-    """One line that is written over and over on a terminal."""
+    """The progress line, which is overwritten on a terminal."""
 
     def __init__(self) -> None:
         self.live = sys.stderr.isatty()
         self.shown_at = time.monotonic()
 
     def show(self, text: str) -> None:
-        """How far it is."""
+        """Show the progress."""
         if self.live:
+            # Return to the start of the line, and clear it.
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - self.shown_at >= _LINE_SECONDS:
             print(text, file=sys.stderr, flush=True)
             self.shown_at = time.monotonic()
 
     def end(self) -> None:
-        """Take the line away."""
+        """Remove the line from the terminal."""
         if self.live:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

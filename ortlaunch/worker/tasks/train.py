@@ -1,4 +1,4 @@
-"""The training loop, top to bottom: batches -> passes -> step -> log -> evaluate -> save."""
+"""The training loop: batches, passes, optimizer step, log, evaluation and checkpoint."""
 
 from __future__ import annotations
 
@@ -44,20 +44,23 @@ from ortlaunch.worker.training.summary import announce
 
 @dataclass
 class TrainState:
-    """All that a run needs beside weights and optimizer to go on."""
+    """The state that a resumed run needs beside weights and optimizer."""
 
     step: int = 0
-    samples: int = 0  # that these steps took, in whatever batches
+    samples: int = 0
+    """Samples of all steps so far; batches may have changed their size."""
     skipped: int = 0
-    learning_rate: float | None = None  # the last step's
-    left_out: int = 0  # bad steps whose update was skipped
-    best: best.Memory = field(
-        default_factory=dict
-    )  # evaluations, for checkpoint.keep_best and train.stop_after
+    """Steps whose update the loss scale skipped."""
+    learning_rate: float | None = None
+    """The learning rate of the last step."""
+    left_out: int = 0
+    """Bad steps whose update was skipped."""
+    best: best.Memory = field(default_factory=dict)
+    """Evaluations, for checkpoint.keep_best and train.stop_after."""
 
 
 def run(session: Session) -> int:
-    """Train, and leave the trained model; or what a stop leaves, with its exit status."""
+    """Train and finish the run; after a stop, return the exit status of the stop."""
     announce(session)
     with agreement(session.group) as agreed:
         try:
@@ -71,13 +74,14 @@ def run(session: Session) -> int:
 
 
 def train(session: Session, agreed: Agreement) -> TrainState:
-    """Train to `train.max_steps`, from the checkpoint that the session found, or until a stop is agreed on.
+    """Train from the session's checkpoint to `train.max_steps`, or until the ranks agree to stop.
 
-    A stop leaves all saved, and in `agreed.stopped` what was asked for.
+    After a stop all is saved, and `agreed.stopped` has the request.
     """
     best.require_metrics(session)
     bad_steps = BadSteps(session)
     hook = Hook(session, agreed)
+    # Each RollBack resumes from the newest checkpoint.
     while True:
         with contextlib.suppress(RollBack), contextlib.ExitStack() as ending:
             return _train(session, agreed, bad_steps, hook, ending)
@@ -144,6 +148,7 @@ def _train(
                     if metrics:
                         metrics.write(state.step, named(evaluated))
                         hook.on_evaluation(state.step, evaluated)
+                # A request may have come during the evaluation.
                 asked = max(asked, agreed.now())
 
         if asked or saving.is_due(state.step) or best.kept_step(state.best) == state.step:
@@ -164,7 +169,7 @@ def _log(
     hook: Hook,
     metrics: Metrics | None,
 ) -> None:
-    """A line of metrics.jsonl (collective)."""
+    """Write a line of metrics.jsonl (collective)."""
     losses, read, (stepped, rate) = meter.losses, meter.read(), took
     require_finite_loss(
         read["loss"], session.group, session.batches, state.step - len(losses), losses
@@ -188,7 +193,7 @@ def _log(
 def _take_up(
     session: Session, state: TrainState, saving: checkpoint.Saving, evaluated: dict[str, float]
 ) -> None:
-    """Remember the best evaluation, and see whether training is over."""
+    """Record the best evaluation, and end the training if no better one is expected."""
     for each in best.without(session.recipe, evaluated) if session.group.rank == 0 else ():
         print(f"{each}: this one is not the best", flush=True)
     best.take(session.recipe, state.best, state.step, evaluated)
@@ -199,12 +204,14 @@ def _take_up(
 def _save(
     session: Session, state: TrainState, saving: checkpoint.Saving, agreed: Agreement, asked: Ask
 ) -> Ask:
-    """Save, by request or when it is due; what all ranks are asked for after it."""
+    """Save a checkpoint; return the agreed request after it."""
     with saved_for(session, saving, asked):
         require_finite_weights(state.step, session.engine.stepper.weights())
         saving.save(state.step, asdict(state), asked)
+    # A save in the background fulfils no request.
     asked = max(asked, agreed.saved() if saving.answers(asked) else agreed.now())
-    if asked.stops:  # asked for meanwhile: this save may be one that is written beside training
+    # A stop may have been requested during the save, which may still be written in the background.
+    if asked.stops:
         with saved_for(session, saving, asked):
             saving.wait()
     return asked
@@ -213,14 +220,14 @@ def _save(
 def _saves_through(
     session: Session, saving: checkpoint.Saving, agreed: Agreement, step: int
 ) -> Ask:
-    """Wait until the last checkpoint is written; the stop that all ranks know of, also one that came meanwhile."""
+    """Wait for the last checkpoint; return the agreed stop, which may have come meanwhile."""
     with session.progress.during("saving a checkpoint"):
         saving.finish()
     return agreed.stopped if agreed.stopped.stops else stop(session, agreed.now(), step)
 
 
 def _open(session: Session, step: int, ending: contextlib.ExitStack) -> Metrics | None:
-    """Read ahead from this step on; what rank 0 writes. Both are closed at the end."""
+    """Read batches ahead from this step on; return rank 0's metrics. `ending` closes both."""
     ending.enter_context(session.reading_ahead())
     if session.group.rank > 0:
         return None
@@ -230,29 +237,29 @@ def _open(session: Session, step: int, ending: contextlib.ExitStack) -> Metrics 
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """Dropout, too, is a function of seed, step and rank: a resumed run goes on with the same masks.
-
-    Far apart for neighbours: ONNX Runtime counts up from it, one for each Dropout, so that with a seed higher by one
-    each would have the mask that the next one had in the step before, or has on the rank before.
-    """
+    """Return the random seed of a step on a rank: a resumed run has the same dropout masks."""
+    # A hash, so that neighbours are far apart. ONNX Runtime counts up from the seed, by one for
+    # each Dropout. With a seed higher by one, each Dropout would have the mask of the next Dropout
+    # in the step before, or on the rank before.
     return int.from_bytes(
         hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest(), "big"
     )
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """At `step`, from 0."""
+    """Return the learning rate at `step`, counted from 0."""
     return recipe.optimizer.learning_rate * factor(recipe.schedule, step, recipe.train.steps)
 
 
 def _step(
     session: Session, state: TrainState, agreed: Agreement, bad_steps: BadSteps
 ) -> tuple[torch.Tensor | None, Stepped, float]:
-    """`train_step`; None in place of the loss where the step was left out."""
+    """Run `train_step`; return None instead of the loss if the step was left out."""
     try:
         return train_step(session, state, agreed, bad_steps)
     except BadStepError as error:
-        agreed.end()  # its sending has begun
+        # The agreement of this step has begun: end it before the collectives of the answer.
+        agreed.end()
         bad_steps.answer(error, state)
         agreed.begin()
         return None, Stepped(None, skipped=True), learning_rate(session.recipe, state.step)
@@ -264,12 +271,13 @@ def train_step(
     agreed: Agreement | None = None,
     bad_steps: BadSteps | None = None,
 ) -> tuple[torch.Tensor, Stepped, float]:
-    """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate).
+    """Run one optimizer step.
 
-    What the ranks are asked for is sent between passes and update, where they have just waited for each other.
+    Returns:
+        The mean loss of this rank's passes, the result of the step, and its learning rate.
 
     Raises:
-        BadStepError: on all ranks the same; weights and optimizer are as before the step.
+        BadStepError: the same on all ranks; weights and optimizer are as before the step.
     """
     engine = session.engine
     group = session.group
@@ -277,6 +285,7 @@ def train_step(
     if bad_steps is not None:
         bad_steps.before()
     losses = _passes(session, state.step)
+    # Between passes and update, where the ranks have just waited for each other.
     if agreed is not None:
         agreed.begin()
     session.progress.pulse.at(STEPPING)
@@ -290,6 +299,7 @@ def train_step(
     if stepped.skipped or stepped.failed:
         bad = bad_losses(group, losses)
         if stepped.failed or bad:
+            # The gradients are cleared: compute them again to name the bad ones.
             _passes(session, state.step)
             raise bad_step(group, session.batches, state.step, bad, engine.stepper.gradients())
     state.skipped += int(stepped.skipped)
@@ -297,7 +307,7 @@ def train_step(
 
 
 def _passes(session: Session, step: int) -> list[torch.Tensor]:
-    """Forward and backward of each micro batch of this rank; their losses, weighted."""
+    """Run forward and backward of each micro batch of this rank; return the weighted losses."""
     engine = session.engine
     group = session.group
     torch.manual_seed(step_seed(session.recipe.seed, step, group.rank))
@@ -312,7 +322,8 @@ def _passes(session: Session, step: int) -> list[torch.Tensor]:
 
 
 def nothing_to_train(session: Session, state: TrainState) -> None:
-    """All steps are done; the last evaluation may not be, where the run was stopped in it."""
+    """Report that all steps are done; run the last evaluation if it is missing."""
+    # The run may have been stopped in its last evaluation.
     if session.group.rank == 0:
         early = best.stops_early(session.recipe, state.step, state.best)
         done = f"{state.step} of {session.recipe.train.steps} steps are done"
@@ -338,16 +349,17 @@ def _due(step: int, every: int | None) -> bool:
 def _resume(session: Session) -> TrainState:
     batches = session.batches
     own = checkpoint.newest_of_all(session.run, session.group)
-    found = (
-        checkpoint.CompleteCheckpoint(*own) if own else session.checkpoint
-    )  # after a rollback there is a newer one
+    # After a rollback the run folder has a newer checkpoint than the session.
+    found = checkpoint.CompleteCheckpoint(*own) if own else session.checkpoint
     if found is None:
         return TrainState()
     step, folder = found
     if step >= session.recipe.train.steps and folder.parent != session.run.checkpoints:
         raise InputError(
-            f"{folder} has {step} of {session.recipe.train.steps} steps: nothing to train; raise their number"
+            f"{folder} has {step} of {session.recipe.train.steps} steps: nothing to train; "
+            "raise their number"
         )
+    # The samples of so many steps at the present batch size, for the note.
     batches.go_on(0, 0)
     usual = batches.seen(step)
     seen = found.samples
@@ -362,16 +374,19 @@ def _resume(session: Session) -> TrainState:
 
 
 def _batch_notes(state: TrainState, batch: BatchPlan, usual: int) -> Iterator[str]:
-    """Where the steps so far were of other sizes, so that they did not take the `usual` number of samples."""
+    """Yield a note if earlier steps had other batch sizes.
+
+    `usual` is the number of samples that equally many steps take now.
+    """
     if state.samples != usual:
         yield (
-            f"a step now takes {batch.global_samples:,} samples; the {state.step:,} steps so far took "
-            f"{state.samples:,} of them, and the next takes those that follow"
+            f"a step now takes {batch.global_samples:,} samples; the {state.step:,} steps so far "
+            f"took {state.samples:,} of them, and the next takes those that follow"
         )
 
 
 def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
-    """Where a changed length or schedule makes the learning rate jump."""
+    """Yield a note if a changed length or schedule makes the learning rate jump."""
     step = state.step
     before = state.learning_rate
     if (
@@ -381,6 +396,6 @@ def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
     ):
         return
     yield (
-        f"learning rate: {before:.4g} at step {step}, {learning_rate(recipe, step):.4g} at step {step + 1}: "
-        "the length or kind of the schedule has changed"
+        f"learning rate: {before:.4g} at step {step}, {learning_rate(recipe, step):.4g} at step "
+        f"{step + 1}: the length or kind of the schedule has changed"
     )

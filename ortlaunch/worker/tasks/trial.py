@@ -1,6 +1,7 @@
-"""One try of a size for `micro_size: auto`: two steps, and how much memory they took.
+"""A trial of one size for `micro_size: auto`: the memory use of two steps.
 
-A rank that runs out of memory ends like any other rank that fails; the control side reads that (run/micro_size.py).
+A rank that runs out of memory ends like any other rank that fails. The control side detects that
+(run/micro_size.py).
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train_step
 from ortlaunch.worker.training.parity_steps import ParitySteps, parity_steps
 
-_MOST_STEPS = 40  # fp16 skips steps until its loss scale fits, and optimizer state comes with the first one taken
+# fp16 skips steps until its loss scale fits, and the first step that is not skipped makes the
+# optimizer state.
+_MOST_STEPS = 40
 
 
 def run(session: Session) -> None:
-    """Take two whole steps, so that gradients accumulate beside optimizer state; write how much room they took."""
+    """Run two whole steps, and write the memory use of the worst rank.
+
+    Gradients accumulate beside optimizer state in the second step only.
+    """
     group = session.group
     group.barrier()
     limits = RankLimits(group.device, group.local.local_world_size)
-    group.barrier()  # nobody takes more before all have looked
+    # No rank may allocate more before all ranks have read their limits.
+    group.barrier()
     state = TrainState()
     parity = parity_steps(session, first_step=0)
     while state.step - state.skipped < 2 and state.step < _MOST_STEPS:
@@ -39,7 +46,7 @@ def run(session: Session) -> None:
 
 
 def _rehearse(parity: ParitySteps, step: int) -> None:
-    """Compare for the memory that it takes; the training judges the numbers."""
+    """Run a comparison for its memory use; the training itself judges the result."""
     record = parity.compared(step)
     if "error" in record and not record.get("random"):
         raise EngineError(record["error"])
