@@ -1,4 +1,4 @@
-"""Which GPUs CUDA shows a rank, and the cause where it shows none."""
+"""The GPUs that CUDA shows a rank, and the reason where it shows none."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ CASES = [
     ((2, 3), 1, None, "2,3", 1),
     ((2, 3), 0, "4,5,6,7", "6,7", 0),
     ((0, 1), 1, "GPU-8932f937,GPU-1122aabb", "GPU-8932f937,GPU-1122aabb", 1),
-    ((0, 1), 1, "3", "3", 0),  # srun --gpus-per-task=1: each task sees a GPU of its own
-    ((0, 0), 1, None, "0", 0),  # ORTLAUNCH_SHARE_GPUS
+    # srun --gpus-per-task=1: each task sees one GPU of its own.
+    ((0, 1), 1, "3", "3", 0),
+    # ORTLAUNCH_SHARE_GPUS: two ranks on one GPU.
+    ((0, 0), 1, None, "0", 0),
     ((0, 1, 0, 1), 3, "4,5", "4,5", 1),
-    ((0, 1), 1, "MIG-1,MIG-2", "MIG-2", 0),  # CUDA shows one MIG instance to a process
+    # CUDA shows at most one MIG instance to a process.
+    ((0, 1), 1, "MIG-1,MIG-2", "MIG-2", 0),
 ]
 
 
@@ -29,7 +32,7 @@ CASES = [
 def test_planned_gpus_are_shown(
     devices: tuple[int, ...], local: int, before: str | None, after: str, index: int
 ) -> None:
-    """Our device, LOCAL_RANK and DeepSpeed's rule (GPU of index LOCAL_RANK) name one GPU of the planned ones."""
+    """Our device, LOCAL_RANK and DeepSpeed's rule (GPU of index LOCAL_RANK) name the same GPU."""
     environ = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
     rank = Rank(local, len(devices), local, len(devices))
     assert gpus.show_planned_gpus(devices, rank, environ) == index
@@ -40,7 +43,7 @@ def test_planned_gpus_are_shown(
 
 
 def test_fewer_visible_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA_VISIBLE_DEVICES with fewer names than the host's slots is shown with its value."""
+    """The error for fewer visible GPUs than slots shows the value of CUDA_VISIBLE_DEVICES."""
     monkeypatch.setattr(gpus.socket, "gethostname", lambda: "box")
     with pytest.raises(
         LaunchError,
@@ -52,8 +55,9 @@ def test_fewer_visible_gpus_than_planned_are_an_error(monkeypatch: pytest.Monkey
 def test_compiled_kernels_are_kept_in_our_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver gets a large cache in our folder before CUDA starts; variables of the user's stay."""
+    """The driver gets a large cache in our folder; variables that the user has set are kept."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    # The user's own value, which stays.
     environ = {"CUDA_CACHE_MAXSIZE": "5"}
     gpus.keep_compiled_kernels(environ)
     assert environ == {
@@ -70,7 +74,8 @@ def test_compiled_kernels_are_kept_in_our_cache(
 def test_compiling_for_a_new_gpu_is_a_phase(
     capability: tuple[int, int], compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ORT's wheel has no machine code beyond 8.6, which runs on 8.9; the progress line names the long phase."""
+    """The progress line names the compilation of ORT's kernels for a GPU newer than its wheel."""
+    # ORT's wheel has machine code up to 8.6, which also runs on 8.9.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert ("compiling its kernels" in gpus.exporting(torch.device("cuda", 0))) == compiles
     assert gpus.exporting(torch.device("cpu")) == "exporting to ONNX Runtime"
@@ -100,7 +105,10 @@ def test_why_torch_sees_no_gpu(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(gpus, "_DRIVER", tmp_path / "version")
     if version:
-        text = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Thu Feb 22 01:44:30 UTC 2024\n"
+        text = (
+            f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  "
+            "Thu Feb 22 01:44:30 UTC 2024\n"
+        )
         (tmp_path / "version").write_text(text)
     assert why in gpus.why_no_gpu()
 
@@ -122,16 +130,18 @@ class FakeEvent:
 
     def elapsed_time(self, end: FakeEvent) -> float:
         assert end.query(), "it would wait"
+        # As in CUDA: milliseconds.
         return 3000.0 * (end.number - self.number)
 
 
 def test_a_forward_pass_takes_what_the_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds between CUDA events count, late and without waiting, and not the host's time to launch."""
+    """The time of a forward pass is that between its CUDA events, read without waiting."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     progress = Progress(rank=0)
     module = torch.nn.Linear(1, 1)
     progress.watch(module, gpus.forward_timer(torch.device("cuda")))
     for _ in range(4):
         module(torch.ones(1))
+    # Four passes, of which the GPU has finished two.
     assert progress.pulse.read().own_seconds == 2 * 3.0
     assert gpus.forward_timer(torch.device("cpu")) is None

@@ -1,4 +1,4 @@
-"""A host that is lost: who says so of whom, and what a living host does to be spared."""
+"""Lost hosts: which host is reported by whom, and when a living host is spared."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from ortlaunch.worker.supervision.stall import Beat
 
 
 def beat(rank: int, host: str, silent: float = 0.0) -> Beat:
-    """Of a rank in its steps."""
+    """Return the heartbeat of a rank in its steps."""
     return Beat(rank, host, 9, 6, "a pass", 9, 4, 0.0, 0.0, "S", True, 0.1, 0.0, silent)
 
 
+# All ranks of host b are silent for long; of host c, rank 4 is not silent.
 BEATS = (beat(0, "a"), beat(1, "b", 8.0), beat(2, "b", 9.0), beat(3, "c", 60.0), beat(4, "c"))
 ADDRESSES = {1: "10.0.0.2", 2: "10.0.0.2", 3: "10.0.0.3", 4: "10.0.0.3"}
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Addresses that were asked for an answer, of which none came; no link is down."""
+    """The addresses that were probed; no host answers, and no link is down."""
     found: list[str] = []
     monkeypatch.setattr(lost_host, "answers", lambda address: bool(found.append(address)))
     monkeypatch.setattr(lost_host, "link_that_is_down", lambda peer: None)
@@ -36,17 +37,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_host_of_silent_ranks_that_does_not_answer(asked: list[str]) -> None:
-    """All of its ranks are silent, for longer than a moment; a host with one that is heard is not asked."""
+    """A host is lost if all its ranks are silent for long and it does not answer."""
     found = LostHosts("a", 0).look(BEATS, ADDRESSES)
+    # Host c is not probed, because one of its ranks is not silent.
     why = "nothing was heard of it for 10 s, and 10.0.0.2 answers no connection"
     assert (found, asked) == (Lost(1, "b", why), ["10.0.0.2"])
+    # Host b is silent for 6 s only.
     assert LostHosts("a", 0).look((beat(0, "a", 99.0), beat(1, "b", 6.0)), ADDRESSES) is None
 
 
 def test_the_host_whose_link_is_down_names_itself(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both sides of a link write into the run folder, and must name the same host."""
+    """Both sides of a broken link write into the run folder, and must name the same host."""
     monkeypatch.setattr(lost_host, "link_that_is_down", lambda peer: "eth0")
     assert LostHosts("a", 7).look(BEATS, ADDRESSES) == Lost(
         7, "a", "its network interface eth0 has no link"
@@ -54,7 +57,8 @@ def test_the_host_whose_link_is_down_names_itself(
 
 
 def test_a_host_that_answers_is_not_lost(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its guardians may be stopped, or starved; it is not asked again at once."""
+    """A host that answers is not lost, and is not probed again at once."""
+    # Its supervisors may be stopped, or starved of processor time.
     monkeypatch.setattr(lost_host, "answers", lambda address: not asked.append(address))  # type: ignore[func-returns-value]
     watched = LostHosts("a", 0)
     assert [watched.look(BEATS, ADDRESSES) for _ in range(3)] == [None] * 3
@@ -62,17 +66,17 @@ def test_a_host_that_answers_is_not_lost(asked: list[str], monkeypatch: pytest.M
 
 
 def test_the_loopback_has_a_link() -> None:
-    """As the kernel's flags say; an interface that is not there is nobody's fault."""
+    """The loopback has a link, as the kernel's flags show; an unknown interface has one, too."""
     assert (has_link("lo"), has_link("nope9")) == (True, True)
 
 
 def test_a_refused_connection_is_an_answer() -> None:
-    """This machine is alive, whoever listens here."""
+    """A refused connection proves that a machine is alive."""
     assert answers("127.0.0.1")
 
 
 def test_the_first_word_stays(tmp_path: Path) -> None:
-    """The account of a second host is left out."""
+    """The record of a second lost host does not replace the first."""
     run = RunDir(tmp_path)
     Lost(1, "b", "it went").write(run)
     Lost(0, "a", "another story").write(run)
@@ -85,7 +89,8 @@ def test_the_first_word_stays(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon of mpirun's stayed on the far side for ever."""
+    """A launcher that ignores SIGTERM is killed."""
+    # mpirun's daemon on the far side once stayed for ever.
     monkeypatch.setattr(lost_host, "_LAUNCHER_SECONDS", 0.3)
     parent = os.fork()
     if parent == 0:

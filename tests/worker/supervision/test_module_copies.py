@@ -16,33 +16,31 @@ from ortlaunch.worker.supervision.module_copies import copy_modules
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a package and a module, imported; tests, and what they import, do not count as the user's."""
+    """A folder with an imported package and an imported module."""
     folder = tmp_path / "project"
     (folder / "own_package").mkdir(parents=True)
     (folder / "own_package/__init__.py").write_text("from own_package import part\n")
     (folder / "own_package/part.py").write_text("x = 1\n")
     (folder / "own_single.py").write_text("y = 2\n")
+    # The tests, and the modules that they import, do not count as the user's.
     monkeypatch.setattr(own, "_INSTALLED", (*own._INSTALLED, "tests", "tools", "benchmarks"))
     monkeypatch.syspath_prepend(str(folder))
     for name in ("own_package", "own_single"):
         importlib.import_module(name)
     yield folder
-    for name in (
-        "own_package",
-        "own_package.part",
-        "own_single",
-    ):  # what else a test brought in is the next one's, too
+    # Modules that another test imported stay for the next one.
+    for name in ("own_package", "own_package.part", "own_single"):
         del sys.modules[name]
 
 
 def kept(run: RunDir) -> dict[str, str]:
-    """What lies in modules/."""
+    """Return the files in modules/ with their text."""
     files = (path for path in run.modules.rglob("*") if path.is_file())
     return {str(path.relative_to(run.modules)): path.read_text() for path in files}
 
 
 def test_what_was_imported_is_copied(project: Path, tmp_path: Path) -> None:
-    """Packages and modules by their place on Python's path; nothing that is installed or Python's."""
+    """Imported packages and modules of the user's are copied, by their place on Python's path."""
     run = RunDir(tmp_path / "run")
     assert copy_modules(run) == []
     assert kept(run) == {
@@ -54,7 +52,7 @@ def test_what_was_imported_is_copied(project: Path, tmp_path: Path) -> None:
 def test_a_changed_module_is_told_and_one_edited_meanwhile_is_not_taken(
     project: Path, tmp_path: Path
 ) -> None:
-    """Another start with other code says so; within a start the copy stays what was imported."""
+    """A module that changed between starts is reported; an edit during a start is not copied."""
     run = RunDir(tmp_path / "run")
     copy_modules(run)
     (project / "own_single.py").write_text("y = 3\n")
@@ -68,7 +66,7 @@ def test_a_changed_module_is_told_and_one_edited_meanwhile_is_not_taken(
 def test_what_is_too_large_is_named(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy is of source, not of data: bounded by file and in all."""
+    """A file that is too large is reported, not copied; the total size is limited, too."""
     monkeypatch.setattr(own, "_LARGEST", 10)
     run = RunDir(tmp_path / "run")
     assert copy_modules(run) == [

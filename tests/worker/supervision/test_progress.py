@@ -1,4 +1,4 @@
-"""The clock of a run: what each of its parts took."""
+"""The clock of a run's phases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ortlaunch.worker.supervision.progress import Progress
 
 
 def test_each_part_of_a_run_has_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What interrupts the training counts for itself, and what comes twice is summed up."""
+    """An interruption counts for itself, and the seconds of a repeated phase are summed."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
 

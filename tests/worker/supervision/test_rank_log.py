@@ -1,4 +1,4 @@
-"""What a rank says: its logs, the terminal, and the account of its end, also on a full disk."""
+"""A rank's output in logs and on the terminal, and the record of its end, also on a full disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_good_life(rank: int, run: RunDir) -> None:
-    """Both streams are in the rank's logs, rank 0's also on the terminal, and no error is recorded."""
+    """Both streams are in the logs, rank 0's also on the terminal, and no error is recorded."""
     ended = guarded(run, "", rank)
     assert (ended.status, ended.record) == (0, None)
     assert (ended.out, ended.err) == (("to stdout\n", "to stderr\n") if rank == 0 else ("", ""))
@@ -31,7 +31,7 @@ def test_a_good_life(rank: int, run: RunDir) -> None:
 
 
 def test_all_ranks_are_shown_where_that_is_asked_for(run: RunDir) -> None:
-    """`log.ranks: all`: each line behind its host and rank; logs are as ever."""
+    """With `log.ranks: all`, each line has its host and rank in front; the logs are unchanged."""
     made = plan(recipe(log={"ranks": "all"}), [host("localhost", 2)], "torchrun")
     write_text(run.plan, made.to_json())
     ended = guarded(run, "print('more')")
@@ -41,8 +41,9 @@ def test_all_ranks_are_shown_where_that_is_asked_for(run: RunDir) -> None:
 
 
 def test_a_log_on_a_full_disk_ends_nothing(run: RunDir) -> None:
-    """The rank lives on, and its guardian says once what is missing."""
+    """A rank whose log is on a full disk continues, and the gap is reported once."""
     run.logs.mkdir(parents=True)
+    # A device whose writes fail with ENOSPC.
     run.log(1, "out").symlink_to("/dev/full")
     ended = guarded(run, "print('more', flush=True); time.sleep(0.2); print('again', flush=True)")
     assert (ended.status, ended.record) == (0, None)
@@ -51,7 +52,7 @@ def test_a_log_on_a_full_disk_ends_nothing(run: RunDir) -> None:
 
 @pytest.mark.parametrize("life", ["raise ValueError('planted' * 10_000)", "os._exit(5)"])
 def test_how_a_rank_ends_on_a_full_disk(life: str, run: RunDir) -> None:
-    """The account of its end has its room from the beginning: status and cause are not lost."""
+    """On a full disk, a rank's record has its reserved space: status and cause are kept."""
     ended = guarded(run, life, FULL="1")
     assert ended.record is not None
     assert ended.status == ended.record["exit_status"] == (5 if "5" in life else 1)
@@ -66,14 +67,14 @@ NO_SPACE = "raise OSError(28, 'No space left on device', '/data/x')"
     "life", [NO_SPACE, f"try:\n    {NO_SPACE}\nexcept OSError:\n    raise RuntimeError('pos')"]
 )
 def test_a_full_disk_is_the_cause(life: str, run: RunDir) -> None:
-    """What failed for want of space says so in its one line, also where a library's own error hides it."""
+    """A failure for want of disk space names it, also where a library's own error hides it."""
     record = guarded(run, life).record
     assert record is not None
     assert ": no space left on device (/data/x); exit status 1" in record["summary"]
 
 
 def test_the_traceback_is_recorded_and_logged(run: RunDir) -> None:
-    """A failure's own account has its traceback, in the record and in the rank's log."""
+    """A failure has its traceback in the record and in the rank's log."""
     record = guarded(run, "raise ValueError('planted')").record
     assert record is not None
     assert record["traceback"].startswith("Traceback (most recent call last):")
@@ -82,22 +83,25 @@ def test_the_traceback_is_recorded_and_logged(run: RunDir) -> None:
 
 
 def test_an_error_for_the_user_has_no_traceback(run: RunDir) -> None:
-    """What is written for a person stays a message."""
+    """An error that is written for the user is recorded as a message only."""
     record = guarded(run, "raise EngineError('no such operator')").record
     assert record is not None
     assert record["traceback"] == "no such operator"
 
 
 def test_last_words_of_a_killed_rank(run: RunDir) -> None:
-    """A rank that cannot speak any more is told by the end of its log, which may be long."""
-    life = "print('\\n'.join(f'line {i}' for i in range(100)), file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
+    """A killed rank has the last 20 lines of its log in its record."""
+    life = (
+        "print('\\n'.join(f'line {i}' for i in range(100)), file=sys.stderr, flush=True); "
+        "os.kill(os.getpid(), 9)"
+    )
     record = guarded(run, life).record
     assert record is not None
     assert record["traceback"].splitlines() == [f"line {number}" for number in range(80, 100)]
 
 
 def test_everything_said_is_logged(run: RunDir) -> None:
-    """Output larger than a pipe, written just before the end, is whole in the log."""
+    """Output larger than a pipe, written just before the end, is complete in the log."""
     ended = guarded(run, "sys.stdout.write('x' * 300_000); sys.stdout.flush(); os._exit(5)")
     assert ended.status == 5
     assert run.log(1, "out").read_text() == "to stdout\n" + "x" * 300_000 + "\n"
@@ -108,18 +112,21 @@ LIVE = "print('\\x1b]ortlaunch;step 1\\x07', end=''); print('\\x1b[1mloss\\x1b[0
 
 @pytest.mark.parametrize("width", ["80", "", "wide"])
 def test_the_live_line_is_on_the_terminal_alone(width: str, run: RunDir) -> None:
-    """Logs hold plain lines; the terminal, where there is one, also what rank 0 does now, until the end."""
+    """Logs hold plain lines only; a terminal also shows rank 0's live line until the end."""
     ended = guarded(run, LIVE, rank=0, ORTLAUNCH_PROGRESS=width)
+    # Without the escape sequences of the live line and of the bold text.
     assert run.log(0, "out").read_text() == "to stdout\nloss\n"
     assert ended.out.replace("\r\x1b[Kstep 1", "").replace("\r\x1b[K", "") == "to stdout\nloss\n"
     assert ended.out.endswith("\r\x1b[Kstep 1\r\x1b[K") is (width == "80")
 
 
 def test_logs_of_a_continued_run_go_on(run: RunDir) -> None:
-    """The second life in a folder adds to the logs, and its beginning shows on them."""
+    """A second start in a folder appends to the logs, and changes their time at once."""
     guarded(run, "")
     log = run.log(1, "err")
+    # An old time of the file.
     os.utime(log, (1, 1))
+    # The rank prints nothing, so only its start changes the time.
     guarded(run, "", QUIET="1")
     assert run.log(1, "out").read_text() == "to stdout\n" * 2
     assert log.read_text() == "to stderr\n"
@@ -139,11 +146,12 @@ def test_logs_of_a_continued_run_go_on(run: RunDir) -> None:
 def test_the_failing_rank_speaks_where_nobody_else_will(
     launcher: str, rank: int, life: str, told: bool, run: RunDir
 ) -> None:
-    """Under the user's own launcher the cause is on the terminal, once, with its traceback; echoes are not."""
+    """Under the user's own launcher the cause is printed once, with its traceback."""
     write_plan(run, launcher)
     run.errors.mkdir()
     if not told:
-        run.failure_printed.touch()  # what an echo waits for
+        # A secondary failure waits for this mark of a printed cause.
+        run.failure_printed.touch()
     ended = guarded(run, life, rank)
     assert ended.record is not None
     assert ended.err.endswith(f"ortlaunch: {ended.record['summary']}\n") is told
@@ -153,7 +161,7 @@ def test_the_failing_rank_speaks_where_nobody_else_will(
 
 
 def test_an_echo_of_a_cause_that_nobody_tells_speaks_itself(run: RunDir) -> None:
-    """The failing rank's host is gone, say: a lost connection is then all that is known, and it is told."""
+    """A secondary failure is printed where no cause appears, such as that of a lost host."""
     write_plan(run, "inside")
     ended = guarded(run, "raise RuntimeError('Connection closed by peer')")
     assert ended.record is not None

@@ -1,4 +1,4 @@
-"""A rank's guardian: how each end of a rank is seen, recorded and passed on; without torch and without a launcher."""
+"""How a rank's supervisor detects, records and passes on each end; without torch or a launcher."""
 
 from __future__ import annotations
 
@@ -28,10 +28,16 @@ def run(tmp_path: Path) -> RunDir:
 
 
 IGNORE = "signal.signal(15, signal.SIG_IGN)"
-LISTENS = "from ortlaunch.worker.supervision.requests import Requests; Requests().listen(); time.sleep(0.3)"
+LISTENS = (
+    "from ortlaunch.worker.supervision.requests import Requests; Requests().listen(); "
+    "time.sleep(0.3)"
+)
+# Another rank has recorded its failure.
 FAILED = "other = RunDir(sys.argv[2]); other.count_account(); open(other.error(0), 'w').close()"
 EXITS = "signal.signal(15, lambda *_: sys.exit(3))"
-ENDS = {  # life: (status of the guardian, and of the record: exit status, type, secondary, words of its summary)
+# Code of the rank: (status of the supervisor, and of the record: exit status, type, secondary,
+# words of its summary). Signals: 2 INT, 9 KILL, 10 USR1, 11 SEGV, 12 USR2, 15 TERM, 19 STOP.
+ENDS = {
     "raise ValueError('planted')": (1, 1, "ValueError", False, "failed with ValueError"),
     "raise RuntimeError('x: Connection closed by peer')": (
         1,
@@ -51,10 +57,12 @@ ENDS = {  # life: (status of the guardian, and of the record: exit status, type,
     "raise KeyboardInterrupt": (1, 1, "KeyboardInterrupt", False, "failed with KeyboardInterrupt"),
     "sys.exit(7)": (7, 7, "SystemExit", False, "failed with SystemExit; exit status 7"),
     "sys.exit(0)": (1, 1, "SystemExit", False, "failed with SystemExit; exit status 1"),
+    # Statuses are cut to 8 bits: 256 becomes 0, and 341 becomes 85.
     "sys.exit(256)": (1, 1, "SystemExit", False, "exit status 1"),
     "sys.exit('words')": (1, 1, "SystemExit", False, "exit status 1"),
     "os._exit(5)": (5, 5, "Exit", False, "left with exit status 5 before the end; exit status 5"),
     "os._exit(0)": (1, 1, "Exit", False, "left with exit status 0 before the end; exit status 1"),
+    # 85 is reserved for a run that has saved.
     "os._exit(85)": (1, 1, "Exit", False, "left with exit status 85 before the end; exit status 1"),
     "sys.exit(85)": (1, 1, "SystemExit", False, "failed with SystemExit; exit status 1"),
     "sys.exit(341)": (1, 1, "SystemExit", False, "failed with SystemExit; exit status 1"),
@@ -66,7 +74,7 @@ ENDS = {  # life: (status of the guardian, and of the record: exit status, type,
         False,
         "was ended by SIGSEGV; exit status 139",
     ),
-    # A stop that is asked for, where nothing is to be saved; 130 after a person's Ctrl-C.
+    # A requested stop where nothing is to be saved; 130 after Ctrl-C.
     "os.kill(os.getppid(), 15); time.sleep(9)": (
         85,
         85,
@@ -109,7 +117,7 @@ ENDS = {  # life: (status of the guardian, and of the record: exit status, type,
         False,
         "SIGTERM",
     ),
-    # Another rank has failed: this one is to go, and whatever listens has nothing to wait for.
+    # Another rank has failed: this one must end, and a listening rank has nothing to wait for.
     f"{FAILED}; os.kill(os.getppid(), 15); time.sleep(9)": (
         -15,
         143,
@@ -136,7 +144,8 @@ ENDS = {  # life: (status of the guardian, and of the record: exit status, type,
         143,
         "Outlived",
         True,
-        "was ended by SIGKILL, for it outlived its grace of 2 s (launch.grace_seconds) after SIGTERM; exit status 143",
+        "was ended by SIGKILL, for it outlived its grace of 2 s (launch.grace_seconds) "
+        "after SIGTERM; exit status 143",
     ),
     f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(9)": (
         -15,
@@ -169,7 +178,8 @@ ENDS = {  # life: (status of the guardian, and of the record: exit status, type,
 }
 
 
-CAUSES = {  # life: cause of the record, and the line that shows it
+# Code of the rank: cause in the record, and the line that shows it.
+CAUSES = {
     "raise ValueError('planted')": ("raised", "ValueError: planted"),
     "raise InputError('wrong')": ("bad-input", "wrong"),
     "from ortlaunch.errors import FileError; raise FileError('c: Permission denied; X names another', 2)": (
@@ -187,7 +197,7 @@ CAUSES = {  # life: cause of the record, and the line that shows it
 
 @pytest.mark.parametrize("life", CAUSES)
 def test_the_cause_of_an_end(life: str, run: RunDir) -> None:
-    """It is recorded as data where the rank or its supervisor sees it."""
+    """The cause of an end is recorded as data."""
     record = guarded(run, life).record
     assert record is not None
     assert (record["cause"], record["detail"]) == CAUSES[life]
@@ -195,7 +205,7 @@ def test_the_cause_of_an_end(life: str, run: RunDir) -> None:
 
 @pytest.mark.parametrize("life", ENDS)
 def test_how_a_rank_ends(life: str, run: RunDir) -> None:
-    """The guardian ends as the rank did, and the record tells status, kind, and whether the cause is elsewhere."""
+    """The supervisor ends as the rank did, and the record has its status, type and `secondary`."""
     status, recorded, kind, secondary, words = ENDS[life]
     ended = guarded(run, life)
     assert ended.status == status
@@ -215,7 +225,7 @@ def test_how_a_rank_ends(life: str, run: RunDir) -> None:
 
 
 def test_a_save_that_outlives_its_grace_is_run_again(run: RunDir) -> None:
-    """From the checkpoint before it: a queue that gets 85 starts it once more, and what was lost is said."""
+    """A save that outlives its grace period ends with 85, so that a queue starts the run again."""
     write_text(run.checkpoint(4) / "COMPLETE", "")
     for number, status in ((signal.SIGTERM, 85), (signal.SIGINT, 130)):
         run.error(1).unlink(missing_ok=True)
@@ -223,6 +233,7 @@ def test_a_save_that_outlives_its_grace_is_run_again(run: RunDir) -> None:
             run, f"{LISTENS}; os.kill(os.getppid(), {number:d}); time.sleep(9)\ntime.sleep(9)"
         )
         assert ended.record is not None
+        # SIGINT is no request for a restart; a process that it ends has status -2.
         assert (abs(ended.status), ended.record["exit_status"]) == (
             status if status == 85 else 2,
             status,
@@ -231,22 +242,30 @@ def test_a_save_that_outlives_its_grace_is_run_again(run: RunDir) -> None:
 
 
 def test_a_signal_just_before_the_rank_listens(run: RunDir) -> None:
-    """It is said again once the rank does, which has its whole grace to save then."""
-    listens = "from ortlaunch.worker.supervision.requests import Requests; heard = Requests(); heard.listen()"
-    life = f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); {listens}; time.sleep(0.6); assert heard.asked"
+    """A signal from just before the rank listens is sent again, with the whole grace period."""
+    listens = (
+        "from ortlaunch.worker.supervision.requests import Requests; heard = Requests(); "
+        "heard.listen()"
+    )
+    life = (
+        f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); {listens}; time.sleep(0.6); "
+        "assert heard.asked"
+    )
     ended = guarded(run, life)
     assert (ended.status, ended.record) == (0, None)
 
 
 def test_a_rank_that_prints_without_end_is_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats, stops and the log come between, however fast it prints."""
+    """Much output of a rank is read in turns, with heartbeats and stops in between."""
     pieces = iter([b"x" * 65536] * 1000)
     monkeypatch.setattr(rank_supervisor.os, "read", lambda *_: next(pieces))
+    # 16 pieces of 64 KiB: the size of a pipe.
     assert rank_supervisor._read(0) == b"x" * 65536 * 16
     monkeypatch.setattr(rank_supervisor.os, "read", lambda *_: b"")
     assert rank_supervisor._read(0) == b""
 
 
+# Another rank has recorded a stop.
 STOPPED = (
     "other = RunDir(sys.argv[2]); other.count_account(); "
     "write_json(other.error(0), {'cause': 'stopped', 'secondary': False})"
@@ -254,7 +273,7 @@ STOPPED = (
 
 
 def test_a_rank_that_was_stopped_is_no_echo_of_its_peers(run: RunDir) -> None:
-    """It is dead, and before its guardian looks, the other rank told that it lost it: that is no end by its run."""
+    """A stopped rank stays a stop, though another rank has recorded its loss in the meantime."""
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
@@ -262,6 +281,7 @@ def test_a_rank_that_was_stopped_is_no_echo_of_its_peers(run: RunDir) -> None:
         os._exit(0)
     child = Child(pid, run, 1, 60.0)
     child.pass_on(signal.SIGUSR1)
+    # The rank is dead, and its supervisor has not been notified yet.
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     write_json(run.error(0), {"type": "RuntimeError", "secondary": True})
     child.pass_on(signal.SIGTERM)
@@ -271,7 +291,7 @@ def test_a_rank_that_was_stopped_is_no_echo_of_its_peers(run: RunDir) -> None:
 
 @pytest.mark.parametrize(("others", "status"), [(FAILED, -15), (STOPPED, 85)])
 def test_srun_leaves_ranks_alone(others: str, status: int, run: RunDir) -> None:
-    """Another rank failed, or was stopped in its import: this one does not wait for it, and says the same."""
+    """Under srun, a rank does not wait for one that failed or stopped, and ends in the same way."""
     write_plan(run, "inside")
     life = f"from ortlaunch.run_folder.folder import write_json; {others}; time.sleep(9)"
     ended = guarded(run, life, OTHERS="0.3")
@@ -280,25 +300,29 @@ def test_srun_leaves_ranks_alone(others: str, status: int, run: RunDir) -> None:
 
 
 def test_an_account_tells_which_it_could_read(run: RunDir) -> None:
-    """So that the first is known without equal clocks."""
+    """A record has the number of earlier records: the first is known without equal clocks."""
     ended = guarded(run, f"{FAILED}; raise ValueError('planted')")
     assert ended.record is not None
     assert ended.record["after"] == 1
 
 
 def test_nothing_to_save_is_nothing_to_stop_for(run: RunDir) -> None:
-    """A comparison or a bench leaves with its signal, as it always did."""
+    """A task without saves, such as a comparison or a bench, ends by the signal itself."""
     write_plan(run, "mpi", task="parity")
     ended = guarded(run, "os.kill(os.getppid(), 15); time.sleep(9)")
     assert (ended.status, ended.record and ended.record["type"]) == (-15, "Signal")
 
 
 def test_a_signal_to_all_processes_is_one_that_was_asked(run: RunDir) -> None:
-    """Slurm sends one to all of a step: the rank may be gone before its guardian runs, and is not the cause."""
+    """A signal to all processes of a step counts as a request, also if the rank ends before."""
+    # Slurm sends such signals. Here the supervisor is stopped while the rank dies of it.
     write_plan(run, "mpi", task="parity")
     life = "os.kill(os.getppid(), 19); os.kill(os.getppid(), 15); os.kill(os.getpid(), 15)"
     wake = "import os, sys, time; time.sleep(0.5); os.kill(int(sys.argv[1]), 18)"
-    start = f"import subprocess; subprocess.Popen([sys.executable, '-c', {wake!r}, str(os.getppid())]); {life}"
+    start = (
+        "import subprocess; "
+        f"subprocess.Popen([sys.executable, '-c', {wake!r}, str(os.getppid())]); {life}"
+    )
     ended = guarded(run, start)
     assert ended.record is not None
     assert (ended.status, ended.record["secondary"]) == (-15, True)
@@ -307,7 +331,8 @@ def test_a_signal_to_all_processes_is_one_that_was_asked(run: RunDir) -> None:
 
 @pytest.mark.parametrize(("launcher", "status"), [("mpi", 0), ("torchrun", 0), ("inside", 85)])
 def test_a_rank_that_saved_and_stopped(launcher: str, status: int, run: RunDir) -> None:
-    """Its own launcher would take 85 for a failure, and the command knows; another launcher is told."""
+    """A saved stop has status 0 under ortlaunch's own launchers, and 85 under another launcher."""
+    # Our own launcher would treat 85 as a failure, and the command knows of the stop.
     write_plan(run, launcher)
     ended = guarded(run, "return_85")
     assert (ended.status, ended.record) == (status, None)
@@ -317,7 +342,8 @@ def test_a_rank_that_saved_and_stopped(launcher: str, status: int, run: RunDir) 
     ("file", "number"), [("stop_request", signal.SIGUSR1), ("save_request", signal.SIGUSR2)]
 )
 def test_a_request_in_the_run_folder_is_a_signal(file: str, number: int, run: RunDir) -> None:
-    """Rank 0 looks for both by itself, for a command on another host cannot wake it; each is passed on once."""
+    """Rank 0's supervisor passes on a request in the run folder once, as a signal."""
+    # A command on another host cannot signal it.
     life = (
         f"heard = []; signal.signal({int(number)}, lambda *_: heard.append(1)); {LISTENS}\n"
         f"RunDir(sys.argv[2]).requests.mkdir(); open(RunDir(sys.argv[2]).{file}, 'w').close()\n"
@@ -331,22 +357,28 @@ def test_a_request_in_the_run_folder_is_a_signal(file: str, number: int, run: Ru
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2])
 def test_a_notice_ends_nothing(number: int, run: RunDir) -> None:
-    """A scheduler's notice reaches the rank, which goes on unless its own code handles it."""
-    heard = "heard = []; signal.signal({0}, lambda *_: heard.append(1)); os.kill(os.getppid(), {0}); time.sleep(0.3)"
-    life = f"os.kill(os.getppid(), {number:d}); time.sleep(0.2); {heard.format(int(number))}; assert heard"
+    """A scheduler's notice reaches the rank, which continues unless its own code handles it."""
+    heard = (
+        "heard = []; signal.signal({0}, lambda *_: heard.append(1)); "
+        "os.kill(os.getppid(), {0}); time.sleep(0.3)"
+    )
+    life = (
+        f"os.kill(os.getppid(), {number:d}); time.sleep(0.2); {heard.format(int(number))}; "
+        "assert heard"
+    )
     ended = guarded(run, life)
     assert (ended.status, ended.record) == (0, None), ended
 
 
 def test_a_rank_that_was_asked_to_end_may_end_well(run: RunDir) -> None:
-    """A rank that takes SIGTERM as a wish and comes to its end has not failed, and nothing says that it was asked."""
+    """A rank that ignores SIGTERM and finishes has not failed, and the request leaves no record."""
     ended = guarded(run, f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1)")
     assert (ended.status, ended.record) == (0, None)
     assert list(run.errors.iterdir()) == []
 
 
 def test_that_a_rank_was_asked_is_known_at_once(run: RunDir) -> None:
-    """mpirun kills 0.2 s after SIGTERM: what the guardian was asked is in the run folder before that."""
+    """A request is in the run folder before mpirun kills the rank, 0.2 s after SIGTERM."""
     guarded(
         run,
         f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); os.kill(os.getppid(), 9); time.sleep(9)",
@@ -356,7 +388,7 @@ def test_that_a_rank_was_asked_is_known_at_once(run: RunDir) -> None:
 
 
 def test_no_rank_without_its_launcher(run: RunDir, tmp_path: Path) -> None:
-    """A guardian whose launcher ended before it could ask the kernel to be told starts no rank."""
+    """A supervisor whose launcher has already ended starts no rank."""
     gone = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
     )
@@ -379,7 +411,7 @@ ctypes.CDLL(None).__cxa_atexit(handler, None, None)
 def test_exit_handlers_run_where_mpich_needs_them(
     variable: str, runs: bool, run: RunDir, tmp_path: Path
 ) -> None:
-    """Under Hydra C's exit handlers run, by which MPICH signs off; elsewhere a rank leaves at once."""
+    """Under Hydra, C's exit handlers run, in which MPICH signs off; elsewhere they are skipped."""
     mark = tmp_path / "mark"
     life = AT_EXIT % f"open({str(mark)!r}, 'w').close()"
     assert guarded(run, life, **{variable: "1"}).status == 0
@@ -387,13 +419,13 @@ def test_exit_handlers_run_where_mpich_needs_them(
 
 
 def test_a_crash_in_an_exit_handler_is_no_failure(run: RunDir) -> None:
-    """What happens after the rank has said that it finished does not count."""
+    """A crash after the rank has reported its end does not count."""
     ended = guarded(run, AT_EXIT % "os.kill(os.getpid(), 11)", PMI_RANK="1")
     assert (ended.status, ended.record) == (0, None)
 
 
 def test_a_rank_dies_with_its_guardian(run: RunDir, tmp_path: Path) -> None:
-    """A guardian that is killed takes its rank along."""
+    """A rank dies with its supervisor, also if that is killed."""
     pid = tmp_path / "pid"
     life = (
         f"open({str(pid)!r}, 'w').write(str(os.getpid())); os.kill(os.getppid(), 9); time.sleep(60)"
@@ -406,13 +438,14 @@ def test_a_rank_dies_with_its_guardian(run: RunDir, tmp_path: Path) -> None:
 
 
 def lives(pid: str) -> bool:
-    """Whether a process is there and more than a zombie, whose command line is empty."""
+    """Return whether a process exists and is no zombie, whose command line is empty."""
     try:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
         return False
 
 
+# A secondary failure: another rank has the cause.
 ECHO = "raise RuntimeError('x: Connection closed by peer')"
 
 
@@ -420,7 +453,8 @@ ECHO = "raise RuntimeError('x: Connection closed by peer')"
     ("life", "others", "job", "status"),
     [
         (ECHO, "a fault", "job.batch", 85),
-        (ECHO, "a checkpoint", "job.batch", 85),  # of a node that took its own account away
+        # The checkpoint of a run whose failed node left no record.
+        (ECHO, "a checkpoint", "job.batch", 85),
         (ECHO, "", "job.batch", 1),
         (ECHO, "a fault", "trainjob.trainer.kubeflow.org", 1),
         ("sys.exit(7)", "a checkpoint", "job.batch", 7),
@@ -429,8 +463,12 @@ ECHO = "raise RuntimeError('x: Connection closed by peer')"
 def test_a_pod_that_ends_for_anothers_fault(
     life: str, others: str, job: str, status: int, run: RunDir
 ) -> None:
-    """Its status is the one on which an indexed Job replaces it without counting; the faulty rank keeps its own."""
+    """A pod that ends for another's fault has the status on which an indexed Job replaces it.
+
+    The Job does not count that replacement. The faulty rank keeps its own status.
+    """
     write_plan(run, "inside")
+    # So that the rank does not wait for a printed cause.
     run.failure_printed.parent.mkdir(parents=True)
     run.failure_printed.touch()
     if others == "a fault":

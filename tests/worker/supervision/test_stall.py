@@ -1,4 +1,4 @@
-"""Who is stuck: the limits, the ranks that are behind, and guardians that hear of each other."""
+"""Detection of stalls: limits, ranks that are behind, and the exchange between supervisors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.makers import plan, recipe
 
 
 def beat(rank: int, moves: int = 9, still: float = 30.0, **fields: object) -> Beat:
-    """A rank's beat in a warm step, idle for as long as it stands still."""
+    """Return a rank's heartbeat in a warm step; the rank is idle for as long as it stands still."""
     known = {"host": "h", "pid": 10 + rank, "step": 6, "phase": "the backward pass", "collectives": 4, "idle": still,
              "state": "S", "warm": True, "step_seconds": 0.1, "own_seconds": 0.0}  # fmt: skip
     return Beat(rank=rank, moves=moves, still=still, **{**known, **fields})  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def beat(rank: int, moves: int = 9, still: float = 30.0, **fields: object) -> Be
 def test_limits(
     setting: float, warm: bool, step_seconds: float, found: tuple[float, float]
 ) -> None:
-    """Seconds without progress for idle ranks and for busy ones, in steps and elsewhere."""
+    """The limits depend on whether ranks are idle or busy, in training steps or elsewhere."""
     assert limits(setting, warm, step_seconds) == found
 
 
@@ -67,12 +67,12 @@ def test_limits(
     ],
 )
 def test_who_is_behind(beats: list[Beat], late: list[int]) -> None:
-    """Silence counts more than a stopped process, that more than marks, marks more than collectives."""
+    """Silence precedes a stopped process, that precedes marks, and marks precede collectives."""
     assert [one.rank for one in behind(beats)] == late
 
 
 def test_who_is_behind_is_found_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 2,048 beats is read twice; the least of all was once taken anew for each: four million reads."""
+    """The ranks that are behind are found in linear time."""
     reads: list[int] = []
 
     def passed(one: Beat) -> tuple[int, int]:
@@ -82,15 +82,17 @@ def test_who_is_behind_is_found_in_linear_time(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(stall, "_passed", passed)
     beats = [beat(rank, moves=9 + rank) for rank in range(2048)]
     assert [late.rank for late in behind(beats)] == [0]
+    # The minimum was once computed again for each rank: four million reads of 2,048 heartbeats.
     assert len(reads) == 2 * len(beats)
 
 
 @pytest.mark.parametrize(("ranks", "seconds"), [(2, 1.0), (1024, 1.0), (2048, 2.0), (8192, 8.0)])
 def test_many_ranks_beat_less_often_and_are_silent_later(ranks: int, seconds: float) -> None:
-    """Rank 0 hears at most 1,024 beats a second; three lost beats in a row are not yet silence."""
+    """Rank 0 gets at most 1,024 heartbeats a second; three lost ones in a row are no silence."""
     assert beat_seconds(ranks) == seconds
     hub = Exchange(Rank(0, ranks, 0, 1))
     hub._key = b"met"
+    # Three lost heartbeats take so much longer than at one a second; then 5 s are silence.
     late = 3 * (seconds - 1.0)
     hub._heard = {
         1: (beat(1), time.monotonic() - late - 4.0, None),
@@ -100,7 +102,8 @@ def test_many_ranks_beat_less_often_and_are_silent_later(ranks: int, seconds: fl
 
 
 def test_a_look_takes_a_bounded_number_of_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guardian has its rank's output to read, too: what is left waits for the next look."""
+    """A supervisor reads a bounded number of heartbeats a turn, and the rest in the next turn."""
+    # It must also read its rank's output.
     monkeypatch.setattr(exchange, "_MESSAGES_A_LOOK", 3)
     hub, *others = met(6)
     for other in others:
@@ -112,7 +115,7 @@ def test_a_look_takes_a_bounded_number_of_beats(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_verdict_names_who_where_and_since_when() -> None:
-    """One line: rank, host, process, state, step, phase, and what the others do."""
+    """The verdict is one line: rank, host, process, state, step, phase, and how the others wait."""
     found = judge(
         [beat(0), beat(1, moves=8, still=31.0, state="T", phase="the forward pass")], 20.0, 99.0
     )
@@ -136,23 +139,24 @@ def test_the_verdict_names_who_where_and_since_when() -> None:
 @pytest.mark.parametrize(
     ("beats", "watched"),
     [
-        ([beat(0), beat(1, still=3.0)], 99.0),  # it moves on
-        ([beat(0), beat(1)], 10.0),  # the guardian itself was stopped until then
-        ([beat(0), beat(1, state="t")], 99.0),  # a debugger has it
+        # It moves on.
+        ([beat(0), beat(1, still=3.0)], 99.0),
+        # The supervisor itself was stopped until then.
+        ([beat(0), beat(1)], 10.0),
+        # A debugger holds it.
+        ([beat(0), beat(1, state="t")], 99.0),
         ([beat(0, phase=MEETING, warm=False), beat(1)], 99.0),
-        (
-            [beat(0, warm=False), beat(1, warm=False, moves=8, idle=1.0)],
-            99.0,
-        ),  # it computes, in an export
+        # It computes, in an export.
+        ([beat(0, warm=False), beat(1, warm=False, moves=8, idle=1.0)], 99.0),
     ],
 )
 def test_what_is_no_stall(beats: list[Beat], watched: float) -> None:
-    """With 20 seconds given."""
+    """These are no stalls, with train.stall_seconds of 20."""
     assert judge(beats, 20.0, watched) is None
 
 
 def test_a_rank_that_computes_has_longer() -> None:
-    """A busy one is a stall too in the end, and in steps at once where seconds are given."""
+    """A busy rank has a longer limit, except in training steps with a limit in seconds."""
     late = beat(1, moves=8, idle=0.0)
     assert judge([beat(0), late], 20.0, 99.0) is not None
     elsewhere = [one._replace(warm=False, still=700.0) for one in (beat(0), late)]
@@ -161,7 +165,7 @@ def test_a_rank_that_computes_has_longer() -> None:
 
 
 def test_a_pulse_tells_where_its_rank_is() -> None:
-    """Across a fork: step, stage, marks, and the time in which no rank waits for another."""
+    """A pulse shows step, stage, marks and own time of its rank across a fork."""
     pulse = Pulse()
     pid = os.fork()
     if pid == 0:
@@ -183,7 +187,7 @@ def test_a_pulse_tells_where_its_rank_is() -> None:
 
 
 def met(ranks: int) -> list[Exchange]:
-    """Guardians' ends that know of each other, through the loopback."""
+    """Return the ends of supervisors that have met, through the loopback."""
     ends = [Exchange(Rank(rank, ranks, rank, ranks)) for rank in range(ranks)]
     hub = ends[0].socket
     assert hub is not None
@@ -195,11 +199,12 @@ def met(ranks: int) -> list[Exchange]:
 
 
 def test_beats_reach_rank_0_and_its_word_the_others() -> None:
-    """Rank 0 judges all; another only when nothing is heard of it; what a stranger sends is dropped."""
+    """Rank 0 judges all; others judge only when rank 0 is silent; forged messages are dropped."""
     hub, other = met(2)
     other.tell(beat(1))
     assert hub.socket is not None
     stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    # Its digest is not made with the key.
     stranger.sendto(b"0" * 16 + b'{"say": "bye", "rank": 1}', hub.socket.getsockname())
     hub.tell(beat(0))
     hub.receive()
@@ -218,7 +223,7 @@ def test_beats_reach_rank_0_and_its_word_the_others() -> None:
 
 
 def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frozen guardian or a dead link: the rank that is named is rank 0, on its host; its end is no silence."""
+    """If rank 0's supervisor is frozen or its link is dead, the others name rank 0 and its host."""
     hub, other = met(2)
     other.tell(beat(1))
     hub.receive()
@@ -230,6 +235,7 @@ def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) 
     found = judge(beats, 20.0, 99.0)
     assert found is not None
     assert "rank 0 on host first: nothing was heard for 40 s" in found.summary
+    # A regular end of rank 0 is no silence.
     other.tell(beat(1))
     hub.receive()
     hub.leave()
@@ -238,7 +244,8 @@ def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_rank_that_nobody_ever_answered_is_watched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where UDP is closed rank 0 has not fallen silent: a rank that computes for long is not ended for it."""
+    """Without any answer of rank 0, a rank that computes for long is not ended for its silence."""
+    # As if UDP were blocked: no message is received.
     _, other = met(2)
     now = time.monotonic()
     monkeypatch.setattr("ortlaunch.worker.supervision.exchange.time.monotonic", lambda: now + 3600)
@@ -249,12 +256,13 @@ def test_a_rank_that_nobody_ever_answered_is_watched_alone(monkeypatch: pytest.M
 
 
 def test_a_datagram_that_is_refused_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a firewall for a moment, say: rank 1's guardian goes on to judge where rank 0 is silent."""
+    """A refused datagram is no end: rank 1's supervisor still judges when rank 0 is silent."""
     hub, other = met(2)
     other.tell(beat(1))
     hub.receive()
     other.receive()
     assert hub.socket is not None
+    # A closed port refuses datagrams, as a firewall may for a moment.
     hub.socket.close()
     other.tell(beat(1))
     other.receive()
@@ -264,7 +272,7 @@ def test_a_datagram_that_is_refused_is_no_end(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_export_in_mid_training_may_take_long() -> None:
-    """A phase of one rank: not the limit of steps, and no mark, for the other ranks pass none."""
+    """An export in mid-training is a phase without the limit of steps and without a mark."""
     pulse = Pulse()
     pulse.begin(4)
     pulse.step()
@@ -282,7 +290,7 @@ def test_an_export_in_mid_training_may_take_long() -> None:
 
 
 def test_torch_tells_of_a_later_compilation() -> None:
-    """By its own callbacks; forward and backward alike."""
+    """torch's own callbacks report a later compilation, forward and backward alike."""
     pulse = Pulse()
     seen = []
     tell_rebuilding("inductor", pulse)
@@ -297,37 +305,41 @@ def test_torch_tells_of_a_later_compilation() -> None:
 
 
 def test_a_slow_rank_is_named_once() -> None:
-    """Twice its peers' own time over many steps, where that is much of a step; a single long step names nobody."""
+    """A rank with twice its peers' own time over many steps is reported once."""
     slow = SlowRanks()
 
     def at(step: int, *own: float) -> list[Beat]:
         return [beat(rank, step=step, own_seconds=seconds) for rank, seconds in enumerate(own)]
 
     assert slow.look(at(2, 0.0, 0.0, 0.0), 0.0) is None
-    assert slow.look(at(40, 4.0, 12.0, 4.0), 60.0) is None  # too few steps
+    # Too few steps.
+    assert slow.look(at(40, 4.0, 12.0, 4.0), 60.0) is None
     found = slow.look(at(102, 10.0, 30.0, 10.0), 90.0)
     assert found is not None
     assert found.summary == (
-        "rank 1 on host h is slow: reading batches and forward passes take it 0.3 s a step, 3.0 times as long as its "
-        "peers (0.1 s), over 100 steps; all wait for it"
+        "rank 1 on host h is slow: reading batches and forward passes take it 0.3 s a step, "
+        "3.0 times as long as its peers (0.1 s), over 100 steps; all wait for it"
     )
-    assert slow.look(at(202, 20.0, 60.0, 20.0), 200.0) is None  # named before
-    assert slow.look(at(302, 20.1, 60.1, 20.5), 300.0) is None  # 4 ms of a second
+    # Reported before.
+    assert slow.look(at(202, 20.0, 60.0, 20.0), 200.0) is None
+    # 4 ms of a step that takes a second.
+    assert slow.look(at(302, 20.1, 60.1, 20.5), 300.0) is None
 
 
 def test_the_main_threads_innermost_frames_are_shown() -> None:
-    """Not the thread that counts collectives; the rest of a deep stack is in errors/."""
+    """The innermost frames of the main thread are shown, not those of a helper thread."""
     frames = "".join(f'  File "deep.py", line {n} in f\n' for n in range(30))
     stack = 'Thread 0x1 (most recent call first):\n  File "meeting.py"\n\n'
     stack += f"Thread 0x2 (most recent call first):\n{frames}"
     shown = _first_lines(stack + '  File "/x/rank_supervisor.py", line 9 in watch\n').splitlines()
     assert shown[:2] == ["Thread 0x2 (most recent call first):", '  File "deep.py", line 0 in f']
+    # The rest of a deep stack is in errors/.
     assert (len(shown), shown[-1]) == (13, "  ...")
 
 
 @pytest.mark.parametrize(("task", "limit"), [("train", 30.0), ("evaluate", 30.0), ("bench", NEVER)])
 def test_which_tasks_are_watched(task: str, limit: float, tmp_path: Path) -> None:
-    """All whose ranks go on by themselves; variants of a bench wait for their turns."""
+    """Tasks whose ranks run by themselves are watched; variants of a bench wait for their turns."""
     run = RunDir(tmp_path)
     write_text(run.plan, replace(plan(recipe()), task=task).to_json())
     watchdog = Watchdog(Rank(0, 1, 0, 1), run)

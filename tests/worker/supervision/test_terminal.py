@@ -1,4 +1,4 @@
-"""What becomes of a rank's output: plain lines for logs, and one live line that stays below them on a terminal."""
+"""Plain lines for logs from a rank's output, and one live line below them on a terminal."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ ERASE = b"\r\x1b[K"
     ids=["pieces", "colours", "bar", "dos", "link", "long"],
 )
 def test_lines_of_a_stream_are_plain(pieces: list[bytes], expected: bytes) -> None:
-    """Colours go, of what was drawn over itself the last stays, a line that came in pieces is one."""
+    """Colours are removed, an overwritten line keeps its last form, and pieces are joined."""
     stream = Stream()
     found = b"".join([stream.take(piece).lines for piece in pieces] + [stream.rest()])
+    # A line longer than a megabyte is written in pieces.
     assert found.replace(b"k\nk", b"kk") == expected
 
 
 def test_a_bar_that_is_drawn_for_hours_takes_no_memory() -> None:
-    """Of a line that is drawn over and over only the last form is kept."""
+    """Only the last form of a line that is drawn again and again stays in memory."""
     stream = Stream()
     for number in range(1000):
         stream.take(b"\r%d|%s" % (number, b"#" * 100))
@@ -40,13 +41,13 @@ def test_a_bar_that_is_drawn_for_hours_takes_no_memory() -> None:
 
 
 def test_the_live_line_is_not_among_the_lines() -> None:
-    """A rank's word of what it does now is told apart, also where other output surrounds it."""
+    """A rank's live line is separated from the output that surrounds it."""
     taken = Stream().take(b"half a " + LIVE % b"step 1" + b"line\n" + LIVE % b"step 2")
     assert (taken.lines, taken.live) == (b"half a line\n", b"step 2")
 
 
 def drawn(width: int | None, *acts: tuple[str, bytes]) -> bytes:
-    """What a screen writes."""
+    """Return the bytes that a screen writes."""
     end, begin = os.pipe()
     screen = Screen({"out": begin, "err": begin}, width)
     for name, text in acts:
@@ -58,24 +59,25 @@ def drawn(width: int | None, *acts: tuple[str, bytes]) -> bytes:
 
 
 def test_lines_stay_and_the_live_line_is_the_last() -> None:
-    """A line takes the live line's place, which is drawn again below; at the end it goes."""
+    """A new line replaces the live line, which is drawn again below and removed at the end."""
     acts = [("live", b"step 1"), ("out", b"loss 3\n"), ("err", b"warning\n"), ("live", b"step 2")]
     expected = [b"step 1", b"loss 3\n", b"step 1", b"warning\n", b"step 1", b"step 2", b""]
     assert drawn(80, *acts) == b"".join(ERASE + text for text in expected)
 
 
 def test_a_live_line_is_cut_to_the_width() -> None:
-    """A longer one would wrap, and each drawing leave a line behind; letters of several bytes are one wide."""
+    """A live line is cut to the width: a longer one would wrap, and each drawing leave a line."""
+    # Each of these letters has three bytes, and one column.
     assert drawn(6, ("live", "█████████".encode())) == ERASE + "█████".encode() + ERASE
 
 
 def test_without_a_terminal_there_is_no_live_line() -> None:
-    """Lines only, unchanged."""
+    """Without a terminal, lines are written unchanged and there is no live line."""
     assert drawn(None, ("out", b"a\n"), ("err", b"b\n")) == b"a\nb\n"
 
 
 def test_what_is_waited_for_has_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole seconds behind a line that ends in dots, from when it came; a bar has a clock of its own."""
+    """A live line that ends in dots shows the seconds since it came; a bar has its own clock."""
     now = [10.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     end, begin = os.pipe()
@@ -103,7 +105,7 @@ def test_what_is_waited_for_has_a_clock(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_torch_does_not_report_the_missing_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a run on the CPU a CUDA build of torch does not warn that there is no CUDA runtime."""
+    """In a run on the CPU, a CUDA build of torch does not warn that there is no CUDA runtime."""
     import logging
 
     from ortlaunch.worker.__main__ import expect_no_gpu

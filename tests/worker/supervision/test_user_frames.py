@@ -1,4 +1,4 @@
-"""The line of the user's own files that raised an error, and a traceback that shows their frames alone."""
+"""The line of the user's own files that raised an error, and a traceback of their frames alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.worker.supervision.user_frames import described, folded, raised_at
 from tests.worker.guarded import guarded, write_plan
 
+# Line numbers below refer to this text.
 SOURCE = """\
 import json
 
@@ -42,7 +43,7 @@ def empty():
 
 @pytest.fixture
 def raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Exception]:
-    """What a function of the user's module raises."""
+    """Return a function that returns the exception of a function of the user's module."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "crash_model.py"
     path.write_text(SOURCE)
@@ -73,14 +74,15 @@ def raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], E
 def test_the_line_is_in_the_users_file(
     name: str, expected: str, raised: Callable[[str], Exception]
 ) -> None:
-    """The last frame there, also of what a library raises, relative to the current folder."""
+    """The line is the last frame in the user's file, also of a library's error."""
     assert described(raised(name)) == expected
 
 
 def test_an_error_outside_the_users_files_has_no_line() -> None:
-    """Python's own frames are none of the user's."""
+    """An error outside the user's files has no line of theirs."""
     with pytest.raises(json.JSONDecodeError) as found:
         json.loads("{")
+    # The first frame is that of this test.
     found.value.__traceback__ = (
         found.value.__traceback__.tb_next if found.value.__traceback__ else None
     )
@@ -88,7 +90,7 @@ def test_an_error_outside_the_users_files_has_no_line() -> None:
 
 
 def test_frames_of_packages_are_counted(raised: Callable[[str], Exception]) -> None:
-    """In place of shown; the user's are whole, with their source line."""
+    """Frames of packages are only counted; the user's have their source line."""
     error = raised("library")
     text = folded("".join(traceback.format_exception(error)))
     assert (
@@ -100,13 +102,16 @@ def test_frames_of_packages_are_counted(raised: Callable[[str], Exception]) -> N
 
 
 def test_the_verdict_names_the_users_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The terminal has the user's frames alone, and the log the whole traceback."""
+    """The terminal shows the user's frames alone, and the log the whole traceback."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "crash_model.py").write_text(SOURCE)
     run = RunDir(Path("run"))
     write_plan(run, "local")
     write_text(run.request, "")
-    load = "import importlib.util as u; s = u.spec_from_file_location('c', 'crash_model.py'); m = u.module_from_spec(s)"
+    load = (
+        "import importlib.util as u; s = u.spec_from_file_location('c', 'crash_model.py'); "
+        "m = u.module_from_spec(s)"
+    )
     guarded(run, f"{load}; s.loader.exec_module(m); m.library()")
     end = explain_end(run, 1)
     text = with_verdict(run, end)
