@@ -1,4 +1,4 @@
-"""`engine.name: auto`: which engine is chosen, what it is remembered by, and when nothing may be measured."""
+"""Tests of `engine.name: auto`: the chosen engine, the stored choice, refusals to measure."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from tests.makers import OWN_MODULE
 pytestmark = pytest.mark.usefixtures("workbench")
 
 TORCH = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+# Results of a comparison with plain PyTorch, and a choice of an earlier start.
 DIFFERS = {"verdict": "differs", "largest": 0.25, "why": "loss 1 against 2"}
 THEN = {"asked": "auto", "chosen": "eager", "why": "then", "measured": {}}
 UNKNOWN = {"verdict": "not compared", "why": "RuntimeError: x"}
@@ -37,7 +38,8 @@ UNKNOWN = {"verdict": "not compared", "why": "RuntimeError: x"}
 
 @pytest.mark.parametrize("parity", [DIFFERS, UNKNOWN])
 def test_only_what_passes_parity_can_win(parity: dict[str, Any]) -> None:
-    """The fastest of all is not chosen where it computes something else, or nobody knows; the reason is told."""
+    """An engine that differs from plain PyTorch, or was not compared, is never chosen."""
+    # By speed alone, ort would win.
     made = rows(
         player("ort", [[1.0]], parity), player("inductor", [[2.0]]), player("eager", [[3.0]])
     )
@@ -54,7 +56,7 @@ def test_only_what_passes_parity_can_win(parity: dict[str, Any]) -> None:
 
 
 def test_auto_picks_the_measured_fastest() -> None:
-    """By samples a second, whatever the order; the beaten ones are named with their ratios."""
+    """The engine with the most samples a second is chosen, and the others' ratios are given."""
     made = rows(
         player("ort", [[3.0]]),
         player("inductor", [[2.0]]),
@@ -66,7 +68,7 @@ def test_auto_picks_the_measured_fastest() -> None:
 
 
 def test_auto_without_any_engine() -> None:
-    """Where none can be chosen, every reason is in the error."""
+    """If no engine can be chosen, the error has every reason."""
     broken = player("ort", [])
     broken.failed = (
         "Traceback (most recent call last):\n  x\nValueError: planted\n\nortlaunch: rank 0"
@@ -78,12 +80,12 @@ def test_auto_without_any_engine() -> None:
 
 
 def remembered_choice(base: ResolvedRun, chosen: str = "inductor") -> None:
-    """As a bench leaves it."""
+    """Store a choice as a bench does."""
     auto.remember(base, Choice("auto", chosen, "measured 2 x eager", {}))
 
 
 def test_a_remembered_choice_is_taken() -> None:
-    """Without measuring; the note says which, why and that it is remembered; the run folder gets the choice."""
+    """A stored choice is used without measuring, with a note, and copied to the run folder."""
     base = resolved()
     remembered_choice(base)
     found = known(base, RunDir("run"))
@@ -95,25 +97,27 @@ def test_a_remembered_choice_is_taken() -> None:
 
 
 def test_a_changed_choice_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
-    """What another hand has written is not taken for a measurement."""
+    """A stored choice that was edited by hand is ignored."""
     base = resolved()
     remembered_choice(base)
     path = auto._path(base)
     before = path.stat().st_size
     path.write_text(path.read_text().replace("inductor", "eager"))
     assert auto.remembered(base) is None
+    # "inductor" has three letters more than "eager".
     assert (
         capsys.readouterr().out == f"{path}: has {before - 3} bytes, and had {before}; forgotten\n"
     )
 
 
 def test_what_trains_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe that is edited during the minutes of measuring is another recipe, for another run."""
+    """The training uses the recipe that was measured, also if its file changes meanwhile."""
     base = resolved(seed=1, train={"max_steps": 5})
     measured = rows(player("ort", [[2.0]]), player("inductor", [[1.0]]), player("eager", [[3.0]]))
 
     def measure(run: ResolvedRun, found: list[Variant], *_: Any) -> dict[str, Any]:
         assert {each.resolved.file.recipe.seed for each in found if each.resolved} == {1}
+        # As if the user edited the file while the bench runs.
         resolved(seed=2, train={"max_steps": 99})
         return {"variants": measured, "rounds": 3, "steps": 3}
 
@@ -130,7 +134,8 @@ def test_what_trains_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_stop_while_it_is_measured(
     number: int, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing has begun: the run is to be run again."""
+    """A stop during the measurement requests another start, unless it was Ctrl-C."""
+    # Nothing has begun, so nothing is lost.
 
     def measure(*_: Any) -> dict[str, Any]:
         raise BenchStopped(number)
@@ -142,20 +147,22 @@ def test_a_stop_while_it_is_measured(
 
 
 def test_a_run_keeps_its_engine() -> None:
-    """What the run folder says goes before what was measured since; another recipe without checkpoints does not."""
+    """The choice in the run folder is used, if its recipe is the same or it has checkpoints."""
     base = resolved()
     run = RunDir("run")
     remembered_choice(base, "inductor")
     write_json(run.choice, {**THEN, "key": auto.digest(base)})
     assert known(base, run).notes[-1] == "engine auto: eager: then (as this run began)"
+    # The key of another recipe: without checkpoints, the stored choice of today is used.
     write_json(run.choice, {**THEN, "key": "of another model"})
     assert known(base, run).file.recipe.engine.name == "inductor"
+    # With checkpoints, a change of the engine would change the training.
     write_text(run.checkpoint(5) / "COMPLETE", "")
     assert known(base, run).file.recipe.engine.name == "eager"
 
 
 def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
-    """The run folder's choice belongs to engine auto alone."""
+    """A recipe with a fixed engine removes the choice from the run folder."""
     run = RunDir("run")
     write_json(run.choice, {"chosen": "ort"})
     made = resolved(engine={"name": "eager"})
@@ -164,13 +171,14 @@ def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
 
 
 def test_a_rank_cannot_measure() -> None:
-    """Under a launcher auto takes what is remembered, and refuses before anything is done where nothing is."""
+    """A rank uses a stored choice, and is refused without one before anything is written."""
     base = resolved(environ=TORCH)
     with pytest.raises(
         PlanError, match=r"run `ortlaunch bench recipe\.yaml` once outside of the launcher"
     ):
         known(base, RunDir("run"))
     assert not Path("run").exists()
+    # A measurement of another batch is only named in the error.
     remembered_choice(resolved(batch={"micro_size": 8, "accumulation_steps": 1}))
     with pytest.raises(
         PlanError, match=r"the nearest that was measured differs in batch: \[8, 1\] -> \[2, 1\]$"
@@ -181,7 +189,7 @@ def test_a_rank_cannot_measure() -> None:
 
 
 def test_what_would_fail_anyway_fails_before_measuring() -> None:
-    """The checks of the run come first: no minute is spent on a run that cannot start."""
+    """A run that cannot start fails before minutes of measuring."""
     Path("mine").write_text("")
     with pytest.raises(PlanError, match="is a file; give a folder"):
         control.train(resolved(), Path("mine"))
@@ -189,7 +197,7 @@ def test_what_would_fail_anyway_fails_before_measuring() -> None:
 
 
 def test_plan_and_dry_run_measure_nothing() -> None:
-    """They say that it will be measured, and plan nothing else until then."""
+    """`plan` and `--dry-run` measure nothing, and note that `train` will."""
     base = resolved()
     shown = preview(base)
     assert shown.plan == base.plan
@@ -199,12 +207,13 @@ def test_plan_and_dry_run_measure_nothing() -> None:
 def test_a_bench_refreshes_what_auto_remembers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is shorter than auto's own is no reason to change the engine."""
+    """A bench updates the stored choice, unless it is shorter than auto's own."""
     base = resolved()
     made = rows(player("ort", [[1.0]]), player("eager", [[2.0]]))
     figures = {"variants": made, "rounds": 3}
     monkeypatch.setattr(command, "prepared", lambda *_: [])
     monkeypatch.setattr(command, "measure", lambda *_: figures)
+    # Two steps are fewer than auto measures, three are enough.
     for steps, folder in ((2, "short"), (3, "bench")):
         assert auto.remembered(base) is None
         figures["steps"] = steps
@@ -241,14 +250,15 @@ def test_a_bench_refreshes_what_auto_remembers(
     ids=str,
 )
 def test_what_decides_speed_is_in_the_key(change: dict[str, Any]) -> None:
-    """Model, shape, batch, precision, sharding, optimizer, options, ranks and threads: another one, another key."""
+    """Each part of a recipe that determines the speed changes the key of the stored choice."""
     assert auto.digest(resolved(**change)) != auto.digest(resolved())
 
 
 def test_versions_hardware_and_code_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another torch, another processor, or another text of the user's module: measured anew."""
+    """Another torch, another processor and another text of the user's module change the key."""
     Path("mine.py").write_text(f"{OWN_MODULE}one = 1")
     before = auto.digest(resolved())
+    # The text of the module counts, also where its functions are the same.
     Path("mine.py").write_text(f"{OWN_MODULE}two = 2")
     changed = {before, auto.digest(resolved())}
     monkeypatch.setattr(machine, "hardware", lambda: {"processor": "another"})
@@ -259,7 +269,9 @@ def test_versions_hardware_and_code_are_in_the_key(monkeypatch: pytest.MonkeyPat
 
 
 def test_threads_that_nobody_chose_are_not_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun sets OMP_NUM_THREADS=1, which its ranks do not heed: a bench beside it and a rank of it share a key."""
+    """A value of OMP_NUM_THREADS that torchrun set does not change the key."""
+    # Its ranks ignore that value, so a bench without torchrun and a rank of it share a key.
+    # With a single core, one thread would be the default.
     monkeypatch.setattr(machine, "cores", lambda: 8)
     before = auto.digest(resolved())
     assert auto.digest(resolved({"OMP_NUM_THREADS": "1"})) != before
@@ -271,5 +283,5 @@ def test_threads_that_nobody_chose_are_not_in_the_key(monkeypatch: pytest.Monkey
     [{"name": "other"}, {"seed": 7}, {"train": {"max_steps": 9}}, {"engine": {"name": "ort"}}],
 )
 def test_what_does_not_decide_speed_is_not_in_the_key(change: dict[str, Any]) -> None:
-    """A longer run, another seed or the recipe's own engine ask for no other measurement."""
+    """Parts of a recipe that do not determine the speed leave the key the same."""
     assert auto.digest(resolved(**change)) == auto.digest(resolved())

@@ -1,4 +1,4 @@
-"""`engine.parity_steps: auto`: which trainings are compared with plain PyTorch, and that a plan says so."""
+"""Tests of `engine.parity_steps: auto`: the trainings that are compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def causal(model_type: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
+        # No test of ortlaunch can have trained the user's own model.
         (ORT, Compared(1, "the model is your own")),
         (causal("gpt2"), Compared(1, "ortlaunch's tests train no gpt2 on ONNX Runtime")),
         (causal("llama"), Compared(0, "ortlaunch's tests train llama on ONNX Runtime")),
@@ -32,6 +33,7 @@ def causal(model_type: str) -> dict[str, Any]:
         ({"engine": {"name": "inductor"}}, Compared(0)),
         ({"engine": {"parity_steps": 0}}, Compared(0)),
         ({"engine": {"parity_steps": 2}}, Compared(2)),
+        # Each rank has a part of the weights only.
         (
             {**ORT, "zero": {"stage": 3}},
             Compared(0, "with ZeRO 3 no rank has whole weights to compare with"),
@@ -40,19 +42,20 @@ def causal(model_type: str) -> dict[str, Any]:
     ids=str,
 )
 def test_auto_compares_what_no_test_trains(sections: dict[str, Any], expected: Compared) -> None:
-    """One step of your own model or of another family, on engine ort alone; a number is what it says."""
+    """`auto` compares one step of models that no test trains with engine ort."""
     assert compared_steps(recipe(**sections)) == expected
 
 
 def test_the_built_models_type_counts() -> None:
-    """What a pretrained model is, is known when it is there."""
+    """The type of a pretrained model counts once the model has been loaded."""
+    # The recipe gives its name alone, so the type is passed separately.
     made = recipe(model={"task": "causal-lm", "pretrained": "somewhere/else"}, data=WORDS, **ORT)
     assert compared_steps(made, "llama").steps == 0
     assert compared_steps(made, "gpt2").steps == 1
 
 
 def test_a_plan_says_what_is_compared() -> None:
-    """A line for what `auto` adds, and the bytes of two more sets of gradients where they are known."""
+    """A plan has a line for the comparison, and the memory for two more sets of gradients."""
     made = recipe(**ORT)
     assert "parity: step 1 is also run in plain PyTorch, once (the model is your own)" in describe(
         plan(made), made
@@ -60,6 +63,7 @@ def test_a_plan_says_what_is_compared() -> None:
     asked = bert(engine={"parity_steps": 2})
     memory = plan(asked).memory
     assert memory is not None
+    # Two sets of gradients of 4 bytes a parameter.
     assert memory.compared == 2 * 4 * memory.trainable
     assert "steps that are compared hold" in describe(plan(asked), asked)
     assert "compared" not in describe(plan(bert(**ORT)), bert(**ORT))

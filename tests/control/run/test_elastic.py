@@ -1,4 +1,4 @@
-"""launch.nodes: {min, max}: what is refused before a start, and on which hosts a run starts."""
+"""Tests of launch.nodes {min, max}: refusals before a start, and the hosts of a start."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from tests.makers import CUSTOM, OWN_MODULE, plan, recipe
 
 BATCH = {"global_size": 12, "micro_size": 2}
 LAUNCH = {"nodes": {"min": 1, "max": 3}, "max_restarts": 2}
+# These hosts do not exist: the tests start nothing.
 HOSTS = "".join(f"host{number} slots=1\n" for number in (1, 2, 3))
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe, its module and three hosts."""
+    """A folder with a recipe, its module and three hosts."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN_MODULE)
     (tmp_path / "recipe.yaml").write_text(
@@ -50,12 +51,14 @@ def resolved(*overrides: str, **options: Any) -> ResolvedRun:
 
 @pytest.mark.parametrize(
     ("override", "said"),
+    # Each case breaks one requirement of elastic runs.
     [
         ("launch.nodes.min=4", "launch.nodes.min: got 4, which is over max (3)"),
         ("launch.nodes.max=0", "launch.nodes.max: got 0; it must be >= 1"),
         (
             "launch.launcher=mpi",
-            "launch.launcher: got mpi with launch.nodes {min, max}: a lost host is seen by torchrun's",
+            "launch.launcher: got mpi with launch.nodes {min, max}: "
+            "a lost host is seen by torchrun's",
         ),
         (
             "launch.max_restarts=0",
@@ -76,7 +79,7 @@ def resolved(*overrides: str, **options: Any) -> ResolvedRun:
     ],
 )
 def test_what_the_recipe_must_give(override: str, said: str, folder: Path) -> None:
-    """Each with the place where it was written."""
+    """A recipe that an elastic run cannot use is refused, with the location of the field."""
     with pytest.raises(RecipeError) as caught:
         load(folder / "recipe.yaml", (override,))
     assert said in str(caught.value)
@@ -85,6 +88,7 @@ def test_what_the_recipe_must_give(override: str, said: str, folder: Path) -> No
 
 @pytest.mark.parametrize(
     ("overrides", "options", "said"),
+    # 12 samples are divisible by 1 x 4 and 3 x 4, not by 2 x 4.
     [
         (
             ("batch.micro_size=4",),
@@ -101,6 +105,7 @@ def test_what_the_recipe_must_give(override: str, said: str, folder: Path) -> No
             {"launcher": "mpi"},
             "launcher mpi with launch.nodes 1 to 3: a lost host is seen by torchrun's ssh alone",
         ),
+        # A scheduler chooses hosts that are not known here.
         (
             (),
             {"hostfile": None, "declared": True},
@@ -112,14 +117,14 @@ def test_what_the_recipe_must_give(override: str, said: str, folder: Path) -> No
 def test_what_is_refused_before_a_start(
     overrides: tuple[str, ...], options: dict[str, Any], said: str, folder: Path
 ) -> None:
-    """A global batch that could not be kept on fewer hosts, other hosts, launchers that see no loss, schedulers."""
+    """Batches, hosts, launchers and schedulers that do not fit an elastic run are refused."""
     with pytest.raises(PlanError) as caught:
         resolved(*overrides, **options)
     assert str(caught.value).startswith(said)
 
 
 def found(monkeypatch: pytest.MonkeyPatch, *wrong: tuple[str, str]) -> None:
-    """What is wrong: (host, check)."""
+    """Replace the check of the hosts by one with these failed findings, as (host, check)."""
     monkeypatch.setattr(
         "ortlaunch.run.elastic.look", lambda asked: [Finding(*one, "failed", "so") for one in wrong]
     )
@@ -133,7 +138,7 @@ def on(
 
 
 def test_a_plan_on_the_hosts_that_are_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The global batch stays; ranks are counted anew; the one that is left out is named, and back the next time."""
+    """A plan on fewer hosts keeps the global batch, and names the host that is left out."""
     whole = resolved()
     assert whole.plan.launcher == "torchrun"
     now, lines = on(monkeypatch, whole, ("host2", "reached"))
@@ -141,13 +146,14 @@ def test_a_plan_on_the_hosts_that_are_there(folder: Path, monkeypatch: pytest.Mo
     assert now.work.batch[:4] == (12, 2, 3, 2)
     assert lines[0] == "launch.nodes 1 to 3: on 2 hosts of 3, accumulation 3"
     assert lines[1].split() == ["left", "out:", "host2", "reached", "failed", "so"]
+    # The host is used again as soon as it has no finding.
     assert on(monkeypatch, whole)[0].plan == whole.plan
 
 
 def test_one_far_host_that_is_left_is_started_through_ssh(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not on the host where the command was typed."""
+    """A single remaining host that is not this one is started through ssh."""
     now, _ = on(monkeypatch, resolved(), ("host1", "reached"), ("host2", "reached"))
     request = backend("torchrun").request(now.plan, RunDir("run"))
     assert [
@@ -156,7 +162,7 @@ def test_one_far_host_that_is_left_is_started_through_ssh(
 
 
 def test_too_few_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fewer than min nothing is started."""
+    """With fewer than `min` hosts nothing is started."""
     with pytest.raises(
         LaunchError, match=r"^launch.nodes.min is 3, and 2 hosts can be used:\n  host2 +reached"
     ):
@@ -166,7 +172,8 @@ def test_too_few_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_host_that_is_not_fit_is_no_lost_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the first start it is a mistake to be mended; later the run goes on without it."""
+    """A host with a fault other than a lost connection fails the first start only."""
+    # At the first start the user can repair it; later the run continues without the host.
     whole = resolved()
     with pytest.raises(LaunchError, match="the hosts are not ready, and nothing was started"):
         on(monkeypatch, whole, ("host2", "packages"), again=False)
@@ -176,7 +183,7 @@ def test_a_host_that_is_not_fit_is_no_lost_one(
 def test_hosts_of_a_run_with_one_number_of_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is not fit ends the first start; restarts do not look again, and without preflight nobody does."""
+    """Without {min, max} the hosts are checked at the first start only, and if preflight is on."""
     whole = resolved("launch.nodes=3")
     with pytest.raises(LaunchError, match="the hosts are not ready, and nothing was started"):
         on(monkeypatch, whole, ("host2", "reached"), again=False)
@@ -187,7 +194,7 @@ def test_hosts_of_a_run_with_one_number_of_them(
 
 
 def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has saved, and the ranks are started again; that is no failure, and the next stop is one."""
+    """A requested restart starts the ranks again, and counts as no failed attempt."""
     run = RunDir(tmp_path)
     made = plan(recipe())
     write_text(run.plan, made.to_json())
@@ -197,6 +204,7 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
 
     def start(number: int) -> Ended:
         starts.append(number)
+        # The second start reads the new hosts and removes the request, as rank 0 does.
         if number == 2:
             assert not run.stop_request.exists()
             run.restart_request.unlink()
@@ -212,7 +220,7 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_findings_have_a_schema() -> None:
-    """Which a finding with another verdict, or with a word that nobody knows, does not fit."""
+    """Findings fit their schema; other verdicts and unknown fields do not."""
     schema = json.loads(json_schema())
     good = {"host": "a", "check": "disk", "verdict": "ok", "what": "", "mend": ""}
     jsonschema.validate([good], schema)
@@ -225,7 +233,7 @@ def test_findings_have_a_schema() -> None:
 def test_only_an_elastic_run_takes_hosts_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another is stopped and started by its own command."""
+    """`ortlaunch restart` is refused for a run with a fixed number of hosts, or one that ended."""
     from ortlaunch.recipe import to_yaml
     from ortlaunch.runs.requests import restart
 

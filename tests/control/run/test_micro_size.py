@@ -1,4 +1,4 @@
-"""`micro_size: auto`: which sizes are tried, what is found, what is refused. Tries are stood in for here."""
+"""Tests of `micro_size: auto`: the sizes tried, the result, refusals. The trials are replaced."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from tests.makers import bert, host, plan, recipe
 
 
 def auto(total: int, **sections: Any) -> Recipe:
-    """A recipe that asks for a size to be found."""
+    """A recipe that requests a search for the size."""
     return recipe(batch={"global_size": total, "micro_size": "auto"}, **sections)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, limit: float) -> list[int]:
-    """Memory grows with the size, and ends at `limit`; returns the sizes tried, as they are."""
+    """Replace the trials: memory is proportional to the size. Returns the sizes tried, in order."""
     tried: list[int] = []
 
     def try_one(made: Recipe, resolved: Plan, run: RunDir, size: int) -> Try:
         tried.append(size)
+        # A trial at the limit uses exactly the allowed share.
         share = MARGIN * size / limit
         return Try(size, share <= MARGIN, share if share < 1 else None, "")
 
@@ -38,7 +39,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, limit: float) -> list[int]:
 
 
 def test_sizes_of_the_largest_batch_take_no_time() -> None:
-    """The largest global size that a recipe may give: its divisors, not a walk through all numbers below it."""
+    """The sizes of the largest possible batch are found at once."""
+    # Dividing by all numbers up to 10**9 would take minutes.
     started = time.perf_counter()
     found = sizes(plan(auto(10**9)).batch)
     assert (len(found), found[:6], found[-1]) == (100, [1, 2, 4, 5, 8, 10], 10**9)
@@ -49,7 +51,7 @@ def test_sizes_of_the_largest_batch_take_no_time() -> None:
 def test_the_largest_that_fits_is_found(
     total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For every limit: the largest divisor below it, no size twice, none beyond the batch, few tries."""
+    """For every limit, the largest divisor below it is found, with few trials and none twice."""
     made = auto(total)
     resolved = plan(made)
     for limit in range(1, min(total, 200) + 2):
@@ -62,7 +64,8 @@ def test_the_largest_that_fits_is_found(
 
 
 def test_no_try_goes_far_beyond_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the way up, a try takes at most twice of what is there."""
+    """While sizes increase, a trial uses at most twice the available memory."""
+    # Far more could end other processes of the host.
     made = auto(4096)
     for limit in (1.5, 3, 20, 70, 300):
         tried = stand_in(monkeypatch, limit)
@@ -71,33 +74,34 @@ def test_no_try_goes_far_beyond_memory(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_sizes_keep_the_global_batch() -> None:
-    """Each size divides what a rank takes of the global batch."""
+    """Each size divides a rank's share of the global batch."""
     made = auto(48)
     assert sizes(plan(made, [host("localhost", 2)], "torchrun").batch) == [1, 2, 3, 4, 6, 8, 12, 24]
 
 
 def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is too large for one sample is an error, with the try's own reason."""
+    """A model that is too large for one sample gives an error."""
     stand_in(monkeypatch, 0.5)
     with pytest.raises(LaunchError, match="not even 1 sample a rank fits"):
         find(auto(8), plan(auto(8)), RunDir(tmp_path))
 
 
 def test_what_was_found_is_known_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart in the run folder takes the number, but not for another batch or other ranks."""
+    """A restart in the run folder uses the size that was found, for the same batch and ranks."""
     run = RunDir(tmp_path)
     made = auto(24)
     assert known(made, plan(made).batch, run) is None
     stand_in(monkeypatch, 9)
     find(made, plan(made), run)
     assert json.loads(run.micro_size.read_text())["tries"][0]["size"] == 1
+    # 12 does not fit below the limit of 9.
     assert known(made, plan(made).batch, run) == 8
     assert known(auto(32), plan(auto(32)).batch, run) is None
     assert known(made, plan(made, [host("localhost", 2)], "torchrun").batch, run) is None
 
 
 def test_the_found_size_is_planned_and_written() -> None:
-    """A number in place of auto gives the batch, DeepSpeed's fields and memory of that number."""
+    """A size that was found gives the same plan as a recipe with that number."""
     made = auto(24, zero={"stage": 1})
     batch = made.batch.model_copy(update={"micro_size": 8})
     found = made.model_copy(update={"batch": batch})
@@ -110,7 +114,7 @@ def test_the_found_size_is_planned_and_written() -> None:
 
 
 def test_plan_says_that_it_will_be_found() -> None:
-    """`plan` shows the sizes that would be tried, and what a sample takes."""
+    """`plan` shows the sizes that would be tried, and the memory of a sample."""
     made = bert(batch={"global_size": 64, "micro_size": "auto"})
     lines = note(plan(made))
     assert "among 1, 2, 4, 8, 16, 32, 64; the plan above is for 1" in lines[0]
@@ -121,6 +125,7 @@ def test_plan_says_that_it_will_be_found() -> None:
     ("cause", "signal", "memory"),
     [
         ("out-of-memory", None, True),
+        # The kernel's out-of-memory killer sends SIGKILL.
         ("killed", 9, True),
         ("raised", None, False),
         ("crash", 11, False),
@@ -129,7 +134,7 @@ def test_plan_says_that_it_will_be_found() -> None:
 def test_which_failures_are_memory(
     cause: str, signal: int | None, memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only an end for lack of memory means that a size does not fit; others end the search with their text."""
+    """Only an end for lack of memory means that a size does not fit; others end the search."""
     made = auto(4)
     run = RunDir(tmp_path)
     ended = {
@@ -144,6 +149,7 @@ def test_which_failures_are_memory(
     request = micro_size.backend("local").request(plan(made), run.trial_of(1))
     error = run.trial_of(1).error(0)
     error.parent.mkdir(parents=True)
+    # The trial is a shell that writes this record and fails.
     argv = ("/bin/sh", "-c", 'printf %s "$1" > "$0"; exit 1', str(error), json.dumps(record))
     monkeypatch.setattr("ortlaunch.launch.local.request", lambda *_: request._replace(argv=argv))
     if memory:
@@ -153,11 +159,13 @@ def test_which_failures_are_memory(
             micro_size._try(made, plan(made), run, 1)
 
 
+# Schedulers send USR1 and TERM, a user's Ctrl-C sends INT.
 @pytest.mark.parametrize(("name", "status"), [("USR1", 85), ("TERM", 85), ("INT", 130)])
 def test_a_stop_in_a_try(
     name: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing has begun, so that the run is to be run again; also by the notice that Slurm sends before the end."""
+    """A signal during a trial ends the search, and requests another start unless it was Ctrl-C."""
+    # Slurm sends USR1 before the end of the job's time.
     made = auto(4)
     run = RunDir(tmp_path)
     request = micro_size.backend("local").request(plan(made), run.trial_of(1))
@@ -171,10 +179,11 @@ def test_a_stop_in_a_try(
 
 
 def test_a_try_is_the_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same ranks, the size, two passes a step where the batch has as many; an old try's words are gone."""
+    """A trial has the run's ranks, its size, and two passes a step where the batch has as many."""
     made = auto(24, zero={"stage": 2})
     run = RunDir(tmp_path)
     resolved = plan(made, [host("localhost", 2)], "torchrun")
+    # The result of an older trial in the same folder must not be read again.
     write_json(run.trial_of(4).trial, {"share": 0.1})
     for size, passes in ((4, 2), (12, 1)):
         tried = micro_size._write(made, resolved, run.trial_of(size), size)

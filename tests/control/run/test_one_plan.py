@@ -1,4 +1,4 @@
-"""A plan is made once a start: all choices come first, and verbs that start nothing plan once, too."""
+"""Tests that a start makes one plan, after all choices, and so do verbs that start nothing."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ ELASTIC = {
 
 
 class Counted:
-    """`make_plan` with the number of its calls, and launchers that start nothing."""
+    """A command line that counts calls of `make_plan`, with launchers that start nothing."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans = self.starts = 0
-        self.restarts = 0  # by `ortlaunch restart`
+        # Starts requested by `ortlaunch restart`.
+        self.restarts = 0
         made = resolving.make_plan
 
         def counted(*arguments: Any, **named: Any) -> Any:
@@ -57,11 +58,12 @@ class Counted:
     def _end(self, run: RunDir) -> End:
         if self.starts > self.restarts:
             return End(0, "done")
+        # As if `ortlaunch restart` was typed while the ranks ran.
         write_text(run.restart_request, "{}")
         return End(EXIT_SAVED, "saved")
 
     def __call__(self, *typed: str) -> str:
-        """What a command prints, all of it; the counts are its own."""
+        """Run a command and return its output; the counters begin at 0 again."""
         self.plans = self.starts = 0
         result = CliRunner().invoke(app, list(typed))
         if isinstance(result.exception, OrtlaunchError):
@@ -73,6 +75,7 @@ class Counted:
 @pytest.fixture
 def ortlaunch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
     """The command line in a folder of its own."""
+    # Stored choices and the list of runs must not be those of the user.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -82,13 +85,14 @@ def ortlaunch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 
 def written(**sections: Any) -> str:
-    """The path of a recipe with these sections."""
+    """Write a recipe with these sections and return its path."""
     Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))
     return "recipe.yaml"
 
 
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bench in which inductor is the fastest; its variants, which would be starts of their own, are not planned."""
+    """Replace the bench by one in which inductor is the fastest."""
+    # Its variants would be starts with plans of their own.
     choice = Choice("auto", "inductor", "measured 2 x eager", {})
     monkeypatch.setattr(auto, "prepared", lambda *_: [])
     monkeypatch.setattr(auto, "measure", lambda *_: {"variants": []})
@@ -97,7 +101,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_start_and_a_resumption(ortlaunch: Counted) -> None:
-    """One plan each; the second continues the folder of the first."""
+    """A start makes one plan, and so does its continuation in the same folder."""
     ortlaunch("train", written(), "--run-dir", "run")
     assert (ortlaunch.plans, ortlaunch.starts) == (1, 1)
     text = ortlaunch("train", "recipe.yaml", "train.max_steps=9", "--run-dir", "run")
@@ -106,8 +110,9 @@ def test_a_start_and_a_resumption(ortlaunch: Counted) -> None:
 
 
 def test_engine_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured, then remembered, then as the run began: each time the plan is that of the chosen engine alone."""
+    """With engine auto, the only plan is that of the chosen engine, also if it was stored."""
     path = written(engine={"name": "auto"})
+    # First measured, then from the cache, then from the run folder.
     measured(monkeypatch)
     for folder, source in (("run", ""), ("other", " (cached)"), ("run", " (as this run began)")):
         text = ortlaunch("train", path, "--run-dir", folder)
@@ -117,7 +122,7 @@ def test_engine_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_micro_size_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One plan for the tries, which are starts of their own, and one for the run; later runs know the size."""
+    """Trials of micro_size auto share one plan, the run has another; later runs know the size."""
     monkeypatch.setattr(
         micro_size, "_try", lambda recipe, plan, run, size: Try(size, size <= 8, 0.5, "")
     )
@@ -132,7 +137,8 @@ def test_micro_size_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) ->
 def test_elastic_hosts(
     lost: tuple[str, ...], ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hosts are looked at before the plan; a restart on the same ones needs none, on others one more."""
+    """Hosts are checked before the plan; only a change of the hosts needs another plan."""
+    # The first start and two restarts; host3 is lost before the last.
     out = [set(lost), set(lost), {"host3"}]
 
     def look(asked: Any) -> list[Finding]:
@@ -146,7 +152,7 @@ def test_elastic_hosts(
 
 
 def test_a_launcher_that_cannot_start(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found before sizes are tried, hosts are looked at or anything is written; no plan is needed for it."""
+    """A launcher that cannot start is refused before trials, checks of hosts, and any plan."""
     monkeypatch.setattr("ortlaunch.launch.mpi.find_mpirun", lambda: "mpirun")
     monkeypatch.setattr("ortlaunch.launch.mpi.family", lambda mpirun: "Open MPI")
     with pytest.raises(
@@ -157,9 +163,10 @@ def test_a_launcher_that_cannot_start(ortlaunch: Counted, monkeypatch: pytest.Mo
 
 
 def test_a_finished_run(ortlaunch: Counted) -> None:
-    """Where nothing is left to train there is no start, and no plan."""
+    """A run that is complete makes no start and no plan."""
     ortlaunch("train", written(), "--run-dir", "run")
     run = RunDir(Path("run"))
+    # The files of a complete training of 3 steps.
     for path, text in (
         (run.checkpoint(3) / "COMPLETE", ""),
         (run.summary, '{"steps": 3}'),
@@ -176,7 +183,7 @@ def test_a_finished_run(ortlaunch: Counted) -> None:
 def test_what_starts_nothing(
     sections: dict[str, Any], ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`plan`, `--dry-run` and `submit` plan once, also with an engine that is remembered."""
+    """`plan`, `--dry-run` and `submit` make one plan, also with choices that are still open."""
     verbs: list[tuple[str, ...]] = [
         ("plan",),
         ("train", "--dry-run"),

@@ -1,4 +1,4 @@
-"""`launch.max_restarts`: which failures are followed by another start, after how long, and what is kept of each."""
+"""Tests of `launch.max_restarts`: failures that lead to a restart, waits, and kept records."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.runs.status import look
 from tests.makers import host, plan, recipe
 
+# An attempt that failed after step 7, whose newest checkpoint is after step 4.
 FIRST = Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError: planted", 7, 4, 0)
 
 
 def test_the_same_failure_at_the_same_step_is_deterministic() -> None:
-    """Numbers in its message may differ, as process ids do; another step, exception or status is another failure."""
+    """The same failure at the same step is not tried again, also with other numbers in its text."""
     again = replace(FIRST, number=2, resumed=4)
     said = in_vain([FIRST, again], 9)
     assert said == (
-        "not started again: the same failure after step 7 as the time before (ValueError: planted), so that it is "
+        "not started again: the same failure after step 7 as the time before "
+        "(ValueError: planted), so that it is "
         "deterministic"
     )
+    # Process ids and seconds differ from start to start.
     pids = [replace(again, failure=f"Stall: process {pid} for {pid}.5 s") for pid in (7, 42)]
     assert "deterministic" in (in_vain(pids, 9) or "")
     assert in_vain([FIRST, replace(again, step=8)], 9) is None
@@ -40,7 +43,8 @@ def test_the_same_failure_at_the_same_step_is_deterministic() -> None:
 
 
 def test_a_kill_from_outside_may_meet_the_same_step() -> None:
-    """SIGKILL is nobody's fault twice, unless the kernel's out-of-memory killer sent it."""
+    """A SIGKILL or a lost host may repeat at the same step, a lack of memory may not."""
+    # Only the kernel's out-of-memory killer has a cause within the run.
     killed = replace(FIRST, exit_status=137, failure="exit status 137")
     assert in_vain([killed, killed], 9) is None
     lost = replace(
@@ -52,14 +56,15 @@ def test_a_kill_from_outside_may_meet_the_same_step() -> None:
 
 
 def test_a_failure_before_any_rank_began_that_repeats() -> None:
-    """Once it may be an accident."""
+    """A failure before any rank began is tried again once."""
+    # The first time it may be an accident.
     early = replace(FIRST, step=None, failure="exit status 250", exit_status=250)
     assert in_vain([early], 1) is None
     assert "the same failure before any rank began" in (in_vain([early, early], 9) or "")
 
 
 def test_progress_begins_the_count_anew() -> None:
-    """A new complete checkpoint, or a hundred steps; the waits grow with the count, and have a bound."""
+    """A new checkpoint or a hundred steps reset the count of restarts; the waits have a limit."""
     failed = [replace(FIRST, step=7 + n, checkpoint=4) for n in range(4)]
     assert restarts_without_progress(failed) == 3
     assert in_vain(failed[:3], 3) is None
@@ -68,6 +73,7 @@ def test_progress_begins_the_count_anew() -> None:
         == "not started again: 3 restarts without progress (launch.max_restarts: 3)"
     )
     assert restarts_without_progress([*failed, replace(FIRST, checkpoint=8)]) == 0
+    # Many more steps are progress, also without a new checkpoint.
     assert restarts_without_progress([*failed, replace(FIRST, step=200)]) == 0
     assert [wait_seconds(failed[:n]) for n in (1, 2, 3)] == [1.0, 2.0, 4.0]
     assert wait_seconds(failed[:1] * 50) == 60.0
@@ -75,7 +81,7 @@ def test_progress_begins_the_count_anew() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """The folder of a run of two ranks, whose waits take no time."""
+    """The folder of a run of two ranks, without waits between the starts."""
     monkeypatch.setattr(restarts.time, "sleep", lambda _: None)
     run = RunDir(tmp_path / "run")
     write_text(run.plan, plan(recipe(), [host("localhost", 2)], "mpi").to_json())
@@ -84,7 +90,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def fail(run: RunDir, step: int) -> Ended:
-    """A start of which rank 1 fails, and what it leaves."""
+    """Write the files of a start in which rank 1 fails, and return its end."""
     for rank in (0, 1):
         write_text(run.log(rank, "err"), f"at {step}")
     record = {
@@ -102,7 +108,7 @@ def fail(run: RunDir, step: int) -> Ended:
 
 
 def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """Logs and errors in attempts/N, causes in job.json and `status`; the end says that it was not the first."""
+    """Each attempt's files are kept in attempts/N, its cause in job.json and in `status`."""
     ends = iter(
         [lambda: fail(run, 5), lambda: fail(run, 6), lambda: Ended(End(0, "done: run"), False)]
     )
@@ -114,6 +120,7 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
         )
         assert str(look(run)).splitlines()[-1] == "attempt 3 runs"
         file.end(0, "")
+    # A run that ends well after restarts notes them.
     assert re.fullmatch(
         r"done: run, after 2 restarts \(failed attempts took 0:\d\d\)", ended.end.text
     )
@@ -135,7 +142,8 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
 
 
 def test_a_jobs_own_output_stays(run: RunDir) -> None:
-    """Slurm writes on in it while another start is prepared; `ortlaunch logs` looks where it always is."""
+    """The output of a Slurm job is not moved with the logs of a failed start."""
+    # Slurm continues to write to it, and `ortlaunch logs` reads it there.
     fail(run, 5)
     write_text(run.logs / "slurm-12.out", "hello")
     assert set_aside(run) == 1
@@ -144,7 +152,8 @@ def test_a_jobs_own_output_stays(run: RunDir) -> None:
 
 
 def test_a_request_that_came_meanwhile_is_for_the_next_start(run: RunDir) -> None:
-    """Asked just before the ranks are started again, a stop is theirs; a start of its own begins without one."""
+    """A stop that is requested between two starts counts for the second one."""
+    # A new command begins without the requests of an earlier one.
     made = recipe()
     for again in (True, False):
         write_text(run.stop_request, "{}")
@@ -153,7 +162,8 @@ def test_a_request_that_came_meanwhile_is_for_the_next_start(run: RunDir) -> Non
 
 
 def test_a_start_that_left_nothing_has_no_folder(run: RunDir) -> None:
-    """Its launcher failed before any rank began."""
+    """A start in which no rank began has no folder of its own."""
+    # Only its launcher failed.
     ends = iter([End(250, "no rank began"), End(0, "done")])
     with JobFile(run, "mpi") as file:
         supervise(run, 3, file, lambda _: Ended(next(ends), False))
@@ -161,7 +171,7 @@ def test_a_start_that_left_nothing_has_no_folder(run: RunDir) -> None:
 
 
 def test_a_deterministic_failure_stops_the_second_time(run: RunDir) -> None:
-    """With its own exit status, and the last attempt's logs where they always are."""
+    """A deterministic failure ends the run with its own status, and its logs stay in place."""
     ended = supervise(run, 3, JobFile(run, "mpi"), lambda attempt: fail(run, 7))
     assert ended.end.status == 7
     assert ended.end.text.splitlines()[-1].startswith(
@@ -175,7 +185,8 @@ def test_a_deterministic_failure_stops_the_second_time(run: RunDir) -> None:
     ("status", "stopped"), [(2, False), (85, False), (130, False), (143, False), (1, True)]
 )
 def test_what_is_no_fault(status: int, stopped: bool, run: RunDir) -> None:
-    """Input errors and stops that were asked for, by whichever means, start nothing again."""
+    """Input errors and requested stops start nothing again."""
+    # 2: input error; 85: saved; 130 and 143: SIGINT and SIGTERM; the last: a signal to the command.
     starts: list[int] = []
 
     def start(attempt: int) -> Ended:
@@ -187,7 +198,7 @@ def test_what_is_no_fault(status: int, stopped: bool, run: RunDir) -> None:
 
 
 def test_the_plan_says_what_follows_a_fault() -> None:
-    """Under a launcher of the user's own nobody restarts."""
+    """The plan notes restarts, and that none happens under the user's own launcher."""
     made = recipe(launch={"max_restarts": 3})
     assert "started again from the last complete checkpoint, at most 3 times without" in describe(
         plan(made), made
