@@ -1,4 +1,4 @@
-"""`ortlaunch import`: another tool's config as a recipe, and an account of what became of each of its keys."""
+"""`ortlaunch import`: convert another tool's config to a recipe, and report on each of its keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ortlaunch.recipe.text.source import override, read
 from ortlaunch.recipe.text.tree import Tree, merge
 from ortlaunch.recipe.text.yaml_text import dump
 
-# Who converts, and whose words of dialects.py hold, the tool's own first.
+# The converter of each tool, and the dialects (recipe/hints/dialects.py) of its keys, by priority.
 _TOOLS = {
     "axolotl": (axolotl.convert, ("Axolotl", "Hugging Face")),
     "llama-factory": (llama_factory.convert, ("LLaMA-Factory", "Hugging Face")),
@@ -26,7 +26,8 @@ _TOOLS = {
     "hf-trainer": (trainer.convert, ("Hugging Face",)),
 }
 TOOLS = tuple(_TOOLS)
-# Keys by which a config is known; LLaMA-Factory's has Trainer's, too.
+# Keys that identify a tool. LLaMA-Factory's configs have keys of Trainer, too, so Trainer counts
+# only if no other tool matches.
 _MARKS = {
     "axolotl": ("base_model", "sequence_len", "micro_batch_size", "datasets"),
     "llama-factory": ("finetuning_type", "cutoff_len", "stage", "dataset_dir"),
@@ -47,19 +48,19 @@ _MARKS = {
 
 
 class Imported(NamedTuple):
-    """A recipe and where it came from."""
+    """A recipe with the report of its conversion."""
 
     tool: str
     marks: tuple[str, ...]
-    """The keys that told the tool; () where it was given."""
+    """The keys that identified the tool; () if the user named it."""
     name: str
     recipe: str
     account: ImportReport
     overrides: tuple[str, ...]
-    """They come before what the config says."""
+    """Overrides of the command line; they replace keys of the config."""
 
     def __str__(self) -> str:
-        """The account, for a person."""
+        """Return the report as text."""
         guessed = f", by {', '.join(self.marks)}" if self.marks else ""
         over = (
             [f"set by the command, whatever is said above: {', '.join(self.overrides)}"]
@@ -71,18 +72,24 @@ class Imported(NamedTuple):
         )
 
     def file(self) -> str:
-        """The recipe with the account as comments."""
+        """Return the recipe as YAML, with the report as comments."""
         return "".join(f"# {line}\n" for line in str(self).splitlines()) + self.recipe
 
 
 def import_config(
     path: Path, tool: str | None, base: Path | None, overrides: Sequence[str]
 ) -> Imported:
-    """Turn a config into a valid recipe, over a recipe that has what it does not say.
+    """Convert a config to a valid recipe.
+
+    Args:
+        path: the config.
+        tool: one of TOOLS; None: guess it from the keys.
+        base: a recipe with values for keys that the config lacks.
+        overrides: KEY=VALUE of the command line.
 
     Raises:
-        RecipeError: the config, the base or what comes of them is wrong; with every problem.
-        InputError: it is none of a tool's that is known, or trains in a way that there is not here.
+        RecipeError: the config, the base or their result is wrong; it has every problem.
+        InputError: the tool is unknown, or trains in a way that ortlaunch does not have.
     """
     tree = config(path)
     found, marks = (tool, ()) if tool else _guess(tree, path)
@@ -97,8 +104,10 @@ def import_config(
         re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "imported",
         "the file's name",
     )
+    # Last: the converters above have taken the keys that need more than a table.
     draft.rest()
     whole = _checked(_over(below, draft.recipe), overrides, draft.account)
+    # In the order of the sections in the manual, not of the config.
     ordered = {name: whole[name] for name in Recipe.model_fields if name in whole}
     return Imported(found, marks, str(path), dump(ordered), draft.account, tuple(overrides))
 
@@ -121,7 +130,7 @@ def _guess(tree: Tree, path: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def _base(path: Path | None, place: Place) -> Tree:
-    """The recipe of --base; an empty one without it."""
+    """Return the recipe of --base; an empty one without it."""
     problems: list[Line] = []
     try:
         below = read(path, problems) if path is not None else Tree(place, kind="mapping")
@@ -133,7 +142,9 @@ def _base(path: Path | None, place: Place) -> Tree:
 
 
 def _over(below: Tree, recipe: Tree) -> Tree:
-    """The recipe over a base; the config's batch, schedule and length hold whole."""
+    """Return the recipe merged over a base."""
+    # A batch equation or schedule with parts of both would have no meaning, so these sections are
+    # replaced as a whole.
     for section in ("batch", "schedule"):
         if recipe.find((section,)) is not None:
             below = below.without((section,))
@@ -145,7 +156,11 @@ def _over(below: Tree, recipe: Tree) -> Tree:
 
 
 def _checked(tree: Tree, overrides: Sequence[str], account: ImportReport) -> dict[str, object]:
-    """The keys of a recipe that is valid."""
+    """Check a recipe and return its keys.
+
+    Raises:
+        RecipeError: the recipe is invalid; it has every problem, and keys without a counterpart.
+    """
     problems: list[Line] = []
     tree = override(tree, overrides, problems)
     problems += check(tree).problems
@@ -162,7 +177,7 @@ def _checked(tree: Tree, overrides: Sequence[str], account: ImportReport) -> dic
 
 
 def lines(account: ImportReport) -> Iterator[str]:
-    """The account, list by list."""
+    """Yield the lines of a report; what needs attention comes first."""
     yield from _list("means something else here", account.changed)
     yield from _list("without a counterpart", account.dropped)
     yield from _list("nothing to set", account.needless)

@@ -1,4 +1,4 @@
-"""Axolotl's YAML: causal language models, with datasets in a list."""
+"""Convert Axolotl's YAML: causal language models, with a list of datasets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from ortlaunch.other_tools.draft import Draft, number, word
 from ortlaunch.recipe.text.tree import Tree
 
 _PREFERENCES = "there is no preference training here"
+# `ds_type` or the file's suffix -> format of the recipe.
 _SUFFIXES = {"json": "jsonl", "jsonl": "jsonl", "text": "text", "txt": "text", "parquet": "parquet"}
 _TEXT = ("completion", "pretrain")
 _PROMPT = "the tokenizer's chat template (data.chat_template) writes the prompt, not Axolotl's text"
 
 
 def convert(draft: Draft) -> None:
-    """One config."""
+    """Convert a config."""
     rl = draft.take("rl")
     if rl is not None:
         raise trainer.refused("rl", rl, _PREFERENCES)
@@ -27,7 +28,7 @@ def convert(draft: Draft) -> None:
     trainer.optimizer(draft, "optimizer")
     _schedule(draft)
     trainer.training(draft)
-    trainer.length(draft, 1)
+    trainer.length(draft, 1)  # Axolotl's default is one epoch, Trainer's three
     for path, value in (("batch.accumulation_steps", 1), ("train.max_grad_norm", 1.0)):
         draft.assume(path, value, "Axolotl's default")
 
@@ -55,10 +56,12 @@ def _adapter(draft: Draft) -> None:
         return draft.without_adapters("there is no adapter")
     if adapter.scalar not in ("lora", "qlora"):
         raise trainer.refused("adapter", adapter, "adapters here are lora")
+    # LoRA without quantization trains the same adapters, so qlora is converted with a remark.
     if adapter.scalar == "qlora":
         draft.drop("adapter", adapter, "model.lora, whose base weights are not quantized")
     else:
         draft.needless("adapter", adapter, "model.lora is there")
+    # If both are given, `draft.put` reports the second as dropped.
     every = draft.take("lora_target_linear")
     names = draft.take("lora_target_modules")
     if every is not None:
@@ -75,6 +78,7 @@ def _adapter(draft: Draft) -> None:
 
 
 def _datasets(draft: Draft) -> None:
+    # A second source of the same part is reported as dropped by `draft.put`.
     for key, part in (
         ("datasets", "train"),
         ("pretraining_dataset", "train"),
@@ -99,14 +103,15 @@ def _datasets(draft: Draft) -> None:
 
 
 def _source(draft: Draft, node: Tree, key: str, usual: str | None) -> dict[str, object]:
-    """A data set, by its path and type; what of it has no place is dropped by name."""
+    """Return a data source from its path and type; settings without a counterpart are reported."""
     values = node.plain() if node.kind == "mapping" else {"path": node.scalar}
     path = values.pop("path", "")
     kind = values.pop("type", usual)
     form = _SUFFIXES.get(str(values.get("ds_type") or str(path).rpartition(".")[2]))
     if form:
         values.pop("ds_type", None)
-    if str(path) in _SUFFIXES and values.get("data_files"):  # the name of a loader
+    # Such as `path: json`: the name of a loader, whose file is in data_files.
+    if str(path) in _SUFFIXES and values.get("data_files"):
         path = values.pop("data_files")
     source: dict[str, object] = (
         {"format": form, "path": path} if form else {"format": "hub", "name": path}
@@ -136,6 +141,7 @@ def _columns(
                 f"{key}.type", here, "messages have role and content here, not from and value"
             )
         return {"messages_column": values.pop("field_messages", None) or column}
+    # A mapping is Axolotl's form of a custom prompt; it names the columns.
     if kind == "alpaca" or isinstance(kind, dict):
         fields = kind if isinstance(kind, dict) else {}
         draft.drop(f"{key}.type", here, f"{_PROMPT}; the column input is not read")
@@ -152,7 +158,7 @@ def _columns(
 
 
 def _template(draft: Draft) -> None:
-    """How chats are written."""
+    """Convert the chat template."""
     named = draft.take("chat_template")
     own = draft.take("chat_template_jinja")
     if own is not None:
@@ -170,7 +176,7 @@ def _template(draft: Draft) -> None:
 
 
 def _schedule(draft: Draft) -> None:
-    """Axolotl's own defaults: a cosine, after 3 % of the steps."""
+    """Convert the schedule; Axolotl's defaults are a cosine and a warm-up of 3 % of the steps."""
     named = draft.value("lr_scheduler")
     if (
         named != "constant"
@@ -186,12 +192,17 @@ def _schedule(draft: Draft) -> None:
 
 def _has_chats(draft: Draft) -> bool:
     train = draft.recipe.find(("data", "train"))
+    # By text, because data.train may be one source or a list of them.
     text = str(train.plain()) if train is not None else ""
     return "messages_column" in text or "prompt_column" in text
 
 
 def _packing(draft: Draft) -> None:
-    """Answers alone count in chats; plain text is always packed."""
+    """Convert packing and the loss on prompts.
+
+    Here only answers count in the loss of chats, and plain text is always packed.
+    """
+    # Not `take`, here and below: false has a meaning, too.
     inputs = draft.left.pop("train_on_inputs", None)
     if inputs is not None and inputs.scalar:
         draft.drop("train_on_inputs", inputs, "answers alone count in the loss of chats")
@@ -208,6 +219,7 @@ def _packing(draft: Draft) -> None:
             node = draft.left.pop(key)
             (draft.drop if bool(node.scalar) == chats else draft.needless)(key, node, why)
     share = number(draft.left.get("val_set_size"))
+    # Any other share is left to the tables.
     if share == 0:
         draft.needless("val_set_size", draft.left.pop("val_set_size"), "there is none by itself")
 

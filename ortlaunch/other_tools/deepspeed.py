@@ -1,4 +1,7 @@
-"""DeepSpeed's JSON: batch, optimizer, schedule and precision are the recipe's, all else goes to zero.deepspeed."""
+"""Convert DeepSpeed's JSON.
+
+Batch, optimizer, schedule and precision become keys of the recipe; all else goes to zero.deepspeed.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ _SETTINGS = {
     "weight_decay": "weight_decay",
     "momentum": "momentum",
 }
+# Settings that only DeepSpeedCPUAdam has.
 _CPU_ADAM = (
     "fp16.fp16_master_weights_and_grads",
     "bf16.bf16_master_weights_and_grads",
@@ -33,13 +37,13 @@ _AUTO = "Hugging Face's Trainer fills it in from its own arguments, and so does 
 
 
 def convert(draft: Draft) -> None:
-    """A whole config: how to train, not what."""
+    """Convert a whole config, which has no model and no data."""
     _parts(draft, dict(draft.left), "")
     draft.left = {}
 
 
 def beside(draft: Draft, node: Tree) -> None:
-    """The config that another tool's names by its path, or holds."""
+    """Convert the DeepSpeed config of another tool's config: a path, or a mapping."""
     if node.kind == "mapping":
         return _parts(
             draft, {str(key): child for key, child in node.children.items()}, "deepspeed."
@@ -49,9 +53,11 @@ def beside(draft: Draft, node: Tree) -> None:
         draft.drop(
             "deepspeed", node, "there is no such file here; give zero.stage, and zero.deepspeed"
         )
+        # Usual names are such as ds_z3_config.json.
         return _shard(
             draft, next((n for n in (3, 2, 1) if str(n) in word(node)), 0), "by that file's name"
         )
+    # Imported here: only a config with a path needs it.
     from ortlaunch.other_tools.reading import config
 
     inner = config(path)
@@ -60,13 +66,14 @@ def beside(draft: Draft, node: Tree) -> None:
 
 
 def _places(node: Tree) -> list[Path]:
-    """Beside the config, or where one stands; an absolute path is itself."""
+    """Return possible locations: beside the config, and relative to the current folder."""
+    # An absolute path replaces the folder before it.
     return [Path(node.place.source).parent / word(node), Path(word(node))]
 
 
 def _parts(draft: Draft, parts: dict[str, Tree], prefix: str) -> None:
     _shard(draft, _stage(parts.get("zero_optimization")), "by zero_optimization")
-    _batch(draft, parts)
+    _batch(draft, parts)  # before the loop, because it removes a redundant size
     for key, node in parts.items():
         if node.scalar == "auto":
             draft.needless(f"{prefix}{key}", node, _AUTO)
@@ -99,7 +106,7 @@ def _shard(draft: Draft, stage: int, why: str) -> None:
 
 
 def _batch(draft: Draft, parts: dict[str, Tree]) -> None:
-    """Of three sizes two decide; of none given Trainer's or the base's hold."""
+    """Convert the three batch sizes; without any, Trainer's or the base's remain."""
     total, micro, passes = (
         number(parts.get(key))
         for key in (
@@ -108,6 +115,7 @@ def _batch(draft: Draft, parts: dict[str, Tree]) -> None:
             "gradient_accumulation_steps",
         )
     )
+    # Two of them decide the third, and a recipe with all three could contradict itself.
     if total and micro and passes:
         draft.needless(
             "gradient_accumulation_steps",
@@ -119,7 +127,8 @@ def _batch(draft: Draft, parts: dict[str, Tree]) -> None:
 
 
 def _stage(node: Tree | None) -> int:
-    """`true` is an older form of stage 1."""
+    """Return the stage of `zero_optimization`; 0 without one."""
+    # `true` is an older form of stage 1.
     if node is not None and node.scalar is True:
         return 1
     stage = number(node.find(("stage",))) if node is not None else None
@@ -129,19 +138,20 @@ def _stage(node: Tree | None) -> int:
 def _ours(draft: Draft, key: str, node: Tree, path: str) -> None:
     if is_empty(node) or node.scalar == 0 or _is_off(node):
         draft.account.empty.append(key)
-    elif path == "log.trackers":  # of these DeepSpeed's tensorboard alone
+    elif path == "log.trackers":  # DeepSpeed's key of this path is tensorboard
         draft.put(path, node, key, ["tensorboard"])
     else:
         draft.put(path, node, key)
 
 
 def _offload(draft: Draft, key: str, node: Tree, path: str) -> None:
-    """Devices are words; DeepSpeed's older keys say true for cpu."""
+    """Convert a setting of offloading."""
     if node.scalar in (None, False, "none"):
         draft.account.empty.append(key)
     elif node.scalar == "auto":
         draft.needless(key, node, _AUTO)
     else:
+        # DeepSpeed's older keys have `true` for the device cpu; pin_memory is a boolean in both.
         older = node.scalar is True and not path.endswith("pin_memory")
         draft.put(path, node, key, "cpu" if older else node.scalar)
 
@@ -152,7 +162,7 @@ def _is_off(node: Tree) -> bool:
 
 
 def _others(draft: Draft, key: str, node: Tree) -> None:
-    """What stands beside `type` and `params`."""
+    """Report keys beside `type` and `params` as dropped."""
     for name, child in node.children.items():
         if name not in ("type", "params"):
             draft.drop(f"{key}.{name}", child, "no counterpart")
@@ -203,6 +213,7 @@ def _scheduler(draft: Draft, node: Tree) -> None:
         draft.put(
             "schedule.name", kind, "scheduler.type", forms.get(str(kind.scalar), "linear"), why
         )
+    # DeepSpeed's setting -> key of the recipe.
     places = {"warmup_num_steps": "schedule.warmup_steps", "warmup_max_lr": "optimizer.learning_rate",
               "total_num_steps": "train.max_steps", "cos_min_ratio": "schedule.minimum_ratio"}  # fmt: skip
     for key, child in values.items():
@@ -216,6 +227,7 @@ def _schedule_setting(draft: Draft, key: str, node: Tree, places: dict[str, str]
     there = draft.recipe.find(tuple(path.split("."))) if path else None
     if node.scalar == "auto":
         draft.needless(name, node, _AUTO)
+    # Configs often repeat the optimizer's lr as warmup_max_lr.
     elif there is not None and there.scalar == node.scalar:
         draft.needless(name, node, f"{path} has it")
     elif path:
@@ -229,7 +241,7 @@ def _schedule_setting(draft: Draft, key: str, node: Tree, places: dict[str, str]
 
 
 def _precision(draft: Draft, key: str, node: Tree) -> None:
-    """Whether, and how the loss is scaled."""
+    """Convert a section of a precision: whether it is used, and the loss scaling."""
     kind = "fp16" if key == "fp16" else "bf16"
     enabled = node.find(("enabled",))
     if enabled is None or enabled.scalar is not True:
@@ -243,7 +255,7 @@ def _precision(draft: Draft, key: str, node: Tree) -> None:
 
 
 def _raw(draft: Draft, key: str, node: Tree, path: str) -> None:
-    """What the recipe has no field for, setting by setting."""
+    """Convert settings without a field of the recipe to keys of zero.deepspeed, one by one."""
     if node.kind == "mapping" and path in (*NESTED, "activation_checkpointing", "data_types"):
         for name, child in node.children.items():
             _raw(draft, f"{key}.{name}", child, f"{path}.{name}")
@@ -260,6 +272,7 @@ def _raw(draft: Draft, key: str, node: Tree, path: str) -> None:
         _offload(draft, key, node, DEEPSPEED_OWNED[path])
     elif path == "zero_optimization.stage" or (path == "zero_optimization" and node.scalar is True):
         draft.needless(key, node, "zero.stage has it")
+    # "auto" is for Trainer; DeepSpeed itself would reject it.
     elif node.scalar == "auto" or (node.kind == "mapping" and "auto" in json.dumps(node.plain())):
         draft.needless(key, node, _AUTO)
     else:

@@ -1,6 +1,6 @@
-"""A recipe that another tool's config is turned into, and an account of every key of that config. Pure.
+"""The recipe under construction from another tool's config, and a report on every key. Pure.
 
-Every key ends in exactly one list of the account; nothing is dropped in silence.
+Every key ends in exactly one list of the report; none is dropped silently.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.words import closest, normal
 from ortlaunch.recipe.text.yaml_text import in_line
 
+# Prefix of dialect entries for keys that need no setting here; the reason follows.
 NONE = "none: "
+# Assumed with bf16: path, value and reason, as `Draft.assume` accepts them.
 _NO_BF16 = (
     "engine.name",
     "eager",
@@ -25,7 +27,7 @@ _NO_BF16 = (
 
 
 class Remark(NamedTuple):
-    """What became of a key."""
+    """The result for one key."""
 
     place: Place
     key: str
@@ -38,58 +40,76 @@ class Remark(NamedTuple):
 
 @dataclass
 class ImportReport:
-    """What became of each key."""
+    """The results for all keys of a config."""
 
     taken: list[Remark] = field(default_factory=list)
-    """The text is our key."""
+    """Converted keys; the text is the recipe's key."""
     changed: list[Remark] = field(default_factory=list)
-    """Taken, but it does not mean quite the same here."""
+    """Converted keys whose meaning differs slightly here."""
     dropped: list[Remark] = field(default_factory=list)
-    """Without a counterpart."""
+    """Keys without a counterpart."""
     needless: list[Remark] = field(default_factory=list)
-    """There is nothing to be set for it."""
+    """Keys for which nothing needs to be set."""
     empty: list[str] = field(default_factory=list)
-    """null, false or empty: asks for nothing."""
+    """Keys that are null, false or empty, so they request nothing."""
     assumed: list[str] = field(default_factory=list)
-    """What the config does not say, by the tool's own default."""
+    """Keys that the config lacks, with the tool's own defaults."""
 
 
 class Draft:
-    """The keys that are left to be looked at, and the recipe so far, each part with the place it came from."""
+    """The keys that are not converted yet, and the recipe so far; each part has its location."""
 
     def __init__(self, config: Tree, tools: Sequence[str], command: Tree, base: Tree) -> None:
-        """`command` has the keys of the command line, which replace the config's; `base` those of --base."""
+        """Begin a conversion.
+
+        Args:
+            config: the other tool's config.
+            tools: names of dialects, by priority.
+            command: keys of the command line, which replace the config's.
+            base: keys of --base.
+        """
         self.left = {str(key): node for key, node in config.children.items()}
         self.tools = tools
         self.account = ImportReport()
         self.command = command
         self.base = base
         self.recipe = Tree(config.place, kind="mapping")
+        # Applied at the end by `rest`, for only then is it known which keys the config sets.
         self._assumed: list[tuple[str, object, str]] = []
 
     def take(self, key: str) -> Tree | None:
-        """A key that asks for something, which is then dealt with; None where it is absent or asks for nothing."""
+        """Remove and return a key that needs a conversion; None if it is absent or empty."""
         node = self.left.get(key)
+        # An empty key stays, so that `rest` reports it.
         if node is None or is_empty(node):
             return None
         return self.left.pop(key)
 
     def value(self, key: str) -> Any:
-        """The value of a key that stays to be dealt with."""
+        """Return the value of a key without removing it."""
         node = self.left.get(key)
         return None if node is None else node.plain()
 
     def expected(self, path: str) -> Any:
-        """The value that the recipe will have there, so far as it is known."""
+        """Return the value that the recipe will have at a path, as far as it is known."""
         trees = (tree.find(keys(path)) for tree in (self.command, self.recipe, self.base))
         there = next((tree for tree in trees if tree is not None), None)
         assumed = [value for each, value, _ in self._assumed if each == path]
         return there.plain() if there is not None else assumed[0] if assumed else None
 
     def put(self, path: str, node: Tree, key: str, value: object = None, why: str = "") -> None:
-        """Set a key of the recipe to `value`, or to the config's own; `why` it does not mean quite the same."""
+        """Set a key of the recipe.
+
+        Args:
+            path: the key of the recipe.
+            node: the config's value.
+            key: the config's key, for the report.
+            value: the recipe's value; None: that of `node`.
+            why: how the meaning differs here; "": it is the same.
+        """
         tree = node if value is None else made(value, node)
         there = self.recipe.find(keys(path))
+        # Two keys of the config with one counterpart: equal values are fine.
         if there is not None and there.plain() == tree.plain():
             return self.needless(key, node, f"{path} has it")
         if there is not None:
@@ -105,26 +125,26 @@ class Draft:
         return None
 
     def assume(self, path: str, value: object, why: str) -> None:
-        """Set what the config does not say, once all that it says is known."""
+        """Set a key at the end, unless the config sets it."""
         self._assumed.append((path, value, why))
 
     def drop(self, key: str, node: Tree, why: str) -> None:
-        """A key without a counterpart."""
+        """Report a key without a counterpart."""
         self._remark(self.account.dropped, key, node, why)
 
     def needless(self, key: str, node: Tree, why: str) -> None:
-        """A key for which there is nothing to be set."""
+        """Report a key for which nothing needs to be set."""
         self._remark(self.account.needless, key, node, why)
 
     def without_adapters(self, why: str) -> None:
-        """Keys of LoRA where all weights are trained."""
+        """Report the keys of LoRA as unused, because all weights are trained."""
         for key in [each for each in self.left if each.startswith("lora_")]:
             node = self.take(key)
             if node is not None:
                 self.needless(key, node, f"of no effect there: {why}")
 
     def rest(self) -> None:
-        """Everything that is left, by the tables of other tools' words and by our own names; then what is assumed."""
+        """Convert all other keys by the dialects and the recipe's names, then set the defaults."""
         for key, node in self.left.items():
             if is_empty(node):
                 self.account.empty.append(key)
@@ -139,6 +159,7 @@ class Draft:
                 self.account.assumed.append(f"{path}: {value} ({why})")
 
     def _by_tables(self, key: str, node: Tree) -> None:
+        # The tool's own dialect first: the same key may mean something else in another tool.
         ours = next(
             (DIALECTS[tool][normal(key)] for tool in self.tools if normal(key) in DIALECTS[tool]),
             None,
@@ -161,6 +182,7 @@ class Draft:
         return self.put(ours, node, key, found)
 
     def _remark(self, where: list[Remark], key: str, node: Tree, text: str) -> None:
+        # The report is printed and written into the recipe, so it must not have secrets.
         value = HIDDEN if SECRET.search(key) else " ".join(word(node).split())
         where.append(
             Remark(
@@ -173,7 +195,8 @@ class Draft:
 
 
 def is_key(path: str) -> bool:
-    """Whether it is a key of the recipe and nothing more."""
+    """Return whether a text is exactly a key of the recipe."""
+    # Some dialect entries are sentences.
     where = keys(path) if path and " " not in path else ()
     return (
         bool(where)
@@ -183,14 +206,15 @@ def is_key(path: str) -> bool:
 
 
 def is_empty(node: Tree) -> bool:
-    """Whether a value asks for nothing."""
+    """Return whether a value is null, false or empty."""
+    # 0 is a value: a warm-up of 0 steps differs from the default.
     if node.kind != "scalar":
         return not node.children
     return node.scalar is None or node.scalar is False or node.scalar == ""
 
 
 def made(value: object, node: Tree) -> Tree:
-    """A value of ours with the place of another tool's."""
+    """Return a tree of a recipe's value, with the location of another tool's value."""
     if isinstance(value, Tree):
         return value
     if isinstance(value, dict):
@@ -211,12 +235,12 @@ def made(value: object, node: Tree) -> Tree:
 
 
 def null(node: Tree) -> Tree:
-    """Nothing, where the recipe must say so, with the place of another tool's value."""
+    """Return an explicit null of the recipe, with the location of another tool's value."""
     return Tree(node.place, raw="null", key_place=node.key_place)
 
 
 def word(node: Tree) -> str:
-    """A value on a line."""
+    """Return a value as one line of text, without secrets."""
     if node.kind == "scalar":
         return str(node.raw if node.raw is not None else node.scalar)
     text = in_line(without_secrets(node.plain()))
@@ -224,6 +248,7 @@ def word(node: Tree) -> str:
 
 
 def number(node: Tree | None) -> float | None:
-    """A number, or None."""
+    """Return the number of a scalar; None for anything else."""
+    # bool is a subclass of int.
     value = node.scalar if node is not None and node.kind == "scalar" else None
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None

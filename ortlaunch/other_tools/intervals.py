@@ -1,4 +1,7 @@
-"""How often Trainer logs, evaluates and saves, and what follows its evaluations; steps alone are counted here."""
+"""Convert Trainer's intervals of logging, evaluation and saves, and the use of evaluations.
+
+Recipes count intervals in steps only.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ from ortlaunch.other_tools.draft import Draft, number, word
 from ortlaunch.recipe.text.tree import Tree
 
 _EVERY = "train.evaluate_every_steps"
-_USUAL = 500  # steps, where Trainer is told none
+_USUAL = 500  # Trainer's default of logging_steps
+# How f1_macro differs from the f1 of Trainer's examples.
 _AVERAGED = "the mean over the classes"
 
 
 def convert(draft: Draft) -> None:
-    """All of them."""
+    """Convert all intervals."""
     has_data = draft.expected("data.evaluation") is not None
     wanted = draft.take("do_eval")
     if wanted is not None and has_data:
@@ -28,7 +32,8 @@ def convert(draft: Draft) -> None:
 
 
 def _steps(draft: Draft, node: Tree | None) -> int | None:
-    """A number of steps; below 1 it is a share of max_steps. None: it is no number, or the share of an unknown one."""
+    """Return a number of steps; None if it is no number, or a share of an unknown number."""
+    # In Trainer a value below 1 is a share of max_steps.
     value = number(node)
     whole = number(draft.left.get("max_steps"))
     if value is None or value >= 1:
@@ -47,12 +52,14 @@ def _every(draft: Draft, key: str, path: str) -> None:
 
 
 def _strategy(draft: Draft, key: str) -> tuple[Tree | None, str | None]:
-    """As given, and its word; YAML's `no` is false."""
+    """Return the node of a strategy, and its name."""
+    # YAML reads an unquoted `no` as false.
     kind = draft.value(key)
     return draft.take(key), "no" if kind is False else kind
 
 
 def _evaluations(draft: Draft, has_data: bool) -> None:
+    # transformers 4.41 renamed it to eval_strategy.
     key = "evaluation_strategy" if "evaluation_strategy" in draft.left else "eval_strategy"
     strategy, kind = _strategy(draft, key)
     if has_data and kind in (None, "steps"):
@@ -69,7 +76,8 @@ def _evaluations(draft: Draft, has_data: bool) -> None:
 
 
 def _by_steps(draft: Draft, key: str, strategy: Tree) -> None:
-    """Without steps of their own they are as often as lines of the log."""
+    """Convert a strategy of `steps`."""
+    # Without eval_steps Trainer evaluates every logging_steps.
     logged = draft.left.get("logging_steps")
     steps = _steps(draft, logged) if logged is not None else _USUAL
     if draft.expected(_EVERY) is not None:
@@ -81,7 +89,7 @@ def _by_steps(draft: Draft, key: str, strategy: Tree) -> None:
 
 
 def _best(draft: Draft, why: str) -> None:
-    """The best checkpoint, and an early end; `why` there is nothing that they could go by."""
+    """Convert the best checkpoint and early stopping; `why` gives the reason against both."""
     best = draft.take("load_best_model_at_end")
     patience = draft.take("early_stopping_patience")
     metric = draft.take("metric_for_best_model")
@@ -90,6 +98,7 @@ def _best(draft: Draft, why: str) -> None:
     task = draft.expected("model.task")
     any_task = {name: metric for name, metric in METRICS.items() if metric.always}
     known = any_task if task is None else metrics_of(task)
+    # Reversed: if two metrics share a name of Trainer's, it means the later row.
     ours = next((name for name in reversed(known) if theirs in (name, *known[name].trainer)), None)
     if not why and ours is None and metric is not None:
         why = f"no metric is called {word(metric)}; there are {', '.join(known)}"
@@ -122,7 +131,7 @@ def _best(draft: Draft, why: str) -> None:
 
 
 def _saves(draft: Draft) -> None:
-    """By steps, or at the end alone."""
+    """Convert the interval of checkpoints."""
     strategy, kind = _strategy(draft, "save_strategy")
     if kind in (None, "steps"):
         _every(draft, "save_steps", "checkpoint.every_steps")

@@ -1,15 +1,16 @@
-"""LLaMA-Factory's YAML: Trainer's arguments with its own of model, method and data."""
+"""Convert LLaMA-Factory's YAML: Trainer's arguments, and its own for model, method and data."""
 
 from __future__ import annotations
 
 from ortlaunch.other_tools import trainer
 from ortlaunch.other_tools.draft import Draft, null, number, word
 
+# Pre-training and supervised fine-tuning; the others train with preferences or rewards.
 _STAGES = ("pt", "sft")
 
 
 def convert(draft: Draft) -> None:
-    """One config."""
+    """Convert a config."""
     stage = draft.take("stage")
     kind = draft.take("finetuning_type")
     if stage is not None and stage.scalar not in _STAGES:
@@ -23,6 +24,7 @@ def convert(draft: Draft) -> None:
     if kind is not None and kind.scalar == "full":
         draft.put("model.lora", kind, "finetuning_type", null(kind))
         draft.without_adapters("finetuning_type is full")
+    # Without finetuning_type LLaMA-Factory trains adapters.
     else:
         _adapters(draft)
         if kind is not None:
@@ -51,6 +53,7 @@ def _adapters(draft: Draft) -> None:
         node = draft.take(key)
         if node is not None:
             draft.put(f"model.lora.{ours}", node, key)
+    # LLaMA-Factory's default of lora_alpha is twice the rank.
     values = {"r": 8, "alpha": 2 * rank, "dropout": 0.0, "target_modules": ["all-linear"]}
     for key, value in values.items():
         draft.assume(f"model.lora.{key}", value, "LLaMA-Factory's default")
@@ -58,6 +61,7 @@ def _adapters(draft: Draft) -> None:
 
 def _data(draft: Draft, chats: bool) -> None:
     names = draft.take("dataset")
+    # Not `take`: `packing: false` has a meaning, too.
     packed = draft.left.pop("packing", None)
     folder = draft.take("dataset_dir")
     if names is not None:

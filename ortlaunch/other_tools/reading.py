@@ -1,4 +1,4 @@
-"""Another tool's config as a tree with places: YAML, or JSON, which is YAML but for tabs."""
+"""Read another tool's YAML or JSON config as a tree with locations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ortlaunch.recipe.text.yaml_text import parse
 
 
 def config(path: Path) -> Tree:
-    """Read it.
+    """Read a config.
 
     Raises:
-        InputError: it is a Python program.
-        RecipeError: it is missing, no YAML or JSON, or no mapping; with every duplicate key.
+        InputError: the file is a Python program.
+        RecipeError: the file is missing, is not YAML or JSON, or not a mapping, or has duplicate
+            keys; all of them are named.
     """
     problems: list[Line] = []
     if path.suffix == ".py":
@@ -27,6 +28,7 @@ def config(path: Path) -> Tree:
         )
     try:
         text = text_of(path)
+        # JSON is YAML except for tabs, which YAML does not accept as indentation.
         tree = parse(text.expandtabs(1) if path.suffix == ".json" else text, str(path), problems)
     except SourceError as error:
         raise RecipeError([str(line) for line in (*problems, error.line)]) from None

@@ -1,4 +1,7 @@
-"""Hugging Face's Trainer and its example scripts (run_mlm, run_clm, run_glue); LLaMA-Factory and Axolotl share most."""
+"""Convert the arguments of Hugging Face's Trainer and its examples (run_mlm, run_clm, run_glue).
+
+LLaMA-Factory and Axolotl share most of them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from ortlaunch.other_tools import deepspeed, intervals, trl
 from ortlaunch.other_tools.draft import Draft, null, number, word
 from ortlaunch.recipe.text.tree import Tree
 
+# Trainer's name -> the recipe's, and how the meaning differs.
 SCHEDULES = {
     "linear": ("linear", ""),
     "cosine": ("cosine", ""),
@@ -28,7 +32,7 @@ OPTIMIZERS = {
     ),
     "sgd": ("sgd", ""),
 }
-# What Trainer takes where nothing is said; intervals of logs and checkpoints are ours.
+# Trainer's defaults. Intervals of logs and checkpoints keep the recipe's defaults.
 _DEFAULTS = {
     "optimizer.learning_rate": 5e-5,
     "batch.micro_size": 8,
@@ -39,7 +43,8 @@ _FORMATS = {".txt": "text", ".json": "jsonl", ".jsonl": "jsonl", ".parquet": "pa
 
 
 def convert(draft: Draft) -> None:
-    """Trainer's arguments with those of an example script, or of TRL's."""
+    """Convert arguments of Trainer, with those of an example script or of TRL's SFTTrainer."""
+    # First, because TRL's defaults must precede Trainer's.
     if trl.is_sft(draft):
         trl.convert(draft)
     _task(draft)
@@ -50,7 +55,7 @@ def convert(draft: Draft) -> None:
 
 
 def training(draft: Draft) -> None:
-    """What all tools on top of Trainer share."""
+    """Convert the arguments that all tools on top of Trainer share."""
     optimizer(draft, "optim")
     schedule(draft, "lr_scheduler_type")
     precision(draft)
@@ -76,6 +81,7 @@ def training(draft: Draft) -> None:
 
 
 def _task(draft: Draft) -> None:
+    # Tasks of run_glue and run_ner; all others classify sequences.
     of_glue = {
         "stsb": "sequence-regression",
         **dict.fromkeys(("ner", "pos", "chunk"), "token-classification"),
@@ -92,7 +98,7 @@ def _task(draft: Draft) -> None:
 
 
 def model(draft: Draft) -> None:
-    """Where weights and tokenizer come from."""
+    """Convert the model, its tokenizer and its config."""
     source = draft.take("model_name_or_path")
     tokenizer = draft.take("tokenizer_name")
     if source is not None:
@@ -118,10 +124,11 @@ def model(draft: Draft) -> None:
 
 
 def _config(draft: Draft, node: Tree) -> None:
-    """run_clm's `n_embd=10,resid_pdrop=0.2`."""
+    """Convert run_clm's `config_overrides`, such as `n_embd=10,resid_pdrop=0.2`."""
     for pair in str(node.scalar).split(","):
         field, _, text = pair.partition("=")
         try:
+            # Python's True and False in lower case are JSON's.
             value = json.loads(text.lower())
         except ValueError:
             value = text
@@ -149,7 +156,7 @@ def _data(draft: Draft) -> None:
 
 
 def files(draft: Draft, key: str, node: Tree, part: str) -> None:
-    """A data file, whose name says its format."""
+    """Convert a data file, whose suffix determines the format."""
     form = _FORMATS.get(Path(str(node.scalar)).suffix)
     if form is None:
         return draft.drop(
@@ -164,13 +171,14 @@ def files(draft: Draft, key: str, node: Tree, part: str) -> None:
 
 
 def optimizer(draft: Draft, key: str) -> None:
-    """Its name, and the decay of its moments."""
+    """Convert the optimizer's name, and Adam's betas."""
     node = draft.take(key)
     if node is not None:
         ours, why = OPTIMIZERS.get(
             str(node.scalar).replace("OptimizerNames.", "").lower(), ("adamw", "")
         )
         if str(node.scalar).lower() not in OPTIMIZERS:
+            # bitsandbytes' optimizers: the same algorithm with a quantized state.
             eight = re.search("8bit|4bit|paged", str(node.scalar))
             why = (
                 "with its state in 32 bits"
@@ -187,7 +195,7 @@ def optimizer(draft: Draft, key: str) -> None:
 
 
 def schedule(draft: Draft, key: str) -> None:
-    """Decay and warm-up of the learning rate."""
+    """Convert decay and warm-up of the learning rate."""
     node = draft.take(key)
     extra = draft.take("lr_scheduler_kwargs")
     kind = str(node.scalar) if node is not None else "linear"
@@ -212,7 +220,8 @@ def schedule(draft: Draft, key: str) -> None:
 
 
 def _warmup(draft: Draft, kind: str, ratio: Tree | None, steps: Tree | None) -> None:
-    """Steps come before a ratio, as in Trainer; steps below 1 are a ratio there."""
+    """Convert the warm-up; as in Trainer, steps take precedence over a ratio."""
+    # In Trainer, steps below 1 are a ratio.
     value = number(steps)
     if steps is not None and value == 0:
         draft.needless("warmup_steps", steps, "there is none by itself")
@@ -234,7 +243,7 @@ def _warmup(draft: Draft, kind: str, ratio: Tree | None, steps: Tree | None) -> 
 
 
 def _least(draft: Draft, extra: Tree) -> None:
-    """Where a cosine ends."""
+    """Convert the minimum of a cosine, which Trainer gives as a rate or as a share of the rate."""
     least = number(extra.find(("min_lr",)))
     rate = number(draft.left.get("learning_rate"))
     rate = rate or draft.expected("optimizer.learning_rate") or _DEFAULTS["optimizer.learning_rate"]
@@ -247,13 +256,17 @@ def _least(draft: Draft, extra: Tree) -> None:
         if ratio is None or name not in ("min_lr", "min_lr_rate")
     ]
     if ratio is not None:
+        # Rounded, so that 5e-6 / 5e-5 is written as 0.1.
         draft.put("schedule.minimum_ratio", extra, "lr_scheduler_kwargs", round(ratio, 9))
     if others:
         draft.drop("lr_scheduler_kwargs", extra, f"of these, not {', '.join(others)}")
 
 
 def precision(draft: Draft) -> None:
-    """bf16 or fp16, and fp32's products; `auto` is bf16 where the hardware has it."""
+    """Convert bf16 or fp16, and the precision of float32 matmuls.
+
+    In the other tool `auto` uses bf16 if the hardware has it.
+    """
     for kind in ("bf16", "fp16"):
         node = draft.take(kind)
         if node is not None:
@@ -265,6 +278,7 @@ def precision(draft: Draft) -> None:
                 "auto would have asked the hardware" if node.scalar == "auto" else "",
             )
     exact = draft.take("tf32")
+    # tf32 affects only float32 matmuls, so not a training in bf16 or fp16.
     if exact is not None and draft.recipe.find(("precision",)) is None:
         draft.put("engine.matmul_precision", exact, "tf32", "high")
     elif exact is not None:
@@ -272,14 +286,14 @@ def precision(draft: Draft) -> None:
 
 
 def _clipping(draft: Draft) -> None:
-    """By a norm of 0 there is none."""
+    """Convert a maximal gradient norm of 0, which turns clipping off in Trainer."""
     if number(draft.left.get("max_grad_norm")) == 0:
         node = draft.left.pop("max_grad_norm")
         draft.put("train.max_grad_norm", node, "max_grad_norm", null(node))
 
 
 def _recomputation(draft: Draft) -> None:
-    """Axolotl's `unsloth` and `offload` are ways of it."""
+    """Convert gradient checkpointing with a name, such as Axolotl's `unsloth` and `offload`."""
     node = draft.left.get("gradient_checkpointing")
     if node is not None and isinstance(node.scalar, str) and node.scalar:
         draft.left.pop("gradient_checkpointing")
@@ -294,7 +308,7 @@ def _recomputation(draft: Draft) -> None:
 
 
 def _grouping(draft: Draft) -> None:
-    """Batches of samples of like length; windows of text have no padding."""
+    """Convert batches of samples with similar length."""
     node = draft.take("group_by_length")
     train = str(draft.expected("data.train"))
     if node is None:
@@ -302,6 +316,7 @@ def _grouping(draft: Draft) -> None:
     traits = MODEL_TASKS.get(str(draft.expected("model.task")), ModelTask())
     chats = "messages_column" in train or "prompt_column" in train
     if not traits.label and not chats:
+        # All windows have the same length.
         draft.needless("group_by_length", node, "samples are windows of text, without padding")
     elif draft.expected("engine.name") == "inductor":
         draft.drop(
@@ -315,7 +330,8 @@ def _grouping(draft: Draft) -> None:
 
 
 def name(draft: Draft) -> None:
-    """The run's name; its folder is the command's affair."""
+    """Convert the run's name; the command determines its folder."""
+    # The first key that gives a valid name wins.
     for key in ("run_name", "wandb_name", "output_dir"):
         node = draft.take(key)
         fit = (
@@ -336,10 +352,11 @@ def name(draft: Draft) -> None:
 
 
 def trackers(draft: Draft) -> None:
-    """Those that are here."""
+    """Convert the trackers that ortlaunch has."""
     node = draft.take("report_to")
     if node is None:
         return
+    # `report_to` is one name or a list.
     asked = node.plain() if node.kind == "list" else [node.scalar]
     ours = [each for each in asked if each in ("tensorboard", "wandb", "mlflow")]
     others = [str(each) for each in asked if each not in (*ours, "none")]
@@ -358,10 +375,11 @@ def trackers(draft: Draft) -> None:
 
 
 def length(draft: Draft, epochs: float) -> None:
-    """Steps come before epochs, as in Trainer, where -1 steps are none."""
+    """Convert the length of the training; as in Trainer, steps take precedence over epochs."""
     key = "num_epochs" if "num_epochs" in draft.left else "num_train_epochs"
     steps = draft.take("max_steps")
     given = draft.take(key)
+    # Trainer's default is -1: no limit by steps.
     if steps is not None and (number(steps) or 0) > 0:
         draft.put("train.max_steps", steps, "max_steps")
         if given is not None:
@@ -376,12 +394,12 @@ def length(draft: Draft, epochs: float) -> None:
 
 
 def defaults(draft: Draft, whose: str) -> None:
-    """Where nothing is said."""
+    """Set the tool's defaults for keys that the config lacks."""
     for path, value in _DEFAULTS.items():
         draft.assume(path, value, f"{whose} default")
     length(draft, 3)
 
 
 def refused(key: str, node: Tree, why: str) -> InputError:
-    """Something that a training here could not stand for."""
+    """Return an error for a kind of training that ortlaunch does not have."""
     return InputError(f"{node.key_place or node.place}: {key}: {word(node)}: {why}")

@@ -1,22 +1,23 @@
-"""TRL's SFTTrainer (its sft.py, the alignment handbook): Trainer's arguments with its own of data and LoRA."""
+"""Convert keys of TRL's SFTTrainer (sft.py, the alignment handbook) for data and LoRA."""
 
 from __future__ import annotations
 
 from ortlaunch.errors import InputError
 from ortlaunch.other_tools.draft import Draft, word
 
+# Keys of SFTTrainer that Trainer lacks.
 _MARKS = ("chat_template", "dataset_text_field", "dataset_train_split", "dataset_test_split", "dataset_mixture",
           "assistant_only_loss", "completion_only_loss", "packing", "use_peft")  # fmt: skip
-# Of its trainers with preferences or rewards.
+# Keys of TRL's trainers with preferences or rewards.
 _OTHERS = ("beta", "max_prompt_length", "num_generations", "reward_model_path", "reward_funcs")
 _ANSWERS = "answers alone count in the loss of chats"
 
 
 def is_sft(draft: Draft) -> bool:
-    """Whether it has keys that Trainer has not.
+    """Return whether a config has keys of SFTTrainer that Trainer lacks.
 
     Raises:
-        InputError: they are another trainer's of TRL.
+        InputError: the config has keys of another trainer of TRL.
     """
     found = any(draft.value(key) is not None for key in _MARKS)
     for key in _OTHERS if found else ():
@@ -30,7 +31,8 @@ def is_sft(draft: Draft) -> bool:
 
 
 def convert(draft: Draft) -> None:
-    """What Trainer does not know; the rest is left."""
+    """Convert the keys that Trainer lacks; the others remain for trainer.py."""
+    # Assumed before Trainer's defaults, which differ: the first value of a key wins.
     draft.assume("model.task", "causal-lm", "TRL's SFTTrainer trains no other")
     draft.assume("optimizer.learning_rate", 2e-5, "TRL's default")
     draft.assume("data.sequence_length", 1024, "TRL's default")
@@ -50,7 +52,8 @@ def convert(draft: Draft) -> None:
 
 
 def _data(draft: Draft, chats: bool) -> None:
-    """A data set of the hub; which columns it has TRL sees for itself, and we do not."""
+    """Convert a data set of the hub."""
+    # TRL detects the columns when it loads the data; an import does not load them.
     hub = draft.take("dataset_name")
     subset = draft.take("dataset_config")
     first = draft.take("dataset_train_split")
@@ -81,7 +84,7 @@ def _data(draft: Draft, chats: bool) -> None:
             draft.put(
                 "data.evaluation", second, "dataset_test_split", {**source, "split": word(second)}
             )
-            second = None
+            second = None  # converted, so the report below must not name it
     for key, node in (
         ("dataset_config", subset),
         ("dataset_train_split", first),
@@ -101,6 +104,7 @@ def _data(draft: Draft, chats: bool) -> None:
 
 
 def _packing(draft: Draft, chats: bool) -> None:
+    # Not `take`: `packing: false` has a meaning, too.
     packed = draft.left.pop("packing", None)
     if packed is not None:
         why = "a chat is a sample of its own" if chats else "text is always packed"
@@ -108,7 +112,10 @@ def _packing(draft: Draft, chats: bool) -> None:
 
 
 def _adapters(draft: Draft) -> None:
-    """lora_* count with use_peft alone; the names of layers are peft's own for each model where none are given."""
+    """Convert the keys of LoRA, which TRL uses only with use_peft.
+
+    Without target modules peft chooses layers by the model type, as TRL does.
+    """
     wanted = draft.take("use_peft")
     if wanted is None:
         return draft.without_adapters("use_peft is not true")

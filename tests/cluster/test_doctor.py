@@ -70,12 +70,9 @@ def test_a_port_that_is_taken(lab: Lab, folder: Path) -> None:
 HIGH = "meta l4proto tcp tcp dport 1024-65535 ct state new"
 NETWORKS = {  # packets that one host drops: what doctor finds, and where
     "tcp": (HIGH, (), [("host2", "port", "failed", "no other host reaches its port ")]),
-    "udp": (("meta "
-            "l4proto udp"), (), [("host1", "udp", "warning", "no datagram to host2 is answered"),
-                                     ("host2", "udp", "warning", ("no datagram to host1, host3 is "
-                                                                 "answered")),
-                                     ("host3", "udp", "warning", ("no datagram to host2 is "
-                                                                 "answered"))]),
+    "udp": ("meta l4proto udp", (), [("host1", "udp", "warning", "no datagram to host2 is answered"),
+                                     ("host2", "udp", "warning", "no datagram to host1, host3 is answered"),
+                                     ("host3", "udp", "warning", "no datagram to host2 is answered")]),
     "range": ("tcp dport 40010-50000 ct state new", ("--ports", "40000-40010"),
               [("host2", "port", "failed", "no other host reaches its port 40010: timed out")]),
     "open range": ("tcp dport 40010-50000 ct state new", ("--ports", "40000-40009"), []),
