@@ -1,4 +1,4 @@
-"""The control side between recipe and ranks: run folders, what they may hold, and what ranks of one launch agree on."""
+"""Tests of the control side: run folders, their contents, and the common name of a launch."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from ortlaunch.run_folder.lock import RunLock
 from tests.makers import CUSTOM, OWN_MODULE, host, world_of
 from tests.makers import recipe as made_recipe
 
+# The variables of each launcher for rank 1 of 4 ranks on 2 hosts.
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "0",
          "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "77"}  # fmt: skip
@@ -53,14 +54,14 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def resolved(
     asked: LaunchOptions | None = None, environ: dict[str, str] | None = None, **sections: Any
 ) -> ResolvedRun:
-    """A custom recipe with these sections, read from a file here."""
+    """Resolve a custom recipe with these sections, which is written to a file here."""
     path = Path("recipe.yaml")
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
     return resolve(path, (), asked or LaunchOptions(), environ or {})
 
 
 def test_settle_run_names_this_python_and_the_recipes_folder(tmp_path: Path) -> None:
-    """The worker is this interpreter's, and the user's modules lie beside the recipe."""
+    """The plan has this interpreter, and the recipe's folder for the user's modules."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
     plan = resolve(Path("sub/recipe.yaml"), ["train.max_steps=7"], LaunchOptions(), {}).plan
@@ -69,7 +70,7 @@ def test_settle_run_names_this_python_and_the_recipes_folder(tmp_path: Path) -> 
 
 
 def test_device_rules_are_checked_against_this_machine() -> None:
-    """A recipe that fits another device only is refused here, with its place."""
+    """A recipe that needs another device is refused with the location of the field."""
     with pytest.raises(RecipeError) as caught:
         resolved(precision="fp16", zero={"stage": 1}, launch={"launcher": "local"})
     assert str(caught.value).startswith("recipe.yaml:")
@@ -82,27 +83,32 @@ def test_device_rules_are_checked_against_this_machine() -> None:
         ({**TORCH, "TORCHELASTIC_RUN_ID": "job 1/é"}, "runs/made-job-1-é"),
         ({**MPI, "PMIX_NAMESPACE": "prterun-vm-3307@1"}, "runs/made-prterun-vm-3307-1"),
         (SLURM, "runs/made-slurm-77.0.0"),
+        # A requeued job has the same id, so its restarts are counted.
         ({**SLURM, "SLURM_RESTART_COUNT": "2"}, "runs/made-slurm-77.0.2"),
     ],
 )
 def test_folder_of_ranks_on_several_hosts(environ: dict[str, str], folder: str) -> None:
-    """The launcher's own name for the launch names the folder, the same on every rank."""
+    """The launcher's name of the launch becomes the folder's name, the same on every rank."""
     assert str(run_folder(None, resolved(environ=environ), environ)) == folder
     assert str(run_folder(Path("mine"), resolved(environ=environ), environ)) == "mine"
 
 
 @pytest.mark.parametrize("environ", [{**TORCH, "TORCHELASTIC_RUN_ID": "none"}, MPI])
 def test_ranks_without_a_common_name(environ: dict[str, str]) -> None:
-    """Where the launcher gives no name, the user must; with one it goes on."""
+    """Without a common name the ranks need --run-dir."""
+    # "none" is torchrun's default name, which all its launches share.
     with pytest.raises(PlanError) as caught:
         run_folder(None, resolved(environ=environ), environ)
-    message = "the ranks' launcher gives no name that they could agree on; add --run-dir, the same for all ranks"
+    message = (
+        "the ranks' launcher gives no name that they could agree on; "
+        "add --run-dir, the same for all ranks"
+    )
     assert str(caught.value) == message
     assert str(run_folder(Path("mine"), resolved(environ=environ), environ)) == "mine"
 
 
 def test_folder_of_ranks_on_this_host() -> None:
-    """Ranks of one launcher on one host have one parent, which no other launch has."""
+    """Ranks on one host get a folder by their parent process, which no other launch has."""
     environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     folder = str(run_folder(None, resolved(environ=environ), environ))
     assert folder == str(
@@ -112,7 +118,7 @@ def test_folder_of_ranks_on_this_host() -> None:
 
 
 def test_folder_of_a_new_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name and the time; runs that start in the same second get folders of their own."""
+    """A new folder has the run's name and the time, and is never shared by two runs."""
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
     run = run_folder(None, resolved(), {})
     assert str(run) == "runs/made-20260102-030405"
@@ -120,7 +126,7 @@ def test_folder_of_a_new_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def older(folder: str, steps: int | None = None, **sections: Any) -> RunDir:
-    """The folder of an earlier run, with a checkpoint after some steps."""
+    """Write the folder of an earlier run, with a checkpoint after some steps."""
     run = RunDir(folder)
     write_text(run.recipe, to_yaml(resolved(**sections).file.recipe))
     if steps:
@@ -129,7 +135,8 @@ def older(folder: str, steps: int | None = None, **sections: Any) -> RunDir:
 
 
 def test_a_run_folder_without_control_characters() -> None:
-    """A newline would end a line of a job's script, and escapes would reach terminals."""
+    """A folder's name with a control character is refused."""
+    # A newline would end a line of a job's script, and escapes would reach terminals.
     with pytest.raises(
         PlanError,
         match=r"^--run-dir: '.*/a\\ntouch P' has the control character '\\n'; give a path",
@@ -138,14 +145,14 @@ def test_a_run_folder_without_control_characters() -> None:
 
 
 def test_a_file_is_no_run_folder() -> None:
-    """--run-dir with a file's name is refused."""
+    """A file's path as --run-dir is refused."""
     Path("mine").write_text("")
     with pytest.raises(PlanError, match=r"^--run-dir mine: is a file; give a folder$"):
         control.train(resolved(), Path("mine"))
 
 
 def test_a_folder_of_something_else() -> None:
-    """--run-dir with files of another kind in it is refused, and nothing is written there."""
+    """A folder with other files as --run-dir is refused, and nothing is written there."""
     write_text(Path("mine/thesis.tex"), "")
     with pytest.raises(
         PlanError, match=r"^--run-dir mine: is not empty and not a run folder; give a new one$"
@@ -155,7 +162,7 @@ def test_a_folder_of_something_else() -> None:
 
 
 def test_a_folder_of_a_run_that_never_began() -> None:
-    """What a command left that was ended while it prepared does not keep the next one out."""
+    """The files of a command that ended while it prepared do not prevent another start."""
     run = RunDir("mine")
     with RunLock() as lock:
         lock.take(run)
@@ -166,7 +173,8 @@ def test_a_folder_of_a_run_that_never_began() -> None:
 
 
 def test_a_folder_of_a_command_that_was_killed_while_it_wrote() -> None:
-    """Between resume.json and recipe.yaml, or in a write: the next start uses the folder, and removes half files."""
+    """The next start uses the folder of a killed command, and removes its partial files."""
+    # It was killed between resume.json and recipe.yaml, or while it wrote a file.
     run = RunDir("mine")
     for path in (
         run.resume,
@@ -174,7 +182,8 @@ def test_a_folder_of_a_command_that_was_killed_while_it_wrote() -> None:
         run.path / ".engine.json.77-0123abcd",
     ):
         write_text(path, "{}")
-    run.checkpoints.mkdir()  # made beforehand, as a link to another disk is
+    # Created before the run, as a user does for a link to another disk.
+    run.checkpoints.mkdir()
     made = resolved()
     assert check_folder(run, None, made) == []
     write_run(run, made.file.recipe, made.plan)
@@ -182,7 +191,8 @@ def test_a_folder_of_a_command_that_was_killed_while_it_wrote() -> None:
 
 
 def test_a_command_that_began_a_moment_ago_is_named() -> None:
-    """Of several on a new folder one trains, and the others name it."""
+    """A command that has just begun in the folder is named in the refusal of another one."""
+    # Several may start in one new folder; one of them trains.
     run = RunDir("mine")
     with RunLock() as lock:
         lock.take(run)
@@ -194,7 +204,8 @@ def test_a_command_that_began_a_moment_ago_is_named() -> None:
 
 
 def test_a_link_to_nowhere_is_no_run_folder() -> None:
-    """The link's target is named: creating the folder would fail with `File exists`."""
+    """A dangling link as --run-dir is refused with its target."""
+    # Creating the folder would fail with `File exists`, which explains nothing.
     Path("mine").symlink_to("gone/disk")
     with pytest.raises(
         PlanError,
@@ -204,7 +215,7 @@ def test_a_link_to_nowhere_is_no_run_folder() -> None:
 
 
 def test_a_damaged_recipe_beside_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
-    """The checkpoint records its own recipe, with which the one given is compared: one flipped bit blocks nothing."""
+    """A damaged recipe in the run folder is replaced if the checkpoint recorded its own."""
     run = older("mine", steps=2)
     made = resolved()
     run.recipe.write_text("\x01" + run.recipe.read_text()[1:])
@@ -219,7 +230,7 @@ def test_a_damaged_recipe_beside_a_checkpoint(capsys: pytest.CaptureFixture[str]
 
 
 def test_an_edited_recipe_in_a_run_folder() -> None:
-    """A run folder whose recipe is no valid one any more is refused with file, line and column."""
+    """An invalid recipe in the run folder is refused with file, line and column."""
     run = older("mine")
     write_text(run.recipe, run.recipe.read_text().replace("name: made", "nam: made"))
     with pytest.raises(RecipeError) as caught:
@@ -230,6 +241,7 @@ def test_an_edited_recipe_in_a_run_folder() -> None:
 
 
 GOING_ON = "going on after step 2 from mine/checkpoints/step_00000002"
+# Fields that a resumed run may change.
 CHANGED: dict[str, Any] = {
     "optimizer": {"name": "sgd", "learning_rate": 0.2},
     "train": {"max_steps": 9},
@@ -237,14 +249,15 @@ CHANGED: dict[str, Any] = {
 
 
 def test_checkpoints_of_another_training() -> None:
-    """What would make a resumed run another training is listed, old and new; what may change is not."""
+    """Changes that make a resumed run a different training are refused and listed."""
     older("mine", steps=2)
     with pytest.raises(PlanError) as caught:
         control.train(resolved(**CHANGED, seed=7), Path("mine"))
     assert str(caught.value) == (
         "mine/checkpoints/step_00000002 was written by another training:\n"
         "  seed: 42 -> 7: refused without --allow data (order, masking and dropout are drawn from it)\n"
-        "Give the recipe that it was trained with, --allow data if this is meant, or a new --run-dir"
+        "Give the recipe that it was trained with, --allow data if this is meant, "
+        "or a new --run-dir"
     )
 
 
@@ -257,6 +270,7 @@ def test_checkpoints_of_another_training() -> None:
             {"log": {"every_steps": 9}},
             ["continuing mine", GOING_ON, "  changed: log.every_steps: 10 -> 9: takes effect"],
         ),
+        # Without a checkpoint nothing can contradict the new recipe.
         (
             None,
             CHANGED,
@@ -271,14 +285,15 @@ def test_checkpoints_of_another_training() -> None:
 def test_a_folder_is_continued(
     steps: int | None, sections: dict[str, Any], lines: list[str]
 ) -> None:
-    """A run folder of this recipe goes on, and every change is told; without checkpoints anything may change."""
+    """A run folder of this recipe is continued, and every change is listed."""
     run = older("mine", steps)
     made = resolved(**sections)
     assert list(check(made, run, AUTOMATIC)[0].lines) == lines
 
 
 def test_a_comparison_in_the_folder_of_a_training() -> None:
-    """`ortlaunch parity` does not overwrite the recipe and records that belong to checkpoints; else it may continue."""
+    """`ortlaunch parity` refuses a folder with checkpoints of a training."""
+    # It would overwrite the recipe and the records that belong to them.
     comparison = resolved(
         LaunchOptions(task="parity"), engine={"name": "inductor", "parity_steps": 1}
     )
@@ -290,7 +305,8 @@ def test_a_comparison_in_the_folder_of_a_training() -> None:
 
 
 def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> None:
-    """A continued run is not blamed for what ended the one before."""
+    """A continued run moves the errors of the earlier start away."""
+    # Else its own end would be explained by them.
     run = older("mine")
     write_text(run.error(3), "{}")
     run.failure_printed.touch()
@@ -303,13 +319,15 @@ def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_missing_means_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that lacks a package ends before its folder is made."""
+    """A run without a required package ends before its folder is created."""
     monkeypatch.setattr(doctor, "_installed", lambda package: False)
     with pytest.raises(MissingDependency):
         control.train(resolved(zero={"stage": 1}), None)
+    # There is no folder `runs`.
     assert {path.name for path in Path().iterdir()} == {"mine.py", "recipe.yaml"}
 
 
+# For each package: sections that need it, and the line for its absence.
 ABSENT = {
     "deepspeed": ({"zero": {"stage": 1}},
                   'zero: DeepSpeed is not installed: pip install "ortlaunch[deepspeed]", or set zero=null'),
@@ -323,7 +341,7 @@ ABSENT = {
 
 @pytest.mark.parametrize("package", ABSENT)
 def test_what_to_type_for_a_missing_package(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each optional package has its line; what the recipe does not use is not asked for."""
+    """Each optional package has its own line, and is required only if the recipe uses it."""
     sections, line = ABSENT[package]
     made = resolved(**sections)
     monkeypatch.setattr(doctor, "_installed", lambda name: name != package)
@@ -335,7 +353,8 @@ def test_what_to_type_for_a_missing_package(package: str, monkeypatch: pytest.Mo
 
 
 def test_hosts_meet_through_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mpi4py is asked for where ranks of several hosts must meet; those of one host meet in the run folder."""
+    """mpi4py is required for ranks of several hosts only."""
+    # Ranks of one host meet in the run folder.
     monkeypatch.setattr(doctor, "_installed", lambda package: package != "mpi4py")
     made = made_recipe()
     doctor.require(made, world_of(made, [host("a", 2)], "mpi"))
@@ -370,7 +389,7 @@ def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_engine_ort_takes(
     package: Exception | None, missing: list[str], line: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engine ort asks for its package, then for its built extensions; other engines ask for neither."""
+    """Engine ort requires its package and its built extensions, other engines neither."""
 
     def ort_package() -> str:
         if package:
@@ -391,7 +410,7 @@ def test_what_engine_ort_takes(
 
 
 def test_a_rank_waits_for_rank_0_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that never sees the prepared folder says what may be wrong, and does not wait for ever."""
+    """A rank that waits in vain for the prepared folder ends with a likely cause."""
     environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     monkeypatch.setattr(inside, "_JOIN_SECONDS", 0.1)
     with pytest.raises(LaunchError) as caught:
@@ -406,8 +425,9 @@ def test_a_rank_waits_for_rank_0_in_vain(monkeypatch: pytest.MonkeyPatch) -> Non
     "environ", [{**TORCH, "TORCHELASTIC_RUN_ID": "none"}, {**TORCH, "TORCHELASTIC_RUN_ID": "a"}]
 )
 def test_ranks_become_the_worker(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 prepares the folder and tells so; then each rank is the worker's command, with the recipe's variables."""
+    """Rank 0 prepares the folder and marks it; then each rank becomes the worker."""
     sent = []
+    # execve would replace the test process.
     monkeypatch.setattr(
         os, "execve", lambda path, argv, env: sent.append((path, argv, env["NOTE"]))
     )
@@ -422,7 +442,8 @@ def test_ranks_become_the_worker(environ: dict[str, str], monkeypatch: pytest.Mo
 
 
 def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 takes the old mark away before it prepares, so that others do not start with the old files."""
+    """Rank 0 deletes the mark of an earlier launch before it prepares the folder."""
+    # Else other ranks would start with the files of that launch.
     environ = {**TORCH, "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
     made = resolved(environ=environ)
     write_text(RunDir("mine").ready / "launch", "")
@@ -449,5 +470,5 @@ def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_differences(before: dict[str, Any], after: dict[str, Any], lines: list[str]) -> None:
-    """Each leaf that differs, with its path, old and new."""
+    """Each leaf that differs is listed with its path, old and new value."""
     assert list(differences(before, after)) == lines

@@ -1,4 +1,4 @@
-"""What a recipe reads is looked for on this host before anything starts: files, folders and functions of the user's."""
+"""Tests of a recipe's inputs before a start: files, folders and functions of the user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from tests.control.typed import Run
 from tests.makers import CUSTOM, OWN_MODULE, WORDS, bert, recipe
 
+# Other hosts than this one.
 HOSTS = "a slots=1\nb slots=1\n"
+# Sections with an absent data file, and with an absent function.
 NO_FILE = {"model": {"task": "masked-lm", "config": {"model_type": "bert"}},
            "data": {**WORDS, "train": {"format": "text", "path": ["no.txt"]}}}  # fmt: skip
 NO_FUNCTION = {"model": {"task": "custom", "factory": "mine:none"}}
@@ -31,7 +33,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def says(factory: str) -> list[str]:
-    """What is wrong with a model's factory."""
+    """Return the errors of a model's factory."""
     made = recipe(model={"task": "custom", "factory": factory})
     return [
         text.replace(str(Path.cwd()), "HERE")
@@ -48,20 +50,25 @@ def says(factory: str) -> list[str]:
             "minne:model",
             "got minne:model; there is no module minne beside the recipe, in HERE or installed",
         ),
+        # `net` is an imported name inside an `if`.
         ("pkg.models:net", None),
         ("pkg.models:other", "got pkg.models:other; HERE/beside/pkg/models.py has no other"),
         (
             "pkg.absent:net",
-            "got pkg.absent:net; there is no module pkg.absent beside the recipe, in HERE or installed",
+            "got pkg.absent:net; there is no module pkg.absent beside the recipe, "
+            "in HERE or installed",
         ),
         ("broken:net", "got broken:net; HERE/broken.py:2: invalid syntax"),
+        # The source shows no `net`, but uses globals().
         ("dynamic:net", None),
+        # os.path is no file of a package, so only an import could check it.
         ("os.path:join", None),
         ("json:loads", None),
     ],
 )
 def test_a_factory_is_found_without_being_run(factory: str, said: str | None) -> None:
-    """Beside the recipe, in this folder or installed; a module that would end the process is only read."""
+    """A factory is located in its source, beside the recipe, in this folder or installed."""
+    # Importing these modules would end the process.
     package = Path("beside/pkg")
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise SystemExit('was run')\n")
@@ -111,14 +118,15 @@ def test_a_factory_is_found_without_being_run(factory: str, said: str | None) ->
     ],
 )
 def test_missing_files(sections: dict[str, Any], said: list[str]) -> None:
-    """Each pattern that matches nothing, from here; what is named as the hub names it may be there."""
+    """Each pattern without a match is reported, but no name of a model on the hub."""
     found = [text for paths, text in missing_files(bert(**sections))]
     assert [text.startswith(part) for text, part in zip(found, said)] == [True] * len(said)
     assert len(found) == len(said)
 
 
 def test_a_path_that_only_a_shell_would_understand() -> None:
-    """What bash leaves as it is in data.train.path=~/a.txt is a folder named ~ to every rank."""
+    """A path with ~ or a variable is reported with its expansion."""
+    # bash does not expand ~ in data.train.path=~/a.txt, so ranks would look for a folder `~`.
     for path in ("~/a.txt", "$HOME/a.txt"):
         sections = {"data": {**WORDS, "train": {"format": "text", "path": [path]}}}
         ((_, text),) = missing_files(bert(**sections))
@@ -135,16 +143,20 @@ def test_a_path_that_only_a_shell_would_understand() -> None:
     ("sections", "text"),
     [
         ({"data": {**WORDS, "train": {"format": "text", "path": ["c/*.txt"]}}},
-         "it is beside the recipe, and paths are relative to the current folder: write there/c/*.txt"),
+         "it is beside the recipe, and paths are relative to the current folder: "
+         "write there/c/*.txt"),
         ({"model": {"task": "masked-lm", "pretrained": "base"}},
-         "got base, and there is no such folder here; it is beside the recipe, and paths are relative to the current "
+         "got base, and there is no such folder here; it is beside the recipe, "
+         "and paths are relative to the current "
          "folder: write there/base"),
-        ({"data": {**WORDS, "train": {"format": "text", "path": ["s3://b/x.txt"]}}}, "copy or mount it"),
-        ({"data": {**WORDS, "train": {"format": "text", "path": ["$NONE_SUCH/x"]}}}, "that variable is not set here"),
+        ({"data": {**WORDS, "train": {"format": "text", "path": ["s3://b/x.txt"]}}},
+         "copy or mount it"),
+        ({"data": {**WORDS, "train": {"format": "text", "path": ["$NONE_SUCH/x"]}}},
+         "that variable is not set here"),
     ],
 )  # fmt: skip
 def test_where_a_path_leads(sections: dict[str, Any], text: str) -> None:
-    """A file or a model beside the recipe, a URL and an unset variable are reported with what to write."""
+    """A path beside the recipe, a URL and an unset variable are reported with a remedy."""
     Path("there/c").mkdir(parents=True)
     Path("there/base").mkdir()
     Path("there/c/a.txt").touch()
@@ -153,10 +165,12 @@ def test_where_a_path_leads(sections: dict[str, Any], text: str) -> None:
 
 
 def test_a_model_type_that_transformers_does_not_have() -> None:
-    """It is refused without importing transformers, with the nearest name; others that it has pass."""
+    """An unknown model type is refused with the nearest known name."""
+    # The known types are read from the source of transformers.
     config = {"model_type": "llamma", "vocab_size": 64}
     ((_, text),) = unknown_type(bert(model={"task": "causal-lm", "config": config}))
     assert text.endswith("did you mean llama?")
+    # Names with a hyphen are types as well.
     for known in ("gpt2", "modernbert", "gpt-sw3"):
         assert (
             list(
@@ -172,6 +186,7 @@ def test_a_model_type_that_transformers_does_not_have() -> None:
     ("recipe", "overrides", "status"),
     [
         (NO_FILE, (), 2),
+        # A recipe for other machines may have files that this one lacks.
         (NO_FILE, ("--elsewhere",), 0),
         (NO_FILE, ("launch.nodes=2",), 0),
         ({}, ("model={task: causal-lm, config: {model_type: llamma}}", "data=null"), 2),
@@ -180,7 +195,7 @@ def test_a_model_type_that_transformers_does_not_have() -> None:
 def test_validate_requires_what_the_recipe_reads(
     recipe: dict[str, Any], overrides: tuple[str, ...], status: int, ortlaunch: Run
 ) -> None:
-    """A missing data file and an unknown model type fail, but for a recipe of other machines."""
+    """`validate` fails for missing files and unknown types, but not for other machines' recipes."""
     Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **recipe}))
     ended = ortlaunch("validate", "recipe.yaml", *overrides)
     assert ended.status == status
@@ -189,14 +204,14 @@ def test_validate_requires_what_the_recipe_reads(
 
 
 def test_a_learning_rate_that_is_most_likely_a_slip(ortlaunch: Run) -> None:
-    """validate and plan print a note for adamw's learning rate of 300."""
+    """`validate` and `plan` print a note for adamw's learning rate of 300."""
     rate = ("optimizer.name=adamw", "optimizer.learning_rate=300")
     for verb in ("validate", "plan"):
         assert "got 300: adamw moves each weight" in ortlaunch(verb, "good.yaml", *rate).out
 
 
 def resolved(asked: LaunchOptions, **sections: Any) -> ResolvedRun:
-    """The run of a recipe that lies here."""
+    """Resolve a recipe with these sections, which is written to this folder."""
     Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))
     return resolve(Path("recipe.yaml"), (), asked, {})
 
@@ -213,7 +228,8 @@ def resolved(asked: LaunchOptions, **sections: Any) -> ResolvedRun:
 def test_a_run_here_needs_them_here(
     sections: dict[str, Any], planned_only: bool, refused: bool
 ) -> None:
-    """A plan notes files that may still come; a run, and a function that is not in its module, end with its place."""
+    """A run needs its files and functions here, a plan only the functions."""
+    # Files may still be created before the run.
     asked = LaunchOptions(planned_only=planned_only)
     if refused:
         with pytest.raises(
@@ -229,7 +245,7 @@ def test_a_run_here_needs_them_here(
 
 @pytest.mark.parametrize("sections", [NO_FILE, NO_FUNCTION])
 def test_other_hosts_may_have_them(sections: dict[str, Any]) -> None:
-    """With hosts that are not this one it is a note, not an error."""
+    """With other hosts, missing inputs give a note instead of an error."""
     Path("hosts").write_text(HOSTS)
     asked = LaunchOptions(hostfile="hosts")
     assert any(

@@ -1,4 +1,4 @@
-"""Where a run begins, and the explanation before it does: every change with what becomes of it."""
+"""Tests of the beginning of a run, and of the lines on every change since its checkpoint."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_tex
 from tests.makers import CUSTOM
 
 pytestmark = pytest.mark.usefixtures("workbench")
+# The versions with which the runs of these tests resume.
 HERE = {
     "ortlaunch": "1.0",
     "python": "3.11.9",
@@ -31,19 +32,24 @@ HERE = {
 
 @pytest.fixture(autouse=True)
 def _this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is installed, which takes a third of a second to find out."""
+    """Replace the list of installed packages."""
+    # Reading it takes a third of a second.
     monkeypatch.setattr(provenance, "environment", lambda: HERE)
 
 
 def resolved(ranks: int = 1, **sections: Any) -> ResolvedRun:
-    """A custom recipe with these sections, on so many ranks of this host."""
+    """Resolve a custom recipe with these sections, on so many ranks of this host."""
     path = Path("recipe.yaml")
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
     return resolve(path, (), LaunchOptions(None, ranks), {})
 
 
 def save(run: RunDir, step: int, made: ResolvedRun | None = None, **changed: Any) -> Path:
-    """A complete checkpoint of a training; `changed` parts of what made it."""
+    """Write a complete checkpoint of a training.
+
+    Args:
+        changed: parts of its origin that differ from this training.
+    """
     folder = run.checkpoint(step)
     told = {**resume.today(made or resolved()), **changed}
     told["data"] = {"samples": 64, "fingerprint": "aa"}
@@ -57,17 +63,17 @@ RUN = RunDir("mine")
 
 
 def says(options: ResumeOptions | None = None, ranks: int = 1, **sections: Any) -> list[str]:
-    """The explanation."""
+    """Return the lines on the beginning of the run."""
     return list(
         resume.beginning(RUN, resolved(ranks, **sections), None, options or ResumeOptions()).lines
     )
 
 
-# --------------------------------------------------------------------------------------------------------- the table
+# ---------------------------------------------------------------- the table
 
 
 def test_the_words_of_allow() -> None:
-    """Those that rules have, and no others."""
+    """The names for --allow are those of the rules."""
     both = [*RULES.items(), *OTHER_RULES.items()]
     assert sorted({rule_of(name, dict(both), "a", "b").allow for name, _ in both} - {""}) == list(
         NAMES
@@ -78,9 +84,11 @@ def test_the_words_of_allow() -> None:
         ResumeOptions("auto", ("modell",)).checked()
 
 
-# ------------------------------------------------------------------------------------------------------ explanation
+# ---------------------------------------------------------------- explanation
 
+# The same global batch, in two passes.
 BATCH = {"micro_size": 1, "accumulation_steps": 2}
+# For each kind of change: new sections, parts of the old origin, and the printed lines.
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "nothing": ({}, {}, ["  nothing has changed since"]),
     "learning rate and schedule": (
@@ -106,7 +114,8 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
          "  changed: zero: null -> {stage: 1, fused_gradient_norm: true}: "
          "takes effect",
          "  changed: world.ranks: 1 -> 2: takes effect",
-         "  changed: world.global_samples: 2 -> 4: takes effect (the next step takes the samples that follow)"],
+         "  changed: world.global_samples: 2 -> 4: takes effect "
+         "(the next step takes the samples that follow)"],
     ),
     "logging, checkpoints and launch": (
         {"log": {"every_steps": 5}, "checkpoint": {"keep": 1}, "launch": {"env": {"NOTE": "x"}}}, {},
@@ -115,7 +124,8 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
          "  changed: log.every_steps: 10 -> 5: takes effect"],
     ),
     "the code and the packages": (
-        {}, {"code": {"ortlaunch": "0.9", "python": "3.11.9", "commit": "ab12", "dirty": False},
+        {}, {"code": {"ortlaunch": "0.9", "python": "3.11.9", "commit": "ab12",
+                      "dirty": False},
              "packages": {"torch": "2.4.0", "six": "0", "tqdm": "3"}},
         ["  changed: code.ortlaunch: '0.9' -> '1.0': takes effect",
          "  changed: code.commit: 'ab12' -> null: takes effect",
@@ -129,30 +139,35 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ["  model.arguments.width: null -> 3: refused without --allow model"],
     ),
     "the data and their order": (
-        {"data": {"train": {"format": "custom", "factory": "mine:data", "arguments": {"n": 1}}}, "seed": 7}, {},
-        ["  seed: 42 -> 7: refused without --allow data (order, masking and dropout are drawn from it)",
+        {"data": {"train": {"format": "custom", "factory": "mine:data", "arguments": {"n": 1}}},
+         "seed": 7}, {},
+        ["  seed: 42 -> 7: refused without --allow data "
+         "(order, masking and dropout are drawn from it)",
          "  data.train.arguments.n: null -> 1: refused without --allow data"],
     ),
     "the optimizer's kind": (
         {"optimizer": {"name": "adamw", "learning_rate": 0.1}}, {},
-        ["  optimizer.name: 'sgd' -> 'adamw': refused without --allow optimizer (its state begins anew where the "
+        ["  optimizer.name: 'sgd' -> 'adamw': refused without --allow optimizer "
+         "(its state begins anew where the "
          "checkpoint has none of its kind)"],
     ),
     "the precision": (
         {"precision": "bf16"}, {},
-        ["  precision: 'fp32' -> 'bf16': refused without --allow precision (the weights are float32 in any, and the "
+        ["  precision: 'fp32' -> 'bf16': refused without --allow precision "
+         "(the weights are float32 in any, and the "
          "steps are not the same)"],
     ),
     "the loss": (
         {"train": {"max_steps": 3, "loss_weight": "mask"}}, {},
-        ["  train.loss_weight: null -> 'mask': refused without --allow loss (what is minimized is another mean)"],
+        ["  train.loss_weight: null -> 'mask': refused without --allow loss "
+         "(what is minimized is another mean)"],
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_each_change_is_explained(kind: str) -> None:
-    """Golden text: what takes effect, and what is refused; with the word everything takes effect."""
+    """Each change is listed: it takes effect, or is refused until --allow names it."""
     sections, made, lines = CHANGES[kind]
     folder = save(RUN, 2, **made)
     head = f"going on after step 2 from {folder}"
@@ -168,21 +183,23 @@ def test_each_change_is_explained(kind: str) -> None:
     ]  # fmt: skip
     allowed = says(ResumeOptions("auto", (words.split()[1],)), **sections)
     assert allowed == [
-        head, *(f"  changed:{line[1:]}".replace("refused without", "takes effect, by") for line in lines)
+        head, *(f"  changed:{line[1:]}".replace("refused without", "takes effect, by")
+                for line in lines)
     ]  # fmt: skip
 
 
 def test_adamw_by_another_code_is_the_same_kind() -> None:
-    """fused_adam's state is adamw's."""
+    """A change between adamw and fused_adam is allowed: their states are the same."""
     adam = {"name": "adamw", "learning_rate": 0.1}
     save(RUN, 2, resolved(optimizer=adam))
     assert says(optimizer={**adam, "name": "fused_adam"})[1:] == [
-        "  changed: optimizer.name: 'adamw' -> 'fused_adam': takes effect (the same numbers by another code)"
+        "  changed: optimizer.name: 'adamw' -> 'fused_adam': "
+        "takes effect (the same numbers by another code)"
     ]
 
 
 def test_a_field_that_came_later_has_not_changed() -> None:
-    """A checkpoint of a version without it was trained with its default."""
+    """A field that a checkpoint's version did not have counts as its default."""
     folder = save(RUN, 2)
     made = read_json(folder / origin.ORIGIN)
     del made["recipe"]["checkpoint"]["keep_every"], made["recipe"]["engine"]["torch_matmul"]
@@ -191,7 +208,8 @@ def test_a_field_that_came_later_has_not_changed() -> None:
 
 
 def test_a_checkpoint_that_does_not_say_what_made_it() -> None:
-    """One of an earlier version: this folder's recipe is compared, that of another folder is not known."""
+    """A checkpoint without a record is compared with this folder's recipe, if there is one."""
+    # Earlier versions wrote no record; the recipe of another folder is unknown.
     folder = save(RUN, 2)
     (folder / origin.ORIGIN).unlink()
     before = resolved().file.recipe
@@ -202,17 +220,17 @@ def test_a_checkpoint_that_does_not_say_what_made_it() -> None:
     assert says()[1:] == ["  it does not say what made it: nothing could be compared"]
 
 
-# ------------------------------------------------------------------------------------------------------- --resume
+# ---------------------------------------------------------------- --resume
 
 
 def leave_remains(run: RunDir) -> None:
-    """What a failing machine and an earlier start left."""
+    """Write the remains of a failing machine and of an earlier start."""
     for name in ("step_00000009.partial", "step_00000008", "step_00000007.broken"):
         (run.checkpoints / name).mkdir()
 
 
 def test_auto_names_what_it_skips() -> None:
-    """The newest complete one, and why newer ones are none."""
+    """`auto` chooses the newest complete checkpoint, and gives the reasons against newer ones."""
     save(RUN, 2)
     save(RUN, 6)
     leave_remains(RUN)
@@ -225,7 +243,7 @@ def test_auto_names_what_it_skips() -> None:
 
 
 def applied(choice: str, run: RunDir = RUN) -> dict[str, Any]:
-    """What is written down for the ranks."""
+    """Return the record of the beginning that is written for the ranks."""
     options = ResumeOptions(choice)
     run.path.mkdir(exist_ok=True)
     resume.apply(run, resume.beginning(run, resolved(), None, options), options)
@@ -233,12 +251,11 @@ def applied(choice: str, run: RunDir = RUN) -> dict[str, Any]:
 
 
 def test_never_keeps_what_was_there_aside() -> None:
-    """The run begins anew, and no later start takes the old checkpoints for its own."""
+    """`never` moves the checkpoints and records of the former training away."""
     save(RUN, 2)
     of_training = (RUN.bad_steps, RUN.saves, RUN.metrics)
-    for (
-        path
-    ) in of_training:  # batches that were left out, saves and metrics are that training's, too
+    # Left-out batches, saves and metrics belong to that training, too.
+    for path in of_training:
         path.write_text("{}\n")
     assert applied("never")["checkpoint"] is None
     assert [path.exists() for path in of_training] == [False] * 3
@@ -246,21 +263,21 @@ def test_never_keeps_what_was_there_aside() -> None:
     assert RUN.complete_checkpoints() == []
     assert (RUN.path / "checkpoints.aside/step_00000002/COMPLETE").exists()
     save(RUN, 4)
+    # The name `checkpoints.aside` is in use.
     applied("never")
     assert (RUN.path / "checkpoints.aside1/step_00000004").exists()
     assert applied("never")["checkpoint"] is None
 
 
 def test_a_step_of_this_run() -> None:
-    """It is the newest from then on; newer ones lie aside; one that is not there is refused with those that are."""
+    """A given step becomes the newest checkpoint; the error for an absent one lists the others."""
     for step in (2, 4, 6):
         save(RUN, step)
     RUN.partial(8).mkdir()
     RUN.summary.write_text("{}")
     written = applied("4")
-    assert (
-        not RUN.summary.exists()
-    )  # else a start that is cut off before its export would count as finished
+    # With the summary, a start that is cut off before its export would count as finished.
+    assert not RUN.summary.exists()
     assert (written["step"], written["exact"]) == (4, True)
     assert [step for step, _ in RUN.complete_checkpoints()] == [2, 4]
     assert (RUN.checkpoints / "step_00000006.aside/COMPLETE").exists()
@@ -282,7 +299,7 @@ def test_a_step_of_this_run() -> None:
 
 
 def test_another_runs_checkpoint() -> None:
-    """Its newest, or the one that is named; written down, so that later starts know; own checkpoints come first."""
+    """Another run's checkpoint is recorded as the source, and own checkpoints precede it."""
     for step in (2, 4):
         save(RUN, step)
     new = RunDir("new")
@@ -305,7 +322,7 @@ def test_another_runs_checkpoint() -> None:
     ("name", "why"), [("none", "absent"), ("plain", "is no run folder with a complete checkpoint")]
 )
 def test_a_path_without_a_checkpoint(name: str, why: str) -> None:
-    """Said with what would be right, and what lies there incomplete."""
+    """A path without a checkpoint is refused, with the incomplete ones in it."""
     Path("plain/checkpoints/step_00000003.partial").mkdir(parents=True)
     with pytest.raises(InputError, match=rf"--resume .*{name}: {why}") as caught:
         says(ResumeOptions(name))
@@ -313,7 +330,7 @@ def test_a_path_without_a_checkpoint(name: str, why: str) -> None:
 
 
 def test_a_misspelt_name_beside_checkpoints_of_its_own() -> None:
-    """`--resume last` is refused where the folder has checkpoints, too; a path that is gone by now is not."""
+    """`--resume last` is refused also beside own checkpoints, a deleted path is not."""
     own = save(new := RunDir("new"), 5)
     with pytest.raises(
         InputError, match=r"--resume .*last: absent; give auto, never, a step or such a folder"
@@ -338,7 +355,7 @@ def test_a_misspelt_name_beside_checkpoints_of_its_own() -> None:
     ],
 )
 def test_values_are_printed_as_a_recipe_has_them(before: Any, after: Any, expected: str) -> None:
-    """As it was written in the recipe."""
+    """Values are printed as a recipe has them."""
     change = resume_rules.Change(
         "data.evaluation.path", before, after, resume_rules.Rule(resume_rules.EFFECT)
     )
@@ -346,7 +363,7 @@ def test_values_are_printed_as_a_recipe_has_them(before: Any, after: Any, expect
 
 
 def test_a_dry_run_shows_what_has_changed() -> None:
-    """The changes since the checkpoint are printed, and one that training refuses is refused."""
+    """A dry run prints the changes since the checkpoint, and refuses those that `train` refuses."""
     save(RUN, 7)
     write_text(RUN.recipe, yaml.safe_dump(CUSTOM))
     lines = preview.before_start(resolved(train={"max_steps": 9}), RUN, ResumeOptions())

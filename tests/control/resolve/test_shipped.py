@@ -1,4 +1,4 @@
-"""The shipped recipes by name: found, copied with what they extend, never over a file of the user's."""
+"""Tests of the shipped recipes: they are located by name, and copied with all that they need."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file.write("extends: base.yaml  # and changes nothing\n")
     with (folder / "llama" / "tiny.yaml").open("a") as file:
         file.write('model: {factory: "mine:model"}  # data by make.py; other.python and no: such\n')
+    # `other` and `no` only look like modules in the recipe, and must not be copied.
     for name in ("mine", "make", "other", "no"):
         (folder / "llama" / f"{name}.py").write_text("")
     (folder / "schema.json").write_text("{}")
@@ -43,7 +44,7 @@ def test_names(library: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bert/tiny", "bert/tiny.yaml"])
 def test_find(name: str, library: Path) -> None:
-    """With and without its ending."""
+    """A recipe is located with and without its ending."""
     assert shipped.find(name) == library / "bert" / "tiny.yaml"
 
 
@@ -53,12 +54,13 @@ def test_find(name: str, library: Path) -> None:
         ("bert/tinny", "no shipped recipe 'bert/tinny'; did you mean bert/tiny?"),
         ("lama/tiny", "no shipped recipe 'lama/tiny'; did you mean llama/tiny?"),
         ("zebra", "no shipped recipe 'zebra'; there are bert/base, bert/tiny, llama/tiny"),
+        # A path out of the library is not followed.
         ("../secret", "no shipped recipe '../secret'; there are bert/base, bert/tiny, llama/tiny"),
         ("", "no shipped recipe ''; there are bert/base, bert/tiny, llama/tiny"),
     ],
 )
 def test_there_is_no_such_recipe(name: str, message: str, library: Path) -> None:
-    """The error has the near name, or all of them."""
+    """The error for an unknown name has the nearest name, or all of them."""
     with pytest.raises(InputError) as caught:
         shipped.find(name)
     assert str(caught.value) == message
@@ -76,7 +78,7 @@ def test_there_is_no_such_recipe(name: str, message: str, library: Path) -> None
     ],
 )
 def test_copy(name: str, target: str, new: list[str], library: Path) -> None:
-    """To a file or a folder, with what it extends and names; the editor's line leads to the schema from there, too."""
+    """A copy has the recipe, its bases and its modules, and a valid link to the schema."""
     assert shipped.copy(name, Path(target)) == [Path(path) for path in new]
     text = (library / f"{name}.yaml").read_text()
     assert Path(new[0]).read_text() == text.replace("../schema.json", str(library / "schema.json"))
@@ -88,7 +90,7 @@ def test_copy(name: str, target: str, new: list[str], library: Path) -> None:
 
 @pytest.mark.parametrize("there", ["tiny.yaml", "base.yaml"])
 def test_copy_never_overwrites(there: str, library: Path) -> None:
-    """A file in the way, also of what it extends, stops the copy before anything is written."""
+    """A file in the way stops the copy before anything is written."""
     Path(there).write_text("mine")
     with pytest.raises(InputError, match=rf"^{there} exists already; give another name$"):
         shipped.copy("bert/tiny", Path())
@@ -102,7 +104,8 @@ def test_copy_never_overwrites(there: str, library: Path) -> None:
      ("mine.yaml", "mine.yaml"), ("bert/base", "bert/base"), ("absent.yaml", "absent.yaml")],
 )  # fmt: skip
 def test_a_recipe_is_a_file_or_a_shipped_name(given: str, found: str, library: Path) -> None:
-    """A file of that name wins; what is neither goes on to the error of a missing file."""
+    """An existing file precedes a shipped recipe of the same name."""
+    # A path that is neither is returned, for the error of a missing file.
     Path("mine.yaml").touch()
     Path("bert").mkdir()
     Path("bert/base").touch()
@@ -112,17 +115,20 @@ def test_a_recipe_is_a_file_or_a_shipped_name(given: str, found: str, library: P
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("bert/tinny", "bert/tinny: there is no such file, and no shipped recipe of that name; did you mean "
-                       "bert/tiny?"),
-        ("runs/net", "runs/net: is the folder of a run; to continue it: ortlaunch train runs/net/recipe.yaml --run-dir "
+        ("bert/tinny", "bert/tinny: there is no such file, and no shipped recipe of that name; "
+                       "did you mean bert/tiny?"),
+        ("runs/net", "runs/net: is the folder of a run; to continue it: "
+                     "ortlaunch train runs/net/recipe.yaml --run-dir "
                      "runs/net (with more steps: train.max_steps=NUMBER)"),
-        ("library/llama", "library/llama: is a folder; give one of its recipes: tiny.yaml, or a name that `ortlaunch "
+        ("library/llama", "library/llama: is a folder; give one of its recipes: tiny.yaml, "
+                          "or a name that `ortlaunch "
                           "recipes list` prints"),
-        ("runs", "runs: is a folder; give a recipe, a YAML file, or a name that `ortlaunch recipes list` prints"),
+        ("runs", "runs: is a folder; give a recipe, a YAML file, "
+                 "or a name that `ortlaunch recipes list` prints"),
     ],
 )  # fmt: skip
 def test_what_is_no_recipe_says_what_to_type(given: str, said: str, library: Path) -> None:
-    """A near name, the folder of a run, a folder of recipes, any other folder."""
+    """A misspelled name, a run's folder and any other folder are refused with advice."""
     Path("runs/net").mkdir(parents=True)
     for name in ("plan.json", "recipe.yaml"):
         Path("runs/net", name).touch()
@@ -132,7 +138,7 @@ def test_what_is_no_recipe_says_what_to_type(given: str, said: str, library: Pat
 
 
 def test_copy_makes_one_folder_at_most(library: Path) -> None:
-    """A path with more that is not there is a slip."""
+    """A copy creates one new folder; a path with more of them is refused as a mistake."""
     with pytest.raises(
         InputError, match=r"^new/folder: cannot be written: No such file or directory$"
     ):
@@ -141,7 +147,7 @@ def test_copy_makes_one_folder_at_most(library: Path) -> None:
 
 
 def test_copy_to_an_impossible_place(library: Path) -> None:
-    """The system's reason is in the message."""
+    """The error of a copy that cannot be written has the system's reason."""
     Path("file").write_text("")
     with pytest.raises(
         InputError, match=r"^file: cannot be written: File exists$|file/x: .*Not a directory$"
@@ -150,11 +156,12 @@ def test_copy_to_an_impossible_place(library: Path) -> None:
 
 
 def test_copy_on_a_full_disk(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is named, and no empty one is left, which would be in the way of the next copy."""
+    """A copy on a full disk leaves no empty file, which would prevent the next copy."""
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
+    # The text is written to a temporary file and flushed before it gets its name.
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(
         InputError, match=r"^mine.yaml: cannot be written: No space left on device$"
@@ -164,7 +171,7 @@ def test_copy_on_a_full_disk(library: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_real_ones_copy_and_load(tmp_path: Path) -> None:
-    """Every shipped recipe is valid where it lies and where it was copied to."""
+    """Every shipped recipe is valid in its folder and as a copy."""
     assert shipped.folder() == ROOT
     assert len(shipped.names()) >= 7
     for number, name in enumerate(shipped.names()):
@@ -178,7 +185,7 @@ def test_the_real_ones_copy_and_load(tmp_path: Path) -> None:
 def test_installed_recipes_are_found(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a checkout around the package, they lie in the share folder that pip chose."""
+    """Installed recipes are found in each share folder that pip may choose."""
     monkeypatch.setattr(
         shipped, "__file__", str(tmp_path / "target" / "ortlaunch" / "run" / "shipped.py")
     )
@@ -201,14 +208,14 @@ def test_installed_recipes_are_found(
     ],
 )
 def test_there_is_no_such_text(kind: str, name: str, message: str) -> None:
-    """The error has the near name, or all of them."""
+    """The error for an unknown name has the nearest name, or all of them."""
     with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
         shipped.text(kind, name)
 
 
 @pytest.mark.parametrize("name", ["torch-2.6", "torch-2.6.txt"])
 def test_text(name: str) -> None:
-    """With and without its ending."""
+    """A text is located with and without its ending."""
     assert (
         shipped.text("constraints", name)
         == (ROOT.parent / "constraints" / "torch-2.6.txt").read_text()
