@@ -1,4 +1,4 @@
-"""What follows a bad step: weights, optimizer and buffers are those of plain PyTorch without that batch."""
+"""Bad steps: weights, optimizer and buffers are those of plain PyTorch without that batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS = [
     {"x": row, "y": row.sum()}
     for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 ]
-# of two passes of two samples
+# A step has two passes of two samples.
 STEPS = 6
 BAD_STEP = 3
 SIZE = 4
@@ -45,7 +45,10 @@ SETTINGS: dict[str, Any] = {
 
 
 class Line(nn.Module):
-    """A weighted sum with a running mean, and its squared error; `how` says what of a bad sample is not finite."""
+    """A weighted sum with a running mean, and its squared error.
+
+    `how` selects the value of a bad sample that is not finite.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -64,7 +67,8 @@ class Line(nn.Module):
             loss = loss * torch.where(bad.any(), 1000.0, 1.0)
         else:
             slope = torch.where(bad.any(), self.other * 0, self.other.abs() + 1)
-            loss = loss + slope.sqrt().sum()  # whose slope at 0 is infinite
+            # The slope of the square root at 0 is infinite.
+            loss = loss + slope.sqrt().sum()
         if self.training:
             self.mean.mul_(0.5).add_(0.5 * loss.detach())
         return loss
@@ -75,7 +79,7 @@ def rows(*bad: int) -> list[dict[str, Any]]:
 
 
 def reference(how: str, steps: Sequence[int | None], rate: Any) -> nn.Module:
-    """Plain PyTorch: step i takes the batch `steps[i]`, or none."""
+    """Train in plain PyTorch: step i uses the batch `steps[i]`, or is skipped if that is None."""
     model = Line(how)
     samples = rows()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
@@ -104,6 +108,7 @@ def trained(
 
 def close(found: nn.Module, expected: nn.Module, buffers: bool = True) -> None:
     for name, value in expected.state_dict().items():
+        # Sharded weights have another size, and are not compared.
         if value.numel() == found.state_dict()[name].numel() and (buffers or name != "mean"):
             torch.testing.assert_close(
                 found.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name
@@ -115,9 +120,10 @@ def close(found: nn.Module, expected: nn.Module, buffers: bool = True) -> None:
 def test_a_skipped_step_changes_nothing(
     how: str, zero: dict | None, tmp_path: Path, world: None
 ) -> None:
-    """Weights and running means are those of a training whose step 4 has no batch; the sample is named and counted."""
+    """A skipped step 4 leaves weights and running means as if it had no batch; it is recorded."""
     done = trained(tmp_path, how, zero, on_nonfinite="skip")
-    if (zero or {}).get("stage") != 3:  # where the weights are pieces
+    # In stage 3 each rank has only pieces of the weights.
+    if (zero or {}).get("stage") != 3:
         close(done.model, reference(how, [0, 1, 2, None, 4, 5], rate))
     (line,) = recorded(done.run)
     assert (line.step, line.action, done.state.left_out) == (BAD_STEP + 1, "skip", 1)
@@ -132,21 +138,23 @@ def test_a_skipped_step_changes_nothing(
 def test_a_rollback_takes_the_samples_that_follow(
     how: str, zero: dict | None, tmp_path: Path, world: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run goes on from step 2's checkpoint in plain PyTorch's steps without the bad batch."""
+    """After a rollback to step 2, the steps are plain PyTorch's without the bad batch."""
     done = trained(tmp_path, how, zero, on_nonfinite="rollback")
     if (zero or {}).get("stage") != 3:
         close(done.model, reference(how, [0, 1, 2, 4, 5, 6], rate))
     (line,) = recorded(done.run)
     assert (line.action, line.checkpoint, line.places) == ("rollback", 2, [12, 16])
+    # The batch that was left out counts, too.
     assert done.state.samples == (STEPS + 1) * SIZE
     assert [record["step"] for record in records(done.run)] == [1, 2, 3, 4, 5, 6]
     said = capsys.readouterr().out
     assert "train.on_nonfinite is rollback: back to the checkpoint after step 2" in said
+    # The batch size is unchanged.
     assert "a step now takes" not in said
 
 
 def test_later_losses_are_counted() -> None:
-    """Of losses that are not finite the first is named with its samples, the later ones with their count."""
+    """Of several losses that are not finite, the first is described, and the others are counted."""
     losses = [torch.tensor(math.nan)] * 9
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     with pytest.raises(NonFiniteError) as error:
@@ -158,7 +166,8 @@ def test_later_losses_are_counted() -> None:
 
 
 def test_a_rollback_before_the_first_checkpoint(tmp_path: Path) -> None:
-    """There is one of step 0, and two bad batches in a row are both left out; the next start leaves them out, too."""
+    """A rollback before the first save returns to step 0; later starts leave out the same."""
+    # Two bad batches in a row.
     bad = ORDER.indices(0, 0, 0)[0], ORDER.indices(1, 1, 0)[1]
     done = trained(tmp_path, "loss", None, *bad, on_nonfinite="rollback")
     close(done.model, reference("loss", [2, 3, 4, 5, 6, 7], rate))
@@ -173,10 +182,11 @@ def test_a_rollback_before_the_first_checkpoint(tmp_path: Path) -> None:
 def test_what_was_left_out_is_not_another_orders(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With another seed other samples are in its places: a start that comes there takes them, and says so, once."""
+    """With another seed, the positions that were left out hold other samples, which are used."""
     done = trained(tmp_path, "loss", None, on_nonfinite="rollback")
     for step in (4, 6):
         shutil.rmtree(done.run.checkpoint(step))
+    # The message is printed once, and not by the next start.
     for said in (1, 0):
         capsys.readouterr()
         other = train_here(
@@ -197,7 +207,8 @@ def test_what_was_left_out_is_not_another_orders(
 def test_a_rollback_to_the_start_forgets_the_optimizer(
     zero: dict | None, tmp_path: Path, world: None
 ) -> None:
-    """The checkpoint of step 0 has no moments; those of the steps that are taken back are not gone on with."""
+    """A rollback to step 0, whose checkpoint has no optimizer state, resets the optimizer."""
+    # No checkpoint but that of step 0.
     settings = {**SETTINGS, "checkpoint": {"every_steps": 100}, "zero": zero}
     train = {"max_steps": STEPS, "on_nonfinite": "rollback"}
     done = train_here(tmp_path, Line("loss"), rows(BAD), train=train, **settings)
@@ -208,8 +219,9 @@ def test_a_rollback_to_the_start_forgets_the_optimizer(
 def test_a_save_beside_training_is_whole_first(
     on_failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run neither ends nor goes back past a checkpoint that is being written."""
+    """The run neither ends nor rolls back before a checkpoint in progress is complete."""
     write = savings.write
+    # A slow write, still in progress when the bad step comes.
     monkeypatch.setattr(savings, "write", lambda *args: (time.sleep(0.5), write(*args)))
     settings = {**SETTINGS, "checkpoint": {"every_steps": 3, "async": True}}
     train = {"max_steps": STEPS, "on_nonfinite": on_failure}
@@ -222,10 +234,11 @@ def test_a_save_beside_training_is_whole_first(
 
 @pytest.mark.parametrize(("train", "said"), [
     ({"on_nonfinite": "skip", "max_skips": 1}, "train.max_skips (1) steps have been skipped"),
-    ({"on_nonfinite": "rollback", "max_rollbacks": 1}, "train.max_rollbacks (1) rollbacks have been made"),
+    ({"on_nonfinite": "rollback", "max_rollbacks": 1},
+     "train.max_rollbacks (1) rollbacks have been made"),
 ])  # fmt: skip
 def test_one_too_many_ends_the_run(train: dict[str, Any], said: str, tmp_path: Path) -> None:
-    """The second bad step is the first's like, and its error says why this one ends the run."""
+    """One bad step more than the limit ends the run, and the error names the limit."""
     with pytest.raises(NonFiniteError) as caught:
         trained(tmp_path, "loss", None, BAD, ORDER.indices(BAD_STEP + 1, 0, 0)[0], **train)
     assert said in str(caught.value)
@@ -234,7 +247,7 @@ def test_one_too_many_ends_the_run(train: dict[str, Any], said: str, tmp_path: P
 
 @pytest.mark.parametrize("action", ["stop", "skip", "rollback"])
 def test_a_loss_that_jumps(action: str, tmp_path: Path) -> None:
-    """It is answered before its update, and its samples are named."""
+    """A loss that jumps is handled before its update, and its samples are named."""
     bad = ORDER.indices(9, 0, 0)[0]
     settings = {**SETTINGS, "schedule": {"name": "constant"}}
     train = {"max_steps": 12, "on_spike": {"action": action, "window": 8, "deviations": 100.0}}
@@ -243,29 +256,33 @@ def test_a_loss_that_jumps(action: str, tmp_path: Path) -> None:
             train_here(tmp_path, Line("spike"), rows(bad), train=train, **settings)
     else:
         done = train_here(tmp_path, Line("spike"), rows(bad), train=train, **settings)
+        # A skip loses one update; a rollback replaces the batch by the next one.
         taken = [*range(9), None, 10, 11] if action == "skip" else [*range(9), 10, 11, 12]
         close(done.model, reference("spike", taken, lambda step: 0.05))
     (line,) = recorded(RunDir(tmp_path))
     assert (line.step, line.kind, line.action, bad in line.samples) == (10, "spike", action, True)
+    # The file has no NaN or Infinity, which are no JSON.
     json.loads(RunDir(tmp_path).bad_steps.read_text(), parse_constant=pytest.fail)
 
 
 def test_what_a_spike_is() -> None:
-    """Noise and a falling loss are none; before the window is full nothing is."""
+    """Noise, a falling loss, and losses before the window is full are no spikes."""
     falling = Spikes(Spike(deviations=6.0, window=8))
     assert [falling.look(10.0 / (1 + i) + 0.01 * (i % 3)) for i in range(50)] == [None] * 50
     fresh = Spikes(Spike(deviations=6.0, window=8))
     assert [fresh.look(loss) for loss in (1.0, 100.0, 1.0)] == [None] * 3
     flat = Spikes(Spike(deviations=6.0, window=8))
     assert [flat.look(2.0) for _ in range(8)] == [None] * 8
-    assert flat.look(2.1) is None  # at least 1 % of the median is a deviation
+    # The deviation is at least 1 % of the median.
+    assert flat.look(2.1) is None
     assert flat.look(2.2) == (
-        "the loss jumped to 2.2: the last 8 have median 2 and deviation 0.02, so that 2.12 is the most (train.on_spike)"
+        "the loss jumped to 2.2: the last 8 have median 2 and deviation 0.02, so that 2.12 is "
+        "the most (train.on_spike)"
     )
 
 
 def test_stretches_that_are_left_out() -> None:
-    """Neighbours and overlaps are one stretch; what follows on a place inside one begins after it."""
+    """Neighbouring and overlapping ranges are merged; a position inside one moves to its end."""
     left = LeftOut()
     for first, after in ((8, 12), (20, 24), (12, 16), (14, 18)):
         left.add(first, after)

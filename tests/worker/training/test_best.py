@@ -1,4 +1,4 @@
-"""The best checkpoint, early stops, and what a resumed run remembers of both."""
+"""The best checkpoint, early stops, and their memory in a resumed run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = {"max_steps": 8, "evaluate_every_steps": 1}
 def trained(
     folder: Path, losses: Sequence[float], monkeypatch: pytest.MonkeyPatch, **sections: Any
 ) -> Trained:
-    """A training whose evaluations come to these losses, by step."""
+    """Return a training whose evaluations have these losses, one a step."""
     take = best.take
 
     def note(made: Any, memory: Any, step: int, evaluated: dict[str, float]) -> None:
@@ -46,7 +46,7 @@ def kept(found: Trained) -> list[int]:
 
 
 def test_the_best_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 3 was best; each best before it went when a better one was complete, and the last step's is there, too."""
+    """The best checkpoint (step 3) and the last one are kept; earlier best ones are removed."""
     found = trained(tmp_path, [5, 4, 1, 2, 3, 4, 5, 1], monkeypatch)
     assert kept(found) == [3, 8]
     assert found.state.best[best.KEEP] == {
@@ -59,7 +59,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_training_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two evaluations that are not better end it, with a checkpoint; a second start has nothing to train."""
+    """Two evaluations that are not better end training; a second start has nothing to train."""
     early = {
         "train": {**STEPS, "stop_after": {"evaluations": 2}},
         "checkpoint": {"every_minutes": None},
@@ -72,20 +72,23 @@ def test_training_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     again = train_here(tmp_path, Line(), ROWS, evaluation=ROWS[:4], **early)
     assert (again.state.step, kept(again)) == (6, [6])
+    # With more patience, a third start continues.
     longer = {**early, "train": {**STEPS, "stop_after": {"evaluations": 3}}}
     assert trained(tmp_path, [5, 4, 4, 3, 3, 6, 7, 0], monkeypatch, **longer).state.step == 7
 
 
 def test_a_resumed_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came before the checkpoint counts; in another run folder, or by another direction, it does not."""
+    """Evaluations before a checkpoint count in a resumed run, but not in another folder."""
     half = {"train": {**STEPS, "max_steps": 4}}
     trained(tmp_path / "one", [5, 1, 4, 3], monkeypatch, **half)
+    # A copy of the last checkpoint alone, without the best one.
     (tmp_path / "other").mkdir()
     shutil.copytree(
         tmp_path / "one/checkpoints/step_00000004", tmp_path / "other/checkpoints/step_00000004"
     )
     assert kept(trained(tmp_path / "one", [0] * 4 + [2, 3, 4, 5], monkeypatch)) == [2, 8]
     assert kept(trained(tmp_path / "other", [0] * 4 + [2, 3, 4, 5], monkeypatch)) == [5, 8]
+    # Another direction also starts without a best one.
     most = {
         "checkpoint": {**BEST, "keep_best": {"metric": "loss", "mode": "max"}},
         "train": {**STEPS, "max_steps": 10},
@@ -96,7 +99,7 @@ def test_a_resumed_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_export_is_of_the_best_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model has the best checkpoint's weights when it is exported."""
+    """The export has the best checkpoint's weights, if requested."""
     best_of = {"checkpoint": {**BEST, "keep_best": {"metric": "loss", "export": True}}}
     sessions: list[Any] = []
     monkeypatch.setattr(
@@ -112,7 +115,7 @@ def test_the_export_is_of_the_best_where_that_is_asked_for(
 
 
 def test_a_metric_that_an_evaluation_has_not() -> None:
-    """It is named with those that there are; a number that is not finite is never the best."""
+    """A metric that the evaluation lacks is reported with those that exist."""
     asked = SimpleNamespace(
         checkpoint=recipe(checkpoint={"keep_best": {"metric": "perplexity"}}).checkpoint,
         train=recipe().train,
@@ -121,6 +124,7 @@ def test_a_metric_that_an_evaluation_has_not() -> None:
     assert said == "checkpoint.keep_best.metric: got perplexity; an evaluation of this run has loss"
     memory: best.Memory = {}
     best.take(asked, memory, 0, {"loss": 1.0})
+    # A value that is not finite is never the best.
     for step, value in enumerate((float("nan"), float("inf"), 7.0, float("nan")), 1):
         best.take(asked, memory, step, {"loss": 1.0, "perplexity": value})
     assert memory[best.KEEP]["step"] == 3

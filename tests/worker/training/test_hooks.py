@@ -1,4 +1,4 @@
-"""train.hook: what the user's own class is told, that it may stop the run, and how it fails."""
+"""train.hook: the calls of the user's own class, its request to stop, and its failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLD: list[tuple[str, int, Any]] = []
 
 
 class Listens:
-    """Keeps what it is told."""
+    """A hook that records its calls."""
 
     def on_step(self, step: int, values: dict[str, Any]) -> None:
         TOLD.append(("step", step, values["loss"]))
@@ -35,57 +35,58 @@ class Listens:
 
 
 class Stops:
-    """Has enough after step 2's checkpoint."""
+    """A hook that requests a stop after step 2's checkpoint."""
 
     def on_checkpoint(self, step: int, folder: str) -> str:
         return "stop"
 
 
 class Fails:
-    """Raises, as code does."""
+    """A hook that raises an error."""
 
     def on_evaluation(self, step: int, values: dict[str, float]) -> None:
         raise KeyError("accuracy")
 
 
 class Answers:
-    """Returns what means nothing."""
+    """A hook that returns an invalid value."""
 
     def on_step(self, step: int, values: dict[str, Any]) -> bool:
         return True
 
 
 class Silent:
-    """Has no method."""
+    """A hook without a method."""
 
 
 class Foreign(Listens):
-    """Has a method of another tool's callbacks."""
+    """A hook with a method of another tool's callbacks."""
 
     def on_train_end(self, *arguments: Any) -> None: ...
 
 
 class Misspelt(Listens):
-    """Has one letter too few."""
+    """A hook with a misspelt method."""
 
     def onstep(self, step: int, values: dict[str, Any]) -> None: ...
 
 
 class Helps(Listens):
-    """Has a method for its own use."""
+    """A hook with a method for its own use."""
 
     def once(self) -> None: ...
 
 
 def trained(folder: Path, name: str) -> Trained:
     TOLD.clear()
+    # Under a name that the recipe can import.
     sys.modules["hooks_of_a_test"] = sys.modules[__name__]
     train = {"max_steps": 5, "evaluate_every_steps": 3, "hook": f"hooks_of_a_test:{name}"}
     return train_here(folder, Line(), ROWS, evaluation=ROWS[:4], train=train, **SECTIONS)
 
 
 def test_what_it_is_told(tmp_path: Path) -> None:
-    """Each logged step, evaluation and complete checkpoint once, in order, with the run's own numbers."""
+    """Each logged step, evaluation and complete checkpoint is one call, in order."""
     found = trained(tmp_path, "Listens")
     assert [(kind, step) for kind, step, _ in TOLD] == [
         ("step", 1), ("step", 2), ("checkpoint", 2), ("step", 3), ("evaluation", 3), ("step", 4), ("checkpoint", 4),
@@ -96,31 +97,36 @@ def test_what_it_is_told(tmp_path: Path) -> None:
 
 
 def test_it_may_have_methods_of_its_own(tmp_path: Path) -> None:
-    """What does not look like one that is called is left alone."""
+    """A method with a name unlike ours is allowed."""
     assert trained(tmp_path, "Helps").state.step == 5
 
 
 def test_it_stops_the_run(tmp_path: Path) -> None:
-    """Right after the checkpoint; stopped.json says who asked."""
+    """The run stops right after the checkpoint, and stopped.json names the hook."""
     before = signal.getsignal(signal.SIGUSR1)
     found = trained(tmp_path, "Stops")
     assert found.state.step == 2
     assert read_json(found.run.stopped) == {
         "step": 2, "steps": 5, "by": "train.hook (hooks_of_a_test:Stops.on_checkpoint)", "exit_status": 85,
     }  # fmt: skip
+    # The signal's handler is restored.
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
 @pytest.mark.parametrize(
     ("name", "error", "message"),
-    [("Fails", HookError, r"hooks_of_a_test:Fails.on_evaluation raised KeyError after step 3: 'accuracy'\n.*line \d+"),
+    [("Fails", HookError,
+      r"hooks_of_a_test:Fails.on_evaluation raised KeyError after step 3: 'accuracy'\n.*line \d+"),
      ("Answers", HookError, r'Answers.on_step returned True; it returns "stop", or nothing'),
-     ("Silent", InputError, r"train.hook: hooks_of_a_test:Silent has none of on_step, on_evaluation, on_checkpoint"),
-     ("Foreign", InputError, r"Foreign has 'on_train_end', which is never called; valid are on_step, on_evaluation"),
-     ("Misspelt", InputError, r"Misspelt has 'onstep', which is never called; valid are .*; did you mean on_step\?"),
+     ("Silent", InputError,
+      r"train.hook: hooks_of_a_test:Silent has none of on_step, on_evaluation, on_checkpoint"),
+     ("Foreign", InputError,
+      r"Foreign has 'on_train_end', which is never called; valid are on_step, on_evaluation"),
+     ("Misspelt", InputError,
+      r"Misspelt has 'onstep', which is never called; valid are .*; did you mean on_step\?"),
      ("Nobody", DataError, r"train.hook: module 'hooks_of_a_test' has no function 'Nobody'")],
 )  # fmt: skip
 def test_it_fails(name: str, error: type[Exception], message: str, tmp_path: Path) -> None:
-    """The error names class and method, and where it was raised."""
+    """The error names class and method, and the line that raised it."""
     with pytest.raises(error, match=f"(?s){message}"):
         trained(tmp_path, name)

@@ -1,4 +1,4 @@
-"""metrics.jsonl, TensorBoard, the line for a person, and the count of floating point operations."""
+"""metrics.jsonl, trackers, the printed line, and the count of floating point operations."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def records(run: RunDir) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, in its only item."""
+    """The current time, as the list's only item."""
     now = [100.0]
     monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: now[0])
     return now
 
 
 def test_a_record_is_there_at_once(tmp_path: Path, clock: list[float]) -> None:
-    """Each logged step is one JSON object, on disk before the next, with its step and the seconds since the start."""
+    """Each logged step is one JSON object, on disk before the next one."""
     run = RunDir(tmp_path)
     metrics = Metrics(recipe(), run, 0)
     clock[0] += 1.5
@@ -75,13 +75,14 @@ def test_a_record_is_there_at_once(tmp_path: Path, clock: list[float]) -> None:
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    """A write has no file name, by which the run's own errors are known from the user's."""
+    """A full disk's error names metrics.jsonl."""
     metrics = Metrics(recipe(), RunDir(tmp_path), 0)
     metrics.file.close()
 
     def write(text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    # A failed write has no file name, by which the run's own errors differ from the user's.
     full: Any = SimpleNamespace(name="metrics.jsonl", write=write)
     metrics.file = full
     with pytest.raises(OSError, match="No space left on device") as caught:
@@ -92,7 +93,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 def test_a_record_is_json(
     tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A loss that is no number stays one for a person, and becomes a word in metrics.jsonl."""
+    """A value that is not finite is printed as such, and is a string in metrics.jsonl."""
     metrics = Metrics(recipe(), RunDir(tmp_path), 0)
     metrics.write(10, {"evaluation_loss": float("nan")})
     metrics.close()
@@ -105,7 +106,7 @@ def test_a_record_is_json(
 def test_the_line_for_a_person(
     tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Values with units; what was not computed is left out; the time left by the speed so far."""
+    """The printed line has units, leaves out missing values, and estimates the time left."""
     metrics = Metrics(recipe(steps=40), RunDir(tmp_path), 10)
     clock[0] += 5.0
     metrics.write(20, VALUES)
@@ -126,7 +127,7 @@ def test_the_line_for_a_person(
 def test_a_resumed_run_cuts_what_came_after_its_checkpoint(
     tmp_path: Path, clock: list[float]
 ) -> None:
-    """Steps after the checkpoint, and a line that was half written, go; the record continues without a seam."""
+    """A resumed run removes later steps and a half-written line, and continues the record."""
     run = RunDir(tmp_path)
     lines = [
         {"step": step, "loss": 1.0 / step, "elapsed_seconds": step + 0.5}
@@ -137,7 +138,8 @@ def test_a_resumed_run_cuts_what_came_after_its_checkpoint(
     clock[0] += 2
     metrics.write(6, {"loss": 0.0})
     metrics.close()
-    assert records(run)[-1]["elapsed_seconds"] == 6.5  # over all starts
+    # Over all starts.
+    assert records(run)[-1]["elapsed_seconds"] == 6.5
     assert [(r["step"], r["loss"]) for r in records(run)] == [
         (2, 0.5),
         (4, 0.25),
@@ -163,7 +165,7 @@ def scalars(run: RunDir, name: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard(tmp_path: Path) -> None:
-    """Every number becomes a scalar by its name; a resumed run takes back what came after its checkpoint."""
+    """TensorBoard has every value by name; a resumed run hides steps after its checkpoint."""
     run = RunDir(tmp_path)
     metrics = Metrics(recipe(trackers=("tensorboard",)), run, 0)
     for step in (2, 4, 6):
@@ -185,7 +187,11 @@ def run_in(folder: Path) -> RunDir:
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """Of a short file: behind seven bytes, records of LevelDB's log, each with check sum, length and kind before it."""
+    """Yield the records of a short file of W&B.
+
+    The format is LevelDB's log after seven bytes: checksum, length and type come before each
+    record.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     data = file.read_bytes()
@@ -198,7 +204,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
 
 def wandb_losses(run: RunDir) -> list[tuple[str, str]]:
-    """(step, loss) as W&B has them."""
+    """Return (step, loss) pairs as W&B stores them."""
     files = sorted(run.trackers.glob("wandb/offline-run-*/*.wandb"))
     items = [
         {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
@@ -208,15 +214,17 @@ def wandb_losses(run: RunDir) -> list[tuple[str, str]]:
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W&B's files have every step, also of a start that went back with its checkpoint; both are one run of theirs."""
+    """W&B's files have every step of both starts, as one run."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = run_in(tmp_path)
+    # The second start returned to the checkpoint of step 2.
     for first, steps in ((0, (2, 4)), (2, (3,))):
         metrics = Metrics(recipe(trackers=("wandb",)), run, first)
         for step in steps:
             metrics.write(step, {"loss": step / 2, "gradient_norm": None})
         metrics.close()
-    deadline = time.monotonic() + 20  # its own process writes, a moment later
+    # A process of W&B's own writes, a moment later.
+    deadline = time.monotonic() + 20
     while len(found := wandb_losses(run)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert found == [("2", "1"), ("4", "2"), ("3", "1.5")]
@@ -224,7 +232,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow's own client finds one run for both starts, the recipe as parameters, and that the second one failed."""
+    """MLflow's own client finds one run for both starts, with recipe and the second's failure."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow.tracking import MlflowClient
@@ -251,7 +259,8 @@ def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_tracker_that_fails_ends_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is said once, and metrics.jsonl has all."""
+    """A failing tracker is reported once, and metrics.jsonl has all steps."""
+    # None in sys.modules makes the import fail.
     for module in ("torch.utils.tensorboard", "wandb", "mlflow.tracking"):
         monkeypatch.setitem(sys.modules, module, None)
     run = RunDir(tmp_path)
@@ -266,7 +275,7 @@ def test_a_tracker_that_fails_ends_nothing(
 def test_a_tracker_that_hangs_is_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the end it has its time, and no more."""
+    """A tracker that hangs at the end is left behind after a limited time."""
     ever = threading.Event()
 
     class Hanging:
@@ -294,13 +303,13 @@ def test_a_tracker_that_hangs_is_left_behind(
     ],
 )
 def test_duration(seconds: float, text: str) -> None:
-    """Hours only where there are any."""
+    """A duration has hours only if there are any."""
     assert duration(seconds) == text
 
 
-# ---------------------------------------------------------------------------------- floating point operations
+# ---------------------------------------------------------------- floating point operations
 
-# hidden, intermediate, layers, words, tokens
+# Hidden size, intermediate size, layers, vocabulary size and tokens.
 H = 16
 F = 48
 L = 2
@@ -330,8 +339,9 @@ def llama(tied: bool) -> nn.Module:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_flops_of_bert(tied: bool) -> None:
-    """6 for each weight that multiplies: the embeddings' norm, the layers and the head, tied or not, and attention."""
-    second_bias = 0 if tied else V  # transformers keeps the head's bias twice then
+    """BERT: 6 operations for each weight that multiplies, tied or not, and those of attention."""
+    # transformers stores the head's bias twice then.
+    second_bias = 0 if tied else V
     assert (
         flops_per_token(bert(tied), T)
         == 6 * (2 * H + L * BERT_LAYER + BERT_HEAD + second_bias) + ATTENTION
@@ -340,12 +350,12 @@ def test_flops_of_bert(tied: bool) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_flops_of_llama(tied: bool) -> None:
-    """The embedding is looked up and costs nothing; the head costs the same, tied or not."""
+    """Llama: the embedding costs nothing, and the head costs the same, tied or not."""
     assert flops_per_token(llama(tied), T) == 6 * (L * LLAMA_LAYER + H + V * H) + ATTENTION
 
 
 def test_frozen_weights_cost_two_thirds() -> None:
-    """A frozen weight has no gradient of its own to compute: 4 instead of 6."""
+    """A frozen weight costs 4 operations in place of 6, as it has no gradient to compute."""
     import peft
 
     adapted = peft.get_peft_model(
@@ -358,7 +368,7 @@ def test_frozen_weights_cost_two_thirds() -> None:
 
 
 def test_flops_of_a_classifier() -> None:
-    """A model without words for output has no head to tie."""
+    """A model without an output vocabulary has no head to tie."""
     config = transformers.BertConfig(  # type: ignore[call-arg]
         vocab_size=V,
         hidden_size=H,
@@ -375,7 +385,7 @@ def test_flops_of_a_classifier() -> None:
 
 @pytest.mark.parametrize(("model", "length"), [(nn.Linear(2, 2), 32), (bert(True), None)])
 def test_flops_that_nobody_knows(model: nn.Module, length: int | None) -> None:
-    """A model of one's own, or samples that are no texts, have no count."""
+    """A user's own model, or samples without text, have no count."""
     assert flops_per_token(model, length) is None
 
 
@@ -383,13 +393,13 @@ def test_flops_that_nobody_knows(model: nn.Module, length: int | None) -> None:
 def test_a_rate_above_the_measured_one_has_it_measured_again(
     device: str, expected: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first was measured while other work ran; a reading below it measures nothing. A CPU has no MFU."""
+    """A rate above the measured peak shows a disturbed measurement, which is repeated."""
+    # A second measurement is the last one: a reading below the peak takes none.
     peaks = iter([100.0, 400.0])
     tokens = 32
     monkeypatch.setattr(meter_module, "measured_peak_flops", lambda device, dtype: next(peaks))
-    monkeypatch.setattr(
-        meter_module.time, "perf_counter", itertools.count().__next__
-    )  # a second a reading
+    # One second a reading.
+    monkeypatch.setattr(meter_module.time, "perf_counter", itertools.count().__next__)
     session = SimpleNamespace(
         group=SimpleNamespace(device=torch.device(device), size=1, mean=float),
         plan=SimpleNamespace(batch=SimpleNamespace(tokens_per_step=tokens, global_samples=1)),
@@ -401,11 +411,12 @@ def test_a_rate_above_the_measured_one_has_it_measured_again(
     meter = meter_module.Meter(session)
     for _ in range(2):
         meter.took(torch.tensor(1.0))
+        # A CPU has no MFU.
         assert meter.read().get("mfu") == expected
 
 
 def test_peak_is_the_best_of_several_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest of the measured matrix products counts: 2 n^3 operations in its time."""
+    """The peak is that of the fastest matmul: 2 n^3 operations in its time."""
     times = itertools.accumulate(itertools.chain([0.0], itertools.cycle([3.0, 1.0, 0.5, 1.0])))
     monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: next(times))
     assert measured_peak_flops(torch.device("cpu"), torch.float32) == 2 * 1024**3 / 0.5
@@ -417,7 +428,7 @@ def test_peak_is_the_best_of_several_products(monkeypatch: pytest.MonkeyPatch) -
 def test_peak_is_float32s_where_another_type_is_slower(
     bfloat16: float, peak: float, tried: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of bfloat16 in software, against which a run had an MFU of 1,061 %; a large product is then not tried."""
+    """If float32 is faster than another type, its peak counts, and no large matmul is tried."""
     asked: list[tuple[Any, int]] = []
 
     def rate(device: Any, dtype: torch.dtype, size: int) -> float:
@@ -425,5 +436,6 @@ def test_peak_is_float32s_where_another_type_is_slower(
         return 160.0 if dtype == torch.float32 else bfloat16
 
     monkeypatch.setattr(flops, "_rate_of_products", rate)
+    # With bfloat16 in software, a run once had an MFU of 1,061 %.
     assert measured_peak_flops(torch.device("cpu"), torch.bfloat16) == peak
     assert len(asked) == tried

@@ -1,4 +1,4 @@
-"""The comparison on real ORTModules: BERT, Llama and LoRA pass, planted errors do not and are named."""
+"""The comparison with real ORTModules: BERT, Llama and LoRA pass, planted errors are reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 
 
 def prepared(family: str, dropout: float, lora: bool = False) -> LossModule:
-    """A small language model in training, with adapters or without."""
+    """Return a small language model in training mode, with adapters or without."""
     model = language_model(family, "eager", dropout)
     if lora:
         import peft
@@ -47,13 +47,14 @@ def words() -> dict[str, torch.Tensor]:
     ],
 )
 def test_language_models_pass(family: str, dropout: float, lora: bool) -> None:
-    """Loss and every gradient within 1e-4, on a second ORTModule over the same weights where there is dropout."""
+    """Language models pass: loss and every gradient are within 1e-4."""
     model = prepared(family, dropout, lora)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     training = wrapped(model)
     training(**words()).backward()
     before = {name: model.get_parameter(name).grad.clone() for name in trained}
 
+    # With dropout, a second ORTModule over the same weights is needed.
     found = compare(model, wrapped(model) if dropout else training, words())
 
     assert len(found.gradients) == len(trained)
@@ -62,7 +63,8 @@ def test_language_models_pass(family: str, dropout: float, lora: bool) -> None:
     assert all(
         torch.equal(model.get_parameter(name).grad, gradient) for name, gradient in before.items()
     )
-    if dropout:  # the module that trains would do, and throw its graph away
+    # The training module would do, but it would discard its graph.
+    if dropout:
         before_it = tally.re_exports
         assert compare(model, training, words()).largest < 1e-4
         assert tally.re_exports == before_it + 1
@@ -86,9 +88,10 @@ class Images(nn.Module):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_bias_before_batch_norm_is_no_alarm(threads: int) -> None:
-    """Rounding is judged by float64; the statistics that a pass leaves are compared, and put back."""
+    """A gradient that is only rounding is no failure; buffers are compared, and restored."""
     net = Images()
     before = torch.get_num_threads()
+    # Large inputs, so that rounding shows.
     x = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 30 + 100
     torch.set_num_threads(threads)
     try:
@@ -100,13 +103,15 @@ def test_a_bias_before_batch_norm_is_no_alarm(threads: int) -> None:
     assert {each.name for each in found.state} == {
         n for n, b in net.named_buffers() if b is not None
     }
+    # Judged by the same pass in float64.
     assert "body.3.bias" in found.rounding
     assert found.largest < 1e-5
+    # The passes' updates of buffers were undone.
     assert not int(net.body[1].num_batches_tracked)
 
 
 class Sampled(nn.Module):
-    """A variational autoencoder, with a dropout that nobody can switch off."""
+    """A variational autoencoder, with a dropout that no module setting can switch off."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +128,7 @@ class Sampled(nn.Module):
 
 
 def test_a_reentrant_checkpoint_is_compared() -> None:
-    """Its gradients come by backward() alone in PyTorch; ONNX Runtime recomputes in its graph."""
+    """A reentrant checkpoint is compared, whose gradients exist only after backward()."""
 
     class Kept(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,6 +136,7 @@ def test_a_reentrant_checkpoint_is_compared() -> None:
                                                        use_reentrant=True)  # fmt: skip
             return self.second(hidden).square().mean()
 
+    # ONNX Runtime recomputes in its graph.
     net = Kept()
     net.scale = nn.Parameter(torch.ones(8))
     found = compare(net, wrapped(net), {"x": X})
@@ -140,7 +146,7 @@ def test_a_reentrant_checkpoint_is_compared() -> None:
 
 
 def test_a_model_that_draws_random_numbers_is_compared() -> None:
-    """Both passes get the same ones, new ones in every step, from one graph."""
+    """A model that draws random numbers is compared with the same ones, new in each step."""
     net = Sampled()
     made = []
 
@@ -155,11 +161,12 @@ def test_a_model_that_draws_random_numbers_is_compared() -> None:
         assert (found.draws, found.largest < 1e-5) == (3, True)
         losses.add(found.loss)
         torch.rand(1)
+    # One graph is exported for all steps.
     assert (len(losses), tally.exports) == (2, exports + 1)
 
 
 def test_the_comparison_sees_the_weights_of_the_step() -> None:
-    """Weights that changed after the export are those compared: the loss follows them, the difference stays small."""
+    """The weights that are compared are those of the step, not those of the export."""
     model = prepared("bert", 0.1)
     engine = wrapped(model)
     first = compare(model, engine, words())
@@ -167,12 +174,13 @@ def test_the_comparison_sees_the_weights_of_the_step() -> None:
         for parameter in model.parameters():
             parameter.mul_(1.1)
     second = compare(model, engine, words())
+    # The loss follows the changed weights.
     assert second.loss != pytest.approx(first.loss, rel=1e-4)
     assert second.largest < 1e-4
 
 
 def test_compared_passes_are_not_the_runs(witness: Witness) -> None:
-    """The witness counts what trains; while it looks away it counts nothing, also where a pass raises."""
+    """Passes of a comparison are not counted as the run's, also if one raises."""
     model = prepared("llama", 0.0)
     engine = wrapped(model)
     engine(**words()).backward()
@@ -200,7 +208,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
 
 
 def compared(planted: Any) -> Comparison:
-    """Net on ORT, whose exporter writes `planted` for tanh."""
+    """Compare Net on ORT, where the exporter writes `planted` for tanh."""
     torch.onnx.register_custom_op_symbolic("aten::tanh", planted, 9)
     try:
         net = Net()
@@ -210,12 +218,12 @@ def compared(planted: Any) -> Comparison:
 
 
 def test_the_net_itself_passes() -> None:
-    """Without a planted error there is no difference; the tests below can fail."""
+    """Without a planted error there is no difference, so the tests below can fail."""
     assert compared(lambda g, x: g.op("Tanh", x)).largest < 1e-5
 
 
 def test_a_wrong_operator_is_seen() -> None:
-    """A sigmoid in place of tanh: the loss differs, and the gradients of the layers before and behind it."""
+    """A sigmoid in place of tanh changes the loss, and the gradients before and behind it."""
     found = compared(lambda g, x: g.op("Sigmoid", x))
     assert found.loss_difference > 0.01
     assert {d.name for d in found.gradients if d.value > 0.1} >= {
@@ -227,7 +235,7 @@ def test_a_wrong_operator_is_seen() -> None:
 
 @pytest.fixture
 def wrong_gradient() -> Iterator[None]:
-    """ORT's gradient of an ATen tanh, which it has none of: here the one that comes in, as if tanh were nothing."""
+    """A wrong gradient of an ATen tanh on ORT, which has none: the identity."""
     from onnxruntime.training.ortmodule import _custom_gradient_registry
 
     identity = [("Identity", ["GO(0)"], ["GI(0)"])]
@@ -243,10 +251,11 @@ def wrong_gradient() -> Iterator[None]:
 
 @pytest.mark.usefixtures("wrong_gradient")
 def test_a_wrong_gradient_behind_a_right_loss_is_seen() -> None:
-    """The forward pass is right, so the loss and the last layer are; what lies behind tanh is named."""
+    """A wrong gradient behind a right loss is found: the layers before tanh are named."""
     found = compared(
         lambda g, x: g.op("org.pytorch.aten::ATen", x, operator_s="tanh", overload_name_s="")
     )
+    # The forward pass is right, and so is the last layer's gradient.
     assert found.loss_difference < 1e-6
     values = {d.name: d.value for d in found.gradients}
     assert set(list(values)[:2]) == {"first.weight", "first.bias"}

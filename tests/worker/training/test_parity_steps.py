@@ -1,4 +1,4 @@
-"""What a run keeps of its compared steps: over a restart, over the ranks, and in JSON."""
+"""The record of a run's compared steps: over a restart, over the ranks, and in JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = {"x": torch.ones(2, 4)}
 
 
 class Net(nn.Module):
-    """A line, as LossModule holds it."""
+    """A linear layer, inside a module as LossModule has it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def engine(factor: float = 1.0) -> Any:
-    """An engine whose loss is `factor` times the right one."""
+    """Return an engine whose loss is `factor` times the right one."""
     net = Net()
     record = engine_report("inductor")
     return SimpleNamespace(
@@ -49,7 +49,7 @@ def engine(factor: float = 1.0) -> Any:
 
 
 def group(*others: dict[str, Any]) -> Any:
-    """This rank, 0, with what the other ranks send."""
+    """Return the group of rank 0, with the messages of the other ranks."""
     return SimpleNamespace(
         rank=0, size=1 + len(others), gather=lambda text: [text, *map(json.dumps, others)]
     )
@@ -72,6 +72,7 @@ def steps(
 
 
 def lines(run: RunDir) -> list[dict[str, Any]]:
+    # NaN and Infinity, which Python's json would accept.
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
 
@@ -81,7 +82,7 @@ def lines(run: RunDir) -> list[dict[str, Any]]:
 def test_only_the_first_steps_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two of three, with one line each and one for the end; the table is for `ortlaunch parity`."""
+    """Two of three steps are compared, with one line each and one at the end."""
     run = RunDir(tmp_path)
     compared = steps(run)
     for step in range(3):
@@ -91,6 +92,7 @@ def test_only_the_first_steps_are_compared(
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in said] == ["parity, step 1", "parity, step 2", "parity"]
     assert max(map(len, said[:2])) <= 100
+    # The table is for `ortlaunch parity`.
     alone = steps(run, with_table=True)
     for step in range(2):
         alone.check(step)
@@ -98,7 +100,7 @@ def test_only_the_first_steps_are_compared(
 
 
 def test_a_resumed_run_goes_on_with_its_record(tmp_path: Path) -> None:
-    """What was compared before the checkpoint stays, what came after it is compared again."""
+    """A resumed run keeps the comparisons before its checkpoint, and repeats the later ones."""
     run = RunDir(tmp_path)
     before = steps(run)
     before.check(0)
@@ -110,27 +112,30 @@ def test_a_resumed_run_goes_on_with_its_record(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(run)] == [1, 2]
     assert lines(run)[0] == kept
     assert steps(run, first_step=2).engine.record.parity.verdict == "passed"
+    # A start without a checkpoint begins the record again.
     new = steps(run)
     new.check(0)
     assert [line["step"] for line in lines(run)] == [1]
 
 
 def test_a_difference_stops_and_is_recorded(tmp_path: Path) -> None:
-    """1 % is above fp32's tolerance: the error names the parameter as the model does, with both values."""
+    """A difference of 1 % is above fp32's tolerance; the error names parameter and both values."""
     run = RunDir(tmp_path)
     with pytest.raises(ParityError) as caught:
         steps(run, factor=1.01).check(0)
     text = str(caught.value)
     assert "engine inductor and plain PyTorch differ by more than 0.0001 in step 1" in text
     assert "\n  weight  0.01  (norm " in text or "\n  bias    0.01  (norm " in text
+    # The name is the model's own, without the prefix of LossModule.
     assert "model.weight" not in text
     assert lines(run)[0]["passed"] is False
     assert json.loads(run.engine.read_text())["parity"]["verdict"] == "failed"
+    # Within a larger tolerance, the same difference passes.
     steps(run, factor=1.01, parity_tolerance=0.02).check(0)
 
 
 def test_what_is_not_finite_is_a_word_in_json(tmp_path: Path) -> None:
-    """Every line and engine.json are JSON for every reader."""
+    """Values that are not finite become strings, so every line and engine.json are valid JSON."""
     run = RunDir(tmp_path)
     with pytest.raises(ParityError):
         steps(run, factor=float("nan")).check(0)
@@ -140,7 +145,7 @@ def test_what_is_not_finite_is_a_word_in_json(tmp_path: Path) -> None:
 
 
 def test_the_worst_rank_decides(tmp_path: Path) -> None:
-    """A rank within tolerance stops with the one that is not, and says which it was."""
+    """A rank within tolerance stops with the one above it, and the error names that rank."""
     run = RunDir(tmp_path)
     with pytest.raises(ParityError):
         steps(run, factor=1.01).check(0)
@@ -154,12 +159,13 @@ def test_the_worst_rank_decides(tmp_path: Path) -> None:
 
 
 def test_a_comparison_that_raises_reaches_every_rank(tmp_path: Path) -> None:
-    """A pass that fails is told to the others before it ends the run."""
+    """A failed pass is sent to the other ranks before it ends the run."""
     sent = []
     ranks = SimpleNamespace(
         rank=0, size=1, gather=lambda text: sent.append(json.loads(text)) or [text]
     )
     compared = steps(RunDir(tmp_path), ranks=ranks)
+    # Shapes that do not fit.
     compared.engine.to_compare = lambda: lambda x: torch.ones(2) @ x  # type: ignore[return-value]
     with pytest.raises(EngineError, match="rank 0 could not compare"):
         compared.check(0)
@@ -167,9 +173,10 @@ def test_a_comparison_that_raises_reaches_every_rank(tmp_path: Path) -> None:
 
 
 def test_one_module_is_made_for_all_compared_steps(tmp_path: Path) -> None:
-    """A graph without dropout is exported anew; it is let go after the last step."""
+    """One module is made for all compared steps, and released after the last step."""
     made = []
     compared = steps(RunDir(tmp_path))
+    # A graph without dropout takes an export of its own.
     compared.engine.to_compare = lambda: made.append(1) or compared.engine.plain
     compared.check(0)
     assert compared.module is not None

@@ -1,4 +1,4 @@
-"""A stop whose checkpoint cannot be written: the rank leaves as the signal alone would have it, and says why."""
+"""A stop whose checkpoint cannot be written: the exit status of the signal, and the reason."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from ortlaunch.worker.training.stopping import saved_for, stop
 
 @pytest.fixture
 def session(tmp_path: Path) -> Any:
-    """What of a session a stop looks at."""
+    """The parts of a session that a stop uses."""
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     recipe = SimpleNamespace(train=SimpleNamespace(steps=9))
     return SimpleNamespace(run=RunDir(tmp_path), group=group, recipe=recipe)
 
 
 def test_a_folder_that_is_not_writable(session: Any) -> None:
-    """128 + the signal, who asked and what the disk said; without a stop it is the failure that it was."""
+    """A stop without a checkpoint ends with 128 + the signal; the error has the reason."""
     for asked, status in ((Ask.TERMINATE, 143), (Ask.INTERRUPT, 130)):
         with pytest.raises(NotSaved) as caught, saved_for(session, SimpleNamespace(), asked):  # type: ignore[arg-type]
             raise CheckpointError("Permission denied")
         said = f"stopped by {asked.signal.name}, and nothing was saved: Permission denied"
         assert (str(caught.value), caught.value.exit_status) == (said, status)
+    # Without a stop, the failed save raises its own error.
     with (
         pytest.raises(CheckpointError, match=r"^Permission"),
         saved_for(session, SimpleNamespace(), Ask.SAVE),
@@ -40,13 +41,14 @@ def test_a_folder_that_is_not_writable(session: Any) -> None:
 
 
 def test_a_save_that_failed_and_was_told(session: Any) -> None:
-    """Under checkpoint.on_failure: continue; with the checkpoint of this step there, stopped.json is written."""
+    """A stop whose save failed under checkpoint.on_failure: continue ends without stopped.json."""
     write_json(session.run.stop_request, {"by": "`ortlaunch stop`"})
     with pytest.raises(
         NotSaved, match=r"^stopped by `ortlaunch stop`, and nothing was saved: see NOT SAVED above"
     ) as caught:
         stop(session, Ask.STOP, 3)
     assert (caught.value.exit_status, session.run.stopped.exists()) == (138, False)
+    # With the checkpoint of this step, stopped.json is written.
     write_text(session.run.checkpoint(3) / "COMPLETE", "")
     assert stop(session, Ask.STOP, 3) is Ask.STOP
     assert '"exit_status": 85' in session.run.stopped.read_text()

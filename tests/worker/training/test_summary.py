@@ -1,4 +1,4 @@
-"""The lines of a run on engine ort: settings that are not defaults before step 1, what was executed at the end."""
+"""Printed lines of a run on engine ort: settings before step 1, executed passes at the end."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ FP16 = "FP16_Optimizer: ortlaunch's, overflow and norm at once"
 
 
 def report(**ort: Any) -> EngineReport:
-    """A run on engine ort with this onnxruntime part."""
+    """Return the report of a run on engine ort with these fields of `onnxruntime`."""
     return engine_report(
         "ort", onnxruntime=onnxruntime(**ort), fp16_optimizer=FusedNorm(True, "ortlaunch", "")
     )
 
 
 def test_what_ran_is_told_in_nodes_and_calls() -> None:
-    """Passes, nodes of a forward and backward pass, calls out of ONNX Runtime, exports, fallbacks."""
+    """The outcome has passes, graph nodes, calls to torch and Python, exports and fallbacks."""
     assert outcome_lines(report()) == [
         "ran on engine ort: 4 forward, 4 backward passes by ONNX Runtime on rank 0, 0 fallbacks",
-        "  1 export; the graph of a step has 227 nodes, with 4 torch operators (ATen), 2 Python functions (PythonOp)",
+        "  1 export; the graph of a step has 227 nodes, with 4 torch operators (ATen), "
+        "2 Python functions (PythonOp)",
         "optimizer AdamW",
     ]
     assert outcome_lines(report(exports=2))[1].startswith("  2 exports; ")
 
 
 def test_a_summary_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """metrics.jsonl was removed while it trained: what can be summed up is, and what is missing is printed."""
+    """Without metrics.jsonl, the summary has the other values, and the gap is printed."""
+    # As if a user had removed it while the run trained.
     run = RunDir(tmp_path)
     write_json(run.checkpoint(3) / "manifest.json", {"step": 3, "samples": 24, "files": {}})
     write_text(run.checkpoint(3) / "COMPLETE", "")
@@ -55,7 +57,7 @@ def test_a_summary_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_nodes_on_another_provider_are_printed() -> None:
-    """On CUDA, the nodes of the graph that ONNX Runtime leaves to the CPU."""
+    """Nodes that ONNX Runtime leaves to the CPU in a CUDA graph are printed."""
     graph = {
         "provider": "CUDAExecutionProvider",
         "nodes_by_provider": {"CUDAExecutionProvider": 220, "CPU": 7},
@@ -72,13 +74,14 @@ def test_nodes_on_another_provider_are_printed() -> None:
 
 
 def test_a_run_without_a_graph_counts_no_nodes() -> None:
-    """An engine that fell back before one was built."""
+    """A run that fell back before a graph was built prints no nodes."""
     assert "nodes" not in "".join(outcome_lines(report(training_graph=None, exports=0)))
 
 
 def test_defaults_are_not_told() -> None:
-    """A line of the engine, and one of whose FP16_Optimizer runs."""
+    """Default settings are not printed; the only other line is on FP16_Optimizer."""
     assert plan_lines(report())[1:] == [FP16]
+    # Short enough for a line of the terminal, also with a reason.
     assert len(f"{FP16} (ONNX Runtime's is for CUDA)") <= 100
 
 
@@ -95,6 +98,7 @@ def test_defaults_are_not_told() -> None:
             {"linear": 2},
             "gains nothing: no unit",
         ),
+        # A graph without any call of torch's matmul.
         (
             MatmulPrecision("medium", "medium", 7, "bfloat16", None),
             {"gelu": 2},
@@ -105,7 +109,7 @@ def test_defaults_are_not_told() -> None:
 def test_lower_precision_of_products_is_told(
     found: MatmulPrecision, aten: dict[str, int], said: str
 ) -> None:
-    """What products are made in, or why nothing is gained: also where ONNX Runtime's graph calls none of torch's."""
+    """A lower matmul precision is printed with its format, or with the reason for no gain."""
     graph = GraphReport(105, {}, aten, {}, {})
     lines = plan_lines(replace(report(training_graph=graph), matmul_precision=found))
     assert lines[1].startswith(f"matmul_precision medium: {said}")
@@ -115,14 +119,14 @@ def test_lower_precision_of_products_is_told(
 def test_an_optimization_that_does_not_apply_is_told_only_where_it_could(
     sharding: str, told: bool
 ) -> None:
-    """FP16_Optimizer is for DeepSpeed's ZeRO: without that its absence is no news."""
+    """FP16_Optimizer is reported as not applied only with DeepSpeed's ZeRO, which it is for."""
     absent = FusedNorm(False, None, "stage 0")
     lines = plan_lines(replace(report(), sharding=sharding, fp16_optimizer=absent))
     assert ("FP16_Optimizer: not applied: stage 0" in lines) is told
 
 
 def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
-    """A copy that was switched off by the recipe is one of the settings."""
+    """Settings, variables and a copy before the export that did not fit are printed."""
     copy = ExportCopy(False, 4000, 5000, "control group /x", 6000)
     lines = plan_lines(
         report(deepcopy_before_export=copy, variables={"ORTMODULE_LOG_LEVEL": "ERROR"})
@@ -132,13 +136,15 @@ def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
     )
     assert "free memory (5,000 bytes, by control group /x); the" in lines[1]
     assert lines[2] == "from the environment: ORTMODULE_LOG_LEVEL=ERROR"
+    # A copy that the recipe switched off is one of the settings.
     chosen = {"deepcopy_before_export": False, "log_level": "info"}
     lines = plan_lines(report(deepcopy_before_export=copy, settings=chosen))
     assert lines[1:-1] == ['settings: deepcopy_before_export: false, log_level: "info"']
 
 
 def test_cores_of_ranks_are_told() -> None:
-    """Where they are bound, or were asked to be; hosts may differ, and the first may have one rank."""
+    """The cores of ranks are printed if they are bound, or if a binding was requested."""
+    # Hosts may differ: the first one has one rank, and the second one two.
     alone = Bound("core", "none", (0, 1), None, "one rank has all cores")
     found = [
         plan_lines(replace(report(), binding=alone.report(["0-1", "0", "1"], used)))[1:-1]
@@ -148,6 +154,7 @@ def test_cores_of_ranks_are_told() -> None:
         ["binding core: rank 0 on cores 0-1, rank 1 on cores 0, rank 2 on cores 1"],
         ["binding core: not bound: one rank has all cores"],
     ]
+    # Nobody requested this binding.
     quiet = Bound("auto", "none", (0, 1), None, "its cores are one NUMA node").report(
         ["0-1"], ["none"]
     )
@@ -155,7 +162,7 @@ def test_cores_of_ranks_are_told() -> None:
 
 
 def test_what_came_up_later_is_told_once() -> None:
-    """A note that was there before step 1 is not said again; engines without ONNX Runtime have none."""
+    """A note that existed before step 1 is not printed again; other engines have none."""
     found = report(notes=["not cached", "exported again"])
     assert late_notes(found, ("not cached",)) == ["exported again"]
     assert late_notes(engine_report("eager"), ()) == []
