@@ -85,7 +85,7 @@ class Layers(nn.Module):
 
 
 class Checkpointed(Layers):
-    """Layers with gradient checkpointing of the first; the exporter cannot trace a reentrant one."""
+    """Layers with a checkpoint of the first; the exporter cannot trace a reentrant one."""
 
     def __init__(self, reentrant: bool, width: int = 8) -> None:
         super().__init__(width)

@@ -137,7 +137,9 @@ def registered_in_a_new_process(**settings: Any) -> str:
     script = (
         "from ortlaunch.ortmodule import Settings, options\n"
         f"options.prepare(Settings(**{settings!r}))\n"
-        "from onnxruntime.training.ortmodule.graph_optimizer_registry import GraphOptimizerRegistry as Registry\n"
-        "print('found:', *[f.__name__ for found in Registry._OPTIMIZER_FUNCS.values() for f, _, _ in found])"
+        "from onnxruntime.training.ortmodule.graph_optimizer_registry import "
+        "GraphOptimizerRegistry as Registry\n"
+        "print('found:', *[f.__name__ for found in Registry._OPTIMIZER_FUNCS.values() "
+        "for f, _, _ in found])"
     )
     return python(script).stdout.split("found:")[1].strip()

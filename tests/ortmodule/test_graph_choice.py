@@ -1,4 +1,4 @@
-"""The choice of a pass's graph by grad mode and by the model's flags, in programs of other loops."""
+"""The choice of a pass's graph by grad mode and the model's flags, in programs of other loops."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def gradients_in_evaluation(w: Any, m: nn.Module) -> Values:
 
 
 def a_frozen_network(w: Any, m: nn.Module) -> Values:
-    """Compute a perceptual loss: the network is frozen and in eval mode, its input has a gradient."""
+    """Compute a perceptual loss: the network is frozen in eval mode, its input has a gradient."""
     m.requires_grad_(False)
     w.eval()
     p = X.clone().requires_grad_()

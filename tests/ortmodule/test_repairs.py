@@ -103,7 +103,7 @@ def losses(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_a_changed_call_is_exported_again(change: str) -> None:
-    """After any change of the call, and its reversal, both modes give eager's loss and gradients."""
+    """After a change of the call, and its reversal, both modes give eager's loss and gradients."""
     model = Flexible()
     eager = copy.deepcopy(model)
     module = wrapped(model)

@@ -163,7 +163,7 @@ def test_each_node_is_counted_on_its_execution_provider(
 
 
 def test_a_session_that_is_not_on_its_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session on the CPU for a CUDA model is an error with the missing library and the command."""
+    """A CUDA model's session on the CPU is an error with the missing library and the command."""
     monkeypatch.setattr(
         cuda_libraries, "check", lambda: 'libcudnn.so.8. Type: pip install "ortlaunch[ort-cuda]"'
     )

@@ -1,4 +1,4 @@
-"""The kernels of ONNX Runtime's CUDA provider against the training graphs of models, and bfloat16 without a kernel."""
+"""The CUDA kernels that models' training graphs need, and bfloat16 operators without a kernel."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from tests.ortmodule.tracing.test_half import Bert, Llama
 pytestmark = needs_ort
 IDS = torch.arange(24).reshape(3, 8) * 5 % 64
 FIRST = torch.tensor(4)
-# What has no CUDA kernel in the graphs below, each of int64 sizes alone: it runs on the CPU, on numbers that are there,
-# and one of some 8 to 64 bytes is copied to the GPU in a step, without a wait (docs/gpu.md).
+# Operators without a CUDA kernel in the graphs below. They compute only int64 sizes, on the CPU,
+# from values that are there. A result of 8 to 64 bytes is copied to the GPU in each step, without
+# a wait (docs/gpu.md).
 ON_CPU = {"BroadcastGradientArgs"}
+# The largest relative error of bfloat16 gradients.
 ROUNDING = 2e-2
 
 
 class Lora(Llama):
-    """A Llama with adapters of which alone there are gradients."""
+    """A Llama with adapters, which alone have gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,15 +50,16 @@ TORCHS: dict[Any, set[str]] = {
     Llama: {"silu"},
     Lora: {"silu"},
 }
-"""Torch's operators in the graphs of bfloat16."""
+"""Torch's operators in the bfloat16 graphs."""
 
 
 class Graph:
-    """Stops a build before the session, which would need a GPU."""
+    """A build that stops before the session, which would need a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import_repaired()
-        monkeypatch.setattr(torch_kernels, "replace", lambda *_: None)  # those of a CPU
+        # The CPU's replacements are not part of a GPU's graph.
+        monkeypatch.setattr(torch_kernels, "replace", lambda *_: None)
         monkeypatch.setattr(owner(TRAINING), "_create_execution_agent", self._stop)
 
     @staticmethod
@@ -64,7 +67,7 @@ class Graph:
         raise RuntimeError("stopped")
 
     def of(self, model: nn.Module, *inputs: Any) -> onnx.ModelProto:
-        """The graph of forward and backward pass as ORT's session would get it on a GPU."""
+        """Return the graph of forward and backward pass, as ORT's session would get it on a GPU."""
         module = wrapped(model)
         with contextlib.suppress(RuntimeError):
             module(*inputs)
@@ -73,7 +76,10 @@ class Graph:
 
 
 def without_kernel(model: onnx.ModelProto) -> Counter[str]:
-    """Operators of the nodes that have no CUDA kernel; a Constant becomes an initializer."""
+    """Count the operators of nodes without a CUDA kernel.
+
+    A Constant does not count, because it becomes an initializer.
+    """
     opset = model.opset_import[0].version
     types = cuda_kernels.types_of(model.graph)
     missing = [
@@ -95,6 +101,7 @@ def _cases() -> list[Any]:
         for kind in (Bert, Llama, Lora)
         for dtype in ("float32", "float16", "bfloat16")
     ]
+    # The other cases are slow; those in float16 run in CI.
     quick = ((Bert, "bfloat16"), (Llama, "bfloat16"))
     slow = {
         dtype: [pytest.mark.slow, *([pytest.mark.ci] if dtype == "float16" else [])]
@@ -112,7 +119,7 @@ def _cases() -> list[Any]:
 def test_every_node_has_a_cuda_kernel(
     kind: type[nn.Module], dtype: str, built: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every node of the training graphs has one in its types, but for computations of sizes; no integers are padded."""
+    """Every node but computations of sizes has a kernel for its types; no integers are padded."""
     model = kind()
     cast_parameters(model, getattr(torch, dtype))
     graph = Graph(monkeypatch).of(model, IDS, FIRST)
@@ -128,13 +135,15 @@ def test_every_node_has_a_cuda_kernel(
 
 
 def _on_cpu(node: Any, types: dict[str, str], opset: int) -> bool:
-    """Whether a node runs on a CPU: ORT's own kernels there take no bfloat16."""
+    """Return whether a node can run on the CPU, where ORT's own kernels have no bfloat16."""
     able = node.op_type in ("Cast", "ATen", "YieldOp", "PythonOp", "PythonOpGrad")
     return able or "bfloat16" not in {types.get(name) for name in (*node.input, *node.output)}
 
 
 def test_bfloat16_is_completed_to_eagers(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Llama in bfloat16, each node of which runs in float32 between casts, has eager's loss and gradients."""
+    """A Llama in bfloat16, with every node in float32 between casts, has eager's loss and
+    gradients.
+    """
 
     import_repaired()
     build = owner(TRAINING)._build_graph
@@ -179,7 +188,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("operator", list(OPERATORS))
 def test_an_operator_without_a_bfloat16_kernel_is_completed(operator: str, built: None) -> None:
-    """Run by ORT, as torch's operator or in float32 between casts, its results are torch's in bfloat16."""
+    """An operator as torch's, or in float32 between casts, has torch's bfloat16 result."""
     import onnxruntime
 
     count, expected = OPERATORS[operator]
@@ -199,7 +208,7 @@ def test_an_operator_without_a_bfloat16_kernel_is_completed(operator: str, built
     values = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, [64]) for name in (*names, "y")
     ]
-    # Not of y_half: ORT writes no type where it knows no shape.
+    # No type for y_half: ORT writes none for a tensor of unknown shape.
     halves = [
         helper.make_tensor_value_info(f"{v.name}_half", TensorProto.BFLOAT16, [64])
         for v in values[:-1]
@@ -217,11 +226,14 @@ def test_an_operator_without_a_bfloat16_kernel_is_completed(operator: str, built
     )
     (result,) = session.run(None, {name: value.numpy() for name, value in zip(names, given)})
     wanted = expected(*(value.bfloat16() for value in given)).bfloat16().float()
+    # bfloat16 has 8 significant bits.
     torch.testing.assert_close(torch.from_numpy(result), wanted, rtol=2**-7, atol=1e-6)
 
 
 def test_an_operator_without_any_kernel_is_refused_with_its_name() -> None:
-    """Neither bfloat16 nor float32: the error has the operator, its types, the node and a remedy."""
+    """An operator without a bfloat16 or float32 kernel is an error with its types, node and a
+    remedy.
+    """
     x, y = (helper.make_tensor_value_info(name, TensorProto.BFLOAT16, [2]) for name in "xy")
     graph = helper.make_graph(
         [helper.make_node("Sin", ["x"], ["z"]), helper.make_node("Det", ["z"], ["y"], "last")],
@@ -250,13 +262,16 @@ KERNELS = {
 
 @pytest.mark.parametrize(("name", "domain", "kind"), list(KERNELS))
 def test_the_table_of_kernels(name: str, domain: str, kind: str) -> None:
-    """Kernels by operator and type, as the wheel has them."""
+    """The table has the wheel's kernels by operator and type."""
     node = helper.make_node(name, ["x"], ["y"], domain=domain)
     assert cuda_kernels.has_kernel(node, {"x": kind, "y": kind}, 17) is KERNELS[name, domain, kind]
 
 
 def test_a_loss_of_another_type_than_its_scores() -> None:
-    """Each constraint of one kernel counts: bfloat16 scores have no float32 loss, float16 ones have."""
+    """Every type constraint of one kernel counts.
+
+    A float32 loss has a kernel for float16 scores and none for bfloat16 scores.
+    """
     node = helper.make_node(
         "SoftmaxCrossEntropyLossInternal", ["s", "l"], ["y", "p"], domain="com.microsoft"
     )

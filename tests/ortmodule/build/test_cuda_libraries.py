@@ -1,4 +1,4 @@
-"""The CUDA 11 libraries of ORT's wheel: found, loaded in order, and named where one is absent."""
+"""The CUDA 11 libraries of ORT's wheel are detected, loaded in order, and named if missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nvidia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_absent_libraries_are_named_with_their_package(nvidia: Path) -> None:
-    """The check names the file and the command that installs it, and starts no process."""
+    """The check names the missing file and the command that installs it; it starts no process."""
     assert cuda_libraries.missing() == []
     (nvidia / "cudnn" / "lib" / "libcudnn.so.8").unlink()
     assert [library.name for library in cuda_libraries.missing()] == ["libcudnn.so.8"]
@@ -40,7 +40,7 @@ def test_absent_libraries_are_named_with_their_package(nvidia: Path) -> None:
 def test_libraries_are_loaded_by_path_in_the_order_of_their_needs(
     nvidia: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each by path and with global symbols; one that is absent is left to the system's linker."""
+    """Libraries are loaded by path, in order; an absent one is left to the system's linker."""
     loaded: list[str] = []
     monkeypatch.setattr(cuda_libraries.ctypes, "CDLL", lambda path, mode: loaded.append(path))
     (nvidia / "curand" / "lib" / "libcurand.so.10").unlink()
@@ -52,7 +52,7 @@ def test_libraries_are_loaded_by_path_in_the_order_of_their_needs(
 
 
 def test_a_library_of_the_system_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LD_LIBRARY_PATH counts where no package has the library."""
+    """LD_LIBRARY_PATH counts if no package has the library."""
     monkeypatch.setattr(cuda_libraries, "_folders", lambda: iter([]))
     for name in NAMES:
         (tmp_path / name).touch()
@@ -78,7 +78,7 @@ def test_a_library_of_the_system_is_found(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_check_survives_an_abort(
     code: str, why: str, nvidia: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What ONNX Runtime does in the process of the check becomes one line, also where it aborts that process."""
+    """The check reports the result of its process in one line, also if ONNX Runtime aborts it."""
     monkeypatch.setattr(
         cuda_libraries.start, "command", lambda module: [sys.executable, "-c", code]
     )
@@ -89,7 +89,7 @@ def test_the_check_survives_an_abort(
 def test_the_toolkit_is_found_and_headers_come_from_the_wheels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A link to nvcc leads to its toolkit; CUDA_HOME comes first; the wheels' headers are those of torch's CUDA."""
+    """The toolkit follows from CUDA_HOME or a link to nvcc, the headers from torch's CUDA."""
     for folder in (
         "toolkit/bin",
         "toolkit/include",
@@ -114,7 +114,8 @@ def test_the_toolkit_is_found_and_headers_come_from_the_wheels(
 
 _WHEEL = r'"((?:onnxruntime-training|nvidia-[a-z-]+-cu11)==[0-9.]+)'
 _WHEELS = re.findall(_WHEEL, (Path(__file__).parents[3] / "pyproject.toml").read_text())
-# A driver without a GPU: the functions that ONNX Runtime looks up, and cuGetProcAddress, by which the runtime does.
+# The source of a CUDA driver without a GPU. It has the functions that ONNX Runtime loads, and
+# cuGetProcAddress, by which the CUDA runtime loads its own. 100 is CUDA_ERROR_NO_DEVICE.
 _DRIVER = """
 #include <string.h>
 #define NO_DEVICE(name) int cu##name(void) { return 100; }
@@ -139,7 +140,9 @@ print([library.name for library in cuda_libraries.missing()], cuda_libraries.che
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_wheels_libraries_resolve_without_a_gpu(tmp_path: Path) -> None:
-    """Each missing file is named; ORT's provider loads as far as the driver, and whole with one that has no GPU."""
+    """Missing files are named; ORT's provider fails only at the driver, or at the GPU if there is
+    one.
+    """
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("this machine has a driver: the check computes here")
     site = tmp_path / "site"
@@ -161,7 +164,7 @@ def test_the_wheels_libraries_resolve_without_a_gpu(tmp_path: Path) -> None:
 
     def checked(**environ: str) -> str:
         setup = f"import sys; sys.path.insert(0, {str(site)!r})\n"
-        # The process of the check gets the folder by PYTHONPATH, which comes before this environment's CPU wheel.
+        # By PYTHONPATH the check's process finds the CUDA wheel before this environment's CPU one.
         done = subprocess.run(
             [sys.executable, "-c", setup + _CHECK],
             env={
@@ -181,6 +184,7 @@ def test_the_wheels_libraries_resolve_without_a_gpu(tmp_path: Path) -> None:
     assert checked().startswith(str(NAMES))
     install(*_WHEELS[1:])
     found = checked()
+    # Signal 6: without a driver ORT aborts the process.
     assert found.startswith("[] ONNX Runtime cannot compute on this GPU (signal 6)"), found
     assert "cudaDriverWrapper.cc" in found
     build = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]

@@ -1,4 +1,4 @@
-"""ORT's torch extensions: what is missing and what to type, one build per stack, and builds that fail."""
+"""ORT's torch extensions: one build for each set of versions, missing parts, and failed builds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ortmodule.modules import python
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    """Let exactly these packages be installed."""
+    """Make exactly these packages appear installed."""
     found = {name.replace("_", "-"): version for name, version in versions.items()}
     monkeypatch.setattr(extensions, "version", found.get)
 
@@ -45,7 +45,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 def test_wrong_packages_say_what_to_type(
     monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], message: str
 ) -> None:
-    """No wheel, the wrong version, or two wheels of one module."""
+    """No wheel, a wrong version, or two wheels of one module: the error has the command to type."""
     monkeypatch.setattr(sys, "version_info", (3, 11, 7, "final", 0))
     installed(monkeypatch, torch="2.13.0", **packages)
     with pytest.raises(MissingDependency, match=message):
@@ -53,7 +53,7 @@ def test_wrong_packages_say_what_to_type(
 
 
 def test_python_312_has_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.12 and later get told which Pythons work."""
+    """On Python 3.12 and later the error lists the Python versions that work."""
     monkeypatch.setattr(sys, "version_info", (3, 12, 1, "final", 0))
     installed(monkeypatch, torch="2.13.0")
     with pytest.raises(MissingDependency, match=r"this is Python 3\.12\. Use Python 3\.9-3\.11"):
@@ -61,7 +61,10 @@ def test_python_312_has_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_changed_extension_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A library that was cut short would end the process by SIGBUS: it is missing, and setup builds it again."""
+    """A truncated library counts as missing, and setup builds it again.
+
+    To load it would end the process by SIGBUS.
+    """
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
     monkeypatch.setattr(extensions, "_require_tools", lambda: None)
@@ -79,16 +82,17 @@ def test_a_changed_extension_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_cache_of_others_is_told_before_setup(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A cache folder that others may write to is refused as such, also where nothing was built in it yet."""
+    """A cache folder that others can write to is refused, also before anything is built in it."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
+    # Writable by everybody.
     tmp_path.chmod(0o757)
     with pytest.raises(FileError, match="is writable by others"):
         extensions.missing()
 
 
 def write_all(names: list[str], folder: Path) -> None:
-    """In place of a compiler."""
+    """Write files in place of a compiler's results."""
     for name in names:
         (folder / f"{name}.so").write_text(name)
 
@@ -97,7 +101,8 @@ def write_all(names: list[str], folder: Path) -> None:
 def test_an_extension_that_does_not_load_says_how_to_build_it_again(
     built: None, tmp_path: Path
 ) -> None:
-    """A library that does not load is not a traceback from inside ORT."""
+    """A library that cannot be loaded is an error with the command to type, not ORT's traceback."""
+    # Empty libraries with valid seals: the damage is detected only by the import.
     damage = (
         "from ortlaunch import cache; from ortlaunch.ortmodule import repaired; "
         "from ortlaunch.ortmodule.build import extensions as e; "
@@ -111,7 +116,7 @@ def test_an_extension_that_does_not_load_says_how_to_build_it_again(
 
 
 def test_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No torch at all."""
+    """A missing torch is an error of its own."""
     installed(monkeypatch, onnxruntime_training_cpu="1.19.2")
     with pytest.raises(MissingDependency, match="torch is not installed"):
         extensions.missing()
@@ -120,7 +125,9 @@ def test_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_refused_extension_is_not_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Where torch_interop_utils could not be built the rest works; setup tries it again, and says why."""
+    """Without torch_interop_utils the rest works, setup tries it again, and the reason is
+    recorded.
+    """
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
     assert extensions.missing() == ["aten_op_executor", extensions.INTEROP]
@@ -141,7 +148,9 @@ def test_a_refused_extension_is_not_missing(
 
 @needs_ort
 def test_unknown_sources_are_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A source without the text that is to be replaced is refused by file and text, and the rest is still built."""
+    """A source without a text to replace is refused with file and text; the others are still
+    built.
+    """
     package = tmp_path / "onnxruntime"
     source = next(
         extensions._package("onnxruntime").glob(f"training/ortmodule/*/cpu/{extensions.INTEROP}")
@@ -162,7 +171,7 @@ def test_unknown_sources_are_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_unchanged_sources_do_not_build_on_newer_torch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without the changes torch_interop_utils is refused from torch 2.7 on, so that they are needed."""
+    """Without the changes torch_interop_utils cannot be built from torch 2.7 on."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):
         pytest.skip("torch 2.6 and older take it as it is")
     monkeypatch.setitem(extensions.extension_sources._CHANGES, extensions.INTEROP, {})
@@ -172,7 +181,7 @@ def test_unchanged_sources_do_not_build_on_newer_torch(
 
 @needs_ort
 def test_the_allocator_calls_empty_cache_as_torch_declares_it(tmp_path: Path) -> None:
-    """ORT calls the address without arguments, and emptyCache of newer torch has one: a function of ours is between."""
+    """A function without arguments wraps emptyCache, which has an argument in newer torch."""
     source = next(
         extensions._package("onnxruntime").glob("training/ortmodule/*/cuda/torch_gpu_allocator")
     )
@@ -188,8 +197,9 @@ def test_the_allocator_calls_empty_cache_as_torch_declares_it(tmp_path: Path) ->
 def test_a_cuda_build_wants_the_cuda_extensions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With CUDA builds of both, ORT's allocator and FusedAdam's kernels are built as well, as install.py does."""
+    """With CUDA builds of both, ORT's allocator and FusedAdam's kernels are built too."""
     (tmp_path / "capi").mkdir()
+    # The files of torch and ORT from which the CUDA versions are read.
     (tmp_path / "version.py").write_text(
         "debug = False\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
     )
@@ -222,7 +232,7 @@ def test_a_cuda_build_wants_the_cuda_extensions(
 
 
 def test_each_stack_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Another torch, even another build of one version, never meets the wrong extension."""
+    """Each torch, and each build of one version, has a folder of its own."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     folders = set()
     for version in ("2.13.0+cpu", "2.13.0", "2.6.0"):
@@ -234,7 +244,7 @@ def test_each_stack_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 @needs_ort
 def test_unbuilt_extensions_say_setup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty cache is one command away from working."""
+    """With an empty cache the error has the command `ortlaunch setup`."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     with pytest.raises(MissingDependency, match=r"aten_op_executor.* Type: ortlaunch setup"):
         repaired.import_ortmodule.__wrapped__()
@@ -242,7 +252,7 @@ def test_unbuilt_extensions_say_setup(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @needs_ort
 def test_missing_tools_are_all_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No compiler and no ninja: both are named at once."""
+    """A missing compiler and a missing ninja are named in one error."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     monkeypatch.setattr(extensions, "_search_path", lambda: str(tmp_path))
     with pytest.raises(
@@ -253,7 +263,7 @@ def test_missing_tools_are_all_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @needs_ort
 def test_an_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A cache that cannot be made says where it should have been."""
+    """An error about the cache names its folder."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "file"))
     with pytest.raises(
@@ -267,9 +277,9 @@ def test_an_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_failed_compilation_shows_its_end_and_leaves_nothing(tmp_path: Path) -> None:
-    """The compiler's last lines, a non-zero status, no temporary folder and no half extension."""
+    """A failed compilation prints its last lines and leaves no temporary folder or partial file."""
     compiler = tmp_path / "c++"
-    # torch asks it for its version first, and must get an answer.
+    # torch reads the compiler's version first, so only calls with -c fail.
     compiler.write_text(
         '#!/bin/sh\ncase "$*" in *" -c "*) echo the compiler says no; exit 1;; esac\nexec c++ "$@"\n'
     )
@@ -300,7 +310,7 @@ def test_a_failed_compilation_shows_its_end_and_leaves_nothing(tmp_path: Path) -
 
 @needs_ort
 def test_two_builders_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The second builder of one cache waits for the first and finds its work done."""
+    """The second builder of a cache waits for the first, and has nothing left to build."""
     compiled: list[list[str]] = []
     entered = threading.Barrier(2)
     unlocked = extensions._require_tools
@@ -310,6 +320,7 @@ def test_two_builders_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         for name in names:
             (folder / f"{name}.so").write_text("")
 
+    # Both builders pass the check for tools before either one gets the lock.
     def meet() -> None:
         unlocked()
         entered.wait(10)
@@ -327,7 +338,7 @@ def test_two_builders_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @needs_ort
 def test_asking_imports_nothing_heavy() -> None:
-    """The control side may ask what is missing without paying for torch."""
+    """The control side can check for extensions without an import of torch."""
     code = (
         f"import sys, {extensions.__name__} as e; e.missing(); "
         "print([m for m in ('torch', 'onnxruntime', 'transformers', 'deepspeed') if m in sys.modules])"

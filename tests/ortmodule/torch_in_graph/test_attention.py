@@ -1,4 +1,4 @@
-"""Attention that stays torch's fused kernel in ONNX Runtime's graph: eager's numbers, for each kind of mask."""
+"""Attention as torch's fused kernel in ONNX Runtime's graph equals eager for each kind of mask."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ Mask = Callable[[torch.Tensor], dict[str, Any]]
 
 
 class Attention(nn.Module):
-    """Self-attention of (samples, LENGTH, width); `mask` makes arguments of sdpa from the samples' lengths."""
+    """Self-attention over an input of shape (samples, LENGTH, width).
+
+    `mask` makes the arguments of sdpa from the samples' lengths.
+    """
 
     def __init__(self, mask: Mask, heads: int = 4, size: int = 32, groups: int = 1) -> None:
         super().__init__()
@@ -51,26 +54,26 @@ class Attention(nn.Module):
 
 
 def padding(lengths: torch.Tensor) -> torch.Tensor:
-    """True where a key is no padding."""
+    """Return a mask with True for keys that are not padding."""
     return (torch.arange(LENGTH) < lengths[:, None])[:, None, None]
 
 
 def window(lengths: torch.Tensor) -> torch.Tensor:
-    """The four last keys that are no padding: a row of padding's may have none."""
+    """Return a mask of the last four keys that are not padding; a row of padding may have none."""
     places = torch.arange(LENGTH)
     far = places[:, None] - places
     return (far >= 0) & (far < 4) & padding(lengths)
 
 
 def documents(lengths: torch.Tensor) -> torch.Tensor:
-    """Two documents a sample, the second from `lengths` on, each causal."""
+    """Return a causal mask of two documents a sample; the second one starts at `lengths`."""
     places = torch.arange(LENGTH)
     second = places >= lengths[:, None]
     return ((second[:, :, None] == second[:, None, :]) & (places[:, None] >= places))[:, None]
 
 
 def added(lengths: torch.Tensor) -> torch.Tensor:
-    """Padding as numbers to add, and a slope by distance."""
+    """Return an additive mask: padding, and a slope by distance."""
     places = torch.arange(LENGTH)
     return torch.where(padding(lengths), 0.0, -1e9) - (places[:, None] - places).abs() * 0.1
 
@@ -89,13 +92,13 @@ BATCHES = [(torch.randn(rows, LENGTH, 16), torch.randint(3, LENGTH, (rows,))) fo
 
 @pytest.fixture(autouse=True)
 def _every_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention of any length is left to torch."""
+    """Let attention of any length use torch's kernel."""
     monkeypatch.setattr(machine, "FUSED_ATTENTION_SCORES", 1)
     torch_calls.restart()
 
 
 def compare(model: nn.Module, batches: Any = BATCHES) -> int:
-    """Compare losses and gradients of each batch with eager's; the number of calls of torch's kernel."""
+    """Compare losses and gradients with eager's; return the number of calls of torch's kernel."""
     eager = copy.deepcopy(model)
     module = wrapped(model)
     for batch in batches:
@@ -112,18 +115,18 @@ def compare(model: nn.Module, batches: Any = BATCHES) -> int:
 
 @pytest.mark.parametrize("kind", MASKS)
 def test_masks(kind: str) -> None:
-    """Losses and gradients are eager's."""
+    """Losses and gradients equal eager's."""
     assert compare(Attention(MASKS[kind])) == len(BATCHES)
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_head_sizes(size: int) -> None:
-    """Also of large heads."""
+    """Large heads equal eager too."""
     assert compare(Attention(MASKS["padding"], size=size)) == len(BATCHES)
 
 
 def test_grouped_queries() -> None:
-    """Two queries share a key."""
+    """Two queries that share a key equal eager."""
     mask: Mask = lambda lengths: {"is_causal": True, "enable_gqa": True}  # noqa: E731
     assert compare(Attention(mask, groups=2)) == len(BATCHES)
 
@@ -141,21 +144,22 @@ class Learned(Attention):
 
 
 def test_what_has_no_kernel_is_written_out() -> None:
-    """A mask with a gradient, and attention below the limit."""
+    """A mask with a gradient, and attention below the size limit, use ONNX nodes."""
     assert compare(Learned()) == 0
-    machine.FUSED_ATTENTION_SCORES = LENGTH * LENGTH + 1  # set back by the fixture
+    # The fixture restores it.
+    machine.FUSED_ATTENTION_SCORES = LENGTH * LENGTH + 1
     assert compare(Attention(MASKS["causal"])) == 0
 
 
 def llama(**config: Any) -> LlamaForCausalLM:
-    """A Llama with two queries to a key."""
+    """Return a Llama with two queries for each key."""
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False, **config))
 
 
 class Loss(nn.Module):
-    """The loss of a language model on tokens and what else `name` names."""
+    """The loss of a language model on tokens, and on one more input called `name`."""
 
     def __init__(self, model: nn.Module, name: str = "") -> None:
         super().__init__()
@@ -169,7 +173,7 @@ class Loss(nn.Module):
 
 
 def masks_given(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each attention of transformers was given a mask."""
+    """Record for each attention of transformers whether it got a mask."""
     found: list[bool] = []
     original = functional.scaled_dot_product_attention
 
@@ -185,14 +189,15 @@ TOKENS = [torch.randint(0, 40, (2, length)) for length in (9, 5)]
 
 
 def test_a_causal_mask_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in eager PyTorch where the model counts the positions itself, at any length."""
+    """If the model counts the positions itself, the mask is left out at any length, as in eager."""
     given = masks_given(monkeypatch)
+    # Two layers, each with one call a batch.
     assert compare(Loss(llama()), [(tokens,) for tokens in TOKENS]) == 2 * len(TOKENS)
     assert not any(given)
 
 
 def test_documents_by_their_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions that are given may be of packed documents, and the mask is made of them in each pass."""
+    """Given positions may be of packed documents, so every pass makes the mask."""
     given = masks_given(monkeypatch)
     positions = [torch.arange(9).expand(2, 9), torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])]
     compare(Loss(llama(), "position_ids"), list(zip(TOKENS, positions)))

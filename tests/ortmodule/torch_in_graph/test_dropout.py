@@ -1,4 +1,4 @@
-"""Dropout in a graph on the CPU: torch's generator, the right share, one mask in both passes."""
+"""Dropout in a CPU graph: torch's generator, the right probability, one mask in both passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ pytestmark = needs_ort
 
 
 class Dropping(nn.Module):
-    """Its weight's gradient is its output over its weight: the same elements dropped, the others scaled alike."""
+    """A model whose weight's gradient is its output divided by its weight.
+
+    Both have the same elements dropped and the others scaled equally.
+    """
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -29,7 +32,7 @@ class Dropping(nn.Module):
 
 @pytest.mark.parametrize("settings", [{}, {"memory_optimization": 1}])
 def test_both_passes_drop_the_same(witness: Witness, settings: dict[str, int]) -> None:
-    """The gradient is zero where the output is, and scaled as it is; recomputation keeps ONNX Runtime's operator."""
+    """The gradient has the output's mask and scale; with recomputation the operator is ORT's."""
     model = Dropping(0.25)
     total, dropped = wrapped(model, **settings)(torch.ones(1000, 63))
     total.backward()
@@ -57,10 +60,14 @@ def test_torchs_seed_decides(built: None) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 1e-3, 0.1, 0.5, 0.999, 1.0])
 def test_the_share_that_is_dropped_is_right_and_the_mean_stays(p: float) -> None:
-    """Within four standard deviations over four million elements, for a size that is no multiple of four."""
+    """The dropped share is p and the mean is unchanged, within four standard deviations.
+
+    The number of elements, about four million, is no multiple of four.
+    """
     torch.manual_seed(3)
     size = 4_000_001
     dropped, kept = dropout.dropout(torch.ones(size), p, train=True)
+    # 2**-17 is the rounding of p to a multiple of 2**-16.
     assert float((dropped == 0).double().mean()) == pytest.approx(
         p, abs=4 * (p * (1 - p) / size) ** 0.5 + 2**-17
     )
@@ -70,14 +77,14 @@ def test_the_share_that_is_dropped_is_right_and_the_mean_stays(p: float) -> None
 
 
 def test_each_element_is_dropped_by_itself() -> None:
-    """Four elements share one random number, and no two of them go together."""
+    """The four elements that share one random number are uncorrelated."""
     torch.manual_seed(4)
     _, kept = dropout.dropout(torch.ones(1_000_000), 0.5, train=True)
     assert torch.corrcoef(kept.view(-1, 4).T.double()).triu(1).abs().max() < 0.01
 
 
 def test_nothing_is_dropped_outside_training() -> None:
-    """Forward and backward give back what they got."""
+    """In evaluation both passes return their input."""
     x = torch.rand(7)
     same, kept = dropout.dropout(x, 0.5, train=False)
     assert torch.equal(same, x)

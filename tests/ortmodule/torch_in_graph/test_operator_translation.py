@@ -1,4 +1,4 @@
-"""What ONNX Runtime cannot export or derive runs as torch inside its graph, and gives eager's numbers."""
+"""Operators that ONNX Runtime cannot export or derive run as torch in its graph and equal eager."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 class Sequences(nn.Module):
-    """A bidirectional LSTM, RMSNorm, complex numbers, a sort with its places, and Mish."""
+    """A bidirectional LSTM, RMSNorm, complex numbers, a sort with its indices, and Mish."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,9 +42,8 @@ class Sequences(nn.Module):
         hidden = self.last(functional.mish(self.norm(self.first(x)[0])))
         values, places = hidden.sort(-1)
         spectrum = torch.fft.rfft(hidden) * 2
-        turned = (
-            hidden.permute(0, -1, -2).logsumexp(1).mean()
-        )  # which the exporter, and ORT's gradient, write wrongly
+        # The exporter's form of this permute, and ORT's gradient of it, are wrong.
+        turned = hidden.permute(0, -1, -2).logsumexp(1).mean()
         return (
             turned
             + (values * places).mean()
@@ -54,7 +53,7 @@ class Sequences(nn.Module):
 
 
 class Images(nn.Module):
-    """A convolution net with GroupNorm, an uneven pool, PReLU and a loss by Huber."""
+    """A convolutional net with GroupNorm, an uneven pool, PReLU and Huber loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ class Images(nn.Module):
 
 
 def trained(model: nn.Module, module: Any, batches: list[Any]) -> list[float]:
-    """Losses of SGD's steps on these batches; the last gradients stay."""
+    """Return the losses of SGD's steps on these batches; the last gradients remain."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     losses = []
     for batch in batches:
@@ -84,7 +83,7 @@ def trained(model: nn.Module, module: Any, batches: list[Any]) -> list[float]:
 
 
 def compare(model: nn.Module, batches: list[Any], **settings: Any) -> None:
-    """On ORT the losses, gradients and buffers are eager's."""
+    """Check that losses, gradients and buffers on ORT equal eager's."""
     eager = copy.deepcopy(model)
     assert trained(model, wrapped(model, **settings), batches) == pytest.approx(
         trained(eager, eager, batches), rel=1e-5
@@ -116,7 +115,7 @@ def compare(model: nn.Module, batches: list[Any], **settings: Any) -> None:
 def test_operators_without_a_form_or_a_gradient(
     kind: Any, sizes: list[Any], operators: set[str], witness: Witness
 ) -> None:
-    """Batches of two sizes, one export; which operators are torch's is counted."""
+    """Batches of two sizes need one export, and torch's operators are counted."""
     torch_calls.restart()
     before = tally.exports
     compare(kind(), [(torch.randn(size),) for size in sizes])
@@ -128,8 +127,9 @@ def test_operators_without_a_form_or_a_gradient(
 
 
 def test_a_tensor_that_ort_writes_over_is_kept() -> None:
-    """What torch saves of ORT's tensors, and what ORT gets of torch's, are apart: ORT plans its memory by the graph."""
+    """Torch and ORT never share memory that one of them overwrites."""
 
+    # ORT plans its memory by the graph, in which it does not see the tensors that torch saves.
     class Reused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -146,7 +146,7 @@ def test_a_tensor_that_ort_writes_over_is_kept() -> None:
 
 
 def test_named_operators(witness: Witness) -> None:
-    """`torch_operators: [softmax]` keeps exactly these."""
+    """`torch_operators: [softmax]` keeps exactly this operator as torch's."""
 
     class Attends(nn.Module):
         def __init__(self) -> None:
@@ -165,7 +165,7 @@ def test_named_operators(witness: Witness) -> None:
 
 
 class Pools(nn.Linear):
-    """A pool of pictures without a batch, at which ONNX Runtime's inference of shapes ends."""
+    """A pool of images without a batch dimension, for which ONNX Runtime cannot infer shapes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.avg_pool2d(super().forward(x), 2).square().sum()
@@ -174,7 +174,10 @@ class Pools(nn.Linear):
 def test_an_operator_of_unknown_shape_is_exported_again_as_torchs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where no row of the table foresees it; without torch the refusal has the operator and the line."""
+    """An operator of unknown shape is exported again as torch's; if that is off, the error names
+    it.
+    """
+    # Without its row in the table the fault shows only in ORT's shape inference.
     monkeypatch.delitem(operator_table._TORCHS, "aten::avg_pool2d")
     compare(Pools(6, 6), [(torch.randn(rows, 4, 6),) for rows in (2, 3)])
     assert any(
@@ -189,7 +192,7 @@ def test_an_operator_of_unknown_shape_is_exported_again_as_torchs(
 
 
 class Rows(nn.Linear):
-    """Parts of three rows, of which a batch has so many."""
+    """A model that splits a batch into parts of three rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return sum(part.square().sum() for part in torch.unsafe_split(super().forward(x), 3))
@@ -198,7 +201,7 @@ class Rows(nn.Linear):
 def test_another_number_of_tensors_is_refused_with_its_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A call of torch in the graph returns as many as in the first batch."""
+    """A torch call that returns another number of tensors than in the first batch is an error."""
     module = wrapped(Rows(4, 4), torch_operators=["unsafe_split"])
     module(torch.randn(6, 4)).backward()
     with pytest.raises(
@@ -228,7 +231,10 @@ def test_the_usual_models_have_none(family: str, witness: Witness) -> None:
 
 
 class Decides(nn.Module):
-    """Packs sequences, decides on values, takes a number out of a tensor and averages over all batches."""
+    """A layer that packs sequences, branches on values, and averages over all batches.
+
+    It also returns a value of a tensor, and a text.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +255,7 @@ class Decides(nn.Module):
 
 
 class Holds(nn.Module):
-    """Such a layer between two that ONNX Runtime runs."""
+    """Such a layer between two layers that ONNX Runtime runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +269,7 @@ class Holds(nn.Module):
 
 
 def test_a_module_that_no_trace_follows() -> None:
-    """Its error names the setting and the layer; with it losses, gradients and statistics are eager's."""
+    """The error names the setting and the layer; with the setting all values equal eager's."""
     batches = [(torch.randn(n, 5, 4), torch.tensor([5, 3, 2, 1][:n])) for n in (3, 4, 2)]
     with pytest.raises(Exception, match=r"Settings\.torch_modules=\['inner'\]"):
         ORTModule(Holds())(*batches[0])
@@ -271,14 +277,17 @@ def test_a_module_that_no_trace_follows() -> None:
 
 
 class Counts(nn.Module):
-    """Returns, beside a tensor, how often each place is the greatest: a list, of another content in each batch."""
+    """A layer that also returns a list with how often each index is the largest.
+
+    The list differs from batch to batch.
+    """
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         return x.tanh(), functional.one_hot(x.argmax(-1), x.shape[-1]).sum(0).tolist()
 
 
 class Experts(nn.Module):
-    """Is never called itself: its owner calls its methods, as in JetMoe."""
+    """A layer that is never called itself; its owner calls its methods, as in JetMoe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +319,10 @@ class Block(nn.Module):
 
 
 def test_a_layer_whose_methods_are_called_names_the_one_around_it() -> None:
-    """Named itself it would run as torch in no pass, and the error would name the same layer again and again."""
+    """The error for a layer that is never called names its owner.
+
+    If named itself, the layer would never run as torch, and the error would stay the same.
+    """
     for named, advised in (([], "owner.experts.counts"), (["owner.experts"], "owner")):
         with pytest.raises(Exception, match=rf"Settings\.torch_modules=\['{advised}'\]"):
             wrapped(Block(), torch_modules=named)(torch.randn(6, 4))
@@ -318,7 +330,7 @@ def test_a_layer_whose_methods_are_called_names_the_one_around_it() -> None:
 
 
 def test_why_a_call_of_torch_fails_is_told() -> None:
-    """ONNX Runtime only says that a node of its graph failed."""
+    """The error of a failed torch call has its reason; ONNX Runtime reports only a failed node."""
     module = wrapped(Block(), torch_modules=["owner.experts.counts"])
     module(torch.randn(6, 4))
     with pytest.raises(
@@ -335,7 +347,7 @@ def test_a_path_that_names_no_layer() -> None:
 
 
 def test_layers_whose_buffers_a_graph_would_not_change() -> None:
-    """Spectral norm's vectors and InstanceNorm's statistics are updated: these layers are torch's, and told."""
+    """Layers that update buffers, as spectral norm and InstanceNorm, run as torch, with a note."""
 
     class Buffers(nn.Module):
         def __init__(self) -> None:
@@ -351,7 +363,10 @@ def test_layers_whose_buffers_a_graph_would_not_change() -> None:
 
 
 def test_layer_norms_without_bias_or_weights() -> None:
-    """Which ORT derives wrong, or does not take; in training and in evaluation."""
+    """LayerNorms without bias or weights equal eager in training and in evaluation.
+
+    ORT's gradient of one is wrong, and ORT cannot run the other.
+    """
     norms = nn.LayerNorm(6, bias=False), nn.LayerNorm(6, elementwise_affine=False)
     model = nn.Sequential(nn.Linear(4, 6), norms[0], nn.Tanh(), norms[1])
     eager = copy.deepcopy(model)
@@ -365,7 +380,7 @@ def test_layer_norms_without_bias_or_weights() -> None:
 
 
 def test_dropout_of_torch_is_drawn_once_a_pass() -> None:
-    """The backward pass of an operator that draws numbers uses those of its forward pass."""
+    """An operator that draws random numbers uses the same ones in both passes."""
 
     class Drops(nn.Module):
         def __init__(self) -> None:
@@ -386,11 +401,12 @@ def test_dropout_of_torch_is_drawn_once_a_pass() -> None:
         assert model.weight.grad.sum().item() == pytest.approx(loss.item(), rel=1e-5)
         losses.append(loss.item())
     assert losses[0] != losses[1]
+    # The mean slope is 0.5, over 1,000 elements.
     assert 400 < losses[0] < 600
 
 
 class Router(nn.Linear):
-    """Keeps a loss of its own in an attribute."""
+    """A layer that keeps a loss of its own in an attribute."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.loss = super().forward(x).square().mean()
@@ -399,7 +415,10 @@ class Router(nn.Linear):
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_loss_that_a_torch_layer_keeps_outside_its_result(frozen: bool) -> None:
-    """Its own weights get eager's gradients; where layers before would get none of it, the backward pass is refused."""
+    """The layer's own weights get eager's gradients.
+
+    If earlier layers would miss theirs, the backward pass is refused.
+    """
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(not frozen), Router(4, 4))
     eager = copy.deepcopy(model)
     module = wrapped(model, torch_modules=["1"])

@@ -1,4 +1,4 @@
-"""A change in place shows in every tensor that shares the memory, on ONNX Runtime as in eager PyTorch."""
+"""An in-place change reaches every tensor that shares the memory, as in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ View = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Two(nn.Module):
-    """Two layers, a weight, and what a test does with them."""
+    """Two layers, a weight, and the function that a test applies to them."""
 
     def __init__(self, called: Forward) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Two(nn.Module):
 
 
 def equal(called: Forward) -> Any:
-    """Trains on batches of two sizes as eager does, and evaluates; the module."""
+    """Train on batches of two sizes and evaluate, both as eager; return the module."""
     torch.manual_seed(0)
     model = Two(called)
     eager = copy.deepcopy(model)
@@ -74,8 +74,9 @@ VIEWS: dict[str, View] = {
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_a_change_through_a_view_or_under_it(view: View) -> None:
-    """The view is made in one line and changed in another: the exporter knows but those of one line."""
+    """Changes through a view reach the tensor, and changes of the tensor reach the view."""
 
+    # View and change are on separate lines, because the exporter handles those of one line itself.
     def called(model: Two, x: torch.Tensor) -> torch.Tensor:
         hidden = model.first(x) + 0
         other = model.first(x) + 0
@@ -197,14 +198,14 @@ CASES += [in_parts, a_scattered_mask, detached_data, asked_for_gradients]
 
 @pytest.mark.parametrize("called", CASES)
 def test_a_model_is_eagers(called: Forward) -> None:
-    """Changes through several views, of masks, of the batch, under no_grad; what is asked of data and gradients."""
+    """Models that change views, masks and the batch, or read gradient flags, equal eager."""
     if called is into_a_custom_function and extensions.interop_refusal():
         pytest.skip(extensions.interop_refusal())
     equal(called)
 
 
 def test_a_changed_tensor_is_the_models_result() -> None:
-    """No function of torch's sees it leave the model."""
+    """A changed tensor that is returned has its changes, although no call of torch uses it."""
 
     def changed(model: Two, x: torch.Tensor) -> Any:
         hidden = model.first(x) + 0
@@ -220,7 +221,7 @@ def test_a_changed_tensor_is_the_models_result() -> None:
 
 
 def test_a_change_in_one_line_takes_nothing_more() -> None:
-    """The exporter's own way with slices; the graphs of most models stay as they are."""
+    """A change of a slice in one line stays the exporter's; most models' graphs are unchanged."""
 
     def sliced(model: Two, x: torch.Tensor) -> torch.Tensor:
         hidden = model.first(x) + 0
@@ -232,7 +233,7 @@ def test_a_change_in_one_line_takes_nothing_more() -> None:
 
 
 def test_an_export_keeps_nothing_that_the_model_lets_go() -> None:
-    """An export that kept every tensor with a view would take the memory of all activations."""
+    """An export frees the tensors that the model frees, as activations need much memory."""
     alive = []
 
     def letting_go(model: Two, x: torch.Tensor) -> torch.Tensor:
@@ -290,6 +291,6 @@ REFUSED: dict[Forward, str] = {
 
 @pytest.mark.parametrize("called", REFUSED, ids=lambda called: called.__name__)
 def test_what_no_graph_can_follow_is_refused(called: Forward) -> None:
-    """Each trained another model without a word."""
+    """Changes that no graph can express are refused; without an error another model would train."""
     with pytest.raises(Exception, match=REFUSED[called]):
         wrapped(Two(called))(torch.ones(3, 6))

@@ -1,4 +1,4 @@
-"""torch's own attention modules on ORT: eager's losses and gradients under every mask, and a dropout that drops."""
+"""torch's attention modules on ORT: eager's losses and gradients for every mask, and dropout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASKS = ("none", "float", "bool", "causal", "padding", "float and padding")
 
 @pytest.fixture(scope="module", autouse=True)
 def _unfused(built: None) -> Iterator[None]:
-    """Eager without its fused attention, whose outputs at padded places are zero."""
+    """Turn off eager's fused attention, whose outputs at padded places are zero."""
     torch.backends.mha.set_fastpath_enabled(False)
     yield
     torch.backends.mha.set_fastpath_enabled(True)
@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Two of torch's encoder layers, padded."""
+    """Two of torch's encoder layers, with padding."""
 
     batch_first = True
 
@@ -77,7 +77,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder layer that attends to itself, causally, and to a padded memory."""
+    """A decoder layer with causal self-attention and attention to a padded memory."""
 
     batch_first = True
 
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
 
 
 def compare(model: Any) -> None:
-    """Losses in training and evaluation and every gradient, on two batch sizes after one export."""
+    """Compare losses in training and evaluation, and all gradients, for two batch sizes."""
     ours = wrapped(copy.deepcopy(model))
     for rows in (2, 3):
         x = torch.randn((rows, LENGTH, 8) if model.batch_first else (LENGTH, rows, 8))
@@ -103,6 +103,7 @@ def compare(model: Any) -> None:
         for module in (model, ours):
             module.zero_grad()
             module.train()(x, padding).backward()
+        # Relative to the largest gradient of all: some gradients are zero up to rounding.
         largest = max(parameter.grad.abs().max() for parameter in model.parameters())
         for (name, theirs), mine in zip(model.named_parameters(), ours.parameters()):
             assert ((mine.grad - theirs.grad).abs().max() / largest).item() < 1e-5, name
@@ -114,7 +115,7 @@ def compare(model: Any) -> None:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_attention_equals_eagers(mask: str) -> None:
-    """Losses and gradients are eager's under every kind of mask."""
+    """Losses and gradients equal eager's for every kind of mask."""
     compare(Attention(mask, weights=False, batch_first=True))
 
 
@@ -128,7 +129,7 @@ def test_attention_equals_eagers(mask: str) -> None:
     ],
 )
 def test_attention_in_its_other_forms(mask: str, weights: bool, batch_first: bool) -> None:
-    """With its weights returned, and with the sequence first."""
+    """Attention that returns its weights, or has the sequence dimension first, equals eager."""
     compare(Attention(mask, weights, batch_first))
 
 
@@ -136,12 +137,15 @@ def test_attention_in_its_other_forms(mask: str, weights: bool, batch_first: boo
     "model", [Encoder(True), Encoder(False), Decoder()], ids=["norm first", "norm last", "decoder"]
 )
 def test_transformer_layers_equal_eagers(model: nn.Module) -> None:
-    """So are those of torch's encoder and decoder layers."""
+    """torch's encoder and decoder layers equal eager."""
     compare(model)
 
 
 class Scores(nn.Module):
-    """scaled_dot_product_attention over values of one: its sum tells how much of the attention was kept."""
+    """scaled_dot_product_attention over values of one.
+
+    Its sum shows how much of the attention was kept.
+    """
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -157,9 +161,9 @@ class Scores(nn.Module):
 
 
 def test_attention_dropout_drops_and_keeps_the_scale() -> None:
-    """In training the mean over many passes is that without dropout, and they vary as eager's; evaluation is exact."""
+    """In training, mean and variance over many passes are right; evaluation is exact."""
     torch.manual_seed(0)
-    # ORT's generator begins each mask with nearly the same number
+    # ORT's generator starts each mask with nearly the same number.
     model = Scores(0.3)
     x = torch.randn(2, 4, 16, 8)
     ours = wrapped(copy.deepcopy(model))
@@ -173,7 +177,9 @@ def test_attention_dropout_drops_and_keeps_the_scale() -> None:
 
 
 class Probabilities(nn.Module):
-    """scaled_dot_product_attention over the identity: its output is the attention's probabilities after dropout."""
+    """scaled_dot_product_attention over the identity; the output is the probabilities after
+    dropout.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,22 +194,24 @@ class Probabilities(nn.Module):
 
 
 def test_attention_dropout_drops_its_share_of_the_probabilities() -> None:
-    """In each pass another 30 % of them are zero, and each of the others is divided by 0.7."""
-    torch.manual_seed(
-        1_000_003
-    )  # ORT's generator on CPU gives the multiples of its seed: 0, 1 and 2 are alike
+    """In each pass 30 % of the probabilities are zero, others each time; the rest is divided by
+    0.7.
+    """
+    # A large seed: ORT's generator on the CPU returns multiples of its seed, so that the masks of
+    # the seeds 0, 1 and 2 are similar.
+    torch.manual_seed(1_000_003)
     model = Probabilities()
     x = torch.randn(4, 4, 64, 8)
     ours = wrapped(copy.deepcopy(model))
     whole, first, second = (call(x).detach() for call in (model.eval(), ours, ours))
     for found in (first, second):
         dropped = found == 0
-        assert dropped.float().mean().item() == pytest.approx(
-            0.3, abs=0.02
-        )  # 65,536 of them: 11 times their spread
+        # The tolerance is 11 standard deviations of 65,536 elements.
+        assert dropped.float().mean().item() == pytest.approx(0.3, abs=0.02)
         assert torch.allclose(found[~dropped], whole[~dropped] / 0.7, rtol=1e-5)
     both = ((first == 0) & (second == 0)).float().mean().item()
-    assert both == pytest.approx(0.09, abs=0.02)  # of two masks that know nothing of each other
+    # 0.3 squared: the two masks are independent.
+    assert both == pytest.approx(0.09, abs=0.02)
 
 
 UNKNOWN_TORCH = """
@@ -225,7 +233,7 @@ ORTModule(Scores(0.3), Settings(threads=1, torch_operators="off"))(x)
 @pytest.mark.slow
 @pytest.mark.ci
 def test_attention_dropout_of_an_unknown_torch_is_refused(tmp_path: Path) -> None:
-    """Where torch's source is not the known one, dropout in attention ends the first pass, and nothing else does."""
+    """With an unknown source of torch, dropout in attention is refused, and nothing else is."""
     share_extensions(tmp_path)
     done = python(UNKNOWN_TORCH, ORTLAUNCH_CACHE=str(tmp_path))
     assert done.returncode == 1
@@ -233,30 +241,32 @@ def test_attention_dropout_of_an_unknown_torch_is_refused(tmp_path: Path) -> Non
 
 
 def test_the_gradient_is_of_what_was_kept() -> None:
-    """Forward and backward of a pass drop the same scores: the loss is its scale times them, so they are equal."""
+    """Forward and backward pass drop the same scores."""
     ours = wrapped(Scores(0.5))
     for _ in range(3):
         ours.zero_grad()
         loss = ours(torch.randn(1, 2, 4, 8))
         loss.backward()
         (gradient,) = (parameter.grad for parameter in ours.parameters())
+        # The loss is linear in the scale, which is 1, so gradient and loss are equal.
         assert gradient.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
 class Unflattened(nn.Module):
-    """The one operator."""
+    """The operator alone."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (2, 4))
 
 
 def test_torchs_own_export_is_untouched() -> None:
-    """After an export of ORT's, torch writes unflatten in its own way again, and its fused attention is on again."""
+    """After an export by ORT, torch's form of unflatten and its fused attention are restored."""
     torch.backends.mha.set_fastpath_enabled(True)
     model = Attention("none", False, True).eval()
     x = torch.randn(2, LENGTH, 8)
     padding = torch.zeros(2, LENGTH, dtype=torch.bool)
-    with torch.no_grad():  # where torch takes its fused attention, which cannot be exported
+    # Under no_grad torch uses its fused attention, which cannot be exported.
+    with torch.no_grad():
         assert wrapped(copy.deepcopy(model))(x, padding).item() == pytest.approx(
             model(x, padding).item(), rel=1e-5
         )
@@ -269,11 +279,12 @@ def test_torchs_own_export_is_untouched() -> None:
     torch.onnx.export(
         Unflattened(), (torch.randn(2, 8),), written, do_constant_folding=False, **torchscript
     )
+    # Torch's own form computes the dimension with a Mod.
     assert b"Mod" in written.getvalue()
 
 
 def test_a_row_without_anything_to_attend_to() -> None:
-    """A boolean mask that leaves padding nothing: zeros and their gradients, as in PyTorch, and not nan."""
+    """A row that a boolean mask excludes completely is zero, with zero gradients, and not nan."""
 
     class Masked(torch.nn.Linear):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Importing ORTModule on the installed torch: every repair is needed where it is applied, and made once."""
+"""The import of ORTModule on the installed torch: every applied repair is needed, and made once."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from ortlaunch.ortmodule.tracing import compat
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 
+# Arguments: the repair or form to leave out, then modules to import first. Each check fails with a
+# message of its own, by which WITHOUT and FORMS recognize it.
 ONE_STEP = """
 import sys, warnings
 skipped, first = sys.argv[1], sys.argv[2:]
@@ -213,6 +215,7 @@ assert torch.onnx.export is export and torch.cuda.nvtx.range_push is push, "torc
 print("applied:", *registry.applied())
 """
 
+# By repair: the error of the program without it.
 WITHOUT = {
     "alias_moved_exporter_modules": "does not import",
     "forget_failed_import": "a checkpoint: ",
@@ -236,7 +239,7 @@ WITHOUT = {
 }
 
 
-# Rows of operator_table.py.
+# By row of operator_table.py: the error of the program without it.
 FORMS = {
     "detach": "the gradient went through detach",
     "unflatten": "assert is_literal",
@@ -246,7 +249,7 @@ FORMS = {
     "diff": "documents: ",
     "clamp": "a root of nothing has a gradient of nan",
 }
-# What takes the place of custom autograd functions where their extension cannot be built.
+# Repairs that are applied only if the extension for custom autograd functions cannot be built.
 REFUSING = ("disable_custom_autograd", "refuse_custom_backward", "skip_padding_hook")
 
 
@@ -265,7 +268,10 @@ def refusing(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def applied(fresh: Run, cache: Path) -> list[str]:
-    """What is applied on this stack, where `import onnxruntime` came first and failed half-way: the worst case."""
+    """Return the repairs that are applied after `import onnxruntime` has come first and failed.
+
+    This is the worst case.
+    """
     done = fresh(ONE_STEP, "nothing", "onnxruntime", ORTLAUNCH_CACHE=str(cache))
     assert done.returncode == 0, done.stderr
     return done.stdout.split("applied:")[1].split()
@@ -273,7 +279,7 @@ def applied(fresh: Run, cache: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def repairs(fresh: Run, refusing: Path) -> dict[str, Path]:
-    """Every repair in force on this stack, and a cache with which it is."""
+    """All repairs that are applied with the installed versions, each with a cache that has it."""
     with_interop = applied(fresh, cache_root())
     without = applied(fresh, refusing)
     assert set(REFUSING) <= set(without)
@@ -286,7 +292,7 @@ def repairs(fresh: Run, refusing: Path) -> dict[str, Path]:
 def test_each_repair_is_needed_where_it_is_applied(
     repairs: dict[str, Path], repair: str, fresh: Run
 ) -> None:
-    """Without any one of the repairs in force, one step of a tiny model fails as that repair says."""
+    """Without any one applied repair, one step of a tiny model fails with that repair's error."""
     if repair not in repairs:
         pytest.skip(f"not needed on torch {torch.__version__}")
     first = ["onnxruntime.training"] if repair == "forget_failed_import" else []
@@ -298,7 +304,7 @@ def test_each_repair_is_needed_where_it_is_applied(
 @needs_ort
 @pytest.mark.parametrize("operator", list(FORMS))
 def test_each_form_is_needed(built: None, operator: str, fresh: Run) -> None:
-    """Without its row the exporter's form fails, or is another function."""
+    """Without its row in the table the exporter's form fails, or computes another function."""
     done = fresh(ONE_STEP, operator)
     assert done.returncode != 0
     assert FORMS[operator] in done.stderr
@@ -306,14 +312,14 @@ def test_each_form_is_needed(built: None, operator: str, fresh: Run) -> None:
 
 @needs_ort
 def test_every_repair_is_tested(built: None) -> None:
-    """A repair that is added gets its line above; that of CUDA's wheel has tests in test_cuda_libraries.py."""
+    """Every repair is in the table; test_cuda_libraries.py tests that of the CUDA wheel."""
     names = {r.name for r in (*compat._BEFORE_IMPORT, *compat._AFTER_IMPORT)}
     assert names == WITHOUT.keys() | {"load_cuda_libraries"}
 
 
 @needs_ort
 def test_importing_twice_repairs_once(built: None) -> None:
-    """The second call returns the same module and applies nothing more."""
+    """The second call returns the same module and applies no more repairs."""
     repaired.import_ortmodule()
     before = registry.applied()
     assert repaired.import_ortmodule() is repaired.import_ortmodule()
@@ -322,7 +328,7 @@ def test_importing_twice_repairs_once(built: None) -> None:
 
 
 def test_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A with-block's variables are gone after it, and overwritten ones are back, whatever happens in it."""
+    """A with-block's variables are removed or restored after it, also after an error."""
     monkeypatch.setenv("ORTLAUNCH_TEST_A", "before")
     monkeypatch.delenv("ORTLAUNCH_TEST_B", raising=False)
 

@@ -1,4 +1,4 @@
-"""A tensor of a forward pass that is kept outside its result is never one of an earlier pass."""
+"""A tensor that a forward pass stores outside its result is never that of an earlier pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BOX = types.SimpleNamespace(loss=None)
 
 
 class Auxiliary(nn.Module):
-    """A second loss that a function of the test keeps."""
+    """A model with a second loss, which a function of the test stores."""
 
     def __init__(self, keep: Callable[[Any, torch.Tensor], None]) -> None:
         super().__init__()
@@ -84,7 +84,10 @@ KEPT: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("place", KEPT)
 def test_a_kept_tensor_is_an_error_where_it_is_used(place: str) -> None:
-    """In each pass, after one of the model itself too; the message has the place and the line."""
+    """Every use of a stored tensor is an error with its place and line.
+
+    This is so in each pass, also after a pass of the model itself.
+    """
     keep, read, where = KEPT[place]
     model = Auxiliary(keep)
     module = wrapped(model)
@@ -108,7 +111,9 @@ def trained(module: Any, model: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", KEPT)
 def test_a_model_whose_kept_tensors_nobody_reads_trains_as_before(place: str) -> None:
-    """Values and gradients are eager's, and the model can be copied, pickled and printed."""
+    """If nobody reads the stored tensors, values equal eager's, and the model can be copied and
+    pickled.
+    """
     compare(trained, Auxiliary(KEPT[place][0]))
     if place == "attribute":
         model = Auxiliary(attribute)
@@ -118,7 +123,7 @@ def test_a_model_whose_kept_tensors_nobody_reads_trains_as_before(place: str) ->
 
 
 def test_what_a_hook_keeps_is_an_error_where_it_is_used() -> None:
-    """The message has the layer of the hook."""
+    """The error for a tensor that a hook stores names the hook's layer."""
     kept: dict[str, torch.Tensor] = {}
     model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
     model[0].register_forward_hook(lambda layer, given, output: kept.update(output=output))
@@ -128,7 +133,7 @@ def test_what_a_hook_keeps_is_an_error_where_it_is_used() -> None:
 
 
 class Table(nn.Module):
-    """Computes what depends on sizes once, and again for a longer batch."""
+    """A model that computes a table from sizes once, and again for a longer batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +148,7 @@ class Table(nn.Module):
 
 
 def test_a_table_of_constants_stays() -> None:
-    """Rotary embeddings and masks are made of sizes and buffers alone."""
+    """A table made of sizes and buffers alone stays, as in rotary embeddings and masks."""
 
     def trained(module: Any, model: nn.Module) -> dict[str, Any]:
         losses = {f"loss {rows}": module(X[:rows]) for rows in (4, 6, 5)}

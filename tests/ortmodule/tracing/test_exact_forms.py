@@ -1,4 +1,7 @@
-"""Operators whose ONNX form, or ORT's gradient of it, is another function than torch's: at zero, far out, broadcast."""
+"""Operators whose ONNX form, or ORT's gradient of it, differs from torch's function.
+
+They differ at zero, for large values, or with broadcasts.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ ONES = torch.tensor([0.0, 1.0, 1.0, 0.0])
 
 
 def nothing(h: torch.Tensor) -> torch.Tensor:
-    """Zeros, with a gradient."""
+    """Return zeros that have a gradient."""
     return h - h.detach()
 
 
-# By torch's own means: nothing is called from the graph.
+# Forms that ONNX Runtime computes, with torch_operators off.
 FORMS: dict[str, Form] = {
     "the logarithm of a small probability": lambda h, w: (h * 9 - 30).sigmoid().log(),
     "the spread of equal numbers": lambda h, w: (
@@ -43,7 +46,8 @@ FORMS: dict[str, Form] = {
         h.clamp(min=0).sqrt() + h.clamp(max=0).neg().sqrt()
     ),
 }
-# Kept as torch's.
+# Operators that torch computes.
+# unfold returns a view.
 TORCHS: dict[str, Form] = {
     "a sure loss": lambda h, w: functional.binary_cross_entropy_with_logits(
         h * 90, ONES.expand_as(h)
@@ -109,7 +113,8 @@ TORCHS: dict[str, Form] = {
     ),
     "one of numbers": lambda h, w: h[0] * functional.one_hot(h[0].argmax(), 4),
     "a loss of no dimensions": lambda h, w: (
-        functional.hardshrink(  # its gradient is ORT's, with a size of 1
+        # hardshrink's gradient in ORT has one dimension, of size 1.
+        functional.hardshrink(
             functional.binary_cross_entropy(
                 h.sigmoid(), w.sigmoid().detach().expand_as(h), reduction="sum"
             )
@@ -122,7 +127,7 @@ TORCHS: dict[str, Form] = {
     "backwards": lambda h, w: h.flip(-1) * h + h.flip((0, 1)),
     "a copied column": lambda h, w: h.index_copy(-1, torch.tensor([0]), h[:, 1:2] * 3) * h,
     "a filled column": lambda h, w: h.index_fill(-1, torch.tensor([0, 2]), -1.5).exp() * h,
-    "windows side by side": lambda h, w: h.exp().flatten().unfold(0, 2, 2),  # a view
+    "windows side by side": lambda h, w: h.exp().flatten().unfold(0, 2, 2),
     "a negative slope": lambda h, w: functional.leaky_relu(h, -0.5),
     "a picture and a half": lambda h, w: functional.interpolate(
         h[None, None, :5], scale_factor=1.7
@@ -131,7 +136,7 @@ TORCHS: dict[str, Form] = {
 
 
 class Net(nn.Module):
-    """A form behind a layer, with a weight of its own; what each number counts for differs."""
+    """A form behind a layer, with a weight of its own; each result has a different factor."""
 
     def __init__(self, form: Form) -> None:
         super().__init__()
@@ -144,7 +149,7 @@ class Net(nn.Module):
 
 
 def compare(form: Form, **settings: str) -> None:
-    """Results and gradients, of two batches."""
+    """Compare results and gradients of two batches with eager's."""
     model = Net(form)
     eager = copy.deepcopy(model)
     module = wrapped(model, **settings)
@@ -154,6 +159,7 @@ def compare(form: Form, **settings: str) -> None:
         for net, called in ((model, module), (eager, eager)):
             net.zero_grad()
             y = called(x)
+            # A factor of its own for each result, so that exchanged results show.
             (y * torch.arange(1.0, y.numel() + 1).reshape(y.shape).cos()).sum().backward()
             grads = [
                 torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in net.parameters()
@@ -166,7 +172,7 @@ def compare(form: Form, **settings: str) -> None:
 
 @pytest.mark.parametrize("name", list(FORMS))
 def test_a_form_is_torchs(name: str) -> None:
-    """Loss and gradients of what ONNX Runtime computes are eager's, and finite where eager's are."""
+    """Loss and gradients that ONNX Runtime computes equal eager's, and are finite."""
     compare(FORMS[name], torch_operators="off")
 
 
@@ -175,7 +181,7 @@ def test_a_form_is_torchs(name: str) -> None:
 )
 @pytest.mark.parametrize("name", list(TORCHS))
 def test_what_has_no_form_is_torchs_own(name: str) -> None:
-    """Silently another number, or no gradient, where it is ORT's."""
+    """An operator that ORT computes wrong, or without a gradient, equals eager as torch's."""
     compare(TORCHS[name])
 
 
@@ -183,7 +189,7 @@ def test_what_has_no_form_is_torchs_own(name: str) -> None:
     "name", ["an exponent that learns", "cosine of nothing", "a negative slope"]
 )
 def test_refused_where_nothing_may_be_torchs(name: str) -> None:
-    """`torch_operators: off` does not bring a wrong number back."""
+    """`torch_operators: off` raises an error instead of a wrong value."""
     with pytest.raises(
         Exception, match=r"is another one in ONNX Runtime than in torch.*torch_operators=auto"
     ):

@@ -1,4 +1,4 @@
-"""Every start exports its own model: no graph of another one is ever run, and an export copies no large weights."""
+"""Every model runs its own graph, and an export copies no large weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETTINGS = types.SimpleNamespace(scale=1.0)
 
 
 class Layer(nn.Module):
-    """One layer, and what a form makes of its output."""
+    """One layer, and functions of its output."""
 
     scale = 1.0
 
@@ -45,7 +45,7 @@ class Layer(nn.Module):
 
 
 def enclosing(function: Function, factor: float) -> nn.Module:
-    """A class that reads the arguments of the function around it."""
+    """Return a model of a class that reads the arguments of the enclosing function."""
 
     class Local(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def enclosing(function: Function, factor: float) -> nn.Module:
 
 
 def with_attribute(factor: float) -> nn.Module:
-    """A class with an attribute from the arguments of the function around it."""
+    """Return a model of a class with an attribute from the arguments of the enclosing function."""
 
     class Local(Layer):
         scale = factor
@@ -107,8 +107,9 @@ FORMS: dict[str, Choose] = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder of ortlaunch's."""
-    repaired.import_ortmodule()  # its extensions are in the real one
+    """An empty cache folder of ortlaunch."""
+    # Before the change, because the built extensions are in the real cache.
+    repaired.import_ortmodule()
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     return tmp_path
 
@@ -117,7 +118,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_second_model_trains_as_itself(
     form: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two models of one name differ in what Python's code around them holds; each has eager's loss and gradient."""
+    """Two models that differ only in the Python values around their code each equal eager."""
     losses = []
     for second in (False, True):
         torch.manual_seed(0)
@@ -130,23 +131,28 @@ def test_a_second_model_trains_as_itself(
         losses.append(expected.item())
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
         torch.testing.assert_close(ours.layer.weight.grad, eager.layer.weight.grad)
+    # The two models really compute different values.
     assert losses[0] != losses[1]
 
 
 def test_orts_own_cache_is_never_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ORTMODULE_CACHE_DIR, under which an evaluation runs the training graph, changes nothing and is told."""
+    """ORTMODULE_CACHE_DIR has no effect, and a note reports it."""
     monkeypatch.setenv("ORTMODULE_CACHE_DIR", str(folder / "ort"))
     module = ORTModule(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), Settings(threads=1))
     module(X)
     module.eval()
     with torch.no_grad():
+        # With ORT's cache an evaluation would run the training graph, whose dropout makes passes
+        # differ.
         assert module(X).equal(module(X))
     assert not (folder / "ort").exists()
     assert any("ORTMODULE_CACHE_DIR" in note for note in tally.notes)
 
 
 class Shapes(nn.Module):
-    """Weights of every kind of layer whose form an export infers, and a buffer with the sizes of a view."""
+    """Weights of every kind of layer whose shapes an export infers, and a buffer with a view's
+    sizes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +168,7 @@ class Shapes(nn.Module):
 
 
 def test_an_export_without_weights_is_the_same(built: None) -> None:
-    """What shape inference does not get changes no byte of the graph."""
+    """Shape inference without large weights gives the same graph, byte by byte."""
     repaired.import_ortmodule()
     model = Shapes()
     ids = torch.arange(12).reshape(2, 6)

@@ -1,4 +1,4 @@
-"""What a model computes with gradients off has none on ONNX Runtime, and everything else has eager's."""
+"""Values computed with gradients off have no gradient on ONNX Runtime; all others have eager's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 class Two(nn.Module):
-    """Two layers, and what a test does with them."""
+    """Two layers, and the function that a test applies to them."""
 
     def __init__(self, called: Forward) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Two(nn.Module):
 
     @torch.no_grad()
     def target(self, x: torch.Tensor) -> torch.Tensor:
-        """A value without gradient of a layer with one."""
+        """Return a value without a gradient, from a layer with one."""
         return self.second(x)
 
 
@@ -128,7 +128,7 @@ CASES = [
 
 @pytest.mark.parametrize("called", [*CASES, *CUSTOM])
 def test_loss_and_gradients_are_eagers(called: Forward) -> None:
-    """Also where a weight is used with gradients off only, and has none."""
+    """Loss and gradients equal eager's, also for a weight that is used only with gradients off."""
     if called in CUSTOM and extensions.interop_refusal():
         pytest.skip(extensions.interop_refusal())
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_loss_and_gradients_are_eagers(called: Forward) -> None:
 
 
 def test_a_graph_without_anything_trained_there_stays_as_it_is() -> None:
-    """The angles of a rotary embedding are computed with gradients off, and need no copy."""
+    """Constants computed with gradients off, as in rotary embeddings, need no copy in the graph."""
 
     def rotated(model: Two, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -153,6 +153,7 @@ def test_a_graph_without_anything_trained_there_stays_as_it_is() -> None:
 
     module = wrapped(Two(rotated))
     module(torch.ones(3, 4)).backward()
+    # A detached copy is an ATen node.
     assert "ATen" not in {node.op_type for node in training_graph(module).node}
 
 
@@ -171,13 +172,16 @@ def changed_outside(model: Two, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("called", [changed_inside, changed_outside])
 def test_a_change_in_place_across_the_border_is_refused(called: Forward) -> None:
-    """PyTorch would see it through the tensor's version; an exported graph has no such thing."""
+    """A change in another grad mode than the tensor's is refused.
+
+    PyTorch detects it by the tensor's version, which an exported graph does not have.
+    """
     with pytest.raises(Exception, match="changed in place under"):
         wrapped(Two(called))(torch.ones(3, 4))
 
 
 def test_a_weight_that_a_pass_changes_is_refused() -> None:
-    """An embedding with a largest norm renormalizes what it looks up."""
+    """An embedding with max_norm is refused, because it renormalizes the rows that it reads."""
 
     def looked_up(model: Two, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.embedding(x.long(), model.first.weight, max_norm=1.0).sum()

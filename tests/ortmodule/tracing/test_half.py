@@ -1,4 +1,4 @@
-"""Models in float16 on ORT: products stay float16 behind attention masks, positions stay float32."""
+"""Models in float16 on ORT: matmuls behind attention masks are float16, positions float32."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.ortmodule.modules import manager_of, wrapped
 pytestmark = needs_ort
 FLOAT = onnx.TensorProto.FLOAT
 HALF = onnx.TensorProto.FLOAT16
+# A position at which float16 frequencies would be clearly wrong.
 LONG = 4096
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -62,14 +63,14 @@ class Llama(nn.Module):
 
     def forward(self, ids: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         positions = first + torch.arange(ids.shape[1])
-        # Positions that differ by more than 1 are of several documents: here they are one, far from the beginning.
+        # A step of more than 1 would start another document; these are one, far from the beginning.
         return self.model(
             ids, position_ids=positions[None].expand_as(ids), labels=ids, attention_mask=None
         ).loss
 
 
 def _types(model: onnx.ModelProto, *operators: str) -> dict[str, set[int]]:
-    """Element types of the inputs of these operators, by operator."""
+    """Return the element types of the inputs of these operators, by operator."""
     graph = onnx.shape_inference.infer_shapes(model).graph
     types = {
         value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info)
@@ -95,7 +96,7 @@ def _exported(module: Any) -> onnx.ModelProto:
 def test_float16_equals_float32_and_has_no_float32_product(
     kind: type[nn.Module], built: None
 ) -> None:
-    """Losses and gradients of float16 parameters are those of float32, and every product is of float16."""
+    """Losses and gradients of float16 parameters equal float32's, and every matmul is float16."""
     model = kind()
     ids = torch.arange(24).reshape(3, 8) * 5 % 64
     first = torch.tensor(LONG - 8)
@@ -120,18 +121,19 @@ def test_float16_equals_float32_and_has_no_float32_product(
 
 @pytest.mark.parametrize("kind", [Bert, Llama])
 def test_autocast_exports_float16_products(kind: type[nn.Module], built: None) -> None:
-    """Under float16 autocast the products of attention, behind a mask, are float16 as all others."""
+    """Under float16 autocast attention's matmuls behind a mask are float16 too."""
     ours = wrapped(kind())
     ids = torch.arange(24).reshape(3, 8) * 5 % 64
     first = torch.tensor(0)
-    # BERT's graph under a CPU's autocast has a LayerNormalization of two types, which ORT refuses after the export.
+    # BERT's graph under CPU autocast has a LayerNormalization of two types. ORT refuses that, but
+    # only after the export.
     with contextlib.suppress(RuntimeError), torch.autocast("cpu", torch.float16):
         ours(ids, first)
     assert _types(_exported(ours), "MatMul", "Gemm")["MatMul"] == {HALF}
 
 
 def test_casting_parameters_keeps_buffers() -> None:
-    """Rotary frequencies stay float32: in float16 they are 0.99 rad off at position 4,096."""
+    """Rotary frequencies stay float32; in float16 they are 0.99 rad off at position 4,096."""
     model = Llama()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     cast_parameters(model, torch.float16)

@@ -1,4 +1,4 @@
-"""Reads, and sums, at several indices, as graph networks and mixtures of experts take them, on ONNX Runtime."""
+"""Reads and sums at several indices, as in graph networks and mixtures of experts, on ORT."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ Form = Callable[[torch.Tensor], torch.Tensor]
 
 
 def changed(h: torch.Tensor, places: Any, values: torch.Tensor) -> torch.Tensor:
-    """A copy with other values at some places."""
+    """Return a copy with other values at some places."""
     z = h.clone()
     z[places] = values
     return z
 
 
+# Index 0 occurs twice: its values must be summed or replaced.
 TWICE = torch.tensor([0, 0, 1])
 FORMS: dict[str, Form] = {
     "index_add": lambda h: h.index_add(0, TWICE, h[1:4] * 2),
@@ -59,7 +60,7 @@ FORMS: dict[str, Form] = {
 
 
 class Summing(nn.Linear):
-    """What a test sums up of a layer's output."""
+    """A layer and a form of its output."""
 
     def __init__(self, form: Form) -> None:
         super().__init__(6, 6)
@@ -71,7 +72,7 @@ class Summing(nn.Linear):
 
 @pytest.mark.parametrize("form", list(FORMS))
 def test_sums_and_gradients_are_eagers(form: str) -> None:
-    """Of the values, and of what they are added to; also for a second batch of another size."""
+    """Results and gradients equal eager's, also for a second batch of another size."""
     model = Summing(FORMS[form])
     eager = copy.deepcopy(model)
     module = wrapped(model)
@@ -87,7 +88,7 @@ def test_sums_and_gradients_are_eagers(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["index_put", "scatter_add"])
 def test_an_older_opset_is_refused(form: str) -> None:
-    """Its Scatter has no sum; what is only put at indices has a form in every opset."""
+    """An opset whose Scatter has no sum is refused for sums; other forms work in every opset."""
     with pytest.raises(Exception, match=r"Settings.opset 16 or newer, and this export is of 14"):
         wrapped(Summing(FORMS[form]), opset=14, torch_operators="off")(torch.randn(4, 6))
     wrapped(Summing(FORMS["index_put, not added up"]), opset=14)(torch.randn(4, 6)).backward()

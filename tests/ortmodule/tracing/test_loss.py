@@ -1,4 +1,7 @@
-"""Cross entropy in ORT's graph: ignored labels left out, torch's kernels on the CPU; loss and gradients are eager's."""
+"""Cross entropy in ORT's graph: ignored labels are left out, and torch's kernels run on the CPU.
+
+Loss and gradients equal eager's.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ from tests.ortmodule.modules import Checkpointed, wrapped
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 BATCH = 40
 CLASSES = 23
+# A second name for the function, bound at import, as user code may have.
 LOSS = nn.functional.cross_entropy
 
 
 class Scores(nn.Module):
-    """As a head of transformers': dense, GELU, LayerNorm, scores, and the functional form of the loss."""
+    """A head as in transformers: dense, GELU, LayerNorm, scores, and the functional loss."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -40,14 +44,19 @@ class Scores(nn.Module):
 
 
 class Along(Scores):
-    """Classes in the second of three dimensions."""
+    """A loss with the classes in the second of three dimensions."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(self.head(self.dense(x)).transpose(1, 2), labels)
 
 
 def batch(counting: float, ignored: int = -100) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs of 4 x 10, and as many labels, of which so many count."""
+    """Return inputs of 4 x 10 samples and their labels.
+
+    Args:
+        counting: the share of labels that are not ignored.
+        ignored: the value of ignored labels.
+    """
     generator = torch.Generator().manual_seed(3)
     labels = torch.randint(1, CLASSES, (4, 10), generator=generator)
     labels.view(-1)[torch.randperm(BATCH, generator=generator)[round(counting * BATCH) :]] = ignored
@@ -55,7 +64,7 @@ def batch(counting: float, ignored: int = -100) -> tuple[torch.Tensor, torch.Ten
 
 
 def check(module: Any, eager: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> None:
-    """One step forward and backward: loss and gradients."""
+    """Compare loss and gradients of one forward and backward pass."""
     losses = []
     for each in (module, eager):
         each.zero_grad()
@@ -69,7 +78,7 @@ def check(module: Any, eager: nn.Module, x: torch.Tensor, labels: torch.Tensor) 
 
 @pytest.fixture(autouse=True)
 def _density() -> None:
-    """What an export saw of its labels is one of this test."""
+    """Reset the density that earlier exports recorded."""
     tally.label_density = None
 
 
@@ -97,19 +106,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_loss_and_gradients_are_eagers(options: str, density: float, witness: Witness) -> None:
-    """Whatever the loss is asked for, also for batches of other density and size than the first."""
+    """Loss and gradients equal eager's for all options, densities and sizes, in one graph."""
     model = Scores(**OPTIONS[options])
     eager = copy.deepcopy(model)
     ignored = OPTIONS[options].get("ignore_index", -100)
     module = wrapped(model, torch_operators="off")
     check(module, eager, *batch(density, ignored))
+    # Densities 1.0 and 0.2 in turn: the graph must be right for another density than its export's.
     check(module, eager, *batch(1.2 - density, ignored))
     check(module, eager, *(part[:3] for part in batch(0.5, ignored)))
     assert len(witness.graphs) == 1
 
 
 class Likely(Scores):
-    """Labels that are probabilities of every class."""
+    """A loss whose labels are probabilities of the classes."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         likely = nn.functional.one_hot(labels.clamp(min=0), CLASSES).float() * 0.7 + 0.3 / CLASSES
@@ -119,14 +129,14 @@ class Likely(Scores):
 
 @pytest.mark.parametrize("options", ["mean", "sum", "one a label", "smoothed, weights"])
 def test_probabilities_for_labels(options: str, witness: Witness) -> None:
-    """Loss and gradients are eager's; nothing is ignored."""
+    """Loss and gradients equal eager's, and no label is ignored."""
     model = Likely(**OPTIONS[options])
     check(wrapped(model), copy.deepcopy(model), *batch(0.2))
     assert tally.label_density is None
 
 
 def test_other_forms_of_the_loss_are_left_alone(witness: Witness) -> None:
-    """Scores that are not one row a label stay ORT's business."""
+    """Scores in other shapes than one row for each label are left to ORT."""
     model = Along()
     check(wrapped(model), copy.deepcopy(model), *batch(0.2))
     assert tally.label_density is None
@@ -137,7 +147,10 @@ def test_other_forms_of_the_loss_are_left_alone(witness: Witness) -> None:
 def test_no_label_counts(
     reduction: str, matmul: bool, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mean of nothing is not a number, its sum and gradients zero, as in PyTorch; the next batch is right again."""
+    """If all labels are ignored, the mean is nan and the sum zero, as in PyTorch.
+
+    The next batch is right again.
+    """
     monkeypatch.setattr(torch_kernels, "WIDTH", 4)
     model = Scores(reduction=reduction)
     eager = copy.deepcopy(model)
@@ -154,7 +167,10 @@ def test_no_label_counts(
 
 
 class Legacy(Scores):
-    """The loss by another name and with the arguments of before torch 0.4; rows of the model's own choice."""
+    """The loss by another name and with old arguments, and a gather of the model's own.
+
+    The arguments are those of torch before 0.4.
+    """
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         flat = self.dense(x).view(-1, 8)
@@ -166,14 +182,14 @@ class Legacy(Scores):
 
 
 def test_other_ways_to_the_loss(witness: Witness) -> None:
-    """What torch makes of old arguments is looked at, and gathers of the model stay what they are."""
+    """Old arguments of the loss are handled, and the model's own gathers are unchanged."""
     model = Legacy()
     check(wrapped(model), copy.deepcopy(model), *batch(0.2))
     assert tally.label_density == 0.2
 
 
 def test_ignored_labels_are_left_out(witness: Witness) -> None:
-    """Few labels count: rows are gathered, and told; not where nearly all count, nor where it is switched off."""
+    """Few labels that count are gathered and reported; with nearly all, or if off, they are not."""
     wrapped(Scores())(*batch(0.2)).backward()
     assert witness.graphs[-1].forward["ShrunkenGather"] > 0
     assert tally.label_density == 0.2
@@ -189,7 +205,7 @@ def test_ignored_labels_are_left_out(witness: Witness) -> None:
 
 
 def test_scores_of_ignored_labels_are_not_computed(tmp_path: Any) -> None:
-    """The gather stands before the matrix product of the head, not behind it."""
+    """The gather comes before the matmul of the head, not after it."""
     import onnx
 
     wrapped(Scores(), save_onnx=str(tmp_path))(*batch(0.2)).backward()
@@ -206,7 +222,7 @@ def test_scores_of_ignored_labels_are_not_computed(tmp_path: Any) -> None:
 
 
 def test_evaluation_takes_every_label(witness: Witness) -> None:
-    """An evaluation graph gives the same loss; nothing is gathered in it."""
+    """An evaluation graph has eager's loss and gathers nothing."""
     model = Scores()
     eager = copy.deepcopy(model).eval()
     module = wrapped(model).eval()
@@ -216,7 +232,7 @@ def test_evaluation_takes_every_label(witness: Witness) -> None:
 
 
 def test_plain_pytorch_is_as_it_was() -> None:
-    """The loss is another one for the length of an export only, also of an export that ends in an error."""
+    """The loss is replaced only during an export, also if the export fails."""
     before = torch._C._nn.cross_entropy_loss
 
     class Fails(Scores):
@@ -231,7 +247,7 @@ def test_plain_pytorch_is_as_it_was() -> None:
 
 
 def test_torchs_kernels_compute_the_loss(witness: Witness) -> None:
-    """On the CPU ORT's own operators are gone from the training graph, forward and backward."""
+    """On the CPU the training graph has torch's operators in place of ORT's, in both passes."""
     wrapped(Scores())(*batch(1.0)).backward()
     graph = witness.graphs[-1]
     wanted = {"_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"}
@@ -245,7 +261,7 @@ def test_torchs_kernels_compute_the_loss(witness: Witness) -> None:
 
 
 class Products(nn.Module):
-    """Layers with and without a bias, a tied weight, attention's products of many matrices, a product transposed."""
+    """Layers with and without bias, a tied weight, batched matmuls, and a transposed matmul."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +284,7 @@ class Products(nn.Module):
 def test_torchs_matrix_products(
     kind: type[nn.Module], witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward products by a matrix are torch's, with eager's loss and gradients, for any batch."""
+    """Matmuls with a matrix are torch's in both passes, with eager's loss and gradients."""
     monkeypatch.setattr(torch_kernels, "WIDTH", 4)
     model = kind()
     eager = copy.deepcopy(model)
@@ -280,22 +296,21 @@ def test_torchs_matrix_products(
     theirs = sum(
         (graph.forward + graph.backward)[name] for name in ("MatMul", "FusedMatMul", "Gemm")
     )
-    assert theirs <= (
-        7 if kind is Products else 0
-    )  # attention's, of three dimensions, and of three by two
+    # Attention's matmuls stay ORT's: their operands have three dimensions, or three and two.
+    assert theirs <= (7 if kind is Products else 0)
 
 
 def test_recomputed_products_stay_onnx_runtimes(
     witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recomputation knows no operator of torch's."""
+    """With recomputation matmuls stay ORT's, because it has no operators of torch."""
     monkeypatch.setattr(torch_kernels, "WIDTH", 4)
     wrapped(Scores(), torch_matmul=True, memory_optimization=1)(*batch(1.0)).backward()
     assert "linear" not in witness.graphs[-1].aten
 
 
 def test_a_models_own_checkpoints_keep_its_products_and_say_so(witness: Witness) -> None:
-    """They become recomputation, whatever was asked of products."""
+    """A model's checkpoints become recomputation, so its matmuls stay ORT's, with a note."""
     wrapped(Checkpointed(reentrant=False), torch_matmul=True)(torch.randn(3, 8)).backward()
     assert any("torch_matmul is off" in note for note in tally.notes)
 
@@ -306,14 +321,14 @@ def test_a_models_own_checkpoints_keep_its_products_and_say_so(witness: Witness)
 def test_products_are_torchs_on_intels_processors(
     processor: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing is asked for."""
+    """Without a setting, matmuls are torch's on Intel processors only."""
     monkeypatch.setattr(machine, "_processor", lambda: processor)
     assert torch_kernels.torch_products(Settings()) is wanted
     assert torch_kernels.torch_products(Settings(torch_matmul=not wanted)) is not wanted
 
 
 def test_a_label_that_is_no_class_is_an_error(witness: Witness) -> None:
-    """ORT's own kernel reads what lies behind the scores."""
+    """A label that is no class is an error; ORT's own kernel would read beyond the scores."""
     x, labels = batch(1.0)
     labels[0, 0] = CLASSES
     module = wrapped(Scores())
@@ -333,6 +348,6 @@ class OneSample(Scores):
 
 @pytest.mark.parametrize("options", ["mean", "one a label", "smoothed, weights"])
 def test_scores_of_one_sample(options: str, witness: Witness) -> None:
-    """Loss and gradients are eager's, where ONNX Runtime aborted the process."""
+    """Loss and gradients equal eager's, where ONNX Runtime alone aborts the process."""
     model = OneSample(**OPTIONS[options])
     check(wrapped(model), copy.deepcopy(model), *batch(0.2))

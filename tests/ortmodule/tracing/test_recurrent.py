@@ -1,4 +1,4 @@
-"""Recurrent networks on ONNX Runtime: one export, whatever their weights become, and eager's numbers."""
+"""Recurrent networks on ONNX Runtime: one export for all steps, and eager's values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Recurrent(nn.Module):
 
 
 def steps(model: nn.Module, module: nn.Module, number: int = 8) -> list[float]:
-    """Losses of so many steps of SGD on batches of two sizes and lengths."""
+    """Return the losses of `number` SGD steps on batches of two sizes and lengths."""
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     losses = []
     batches = torch.Generator().manual_seed(1)
@@ -47,7 +47,9 @@ def steps(model: nn.Module, module: nn.Module, number: int = 8) -> list[float]:
     [(nn.GRU, False), (nn.LSTM, False), (nn.RNN, False), (nn.LSTM, True), (nn.GRU, True)],
 )
 def test_one_export_for_all_steps(kind: Any, bidirectional: bool) -> None:
-    """The list in which the layer keeps its weights is the same list after an optimizer's step."""
+    """An optimizer's step does not cause an export: the layer's list of weights stays the same
+    object.
+    """
     model = Recurrent(kind, bidirectional=bidirectional)
     eager = copy.deepcopy(model)
     before = tally.exports
@@ -57,7 +59,7 @@ def test_one_export_for_all_steps(kind: Any, bidirectional: bool) -> None:
 
 
 def test_an_rnn_without_gradient_is_refused() -> None:
-    """A training export of one names the setting that lets torch compute it."""
+    """The training export of an RNN names the setting that lets torch compute it."""
     with pytest.raises(
         Exception, match=r"ONNX Runtime has no gradient of RNN.*torch_operators='auto'"
     ):
@@ -66,7 +68,7 @@ def test_an_rnn_without_gradient_is_refused() -> None:
 
 @pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
 def test_an_rnn_is_evaluated(nonlinearity: str) -> None:
-    """As it is, by ONNX's own RNN."""
+    """In evaluation ONNX's own RNN equals eager."""
     model = Recurrent(nn.RNN, nonlinearity=nonlinearity, num_layers=2).eval()
     x = torch.randn(2, 5, 4)
     with torch.no_grad():
@@ -74,7 +76,7 @@ def test_an_rnn_is_evaluated(nonlinearity: str) -> None:
 
 
 class Hidden(nn.Module):
-    """A weight in a list, which torch does not take for one of the module's."""
+    """A model with a weight in a list, which torch does not register."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +88,7 @@ class Hidden(nn.Module):
 
 
 def test_a_weight_that_is_not_the_modules_is_followed() -> None:
-    """It is a constant of the graph: changed in place, it takes another export."""
+    """An in-place change of an unregistered weight, a constant of the graph, causes an export."""
     model = Hidden()
     module = wrapped(model)
     x = torch.ones(2, 4)
