@@ -183,8 +183,8 @@ def test_the_table_shows_what_lower_precision_does_to_the_loss() -> None:
     one = player("eager", [[1.0]], moved, "engine.matmul_precision=medium")
     text = report.table(rows(one))
     assert (
-        "eager matmul_precision=medium: matmul_precision medium moves the loss by 2.5e-04; parity is"
-        in text
+        "eager matmul_precision=medium: matmul_precision medium moves the loss by 2.5e-04; parity "
+        "is" in text
     )
 
 

@@ -65,8 +65,9 @@ def test_more_processes_than_memory_are_refused(planned_only: bool) -> None:
     with pytest.raises(PlanError) as caught:
         notes(recipe(), 82, planned_only=planned_only)
     assert str(caught.value) == (
-        "localhost: 82 ranks x (200.0 MiB a process + 0 B of weights, gradients and optimizer state) = 16.0 GiB at "
-        "least, and control group /job is 16.0 GiB; ask for fewer ranks, a smaller model or more hosts"
+        "localhost: 82 ranks x (200.0 MiB a process + 0 B of weights, gradients and optimizer "
+        "state) = 16.0 GiB at least, and control group /job is 16.0 GiB; ask for fewer ranks, a "
+        "smaller model or more hosts"
     )
     assert 81 * PROCESS < 16 * GiB < 82 * PROCESS
 

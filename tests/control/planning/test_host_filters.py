@@ -79,7 +79,8 @@ def test_select_twice() -> None:
             "worker-1:0,4,x",
             None,
             [
-                "--include:1:1: host 'worker-1' has no slot '4', 'x'; its slots are '0', '1', '2', '3'"
+                "--include:1:1: host 'worker-1' has no slot '4', 'x'; its slots are '0', '1', "
+                "'2', '3'"
             ],
         ),
         (None, "[::1]:", ["--exclude:1:1: host '::1' has no slot ''; its slots are '0', '1'"]),
@@ -87,21 +88,24 @@ def test_select_twice() -> None:
             "worker-1:0@worker-1:1",
             None,
             [
-                "--include:1:12: host 'worker-1' is named twice; write it once, with all its slots: worker-1:0,1"
+                "--include:1:12: host 'worker-1' is named twice; write it once, with all its "
+                "slots: worker-1:0,1"
             ],
         ),
         (
             None,
             "worker-1@worker-2@[::1]:0,1",
             [
-                "--exclude 'worker-1@worker-2@[::1]:0,1' leaves no slot on any host; leave at least one"
+                "--exclude 'worker-1@worker-2@[::1]:0,1' leaves no slot on any host; leave at "
+                "least one"
             ],
         ),
         (
             "zzz@worker-1:9",
             None,
             [
-                "--include:1:1: there is no host 'zzz'; the hosts are 'worker-1', 'worker-2', '::1'",
+                "--include:1:1: there is no host 'zzz'; the hosts are 'worker-1', 'worker-2', "
+                "'::1'",
                 "--include:1:5: host 'worker-1' has no slot '9'; its slots are '0', '1', '2', '3'",
             ],
         ),

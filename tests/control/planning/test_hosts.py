@@ -156,19 +156,22 @@ def test_default_slots() -> None:
         (
             "h slot=4",
             [
-                f"F:1:3: 'slot' in 'slot=4' is not a key of a host file; did you mean 'slots'? {KEYS}"
+                "F:1:3: 'slot' in 'slot=4' is not a key of a host file; did you mean 'slots'? "
+                f"{KEYS}"
             ],
         ),
         (
             "h slots=4 Max-Slot=4",
             [
-                f"F:1:11: 'Max-Slot' in 'Max-Slot=4' is not a key of a host file; did you mean 'max_slots'? {KEYS}",
+                "F:1:11: 'Max-Slot' in 'Max-Slot=4' is not a key of a host file; did you mean "
+                f"'max_slots'? {KEYS}",
             ],
         ),
         (
             "h SLOTS=4",
             [
-                f"F:1:3: 'SLOTS' in 'SLOTS=4' is not a key of a host file; did you mean 'slots'? {KEYS}"
+                "F:1:3: 'SLOTS' in 'SLOTS=4' is not a key of a host file; did you mean 'slots'? "
+                f"{KEYS}"
             ],
         ),
         ("h port=22 slots=4", [f"F:1:3: 'port' in 'port=22' is not a key of a host file; {KEYS}"]),
@@ -197,13 +200,15 @@ def test_default_slots() -> None:
         (
             "fe80::1 slots=2",
             [
-                "F:1:1: 'fe80::1' looks like IPv6; write the address in brackets, such as '[::1] slots=8'"
+                "F:1:1: 'fe80::1' looks like IPv6; write the address in brackets, such as '[::1] "
+                "slots=8'"
             ],
         ),
         (
             "-oProxyCommand=x slots=2",
             [
-                "F:1:1: there is no host before '-oProxyCommand=x'; write for example 'worker-1 slots=8'"
+                "F:1:1: there is no host before '-oProxyCommand=x'; write for example 'worker-1 "
+                "slots=8'"
             ],
         ),
         ("-h slots=2", [f"F:1:1: '-h' {NOT_A_HOST}"]),

@@ -89,7 +89,8 @@ def test_on_this_host(
 ) -> None:
     """Without a host file: one process per GPU, else one; the command line wins; what mpirun opens is told."""
     notes = (
-        ("launcher mpi: mpirun itself listens on every interface of this host, for which it has no setting; on one "
+        ("launcher mpi: mpirun itself listens on every interface of this host, for which it has "
+         "no setting; on one "
          "host launcher torchrun opens no port",) if launcher == "mpi" else ()
     )  # fmt: skip
     assert resolved(launch, options, GPUS=str(gpus))._replace(forward=()) == World(
@@ -244,8 +245,10 @@ def test_no_note_where_the_device_is_clear(
 @pytest.mark.parametrize(
     ("text", "launch", "options", "environ", "message"),
     [
-        (None, {}, LaunchOptions(include="a"), {}, "--include and --exclude choose from a host file: give --hostfile"),
-        (None, {}, LaunchOptions(exclude="a"), {}, "--include and --exclude choose from a host file: give --hostfile"),
+        (None, {}, LaunchOptions(include="a"), {}, "--include and --exclude choose from a host "
+                                                   "file: give --hostfile"),
+        (None, {}, LaunchOptions(exclude="a"), {}, "--include and --exclude choose from a host "
+                                                   "file: give --hostfile"),
         (
             None, {"nodes": 4}, LaunchOptions(), {},
             "launch.nodes is 4, and there is no --hostfile; give one, or start under a scheduler "
@@ -264,21 +267,22 @@ def test_no_note_where_the_device_is_clear(
         (None, {"nodes": 2}, LaunchOptions(), torchrun(0, 2, 0, 2),
          "launch.nodes is 2, and there are 1 hosts; they must be equal"),
         (None, {}, LaunchOptions(), open_mpi(0, 3, 0, 2),
-         "the launcher started 3 ranks, 2 of them on this host: the hosts have different numbers of ranks, so give "
-         "--hostfile to say which has how many"),
+         "the launcher started 3 ranks, 2 of them on this host: the hosts have different numbers "
+         "of ranks, so give --hostfile to say which has how many"),
         (None, {}, LaunchOptions("torchrun"), open_mpi(1, 2, 1, 2),
-         "this is already rank 1 of 2 under Open MPI; leave --launcher at auto to be that rank, or start "
-         "`ortlaunch train` once, outside Open MPI"),
+         "this is already rank 1 of 2 under Open MPI; leave --launcher at auto to be that rank, "
+         "or start `ortlaunch train` once, outside Open MPI"),
         (None, {}, LaunchOptions(processes_per_node=2), torchrun(1, 2, 1, 2),
-         "this is already rank 1 of 2 under torchrun; leave --launcher at auto to be that rank, or start "
-         "`ortlaunch train` once, outside torchrun"),
+         "this is already rank 1 of 2 under torchrun; leave --launcher at auto to be that rank, "
+         "or start `ortlaunch train` once, outside torchrun"),
         (None, {}, LaunchOptions("local", 2), {},
-         "launcher local is one process on this host, not 2 ranks on localhost; use torchrun or mpi"),
+         "launcher local is one process on this host, not 2 ranks on localhost; use torchrun or "
+         "mpi"),
         ("a slots=1\n", {}, LaunchOptions("local"), {},
          "launcher local is one process on this host, not 1 rank on a; use torchrun or mpi"),
         ("localhost slots=5\n", {}, LaunchOptions(), {},
-         "localhost has 4 cores and no GPU, and the host file gives it 5 slots; lower them, or use --nproc-per-node "
-         "without a host file to put more ranks than cores on this machine"),
+         "localhost has 4 cores and no GPU, and the host file gives it 5 slots; lower them, or "
+         "use --nproc-per-node without a host file to put more ranks than cores on this machine"),
         ("localhost slots=5\n", {}, LaunchOptions(), {"GPUS": "4"},
          "localhost has 4 GPUs, and 5 ranks are asked for; give it at most 4 slots"),
         (None, {}, LaunchOptions(processes_per_node=5), {"GPUS": "4"},
@@ -286,8 +290,8 @@ def test_no_note_where_the_device_is_clear(
         ("localhost slots=6\n", {}, LaunchOptions(include="localhost:1,5"), {"GPUS": "4"},
          "localhost has 4 GPUs, and 2 ranks are asked for; give it at most 4 slots"),
         (None, {"device": "cuda"}, LaunchOptions(), {},
-         "launch.device is cuda, and localhost has no GPU that CUDA_VISIBLE_DEVICES shows; start on a host that has "
-         "one, name such hosts with --hostfile, or set launch.device=cpu"),
+         "launch.device is cuda, and localhost has no GPU that CUDA_VISIBLE_DEVICES shows; start "
+         "on a host that has one, name such hosts with --hostfile, or set launch.device=cpu"),
         ("localhost slots=1\n127.0.0.1 slots=1\n", {}, LaunchOptions(), {},
          "localhost and 127.0.0.1 are all this host; write it once, with all its slots"),
         ("box slots=1\na slots=1\nme@box.example.com slots=1\n", {}, LaunchOptions(), {},
@@ -363,8 +367,8 @@ def test_gpus_are_planned_where_there_are_none() -> None:
     found = resolved({"device": "cuda", "processes_per_node": 8}, LaunchOptions(planned_only=True))
     assert (found.device, found.hosts) == ("cuda", (host("localhost", 8),))
     assert found.notes == (
-        "launch.device is cuda, and localhost has no GPU that CUDA_VISIBLE_DEVICES shows: planned for a host like it "
-        "that has 8",
+        "launch.device is cuda, and localhost has no GPU that CUDA_VISIBLE_DEVICES shows: "
+        "planned for a host like it that has 8",
     )
 
 

@@ -19,8 +19,9 @@ pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 
 
+# At the top of this file, because pickle stores a class by its name.
 class Pickled(nn.Module):
-    """Of this file's top, so that pickle finds it; its loss is decided by a value, which a setting allows."""
+    """A model whose forward pass depends on a value, which a setting allows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,6 +32,7 @@ class Pickled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss = self.last(self.norm(self.first(x))).square().mean() * self.scale
+        # Always true, but the exporter cannot know it.
         return loss if x.sum() > -1e9 else -loss
 
 
@@ -38,12 +40,13 @@ class Pickled(nn.Module):
     "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
 )
 def test_a_copy_of_a_built_module_trains_apart(copied: Callable[[Any], Any]) -> None:
-    """It has the weights and settings of the first, exports its own graph, follows its own model, and is no alias."""
+    """A copy has the first module's weights and settings, its own graph and its own model."""
     model = Pickled()
     module = wrapped(model, allow_traced_values=True)
     module(X).backward()
     twin = copied(module)
     twin.zero_grad()
+    # Only the copy may follow this change.
     twin.module.scale = 3.0
     eager = copy.deepcopy(twin.module)
     for each in (twin, eager):
@@ -52,9 +55,12 @@ def test_a_copy_of_a_built_module_trains_apart(copied: Callable[[Any], Any]) -> 
     assert not any(
         ours is theirs for ours, theirs in zip(model.parameters(), twin.module.parameters())
     )
+    # 3.0 instead of 2.0: 1.5 times the loss.
     assert twin(X).item() == pytest.approx(1.5 * module(X).item(), rel=1e-5)
 
 
+# Imports nothing of ortlaunch: loading the pickle must do it, also on torch 2.9 and later, where
+# the import needs repairs.
 _LOADS = """
 import pickle, sys, torch
 with open(sys.argv[1], "rb") as file:
@@ -66,7 +72,7 @@ print(loss.item(), module.module.weight.grad.sum().item())
 
 
 def test_a_fresh_process_loads_a_pickle(tmp_path: Path) -> None:
-    """Nothing but the pickle makes it import ONNX Runtime, which on torch 2.9 and later takes repairs."""
+    """A pickle alone makes a new process import ONNX Runtime, with all repairs that this needs."""
     module = wrapped(nn.Linear(4, 2))
     path = tmp_path / "module.pickle"
     loss = module(torch.ones(2, 4)).sum()
@@ -74,5 +80,6 @@ def test_a_fresh_process_loads_a_pickle(tmp_path: Path) -> None:
     process = python(_LOADS, str(path))
     assert process.returncode == 0, process.stderr
     assert [float(number) for number in process.stdout.split()[-2:]] == pytest.approx(
+        # The gradient of 2 x 4 weights is 2, the number of rows.
         [loss.item(), 16.0]
     )

@@ -1,4 +1,4 @@
-"""Custom autograd functions inside ORT's graph: their own backward runs, with eager's gradients, and nothing leaks."""
+"""Custom autograd functions in ORT's graph: their own backward runs, with eager's gradients."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = needs_ort
 
 @pytest.fixture(scope="module", autouse=True)
 def _callable(built: None) -> None:
-    """Only where ORT's extension that calls them could be built."""
+    """Skip where ORT's extension that calls custom functions could not be built."""
     if extensions.interop_refusal():
         pytest.skip(f"not on this torch: {extensions.interop_refusal()}")
 
 
 class Cube(torch.autograd.Function):
-    """Saves an input and an output for a backward twice as large as it should be."""
+    """A cube that saves an input and an output, with a backward twice as large as it should be."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -42,11 +42,15 @@ class Cube(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         x, y = ctx.saved_tensors
+        # Twice the true derivative, so that a derivative by ORT would not pass.
         return gradient * (6 * x * x + 0 * y)
 
 
 class Bilinear(torch.autograd.Function):
-    """A weight and a bias as inputs, as fused layers have them, and a backward that asks which gradients are wanted."""
+    """A function of a weight and a bias, like a fused layer.
+
+    Its backward reads which gradients are needed.
+    """
 
     @staticmethod
     def forward(
@@ -60,6 +64,7 @@ class Bilinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         return (
+            # Three times the true gradient, for the same reason as in Cube.
             3 * gradient @ weight if wanted[0] else None,
             gradient.t() @ x if wanted[1] else None,
             gradient.sum(0) if wanted[2] else None,
@@ -67,7 +72,7 @@ class Bilinear(torch.autograd.Function):
 
 
 class Split(torch.autograd.Function):
-    """Returns a boolean tensor, which has no gradient, beside the one that has."""
+    """A function that also returns a boolean tensor, which has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +86,10 @@ class Split(torch.autograd.Function):
 
 
 class Mixed(torch.autograd.Function):
-    """Arguments that are no tensors: a number of each kind, a tuple, a text, None; a mask; two outputs."""
+    """A function of non-tensor arguments and a mask, with two outputs.
+
+    The arguments are numbers of each type, a tuple, a text and None.
+    """
 
     @staticmethod
     def forward(
@@ -95,6 +103,7 @@ class Mixed(torch.autograd.Function):
         name: str,
         no: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # ORT passes a boolean tensor as uint8.
         assert mask.dtype == torch.bool
         assert (power, on, sizes, name, no) == (2, True, (3, 4), "text", None)
         ctx.scale = scale
@@ -108,7 +117,7 @@ class Mixed(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Two layers with a custom function between them; `uses` says how often."""
+    """Two layers with a custom function between them, which is called `uses` times."""
 
     def __init__(self, function: Any, uses: int = 1) -> None:
         super().__init__()
@@ -126,10 +135,14 @@ class Model(nn.Module):
 
 
 class Fused(Model):
-    """The first layer's weights go through a custom function; one of them is frozen on request."""
+    """A model whose first layer's weights are arguments of a custom function.
+
+    frozen: whether the first weight has no gradient.
+    """
 
     def __init__(self, frozen: bool) -> None:
         super().__init__(None)
+        # The function must not compute the gradient of a frozen weight.
         self.first.weight.requires_grad_(not frozen)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -141,7 +154,10 @@ class Fused(Model):
 
 
 class TransformerLike(nn.Module):
-    """Embedding, attention written out, a custom normalization in two places, and a loss that ignores padding."""
+    """Embedding, attention and loss of a small transformer, with a custom function in three places.
+
+    Attention is written out, and the loss ignores padding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,23 +185,24 @@ def split(x: torch.Tensor) -> torch.Tensor:
 
 
 def python_ops(module: Any) -> int:
-    """PythonOp nodes in the training graph that ORT runs."""
+    """Return the number of PythonOp nodes in the training graph that ORT runs."""
     return sum(node.op_type == "PythonOp" for node in training_graph(module).node)
 
 
 def difference(ours: Any, theirs: Any) -> float:
-    """The largest difference of any gradient, relative to the largest gradient; float32 keeps seven digits of it."""
+    """Return the largest difference of any gradient, relative to the largest gradient."""
     pairs = [
         (mine.grad, eagers.grad) for mine, eagers in zip(ours.parameters(), theirs.parameters())
     ]
     assert all((mine is None) == (eagers is None) for mine, eagers in pairs)
     trained = [(mine, eagers) for mine, eagers in pairs if eagers is not None]
     largest = max(eagers.abs().max() for _, eagers in trained)
+    # Relative to the largest, because float32 keeps seven digits of it.
     return (max((mine - eagers).abs().max() for mine, eagers in trained) / largest).item()
 
 
 def compare(model: nn.Module, ours: Any, *batch: torch.Tensor) -> None:
-    """Loss and every gradient of one step, eager against ORT; gradients are cleared after."""
+    """Compare loss and every gradient of one step in eager and ORT, then clear the gradients."""
     expected = model(*batch)
     got = ours(*batch)
     expected.backward()
@@ -218,18 +235,23 @@ def compare(model: nn.Module, ours: Any, *batch: torch.Tensor) -> None:
     ],
 )
 def test_gradients_equal_eagers(model: nn.Module, count: int) -> None:
-    """Three steps on batches of different sizes give eager's losses and gradients, with the functions in the graph."""
+    """Three steps with batches of different sizes have eager's losses and gradients.
+
+    The functions are nodes of the graph.
+    """
     ours = wrapped(copy.deepcopy(model))
+    # The third batch has another size.
     for step, rows in enumerate((3, 3, 5)):
         compare(model, ours, torch.randn(rows, 4, generator=torch.Generator().manual_seed(step)))
     assert python_ops(ours) == count
 
 
 def test_a_transformer_with_custom_functions_trains_like_eager() -> None:
-    """Three functions among attention and a loss that ignores labels: ten AdamW steps with eager's losses."""
+    """Ten AdamW steps of a transformer with three custom functions have eager's losses."""
     model = TransformerLike()
     ours = wrapped(copy.deepcopy(model))
     ids = torch.randint(0, 20, (4, 6), generator=torch.Generator().manual_seed(1))
+    # -100 is cross_entropy's ignored label.
     labels = torch.where(ids < 15, torch.full_like(ids, -100), ids)
     compare(model, ours, ids, labels)
     losses = []
@@ -247,7 +269,7 @@ def test_a_transformer_with_custom_functions_trains_like_eager() -> None:
 
 
 def test_two_passes_before_one_backward() -> None:
-    """Contexts of two forward passes live side by side, and each backward finds its own."""
+    """Each backward finds its own context after two forward passes."""
     model = Model(Cube.apply)
     ours = wrapped(copy.deepcopy(model))
     x = torch.randn(3, 4)
@@ -258,7 +280,7 @@ def test_two_passes_before_one_backward() -> None:
 
 
 def test_evaluation_and_no_grad_run_the_forward_only() -> None:
-    """eval() under no_grad gives eager's value, before and after a training step."""
+    """eval() under no_grad has eager's value, before and after a training step."""
     model = Model(Cube.apply)
     ours = wrapped(copy.deepcopy(model))
     x = torch.randn(3, 4)
@@ -271,13 +293,14 @@ def test_evaluation_and_no_grad_run_the_forward_only() -> None:
 
 
 class Witnessed(torch.autograd.Function):
-    """Keeps a weak reference to everything that it saves."""
+    """A function that keeps a weak reference to a tensor that it saves."""
 
     alive: list[Any] = []
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
+        # An attribute, besides the tensors of save_for_backward.
         ctx.kept = x.new_zeros(1)
         Witnessed.alive.append(weakref.ref(ctx.kept))
         return x * 2
@@ -289,19 +312,21 @@ class Witnessed(torch.autograd.Function):
 
 
 def test_twenty_steps_leave_no_context_behind() -> None:
-    """Each step's context, with what it saved, is gone after its backward."""
+    """Each step's context, with its saved tensors, is freed after its backward."""
     ours = wrapped(Model(Witnessed.apply))
     Witnessed.alive.clear()
     for step in range(20):
         ours(torch.randn(3, 4)).backward()
         del step
+    # Contexts may be in reference cycles.
     gc.collect()
     assert len(Witnessed.alive) >= 20
+    # The last step's context may still be referenced.
     assert sum(reference() is not None for reference in Witnessed.alive) <= 1
 
 
 def test_functions_stay_in_the_graph_and_none_falls_back(witness: Witness) -> None:
-    """The witness counts passes of ORT's, and no fallback."""
+    """The witness counts passes of ORT, and no fallback."""
     ours = wrapped(Model(Reverse.apply))
     ours(torch.randn(3, 4)).backward()
     assert (witness.forward_passes, witness.backward_passes, witness.fallbacks) == (1, 1, 0)
@@ -339,7 +364,7 @@ os._exit(0)  # a gloo group that is freed may hang, see ortlaunch/worker/process
 @pytest.mark.slow
 @pytest.mark.ci
 def test_two_ranks_average_the_custom_gradients(tmp_path: Any) -> None:
-    """Under DistributedDataParallel on two gloo ranks both ranks have eager's averaged gradients."""
+    """Under DistributedDataParallel on two gloo ranks, both ranks have eager's averaged gradients."""
     command = [
         sys.executable,
         "-c",
@@ -355,6 +380,7 @@ def test_two_ranks_average_the_custom_gradients(tmp_path: Any) -> None:
     ]
     try:
         for rank, process in enumerate(ranks):
+            # A rank that waits for a failed one would hang.
             out, err = process.communicate(timeout=150)
             assert process.returncode == 0, err
             assert sum(line.startswith(f"{rank} ") for line in out.splitlines()) == 5
@@ -383,8 +409,9 @@ print("equal")
 
 
 def test_a_checkpoint_around_the_module_does_not_deadlock(fresh: Run) -> None:
-    """Its hooks are not called for tensors that a function inside the graph saves: ONNX Runtime holds a lock there."""
-    done = fresh(_CHECKPOINTED, timeout=120)  # ended by a signal where it hangs
+    """A checkpoint's hooks are not called for tensors that a function inside the graph saves."""
+    # ONNX Runtime holds a lock there: a hook would hang, and a signal would end the process.
+    done = fresh(_CHECKPOINTED, timeout=120)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["equal"]), done.stderr
 
 
@@ -403,7 +430,7 @@ class Saving(torch.autograd.Function):
 
 
 class SavingLater(torch.autograd.Function):
-    """The same in the newer form, of a view of it."""
+    """The same square in the form with setup_context; it saves a view of its argument."""
 
     @staticmethod
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -411,6 +438,7 @@ class SavingLater(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        # A view, which shares the argument's memory.
         ctx.save_for_backward(inputs[0].view(-1))
 
     @staticmethod
@@ -420,7 +448,7 @@ class SavingLater(torch.autograd.Function):
 
 
 class Squares(nn.Module):
-    """Layers of squares, whose arguments lie in memory that ORT plans."""
+    """Layers of squares, whose arguments are in memory that ORT plans."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -430,6 +458,7 @@ class Squares(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
             x = torch.relu(
+                # The function's argument is an intermediate result, whose memory ORT uses again.
                 weight @ (self.function(torch.add(x.view(-1), 0.4).view(16, -1)) + weight[0]) / 100
             )
         return x.sum()
@@ -437,7 +466,7 @@ class Squares(nn.Module):
 
 @pytest.mark.parametrize("function", [Saving, SavingLater])
 def test_what_is_saved_stays_until_the_backward_pass(function: Any) -> None:
-    """Also in the second step and later: ORT gave the memory to other nodes then."""
+    """Saved tensors keep their values until the backward pass, in the second step and later too."""
     model = Squares(function.apply)
     eager = copy.deepcopy(model)
     module = wrapped(model)
@@ -450,9 +479,10 @@ def test_what_is_saved_stays_until_the_backward_pass(function: Any) -> None:
 
 
 def test_a_function_keeps_its_name_in_the_graph() -> None:
-    """ONNX Runtime recomputes the functions that it knows by their names, as flash attention's."""
+    """A function has its own name in the graph."""
     module = wrapped(Squares(Saving.apply))
     module(torch.rand(16, 16)).backward()
     nodes = [node for node in training_graph(module).node if node.op_type == "PythonOp"]
     names = {a.s.decode() for node in nodes for a in node.attribute if a.name == "func_name"}
+    # ONNX Runtime decides by the name which functions it recomputes, such as flash attention.
     assert names == {f"{Saving.__module__}.{Saving.__qualname__}"}

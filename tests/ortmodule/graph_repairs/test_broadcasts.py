@@ -1,4 +1,4 @@
-"""Gradients of what is broadcast, where a graph does not say that a size is 1."""
+"""Gradients of broadcast tensors, where a graph does not contain the size 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Images = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Excitation(nn.Module):
-    """A convolution whose channels are weighed by what follows of their means, as in RegNet."""
+    """A convolution whose channels are weighted by a function of their means, as in RegNet."""
 
     def __init__(self, pool: Images, whole: bool = True) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Excitation(nn.Module):
 
 
 class Meeting(nn.Module):
-    """Two inputs that may be of different sizes."""
+    """Two inputs whose sizes may differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Meeting(nn.Module):
 
 
 def as_eager(model: nn.Module, *batches: Any) -> Any:
-    """Gradients of each batch in ORT's graph are eager's."""
+    """Check that the gradients of each batch in ORT's graph are eager's, and return the ORTModule."""
     eager = copy.deepcopy(model)
     module = wrapped(model)
     for batch in batches:
@@ -60,7 +60,10 @@ def as_eager(model: nn.Module, *batches: Any) -> Any:
 
 
 class Chosen(nn.Module):
-    """Channels or what stands for them: sizes of a pool, of a weight with a row for each channel, and of a number."""
+    """Choices by torch.where between tensors of different sizes.
+
+    These are channels, a pool's output, a weight with a row for each channel, and a scalar.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,20 +88,22 @@ POOLS: dict[str, Images] = {
     "adaptive": lambda x: functional.adaptive_avg_pool2d(x, 1),
     "mean": lambda x: functional.avg_pool2d(x, 6),
     "maximum": lambda x: functional.max_pool2d(x, 6),
+    # Mish is an operator that torch computes inside the graph.
     "torch's": lambda x: functional.mish(x[:, :, :1, :1]),
 }
 
 
 @pytest.mark.parametrize("kind", list(POOLS))
 def test_channels_are_weighed(kind: str) -> None:
-    """As in RegNet, whose gradient was 120 times too large, or nan."""
+    """Gradients of weighted channels are eager's; in RegNet they were 120 times too large, or nan."""
     x = torch.randn(2, 3, 6, 6)
     as_eager(Excitation(POOLS[kind]), (x,), (x,))
 
 
 def test_what_is_chosen() -> None:
-    """Gradients of what torch.where broadcasts: ORT gave them the size of the result."""
+    """Gradients of tensors that torch.where broadcasts are eager's."""
     x = torch.randn(2, 3, 6, 6)
+    # Without the repair these gradients have the size of the result.
     as_eager(Chosen(), (x,), (torch.randn(3, 3, 4, 4),))
 
 
@@ -107,25 +112,28 @@ FORMULAS: dict[str, Images] = {
         x, (x.shape[2] // 2, x.shape[3] // 2), mode="bicubic"
     ),
     "a part of it": lambda x: x[:, :, : torch.div(x.shape[2] - 6, 4, rounding_mode="trunc")],
+    # An infinite constant.
     "no limit": lambda x: functional.softplus(x).clamp(0.0, float("inf")),
 }
 
 
 @pytest.mark.parametrize("of", list(FORMULAS))
 def test_sizes_are_formulas(of: str) -> None:
-    """Of the input's sizes, and constants are infinite: ORT's inference of shapes ended there."""
+    """Sizes computed from the input's, and infinite constants, pass ORT's shape inference."""
     as_eager(
         Excitation(FORMULAS[of], whole=False),
         (torch.randn(2, 3, 12, 12),),
+        # Sizes other than those of the export.
         (torch.randn(2, 3, 16, 16),),
     )
 
 
 def test_inputs_of_one_row() -> None:
-    """Meet inputs of more, in the first batch or in a later one."""
+    """An input of one row may meet an input of more, in the first batch or in a later one."""
     one = torch.randn(1, 3)
     more = torch.randn(4, 3)
     other = torch.randn(4, 3)
+    # The export sees unequal sizes here, and equal ones below.
     as_eager(Meeting(), (more, one), (more, other), (one, more))
     as_eager(
         Meeting(),
@@ -140,12 +148,13 @@ def test_inputs_of_one_row() -> None:
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_equal_sizes_are_left_as_they_are(family: str) -> None:
-    """A language model's graph asks for no sizes in its gradients."""
+    """A language model's graph reads no sizes for its gradients."""
     module = wrapped(language_model(family, "sdpa"))
     module(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS).backward()
     assert not [
         name
         for node in training_graph(module).node
         for name in node.input
+        # The name of an input that the repair hides.
         if "_ortlaunch_1" in name
     ]

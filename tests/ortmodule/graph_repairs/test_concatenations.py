@@ -15,6 +15,7 @@ from tests.ortmodule.modules import same, wrapped
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 Part = Callable[["Joining", torch.Tensor], torch.Tensor]
+# Tensors without a gradient, by origin.
 PARTS: dict[str, Part] = {
     "zeros of the batch's size": lambda model, x: x.new_zeros(x.shape[0], 2),
     "nothing, as Inkling 2 begins": lambda model, x: x.new_zeros(x.shape[0], 0),
@@ -27,6 +28,8 @@ PARTS: dict[str, Part] = {
 
 
 class Joining(nn.Module):
+    """A model that concatenates a part twice, before and after its last layer."""
+
     def __init__(self, part: Part) -> None:
         super().__init__()
         self.part = part
@@ -42,10 +45,12 @@ class Joining(nn.Module):
 
 @pytest.mark.parametrize("name", list(PARTS))
 def test_a_part_without_a_gradient_joins_several_times(name: str) -> None:
-    """Without the repair the gradient is not built: ORT has two results of one name."""
+    """A part without a gradient may be concatenated several times."""
+    # Without the repair the build fails, because two gradients have one name.
     model = Joining(PARTS[name])
     batches = [torch.randn(3, 4), torch.randn(3, 4) - 1]
-    model(batches[0])  # for the lazy layer
+    # Sets the size of the lazy layer.
+    model(batches[0])
     eager = copy.deepcopy(model)
     module = wrapped(model)
     for x in batches:
@@ -76,12 +81,14 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "function", [torch.mul, torch.add, lambda x, y: torch.stack([x, y, x]).exp()]
+    # stack uses its argument three times.
+    "function",
+    [torch.mul, torch.add, lambda x, y: torch.stack([x, y, x]).exp()],
 )
 def test_an_operator_takes_a_weight_twice(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Its gradient is the sum of both, which ORT builds for the weights of several operators only."""
+    """The gradient of a weight that one operator uses twice is the sum of both."""
     model = Twice(function)
     x = torch.randn(3, 4)
     eager = copy.deepcopy(model)
@@ -91,7 +98,7 @@ def test_an_operator_takes_a_weight_twice(
 
 
 class Standardizing(nn.Module):
-    """Two weights brought to mean 0 and spread 1, as BiT does: with a scale of one constant."""
+    """Two weights that are normalized to mean 0 and standard deviation 1, as in BiT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +111,8 @@ class Standardizing(nn.Module):
 
 
 def test_two_normalizations_without_weights() -> None:
-    """Scale and bias of both are equal constants, of which ORT makes one."""
+    """Two normalizations without weights have eager's gradients."""
+    # Scale and bias of both are equal constants, which ORT merges.
     model = Standardizing()
     x = torch.randn(3, 6)
     eager = copy.deepcopy(model)
@@ -114,7 +122,7 @@ def test_two_normalizations_without_weights() -> None:
 
 
 class Padded(nn.Module):
-    """Pads the first dimension of a layer's output, whose size is the batch's."""
+    """A model that pads the first dimension of a layer's output, whose size is the batch's."""
 
     def __init__(self, amounts: tuple[int, ...]) -> None:
         super().__init__()
@@ -127,10 +135,12 @@ class Padded(nn.Module):
 
 @pytest.mark.parametrize("amounts", [(-1, 2), (1, -1), (-1, 0)])
 def test_negative_padding_crops(amounts: tuple[int, ...]) -> None:
-    """Also all of a dimension, beside which ORT's Pad reads: -0.93 for 0."""
+    """Negative padding crops, also all of a dimension."""
+    # ORT's Pad reads outside of the tensor here: -0.93 instead of 0.
     model = Padded(amounts)
     eager = copy.deepcopy(model)
     graph = wrapped(model)
+    # A batch of one row would leave nothing where more is cropped than added.
     for size in (2, 1, 3) if amounts[0] + amounts[1] >= 0 else (2, 3):
         x = torch.randn(size, 4)
         torch.testing.assert_close(graph(x), eager(x))

@@ -32,6 +32,7 @@ class Stack(nn.Module):
         return self.last(hidden).square().mean()
 
 
+# Kernel and arguments of Conv1d.
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "pointwise": (1, {"groups": 4}),
     "depthwise": (3, {"groups": 16}),
@@ -42,13 +43,14 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", list(SETTINGS))
 def test_no_other_gradient_is_overwritten(kind: str) -> None:
-    """Gradients of ten passes are eager's, and stay so while later passes run; evaluation is eager's."""
+    """Gradients of ten passes are eager's, also while later passes run; so is evaluation."""
     kernel, settings = SETTINGS[kind]
     model = Stack(kernel, **settings)
     x = torch.randn(3, 16, 12)
     model(x)
     eager = copy.deepcopy(model)
     module = wrapped(model)
+    # Copies of every gradient: a later pass could overwrite it.
     held = []
     eager(x).backward()
     for _ in range(10):
@@ -69,18 +71,21 @@ def test_no_other_gradient_is_overwritten(kind: str) -> None:
 
 
 def test_three_dimensions_are_refused() -> None:
-    """Without groups they run."""
+    """A Conv3d with groups is refused; one without groups runs."""
     x = torch.randn(2, 4, 3, 3, 3)
     module = wrapped(nn.Conv3d(4, 4, 2))
     module(x).sum().backward()
     with pytest.raises(Exception, match="Conv3d with groups"):
+        # "off", or torch would compute the convolution inside the graph.
         wrapped(nn.Conv3d(4, 4, 2, groups=2), torch_operators="off")(x)
 
 
 def test_the_same_size() -> None:
-    """The weight's gradient under padding="same", also where the two ends differ."""
+    """The weight's gradient with padding="same" is eager's, also if the two ends differ."""
     model = nn.Sequential(
-        nn.Conv2d(4, 4, (3, 2), padding="same"), nn.Conv2d(4, 4, 3, padding="same", dilation=2)
+        # A kernel of 2 pads one end only.
+        nn.Conv2d(4, 4, (3, 2), padding="same"),
+        nn.Conv2d(4, 4, 3, padding="same", dilation=2),
     )
     eager = copy.deepcopy(model)
     module = wrapped(model)

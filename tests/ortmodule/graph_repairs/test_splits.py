@@ -1,4 +1,4 @@
-"""What is split: into parts of which not all have a gradient, of other sizes in each batch."""
+"""Split tensors of which not all parts have a gradient, with other sizes in each batch."""
 
 from __future__ import annotations
 
@@ -37,17 +37,19 @@ FORMS: dict[str, Form] = {
     "unused, of a product": lambda h: (h * h).split(2, -1)[-1] * 2,
     "of a vector": lambda h: h.sum(0).split([2, 4])[1] * h[:1, :4],
     "picked, one after another": lambda h: h[..., 0] * h[..., 1].detach() + h[:, 2:].sum(1),
+    # chunk(4) of 6 columns makes 3 parts of 2.
     "fewer than requested": lambda h: torch.cat(h.chunk(4, -1)[::-1], -1),
+    # 22 of 24 values in the first batch, and 22 of 42 in the second.
     "the last part is smaller": lambda h: h.flatten().split(22)[0].sum() * h.flatten().split(22)[1],
     "the batch, in two": lambda h: h.chunk(2)[0].mean(0) * h.chunk(2)[1],
-    # Sizes that broadcast: another number, without a word.
+    # Sizes that broadcast: the result was wrong, without an error.
     "one of two": lambda h: (h[..., :2] * h[0, 3:5]).chunk(2, -1)[0],
     "one of six, in the middle": lambda h: (h * h[:1].exp()).chunk(6, -1)[3],
 }
 
 
 class Parts(nn.Linear):
-    """A form of what a layer gives."""
+    """A linear layer whose output is split in one of these forms."""
 
     def __init__(self, form: Form) -> None:
         super().__init__(6, 6)
@@ -59,7 +61,7 @@ class Parts(nn.Linear):
 
 @pytest.mark.parametrize("name", list(FORMS))
 def test_parts_have_eagers_gradients(name: str) -> None:
-    """In batches of two sizes."""
+    """Loss and gradients are eager's, in batches of two sizes."""
     model = Parts(FORMS[name])
     eager = copy.deepcopy(model)
     module = wrapped(model)

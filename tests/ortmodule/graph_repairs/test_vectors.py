@@ -15,6 +15,7 @@ from tests.ortmodule.modules import same, wrapped
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# A product and the shape of its first factor.
 PRODUCTS: dict[str, tuple[Product, tuple[int, ...]]] = {
     "matrix, vector": (lambda x, v: x @ v, (8, 4)),
     "mv": (torch.mv, (8, 4)),
@@ -29,12 +30,13 @@ PRODUCTS: dict[str, tuple[Product, tuple[int, ...]]] = {
 
 
 class ByVector(nn.Module):
-    """The square of a product with a trained vector, of which no two numbers are alike."""
+    """The square of a product with a trained vector."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()
         self.product = product
         self.layer = nn.Linear(4, 4)
+        # Random, so that no two values are equal and a wrong order shows.
         self.weight = nn.Parameter(torch.randn(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +45,7 @@ class ByVector(nn.Module):
 
 @pytest.mark.parametrize("name", list(PRODUCTS))
 def test_a_vectors_gradient_is_eagers(name: str) -> None:
-    """That of the vector and of what it is multiplied by, also in a batch of another size."""
+    """Gradients of the vector and of the other factor are eager's, also in a batch of another size."""
     product, shape = PRODUCTS[name]
     model = ByVector(product)
     eager = copy.deepcopy(model)
@@ -61,7 +63,7 @@ def test_a_vectors_gradient_is_eagers(name: str) -> None:
 
 
 class Picking(nn.Module):
-    """A part of a product without a bias, beside what has the part's shape."""
+    """A part of a product without a bias, compared with labels of the part's shape."""
 
     def __init__(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -92,9 +94,10 @@ class Picking(nn.Module):
 def test_what_is_picked_from_a_product_is_eagers(
     pick: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]
 ) -> None:
-    """Loss and gradients: a pick that kept its size would meet the labels as a matrix."""
+    """Loss and gradients of a part of a product are eager's."""
     model = Picking(pick)
     x = torch.randn(*shape)
+    # A pick that kept a size of 1 would broadcast with these labels to a matrix.
     y = torch.randn_like(pick(torch.randn(*shape[:-1], 3)))
     eager = copy.deepcopy(model)
     module = wrapped(model)
@@ -106,12 +109,14 @@ def test_what_is_picked_from_a_product_is_eagers(
     same(model, eager)
 
 
+# Reductions over a list of all dimensions.
 SCALARS = {
     "sum": lambda h: h.square().sum((0, 1)).sqrt(),
     "mean": lambda h: h.square().mean((0, 1)).sqrt(),
     "norm": torch.linalg.matrix_norm,
     "standard deviation": lambda h: h.std((0, 1)).sqrt(),
 }
+# Picks from a transpose.
 PICKED = {
     "last of a sequence": lambda h: torch.where(
         h.transpose(0, 1)[-1] > 0, h.transpose(0, 1)[-1], 0
@@ -122,7 +127,7 @@ PICKED = {
 
 @pytest.mark.parametrize("name", [*SCALARS, *PICKED])
 def test_sizes_that_vanish_otherwise(name: str) -> None:
-    """The root of a sum over listed dimensions, and picks from a transpose; in batches of two sizes."""
+    """Roots of sums over listed dimensions, and picks from a transpose, are eager's."""
     part = {**SCALARS, **PICKED}[name]
 
     class Part(nn.Linear):
@@ -132,6 +137,7 @@ def test_sizes_that_vanish_otherwise(name: str) -> None:
     model = Part(4, 4)
     eager = copy.deepcopy(model)
     module = wrapped(model)
+    # Batches of two sizes.
     for rows in (3, 5):
         x = torch.randn(rows, 4)
         for each in (model, eager):

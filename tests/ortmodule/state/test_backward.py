@@ -42,9 +42,10 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_only_an_unused_output_reaches_has_no_gradient(loss: str) -> None:
-    """AdamW with decay does not move such a weight."""
+    """A weight of an unused output has no gradient."""
 
     def decayed(module: Any, model: nn.Module) -> dict[str, Any]:
+        # Weight decay would move a weight with a gradient of zeros, but not one without a gradient.
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
         for _ in range(2):
             optimizer.zero_grad()
@@ -57,15 +58,17 @@ def test_what_only_an_unused_output_reaches_has_no_gradient(loss: str) -> None:
 
 def of(module: Any) -> Any:
     first, second = module(X)
+    # The gradient of each head needs the other head's output.
     return (first * second).mean()
 
 
 @pytest.mark.parametrize("name", ["first.weight", "second.weight", "norm.weight"])
 def test_a_weight_changed_between_forward_and_backward_is_an_error(name: str) -> None:
-    """In eager PyTorch and here; the message names the weight."""
+    """A weight changed before the backward pass is an error that names it, as in eager PyTorch."""
     model = Heads()
     module = wrapped(model)
     for _ in range(2):
+        # Eager PyTorch raises the same error.
         for run in (model, module):
             loss = of(run)
             with torch.no_grad():
@@ -75,9 +78,10 @@ def test_a_weight_changed_between_forward_and_backward_is_an_error(name: str) ->
     assert name in str(raised.value)
 
 
+# The input has no gradient, so the body's weight is not needed for one.
 @pytest.mark.parametrize("name", ["body.weight", "body.bias", "first.bias"])
 def test_a_weight_that_no_gradient_needs_may_change(name: str) -> None:
-    """Autograd does not save it, and gradients are eager's."""
+    """A weight that autograd does not save may change, and gradients are eager's."""
 
     def changing(module: Any, model: nn.Module) -> dict[str, Any]:
         loss = of(module)
@@ -90,23 +94,25 @@ def test_a_weight_that_no_gradient_needs_may_change(name: str) -> None:
 
 
 def test_an_input_changed_between_forward_and_backward_is_an_error() -> None:
-    """Also a buffer that a loop uses again for its next batch."""
+    """An input changed before the backward pass is an error."""
     x = X.clone()
     module = wrapped(nn.Sequential(nn.Linear(8, 4)))
     loss = module(x).square().mean()
+    # As a loop may use one buffer for all batches.
     x.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 def test_other_memory_between_forward_and_backward_is_an_error_and_between_passes_is_not() -> None:
-    """`weight.data = ...` outside: ONNX Runtime has the memory of the forward pass."""
+    """`weight.data = ...` is an error before the backward pass, and allowed between passes."""
     model = Heads()
     module = wrapped(model)
     for name in ("first.weight", "body.bias"):
         model.get_parameter(name).data = model.get_parameter(name).data * 2
         of(module).backward()
     loss = of(module)
+    # Equal values, but ONNX Runtime has the memory of the forward pass.
     model.first.weight.data = model.first.weight.data.clone()
     with pytest.raises(RuntimeError, match=r"first\.weight, has another memory"):
         loss.backward()
@@ -118,15 +124,16 @@ def penalty(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_loss_of_gradients_is_an_error() -> None:
-    """WGAN-GP's penalty trained nothing, without a message."""
+    """A loss of gradients, such as WGAN-GP's penalty, is an error."""
     module = wrapped(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+    # Without the error, this penalty would train nothing.
     loss = module(X).mean() + penalty(module, X.clone().requires_grad_())
     with pytest.raises(RuntimeError, match="no derivative of its gradients"):
         loss.backward()
 
 
 def test_first_derivatives_with_create_graph_are_eagers() -> None:
-    """As long as nothing is derived of them."""
+    """First derivatives with create_graph=True are eager's, as long as they are not derived again."""
 
     def created(module: Any, model: nn.Module) -> dict[str, Any]:
         module(X).square().mean().backward(create_graph=True)

@@ -1,4 +1,4 @@
-"""A model's buffers, modes and names on ORTModule: eager's exactly, or the model is refused."""
+"""A model's buffers, modes and names on ORTModule: exactly eager's, or the model is refused."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ class Normalized(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(self.first(self.convolution(x))).mean((2, 3))
+        # A cube, because a mean of normalized values would have no gradient.
         return self.second(self.linear(hidden)).pow(3).mean()
 
 
 def images(steps: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
+    # Each step has another number of values, which the correction of the variance needs.
     return [torch.randn(3 + step, 3, 6, 5 + step, generator=generator) * 3 for step in range(steps)]
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "one frozen"])
 def test_batch_normalization_is_eagers(frozen: bool) -> None:
-    """Over five steps of different sizes: running mean, variance and the count of batches are eager's."""
+    """Over five steps of different sizes, BatchNorm's statistics and counters are eager's."""
     model = Normalized()
     if frozen:
         model.first.eval()
@@ -52,9 +54,11 @@ def test_batch_normalization_is_eagers(frozen: bool) -> None:
         eager(x).backward()
     same(model, eager, atol=1e-4)
     assert [int(n.num_batches_tracked) for n in (model.first, model.second)] == [
+        # A frozen layer counts no batches.
         0 if frozen else 5,
         5,
     ]
+    # The statistics have really moved.
     assert model.second.running_mean.abs().max() > 1e-3
     module.eval()
     eager.eval()
@@ -64,15 +68,16 @@ def test_batch_normalization_is_eagers(frozen: bool) -> None:
 
 
 def test_statistics_of_one_value_are_an_error_as_in_pytorch() -> None:
-    """A batch of one has no variance."""
+    """A batch of one has no variance, and is an error as in PyTorch."""
     module = wrapped(nn.BatchNorm1d(4))
+    # The graph is built by a batch of two.
     module(X).sum().backward()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         module(X[:1])
 
 
 class Counter(nn.Module):
-    """A buffer that every pass changes, which no graph of ORT's would."""
+    """A model with a buffer that every pass changes, which ORT's graph would not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +90,7 @@ class Counter(nn.Module):
 
 
 class Twice(nn.Module):
-    """One batch normalization, used twice."""
+    """A model that uses one batch normalization twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,6 +110,7 @@ class Twice(nn.Module):
         ),
         (Twice, X, "norm is a BatchNorm that runs more than once"),
         (Counter, X, "changes the model's steps"),
+        # Evaluation changes this buffer too.
         (lambda: Counter().eval(), X, "changes the model's steps"),
     ],
     ids=["momentum", "twice", "counter", "counter in evaluation"],
@@ -112,16 +118,17 @@ class Twice(nn.Module):
 def test_statistics_that_cannot_be_exact_are_refused(
     make: Callable[[], nn.Module], x: Any, message: str
 ) -> None:
-    """The reason names the layer or the buffer, and the buffers are as they were."""
+    """A refusal names the layer or the buffer, and leaves the buffers unchanged."""
     model = make()
     before = {name: value.clone() for name, value in model.named_buffers()}
     with pytest.raises(EngineError, match=message):
+        # "off", or such a layer would run as torch.
         wrapped(model, torch_operators="off")(x)
     assert all(torch.equal(before[name], value) for name, value in model.named_buffers())
 
 
 class Apart(nn.Module):
-    """One batch normalization, used twice; neither use needs the other, and their sum asks for the later one first."""
+    """A model that uses one batch normalization twice, where neither use depends on the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,11 +138,12 @@ class Apart(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = self.norm(self.linear(x))
         later = self.norm(self.linear(x * 2 + 1))
+        # The sum needs the later use first.
         return 2 * later.sum() + first.square().sum()
 
 
 def test_uses_of_a_layer_keep_their_order() -> None:
-    """Running statistics go from use to use as in the forward pass, in whatever order ORT takes nodes."""
+    """Running statistics are updated in the order of the forward pass, in any order of ORT's nodes."""
     torch.manual_seed(0)
     model = Apart()
     x = torch.randn(5, 4)
@@ -154,7 +162,7 @@ def test_uses_of_a_layer_keep_their_order() -> None:
 
 
 def test_a_wrapped_model_answers_as_the_model() -> None:
-    """Names of weights, buffers and layers, and attributes, are the model's; loading its state reaches it."""
+    """A wrapped model has the model's names and attributes, and loading a state reaches the model."""
     model = Normalized()
     model.config = {"a": 1}  # type: ignore[assignment]
     module = wrapped(model)
@@ -163,6 +171,7 @@ def test_a_wrapped_model_answers_as_the_model() -> None:
             name for name, _ in getattr(model, names)()
         ]
     assert list(module.state_dict()) == list(model.state_dict())
+    # Attributes that ORTModule does not have are the model's.
     assert module.config is model.config
     module.load_state_dict(
         {name: torch.ones_like(value) for name, value in model.state_dict().items()}
@@ -171,7 +180,7 @@ def test_a_wrapped_model_answers_as_the_model() -> None:
 
 
 def test_frozen_layers_stay_in_their_mode() -> None:
-    """Wrapping and exporting leave every layer in training or evaluation as it was."""
+    """Wrapping and exporting leave every layer in its own mode."""
     model = Normalized()
     model.first.eval()
     module = wrapped(model)
@@ -180,11 +189,12 @@ def test_frozen_layers_stay_in_their_mode() -> None:
 
 
 @pytest.mark.parametrize(
+    # Eager PyTorch updates the statistics twice in every case.
     ("where", "reentrant", "updates"),
     [("inside", False, 1), ("around", False, 1), ("around", True, 2)],
 )
 def test_a_checkpoint_around_batch_normalization(where: str, reentrant: bool, updates: int) -> None:
-    """Statistics are updated once a pass (eager PyTorch: twice), and twice where the module itself is run again."""
+    """Statistics are updated once a pass, and twice only if the module itself is run again."""
 
     class Inside(nn.BatchNorm1d):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What of a model itself changes between steps is followed on ONNX Runtime as in PyTorch, or refused."""
+"""Changes of a model between steps are followed on ONNX Runtime as in PyTorch, or refused."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ from tests.ortmodule.modules import same, wrapped
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+# State outside of the model, which its forward pass reads.
 FACTOR: Any = 1.0
 SETTINGS = types.SimpleNamespace(factor=1.0, unread=0)
 
 
 class Defaults:
-    """Settings of a class."""
+    """Settings as attributes of a class."""
 
     factor = 1.0
 
 
 class Changing(nn.Module):
-    """Everything that a user may change between two steps."""
+    """A model with every kind of state that a user may change between two steps."""
 
+    # An attribute of the class.
     exponent = 1.0
 
     def __init__(self) -> None:
@@ -45,6 +47,7 @@ class Changing(nn.Module):
         self.register_buffer("offset", torch.zeros(6))
         self.scale: Any = 1.0
         self.weights = [1.0, 2.0]
+        # No forward pass reads this one.
         self.unread = 0
         self.config = types.SimpleNamespace(inner=types.SimpleNamespace(scale=1.0), steps=0)
         self.table: dict[str, Any] = {"scale": 1.0, "tensor": torch.ones(3)}
@@ -88,6 +91,7 @@ def in_a_list(model: Changing) -> None:
 
 
 def momentum(model: Changing) -> None:
+    # A number that torch reads, not the code of this model.
     model.norm.momentum = 0.5
 
 
@@ -100,6 +104,7 @@ def buffer(model: Changing) -> None:
 
 
 def weight(model: Changing) -> None:
+    # Another object, not another value of the same weight.
     model.first.weight = nn.Parameter(torch.ones(6, 6))
 
 
@@ -133,10 +138,12 @@ def data_type(model: Changing) -> None:
 
 
 def of_the_class(model: Changing) -> None:
+    # For both models at once.
     Changing.exponent = 3.0
 
 
 def a_global(model: Changing) -> None:
+    # As `global FACTOR` would, for this module.
     vars(sys.modules[__name__])["FACTOR"] = 3.0
 
 
@@ -150,7 +157,7 @@ def class_setting(model: Changing) -> None:
 
 @pytest.fixture
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What tests change outside a model is as before afterwards."""
+    """Restore the state outside of a model that tests change."""
     for owner, name in (
         (Changing, "exponent"),
         (sys.modules[__name__], "FACTOR"),
@@ -160,6 +167,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, 1.0)
 
 
+# Changes of the model's own attributes, of objects that it holds, and outside of it.
 INSIDE = (
     frozen_norm,
     frozen_layer,
@@ -179,12 +187,13 @@ OUTSIDE = (of_the_class, a_global, global_setting, class_setting)
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("change", [*INSIDE, *HELD, *OUTSIDE])
 def test_a_changed_model_is_exported_again(change: Callable[[Changing], None]) -> None:
-    """Loss, gradients and buffers are eager's before and after, and one export follows the change."""
+    """One export follows a change, and loss, gradients and buffers are eager's before and after it."""
     model = Changing()
     eager = copy.deepcopy(model)
     module = wrapped(model)
     before = tally.re_exports
     for step in range(4):
+        # After two steps, so that the first graph has been used again.
         if step == 2:
             change(model)
             change(eager)
@@ -195,13 +204,14 @@ def test_a_changed_model_is_exported_again(change: Callable[[Changing], None]) -
         ours.backward()
         theirs.backward()
         torch.testing.assert_close(ours, theirs)
-        same(model, eager, atol=1e-5)  # a bias before BatchNorm has no gradient but rounding
+        # A bias before BatchNorm has no gradient except for rounding errors.
+        same(model, eager, atol=1e-5)
     assert tally.re_exports - before == 1
     assert any(note.startswith("exported again, because ") for note in tally.notes)
 
 
 def test_what_no_forward_reads_may_change() -> None:
-    """No export follows a number that is for somebody else, or a pass of the other mode."""
+    """No export follows a change of a value that the forward pass does not read, or of the mode."""
     model = Changing()
     module = wrapped(model)
     before = tally.re_exports
@@ -214,13 +224,14 @@ def test_what_no_forward_reads_may_change() -> None:
 
 
 class Remembering(nn.Linear):
-    """A forward pass that leaves something for the next, by a function of the test."""
+    """A layer whose forward pass calls a function of the test, which may keep values."""
 
     def __init__(self, called: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__(6, 6)
         self.called = called
         self.step = 0
         self.last = None
+        # Attributes for the functions below.
         self.table = None
         self.rng = numpy.random.default_rng(0)
         self.old_rng = numpy.random.RandomState(0)
@@ -242,12 +253,14 @@ def goes_on(model: Any, x: torch.Tensor) -> torch.Tensor:
     return total
 
 
+# Only the first pass changes the attribute.
 def keeps_a_table(model: Any, x: torch.Tensor) -> torch.Tensor:
     if model.table is None:
         model.table = torch.arange(6.0)
     return x * model.table
 
 
+# Written before it is read, so no pass depends on an earlier one.
 def tells(model: Any, x: torch.Tensor) -> torch.Tensor:
     model.last = x.mean()
     return x * model.last
@@ -258,6 +271,7 @@ def counts_in_a_dictionary(model: Remembering, x: torch.Tensor) -> torch.Tensor:
     return x * model.counted["passes"]
 
 
+# State of this module, which a function changes.
 PASSES = [0]
 
 
@@ -278,7 +292,8 @@ def draws_the_old_way(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def draws_one_of_a_pair(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * float(model.old_rng.randn())  # every second one is kept from the draw before
+    # RandomState draws normal numbers in pairs and keeps the second one for the next call.
+    return x * float(model.old_rng.randn())
 
 
 def draws_outside(model: Remembering, x: torch.Tensor) -> torch.Tensor:
@@ -299,10 +314,11 @@ def draws_outside(model: Remembering, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_pass_that_goes_on_from_the_last_is_refused(called: Any) -> None:
-    """A graph has no memory: the value of the export would stay."""
+    """A forward pass that continues from a value of the pass before is refused."""
     with pytest.raises(
         Exception,
-        match=r"reads and changes (the model's (step|last|counted|(old_)?rng)|.*_model_state\.(PASSES|RNG)),",
+        match=r"reads and changes (the model's "
+        r"(step|last|counted|(old_)?rng)|.*_model_state\.(PASSES|RNG)),",
     ):
         wrapped(Remembering(called))(X)
 
@@ -314,7 +330,7 @@ def tells_in_a_dictionary(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("called", [keeps_a_table, tells, tells_in_a_dictionary])
 def test_what_a_pass_makes_for_itself_is_not(called: Any) -> None:
-    """A table that is made once, and a value that each pass writes before it reads it."""
+    """A table that is made once, and a value that a pass writes before it reads it, are accepted."""
     model = Remembering(called)
     eager = copy.deepcopy(model)
     module = wrapped(model)
@@ -325,16 +341,18 @@ def test_what_a_pass_makes_for_itself_is_not(called: Any) -> None:
 
 @pytest.mark.parametrize("drawn", [random.random, numpy.random.rand])
 def test_numbers_that_torch_does_not_draw_are_refused(drawn: Callable[[], float]) -> None:
-    """The number of the export would be that of every step."""
+    """A forward pass that draws numbers with Python or NumPy is refused."""
     with pytest.raises(Exception, match="draws numbers with Python's"):
+        # The export's number would be that of every step.
         wrapped(Remembering(lambda model, x: x * drawn()))(X)
 
 
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 @pytest.mark.parametrize("path", ["", "second"])
 def test_hooks_of_a_backward_pass_are_refused(kind: str, path: str) -> None:
-    """Inside the graph nothing would call them; evaluation does not need them."""
+    """Hooks of a backward pass are refused in training, where the graph would never call them."""
     model = Changing()
+    # The path "" is the model itself.
     getattr(model.get_submodule(path), kind)(lambda *given: None)
     module = wrapped(model)
     with pytest.raises(Exception, match=rf"{path or 'the model'} has a backward hook"):
@@ -344,7 +362,7 @@ def test_hooks_of_a_backward_pass_are_refused(kind: str, path: str) -> None:
 
 
 class Configured(nn.Module):
-    """Reads an environment variable in its forward pass."""
+    """A model that reads an environment variable in its forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,9 +373,10 @@ class Configured(nn.Module):
 
 
 def test_a_changed_environment_variable_is_exported_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set, changed and taken away between passes."""
+    """A variable may be set, changed and removed between passes."""
     model = Configured()
     module = wrapped(model)
+    # None: the variable is not set.
     for scale in (None, "2", "3", None):
         if scale is None:
             monkeypatch.delenv("ORTLAUNCH_TEST_SCALE", raising=False)

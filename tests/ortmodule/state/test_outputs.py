@@ -1,4 +1,4 @@
-"""What an ORTModule returns is of the types that the model returns."""
+"""Outputs of an ORTModule have the dtypes of the model's outputs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.ortmodule.modules import wrapped
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 
+# Results that are not float32.
 FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "asked of softmax": lambda x: functional.softmax(x, -1, dtype=torch.float16),
     "softmax of half": lambda x: x.half().softmax(-1),
@@ -24,7 +25,7 @@ FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Formed(nn.Module):
-    """A layer's output in a form, and as it is."""
+    """A layer's output in one form, and unchanged."""
 
     def __init__(self, form: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Formed(nn.Module):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("training", [True, False])
 def test_types_are_eagers(form: str, training: bool) -> None:
-    """ONNX Runtime computes float16 in float32 on a CPU; what it hands out is float16 all the same."""
+    """Outputs have eager's dtypes, also float16 on a CPU."""
     model = Formed(FORMS[form]).train(training)
     eager = copy.deepcopy(model)
     module = wrapped(model)
@@ -48,6 +49,7 @@ def test_types_are_eagers(form: str, training: bool) -> None:
         ours = module(x)
         theirs = eager(x)
     assert [output.dtype for output in ours] == [output.dtype for output in theirs]
+    # On a CPU, ONNX Runtime computes float16 in float32, so results differ by float16's rounding.
     torch.testing.assert_close(ours[0], theirs[0], rtol=2e-3, atol=1e-3)
     if training:
         for formed, hidden in (ours, theirs):

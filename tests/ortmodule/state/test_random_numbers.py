@@ -1,4 +1,4 @@
-"""Random numbers of a forward pass are those that torch's generator gives eager PyTorch, in the same order."""
+"""Random numbers of a forward pass are eager's: from torch's generator, in the same order."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ Draw = Callable[[torch.Tensor], torch.Tensor]
 
 
 def all_shapes(x: torch.Tensor) -> torch.Tensor:
-    """Of tensors, of sizes that a batch has, and of fixed ones."""
+    """Draw with the shapes of tensors, of sizes of a batch, and of fixed sizes."""
+    # Several draws in a line: their order must be that of torch.
     x = x * torch.randn_like(x) + torch.rand_like(x).lerp(x, 0.5)
     x = x * torch.rand(x.shape[0], 8) + torch.randn(8) * torch.randn(x.shape)
     return x * torch.randint(0, 9, (8,)) + x.tanh() * torch.randint_like(x, 9)
 
 
 def distributions(x: torch.Tensor) -> torch.Tensor:
-    """With parameters that are trained."""
+    """Draw from distributions with trained parameters."""
     x = torch.distributions.Normal(x, x.exp()).rsample() * torch.bernoulli(x.sigmoid())
     return x * torch.normal(x, 1.0) + nn.functional.gumbel_softmax(x[:, torch.randperm(8)])
 
 
 class Drawing(nn.Module):
-    """A layer, and what a function of the test draws."""
+    """A layer, and a function of the test that draws numbers."""
 
     def __init__(self, draw: Draw) -> None:
         super().__init__()
@@ -46,10 +47,11 @@ class Drawing(nn.Module):
 
 @pytest.mark.parametrize("draw", [all_shapes, distributions])
 def test_numbers_are_eagers(draw: Draw) -> None:
-    """Losses and gradients of three steps, one with another batch size."""
+    """Losses and gradients of three steps are eager's, one step with another batch size."""
 
     def trained(module: Any, model: nn.Module) -> dict[str, Any]:
         losses = {}
+        # Numbers drawn while a graph is exported must not advance the generator.
         for step, rows in enumerate((6, 6, 4)):
             losses[f"loss {step}"] = loss = module(X[:rows])
             loss.backward()
@@ -59,7 +61,7 @@ def test_numbers_are_eagers(draw: Draw) -> None:
 
 
 def test_a_seed_repeats_dropout_and_draws() -> None:
-    """`torch.manual_seed` before two passes; without it the second is another one."""
+    """A pass after the same `torch.manual_seed` has the same numbers, and another seed has others."""
     module = wrapped(Drawing(lambda x: nn.functional.dropout(x) * torch.randn_like(x)))
     values = []
     for seed in (5, 5, 6):

@@ -1,4 +1,4 @@
-"""Models that ended an export in torch's or ONNX Runtime's raw words: as in eager, or refused in one sentence."""
+"""Models that failed with raw errors of torch or ORT: they run as in eager, or are refused clearly."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Hyper(nn.Module):
         self.core = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # 72 values: a weight of 8 x 8 and a bias of 8.
         made = self.generator(x.mean(0))
         return torch.func.functional_call(
             self.core, {"weight": made[:64].view(8, 8), "bias": made[64:]}, (x.tanh(),)
@@ -37,7 +38,7 @@ class Hyper(nn.Module):
 
 
 class LowRank(nn.Module):
-    """Adds a product of two thin matrices."""
+    """A parametrization that adds a product of two thin matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class LowRank(nn.Module):
 
 
 class Cached(nn.Module):
-    """A parametrized layer that is used twice, its weight computed once."""
+    """A parametrized layer that is used twice, with its weight computed once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,17 +86,20 @@ class Diagonal(nn.Module):
         self.turn = nn.Parameter(torch.randn(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # A Python constant makes the tensor complex; the weights are real.
         return (torch.exp(-self.decay.exp() + 1j * self.turn) * x).real
 
 
 def compiled_layer() -> nn.Module:
-    """One layer compiled in place, and one by a wrapper."""
+    """Return a network with one layer compiled in place, and one compiled by a wrapper."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    # Backend eager needs no compiler.
     net[0].compile(backend="eager")
     net[2] = torch.compile(net[2], backend="eager")
     return net
 
 
+# A model, and how it is wrapped.
 EQUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
     "weights that a layer computes": (Hyper, ORTModule),
     "cached parametrizations": (Cached, ORTModule),
@@ -112,7 +116,7 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_loss_and_gradients_are_eagers(name: str) -> None:
-    """In one step, and with other weights in a second one."""
+    """Loss and gradients are eager's in one step, and with other weights in a second one."""
     make, wrap = EQUAL[name]
     model = make()
     eager = copy.deepcopy(model)
@@ -126,6 +130,7 @@ def test_loss_and_gradients_are_eagers(name: str) -> None:
         same(model, eager)
         with torch.no_grad():
             for each in (*model.parameters(), *eager.parameters()):
+                # A graph that kept the first weights would differ in the second step.
                 each.mul_(1.1)
 
 
@@ -137,7 +142,7 @@ class Batch:
 
 
 class Given(nn.Module):
-    """Takes tensors, an object or a number."""
+    """A model of tensors, an object or a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +154,7 @@ class Given(nn.Module):
 
 
 class Derived(Given):
-    """A loss of a derivative."""
+    """A model whose loss contains a derivative."""
 
     def forward(self, x: torch.Tensor, scale: Any = 1.0) -> torch.Tensor:
         x = x.detach().requires_grad_()
@@ -157,7 +162,7 @@ class Derived(Given):
 
 
 class Sparse(nn.Module):
-    """Words with a sparse gradient."""
+    """An embedding with a sparse gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +173,7 @@ class Sparse(nn.Module):
 
 
 class Complex(nn.Module):
-    """A complex weight."""
+    """A model with a complex weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +184,7 @@ class Complex(nn.Module):
 
 
 class Calling(Given):
-    """Computes with a layer's output and its input."""
+    """A model that computes with a layer's output and its input."""
 
     def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -198,6 +203,7 @@ def in_pairs() -> nn.Module:
 
 
 def squeezed() -> nn.Module:
+    # Removes the dimension in the first batch only.
     return Calling(lambda h, x: h.squeeze(0).exp())
 
 
@@ -208,11 +214,12 @@ def doubled() -> nn.Module:
 
 
 def autocast(module: Any) -> torch.Tensor:
-    """A pass as Trainer's bf16=True makes it."""
+    """Return a pass under autocast to bfloat16, as Trainer's bf16=True runs it."""
     with torch.autocast("cpu", torch.bfloat16):
         return module(X)
 
 
+# A model, the calls that fail, and a pattern of the message.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = {
     "a dataclass": (
         Given,
@@ -284,9 +291,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refusal_names_cause_and_remedy(name: str) -> None:
-    """In one sentence; eager runs the model."""
+    """A refusal names cause and remedy in one sentence, for a model that eager runs."""
     make, call, sentence = REFUSED[name]
     call(make())
     with pytest.raises(RuntimeError, match=sentence) as caught:
         call(ORTModule(make()))
+    # The raw errors have many lines.
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""A forward pass that changes weights is refused, with its line, and leaves the weights as they were."""
+"""A forward pass that changes weights is refused with its line, and leaves the weights unchanged."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def assigned(a: torch.Tensor, b: torch.Tensor) -> None:
     b.data = b.data * 0.9 + a.data * 0.1
 
 
+# Ways to write to a weight `b`, with and without an operator on the weight itself.
 CHANGES: dict[str, Change] = {
     ".data = ...": assigned,
     ".data.copy_": lambda a, b: b.data.copy_(a.data),
@@ -44,6 +45,7 @@ class Moco(nn.Module):
         self.query = nn.Linear(8, 4)
         self.key = nn.Linear(8, 4)
         self.change = change
+        # A momentum encoder has no gradient.
         self.key.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,9 +58,10 @@ class Moco(nn.Module):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_pass_that_changes_weights_is_refused(change: str) -> None:
-    """The message names the weight and the line of the change; no weight has another value or memory."""
+    """The message names the weight and the line of the change, and no weight has changed."""
     model = Moco(CHANGES[change])
     before = copy.deepcopy(model.state_dict())
+    # A weight must also keep its memory, to which optimizers may refer.
     memory = [weight.data_ptr() for weight in model.parameters()]
     with pytest.raises(
         RuntimeError, match=rf"changes the weight key.weight at {re.escape(__file__)}:\d+"
@@ -69,7 +72,7 @@ def test_a_pass_that_changes_weights_is_refused(change: str) -> None:
 
 
 class Projected(nn.Module):
-    """A layer around which the model trains."""
+    """A trained layer in front of a model that changes its weights."""
 
     def __init__(self, change: Change) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ def trained(module: Any, model: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("change", [".data = ...", ".data.mul_"])
 def test_a_layer_that_runs_as_torch_may_change_its_weights(change: str) -> None:
-    """The message proposes it for the layer in whose code the change is, and losses and weights are eager's."""
+    """A layer that runs as torch may change its weights, and the refusal proposes this."""
     model = Projected(CHANGES[change])
     with pytest.raises(RuntimeError, match=re.escape("Settings.torch_modules=['moco']")):
         wrapped(model)(X)
