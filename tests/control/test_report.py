@@ -1,4 +1,5 @@
-"""`ortlaunch report` on run folders made here: what the page says, and that nothing of a run becomes markup."""
+"""Tests of `ortlaunch report` on run folders made here: its content, and that no text becomes
+markup."""
 
 from __future__ import annotations
 
@@ -21,15 +22,17 @@ from ortlaunch.run_folder.folder import RunDir, json_text, write_json, write_tex
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
 from tests.makers import engine_report, host, onnxruntime, plan, recipe
 
+# Would end a table cell and run a script if it were not escaped.
 HOSTILE = "</td></svg><script>alert(1)</script>&"
 ATTEMPT = Attempt(1, 5.0, 1, Cause.RAISED, "a rank failed", "ValueError", 25, 20, 0)
 
 
 def made(folder: Path, lines: list[dict[str, Any]], verdict: str = "done", **sections: Any) -> Path:
-    """A run folder of a run that ended."""
+    """Make the folder of a run that ended, and return it."""
     run = RunDir(folder)
     write_text(run.recipe, to_yaml(recipe(**sections)))
     write_text(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
+    # A second start, which resumed after step 20.
     later = Attempt(2, 5.0, 1, Cause.RAISED, "again", "ValueError", 25, 20, 20)
     job = JobRecord.of_this_process("local", JobState.RUNNING).at_end(
         JobState.SUCCEEDED, 0, verdict
@@ -58,12 +61,12 @@ def steps(*losses: float | None) -> list[dict[str, Any]]:
 
 
 def page(*runs: Path, to: Path) -> ElementTree.Element:
-    """The page, whose every bracket is in its place: it is XML, too."""
+    """Return the page as a tree; it must be well-formed XML."""
     return ElementTree.fromstring(report(runs, to, "now").read_text(encoding="utf-8"))
 
 
 def row(tree: ElementTree.Element, name: str) -> list[str]:
-    """The cells of a row of a table."""
+    """Return the cells of a table's row."""
     (cells,) = [
         ["".join(cell.itertext()) for cell in line]
         for line in tree.iter("tr")
@@ -77,7 +80,7 @@ def row(tree: ElementTree.Element, name: str) -> list[str]:
     [("fp32", "fp32, matrix products in float32"), ("bf16", "bf16"), ("fp16", "fp16")],
 )
 def test_the_precision_of_passes(passes: str, said: str, tmp_path: Path) -> None:
-    """What the setting for float32 matrices gives is not said of passes that have none."""
+    """The precision of float32 matmuls is shown only for passes in fp32."""
     run = made(tmp_path / "one", steps(3.0, 2.0))
     told = json.loads((run / "engine.json").read_text())
     told |= {"precision": passes, "matmul_precision": {"asked": "highest", "format": "float32"}}
@@ -86,7 +89,8 @@ def test_the_precision_of_passes(passes: str, said: str, tmp_path: Path) -> None
 
 
 def test_a_page_of_one_run(tmp_path: Path) -> None:
-    """Curves, the verdict, what fell back, memory, failed starts; where the run was taken up again."""
+    """A page shows curves, the verdict, fallbacks, memory, failed starts, and the steps of resumed
+    starts."""
     run = made(
         tmp_path / "one",
         [*steps(3.0, 2.0, 1.0), {"step": 30, "evaluation_loss": 1.5}],
@@ -99,13 +103,15 @@ def test_a_page_of_one_run(tmp_path: Path) -> None:
     assert "step 20\none: 2" in titles
     assert "one: a later start went on after step 20" in titles
     assert row(tree, "why it ended") == ["done: all"]
+    # Planned and measured.
     assert row(tree, "peak") == ["8 B", "2.0 KiB"]
     assert row(tree, "1") == ["0", "25", "5", "a rank failed"]
     assert row(tree, "passes that fell back to PyTorch") == [f"3\n{HOSTILE}"]
 
 
 def test_nothing_of_a_run_becomes_markup_or_is_loaded(tmp_path: Path) -> None:
-    """Texts stay texts, the policy forbids scripts and network, and secrets of recipe and command are not there."""
+    """Texts of a run do not become markup, the policy forbids scripts and network, and secrets are
+    absent."""
     run = made(
         tmp_path / "<b>&",
         steps(1.0),
@@ -125,7 +131,7 @@ def test_nothing_of_a_run_becomes_markup_or_is_loaded(tmp_path: Path) -> None:
 
 
 def test_runs_side_by_side(tmp_path: Path) -> None:
-    """A line each, and the fields of the recipe that differ, and no others."""
+    """A page of two runs has a curve for each, and exactly the recipe fields that differ."""
     one = made(tmp_path / "a" / "run", steps(3.0, 2.0))
     other = made(
         tmp_path / "b" / "run", steps(4.0, 1.0), optimizer={"name": "sgd", "learning_rate": 0.5}
@@ -140,8 +146,9 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_drawn_or_read_is_said(tmp_path: Path) -> None:
-    """Numbers that are none, a broken line by its number; a half written last line is no fault."""
+    """Values that are not finite and broken lines are reported; an incomplete last line is not."""
     run = made(tmp_path / "one", [*steps(3.0, float("nan"), None, 1.0)])
+    # The second line is broken; the third is still being written.
     RunDir(run).saves.write_text('{"step": 1, "seconds": 2.0}\n{"step":\n{"step": 50, "sec')
     RunDir(run).summary.write_text("{")
     text = "".join(page(run, to=tmp_path / "r.html").itertext())
@@ -152,7 +159,7 @@ def test_what_cannot_be_drawn_or_read_is_said(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
-    """Nothing but a job: its state and its recipe are there, and no empty parts."""
+    """A run that has only a job and a recipe shows them, and no empty sections."""
     run = made(tmp_path / "one", [])
     for path in (RunDir(run).metrics, RunDir(run).engine, RunDir(run).memory, RunDir(run).commands):
         path.unlink()
@@ -161,8 +168,10 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
-    """All of them at once, and no page; a folder given twice is an error, too."""
+    """All folders without a run are reported at once, without a page; so is a folder given
+    twice."""
     run = made(tmp_path / "one", steps(1.0))
+    # A folder without job.json.
     (tmp_path / "tmp").mkdir()
     with pytest.raises(
         InputError, match=r"(?s)none: is neither a folder nor.*tmp: holds no job.json"
@@ -174,7 +183,7 @@ def test_what_is_no_run(tmp_path: Path) -> None:
 
 
 def test_a_page_replaces_only_a_page(tmp_path: Path) -> None:
-    """An earlier report; nothing else."""
+    """A page replaces an earlier report, and no other file."""
     run = made(tmp_path / "one", steps(1.0))
     assert report([run], None, "now") == report([run], None, "later") == run / "report.html"
     (tmp_path / "r.html").write_text("mine")
@@ -183,10 +192,12 @@ def test_a_page_replaces_only_a_page(tmp_path: Path) -> None:
 
 
 def test_a_long_curve_keeps_its_spikes() -> None:
-    """The greatest and the least of each piece are drawn."""
+    """A thinned curve keeps the largest and the smallest value of each piece."""
     points = [(float(x), 1.0) for x in range(100_000)]
+    # One spike among 100,000 points.
     points[77_777] = (77_777.0, 9.0)
     drawn = thinned(points)
+    # At most two points for each of 400 pieces, and the ends.
     assert len(drawn) < 1000
     assert (77_777.0, 9.0) in drawn
     assert ticks(0, 600, 4) == [0, 200, 400, 600]

@@ -1,4 +1,5 @@
-"""Files, folders and streams that cannot be read or written: one line each."""
+"""Tests that files, folders and streams that cannot be read or written give an error of one
+line."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from ortlaunch.file_errors import explained, of_ours
 from ortlaunch.run_folder.folder import write_text
 from tests.makers import CUSTOM, OWN_MODULE
 
+# This environment's command; PATH may have another one.
 COMMAND = str(Path(sys.executable).with_name("ortlaunch"))
+# The shell stays in a folder that no longer exists.
 GONE = "mkdir gone; cd gone; rmdir ../gone; "
 TRAIN = "ortlaunch train $HERE/good.yaml "
 NOT_A_FOLDER = (
     "Not a directory; a part of it is a file, not a folder; --run-dir names another place"
 )
-# What is typed (in a shell, in a folder with good.yaml), the exit status, and what is said on stderr, in one line.
+# name: (command line of a shell in a folder with good.yaml, exit status, part of the one line on stderr).
 CASES = {
     "run folder below a file": (TRAIN + "--run-dir $HERE/good.yaml/sub", 2, NOT_A_FOLDER),
     "run folder with a long name": (
@@ -37,9 +40,11 @@ CASES = {
         "ortlaunch: /proc/xyz: No such file or directory; --run",
     ),
     "an imported recipe below a file": (
-        "echo '{\"bf16\": true}' > a.json; ortlaunch import a.json --from hf-trainer --base good.yaml --to good.yaml/x",
+        "echo '{\"bf16\": true}' > a.json; ortlaunch import a.json --from hf-trainer --base "
+        "good.yaml --to good.yaml/x",
         2,
-        "ortlaunch: good.yaml: File exists; it is a file where a folder should be; --to names another place",
+        "ortlaunch: good.yaml: File exists; it is a file where a folder should be; --to names "
+        "another place",
     ),
     "a current folder that is gone": (
         GONE + TRAIN,
@@ -47,9 +52,11 @@ CASES = {
         "the current folder no longer exists; cd to one that does",
     ),
     "a path that the locale cannot write": (
+        # Python would switch such a locale to UTF-8 by itself.
         "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 " + TRAIN + "--run-dir ünï",
         2,
-        "is not text in this shell's encoding (ascii); give it in UTF-8, with LC_ALL=C.UTF-8 or PYTHONUTF8=1",
+        "is not text in this shell's encoding (ascii); give it in UTF-8, with LC_ALL=C.UTF-8 or "
+        "PYTHONUTF8=1",
     ),
     "a full disk for a plan": (
         "ortlaunch plan good.yaml > /dev/full",
@@ -61,6 +68,7 @@ CASES = {
         1,
         "standard output: No space left on device",
     ),
+    # Closed or broken output streams must not change the exit status.
     "no output": ("ortlaunch plan good.yaml >&-", 0, ""),
     "a reader that leaves": ("ortlaunch schema | head -1 > /dev/null", 0, ""),
     "no place for errors": ("ortlaunch validate bad.yaml 2>&-", 2, ""),
@@ -70,7 +78,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_place_is_one_line(case: str, tmp_path: Path) -> None:
-    """The exit status and one line that names the place; never a traceback."""
+    """An error of a place ends with the expected status and one line that names the place, no
+    traceback."""
     typed, status, said = CASES[case]
     Path(tmp_path, "good.yaml").write_text(yaml.safe_dump(CUSTOM))
     Path(tmp_path, "mine.py").write_text(OWN_MODULE)
@@ -85,12 +94,14 @@ def test_a_bad_place_is_one_line(case: str, tmp_path: Path) -> None:
         env=env,
         capture_output=True,
         text=True,
+        # A hang must fail the test.
         timeout=60,
         check=False,
     )
     assert ended.returncode == status, ended.stderr
     assert said in ended.stderr
     assert len(ended.stderr.splitlines()) == (1 if said else 0)
+    # The default run folder: nothing was started.
     assert not Path(tmp_path, "runs").exists()
 
 
@@ -105,6 +116,7 @@ def test_a_bad_place_is_one_line(case: str, tmp_path: Path) -> None:
         ),
         (errno.EACCES, "CACHE/tokens", "Permission denied; ORTLAUNCH_CACHE names another place", 2),
         (errno.ENOSPC, "runs/x", "No space left on device; free some space", 1),
+        # An error without a file: the arguments and variables of a new process are too long.
         (errno.E2BIG, None, "Argument list too long; the variables of launch.env", 2),
     ],
 )
@@ -116,7 +128,10 @@ def test_what_is_said(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The place, the system's words, the cause, and how to choose another place; 1 where the machine is at fault."""
+    """An error names the place, the system's message, the cause and the remedy.
+
+    The status is 1 where the machine is at fault, and 2 where the input is.
+    """
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     found = explained(
         OSError(number, os.strerror(number), path and path.replace("CACHE", str(tmp_path)))
@@ -127,14 +142,15 @@ def test_what_is_said(
 
 
 def test_a_failed_write_names_the_file_itself(tmp_path: Path) -> None:
-    """Not the temporary file that is written first."""
+    """A failed write names the target file, not the temporary file that is written first."""
     with pytest.raises(IsADirectoryError) as raised:
         write_text(tmp_path, "")
     assert raised.value.filename == str(tmp_path)
 
 
 def test_an_error_that_is_not_understood_keeps_its_trace(tmp_path: Path) -> None:
-    """No file and no known cause, or a file of the user's own in a rank: a fault to look into."""
+    """An OSError without a file and a known cause, or with a user's own file in a rank, keeps its
+    traceback."""
     assert explained(OSError("odd")) is None
     for path in (tmp_path / "theirs", None):
         with pytest.raises(PermissionError), of_ours(tmp_path / "run"):
@@ -142,7 +158,7 @@ def test_an_error_that_is_not_understood_keeps_its_trace(tmp_path: Path) -> None
 
 
 def test_a_rank_explains_errors_of_its_cache_and_run_folder(tmp_path: Path) -> None:
-    """A cache that is a file ends a rank in one line, as it ends the command."""
+    """In a rank a cache below a file gives an error of one line, as in the command."""
     (tmp_path / "file").touch()
     with (
         pytest.raises(FileError, match=r"file/x: Not a directory; a part of it is a file"),
@@ -152,8 +168,15 @@ def test_a_rank_explains_errors_of_its_cache_and_run_folder(tmp_path: Path) -> N
 
 
 def test_what_is_closed_is_open_for_what_is_started(tmp_path: Path) -> None:
-    """The null device in place of a closed stream is handed on: a rank, too, could else write into the next file."""
-    look = "import os, sys; print(*(os.readlink(f'/proc/self/fd/{n}') for n in (0, 1)), file=sys.stderr)"
+    """Programs that are started with closed streams get the null device instead.
+
+    Otherwise the next file that a rank opens would become its standard output.
+    """
+    # A child prints the targets of its standard input and output.
+    look = (
+        "import os, sys; print(*(os.readlink(f'/proc/self/fd/{n}') for n in (0, 1)), "
+        "file=sys.stderr)"
+    )
     start = f"subprocess.run({[sys.executable, '-c', look]})"
     code = f"import subprocess\nfrom ortlaunch.output import guarded\nwith guarded(): {start}"
     typed = f"{sys.executable} -c {shlex.quote(code)} <&- >&-"
@@ -164,7 +187,7 @@ def test_what_is_closed_is_open_for_what_is_started(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_file_locks_is_named(tmp_path: Path) -> None:
-    """The libraries that lock give no file name, by which errors of ours are known."""
+    """A disk without file locks is named, although the error of the lock has no file name."""
     said = r"^No locks available; a disk has no file locks \(flock\), which run folder"
     with pytest.raises(FileError, match=said), of_ours(tmp_path):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: everything from the recipe and the plan, raw settings last."""
+"""Tests of DeepSpeed's JSON, made of the recipe and the plan, with raw settings merged last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ortlaunch.planning.deepspeed_config import deepspeed_config
 from ortlaunch.recipe.fields.models import Zero
 from tests.makers import host, plan, recipe
 
-# As DeepSpeed 0.19 names them; large numbers keep it quiet.
+# DeepSpeed 0.19's names. A large steps_per_print suppresses its output.
 PLAIN = {
     "train_batch_size": 48,
     "train_micro_batch_size_per_gpu": 4,
@@ -19,12 +19,13 @@ PLAIN = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
     "steps_per_print": 10**9,
-    "gradient_clipping": 0.0,  # without it DeepSpeed clips to 1.0
+    # DeepSpeed's own default clips to 1.0.
+    "gradient_clipping": 0.0,
 }
 
 
 def config(**sections: Any) -> dict[str, Any] | None:
-    """For micro batches of 4, 2 of them a step, on 6 ranks."""
+    """Return the JSON for micro batches of 4, 2 of them in a step, on 6 ranks."""
     return deepspeed_config(recipe(**sections), 4, 2, 6)
 
 
@@ -83,18 +84,20 @@ def config(**sections: Any) -> dict[str, Any] | None:
             },
         ),
         (
+            # A raw setting overrides ortlaunch's own.
             {"zero": {"deepspeed": {"zero_allow_untested_optimizer": False}}},
             {**PLAIN, "zero_allow_untested_optimizer": False},
         ),
     ],
 )
 def test_config(sections: dict[str, Any], expected: dict[str, Any] | None) -> None:
-    """The whole JSON for each recipe."""
+    """Each recipe gives exactly the expected JSON."""
+    # The whole JSON: an additional key could change DeepSpeed's behaviour.
     assert config(**sections) == expected
 
 
 def test_raw_settings_stay_the_recipes() -> None:
-    """Merging changes neither the recipe nor an earlier config."""
+    """The merge changes neither the recipe's raw settings nor an earlier JSON."""
     raw = {"zero_optimization": {"reduce_bucket_size": 5}}
     made = recipe(zero=Zero(stage=2, deepspeed=raw))
     first = deepspeed_config(made, 4, 2, 6)
@@ -104,11 +107,12 @@ def test_raw_settings_stay_the_recipes() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 6])
 def test_the_plans_batch_is_deepspeeds(ranks: int) -> None:
-    """The three batch fields are the plan's, which DeepSpeed itself checks against each other."""
+    """The three batch fields are the plan's; DeepSpeed checks that they agree."""
     given = {"global_size": 48, "micro_size": 4, "accumulation_steps": None}
     made = plan(recipe(batch=given, zero={"stage": 1}), [host("localhost", ranks)], "torchrun")
     assert made.deepspeed is not None
     batch = made.batch
     assert made.deepspeed["train_batch_size"] == batch.global_samples == 48
     assert made.deepspeed["train_micro_batch_size_per_gpu"] == batch.micro_samples == 4
+    # 48 samples / (4 samples x ranks).
     assert made.deepspeed["gradient_accumulation_steps"] == batch.accumulation_steps == 12 // ranks

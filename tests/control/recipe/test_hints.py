@@ -1,4 +1,5 @@
-"""What another tool calls it, and what was mistyped: one line with what to type; and what the shell completes."""
+"""Tests of hints about other tools' options and verbs, about typing errors, and of shell
+completion."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.runs import registry
 from tests.control.typed import Run
 
+# Verbs that are groups of verbs; they are no members of cli.VERBS.
 FAMILIES = {"recipes", "data", "device"}
 
 
@@ -24,7 +26,8 @@ FAMILIES = {"recipes", "data", "device"}
         ("--nproc_per_node 4", "--nproc_per_node; it is written --nproc-per-node"),
         (
             "--resume_from_checkpoint x",
-            "Hugging Face says resume_from_checkpoint; here it is the command line option --run-dir with the folder",
+            "Hugging Face says resume_from_checkpoint; here it is the command line option "
+            "--run-dir with the folder",
         ),
         (
             "--max_steps=5",
@@ -43,6 +46,7 @@ FAMILIES = {"recipes", "data", "device"}
             "a key of the recipe is given without dashes: optimizer.learning_rate=0.1",
         ),
         (
+            # `name=x` is an override, not the value of --lr: the hint shows VALUE.
             "--lr name=x",
             "a key of the recipe is given without dashes: optimizer.learning_rate=VALUE",
         ),
@@ -56,7 +60,7 @@ FAMILIES = {"recipes", "data", "device"}
     ],
 )
 def test_an_option_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
-    """One line with what to type, by the tables that recipe keys have; nothing is started."""
+    """An option of another tool ends the command with one line that has the right option or key."""
     ended = ortlaunch("train", "good.yaml", *typed.split())
     assert (ended.status, ended.out) == (2, "")
     assert ended.err.startswith("ortlaunch: there is no option --")
@@ -66,7 +70,7 @@ def test_an_option_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch:
 
 @pytest.mark.parametrize("typed", ["--nproc-per-nod", "--zork", "--out", "-n"])
 def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None:
-    """Where only a letter is wrong, or nothing is like it."""
+    """A misspelt or unknown option without a hint gets typer's own message."""
     assert f"No such option: {typed}" in ortlaunch("plan", "good.yaml", typed).err
 
 
@@ -75,11 +79,13 @@ def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None
     [
         (
             "eval runs/x",
-            "there is no verb eval; what comes nearest is ortlaunch evaluate RUN_FOLDER; train evaluates",
+            "there is no verb eval; what comes nearest is ortlaunch evaluate RUN_FOLDER; train "
+            "evaluates",
         ),
         (
             "convert runs/x",
-            "there is no verb convert; what comes nearest is ortlaunch export RUN_FOLDER; every training",
+            "there is no verb convert; what comes nearest is ortlaunch export RUN_FOLDER; every "
+            "training",
         ),
         (
             "resume runs/x",
@@ -96,13 +102,15 @@ def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None
             "ortlaunch: there is no verb lst of ortlaunch recipes; did you mean list?\n",
         ),
         (
+            # Like no verb: all verbs are listed.
             "zzz",
-            "ortlaunch: there is no verb zzz; the verbs are validate, import, plan, train, parity, bench, ",
+            "ortlaunch: there is no verb zzz; the verbs are validate, import, plan, train, "
+            "parity, bench, ",
         ),
     ],
 )
 def test_a_verb_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
-    """What the other tool's verb does, in our words; a recipe without a verb; a mistyped one."""
+    """A verb of another tool, a recipe without a verb and a misspelt verb get a hint."""
     ended = ortlaunch(*typed.split())
     assert (ended.status, ended.out) == (2, "")
     assert hint in ended.err
@@ -120,7 +128,8 @@ def test_a_verb_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Ru
 def test_the_shell_completes(
     words: str, offered: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Verbs, options and shipped recipes; the script that makes bash ask for them is ours to give."""
+    """The shell completes verbs, options and names of shipped recipes."""
+    # The variables that bash's completion function sets.
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
     monkeypatch.setenv("_ORTLAUNCH_COMPLETE", "complete_bash")
@@ -134,6 +143,7 @@ def test_the_verbs_are_grouped(ortlaunch: Run) -> None:
         set(SUMMARIES)
         == {cli.NAMES.get(verb.__name__, verb.__name__) for verb in cli.VERBS} | FAMILIES
     )
+    # typer shortens a summary that is too long.
     assert "..." not in shown.partition("Train:")[2]
     for verb, summary in SUMMARIES.items():
         assert f"  {verb} " in shown
@@ -142,21 +152,24 @@ def test_the_verbs_are_grouped(ortlaunch: Run) -> None:
 
 @pytest.mark.parametrize("verb", ["train", "bench", "status", "recipes"])
 def test_help_has_an_example_and_no_types_of_python(verb: str, ortlaunch: Run) -> None:
-    """Values are NUMBER, PATH or TEXT."""
+    """The help of a verb has an example, and names values NUMBER, PATH or TEXT."""
     shown = ortlaunch(verb, "--help").out
     assert f"Example: ortlaunch {verb}" in shown
+    # click's own forms of types and ranges.
     assert "<" not in shown
     assert "x>=" not in shown
     assert "[[" not in shown
 
 
 def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`latest` and the name of a recipe stand for the newest run; a path and an unknown name stay."""
+    """`latest` and a recipe's name give its newest run; a path and an unknown name stay
+    unchanged."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     for age, name in enumerate(("a-20260101-000000", "a-20260102-000000-2", "a-b-20260103-000000")):
         run = RunDir(tmp_path / "runs" / name)
         run.path.mkdir(parents=True)
         run.job.write_text("{}")
+        # Distinct ages: the last run is the newest.
         os.utime(run.job, (age, age))
         registry.add(run)
     for given, expected in {
@@ -178,6 +191,7 @@ def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_
             "that is a queue: ortlaunch submit RECIPE --scheduler NAME",
         ),
         (
+            # torchrun accepts `auto` here.
             "train good.yaml --nproc-per-node=auto",
             "got auto; give a number from 1 on; without it there is one rank for",
         ),
@@ -187,6 +201,7 @@ def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_
         ("validate good.yml", "there is no such file; did you mean good.yaml?"),
         ("validate good", "good: there is no such file; did you mean good.yaml?"),
         (
+            # A section cannot be a name alone.
             "validate good.yaml engine=eager",
             "as {name: ort}; on the command line: engine.name=eager",
         ),
@@ -202,15 +217,18 @@ def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_
     ],
 )
 def test_a_slip_is_named_with_what_to_write(typed: str, hint: str, ortlaunch: Run) -> None:
-    """Words of schedulers, of other launchers and of other tools; misspelt files; characters that look like others."""
+    """A mistaken value, file name, key or character ends with status 2 and a message with the
+    remedy."""
+    # A no-break space after the colon.
     Path("blank.yaml").write_text("name: x\nprecision:\xa0fp32\n", encoding="utf-8")
+    # The table splits at blanks; YAML needs one after the colon.
     ended = ortlaunch(*(word.replace("max_steps:", "max_steps: ") for word in typed.split()))
     assert ended.status == 2
     assert hint in " ".join(ended.err.split())
 
 
 def test_a_place_for_anchors(ortlaunch: Run) -> None:
-    """Top-level keys that begin with `x-` or a point are ignored, and what they hold can be merged."""
+    """Top-level keys that begin with `x-` or a dot are ignored, and their anchors can be merged."""
     text = Path("good.yaml").read_text()
     Path("anchors.yaml").write_text(
         f"x-defaults: &d {{every_steps: 7}}\n.seed: &s 5\n{text}log: *d\nseed: *s\n"

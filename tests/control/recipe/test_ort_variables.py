@@ -1,4 +1,4 @@
-"""ORTModule's environment variables: one that says something else than the recipe, or nothing at all, is refused."""
+"""Tests that ORTModule's environment variables are refused unless they agree with the recipe."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "ORTMODULE_MEMORY_OPT_LEVEL": ("0", {}, "1"),
     "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": ("0", {}, "1"),
     "ORTMODULE_PRINT_INPUT_DENSITY": ("0", {}, "1"),
+    # As for ORTMODULE_ENABLE_TUNING.
     "ORTMODULE_PRINT_MEMORY_STATS": ("0", {}, "yes"),
     "ORTMODULE_FALLBACK_POLICY": (
         "FALLBACK_DISABLE",
@@ -43,6 +44,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "ORTMODULE_USE_TRITON": ("1", {"triton": True}, "0"),
     "ORTMODULE_USE_FLASH_ATTENTION": ("0", {}, "1"),
     "ORTMODULE_USE_EFFICIENT_ATTENTION": ("0", {}, "1"),
+    # Neither 0 nor 1: such a text of a flag never agrees.
     "ORTMODULE_ENABLE_TUNING": ("0", {}, "true"),
     "ORTMODULE_MAX_TUNING_DURATION_MS": ("5", {"tuning_duration_ms": 5}, "6"),
     "ORTMODULE_TUNING_RESULTS_PATH": ("here", {"tuning_results": "here"}, "there"),
@@ -51,6 +53,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "ORTMODULE_LOG_LEVEL": ("ERROR", {}, "INFO"),
     "ORTMODULE_SAVE_ONNX_PATH": ("here", {"save_onnx": "here"}, "there"),
 }
+# Variables that name a file: no text of them can agree with a field.
 FILES = {
     "ORTMODULE_MEMORY_OPT_CONFIG": "memory_optimization_config",
     "ORTMODULE_TRITON_CONFIG_FILE": "triton_config",
@@ -59,23 +62,26 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def own_model(tmp_path: Path) -> None:
-    """The module that the recipes here name lies beside them."""
+    """Write the user's module that the recipes name beside them."""
     (tmp_path / "mine.py").write_text(OWN_MODULE)
 
 
 def said(name: str, text: str, **engine: Any) -> str:
-    """What is wrong with a variable, or ""."""
+    """Return the problem of a variable, or ""."""
     return "".join(
-        message for _, message in contradictions(Engine(**engine), {name: text, "HOME": "x"})
+        # HOME: other variables of the environment are ignored.
+        message
+        for _, message in contradictions(Engine(**engine), {name: text, "HOME": "x"})
     )
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_variable_must_say_what_its_field_says(name: str) -> None:
-    """The field is named with its value, so that a person knows what to set."""
+    """A variable that contradicts its field is refused with the field's name and value."""
     agreeing, engine, other = TEXTS[name]
     assert said(name, agreeing, **engine) == ""
     value = getattr(Engine(**engine), FIELDS[name].field)
+    # As YAML writes it.
     shown = str(value).lower() if isinstance(value, bool) else value
     assert (
         said(name, other, **engine)
@@ -85,12 +91,13 @@ def test_a_variable_must_say_what_its_field_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_settings_is_never_the_recipes_own(name: str) -> None:
-    """ORT reads a file there; the recipe holds what would be in it."""
+    """A variable with a file of settings is refused: the recipe itself has the settings."""
     assert said(name, "some.json").startswith(f"contradicts engine.{FILES[name]} (")
 
 
 def test_an_open_field_contradicts_every_text() -> None:
-    """null lets ortlaunch decide, which a variable would not."""
+    """A field that is null contradicts every text of its variable, because null lets ortlaunch
+    decide."""
     name = "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT"
     assert (
         said(name, "1") == "contradicts engine.deepcopy_before_export (null); set the field instead"
@@ -98,7 +105,7 @@ def test_an_open_field_contradicts_every_text() -> None:
 
 
 def test_each_field_has_at_most_one_variable() -> None:
-    """Every variable's field exists, and the tables above have all of them."""
+    """Every variable's field exists, and the tables above cover all variables."""
     assert {variable.field for variable in FIELDS.values()} <= set(Engine.model_fields)
     assert set(TEXTS) | set(FILES) == set(FIELDS)
 
@@ -126,20 +133,21 @@ def test_each_field_has_at_most_one_variable() -> None:
     ],
 )
 def test_a_variable_without_a_field_is_refused(name: str, expected: str) -> None:
-    """With its reason, or the name that was meant."""
+    """A variable without a field is refused with the reason, or with the name that was meant."""
     assert expected in said(name, "1")
 
 
 def test_a_dump_for_developers_is_shown_and_not_refused() -> None:
-    """It changes nothing that is trained."""
+    """A variable that only dumps files for developers is shown, and not refused."""
     assert [said(name, "1") for name in HARMLESS] == [""]
     assert seen({"ORTMODULE_TRITON_DEBUG": "1", "HOME": "x"}) == {"ORTMODULE_TRITON_DEBUG": "1"}
 
 
 def test_every_variable_that_onnx_runtime_reads_is_known() -> None:
-    """All names in the installed source are in the tables."""
+    """Every variable in onnxruntime's installed source is in the tables."""
     package = importlib.util.find_spec("onnxruntime")
     if package is None or package.origin is None:
+        # The control side works without onnxruntime.
         pytest.skip('needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
     sources = list(Path(package.origin).parent.joinpath("training").rglob("*.py"))
     found = {
@@ -147,28 +155,31 @@ def test_every_variable_that_onnx_runtime_reads_is_known() -> None:
         for path in sources
         for name in re.findall(r'"(ORTMODULE_[A-Z0-9_]+)"', path.read_text())
     }
+    # Otherwise the pattern no longer matches the source.
     assert len(found) >= 25
     assert found <= {*FIELDS, *LEFT_OUT, *HARMLESS}
 
 
-# ----------------------------------------------------------------------------------------------- before a launch
+# -----------------------------------------------------------------------------------------------
+# before a launch
 
 
 def resolved(folder: Path, environ: dict[str, str], **engine: Any) -> tuple[str, ...]:
-    """The notes of a run with this engine in this environment."""
+    """Return the notes of a run with these engine settings in this environment."""
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "ort", **engine}}))
     return resolve(path, (), LaunchOptions(), environ).notes
 
 
 def test_a_contradiction_ends_the_command_before_anything_starts(tmp_path: Path) -> None:
-    """All of them at once."""
+    """The command ends before a launch with one line for each contradiction."""
     environ = {"ORTMODULE_MEMORY_OPT_LEVEL": "1", "ORTMODULE_LOG_LVL": "INFO"}
     with pytest.raises(PlanError) as caught:
         resolved(tmp_path, environ)
     lines = str(caught.value).splitlines()
     assert lines[1] == (
-        "ORTMODULE_MEMORY_OPT_LEVEL=1 in your environment contradicts engine.memory_optimization (0); set the field "
+        "ORTMODULE_MEMORY_OPT_LEVEL=1 in your environment contradicts engine.memory_optimization "
+        "(0); set the field "
         "instead"
     )
     assert lines[0].startswith(
@@ -177,7 +188,7 @@ def test_a_contradiction_ends_the_command_before_anything_starts(tmp_path: Path)
 
 
 def test_settings_and_variables_are_shown(tmp_path: Path) -> None:
-    """What differs from the defaults, and what the environment says beside it."""
+    """The notes show settings that are not the defaults, and variables that agree with them."""
     environ = {"ORTMODULE_MEMORY_OPT_LEVEL": "1"}
     assert resolved(tmp_path, environ, memory_optimization=1, opset=18) == (
         "engine ort: memory_optimization: 1, opset: 18",
@@ -187,13 +198,13 @@ def test_settings_and_variables_are_shown(tmp_path: Path) -> None:
 
 
 def test_another_engine_has_no_use_for_them(tmp_path: Path) -> None:
-    """They are shown, and nothing is refused."""
+    """With another engine the variables are shown, and none is refused."""
     (note,) = resolved(tmp_path, {"ORTMODULE_MEMORY_OPT_LEVEL": "1"}, name="eager")
     assert note == "in your environment: ORTMODULE_MEMORY_OPT_LEVEL=1 (nothing with engine eager)"
 
 
 def test_the_command_says_so_and_plan_shows_settings(tmp_path: Path) -> None:
-    """`ortlaunch plan`: status 2 and no traceback, or the settings above the plan."""
+    """`ortlaunch plan` ends with status 2 for a contradiction, and shows the settings otherwise."""
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "ort", "log_level": "info"}}))
     command = [sys.executable, "-m", "ortlaunch.cli", "plan", str(path)]
@@ -212,7 +223,7 @@ def test_the_command_says_so_and_plan_shows_settings(tmp_path: Path) -> None:
 def test_the_run_record_keeps_the_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """environment.json has those of the shell and of launch.env."""
+    """environment.json has the variables of the shell and of launch.env."""
     from ortlaunch.run.preparation import prepare
     from ortlaunch.run_folder.folder import RunDir
 

@@ -1,4 +1,4 @@
-"""A command reads each file once: what it decides later goes into what was read."""
+"""Tests that a command reads each file once and makes later decisions from that content."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ COMMANDS = (
     ["train", "top.yaml", "--dry-run", "--nproc-per-node=2"],
     ["plan", "top.yaml", "--hostfile", "hosts"],
 )
+# Runs the commands in one process; Python's audit hook reports every opened file.
 OPENED = """
 import json, os, sys
 opened, commands = [], json.loads(sys.argv[1])
@@ -48,7 +49,7 @@ with open("opened.json", "w") as file:
 
 @pytest.fixture(autouse=True)
 def recipes(workbench: None) -> None:
-    """A recipe that extends one that extends another, and a host file."""
+    """Write a recipe that extends a second one, which extends a third, and a host file."""
     Path("base.yaml").write_text(yaml.safe_dump(CUSTOM))
     Path("middle.yaml").write_text("extends: base.yaml\nseed: 3\n")
     Path("top.yaml").write_text("extends: middle.yaml\nname: top\n")
@@ -56,10 +57,11 @@ def recipes(workbench: None) -> None:
 
 
 def test_each_file_is_opened_once() -> None:
-    """By every verb that looks at a recipe, also those that it extends; Python's own audit tells."""
+    """Each verb opens a recipe, the recipes that it extends and the host file once each."""
     command = [sys.executable, "-c", OPENED, json.dumps(COMMANDS)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
+    # The empty names between commands become double blanks.
     seen = " ".join(json.loads(Path("opened.json").read_text())).split("  ")
     assert [sorted(each.split()) for each in seen] == [
         sorted(["base.yaml", "middle.yaml", "top.yaml", *(["hosts"] if "hosts" in words else [])])
@@ -68,9 +70,13 @@ def test_each_file_is_opened_once() -> None:
 
 
 def test_a_further_override_reads_nothing() -> None:
-    """Variants and choices are made of what was read, rules and all; the host file may be a pipe, which is gone."""
+    """A further override needs no file, and is checked by the rules.
+
+    The host file may be a pipe, which cannot be read twice.
+    """
     base = resolve(Path("top.yaml"), ["train.max_steps=7"], LaunchOptions(hostfile="hosts"), {})
     for name in ("base.yaml", "middle.yaml", "top.yaml", "hosts"):
+        # A second read would fail now.
         os.unlink(name)
     for made in (base.with_overrides("seed=9"), base.with_choice("seed=9")):
         assert made.file.overrides == ("train.max_steps=7", "seed=9")
@@ -87,11 +93,14 @@ def test_a_further_override_reads_nothing() -> None:
 
 
 def test_a_run_that_goes_on_from_its_own_recipe_reads_it_once() -> None:
-    """What was trained before is that file without the overrides."""
+    """A run that resumes from its own recipe reads it once: the earlier recipe is that file without
+    overrides."""
     run = RunDir("mine")
     write_text(run.recipe, Path("base.yaml").read_text())
     made = resolve(run.recipe, ["train.max_steps=7"], LaunchOptions(), {})
+    # A second read would fail now.
     run.recipe.write_text("nonsense")
     before = earlier(run, made)
     assert before is not None
+    # 3 is CUSTOM's value, 7 the override's.
     assert (before.train.max_steps, made.file.recipe.train.max_steps) == (3, 7)

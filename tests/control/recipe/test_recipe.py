@@ -1,4 +1,4 @@
-"""Loading, extending, overriding and writing recipes."""
+"""Tests of loading, extending, overriding and writing recipes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ortlaunch.recipe.text import yaml_text
 from ortlaunch.recipe.text.place import KeyPath, dotted
 
 RECIPES = Path(__file__).parents[3] / "recipes"
+# Line and column of its keys are used in test_a_problem_is_placed_in_the_file_that_wrote_it.
 BASE = """
 name: base
 model: {task: masked-lm, config: {model_type: bert, hidden_size: 128, num_attention_heads: 2}}
@@ -34,20 +35,20 @@ launch: {env: {NCCL_DEBUG: WARN}}
 
 
 def recipe(folder: Path, text: str = BASE, *overrides: str) -> Recipe:
-    """The recipe of a text."""
+    """Return the recipe of a text with overrides."""
     path = folder / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
     return load(path, overrides).recipe
 
 
 def top(folder: Path, text: str, *overrides: str) -> Recipe:
-    """The recipe of a text that extends BASE."""
+    """Return the recipe of a text that extends BASE."""
     (folder / "base.yaml").write_text(BASE, encoding="utf-8")
     return recipe(folder, "extends: base.yaml\n" + text, *overrides)
 
 
 def refused(folder: Path, *overrides: str) -> str:
-    """The one problem of BASE with overrides."""
+    """Return the only problem of BASE with overrides."""
     with pytest.raises(RecipeError) as caught:
         recipe(folder, BASE, *overrides)
     assert len(caught.value.problems) == 1
@@ -69,7 +70,9 @@ def refused(folder: Path, *overrides: str) -> str:
 def test_every_way_to_write_a_number_is_a_number(
     written: str, value: float, tmp_path: Path
 ) -> None:
-    """YAML 1.1 would read 1e-5 and 1.5e3 as words."""
+    """Every common form of a number is read as a number, also those that are strings in YAML
+    1.1."""
+    # In block style and in flow style.
     for style in (f"learning_rate: {written}", f"{{learning_rate: {written}}}"):
         section = style if style.startswith("{") else "\n  " + style
         found = recipe(
@@ -81,12 +84,13 @@ def test_every_way_to_write_a_number_is_a_number(
 def test_the_slow_parser_reads_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyYAML without libyaml gives the same recipes."""
     fast = [load(path).recipe for path in sorted(RECIPES.rglob("*.yaml"))]
+    # Read at each call of the parser.
     monkeypatch.setattr(yaml_text, "_FAST_LOADER", yaml.SafeLoader)
     assert [load(path).recipe for path in sorted(RECIPES.rglob("*.yaml"))] == fast
 
 
 def test_phase_2_extends_phase_1() -> None:
-    """What phase 2 does not say is phase 1's."""
+    """Phase 2 inherits the fields of phase 1 that it does not set."""
     first = load(RECIPES / "bert-large/phase1.yaml").recipe
     second = load(RECIPES / "bert-large/phase2.yaml").recipe
     assert second.model.config == first.model.config
@@ -99,7 +103,7 @@ def test_phase_2_extends_phase_1() -> None:
 
 
 def test_mappings_merge_and_lists_are_replaced(tmp_path: Path) -> None:
-    """`extends` merges key by key, at every depth."""
+    """`extends` merges mappings key by key at every depth, and replaces lists."""
     found = top(
         tmp_path, "data: {train: {path: [three.txt]}}\nlaunch: {env: {OMP_NUM_THREADS: '4'}}\n"
     )
@@ -109,13 +113,13 @@ def test_mappings_merge_and_lists_are_replaced(tmp_path: Path) -> None:
 
 
 def test_a_corpus_of_another_format_replaces_the_whole(tmp_path: Path) -> None:
-    """The base's files are no part of a data set on the hub."""
+    """A corpus of another format replaces the base's corpus with all its fields."""
     found = top(tmp_path, "data: {train: {format: hub, name: wikitext}}\n")
     assert found.data.train == Corpus(format="hub", name="wikitext")
 
 
 def test_extends_reaches_over_several_files_and_folders(tmp_path: Path) -> None:
-    """Each path is relative to the file that names it."""
+    """A chain of `extends` works over folders: each path is relative to the file that names it."""
     (tmp_path / "far").mkdir()
     (tmp_path / "far/base.yaml").write_text(BASE, encoding="utf-8")
     (tmp_path / "far/middle.yaml").write_text(
@@ -126,17 +130,19 @@ def test_extends_reaches_over_several_files_and_folders(tmp_path: Path) -> None:
 
 
 def test_null_unsets_a_key_of_the_base(tmp_path: Path) -> None:
-    """Where null is no value of the field it means: as if it were not written."""
+    """null unsets a key of the base, unless null is a value of the field."""
     found = top(tmp_path, "optimizer: {name: adamw, momentum: null}\nlaunch: {env: null}\nlog:\n")
     assert found.optimizer.momentum == 0.0
     assert found.launch.env == {}
     assert found.log == Recipe.model_fields["log"].default
     assert found.checkpoint.keep == 3
+    # Here null is a value: it keeps all checkpoints.
     assert top(tmp_path, "checkpoint: {keep: null}\n").checkpoint.keep is None
 
 
 def test_a_problem_is_placed_in_the_file_that_wrote_it(tmp_path: Path) -> None:
-    """After `extends`, each key remembers its own file and line."""
+    """Each problem is reported at the file and line where its key was written, also after
+    `extends`."""
     path = tmp_path / "recipe.yaml"
     with pytest.raises(RecipeError) as caught:
         top(
@@ -154,6 +160,7 @@ def test_a_problem_is_placed_in_the_file_that_wrote_it(tmp_path: Path) -> None:
     assert loaded.explain((("optimizer.momentum",), "is high")).startswith(
         f"{tmp_path}/base.yaml:9:24: "
     )
+    # A key that is written nowhere: the place of the recipe.
     assert loaded.explain((("precision",), "is low")) == f"{path}:1:1: precision: is low"
 
 
@@ -164,7 +171,7 @@ def _written(folder: Path, text: str) -> Path:
 
 
 def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
-    """YAML's own means of saying a thing once."""
+    """YAML's anchors and merge keys work in a recipe."""
     text = BASE.replace(
         "{format: text, path: [one.txt, two.txt]}", "&text {format: text, path: a.txt}"
     )
@@ -179,7 +186,7 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
 
 
 def test_an_override_makes_the_sections_on_its_way(tmp_path: Path) -> None:
-    """`zero: null` becomes a section; a word becomes a mapping."""
+    """An override of `zero.stage` creates the section, and a plain value becomes a mapping."""
     found = recipe(
         tmp_path,
         BASE,
@@ -193,7 +200,7 @@ def test_an_override_makes_the_sections_on_its_way(tmp_path: Path) -> None:
 
 
 def test_an_override_replaces_a_mapping_as_a_whole(tmp_path: Path) -> None:
-    """The value is YAML; what was there does not shine through."""
+    """An override of a mapping is YAML and replaces the whole mapping."""
     found = recipe(
         tmp_path, BASE, "optimizer={name: adamw, learning_rate: 2e-4}", "data.train=python-docs"
     )
@@ -205,20 +212,20 @@ def test_an_override_replaces_a_mapping_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_an_override_reaches_into_a_list(tmp_path: Path) -> None:
-    """By index, for what is in the list."""
+    """An override can replace one item of a list, by its index."""
     found = recipe(tmp_path, BASE, "data.train.path.1=three.txt")
     assert isinstance(found.data.train, Corpus)
     assert found.data.train.path == ("one.txt", "three.txt")
 
 
 def test_later_overrides_win_and_may_hold_equal_signs(tmp_path: Path) -> None:
-    """The first `=` ends the key."""
+    """The last override of a key wins, and a value may contain equal signs."""
     found = recipe(tmp_path, BASE, "seed=1", "seed=2", "launch.env.FLAGS=--a=b")
     assert (found.seed, found.launch.env["FLAGS"]) == (2, "--a=b")
 
 
 def test_an_override_is_named_in_errors_that_it_causes(tmp_path: Path) -> None:
-    """Also in those that only the whole recipe shows."""
+    """An error that an override causes is reported at the override, also one of a rule."""
     assert refused(
         tmp_path, "optimizer.momentum=null", "optimizer.name=lamb", "zero.stage=1"
     ).startswith("override 'optimizer.name=lamb': optimizer.name: got lamb with ZeRO 1")
@@ -231,7 +238,7 @@ def test_an_override_is_named_in_errors_that_it_causes(tmp_path: Path) -> None:
     "path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}"
 )
 def test_a_resolved_recipe_is_the_same_recipe(path: Path, tmp_path: Path) -> None:
-    """What a run folder keeps can be read by the worker, and be trained again as a recipe of its own."""
+    """A resolved recipe can be parsed by the worker and loaded as a recipe, with equal results."""
     found = load(path).recipe
     text = to_yaml(found)
     assert parse_resolved(text) == found
@@ -239,7 +246,8 @@ def test_a_resolved_recipe_is_the_same_recipe(path: Path, tmp_path: Path) -> Non
 
 
 def test_words_that_look_like_numbers_survive_being_written(tmp_path: Path) -> None:
-    """The resolved recipe quotes what its reader would take for a number."""
+    """Texts that look like numbers stay texts in a resolved recipe."""
+    # Each would have another type, or YAML 1.1 would change it, if it were not quoted.
     words = {
         "A": "1e5",
         "B": "010",
@@ -261,14 +269,14 @@ def test_words_that_look_like_numbers_survive_being_written(tmp_path: Path) -> N
 
 
 def test_a_recipe_cannot_be_changed() -> None:
-    """It is shared by everything; a change would be somebody else's surprise."""
+    """A recipe is immutable, because many parts of the program share it."""
     found = load(RECIPES / "bert-large/tiny.yaml").recipe
     with pytest.raises(ValueError, match="frozen"):
         found.seed = 1  # type: ignore[misc]
 
 
 def test_device_rules_speak_of_a_device_that_is_found_later(tmp_path: Path) -> None:
-    """`device: auto` is valid until the launch knows the device."""
+    """With `device: auto` the rules of a device apply once the launch knows the device."""
     found = recipe(tmp_path, BASE, "precision=fp16")
     assert [paths for paths, _ in device_rules(found, "cpu")] == [
         ("precision", "engine.name", "launch.device")
@@ -277,22 +285,24 @@ def test_device_rules_speak_of_a_device_that_is_found_later(tmp_path: Path) -> N
 
 
 def test_hints_point_at_keys_that_exist() -> None:
-    """A hint that begins with one of our sections names a key of it."""
+    """A hint that begins with a section of the recipe names an existing key of it."""
     for key, entry in FOREIGN.items():
         path = tuple(entry.ours.split()[0].rstrip(",:").split("."))
+        # Other entries are sentences, or a key with a value as `precision: fp16`.
         if path[0] in names_in(()) and (len(path) > 1 or ":" not in entry.ours):
             assert section_at(path[:-1]) is not None, (key, entry)
             assert path[-1] in names_in(path[:-1]), (key, entry)
 
 
 def test_no_hint_speaks_of_a_key_that_is_ours() -> None:
-    """A key that is valid in a section is never called foreign there; at the top, none of ours is."""
+    """No key at the top of a recipe is called a foreign key."""
     assert [key for key in FOREIGN if "." not in key and key in names_in(())] == []
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=dotted)
 def test_examples_in_messages_are_valid(path: KeyPath, tmp_path: Path) -> None:
-    """What an error tells to write can be written."""
+    """Every example in an error message is a valid value."""
+    # BASE is changed so that no example contradicts it.
     plain = (
         "optimizer: {name: adamw, momentum: null}\nmodel: {pretrained: some-model, config: null}\n"
     )

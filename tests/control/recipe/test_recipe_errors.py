@@ -1,4 +1,5 @@
-"""Every broken recipe is refused with place, key, cause and mend; nothing that is written can make a traceback."""
+"""Tests that broken recipes are refused with place, key, cause and remedy, and never with a
+traceback."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ FOLDER = Path(__file__).parents[2] / "recipes_broken"
 RECIPES = Path(__file__).parents[3] / "recipes"
 EXPECTED = yaml.safe_load((FOLDER / "expected.yaml").read_text(encoding="utf-8"))
 CASES = {**{name: [line] for name, line in EXPECTED["typos"].items()}, **EXPECTED["files"]}
+# The first is libyaml's only where PyYAML was built with it.
 LOADERS = {"libyaml": yaml_text._FAST_LOADER, "pyyaml": yaml.SafeLoader}
 
 
 def problems(path: Path, *overrides: str) -> tuple[str, ...]:
-    """What is wrong with a recipe; () if nothing is."""
+    """Return the problems of a recipe; () for a valid one."""
     try:
         load(path, overrides)
     except RecipeError as error:
@@ -33,15 +35,16 @@ def problems(path: Path, *overrides: str) -> tuple[str, ...]:
 
 
 def says(line: str, expected: str, name: str) -> bool:
-    """Whether a reported line begins with the expected place and key and holds the expected part."""
+    """Return whether a reported line has the expected place, key and text."""
     place, key, part = (*expected.split(": ", 2), "")[:3]
     file = "" if ".yaml:" in place else f"{name}.yaml:"
     return line.startswith(f"{FOLDER}/{file}{place}: {key}") and part in line
 
 
+# Several tests use the same reports.
 @functools.cache
 def reported(name: str, loader: str) -> tuple[str, ...]:
-    """What is wrong with a broken recipe, by one of the parsers."""
+    """Return the problems of a broken recipe, as one of the parsers reports them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(yaml_text, "_FAST_LOADER", LOADERS[loader])
         return problems(FOLDER / f"{name}.yaml")
@@ -54,7 +57,7 @@ def suggests(name: str, expected: str) -> bool:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_broken_recipe_reports_what_is_expected_and_nothing_else(name: str) -> None:
-    """The lines come in the order of the file, whichever parser PyYAML was built with."""
+    """Each broken recipe gives the expected lines in the file's order, with both YAML parsers."""
     for loader in LOADERS:
         found = reported(name, loader)
         assert len(found) == len(CASES[name]), "\n".join(found)
@@ -63,14 +66,15 @@ def test_every_broken_recipe_reports_what_is_expected_and_nothing_else(name: str
 
 
 def test_every_line_begins_with_file_line_and_column() -> None:
-    """Editors and people can jump to each problem."""
+    """Every line begins with file, line and column, so that editors can jump to it."""
+    # Lines and columns begin at 1.
     place = re.compile(re.escape(str(FOLDER)) + r"/[\w-]+\.yaml:[1-9]\d*:[1-9]\d*: \S")
     lines = [line for name in CASES for line in reported(name, "libyaml")]
     assert [line for line in lines if not place.match(line) or "\n" in line] == []
 
 
 def test_the_corpus_is_complete_and_large() -> None:
-    """Every file is a case, and there are enough of them."""
+    """Every file is a case, and there are at least 80."""
     files = {path.stem for path in FOLDER.glob("*.yaml")} - {"base", "expected"}
     assert files == set(CASES)
     assert len(files) >= 80
@@ -78,20 +82,20 @@ def test_the_corpus_is_complete_and_large() -> None:
 
 
 def test_typos_get_the_right_suggestion() -> None:
-    """Did-you-mean is right for at least nine typos in ten; the rest would be named here."""
+    """At least nine of ten typing errors get the right suggestion; a failure lists the others."""
     missed = [name for name, expected in EXPECTED["typos"].items() if not suggests(name, expected)]
     assert len(EXPECTED["typos"]) >= 30
     assert len(missed) <= len(EXPECTED["typos"]) // 10, missed
 
 
 def test_five_errors_are_reported_as_five() -> None:
-    """All errors at once, each once."""
+    """Five errors in one file are reported at once, each once."""
     assert len(reported("five-errors", "libyaml")) == 5
 
 
 @pytest.mark.parametrize("assignment", EXPECTED["overrides"])
 def test_a_broken_override_is_named(assignment: str) -> None:
-    """An override is quoted as it was typed, in place of a file's line."""
+    """A broken override is quoted in its error instead of a file and line."""
     found = problems(FOLDER / "base.yaml", assignment)
     assert len(found) == 1, found
     assert found[0].startswith(f"override {assignment!r}: {EXPECTED['overrides'][assignment]}"), (
@@ -100,7 +104,7 @@ def test_a_broken_override_is_named(assignment: str) -> None:
 
 
 def test_a_refused_secret_is_not_shown() -> None:
-    """The value of an override that looks like a secret stays out of the error, which may be logged."""
+    """An error does not show the value of an override that looks like a secret."""
     found = problems(RECIPES / "bert-large/tiny.yaml", "launch.env.HF_TOKEN=hf_abc123")
     assert found[0].startswith(
         "override 'launch.env.HF_TOKEN=...': launch.env.HF_TOKEN: looks like a secret"
@@ -109,7 +113,8 @@ def test_a_refused_secret_is_not_shown() -> None:
 
 
 def test_errors_of_file_and_overrides_come_together() -> None:
-    """One run shows what is wrong in the file, in what it extends and on the command line."""
+    """Errors of the file, of the file that it extends and of the overrides are reported
+    together."""
     found = problems(FOLDER / "extends-broken.yaml", "nam=x", "train.max_steps")
     starts = [line.split(": ")[0].replace(f"{FOLDER}/", "") for line in found]
     assert starts == [
@@ -121,7 +126,7 @@ def test_errors_of_file_and_overrides_come_together() -> None:
 
 
 def test_a_missing_recipe_is_an_error_with_its_path(tmp_path: Path) -> None:
-    """No traceback for a path that is not there, or is a folder."""
+    """A missing recipe, or a folder, is an error with its path."""
     assert problems(tmp_path / "none.yaml") == (
         f"{tmp_path}/none.yaml: cannot be read: No such file or directory",
     )
@@ -129,11 +134,13 @@ def test_a_missing_recipe_is_an_error_with_its_path(tmp_path: Path) -> None:
 
 
 def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
-    """A pipe that nobody writes to, a device without an end and a file without measure end at once."""
+    """A pipe, a device and a huge file are refused at once, without reading them."""
     pipe = tmp_path / "pipe"
     huge = tmp_path / "huge.yaml"
+    # Opening a pipe without a writer would block.
     os.mkfifo(pipe)
     with huge.open("wb") as file:
+        # A sparse file: 1 TiB that takes no space.
         file.truncate(1 << 40)
     assert problems(pipe) == (
         f"{pipe}: is a pipe; a recipe is a regular file, which is read more than once",
@@ -145,12 +152,13 @@ def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
 
 
 def test_a_long_chain_of_recipes_is_refused(tmp_path: Path) -> None:
-    """1,500 that extend each other: one line, at the one where it is enough."""
+    """A chain of 1,500 recipes is refused with one line, at the recipe that exceeds the limit."""
     for number in range(1_500):
         (tmp_path / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
     found = problems(tmp_path / "0.yaml")
     assert found == (
-        f"{tmp_path}/20.yaml:1:1: extends: 20 recipes extend each other up to here; merge some of them",
+        f"{tmp_path}/20.yaml:1:1: extends: 20 recipes extend each other up to here; merge some of "
+        "them",
     )
 
 
@@ -160,10 +168,14 @@ def test_a_long_chain_of_recipes_is_refused(tmp_path: Path) -> None:
         "[" * 20_000,
         "- " * 10_000 + "a",
         "a: " + "{a: " * 5_000 + "1" + "}" * 5_000,
+        # Aliases of aliases: 2^31 values if they were unfolded.
         "a0: &a0 [1, 1]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(30)),
+        # 300,000 characters, more than a recipe may have.
         "a: 1\n" * 60_000,
+        # Python refuses to print an integer of more than 4300 digits.
         "seed: 0x" + "f" * 9_000,
         "seed: " + "9" * 9_000,
+        # Half a surrogate pair cannot be encoded.
         'name: "\\ud800"',
         '"\\ud800": 1',
         '"a\\nb\\e[31m": 1',
@@ -171,6 +183,7 @@ def test_a_long_chain_of_recipes_is_refused(tmp_path: Path) -> None:
         "name: !!bool maybe",
         "name: !!timestamp x",
         "name: !!binary eA==",
+        # A key that is a list.
         "? [a]\n: 1",
         "'': 1",
         "extends: \"a\\0b\"",
@@ -183,7 +196,7 @@ def test_a_long_chain_of_recipes_is_refused(tmp_path: Path) -> None:
     ids=lambda text: text[:20],
 )  # fmt: skip
 def test_strange_text_is_refused_without_a_traceback(text: str, tmp_path: Path) -> None:
-    """Depth, size, aliases of aliases, odd characters and tags: one line each, quickly."""
+    """Deep, large or strange YAML is refused quickly, with one printable line for each problem."""
     path = tmp_path / "strange.yaml"
     path.write_text(text, encoding="utf-8")
     found = problems(path)
@@ -192,14 +205,16 @@ def test_strange_text_is_refused_without_a_traceback(text: str, tmp_path: Path) 
 
 
 def test_a_file_that_is_no_recipe_is_told_so_shortly(tmp_path: Path) -> None:
-    """A vocabulary or a log with a thousand keys gives a page, not a book."""
+    """A file with a thousand unknown keys gives 100 lines and a summary."""
     path = tmp_path / "vocabulary.yaml"
     path.write_text("".join(f"word{i}: {i}\n" for i in range(1_000)), encoding="utf-8")
     found = problems(path)
+    # 100 unknown keys and the summary.
     assert len(found) == 101
     assert found[-1] == f"{path}:101:1: word100: unknown key, like 899 more; is this a recipe?"
 
 
+# Pieces that have a meaning in YAML or in a recipe.
 FRAGMENTS = [
     ":", ": ", "{", "}", "[", "]", ",", "-", "- ", "\n", "\n  ", "\t", "'", '"', "#", "&a ", "*a", "!x ", "? ", "|\n",
     "---\n",
@@ -209,7 +224,7 @@ FRAGMENTS = [
 
 
 def mutated(text: str, chance: random.Random) -> str:
-    """A few characters, lines or words of a recipe cut, doubled, swapped or replaced."""
+    """Return a recipe's text with random parts removed, doubled, swapped or replaced."""
     for _ in range(chance.randint(1, 4)):
         lines = text.split("\n")
         at = chance.randrange(len(text) + 1)
@@ -231,7 +246,8 @@ def mutated(text: str, chance: random.Random) -> str:
 
 
 def test_mutated_recipes_load_or_are_refused(tmp_path: Path) -> None:
-    """Random damage to the shipped recipes gives a recipe or a RecipeError, never another exception."""
+    """Randomly damaged recipes load, or raise RecipeError and no other exception."""
+    # A fixed seed: a failure can be repeated.
     chance = random.Random(7)
     texts = [
         path.read_text(encoding="utf-8")
@@ -251,12 +267,13 @@ def test_mutated_recipes_load_or_are_refused(tmp_path: Path) -> None:
         )
         refused += bool(found)
         assert all(line.isprintable() for line in found)
+    # Both outcomes must occur, or the damage is too small or too large.
     assert 0 < refused < 300
 
 
 @pytest.mark.parametrize("value", [[], {}, "x", -1], ids=repr)
 def test_every_field_of_another_kind_is_a_message(value: Any, tmp_path: Path) -> None:
-    """All fields at once hold what few of them take: a line for each that does not, and no traceback."""
+    """A wrong type in all fields at once gives a message for each field, and no traceback."""
     whole = yaml.safe_load(to_yaml(load(RECIPES / "llama2-7b" / "tiny.yaml").recipe))
     sections = {
         name: dict.fromkeys(section, value)
@@ -268,6 +285,9 @@ def test_every_field_of_another_kind_is_a_message(value: Any, tmp_path: Path) ->
     found = problems(path)
     assert len(found) > 30
     assert [
-        line for line in found if " got " in line and not re.search("; (it must|use|write) ", line)
+        # Each message must name the accepted values.
+        line
+        for line in found
+        if " got " in line and not re.search("; (it must|use|write) ", line)
     ] == []
     assert any("engine.parity_steps: got" in line for line in found)

@@ -1,4 +1,5 @@
-"""Every shipped recipe loads, says what was published, and is valid for editors too."""
+"""Tests that shipped recipes load, have the published values, and are valid by the editors'
+schema."""
 
 from __future__ import annotations
 
@@ -30,37 +31,38 @@ each_recipe = pytest.mark.parametrize(
 
 
 def shipped(name: str, *overrides: str) -> Recipe:
-    """A shipped recipe by name."""
+    """Return a shipped recipe by name."""
     return load(RECIPES / f"{name}.yaml", overrides).recipe
 
 
 def as_editors_read(text: str) -> Any:
-    """Plain values of a YAML text, `1e-5` a number as in YAML 1.2."""
+    """Return the plain values of a YAML text, with `1e-5` as a number, as in YAML 1.2."""
     return yaml_text.parse(text, "recipe", []).plain()
 
 
 @functools.cache
 def schema() -> dict[str, Any]:
-    """What editors are told."""
+    """Return the JSON schema."""
     return dict(json.loads(json_schema()))
 
 
 @functools.cache
 def page() -> list[str]:
-    """The manual's lines."""
+    """Return the lines of docs/recipe.md."""
     return markdown().splitlines()
 
 
 @functools.cache
 def editor() -> Any:
-    """An editor's check."""
+    """Return a validator for the schema, as editors use it."""
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.Draft202012Validator.check_schema(schema())
     return jsonschema.Draft202012Validator(schema())
 
 
 def test_the_families_are_complete() -> None:
-    """Both families, from the published size to one for a laptop, and examples."""
+    """Both families have recipes from the published size to one for a laptop, and there are
+    examples."""
     names = {str(path.relative_to(RECIPES).with_suffix("")) for path in FILES}
     bert = {f"bert-large/{name}" for name in ("phase1", "phase1-linear", "phase2", "tiny")}
     own = (
@@ -82,8 +84,9 @@ def test_the_families_are_complete() -> None:
 
 @each_recipe
 def test_a_shipped_recipe_loads_and_names_the_schema(path: Path) -> None:
-    """The first line points an editor at the schema, from wherever the recipe lies."""
+    """A recipe's first line names the schema by its relative path, for editors."""
     load(path)
+    # The comment that editors' YAML language servers read.
     key, schema = path.read_text(encoding="utf-8").splitlines()[0].split("$schema=")
     assert key == "# yaml-language-server: "
     assert schema == os.path.relpath(RECIPES / "schema.json", path.parent)
@@ -91,10 +94,11 @@ def test_a_shipped_recipe_loads_and_names_the_schema(path: Path) -> None:
 
 @each_recipe
 def test_a_shipped_recipe_is_valid_by_the_schema(path: Path) -> None:
-    """Editors show no error where `ortlaunch validate` finds none."""
+    """A recipe that `ortlaunch validate` accepts is valid by the schema."""
     editor().validate(as_editors_read(path.read_text(encoding="utf-8")))
 
 
+# pydantic's schema depends on its version; the files in the repository are those of newer ones.
 as_newer_pydantic_words_it = pytest.mark.skipif(
     tuple(map(int, pydantic.VERSION.split(".")[:2])) < (2, 11),
     reason="older pydantic words it otherwise",
@@ -103,13 +107,13 @@ as_newer_pydantic_words_it = pytest.mark.skipif(
 
 @as_newer_pydantic_words_it
 def test_the_schema_file_is_up_to_date() -> None:
-    """`ortlaunch schema > recipes/schema.json` after every change of a field."""
+    """recipes/schema.json is the output of `ortlaunch schema`."""
     assert (RECIPES / "schema.json").read_text(encoding="utf-8") == json_schema()
 
 
 @as_newer_pydantic_words_it
 def test_the_reference_is_up_to_date() -> None:
-    """`ortlaunch schema --markdown > docs/recipe.md` after every change of a field."""
+    """docs/recipe.md is the output of `ortlaunch schema --markdown`."""
     assert (RECIPES.parent / "docs" / "recipe.md").read_text(encoding="utf-8") == markdown()
 
 
@@ -128,13 +132,14 @@ def test_the_reference_is_up_to_date() -> None:
     ],
 )
 def test_the_reference_says_kind_bounds_default_and_manual(row: str) -> None:
-    """One field of every kind, word for word."""
+    """The reference has the exact row of one field of every type."""
     assert any(line.startswith(row) for line in page())
 
 
 def test_the_reference_has_every_field_in_the_recipes_order() -> None:
-    """The page's rows are the resolved recipe's keys, section by section."""
+    """The reference has every field, in the resolved recipe's order."""
     fields = [line.split("`")[1] for line in page() if line.startswith("| `")]
+    # The first row is `extends`, which is no field of the model.
     assert fields[1 : 1 + len(Recipe.model_fields)] == list(Recipe.model_fields)
     properties = [set(schema()["properties"])]
     properties += [set(section["properties"]) for section in schema()["$defs"].values()]
@@ -142,7 +147,8 @@ def test_the_reference_has_every_field_in_the_recipes_order() -> None:
 
 
 def test_the_schema_is_the_models_with_extends() -> None:
-    """All fields with their manual; sorted; what a file that extends another leaves out is not demanded of it."""
+    """The schema is sorted, has every field with its manual, and requires nothing of a file with
+    `extends`."""
     assert json_schema() == json.dumps(schema(), indent=2, sort_keys=True) + "\n"
     assert set(schema()["properties"]) == {*Recipe.model_fields, "extends"}
     assert schema()["properties"]["extends"]["type"] == "string"
@@ -167,31 +173,32 @@ def test_the_schema_is_the_models_with_extends() -> None:
     ],
 )
 def test_the_schema_finds_faults(text: str) -> None:
-    """Unknown keys, wrong words, wrong kinds, missing sections are underlined while typing."""
+    """Unknown keys, wrong names, wrong types and missing sections are invalid by the schema."""
     assert not editor().is_valid(as_editors_read(text))
 
 
 def test_null_is_the_default_for_editors_too(tmp_path: Path) -> None:
-    """What our own errors advise ("leave it out, or write null") is underlined by no editor; what is required is."""
+    """null is valid by the schema for every field with a default, as error messages advise it."""
     whole = json.loads(json_schema())
     for name, field in whole["properties"].items():
         assert editor().is_valid({"extends": "a.yaml", name: None}) == ("default" in field), name
     for section in ("engine", "launch", "log", "schedule", "checkpoint"):
         fields = dict.fromkeys(whole["$defs"][section.title()]["properties"])
         editor().validate({"extends": "a.yaml", section: fields})
+        # The loader must accept the same nulls as the schema.
         text = f"extends: {RECIPES}/bert-large/tiny.yaml\n{section}: {json.dumps(fields)}\n"
         (tmp_path / "recipe.yaml").write_text(text)
         load(tmp_path / "recipe.yaml")
 
 
 def test_the_schema_takes_one_path_or_a_list() -> None:
-    """As the loader does."""
+    """The schema accepts one path or a list of paths, as the loader does."""
     for path in ("a.txt", "[a.txt, b.txt]"):
         text = f"extends: a.yaml\ndata: {{train: {{format: text, path: {path}}}}}"
         editor().validate(as_editors_read(text))
 
 
-# Field by field, from the sources that the recipes name; typed off the publications, not off the recipes.
+# Field by field, copied from the publications that the recipes name, not from the recipes.
 BERT_CONFIG = {
     "model_type": "bert", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
     "intermediate_size": 4096, "vocab_size": 30528, "max_position_embeddings": 512, "hidden_dropout_prob": 0.1,
@@ -206,12 +213,14 @@ BOTH_PHASES = {
 }  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "bert-large/phase1": {
+        # 8 GPUs of 8192 samples each, in 128 passes.
         **BOTH_PHASES, "model.config": BERT_CONFIG, "model.pretrained": None, "data.sequence_length": 128,
         "data.masked_lm.max_predictions": 20, "data.tokenizer.vocab_size": 30522, "batch.global_size": 8 * 8192,
         "batch.micro_size": 8192 // 128, "optimizer.learning_rate": 6e-3, "schedule.warmup_ratio": 0.2843,
         "train.max_steps": 7038,
     },
     "bert-large/phase2": {
+        # 8 GPUs of 4096 samples each, in 512 passes.
         **BOTH_PHASES, "model.config": BERT_CONFIG, "model.pretrained": "runs/bert-large-phase1/export",
         "data.sequence_length": 512, "data.masked_lm.max_predictions": 80, "batch.global_size": 8 * 4096,
         "batch.micro_size": 4096 // 512, "optimizer.learning_rate": 4e-3, "schedule.warmup_ratio": 0.128,
@@ -264,7 +273,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_recipe_is_as_published(name: str) -> None:
-    """Every value of the publication; NVIDIA's two phases also split over four nodes of 8 GPUs."""
+    """A recipe has every value of its publication; BERT's phases can also run on four nodes of 8
+    GPUs."""
     made = shipped(name).model_dump(mode="json")
     found = {
         field: reduce(lambda at, key: at[key], field.split("."), made) for field in PUBLISHED[name]
@@ -276,7 +286,8 @@ def test_a_recipe_is_as_published(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_published_value_says_whence_it_is(name: str) -> None:
-    """A line that sets a number, in optimizer, schedule, batch and train, has its source."""
+    """Every line that sets a number in a published recipe's data, batch and later sections names a
+    source."""
     lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(("data:", "batch:")))
     numbers = [line for line in lines[start:] if re.search(r": *\[?[0-9]", line.partition("#")[0])]
@@ -285,7 +296,8 @@ def test_every_published_value_says_whence_it_is(name: str) -> None:
 
 
 def test_full_size_bert_large_takes_the_overrides_of_a_trial() -> None:
-    """A few steps on a laptop, as published and sharded."""
+    """The full-size BERT-large recipes accept overrides for a trial on a laptop, also with
+    sharding."""
     trial = (
         "train.max_steps=2",
         "batch={global_size: 2, micro_size: 1}",
@@ -299,7 +311,7 @@ def test_full_size_bert_large_takes_the_overrides_of_a_trial() -> None:
 
 
 def test_parameters_are_those_of_the_published_models() -> None:
-    """335 million and 6.74 billion."""
+    """The published models have 336 million and 6.74 billion parameters."""
     bert = estimate(shipped("bert-large/phase1"), 1, 8)
     llama = estimate(shipped("llama2-7b/pretrain"), 1, 8)
     assert bert is not None
@@ -309,7 +321,8 @@ def test_parameters_are_those_of_the_published_models() -> None:
 
 
 def test_llama_sees_four_million_tokens_a_step_and_two_trillion_in_all() -> None:
-    """The paper's budget."""
+    """The Llama 2 recipe trains on 4 million tokens in a step and 2 trillion in all, as in the
+    paper."""
     recipe = shipped("llama2-7b/pretrain")
     tokens = (recipe.batch.global_size or 0) * (recipe.data.sequence_length or 0)
     assert tokens == 4 * 2**20
@@ -320,14 +333,17 @@ def test_llama_sees_four_million_tokens_a_step_and_two_trillion_in_all() -> None
 @pytest.mark.parametrize("engine", ["eager", "inductor", "ort"])
 @pytest.mark.parametrize("zero", ["null", "{stage: 1}", "{stage: 2}"])
 def test_tiny_recipes_take_every_engine_and_sharding(name: str, engine: str, zero: str) -> None:
-    """They are what the loss curves are compared on."""
+    """The tiny recipes, which loss curves compare, are valid with every engine and sharding."""
     recipe = shipped(name, f"engine.name={engine}", f"zero={zero}", "train.max_steps=20")
     assert recipe.engine.name == engine
     assert recipe.precision == "fp32"
 
 
 def test_every_field_says_what_a_resume_does_with_it() -> None:
-    """A new field takes a rule in recipe/rules/resume_rules.py; so does a section that may be null or a word."""
+    """Every field has a rule in recipe/rules/resume_rules.py.
+
+    A section that may also be null or a plain value needs one, too.
+    """
     paths = {dotted(path) for path in _paths(Recipe, ())}
     sections = {
         path for path in paths if section_at(tuple(path.split("."))) and not _is_optional(path)
@@ -339,7 +355,7 @@ def test_every_field_says_what_a_resume_does_with_it() -> None:
 
 
 def _is_optional(path: str) -> bool:
-    """Whether something else than the section itself may stand there."""
+    """Return whether the field may have another value than the section itself."""
     *above, name = path.split(".")
     section = section_at(tuple(above))
     assert section is not None
