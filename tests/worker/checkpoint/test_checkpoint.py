@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, the newest found, old ones pruned, one of another model refused."""
+"""Checkpoints: written completely or not at all, the newest found, old ones pruned."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Writer:
 
 
 def take(writer: Writer, state: dict[str, Any], group: DistributedContext) -> Writer:
-    """Its snapshot."""
+    """Return the writer as its own snapshot."""
     writer.state = state
     return writer
 
 
 @pytest.fixture(autouse=True)
 def writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints are what a Writer writes."""
+    """Let a Writer write all checkpoints."""
     monkeypatch.setattr(transaction, "take", take)
 
 
@@ -65,7 +65,7 @@ def save(run: RunDir, step: int, fails: bool = False) -> Path:
 
 
 def test_a_checkpoint_names_its_files(tmp_path: Path) -> None:
-    """The manifest has step, ranks and every file with its size; the mark comes last."""
+    """The manifest has step, ranks and every file with its size; COMPLETE is written last."""
     folder = save(RunDir(tmp_path), 5)
     manifest = json.loads((folder / "manifest.json").read_text())
     state = json.dumps({"step": 5, "samples": 40}).encode()
@@ -77,7 +77,7 @@ def test_a_checkpoint_names_its_files(tmp_path: Path) -> None:
 
 
 def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
-    """Steps are compared as numbers; a folder without its mark, or with another name, is no checkpoint."""
+    """Steps are compared as numbers; a folder without COMPLETE, or with another name, is none."""
     run = RunDir(tmp_path)
     assert checkpoint.newest(run) is None
     for step in (9, 100_000_000, 20):
@@ -86,6 +86,7 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
         CheckpointError, match=r"step_\d+.partial could not be written: OSError: No space left"
     ):
         save(run, 200_000_000, fails=True)
+    # A user's own folder.
     (run.checkpoints / "mine").mkdir()
     (run.checkpoints / "mine" / "COMPLETE").touch()
     found = checkpoint.newest(run)
@@ -94,7 +95,7 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
 
 
 def test_all_ranks_take_the_one_that_rank_0_sees(tmp_path: Path) -> None:
-    """Also where a disk that hosts share shows this one an older or no checkpoint."""
+    """All ranks use the checkpoint that rank 0 sees, also if a shared disk shows an older one."""
     run = RunDir(tmp_path)
     other: Any = SimpleNamespace(gather=lambda mine: ["4 step_00000004", mine])
     assert checkpoint.newest_of_all(run, other) == (4, run.checkpoint(4))
@@ -104,18 +105,15 @@ def test_all_ranks_take_the_one_that_rank_0_sees(tmp_path: Path) -> None:
 
 
 def test_what_was_half_written_is_written_anew(tmp_path: Path) -> None:
-    """A folder left by a failed save does not stand in the way of the next, nor mix with it."""
+    """A folder that a failed save left is removed before the next save."""
     run = RunDir(tmp_path)
     with pytest.raises(
         CheckpointError, match=r"step_\d+.partial could not be written: OSError: No space left"
     ):
         save(run, 5, fails=True)
     assert list(run.checkpoints.iterdir()) == []
-    for left in (
-        run.partial(3),
-        run.partial(5),
-        run.checkpoint(4),
-    ):  # by machines that failed while they saved
+    # Folders of machines that failed while they saved.
+    for left in (run.partial(3), run.partial(5), run.checkpoint(4)):
         left.mkdir()
         (left / "old").touch()
     folder = save(run, 5)
@@ -135,6 +133,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a flipped bit": ("part/weights", flip, "weights is not as it was written"),
     "a cut file": ("state", lambda path: os.truncate(path, 9), "state has 9 bytes of "),
     "a missing file": ("part/weights", Path.unlink, "weights: No such file"),
+    # Opening it fails with IsADirectoryError.
     "a folder in its place": (
         "state",
         lambda path: (path.unlink(), path.mkdir()),
@@ -158,7 +157,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
 def test_a_damaged_one_is_set_aside(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is named with what is wrong, kept under another name, and the one before it is taken."""
+    """A damaged checkpoint is reported and renamed, and the one before it is used."""
     file, damage, wrong = DAMAGE[kind]
     run = RunDir(tmp_path)
     for step in (10, 20, 30):
@@ -174,7 +173,7 @@ def test_a_damaged_one_is_set_aside(
 
 
 def test_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
-    """Where no checkpoint is whole, the run ends with what is wrong in each."""
+    """If no checkpoint is undamaged, the run ends with the damage of each."""
     run = RunDir(tmp_path)
     for step in (10, 20):
         flip(save(run, step) / "state")
@@ -187,14 +186,15 @@ def test_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
         CheckpointError,
         match=r"No whole checkpoint is left in .*00010.broken, step_00000020.broken",
     ):
-        checkpoint.set_aside_damaged(run, GROUP)  # a second start, as a scheduler makes it
+        # A second start, as a scheduler makes it.
+        checkpoint.set_aside_damaged(run, GROUP)
 
 
 @pytest.mark.parametrize("name", ["part/weights", "manifest.json", "COMPLETE"])
 def test_an_error_of_reading_is_no_damage(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk or a server that fails for a moment ends the run; no checkpoint is renamed for it."""
+    """A disk or a server that fails for a moment ends the run, but no checkpoint is renamed."""
     run = RunDir(tmp_path)
     real = io.open
     for step in (10, 20):
@@ -218,7 +218,7 @@ def test_an_error_of_reading_is_no_damage(
 def test_a_folder_that_cannot_be_listed_is_not_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run whose checkpoints cannot be read does not begin anew beside them."""
+    """A run whose checkpoints cannot be listed does not start from the beginning."""
     run = RunDir(tmp_path)
     save(run, 10)
     monkeypatch.setattr(
@@ -233,11 +233,12 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(
 def test_a_whole_one_that_was_set_aside_is_taken_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before a run gives up it reads again what an earlier start renamed: the newest whole one is used."""
+    """Before a run gives up, the newest undamaged one of those set aside is renamed back."""
     run = RunDir(tmp_path)
     for step in (9, 10, 100_000_000, 200_000_000):
         folder = save(run, step)
         folder.rename(f"{folder}.broken")
+    # The newest one is really damaged.
     flip(run.checkpoints / "step_200000000.broken" / "state")
     checkpoint.set_aside_damaged(run, GROUP)
     assert run.complete_checkpoints() == [(100_000_000, run.checkpoint(100_000_000))]
@@ -245,12 +246,13 @@ def test_a_whole_one_that_was_set_aside_is_taken_back(
 
 
 def test_one_that_a_command_reads_is_not_pruned(tmp_path: Path) -> None:
-    """`ortlaunch export` of a living run: what it chose stays until it has ended, however it ended."""
+    """A checkpoint that `ortlaunch export` of a living run reads is kept until the export ends."""
     run = RunDir(tmp_path)
     for step in (1, 2):
         save(run, step)
     chosen = iter((1, 2))
-    shutil.rmtree(run.checkpoint(1))  # pruned since it was chosen: it is chosen again
+    # Pruned since it was chosen: the choice is made again.
+    shutil.rmtree(run.checkpoint(1))
     with held(run, lambda: next(chosen)) as step:
         assert step == 2
         for later in (3, 4):
@@ -263,7 +265,7 @@ def test_one_that_a_command_reads_is_not_pruned(tmp_path: Path) -> None:
 
 
 def test_what_is_being_written_is_no_checkpoint(tmp_path: Path) -> None:
-    """A failed save leaves the older ones as they were, and names the newest; its folder is not taken for one."""
+    """A failed save leaves older checkpoints, names the newest, and removes its own folder."""
     run = RunDir(tmp_path)
     save(run, 10)
     with pytest.raises(CheckpointError, match=f"{run.checkpoint(10)} is whole"):
@@ -274,7 +276,7 @@ def test_what_is_being_written_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_disk_without_room_is_told_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is begun where a checkpoint like the last one has no room."""
+    """A save does not start if the disk has less free space than the last checkpoint's size."""
     run = RunDir(tmp_path)
     save(run, 10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20))

@@ -1,4 +1,4 @@
-"""What disks and machines do to checkpoints: damage to each file, a full disk, one that turns read-only."""
+"""Faults of disks and machines: damage to each file, a full disk, and one that turns read-only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVERY_2 = {"every_steps": 2, "every_minutes": None, "keep": None}
 
 
 class Net(nn.Module):
-    """33 kB of weights, 100 kB of a checkpoint; calls a function before each pass."""
+    """A model of 33 kB, so checkpoints of 100 kB; it calls a function before each pass."""
 
     def __init__(self, before: Callable[[int], None] = lambda _: None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def trained(run: RunDir, steps: int = 6, model: nn.Module | None = None, **policy: Any) -> Trained:
-    """A training whose checkpoints have all that those of a run have."""
+    """Return a training whose checkpoints have all files of a run's checkpoint."""
     sections = {
         "train": {"max_steps": steps},
         "optimizer": {"name": "adamw", "learning_rate": 0.01},
@@ -59,7 +59,7 @@ def trained(run: RunDir, steps: int = 6, model: nn.Module | None = None, **polic
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Checkpoints of steps 2, 4 and 6."""
+    """A run with checkpoints of steps 2, 4 and 6."""
     return trained(RunDir(tmp_path_factory.mktemp("whole")))
 
 
@@ -79,7 +79,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 def test_damage_to_each_file_is_named(
     how: str, whole: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever is in a checkpoint: the file is named, the folder set aside, and the one before is taken."""
+    """Damage to any file of a checkpoint is reported with its name, and the one before is used."""
     files = sorted(path for path in whole.run.checkpoint(6).rglob("*") if path.is_file())
     assert len(files) >= 5
     for number, path in enumerate(files):
@@ -88,10 +88,11 @@ def test_damage_to_each_file_is_named(
         capsys.readouterr()
         assert checkpoint.choose(run, GROUP) == (4, run.checkpoint(4))
         said = capsys.readouterr().out
-        if path.name == "COMPLETE" and how == "lost":  # not damaged, but never completed
+        # That one is not damaged, but was never completed.
+        if path.name == "COMPLETE" and how == "lost":
             assert said == ""
             continue
-        # What is wrong with the manifest or the mark shows in the other of the two.
+        # The manifest and COMPLETE verify each other, so damage of either names the manifest.
         names = ("manifest.json",) if path.name in ("manifest.json", "COMPLETE") else (path.name,)
         assert said.startswith(f"{run.checkpoint(6)} is damaged: ")
         assert all(name in said for name in names)
@@ -99,8 +100,9 @@ def test_damage_to_each_file_is_named(
 
 
 def test_after_damage_the_same_steps_are_taken_again(whole: Trained, tmp_path: Path) -> None:
-    """From the one before, to the same weights bit for bit."""
+    """After damage, a run repeats the steps from the checkpoint before, to the same weights."""
     run = copy(whole, tmp_path)
+    # The largest file has the weights.
     flip(max(run.checkpoint(6).iterdir(), key=lambda path: path.stat().st_size))
     again = trained(run)
     assert all(
@@ -110,7 +112,7 @@ def test_after_damage_the_same_steps_are_taken_again(whole: Trained, tmp_path: P
 
 
 def test_a_damaged_step_that_was_asked_for(whole: Trained, tmp_path: Path) -> None:
-    """`--resume 6` takes no other step in its place."""
+    """`--resume 6` accepts no other step."""
     run = copy(whole, tmp_path)
     replace(FROM_THE_BEGINNING, exact=True, step=6, checkpoint=str(run.checkpoint(6))).write(run)
     assert checkpoint.choose(run, GROUP) == (6, run.checkpoint(6))
@@ -125,13 +127,14 @@ def test_a_damaged_step_that_was_asked_for(whole: Trained, tmp_path: Path) -> No
 def test_another_runs_damaged_checkpoint_stays_where_it_is(
     exact: bool, whole: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is named; the one before it is taken, unless that one alone was asked for. Nothing there is renamed."""
+    """Another run's damaged checkpoint is reported, and nothing in that run is renamed."""
     other = copy(whole, tmp_path / "other")
     new = RunDir(tmp_path / "new")
     os.truncate(other.checkpoint(6) / "manifest.json", 3)
     replace(
         FROM_THE_BEGINNING, exact=exact, step=6, checkpoint=str(other.checkpoint(6)), source="other"
     ).write(new)
+    # The one requested step has no substitute; without the request, an older one is used.
     if exact:
         with pytest.raises(CheckpointError, match="No whole checkpoint was found in other"):
             checkpoint.choose(new, GROUP)
@@ -150,11 +153,12 @@ def test_another_runs_damaged_checkpoint_stays_where_it_is(
 def test_changed_data_are_found_by_those_who_read_them(
     allow: list[str], whole: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other samples than the checkpoint was trained on need --allow data."""
+    """Other samples than those of the checkpoint's training need --allow data."""
     run = copy(whole, tmp_path)
+    # The path is absolute, as in resume.json.
     replace(
         FROM_THE_BEGINNING, allow=tuple(allow), step=6, checkpoint=str(run.checkpoint(6))
-    ).write(run)  # absolute
+    ).write(run)
     found = checkpoint.choose(run, GROUP)
     assert found is not None
     made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
@@ -176,7 +180,7 @@ def test_changed_data_are_found_by_those_who_read_them(
 def test_an_evaluation_takes_weights_whatever_they_would_be_trained_on(
     keeps: bool, whole: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the run keeps tokenizer and labels; else they may be made of the changed data."""
+    """An evaluation accepts changed training data, if the run keeps tokenizer and labels."""
     run = copy(whole, tmp_path)
     replace(FROM_THE_BEGINNING, step=6, checkpoint=str(run.checkpoint(6))).write(run)
     write_text(run.plan, run.plan.read_text().replace('"task": "train"', '"task": "evaluate"'))
@@ -185,18 +189,19 @@ def test_an_evaluation_takes_weights_whatever_they_would_be_trained_on(
     found = checkpoint.choose(run, GROUP)
     assert found is not None
     made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
+    # Otherwise tokenizer and labels may be made from the changed data.
     refused = pytest.raises(CheckpointError, match=r"64 -> 65: refused \(its words and labels may")
     with contextlib.nullcontext() if keeps else refused:
         checkpoint.explain(run, made, found, {"data": {"samples": 65, "fingerprint": None}}, GROUP)
     assert "allow" not in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------------------------------------------------- disks
+# ------------------------------------------------------------------------------------------- disks
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A megabyte of one's own, which can be filled and made read-only."""
+    """A file system of one megabyte, which can be filled and made read-only."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -211,17 +216,18 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> None:
-    """All but some kilobytes, which logs need."""
+    """Fill the disk up to some kilobytes, which logs need."""
     (folder / "filler").write_bytes(bytes(max(0, shutil.disk_usage(folder).free - 40_000)))
 
 
 @pytest.mark.lab
 @pytest.mark.parametrize("policy", ["stop", "continue"])
 def test_a_full_disk(policy: str, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The save ends with a clear line, nothing half written stays; with `continue` the next one is tried again."""
+    """A save on a full disk ends with a clear line and no partial files; `continue` tries again."""
     run = RunDir(disk / "run")
 
     def before(number: int) -> None:
+        # The pass after the first checkpoint.
         if number == 3:
             fill(disk)
         elif number == 7:
@@ -248,7 +254,8 @@ def test_a_full_disk(policy: str, disk: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.lab
 def test_the_first_checkpoint_on_a_full_disk(disk: Path) -> None:
-    """There is none to compare sizes with: the write itself fails, and what was written is taken away."""
+    """The first save on a full disk fails in its write, and its files are removed."""
+    # Without an earlier checkpoint, no size is known in advance.
     run = RunDir(disk / "run")
     with pytest.raises(CheckpointError, match=r"step_00000002.partial could not be written: .*"):
         trained(run, 4, Net(lambda number: fill(disk) if number == 2 else None))
@@ -257,13 +264,14 @@ def test_the_first_checkpoint_on_a_full_disk(disk: Path) -> None:
 
 @pytest.mark.lab
 def test_a_disk_that_turns_read_only(disk: Path, tmp_path: Path) -> None:
-    """The save ends with a clear line; older ones are whole."""
+    """A save on a disk that turned read-only ends with a clear line; older checkpoints stay."""
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     (disk / "checkpoints").mkdir()
     run.checkpoints.symlink_to(disk / "checkpoints")
 
     def before(number: int) -> None:
+        # The pass before the second checkpoint.
         if number == 4:
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
 

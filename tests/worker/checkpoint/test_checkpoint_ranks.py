@@ -1,4 +1,4 @@
-"""Real ranks go on from a checkpoint: bit for bit in the same world, on the same curve in any other."""
+"""Real ranks resume: bit for bit in the same world size, on the same curve in any other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def ranks(count: int, folder: Path) -> Any:
-    """What each rank of a world of this size found, in rank order."""
+    """Run a world of this size, and return the results of its ranks in order."""
     file = folder / f"found{count}.json"
     torchrun(
         count,
@@ -42,14 +42,15 @@ def two(folder: Path) -> Any:
 @pytest.mark.ci
 @pytest.mark.parametrize("way", [*WAYS, *ALONE, "async"])
 def test_the_same_world_goes_on_bit_for_bit(way: str, two: Any) -> None:
-    """Losses, master weights and optimizer state of every rank are those of a training in one piece."""
+    """In the same world, losses, weights and optimizer are those of an uninterrupted run."""
     for found in two:
         assert found[way]["resumed"] == found[way]["straight"]
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.ci)])
 def test_another_world_goes_on(count: int, two: Any, folder: Path) -> None:
-    """From two ranks to one and three, from every ZeRO stage and none to every other: the uninterrupted curve."""
+    """In another world size, a resumed run follows the uninterrupted curve."""
+    # Every ZeRO stage, and none, resumes from every other one.
     straight = two[0]["none"]["straight"][0][SAVED:]
     for name, (losses, _) in ranks(count, folder)[0].items():
         assert losses == pytest.approx(straight, rel=1e-5), name

@@ -1,4 +1,4 @@
-"""When checkpoints are written, which stay, what a failed save does, and the command after each."""
+"""The schedule of checkpoints, those that are kept, failed saves, and background saves."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from ortlaunch.worker.supervision.requests import Ask
 from tests.makers import recipe
 from tests.worker.checkpoint.test_checkpoint import GROUP, Writer, writers
 
-__all__ = ["writers"]  # a fixture of every test here
+# A fixture of every test here.
+__all__ = ["writers"]
 
 STEPS = 100
 
 
 def saving(run: RunDir, stepper: Any = None, **policy: Any) -> checkpoint.Saving:
-    """The policy of a training of a hundred steps."""
+    """Return the saving of a training of a hundred steps."""
     run.path.mkdir(exist_ok=True)
     made = recipe(train={"max_steps": STEPS}, checkpoint={"every_minutes": None, **policy})
     return checkpoint.Saving(run, made, GROUP, stepper or Writer(), {})
 
 
 def save_all(saver: checkpoint.Saving, steps: range) -> list[int]:
-    """Steps that were due."""
+    """Save at the steps that are due, and return them."""
     due = [step for step in steps if saver.is_due(step)]
     for step in due:
         saver.save(step, {"step": step, "samples": 8 * step})
@@ -53,11 +54,12 @@ def kept(run: RunDir) -> list[int]:
         ({"keep": 2}, [75, 100]),
         ({"keep": None}, [25, 50, 75, 100]),
         ({"keep": 1, "keep_every": 50}, [50, 100]),
-        ({"keep": 1, "keep_every": 30}, [50, 75, 100]),  # the first at or after 30, 60 and 90
+        # The first ones at or after 30, 60 and 90.
+        ({"keep": 1, "keep_every": 30}, [50, 75, 100]),
     ],
 )
 def test_older_ones_go(policy: dict[str, Any], left: list[int], tmp_path: Path) -> None:
-    """The newest `keep` stay, and one for good for every `keep_every` steps; the last step is always saved."""
+    """The newest `keep` stay, and one for each `keep_every` steps; the last step is saved."""
     run = RunDir(tmp_path)
     assert save_all(saving(run, every_steps=25, **policy), range(1, STEPS + 1)) == [25, 50, 75, 100]
     assert kept(run) == left
@@ -65,7 +67,7 @@ def test_older_ones_go(policy: dict[str, Any], left: list[int], tmp_path: Path) 
 
 
 class Clock:
-    """One that goes as the test says."""
+    """A clock that a test sets."""
 
     now = 0.0
 
@@ -80,17 +82,19 @@ class Clock:
 def test_the_time_asks_for_one(
     minutes: float | None, saved: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Rank 0's clock, from the last save on; other ranks hear of it as of any request."""
+    """Rank 0's clock, which restarts at each save, requests checkpoints from all ranks."""
     monkeypatch.setattr(savings, "time", clock := Clock())
     saver = saving(RunDir(tmp_path), every_minutes=minutes)
     asked = []
     for step in range(1, 99):
+        # A minute a step.
         clock.now += 60
         agreed = SimpleNamespace(ask=lambda what, step=step: asked.append((step, what)))
         saver.ask_in_time(agreed)  # type: ignore[arg-type]
         if asked and asked[-1][0] == step:
             saver.save(step, {"step": step, "samples": 8 * step})
     assert asked == [(step, Ask.SAVE) for step in saved]
+    # Another rank's clock requests nothing.
     saver.group = DistributedContext(Rank(1, 2, 1, 2), torch.device("cpu"))
     clock.now = 1e9
     saver.ask_in_time(agreed)  # type: ignore[arg-type]
@@ -98,7 +102,7 @@ def test_the_time_asks_for_one(
 
 
 class Slow(Writer):
-    """Writes when the test lets it."""
+    """A stepper whose writes wait for the test's permission."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,12 +119,13 @@ class Slow(Writer):
 
 
 def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
-    """The loop is not held up; one is there once it is whole, a second waits for the first, the last for itself."""
+    """Training continues during a write, except for the next save and the last one."""
     run = RunDir(tmp_path)
     writer = Slow()
     saver = saving(run, stepper=writer, every_steps=40, **{"async": True})
     assert save_all(saver, range(1, 51)) == [40]
     saver.ask_in_time(None)  # type: ignore[arg-type]
+    # A checkpoint exists only once it is complete.
     assert (kept(run), records(run)) == ([], [])
     threading.Timer(0.3, writer.may.set).start()
     assert save_all(saver, range(51, 101)) == [80, 100]
@@ -130,11 +135,12 @@ def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asked", [Ask.SAVE, Ask.TERMINATE])
 def test_what_is_asked_for_is_complete(asked: Ask, tmp_path: Path) -> None:
-    """Whoever stops a run, or asks for a checkpoint, has it when the save returns; one by the clock may wait."""
+    """A save by a stop or a user's request is complete on return; one by the clock may wait."""
     run = RunDir(tmp_path)
     writer = Slow()
     clock = Agreed()
     saver = saving(run, stepper=writer, every_minutes=1, **{"async": True})
+    # The last save seems to be a minute ago.
     saver.tried -= 61
     saver.ask_in_time(clock)  # type: ignore[arg-type]
     saver.save(3, {"step": 3, "samples": 24}, Ask.SAVE)
@@ -145,7 +151,7 @@ def test_what_is_asked_for_is_complete(asked: Ask, tmp_path: Path) -> None:
 
 
 class Agreed:
-    """Takes what is asked for."""
+    """An agreement that accepts a request to save."""
 
     def ask(self, what: Ask) -> None:
         assert what is Ask.SAVE
@@ -155,7 +161,7 @@ class Agreed:
 def test_one_written_beside_training_that_fails(
     policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Told at the next step's edge, never counted as saved; with `stop` it ends the run."""
+    """A failed background save is reported at the next step, and with `stop` it ends the run."""
     run = RunDir(tmp_path)
     writer = Slow()
     saver = saving(run, stepper=writer, every_steps=40, on_failure=policy, **{"async": True})
@@ -168,6 +174,7 @@ def test_one_written_beside_training_that_fails(
         else contextlib.nullcontext()
     ):
         saver.wait()
+    # It does not count as saved.
     assert kept(run) == []
     assert "No space left on device" in records(run)[0]["error"]
     assert ("NOT SAVED" in capsys.readouterr().out) is (policy == "continue")
@@ -175,7 +182,7 @@ def test_one_written_beside_training_that_fails(
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])
 def test_a_save_that_fails(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`stop` ends the run; `continue` tells, counts and tries again; at the end it is a failure with either."""
+    """A failed save ends the run with `stop`; `continue` reports it, counts it and tries again."""
     run = RunDir(tmp_path)
     writer = Writer()
     saver = saving(run, stepper=writer, every_steps=10, on_failure=policy)
@@ -184,6 +191,7 @@ def test_a_save_that_fails(policy: str, tmp_path: Path, capsys: pytest.CaptureFi
     if policy == "stop":
         with pytest.raises(CheckpointError, match=r"No space left on device; .*00010 is whole"):
             save_all(saver, range(11, 21))
+        # A failed save at the last step is a failure with either policy.
         with pytest.raises(
             CheckpointError, match=r"No space left(.|\n)*the run ends without its export"
         ):
@@ -206,9 +214,10 @@ def test_a_save_that_fails(policy: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_save_that_nobody_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint that was whole when its rank died: the next start tells it, once."""
+    """A checkpoint whose writer died before recording it is reported once, by the next start."""
     run = RunDir(tmp_path)
     save_all(saving(run, every_steps=50), range(1, 51))
+    # As if that start had died before it wrote these lines.
     run.saves.unlink()
     checkpoint.save(run, {}, GROUP, Writer(), 100, {"step": 100, "samples": 800})  # type: ignore[arg-type]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: by name, each rank's share, read into any world, safely; refused where it does not fit."""
+"""A checkpoint's content: named tensors, each rank's share, loaded into any world size."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def train(trained: TorchStepper, steps: int = 2) -> None:
 def save(
     named: NamedState, folder: Path, ranks: int = 1, state: dict[str, Any] | None = None
 ) -> None:
-    """As this many ranks would that hold the same."""
+    """Save as this many ranks with the same state would."""
     for rank in range(ranks):
         take(
             named,
@@ -65,7 +65,7 @@ def save(
 
 
 def same(one: TorchStepper, other: TorchStepper) -> bool:
-    """Bit for bit, weights, buffers and optimizer."""
+    """Return whether weights, buffers and optimizer state are equal bit for bit."""
     states = [[*s.model.state_dict().values(), *(v for kept in s.optimizer.state_dict()["state"].values()
               for _, v in sorted(kept.items()))] for s in (one, other)]  # fmt: skip
     return len(states[0]) == len(states[1]) and all(torch.equal(a, b) for a, b in zip(*states))
@@ -74,7 +74,7 @@ def same(one: TorchStepper, other: TorchStepper) -> bool:
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_training_goes_on(optimizer: str, ranks: int, tmp_path: Path) -> None:
-    """Whatever the optimizer keeps, and however many ranks shared the writing, the next steps are the same."""
+    """A resumed training takes the same steps, for any optimizer and number of writing ranks."""
     first = stepper(net(), optimizer)
     second = stepper(net(), optimizer)
     train(first)
@@ -87,7 +87,7 @@ def test_a_training_goes_on(optimizer: str, ranks: int, tmp_path: Path) -> None:
 
 
 def test_a_copy_is_of_its_moment(tmp_path: Path) -> None:
-    """What is copied and written later is what was there, however training went on."""
+    """A copied snapshot is unchanged by later training steps."""
     first = stepper(net())
     second = stepper(net())
     later = stepper(net())
@@ -101,7 +101,7 @@ def test_a_copy_is_of_its_moment(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_writing(tmp_path: Path) -> None:
-    """What all ranks hold is written once, in equal shares; anyone reads the files with safetensors."""
+    """Replicated state is written once, in equal shares, and safetensors reads the files."""
     one = stepper(net(width=300))
     train(one)
     save(one.named_state(), tmp_path, ranks=4)
@@ -109,7 +109,9 @@ def test_ranks_share_the_writing(tmp_path: Path) -> None:
     counts = [
         sum(value.numel() for key, value in part.items() if "buffer" not in key) for part in parts
     ]
+    # Weights, and two moments of AdamW.
     assert sum(counts) == 3 * sum(p.numel() for p in one.model.parameters())
+    # A share of each of the three differs by one element at most.
     assert max(counts) - min(counts) <= 3
     pieces = sorted((int(key.split("@")[1]), value) for part in parts for key, value in part.items()
                     if key.startswith("weight:0.weight@"))  # fmt: skip
@@ -121,7 +123,7 @@ def test_ranks_share_the_writing(tmp_path: Path) -> None:
 
 
 def test_frozen_weights_are_not_saved(tmp_path: Path) -> None:
-    """A checkpoint has what training changes, and buffers; frozen weights stay those that the model was built with."""
+    """A checkpoint has trained weights and buffers; frozen weights stay as the model was built."""
     first = stepper(net(frozen=True))
     second = stepper(net(frozen=True))
     train(first)
@@ -138,7 +140,7 @@ def test_frozen_weights_are_not_saved(tmp_path: Path) -> None:
 
 
 def test_weights_laid_out_otherwise(tmp_path: Path) -> None:
-    """Channels last, a single number, and weights of the user's own dtype come back as they were."""
+    """Channels last, a scalar, and weights of the user's own dtype are restored unchanged."""
 
     def built() -> nn.Module:
         torch.manual_seed(0)
@@ -159,7 +161,7 @@ def test_weights_laid_out_otherwise(tmp_path: Path) -> None:
 
 
 def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
-    """With its count of good steps; one of DeepSpeed's, which counts otherwise, gives its scale alone."""
+    """The loss scale is restored with its count of good steps."""
     scale: list[Any] = [stepper(net(), precision="fp16") for _ in range(3)]
     scale[0].scaler.load_state_dict(
         {**scale[0].scaler.state_dict(), "scale": 32.0, "_growth_tracker": 5}
@@ -167,6 +169,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     save(scale[0].named_state(), tmp_path)
     load(tmp_path, scale[1].named_state(), ALONE)
     assert scale[1].scaler.state_dict() == scale[0].scaler.state_dict()
+    # DeepSpeed's scaler has other counters, so only its scale is used.
     index = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(
         json.dumps({**index, "loss_scale": {"scale": 8.0, "cur_iter": 7}})
@@ -177,7 +180,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
 
 
 def test_another_optimizer_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Said; the weights are taken."""
+    """With another optimizer, only the weights are loaded, and that is printed."""
     first = stepper(net())
     second = stepper(net(), "sgd")
     train(first)
@@ -188,7 +191,7 @@ def test_another_optimizer_begins_anew(tmp_path: Path, capsys: pytest.CaptureFix
     train(second)
 
 
-# ------------------------------------------------------------------------------------------------ what does not fit
+# ------------------------------------------------------------------------------- what does not fit
 
 
 @pytest.mark.parametrize(
@@ -206,14 +209,14 @@ def test_another_optimizer_begins_anew(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_a_checkpoint_of_another_model(other: nn.Module, message: str, tmp_path: Path) -> None:
-    """Other shapes, missing and unknown weights are an error, never a half loaded model."""
+    """Other shapes, and missing or unknown weights, are an error before anything is loaded."""
     save(stepper(net()).named_state(), tmp_path)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, stepper(other).named_state(), ALONE)
 
 
 class Planted:
-    """Writes a file where it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -224,11 +227,12 @@ class Planted:
 
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "index.json"])
 def test_a_planted_pickle_does_not_run(name: str, tmp_path: Path) -> None:
-    """In place of any file of a checkpoint it is named, and nothing of it is run."""
+    """A pickle in place of any file of a checkpoint is reported, and not executed."""
     one = stepper(net())
     save(one.named_state(), tmp_path)
     for planted in (
         pickle.dumps(Planted(tmp_path / "ran")),
+        # The start of a zip file, which torch.save writes.
         b"PK\x03\x04" + pickle.dumps(Planted(tmp_path / "ran")),
     ):
         (tmp_path / name).write_bytes(planted)
@@ -241,7 +245,7 @@ def test_a_planted_pickle_does_not_run(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_an_index(tmp_path: Path) -> None:
-    """Other files, such as a state.pt, are not read; the error names the missing one."""
+    """A folder without an index is an error that names it; other files are not read."""
     torch.save({}, tmp_path / "state.pt")
     with pytest.raises(
         CheckpointError, match=r"index\.json is no index of a checkpoint.*No such file"
@@ -250,7 +254,7 @@ def test_a_folder_without_an_index(tmp_path: Path) -> None:
 
 
 def test_a_later_format(tmp_path: Path) -> None:
-    """Both formats are named."""
+    """A later format is an error with both formats."""
     (tmp_path / "index.json").write_text('{"format": "ortlaunch 9"}')
     with pytest.raises(
         CheckpointError, match="of format 'ortlaunch 9', and this version reads 'ortlaunch 1'"
@@ -259,9 +263,10 @@ def test_a_later_format(tmp_path: Path) -> None:
 
 
 def test_a_missing_part(tmp_path: Path) -> None:
-    """Weights that no file has are named, with where they begin."""
+    """Missing weights are named, with the first missing element."""
     one = stepper(net())
     save(one.named_state(), tmp_path, ranks=2)
+    # Rank 1's file is lost: only that of rank 0 is left.
     os.replace(tmp_path / file_of(0), tmp_path / file_of(1))
     index = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps({**index, "ranks": 1}))
@@ -281,7 +286,7 @@ def test_a_cut_file(size: int, tmp_path: Path) -> None:
 
 
 def test_what_has_no_place_is_refused(tmp_path: Path) -> None:
-    """A model's state that is no tensor, and a dtype that the format has not, are named when it is saved."""
+    """State that is no tensor, and a dtype that the format lacks, are errors of the save."""
 
     class Extra(nn.Linear):
         def get_extra_state(self) -> Any:
@@ -303,7 +308,8 @@ def test_what_has_no_place_is_refused(tmp_path: Path) -> None:
 def test_a_large_file_goes_onto_the_disk_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One flush of all of it would show no progress for so long on a slow disk that the run is taken to stand still."""
+    """A large file is flushed to the disk in parts."""
+    # A single flush on a slow disk would show no progress for so long that it counts as a stall.
     flushed: list[int] = []
     monkeypatch.setattr(
         tensor_file.os, "fsync", lambda file: flushed.append(os.fstat(file).st_size)
