@@ -1,4 +1,4 @@
-"""`ortlaunch device`: what is refused before a process is started, and what that process is given."""
+"""Tests of `ortlaunch device`: refusals before a process is started, and the request to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.control.typed import Run
 
 @pytest.fixture
 def artifacts(tmp_path: Path) -> DeviceFolder:
-    """A folder with everything by its name."""
+    """A folder that has all files of training artifacts by name."""
     place = DeviceFolder(tmp_path / "artifacts")
     place.path.mkdir()
     words = {
@@ -38,8 +38,9 @@ def artifacts(tmp_path: Path) -> DeviceFolder:
 
 
 def test_what_is_started(artifacts: DeviceFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The artifacts' recipe with their tokenizer and the client's data; checkpoints are theirs if not given."""
+    """The process gets the artifacts' recipe, tokenizer and checkpoint, and the client's data."""
     started: list[Any] = []
+    # The process itself would need the artifacts' contents; 3 stands for its exit status.
     monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)
     mine = ("data.train.format=text", "data.train.path=[mine.txt]", "train.max_steps=7")
     assert device.start(DeviceRequest("train", str(artifacts), to="after", steps=5), mine) == 3
@@ -52,12 +53,15 @@ def test_what_is_started(artifacts: DeviceFolder, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        # The graphs are fixed at the export, so the model cannot change on a device.
         (("train", "model.config.num_hidden_layers=3"), "is settled in the artifacts; on a device can be set data, "),
         (("train", "--checkpoint=nothing"), "there is no checkpoint nothing"),
         (("train", "--to=."), "--to: . is a folder; give the file of a checkpoint, as checkpoint"),
+        # A file that is no checkpoint must not be replaced.
         (("train", "--to=good.yaml"), "--to: good.yaml is there already, and is no checkpoint of onnxruntime's"),
         (("train", "--to=good.yaml/new"), "--to: nothing can be written in good.yaml: "),
         (("export", "--to=."), ". is there already"),
+        # A mean of a single checkpoint is most likely a typing error.
         (("average", "checkpoint"), "an average is of two checkpoints at least; got 1"),
         (("average", "one", "two", "--weights=1,x"), "--weights: got '1,x'; give numbers, as 100,250,80"),
         (("average", "one", "two", "--weights=1"), "--weights: got 1 for 2 checkpoints"),
@@ -67,7 +71,7 @@ def test_what_is_started(artifacts: DeviceFolder, monkeypatch: pytest.MonkeyPatc
 def test_refusals(
     words: tuple[str, ...], told: str, artifacts: DeviceFolder, ortlaunch: Run
 ) -> None:
-    """Each with what there is."""
+    """Each wrong argument is refused with the remedy, before a process is started."""
     ended = ortlaunch("device", words[0], str(artifacts), *words[1:])
     assert (ended.status, told in ended.err) == (2, True), ended.err
 
@@ -75,7 +79,7 @@ def test_refusals(
 def test_the_folder_of_a_result_is_made_before_any_step(
     artifacts: DeviceFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training or an average does not end without a place for what it made; an earlier result is replaced."""
+    """The folder of a result exists before a process starts, and an earlier result is replaced."""
     there: list[bool] = []
 
     def run(request: DeviceRequest) -> int:
@@ -87,13 +91,14 @@ def test_the_folder_of_a_result_is_made_before_any_step(
     earlier = tmp_path / "rounds/2/mean"
     device.start(DeviceRequest("train", str(artifacts), to=str(tmp_path / "out/client")), ())
     device.average(DeviceRequest("average", str(artifacts), to=str(earlier), checkpoints=clients))
+    # The mark of onnxruntime's checkpoints, in bytes 4 to 7.
     earlier.write_bytes(b"\x14\0\0\0ODTC")
     device.average(DeviceRequest("average", str(artifacts), to=str(earlier), checkpoints=clients))
     assert there == [True, True, True]
 
 
 def test_no_artifacts_and_a_mistyped_key(artifacts: DeviceFolder) -> None:
-    """A folder that lacks some files names them; a key that no recipe has is told as everywhere."""
+    """Missing files of the artifacts are named, and so is the nearest key to an unknown one."""
     artifacts.eval.unlink()
     with pytest.raises(
         InputError,

@@ -1,4 +1,4 @@
-"""`ortlaunch evaluate`: which checkpoint, on how many ranks, in what folder."""
+"""Tests of `ortlaunch evaluate`: the checkpoint, the ranks and the folder of an evaluation."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ EVALUATION = ("data.evaluation.format=custom", "data.evaluation.factory=mine:dat
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run of one rank with a step of 8 samples, and a checkpoint of step 10."""
+    """A run of one rank with steps of 8 samples, and a checkpoint of step 10."""
     (tmp_path / "mine.py").write_text(makers.OWN_MODULE)
     recipe = makers.recipe(batch={"global_size": 8, "micro_size": 2})
     found = RunDir(tmp_path / "run")
     found.checkpoint(10).mkdir(parents=True)
     (found.checkpoint(10) / "COMPLETE").touch()
     found.recipe.write_text(to_yaml(recipe))
+    # The plan has the folder of the user's modules.
     found.plan.write_text(makers.plan(recipe).to_json().replace('"here"', f'"{tmp_path}"'))
     return found
 
 
 def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranks, which the global batch could not be divided among; the user's module is where it was."""
+    """An evaluation may have another number of ranks, and uses the run's modules."""
+    # The global batch of 8 is not divisible by 3 ranks.
     started: list[Any] = []
     monkeypatch.setattr(evaluations.control, "train", lambda *given: started.append(given) or 3)
     options = LaunchOptions("torchrun", 3)
@@ -55,7 +57,7 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_said_of_it(run: RunDir) -> None:
-    """The ranks, and changes that concern what is measured: nothing of batches and steps, of which there are none."""
+    """The printed changes are those that concern an evaluation: neither batches nor steps."""
     trained = parse_resolved(run.recipe.read_text())
     write_json(run.checkpoint(10) / "manifest.json", {"step": 10})
     write_json(
@@ -79,15 +81,18 @@ def test_what_is_said_of_it(run: RunDir) -> None:
 
 
 def _words(run: RunDir) -> RunDir:
-    """A run on text, whose checkpoint says what made it."""
+    """Make the run one on text, whose checkpoint has a record of its origin."""
     recipe = makers.bert(data={**makers.WORDS, "evaluation": "python-docs"})
     run.recipe.write_text(to_yaml(recipe))
     write_json(run.checkpoint(10) / "manifest.json", {"step": 10})
     write_json(
         run.checkpoint(10) / ORIGIN, origin(recipe, makers.plan(recipe).batch, 1, "cpu", {}, None)
     )
+    # With its own vocabulary, the training data no longer determine the tokens.
     write_json(run.vocabulary, {})
     return run
+
+    # Any other file than the corpus of the training.
 
 
 def _other_text(run: RunDir) -> str:
@@ -102,7 +107,7 @@ def _lines(run: RunDir, *overrides: str) -> tuple[str, ...]:
 
 
 def test_changes_that_concern_training_alone(run: RunDir) -> None:
-    """They are of no effect and not told; what changes the numbers is told, and nothing of `--allow`."""
+    """Changes that concern the training alone are left out; others are printed without --allow."""
     _words(run)
     lines = _lines(
         run, "data.sequence_length=64", "seed=7", _other_text(run), "optimizer.learning_rate=0.5"
@@ -119,7 +124,8 @@ def test_changes_that_concern_training_alone(run: RunDir) -> None:
 
 
 def test_a_run_that_keeps_no_vocabulary(run: RunDir) -> None:
-    """Its words and labels may have been made of the training data: those must be the same."""
+    """A run without a stored vocabulary must be evaluated with the same training data."""
+    # Its tokens and labels may have been derived from those data.
     _words(run).vocabulary.unlink()
     with pytest.raises(
         PlanError, match=r"data.train: .* refused \(its words and labels may be made of these data"
@@ -133,14 +139,14 @@ def test_a_run_that_keeps_no_vocabulary(run: RunDir) -> None:
      (None, (), "has no data.evaluation; give one")],
 )  # fmt: skip
 def test_refusals(step: int | None, overrides: tuple[str, ...], message: str, run: RunDir) -> None:
-    """Another step, or no corpus to measure on, before a process is started."""
+    """An absent step and an absent evaluation corpus are refused before a process starts."""
     with pytest.raises(InputError, match=message):
         evaluations.evaluate(run, step, overrides, LaunchOptions("local"))
 
 
 @pytest.fixture
 def model(run: RunDir) -> Path:
-    """An export of the run, whose task transformers knows."""
+    """An exported model of a run, with a task that transformers has."""
     words = makers.recipe(
         model={"task": "masked-lm", "config": {"model_type": "bert"}},
         data={
@@ -161,12 +167,13 @@ def model(run: RunDir) -> Path:
 def test_a_model_is_measured_by_its_runs_recipe(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph before the weights, with the tokenizer beside it; adapters alone are told, and strangers."""
+    """A model is measured by its run's recipe, with the tokenizer and graph of its own folder."""
     started: list[Any] = []
     monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)
     corpus = ("data.evaluation=python-docs",)
     assert (evaluate_model.is_model(model), evaluate_model.is_model(model.parents[1])) == (
         True,
+        # parents[1] is the run itself, whose checkpoints are evaluated in another way.
         False,
     )
     assert evaluate_model.evaluate(model, None, corpus, as_json=False) == 3
@@ -179,6 +186,7 @@ def test_a_model_is_measured_by_its_runs_recipe(
         None,
     )
 
+    # Without a graph, transformers loads the weights.
     (model / "model.onnx").unlink()
     evaluate_model.evaluate(model, None, corpus, as_json=False)
     assert parse_resolved(started[1].recipe).model.pretrained == str(model)
@@ -189,6 +197,7 @@ def test_a_model_is_measured_by_its_runs_recipe(
         (model.parent, corpus, "holds adapters alone"),
         (elsewhere, corpus, "lies in no run folder"),
     ):
+        # In another folder the model has no run, and so no recipe.
         if wrong == elsewhere:
             model.rename(elsewhere)
         with pytest.raises(InputError, match=message):
@@ -220,13 +229,14 @@ CHATS = {"train": "python-chats", "chat_template": "chat.jinja"}
 def test_the_advice_can_be_typed(
     task: str, data: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A held-out corpus as the message says it, of the training corpus's kind, is taken."""
+    """The override that the error suggests for an evaluation corpus is valid."""
     monkeypatch.setattr(tasks, "run_alone", lambda request: 3)
     family = "llama" if task == "causal-lm" else "bert"
     made = makers.recipe(
         model={"task": task, "config": {"model_type": family}}, data={**makers.WORDS, **data}
     )
     RunDir(model.parents[1]).recipe.write_text(to_yaml(made))
+    # The recipe has no evaluation corpus.
     with pytest.raises(InputError) as caught:
         evaluate_model.evaluate(model, None, (), as_json=False)
     advice = str(caught.value).partition("give one, as ")[2]
@@ -234,7 +244,7 @@ def test_the_advice_can_be_typed(
 
 
 def test_the_advice_for_samples_of_ones_own_can_be_typed(run: RunDir) -> None:
-    """A function beside the one that makes the training samples."""
+    """The suggested evaluation function for samples of the user's own is valid."""
     with pytest.raises(InputError) as caught:
         evaluations.evaluate(run, None, (), LaunchOptions("local"))
     advice = tuple(shlex.split(str(caught.value).partition("give one, as ")[2]))

@@ -1,4 +1,4 @@
-"""`ortlaunch export`: which checkpoint, where to; refusals before a process is started."""
+"""Tests of `ortlaunch export`: the checkpoint, the folder, and refusals before a process starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ortlaunch.run_folder.folder import RunDir
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run with checkpoints of steps 10 and 20, and a half written one."""
+    """A run with checkpoints of steps 10 and 20, and a partial one of step 30."""
     found = RunDir(tmp_path / "run")
     for step in (10, 20):
         found.checkpoint(step).mkdir(parents=True)
@@ -30,6 +30,7 @@ def run(tmp_path: Path) -> RunDir:
     ("step", "to", "form", "message"),
     [
         (None, None, "gguf", "--format: got 'gguf'; one of huggingface, onnx, ondevice"),
+        # The checkpoint of step 30 is partial.
         (30, None, "huggingface", "has no complete checkpoint of step 30; of 10, 20"),
         (
             None,
@@ -40,13 +41,13 @@ def run(tmp_path: Path) -> RunDir:
     ],
 )
 def test_refusals(step: int | None, to: Path | None, form: str, message: str, run: RunDir) -> None:
-    """Another format or step, or a folder that is there, is said with what there is."""
+    """An unknown format or step and an existing folder are refused with the alternatives."""
     with pytest.raises(InputError, match=message):
         exports.export(run, step, to, form)
 
 
 def test_adapters_as_nobody_knows(run: RunDir) -> None:
-    """A word that is no way to export adapters; artifacts for devices on the hub."""
+    """An unknown form of adapters is refused, and so is an upload of artifacts for devices."""
     with pytest.raises(
         InputError,
         match="--push uploads models for transformers and ONNX; --format ondevice is for",
@@ -57,7 +58,7 @@ def test_adapters_as_nobody_knows(run: RunDir) -> None:
 
 
 def test_no_run_and_no_checkpoint(run: RunDir, tmp_path: Path) -> None:
-    """A folder that is no run's, and a run that has saved nothing."""
+    """A folder of no run is refused, and so is a run without a checkpoint."""
     with pytest.raises(InputError, match="is no folder of a run"):
         exports.export(RunDir(tmp_path), None, None, "huggingface")
     for step in (10, 20):
@@ -70,8 +71,9 @@ def test_no_run_and_no_checkpoint(run: RunDir, tmp_path: Path) -> None:
 def test_what_is_started(
     step: int | None, taken: int, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest checkpoint, or the one asked for, into a folder of its step; the exit status is the process's."""
+    """The requested or newest checkpoint is exported to a folder of its step."""
     started: list[Any] = []
+    # 3 stands for the exit status of the process, which the command returns.
     monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)
     assert exports.export(run, step, None, "huggingface") == 3
     folder = run.path / "exports" / f"step_{taken:08d}"

@@ -1,4 +1,4 @@
-"""`ortlaunch generate`: which model, and refusals before a process is started."""
+"""Tests of `ortlaunch generate`: the model, and refusals before a process starts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from ortlaunch.run_folder.folder import RunDir, write_json
 from ortlaunch.tasks import GenerationRequest
 from tests import makers
 
+# As small as possible: only the type of the model matters.
 LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def run_of(folder: Path, task: str) -> RunDir:
-    """A run of this task with checkpoints of steps 10 and 20."""
+    """Write a run of this task with checkpoints of steps 10 and 20."""
     config = LLAMA if task == "causal-lm" else makers.BERT
     recipe = makers.recipe(model={"task": task, "config": config}, data=makers.WORDS)
     found = RunDir(folder)
@@ -38,6 +39,7 @@ def asked(model: Path, step: int | None = None) -> GenerationRequest:
 @pytest.mark.parametrize(
     ("step", "finished", "taken"),
     [
+        # `finished` is the step of the run's export; 20 is the newest checkpoint.
         (None, 20, ("run/export", None)),
         (None, 10, ("run", 20)),
         (10, 20, ("run", 10)),
@@ -52,13 +54,14 @@ def test_which_model(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The export where it is of the newest checkpoint, else that, or the one asked for; the process's exit status."""
+    """The export is used if it is of the newest checkpoint, else the requested or newest one."""
     run = run_of(tmp_path / "run", "causal-lm")
     started = list[Any]()
     if finished:
         write_json(run.summary, {"steps": finished})
         write_json(run.export / "config.json", {})
 
+    # 3 stands for the exit status of the process, which the command returns.
     monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)
     assert generation.generate(asked(run.path, step)) == 3
     (given,) = started
@@ -66,7 +69,7 @@ def test_which_model(
 
 
 def test_refusals(tmp_path: Path) -> None:
-    """A run of another task, a model that is no causal one, a folder of neither."""
+    """A run of another task, a model that is not causal, and other folders are refused."""
     for task in ("masked-lm", "pretraining"):
         run = run_of(tmp_path / task, task)
         with pytest.raises(InputError, match=f"trains task {task}; only causal-lm generates text"):
@@ -76,6 +79,7 @@ def test_refusals(tmp_path: Path) -> None:
         InputError, match="bert holds a BertForMaskedLM; only causal models generate text"
     ):
         generation.generate(asked(tmp_path / "bert"))
+    # A folder with neither a plan.json nor a config.json.
     with pytest.raises(
         InputError, match=r"is no folder of a run \(plan.json\), nor of a model of transformers'"
     ):

@@ -1,4 +1,4 @@
-"""`plan --diff` and `ranks`: what changed between two plans, and which rank a process is, for a person."""
+"""Tests of `plan --diff` and `ranks`: differences between two plans, and the rank of a process."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from tests.makers import CUSTOM
 
 @pytest.fixture(autouse=True)
 def recipe(workbench: None) -> None:
-    """One to change."""
+    """Write a recipe for the tests to change."""
     Path("recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
 
 
 def typed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
 ) -> tuple[int, str]:
-    """Exit status and all that a command writes."""
+    """Run a command line, and return its exit status and all its output."""
     monkeypatch.setattr(sys, "argv", ["ortlaunch", *words])
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         cli.main()
+    # The command freezes the objects that exist at its start, and disables the collector.
     gc.unfreeze()
     gc.enable()
     written = capsys.readouterr()
@@ -36,7 +37,7 @@ def typed(
 
 
 def test_what_changed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Against a recipe, a run folder and a plan.json: the same lines; nothing changed is said."""
+    """A recipe, a run folder and a plan.json give the same differences."""
     _, plan = typed(monkeypatch, capsys, "plan", "recipe.yaml", "--json")
     run = RunDir("one")
     run.path.mkdir()
@@ -54,6 +55,7 @@ def test_what_changed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     ]
     assert [status for status, _ in shown] == [0, 0, 0]
     assert len({text for _, text in shown}) == 1
+    # More than four hosts are abbreviated.
     lines = shown[0][1].splitlines()
     assert lines[0] == "world_size: 1 -> 5"
     assert "nodes: 1 (localhost 1) -> 5 (node0 1, node1 1, node2 1, node3 1, ...)" in lines
@@ -67,7 +69,8 @@ def test_what_changed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 def test_a_device_that_only_overrides_know(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A recipe for GPUs is compared on a host without: its auto is what was typed for the new one."""
+    """A recipe with device auto is compared on the device of the new plan."""
+    # This host has no GPU, for which the shipped recipe is.
     changed = ("plan", "bert-large/phase1", "launch.device=cuda", "batch.global_size=32768")
     status, text = typed(monkeypatch, capsys, *changed, "--diff", "bert-large/phase1")
     assert (status, text.splitlines()[0]) == (0, "batch.global_samples: 65536 -> 32768")
@@ -76,12 +79,14 @@ def test_a_device_that_only_overrides_know(
 @pytest.mark.parametrize(
     ("other", "text", "said"),
     [
+        # A run folder without a plan.
         (
             "empty",
             None,
             "--diff empty: there is no empty/plan.json; give a recipe, a run folder or its plan.json",
         ),
         ("gone.json", None, "--diff gone.json: there is no gone.json"),
+        # A plan of a later version, and one that lacks fields.
         (
             "a.json",
             '{"format": 2}',
@@ -102,7 +107,7 @@ def test_what_is_no_plan(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Named, with what it should be."""
+    """A file that is no plan is named in the error."""
     Path("empty").mkdir()
     if text is not None:
         Path(other).write_text(text)
@@ -113,6 +118,7 @@ def test_what_is_no_plan(
 
 @pytest.mark.parametrize(
     ("environ", "status", "said"),
+    # A complete set of variables, or none, is valid; a part of one is an error.
     [
         ({}, 0, "used: none, so this is rank 0 of 1"),
         (
@@ -134,7 +140,8 @@ def test_ranks(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What is seen, and what is used; a set that is not whole ends with 2."""
+    """`ranks` prints the variables and their meaning, and fails for an incomplete set."""
+    # The tests themselves may run under a launcher.
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():

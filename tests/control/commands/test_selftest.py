@@ -1,4 +1,4 @@
-"""What `ortlaunch selftest` calls equal."""
+"""Tests of the findings of `ortlaunch selftest`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ CHECKED = Finding("localhost", "disk", OK, "1 GiB free")
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A login node with mpirun and two nodes of Slurm; trainings under mpirun have another last loss. Lists them."""
+    """A login node with mpirun and Slurm, on which trainings by mpirun have another last loss.
+
+    Returns:
+        The names of the trainings, which grow with each one.
+    """
     names: list[str] = []
 
     def train(folder: Path, training: Training, overrides: Sequence[str]) -> Trained:
         names.append(training.name)
+        # A difference far beyond the tolerance.
         last = 1.5 if "mpi" in training.name else 1.0
         return Trained(training.name, "a:0-0", (2.0, last), 1.0, folder / "log")
 
@@ -39,13 +44,13 @@ def place(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run(folder: Path, answer: bool = False, **launch: str | int) -> dict[str, Finding]:
-    """Findings by their check."""
+    """Run the selftest, and return its findings by their check."""
     request = SelftestRequest(folder, launch=LaunchOptions(**launch))  # type: ignore[arg-type]
     return {one.check: one for one in selftest.selftest(request, lambda question: answer, {})}
 
 
 def test_a_backend_with_other_losses_fails_it(place: list[str], tmp_path: Path) -> None:
-    """Checks, measurements, then trainings; the one that differs is named with its log."""
+    """A training with other losses fails, and its finding names the log."""
     found = run(tmp_path / "st")
     assert list(found) == [
         "disk",
@@ -55,6 +60,7 @@ def test_a_backend_with_other_losses_fails_it(place: list[str], tmp_path: Path) 
         "train mpi",
         "train slurm",
     ]
+    # Slurm is not tested without a yes, which is a warning.
     assert [one.verdict for one in found.values()] == [OK, OK, OK, OK, FAILED, WARNING]
     assert found["train mpi"].what.startswith(
         "LOSSES DIFFER by 0.5: a:0-0, losses 2.000000 -> 1.500000"
@@ -65,7 +71,7 @@ def test_a_backend_with_other_losses_fails_it(place: list[str], tmp_path: Path) 
 def test_no_rank_is_started_where_a_check_failed(
     place: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And that is a finding of its own."""
+    """No rank is started after a failed check, and a finding notes that."""
     monkeypatch.setattr(selftest, "checkup", lambda *_: [replace(CHECKED, verdict=FAILED)])
     assert run(tmp_path / "st", answer=True)["ranks"].what == "none started, for a check failed"
     assert place == []
@@ -73,7 +79,7 @@ def test_no_rank_is_started_where_a_check_failed(
 
 @pytest.mark.parametrize("answer", [False, True])
 def test_a_job_is_queued_on_request(answer: bool, place: list[str], tmp_path: Path) -> None:
-    """Without a yes nothing is submitted, and that is a finding."""
+    """A job is queued only after a yes; otherwise a finding notes that."""
     found = run(tmp_path / "st", answer)["train slurm"]
     assert ("slurm" in place) is answer
     assert found.verdict == (OK if answer else WARNING)
@@ -81,7 +87,8 @@ def test_a_job_is_queued_on_request(answer: bool, place: list[str], tmp_path: Pa
 
 
 def test_a_launcher_of_choice(place: list[str], tmp_path: Path) -> None:
-    """The others are left out; hosts of which some are chosen, too."""
+    """With a chosen launcher no other is tested, and only the included hosts are used."""
+    # Without b, all hosts have the same number of slots, as torchrun requires.
     (tmp_path / "hosts").write_text("a slots=1\nb slots=2\nc slots=1\n")
     run(tmp_path / "st", launcher="torchrun", hostfile=str(tmp_path / "hosts"), exclude="b")
     assert place == ["local", "torchrun", "torchrun, hosts"]
@@ -90,6 +97,7 @@ def test_a_launcher_of_choice(place: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("losses", "wrong", "start"),
     [
+        # Within the tolerance of 1e-5.
         ((2.0, 1.0 + 9e-6), "", "equal: "),
         ((2.0,), "", "1 STEPS, not 2: "),
         ((), "", "0 STEPS, not 2: "),
@@ -97,14 +105,14 @@ def test_a_launcher_of_choice(place: list[str], tmp_path: Path) -> None:
     ],
 )
 def test_verdicts(losses: tuple[float, ...], wrong: str, start: str) -> None:
-    """Within 1e-5, as many steps, and ranks where the plan has them."""
+    """Losses within 1e-5, as many steps, and ranks as planned count as equal."""
     found = Trained("mpi", "a:0-1", losses, 1.0, Path("log"), wrong).finding(LOSSES)
     assert found.what.startswith(start)
     assert found.verdict == (OK if start == "equal: " else FAILED)
 
 
 def test_a_folder_that_is_not_empty(tmp_path: Path) -> None:
-    """An earlier selftest's runs would be continued."""
+    """A folder that is not empty is refused: an earlier selftest's runs would be continued."""
     (tmp_path / "x").write_text("")
     with pytest.raises(InputError, match="is not empty; give a new folder with --dir"):
         run(tmp_path)
@@ -113,12 +121,13 @@ def test_a_folder_that_is_not_empty(tmp_path: Path) -> None:
 def test_a_signal_leaves_no_job_and_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for the job is ended, and the job is cancelled."""
+    """After a signal the waiting command ends and the job is cancelled."""
     called: list[str] = []
 
     def call(argv: Sequence[str], log: Path) -> int:
         called.append(next(word for word in argv if word in ("submit", "status", "cancel")))
         if called[-1] == "status":
+            # As the handler of a signal does.
             raise SystemExit(143)
         return 0
 
@@ -129,11 +138,13 @@ def test_a_signal_leaves_no_job_and_no_process(
 
 
 def test_a_signal_ends_the_command_that_runs(tmp_path: Path) -> None:
-    """The child gets SIGTERM, and is waited for."""
+    """After a signal the child gets SIGTERM, and the selftest waits for its end."""
     script = (
         "import signal, sys\nfrom pathlib import Path\nfrom ortlaunch.commands import selftest\n"
-        "signal.signal(signal.SIGALRM, lambda *_: sys.exit(143))\nsignal.setitimer(signal.ITIMER_REAL, 0.3)\n"
-        "selftest._call((sys.executable, '-c', 'import os,time;print(os.getpid(),flush=True);time.sleep(60)'), "
+        "signal.signal(signal.SIGALRM, lambda *_: sys.exit(143))\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.3)\n"
+        "selftest._call((sys.executable, '-c', "
+        "'import os,time;print(os.getpid(),flush=True);time.sleep(60)'), "
         "Path('log'))\n"
     )
     ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=50, check=False)

@@ -1,4 +1,4 @@
-"""A recipe becomes a job in Slurm's queue: its script to the letter, and what a queue's words mean for a run."""
+"""Tests of submission to Slurm: the script, and the states of a queue for a run."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ LARGE = {
                "mail_user": "me@example.org", "mail_type": "END,FAIL", "setup": ["module load cuda/12.4"],
                "options": ["--switches=1"]},
 }  # fmt: skip
+# For a scheduler: the hosts are those that the recipe declares.
 OPTIONS = LaunchOptions(planned_only=True, declared=True)
 
 
 def resolved(*overrides: str, **sections: Any) -> ResolvedRun:
-    """A custom model's recipe in the current folder, for a scheduler."""
+    """Resolve a recipe of a custom model in the current folder, for a scheduler."""
     Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))
     return resolve(
         Path("recipe.yaml"), overrides, OPTIONS, {"PATH": "/bin", "WANDB_API_KEY": "s3cret"}
@@ -49,19 +50,21 @@ def resolved(*overrides: str, **sections: Any) -> ResolvedRun:
 
 
 def script(*overrides: str, **sections: Any) -> str:
-    """The batch script."""
+    """Return the batch script."""
     return request_of(resolved(*overrides, **sections), RunDir(WHERE), "slurm").files[0][1]
 
 
 def test_a_thousand_nodes() -> None:
-    """The script to the letter, in under a second, with a short command line and without a secret."""
+    """The script for 1,024 nodes is as expected, made in a second, and has no secret."""
     began = time.process_time()
     request = request_of(resolved(**LARGE), RunDir(WHERE), "slurm")
+    # Work for each rank of 8,192 would take longer.
     assert time.process_time() - began < 1
     text = request.files[0][1].replace(str(Path.cwd()), "/here")
     text = re.sub(r"\S+/python \S+/ortlaunch/start\.py", "python start.py", text)
     assert text == GOLDEN.read_text(encoding="utf-8")
     assert request.argv == ("sbatch", "--parsable", f"{WHERE}/job.sh")
+    # A Linux process accepts single arguments of up to 128 KiB.
     assert len(str(request)) < 1 << 17
     assert "s3cret" not in str(request)
 
@@ -70,6 +73,7 @@ def test_a_thousand_nodes() -> None:
     ("launch", "options", "lines"),
     [
         ({}, {}, ["--nodes=1", "--ntasks-per-node=1", "--requeue", "--signal=USR1@120"]),
+        # Both ways in which clusters count GPUs.
         ({"nodes": 2, "processes_per_node": 4, "device": "cuda"}, {"gpus": "gres", "gpu_type": "a100"},
          ["--nodes=2", "--ntasks-per-node=4", "--gres=gpu:a100:4"]),
         ({"processes_per_node": 2, "device": "cuda"}, {"gpu_type": "h200"}, ["--gpus-per-node=h200:2"]),
@@ -95,14 +99,14 @@ def test_options(launch: dict[str, Any], options: dict[str, Any], lines: list[st
     ],
 )  # fmt: skip
 def test_containers(container: dict[str, Any], found: str) -> None:
-    """Ranks, and what concludes them, run in the image, by the image's own ortlaunch."""
+    """The ranks and the verdict run in the image, with the image's ortlaunch."""
     text = script(submit={"container": container})
     assert text.count(found.format(here=Path.cwd())) == 2
     assert "    ortlaunch train /runs/x/submitted.yaml --run-dir /runs/x" in text
 
 
 def test_gpus_that_nobody_counted() -> None:
-    """A login node has none to count."""
+    """A recipe without a number of GPUs is refused: a login node has none to count."""
     with pytest.raises(PlanError, match=r"give launch\.processes_per_node"):
         resolved(launch={"device": "cuda"})
 
@@ -115,11 +119,12 @@ def test_gpus_that_nobody_counted() -> None:
         ("COMPLETING|None\n", JobState.RUNNING, "COMPLETING"),
         ("CANCELLED by 0\nCANCELLED\n", JobState.CANCELLED, "CANCELLED"),
         ("TIMEOUT|TimeLimit", JobState.FAILED, "TIMEOUT (TimeLimit)"),
+        # sacct may shorten a name to a width.
         ("OUT_OF_ME+", None, ""),
     ],
 )
 def test_what_squeue_and_sacct_say(text: str, state: JobState | None, words: str) -> None:
-    """Short and long forms; an unknown word is no guess."""
+    """States are read in short and long form; an unknown one is an error."""
     if state is None:
         with pytest.raises(
             LaunchError, match="Slurm says OUT_OF_ME of the job, which ortlaunch does not know"
@@ -130,14 +135,17 @@ def test_what_squeue_and_sacct_say(text: str, state: JobState | None, words: str
 
 
 def test_what_scontrol_says() -> None:
-    """As Slurm 22.05 prints it."""
-    text = "JobId=2 JobName=bert\n   UserId=root(0)\n   JobState=PENDING Reason=BeginTime Dependency=(null)\n"
+    """The state and the reason are read from the text of Slurm 22.05."""
+    text = (
+        "JobId=2 JobName=bert\n   UserId=root(0)\n   "
+        "JobState=PENDING Reason=BeginTime Dependency=(null)\n"
+    )
     assert slurm.seen_in_record(text) == QueueState(JobState.PENDING, "PENDING (BeginTime)")
     assert slurm.seen_in_record("") is None
 
 
 class Queue:
-    """A scheduler that says what it is told to say."""
+    """A scheduler with a state that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: QueueState | None = QueueState(JobState.PENDING, "PENDING (Priority)")
@@ -161,25 +169,26 @@ class Queue:
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
-    """In Slurm's place."""
+    """The scheduler in place of Slurm."""
     return Queue(monkeypatch)
 
 
 def test_a_run_folder_with_a_blank() -> None:
-    """sbatch reads its options in words, takes # for a comment, and % for a pattern."""
+    """A run folder's path with special characters is escaped in the script."""
+    # sbatch splits its options at blanks, reads # as a comment and % as a pattern.
     text = request_of(resolved(), RunDir("/my runs/50%#1"), "slurm").files[0][1]
     assert "#SBATCH --output='/my runs/50%%#1/logs/slurm-%j.out'\n" in text
 
 
 def put(queue: Queue) -> RunDir:
-    """A run in the queue."""
+    """Submit a run."""
     run = RunDir("one")
     assert submit(resolved(), run.path, run, "slurm") == "12"
     return run
 
 
 def test_a_run_in_a_queue(queue: Queue, capsys: pytest.CaptureFixture[str]) -> None:
-    """Submitted, listed, its logs; refused a second time; cancelled; and told so from then on."""
+    """A queued run is listed, has logs, is refused a second time, and can be cancelled."""
     run = put(queue)
     assert str(look(run)).splitlines()[1:] == ["queued: PENDING (Priority)"]
     assert "job 12 of slurm" in str(look(run))
@@ -190,13 +199,15 @@ def test_a_run_in_a_queue(queue: Queue, capsys: pytest.CaptureFixture[str]) -> N
     assert show(run, 0, follow=False) == 0
     assert capsys.readouterr().out.endswith("hello\n")
     assert cancel(run).startswith("cancelled\n")
+    # The queue forgets its jobs after some time; job.json has the end.
     queue.seen = None
     assert (look(run).state, look(run).job.exit_status) == (JobState.CANCELLED, 1)
     assert cancel(run).startswith("nothing to cancel")
 
 
 def test_a_job_that_saved_when_it_was_cancelled(queue: Queue) -> None:
-    """Its exit status is SIGTERM's, not 85, which requests another start; the step that it saved is reported."""
+    """A job that saved when it was cancelled has SIGTERM's exit status and its saved step."""
+    # 85 would request another start.
     run = put(queue)
     for path in (run.plan, run.request):
         write_text(path, "")
@@ -222,7 +233,7 @@ def test_a_job_that_saved_when_it_was_cancelled(queue: Queue) -> None:
 def test_what_the_queue_says_of_a_run(
     queue: Queue, seen: QueueState | None, state: JobState, verdict: str | None
 ) -> None:
-    """An end that no script recorded has the scheduler's words, and is recorded."""
+    """An end that no script recorded has the scheduler's state, and is recorded."""
     run = put(queue)
     queue.seen = seen
     job = look(run).job
@@ -230,7 +241,7 @@ def test_what_the_queue_says_of_a_run(
 
 
 def test_a_saved_run_waits_in_the_queue(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its script has said 85, and the queue has it again."""
+    """A run that saved is pending while the queue has its job again."""
     run = put(queue)
     monkeypatch.setenv(JOB_VARIABLE, "slurm:12")
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85"])
@@ -242,7 +253,8 @@ def test_a_saved_run_waits_in_the_queue(queue: Queue, monkeypatch: pytest.Monkey
     assert look(run).state is JobState.PENDING
     queue.seen = None
     assert look(run).state is JobState.PREEMPTED
-    queue.seen = QueueState(JobState.CANCELLED, "CANCELLED")  # while it waited for its next turn
+    # Cancelled while it waited for its next start.
+    queue.seen = QueueState(JobState.CANCELLED, "CANCELLED")
     assert look(run).state is JobState.CANCELLED
 
 
@@ -256,7 +268,8 @@ STOPPED = {"cause": "stopped", "signal": 10, "exit_status": 85, "secondary": Fal
 def test_a_turn_without_a_step(
     turn: str, status: int, state: JobState, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A time limit that is too short for one step does not fill the queue for ever."""
+    """A job whose time limit is too short for one step is not queued for ever."""
+    # The first start may have been shorter by chance; the second one is the last.
     run = put(queue)
     write_text(run.plan, resolved().plan.to_json())
     for path in (run.request, run.log(0, "err")):
@@ -273,10 +286,11 @@ def test_a_turn_without_a_step(
 def test_restarts_of_a_queued_run_are_counted(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attempts are kept from turn to turn; the same failure twice, or the last restart, ends the job."""
+    """Failed attempts of a queued job are counted, up to launch.max_restarts."""
     run = put(queue)
     queue.seen = QueueState(JobState.PENDING, "PENDING (BeginTime)")
     monkeypatch.setenv(JOB_VARIABLE, "slurm:12")
+    # Status 137 is that of SIGKILL, which may repeat without being deterministic.
     for turn, status, requeued in ((1, 137, True), (2, 137, True), (3, 137, False)):
         monkeypatch.setattr("sys.argv", ["ended", str(run), "2", str(status)])
         assert ended.main() == status
@@ -293,14 +307,15 @@ def test_restarts_of_a_queued_run_are_counted(
 def test_a_turn_that_never_began_is_no_earlier_ones_end(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The turn before stopped and saved; in this one srun cannot start: not 85 once more, and so on."""
+    """A start of the job in which srun fails does not end as the saved start before it."""
     run = put(queue)
     write_text(run.plan, resolved().plan.to_json())
     write_text(run.request, "")
     write_json(run.stopped, {"step": 3, "steps": 9, "by": "SIGUSR1", "exit_status": 85})
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85"])
     assert ended.main() == 85
-    os.utime(run.job_script, (later := time.time() + 1, later))  # as the script does by touch
+    # As the script does with `touch`, when a start begins.
+    os.utime(run.job_script, (later := time.time() + 1, later))
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "1"])
     assert ended.main() == 1
     assert look(run).state is JobState.FAILED
@@ -311,7 +326,8 @@ def test_a_turn_that_never_began_is_no_earlier_ones_end(
     [
         (85, None, 0, True),
         (85, "`ortlaunch stop` of me on host here", 0, False),
-        (85, "SIGUSR1", 0, True),  # which the command of a job of one rank got and wrote down
+        # The command of a job with one rank records the signal that it received.
+        (85, "SIGUSR1", 0, True),
         (137, None, 0, False),
         (137, None, 1, True),
         (2, None, 1, False),
@@ -320,7 +336,8 @@ def test_a_turn_that_never_began_is_no_earlier_ones_end(
 def test_what_goes_back_into_the_queue(
     status: int, stop: str | None, restarts: int, requeued: bool, tmp_path: Path
 ) -> None:
-    """The script as it is, with an srun of this status: a saved run unless a person stopped it, and a fault."""
+    """The script requeues a saved run, unless a person stopped it, and a fault with restarts."""
+    # srun and scontrol are replaced, the script is the real one.
     run = RunDir(tmp_path / "my run")
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -342,7 +359,8 @@ def test_what_goes_back_into_the_queue(
 
 
 def test_a_node_without_the_folder_starts_no_rank(tmp_path: Path) -> None:
-    """A folder that the node does not share: ranks elsewhere would read other data, or other modules."""
+    """A node without the working folder starts no rank."""
+    # In another folder the ranks would read other data or modules.
     run = RunDir(tmp_path / "run")
     home = Path.cwd() / "gone"
     home.mkdir()
@@ -363,7 +381,7 @@ def test_a_node_without_the_folder_starts_no_rank(tmp_path: Path) -> None:
 
 
 def test_a_controller_that_is_away(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says nothing about the job, which is not taken for lost."""
+    """A controller that does not answer leaves the job's state unknown."""
     away = "Unable to contact slurm controller (connect failure)"
     gone = "Invalid job id specified"
     for words in (away, gone):
@@ -381,7 +399,7 @@ def test_a_controller_that_is_away(queue: Queue, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_queue_that_does_not_answer(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run folder's part is shown all the same, beside what the queue did not say."""
+    """A queue that does not answer is reported, beside the state in the run folder."""
     run = put(queue)
     write_text(run.metrics, '{"step": 7, "loss": 2.5}\n')
 
@@ -395,7 +413,8 @@ def test_a_queue_that_does_not_answer(queue: Queue, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_missing_file_is_not_queued(queue: Queue) -> None:
-    """The job would fail after its wait; in a container the path may be another one."""
+    """A recipe with a missing file is not queued, unless it runs in a container."""
+    # The job would fail after its wait; in a container the path may be another one.
     sections = {
         "model": {"task": "masked-lm", "config": BERT},
         "data": {**WORDS, "train": {"format": "text", "path": "gone.txt"}},
@@ -410,7 +429,7 @@ def test_a_missing_file_is_not_queued(queue: Queue) -> None:
 
 
 def test_a_stop_of_a_run_that_waits(queue: Queue) -> None:
-    """It is told which step is saved."""
+    """A stop of a waiting run is refused, with the step that is saved."""
     run = put(queue)
     with pytest.raises(InputError, match="waits in the queue, and it has nothing to save"):
         stop(run)
@@ -422,7 +441,7 @@ def test_a_stop_of_a_run_that_waits(queue: Queue) -> None:
 
 
 def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Submitting takes a host of the cluster; nothing else is asked there."""
+    """Submission without sbatch is refused."""
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
         MissingDependency, match="no sbatch here: submit on a host of the cluster; --dry-run prints"
@@ -431,7 +450,7 @@ def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_forgotten_folders_leave_the_list(queue: Queue) -> None:
-    """A run folder that was deleted is no run any more."""
+    """A run whose folder was moved or deleted leaves the list."""
     run = put(queue)
     assert [str(one) for one in registry.runs()] == [str(run.path.resolve())]
     run.path.rename("elsewhere")

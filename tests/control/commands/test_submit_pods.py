@@ -1,4 +1,4 @@
-"""Both shipped recipes as jobs of Kubernetes and Azure ML: to the letter, by their own schemas, sent and seen."""
+"""Tests of submission to Kubernetes and Azure ML: manifests, their schemas, and the jobs' states."""
 
 from __future__ import annotations
 
@@ -26,19 +26,25 @@ from ortlaunch.runs.status import look
 from ortlaunch.schedulers import QueueState, azureml, kubernetes
 
 pytestmark = pytest.mark.usefixtures("workbench")
+# Manifests that are compared as a whole.
 GOLDEN = Path(__file__).with_name("jobs")
+# Never created: only its name is used.
 RUN = RunDir("/runs/x-20260101-000000")
 RECIPES = {"llama2-7b": "llama2-7b/pretrain", "bert-large": "bert-large/phase1"}
 KINDS = ("job", "trainjob", "azureml")
 CLAIM = "runs: /data/runs, volumes: {training: /data}"
 PODS = f"submit.kubernetes={{image: repo/train:1, {CLAIM}, secret: keys, queue: research"
-AZURE = "submit.azureml={compute: azureml:gpus, environment: azureml:ortlaunch@latest, data: azureml:wiki@latest}"
+AZURE = (
+    "submit.azureml={compute: azureml:gpus, environment: azureml:ortlaunch@latest, "
+    "data: azureml:wiki@latest}"
+)
 WORLD = ("launch.nodes=4", "launch.processes_per_node=8", "launch.device=cuda")
+# The shell of the user: its secret must not reach a manifest.
 SECRET = {"PATH": "/bin", "WANDB_API_KEY": "s3cret"}
 
 
 def resolved(name: str, kind: str, *overrides: str) -> ResolvedRun:
-    """A shipped recipe for four nodes of eight GPUs."""
+    """Resolve a shipped recipe for four nodes of eight GPUs."""
     pods = (
         f"{PODS}, kind: {kind}}}",
         "launch.forward=[WANDB_API_KEY]",
@@ -50,19 +56,19 @@ def resolved(name: str, kind: str, *overrides: str) -> ResolvedRun:
 
 
 def requested(name: str, kind: str, *overrides: str) -> Request:
-    """What would be sent."""
+    """Return the request for the scheduler."""
     return request_of(
         resolved(name, kind, *overrides), RUN, "azureml" if kind == "azureml" else "kubernetes"
     )
 
 
 def documents(name: str, kind: str, *overrides: str) -> list[dict[str, Any]]:
-    """The manifest's objects."""
+    """Return the objects of the manifest."""
     return list(yaml.safe_load_all(requested(name, kind, *overrides).files[0][1]))
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
-    """Paths of what a schema's own model does not give back."""
+    """Yield paths of values that a schema's own model does not return."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in {**ours, **theirs}:
             yield from differences(ours.get(key), theirs.get(key), f"{path}.{key}")
@@ -74,7 +80,7 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
 
 
 def unknown(value: dict[str, Any]) -> list[str]:
-    """What Kubeflow Trainer's own models of a Job or a TrainJob do not know; they raise what they cannot read."""
+    """Return the fields that Kubeflow Trainer's models of a Job or a TrainJob do not have."""
     models = pytest.importorskip(
         "kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api, of extra dev"
     )
@@ -87,13 +93,14 @@ def unknown(value: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_jobs_to_the_letter(name: str, kind: str) -> None:
-    """The manifest, but for the recipe in it, which reads as the one that was resolved; no secret anywhere."""
+    """The manifest is as expected, has the resolved recipe, and no secret."""
     request = requested(name, kind)
     text = request.files[0][1].replace(str(Path.cwd()), "/here")
     if kind != "azureml":
         chosen = resolved(name, kind).file.recipe
         inside = documents(name, kind)[0]["data"]["recipe.yaml"]
         assert recipe.parse_resolved(inside) == chosen
+        # The recipe was compared above; its text would make the expected files long.
         text = re.sub(r"(  recipe.yaml: \|\n)(    .*\n)+", r"\1    ...\n", text)
     assert text == (GOLDEN / f"{name}-{kind}.yaml").read_text(encoding="utf-8")
     assert "s3cret" not in str(request)
@@ -102,9 +109,10 @@ def test_jobs_to_the_letter(name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["job", "trainjob"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_kubernetes_knows_every_field(name: str, kind: str) -> None:
-    """By the models that Kubeflow makes of its resources' schemas; a typo anywhere is found."""
+    """Every field is one of the resources' schemas, as Kubeflow's models have them."""
     job = documents(name, kind)[-1]
     assert unknown(job) == []
+    # A misspelled field must be detected, or the comparison proves nothing.
     wrong = copy.deepcopy(job)
     wrong["spec"]["backofLimit"] = 1
     holder = wrong["spec"]
@@ -118,7 +126,7 @@ def test_kubernetes_knows_every_field(name: str, kind: str) -> None:
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """A resource's schema as JSON Schema that refuses unknown fields, as `kubectl create` does by default."""
+    """Return a resource's schema that refuses unknown fields, as `kubectl create` does."""
     made = {
         key: strict(value) if isinstance(value, dict) else value for key, value in schema.items()
     }
@@ -133,7 +141,8 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
     ("version", "trainer"), [("2.2.1", "v2.2"), ("2.3.0", "v2.3"), ("2.3.0", "v2.2")]
 )
 def test_kubeflow_trainer_accepts_the_manifest(version: str, trainer: str) -> None:
-    """By the schema of that version's own resource definition (tests/control/commands/crds), strictly."""
+    """The manifest is valid in that version's own resource definition."""
+    # The definitions are in tests/control/commands/crds.
     schema = json.loads(
         (GOLDEN.with_name("crds") / f"trainjob-{version}.json").read_text(encoding="utf-8")
     )
@@ -151,7 +160,7 @@ def test_kubeflow_trainer_accepts_the_manifest(version: str, trainer: str) -> No
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_azure_ml_reads_the_job(name: str, tmp_path: Path) -> None:
-    """By azure-ai-ml's own loader; a typo is refused."""
+    """azure-ai-ml loads the job, and refuses a misspelled field."""
     load_job = pytest.importorskip(
         "azure.ai.ml", reason="pip install azure-ai-ml: 130 MB, so in no extra"
     ).load_job
@@ -169,7 +178,7 @@ def test_azure_ml_reads_the_job(name: str, tmp_path: Path) -> None:
 
 
 def test_what_a_failure_means() -> None:
-    """Pods whose ranks have saved are made anew; without requeue 85 is an end as any other. One pod needs no name."""
+    """Pods whose ranks have saved are created again, if the recipe allows a requeue."""
     rules = [documents("bert-large", "job", *more)[-1]["spec"]["podFailurePolicy"]["rules"]
              for more in ((), ("submit.requeue=false",))]  # fmt: skip
     assert [[rule["action"] for rule in each] for each in rules] == [
@@ -181,9 +190,11 @@ def test_what_a_failure_means() -> None:
     assert (spec["backoffLimit"], [rule["action"] for rule in spec["podFailurePolicy"]["rules"]]) == (
         3, ["Ignore", "Ignore", "FailJob"],
     )  # fmt: skip
+    # No restart after an input error, a saved stop, and SIGHUP, SIGINT or SIGTERM.
     assert spec["podFailurePolicy"]["rules"][2]["onExitCodes"] == {
         "containerName": "train", "operator": "In", "values": [2, 85, 129, 130, 143],
     }  # fmt: skip
+    # A single pod needs no host name, so it has no service.
     alone = documents("bert-large", "job", "launch.nodes=1")
     assert [each["kind"] for each in alone] == ["ConfigMap", "Job"]
     assert not any(
@@ -209,7 +220,7 @@ def test_what_a_failure_means() -> None:
     ],
 )
 def test_restarts_that_no_queue_does(kind: str, more: tuple[str, ...], why: str) -> None:
-    """`launch.max_restarts` is refused where nothing would restart the run."""
+    """`launch.max_restarts` is refused if the scheduler cannot restart the run."""
     with pytest.raises(
         PlanError, match=re.escape(f"launch.max_restarts: 3 is not possible: {why}")
     ):
@@ -217,7 +228,8 @@ def test_restarts_that_no_queue_does(kind: str, more: tuple[str, ...], why: str)
 
 
 def test_names_fit_hosts() -> None:
-    """A pod's host is named after the run, in 63 letters."""
+    """A long name of a run is shortened to a valid name of a host."""
+    # A host's name has at most 63 letters, and the pod's number is added.
     long = RunDir(f"/runs/2_{'Long.Name' * 10}-20260101-000000")
     text = request_of(resolved("bert-large", "job"), long, "kubernetes").files[0][1]
     name = list(yaml.safe_load_all(text))[-1]["metadata"]["name"]
@@ -226,8 +238,11 @@ def test_names_fit_hosts() -> None:
 
 
 def test_options() -> None:
-    """Each field has its place."""
-    more = "cpu: '96', memory: 1000Gi, node_selector: {gpu: h100}, service_account: me, workdir: /work, namespace: ml"
+    """Each option of the recipe is in its field of the manifest."""
+    more = (
+        "cpu: '96', memory: 1000Gi, node_selector: {gpu: h100}, "
+        "service_account: me, workdir: /work, namespace: ml"
+    )
     pods = f"{PODS}, {more}}}"
     job = documents("bert-large", "job", pods)[-1]
     pod = job["spec"]["template"]["spec"]
@@ -238,7 +253,10 @@ def test_options() -> None:
     }
     assert (pod["nodeSelector"], pod["serviceAccountName"]) == ({"gpu": "h100"}, "me")
     assert (pod["containers"][0]["workingDir"], job["metadata"]["namespace"]) == ("/work", "ml")
-    fields = "compute: c, environment: repo/train:1, distribution: mpi, experiment: e, code: m, workspace: w"
+    fields = (
+        "compute: c, environment: repo/train:1, distribution: mpi, "
+        "experiment: e, code: m, workspace: w"
+    )
     own = f"submit.azureml={{{fields}}}"
     azure = documents("bert-large", "azureml", own)[0]
     assert (azure["environment"], azure["distribution"]["type"]) == (
@@ -254,7 +272,7 @@ def test_options() -> None:
 
 
 def test_what_is_slurms_is_said() -> None:
-    """A field that another scheduler does not read is named."""
+    """Fields that only Slurm has are named for another scheduler."""
     asked = resolved("bert-large", "job", "submit.partition=gpu", "submit.exclusive=true")
     assert without_effect(asked) == [
         "without effect with kubernetes: submit.partition, submit.exclusive"
@@ -267,6 +285,7 @@ def test_what_is_slurms_is_said() -> None:
         ({}, QueueState(JobState.PENDING, "no pod is ready")),
         ({"active": 4, "ready": 0}, QueueState(JobState.PENDING, "no pod is ready")),
         ({"active": 4, "ready": 4}, QueueState(JobState.RUNNING, "pods are ready")),
+        # The Jobs of a TrainJob have counts of their own.
         (
             {"jobsStatus": [{"name": "node", "ready": 1}]},
             QueueState(JobState.RUNNING, "pods are ready"),
@@ -278,7 +297,7 @@ def test_what_is_slurms_is_said() -> None:
     ],
 )
 def test_what_kubectl_says(status: Any, seen: QueueState) -> None:
-    """A job's conditions and its pods."""
+    """The state follows from the job's conditions, else from its pods."""
     if isinstance(status, list):
         status = {
             "conditions": [
@@ -289,8 +308,11 @@ def test_what_kubectl_says(status: Any, seen: QueueState) -> None:
 
 
 def test_a_failure_that_saved() -> None:
-    """As the controller words it."""
-    said = "Container train for pod ml/x-0-abc failed with exit code 85 matching FailJob rule at index 0"
+    """A failure with exit code 85 counts as saved, in the controller's own wording."""
+    said = (
+        "Container train for pod ml/x-0-abc failed with exit code 85 "
+        "matching FailJob rule at index 0"
+    )
     failed = {"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": said}
     assert (
         kubernetes.seen_in({"metadata": {}, "status": {"conditions": [failed]}}).state
@@ -298,6 +320,7 @@ def test_a_failure_that_saved() -> None:
     )
 
 
+# In place of kubectl and az.
 FAKE = """#!/bin/sh
 echo "$(basename "$0") $*" >> {here}/calls
 case "$*" in
@@ -311,7 +334,7 @@ esac
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """kubectl and az that note how they were called and answer what `answer` holds."""
+    """kubectl and az that record their calls and print the contents of `answer`."""
     for name, made in (("kubectl", "job.batch/x-20260101-000000"), ("az", "blue")):
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -322,7 +345,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_in_pods(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Created, waiting, ready, its logs, deleted: by kubectl; the folder here knows of its job alone."""
+    """A run in pods is created, ready, read and deleted through kubectl."""
+    # The run's folder here has the record of the job alone.
     run = RunDir("x-20260101-000000")
     named = "default/job.batch/x-20260101-000000"
     assert submit(resolved("bert-large", "job"), run.path, run, "kubernetes") == named
@@ -339,8 +363,8 @@ def test_a_run_in_pods(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert look(run).state is JobState.CANCELLED
     calls = (fake / "calls").read_text().splitlines()
     assert (
-        calls[0]
-        == f"kubectl create --namespace=default --filename={run.path.resolve()}/job.yaml --output=name"
+        calls[0] == f"kubectl create --namespace=default --filename={run.path.resolve()}/job.yaml "
+        "--output=name"
     )
     assert (
         "--selector=ortlaunch.run=x-20260101-000000,batch.kubernetes.io/job-completion-index=0"
@@ -358,7 +382,7 @@ def test_a_run_in_pods(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None) -> None:
-    """As the workspace says; an end is recorded with its word."""
+    """The state in the workspace is that of the run, and an end is recorded with it."""
     run = RunDir("one")
     assert submit(resolved("bert-large", "azureml"), run.path, run, "azureml") == "//blue"
     (fake / "answer").write_text(f"{word}\n")
@@ -372,7 +396,7 @@ def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None
 
 
 def test_a_job_that_nobody_knows_any_more(fake: Path) -> None:
-    """How it ended is not guessed."""
+    """The end of a job that the scheduler does not know any more is not guessed."""
     run = RunDir("one")
     submit(resolved("bert-large", "job"), run.path, run, "kubernetes")
     assert (
@@ -385,7 +409,7 @@ def test_a_job_that_nobody_knows_any_more(fake: Path) -> None:
 def test_refused_or_absent(
     kind: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command's own words; where there is none, what to do."""
+    """A refusal has the command's own message, an absent command has advice."""
     name = "azureml" if kind == "azureml" else "kubernetes"
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
