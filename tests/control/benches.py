@@ -1,4 +1,4 @@
-"""What a bench has in hand, for tests: a recipe with engine auto, variants that took known times, their figures."""
+"""Fixtures for tests of a bench: a recipe with engine auto, and variants with known times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.makers import CUSTOM
 
 
 def resolved(environ: dict[str, str] | None = None, **sections: Any) -> ResolvedRun:
-    """A custom recipe with engine auto and these sections, read from a file here."""
+    """Return a custom recipe with engine auto and these sections, read from a file in this folder."""
     path = Path("recipe.yaml")
     path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "auto"}, **sections}))
     return resolve(path, (), LaunchOptions(), environ or {})
@@ -26,20 +26,22 @@ def resolved(environ: dict[str, str] | None = None, **sections: Any) -> Resolved
 def player(
     name: str, took: list[list[float]], parity: dict[str, Any] | None = None, *chosen: str
 ) -> VariantJob:
-    """A variant with these seconds of its steps, turn by turn."""
+    """Return a variant whose steps have these durations in seconds, turn by turn."""
     found = resolve_variant(Variant(name, chosen), resolved())
     made = VariantJob(found, RunDir(f"out/{found.slug}"))
+    # As the job reports when it has warmed up.
     made.ready = {
         "flops_per_token": None,
         "peak_flops": None,
         "engine": {},
         "first_step": {"since_launch": 3.0},
     }
+    # One rank with 1 MiB.
     made.turns = [{"seconds": seconds, "memory": [1 << 20]} for seconds in took]
     made.parity = parity or {"verdict": "passes", "largest": 1e-6}
     return made
 
 
 def rows(*players: VariantJob) -> list[dict[str, Any]]:
-    """Their figures."""
+    """Return the figures of these variants."""
     return report.results([each.variant for each in players], players)

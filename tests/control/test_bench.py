@@ -1,4 +1,4 @@
-"""The pure parts of `ortlaunch bench`: variants, figures, the picture, and what is said of the machine."""
+"""The pure parts of `ortlaunch bench`: variants, figures, the plot, and warnings on the machine."""
 
 from __future__ import annotations
 
@@ -41,20 +41,22 @@ BERT_ON_WORDS: dict[str, Any] = {"model": {"task": "masked-lm", "config": BERT},
         ("{a: [1, 2]}, {b: 2}", ["{a: [1, 2]}", "{b: 2}"]),
         ("'a,b',\"c,d\",[1,[2,3]]", ["'a,b'", '"c,d"', "[1,[2,3]]"]),
         ("one", ["one"]),
+        # A bracket inside quotes opens and closes nothing.
         ("'it]s',x", ["'it]s'", "x"]),
     ],
 )
 def test_values_of_vary(text: str, values: list[str]) -> None:
-    """Commas separate, but not inside brackets or quotes."""
+    """Commas separate values, but not inside brackets or quotes."""
     assert list(split_values(text)) == values
 
 
 def test_variants_are_engines_times_values() -> None:
-    """Every engine with every combination, engines next to each other; names say only what was varied."""
+    """Every engine is combined with all values; names contain only the varied keys."""
     found = variants(
         ["ort", "eager"], ["engine.memory_optimization=0,1", "optimizer.learning_rate=0.1,1.5"]
     )
     assert len(found) == 8
+    # Engines of one combination are next to each other.
     assert [variant.engine for variant in found[:2]] == ["ort", "eager"]
     assert found[0].name == "ort memory_optimization=0 learning_rate=0.1"
     assert found[0].slug == "ort-memory_optimization=0-learning_rate=0.1"
@@ -62,12 +64,12 @@ def test_variants_are_engines_times_values() -> None:
 
 
 def test_all_engines_by_default() -> None:
-    """The three of the recipe's field, but auto."""
+    """The default is the three engines of the recipe's field, without auto."""
     assert [variant.engine for variant in variants(ENGINES, ())] == ["ort", "inductor", "eager"]
 
 
 def test_an_engine_replaces_the_recipes() -> None:
-    """What is ort's stays behind where another engine comes; ort never falls back in a bench."""
+    """Another engine drops the fields for ort, and ort never falls back in a bench."""
     before = Engine(name="auto", parity_steps=2, memory_optimization=1)
     assert engine_overrides("inductor", before) == ('engine={"name": "inductor"}',)
     assert engine_overrides("inductor", before, parity=True) == (
@@ -86,7 +88,7 @@ def test_an_engine_replaces_the_recipes() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_keeps_the_precision_of_products(engine: str) -> None:
-    """engine.matmul_precision is no engine's own: what is compared side by side multiplies alike."""
+    """Every engine keeps engine.matmul_precision, so that all are compared at one precision."""
     base = resolved(engine={"name": "ort", "matmul_precision": "medium"})
     for chosen, word in (((), "medium"), (("engine.matmul_precision=high",), "high")):
         found = resolve_variant(Variant(engine, chosen), base).resolved
@@ -95,7 +97,8 @@ def test_every_engine_keeps_the_precision_of_products(engine: str) -> None:
 
 
 def test_a_refused_variant_says_why() -> None:
-    """The recipe's rules refuse a variant alone; when all are refused, that is an error with every reason."""
+    """A refused variant has the reason; if all variants are refused, this is an error."""
+    # Engine ort has no bf16 on a CPU.
     base = resolved(precision="bf16")
     refused = resolve_variant(Variant("ort", ()), base)
     assert (refused.resolved, "precision: got bf16 with engine ort" in refused.refused) == (
@@ -109,7 +112,7 @@ def test_a_refused_variant_says_why() -> None:
 
 
 def test_medians_spread_and_ratios() -> None:
-    """Figures of known steps: the median of all steps of all turns, against eager with the same varied keys."""
+    """Figures are the median of all steps of all turns, and the ratio to eager with the same keys."""
     ort, eager = rows(
         player("ort", [[1.0, 2.0], [3.0, 4.0]]), player("eager", [[5.0, 5.0], [5.0, 9.0]])
     )
@@ -128,7 +131,7 @@ def test_medians_spread_and_ratios() -> None:
 
 
 def test_ratio_within_the_same_option() -> None:
-    """An option's own eager is the yardstick, not that of another option."""
+    """A variant is compared with eager at the same value of the varied key."""
     made = rows(
         player("eager", [[1.0]], None, "seed=1"),
         player("eager", [[4.0]], None, "seed=2"),
@@ -150,8 +153,9 @@ def test_mfu_has_one_yardstick() -> None:
 
 
 def test_mfu_is_against_the_rate_at_the_same_precision() -> None:
-    """A product at medium may be six times as fast as one at highest, which is no yardstick for the other."""
+    """The peak for MFU is that of variants at the same precision."""
     made = []
+    # A matmul at medium may be six times as fast as one at highest.
     for word, peak in (("highest", 100.0), ("medium", 600.0)):
         one = player("eager", [[1.0]], None, f"engine.matmul_precision={word}")
         assert one.variant.resolved is not None
@@ -167,7 +171,7 @@ def test_mfu_is_against_the_rate_at_the_same_precision() -> None:
 
 
 def test_the_table_has_no_column_without_a_value() -> None:
-    """On a CPU there is no MFU, and a custom model has no tokens; its lines fit 100 columns."""
+    """The table has no column without values, such as MFU on a CPU, and fits 100 columns."""
     lines = report.table(
         rows(player("eager", [[1.0]]), player("inductor", [[123.4, 125.6, 130.2]]))
     ).splitlines()
@@ -178,9 +182,10 @@ def test_the_table_has_no_column_without_a_value() -> None:
 
 
 def test_the_table_shows_what_lower_precision_does_to_the_loss() -> None:
-    """Parity is compared at highest, so it cannot."""
+    """The table shows the change of the loss by a lower precision."""
     moved = {"verdict": "passes", "largest": 1e-6, "loss_from_highest": 2.5e-4}
     one = player("eager", [[1.0]], moved, "engine.matmul_precision=medium")
+    # Parity cannot show it, because it is compared at highest.
     text = report.table(rows(one))
     assert (
         "eager matmul_precision=medium: matmul_precision medium moves the loss by 2.5e-04; parity "
@@ -189,27 +194,29 @@ def test_the_table_shows_what_lower_precision_does_to_the_loss() -> None:
 
 
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it the bench ends before anything is run, with what to type."""
+    """Without matplotlib the bench ends before anything is run, with the command to install it."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         MissingDependency,
         match=r'pip install "ortlaunch\[bench\]", or leave the picture out: --no-picture',
     ):
         command.bench(resolved(), ["eager"], (), Length(), None, picture=True)
+    # The folder of results.
     assert not Path("bench").exists()
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    """A bar a variant, as a PNG."""
+    """The plot is written as a PNG."""
     pytest.importorskip("matplotlib")
     picture.draw(
         rows(player("ort", [[1.0, 2.0]]), player("eager", [[3.0]])), "title", tmp_path / "x.png"
     )
+    # The signature of a PNG file.
     assert (tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_variants_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said, with both figures; where they fit, all stay resident."""
+    """Variants that do not fit into the memory together run one at a time, with a warning."""
     said: list[str] = []
     made = [player("eager", [[1.0]]), player("ort", [[1.0]])]
     assert measure._that_fits(Length(), made, said.append) == Length()
@@ -224,9 +231,10 @@ def test_variants_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that works beside the bench is named, once a machine that others keep busy lets it work."""
+    """A process that works beside the bench is named in a warning."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         try:
+            # On a machine that others keep busy, the process may need some time to be visible.
             deadline = time.monotonic() + 20
             while not any(f"({busy.pid}): " in line for line in machine.others_at_work()):
                 assert time.monotonic() < deadline
@@ -235,6 +243,7 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(machine, "others_at_work", list)
     measure._say_busy(said.append, (0.0, 0.0, 0.0))
+    # No other process and no load: no warning.
     assert said == []
     measure._say_busy(said.append, (1000.0, 0.0, 0.0))
     assert said[0].startswith("WARNING: this machine is busy (load 1000.0 on ")
@@ -244,20 +253,22 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_job_that_works_while_it_waits_is_told() -> None:
-    """Half a core in the others' time spoils their figures."""
+    """A job that uses half a core while it waits gets a warning."""
     made = player("ort", [[1.0]])
     said = []
+    # Its work slows the other variants' turns.
     made.turns[0]["waited"] = {"seconds": 10.0, "processor_seconds": 5.0}
     measure._say_spinning([made], said.append)
     assert said[0].startswith("WARNING: ort used 5.0 s of processor time in 10.0 s of waiting")
 
 
 def test_hardware_names_processor_and_cores() -> None:
-    """What the key and bench.json say of this machine."""
+    """The hardware for the key and bench.json has processor, cores and GPUs."""
     found = machine.hardware()
     assert (found["cores"] > 0, bool(found["processor"]), found["gpus"]) == (
         True,
         True,
         machine._gpus(),
     )
+    # It can be written as JSON.
     json.dumps(found)

@@ -1,4 +1,4 @@
-"""What the ranks of this host take, against its cores and memory: notes, and a refusal of what cannot be."""
+"""Notes and refusals for ranks that exceed this host's cores or memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from tests.makers import bert, host, plan, recipe, world_of
 GiB = 1 << 30
 
 
+# For every test here, so that results do not depend on the machine.
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cores, and a control group of 16 GiB."""
+    """Simulate two cores, and a control group of 16 GiB."""
     monkeypatch.setattr(capacity, "cores", lambda: 2)
     monkeypatch.setattr(
         capacity, "tightest_limit", lambda: MemoryLimit("control group /job", 16 * GiB, 1 * GiB)
@@ -34,7 +35,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def notes(
     made: Recipe, slots: int, name: str = "localhost", planned_only: bool = False
 ) -> list[str]:
-    """What is said of that many ranks on one host."""
+    """Return the notes on that many ranks on one host."""
     planned = plan(made, [host(name, slots)], "torchrun")
     return list(
         crowded(world_of(made, [host(name, slots)], "torchrun"), planned.memory, planned_only)
@@ -42,7 +43,10 @@ def notes(
 
 
 def large(layers: int) -> Recipe:
-    """A BERT of 12.6 million parameters a layer, with Adam 16 bytes each."""
+    """Return a recipe of a BERT with 12.6 million parameters a layer.
+
+    With Adam, each parameter needs 16 bytes.
+    """
     config = {"model_type": "bert", "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096,
               "vocab_size": 1000, "num_hidden_layers": layers}  # fmt: skip
     words = {"train": "python-docs", "tokenizer": "here", "sequence_length": 128}
@@ -52,7 +56,7 @@ def large(layers: int) -> Recipe:
 
 
 def test_more_ranks_than_cores_are_noted() -> None:
-    """They train, slowly; as many as there are cores need no word, nor do other hosts' ranks."""
+    """More ranks than this host's cores get a note; other hosts' ranks do not."""
     assert notes(recipe(), 2) == []
     assert notes(recipe(), 3) == ["localhost: 3 ranks share 2 cores, and wait for each other"]
     assert notes(recipe(), 1000, "other") == []
@@ -60,7 +64,8 @@ def test_more_ranks_than_cores_are_noted() -> None:
 
 @pytest.mark.parametrize("planned_only", [False, True])
 def test_more_processes_than_memory_are_refused(planned_only: bool) -> None:
-    """A rank takes its 200 MiB before there is a model: 81 of them are 15.8 GiB, 82 are too many, also for a plan."""
+    """Ranks whose processes alone exceed the memory are refused, also in a plan."""
+    # 81 processes of 200 MiB are 15.8 GiB; the one note is about cores.
     assert len(notes(recipe(), 81)) == 1
     with pytest.raises(PlanError) as caught:
         notes(recipe(), 82, planned_only=planned_only)
@@ -73,18 +78,20 @@ def test_more_processes_than_memory_are_refused(planned_only: bool) -> None:
 
 
 def test_a_model_beyond_memory_is_refused_and_can_be_planned() -> None:
-    """By what is exact: weights, gradients, Adam; a plan is shown, with a note: its table says what would fit."""
+    """A model beyond the memory is refused in a run, and noted in a plan."""
+    # Counted are weights, gradients and Adam's state, which are exact.
     assert notes(large(24), 2) == []
     with pytest.raises(
         PlanError,
         match=r"2 ranks x \(200.0 MiB a process \+ 9.\d GiB of weights.* = 19.\d GiB at least",
     ):
         notes(large(50), 2)
+    # The plan's table shows which stage would fit.
     assert notes(large(50), 2, planned_only=True)[0].startswith("localhost: 2 ranks x (200.0 MiB")
 
 
 def test_an_estimate_beyond_memory_is_a_note() -> None:
-    """Activations are estimated, and what is estimated refuses nothing."""
+    """Activations beyond the memory are a note, because they are estimated."""
     made = large(24).model_copy(
         update={"batch": large(24).batch.model_copy(update={"micro_size": 128})}
     )
@@ -92,10 +99,12 @@ def test_an_estimate_beyond_memory_is_a_note() -> None:
 
 
 def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank builds the model in the host's memory, then keeps there what is offloaded and a save's copy."""
+    """Ranks on GPUs need host memory for the model's start, offloaded state, and a save's copy."""
+    # Only this host's memory is checked.
     monkeypatch.setattr("ortlaunch.plan.is_this_host", lambda name: True)
     zero = {"stage": 2, "offload": {"optimizer": "cpu"}}
     for made, cause in (
+        # Without an offload, the largest part is the start.
         (large(40), "to build the model in float32"),
         (
             large(40).model_copy(update={"zero": bert(zero=zero).zero}),
@@ -112,11 +121,13 @@ def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> N
             list(crowded(world, work.memory, planned_only=False))
         page = describe(planned, made)
         assert f"{human(planned.memory.host.built)} to build the model" in page
+        # A page for terminals of 100 columns.
         assert max(map(len, page.splitlines())) <= 100
 
 
 def test_the_nearest_limit() -> None:
-    """This machine's memory, or a control group's below it."""
+    """The tightest limit is this machine's memory, or that of a control group."""
     where, most, _ = tightest_limit()
     assert where
+    # No test machine has less.
     assert GiB // 4 < most <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""`--include` and `--exclude`: which hosts and devices they leave, and every way to get them wrong."""
+"""`--include` and `--exclude`: the hosts and devices that they keep, and all errors in them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ortlaunch.errors import HostfileError
 from ortlaunch.planning.hosts import Host, parse_hostfile, select
 from tests.makers import host
 
+# A name, a name with a user, and an IPv6 address.
 HOSTS = parse_hostfile(
     "worker-1 slots=4\nann@worker-2 slots=4 max_slots=8\n[::1] slots=2\n", "F"
 ).hosts
@@ -19,11 +20,14 @@ HOSTS = parse_hostfile(
         (None, None, {"worker-1": (0, 1, 2, 3), "ann@worker-2": (0, 1, 2, 3), "::1": (0, 1)}),
         ("worker-1", None, {"worker-1": (0, 1, 2, 3)}),
         ("worker-2:0,1@worker-1", None, {"worker-1": (0, 1, 2, 3), "ann@worker-2": (0, 1)}),
+        # A filter cannot change the order, or name a device twice.
         ("worker-2:3,1,3", None, {"ann@worker-2": (1, 3)}),
+        # Spaces are allowed.
         (" worker-1 : 0 , 2 @ [::1]:1 ", None, {"worker-1": (0, 2), "::1": (1,)}),
         ("[::1]", None, {"::1": (0, 1)}),
         (None, "worker-1", {"ann@worker-2": (0, 1, 2, 3), "::1": (0, 1)}),
         (None, "worker-2:0,3@[::1]", {"worker-1": (0, 1, 2, 3), "ann@worker-2": (1, 2)}),
+        # A host without devices is left out.
         (None, "[::1]:0,1", {"worker-1": (0, 1, 2, 3), "ann@worker-2": (0, 1, 2, 3)}),
     ],
 )
@@ -38,8 +42,9 @@ def test_select(
 
 
 def test_select_twice() -> None:
-    """A second filter sees the devices that the first left, and max_slots stays."""
+    """A second filter applies to the devices that the first kept, and max_slots stays."""
     once = select(HOSTS, include="worker-2:2,3")
+    # Slots are counted again, and devices keep their numbers.
     assert select(once, exclude="worker-2:3") == (Host("ann@worker-2", 1, (2,), 8),)
     with pytest.raises(
         HostfileError, match="host 'worker-2' has no slot '0'; its slots are '2', '3'"
@@ -51,6 +56,7 @@ def test_select_twice() -> None:
     ("include", "exclude", "expected"),
     [
         ("a", "b", ["--include and --exclude cannot be given together; keep the shorter one"]),
+        # An empty filter is a filter.
         ("", "", ["--include and --exclude cannot be given together; keep the shorter one"]),
         (
             "",
@@ -101,6 +107,7 @@ def test_select_twice() -> None:
             ],
         ),
         (
+            # Two problems.
             "zzz@worker-1:9",
             None,
             [
@@ -112,16 +119,17 @@ def test_select_twice() -> None:
     ],
 )
 def test_wrong_filter(include: str | None, exclude: str | None, expected: list[str]) -> None:
-    """A wrong filter names the option, the column and what could have been meant, all problems at once."""
+    """An error in a filter names the option, the column and alternatives, for all problems at once."""
     with pytest.raises(HostfileError) as caught:
         select(HOSTS, include, exclude)
     assert str(caught.value).split("\n") == expected
 
 
 def test_long_lists_are_cut() -> None:
-    """An error on a thousand hosts shows the first sixteen and counts the rest; sixteen are shown whole."""
+    """An error on a thousand hosts shows the first sixteen and the number of the others."""
     many = [host(f"worker-{index}", 1) for index in range(1000)]
     shown = ", ".join(f"'worker-{index}'" for index in range(16))
+    # Sixteen hosts are shown completely.
     for hosts, rest in ((many, " and 984 more"), (many[:16], "")):
         with pytest.raises(HostfileError) as caught:
             select(hosts, include="zzz")

@@ -1,4 +1,4 @@
-"""Host files and host lists: what each dialect says, and every way to get one wrong."""
+"""Host files and host lists: every dialect, and all errors in them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ KEYS = "the keys are slots and max_slots"
 
 
 def refused(read: Callable[..., HostList], *given: Any) -> str:
-    """The message of the error that reading this raises."""
+    """Return the message of the error that reading this raises."""
     with pytest.raises(HostfileError) as caught:
         read(*given)
     return str(caught.value)
 
 
 def complaints(text: str, default_slots: int | None = None) -> list[str]:
-    """The lines of the error that ``text`` raises as the host file F."""
+    """Return the lines of the error that ``text`` raises as the host file F."""
     return refused(parse_hostfile, text, "F", default_slots).split("\n")
 
 
@@ -46,11 +46,13 @@ def complaints(text: str, default_slots: int | None = None) -> list[str]:
         ("h slots=4", host("h", 4), BOTH),
         ("h\tslots=4\t", host("h", 4), BOTH),
         ("   h    slots=4", host("h", 4), BOTH),
+        # A leading zero does not make the number octal.
         ("h slots=04", host("h", 4), BOTH),
         ("h slots=4 # four of eight", host("h", 4), BOTH),
         ("h slots=4#four of eight", host("h", 4), BOTH),
         ("user@10.0.0.1 slots=2", host("user@10.0.0.1", 2), BOTH),
         ("gpu_node-1.example.com slots=2", host("gpu_node-1.example.com", 2), BOTH),
+        # A link-local address has a zone.
         ("[fe80::1%eth0] slots=2", host("fe80::1%eth0", 2), BOTH),
         ("h slots = 4", host("h", 4), "Open MPI"),
         ("h slots =4", host("h", 4), "Open MPI"),
@@ -65,7 +67,7 @@ def complaints(text: str, default_slots: int | None = None) -> list[str]:
     ],
 )
 def test_one_line(line: str, expected: Host, dialect: str) -> None:
-    """Each way to write a host gives the same Host and names the dialect that has it."""
+    """Each form of a host gives the same Host and names its dialect."""
     assert parse_hostfile(line + "\n", "F") == ((expected,), dialect)
 
 
@@ -80,7 +82,7 @@ def test_one_line(line: str, expected: Host, dialect: str) -> None:
     ],
 )
 def test_dialect_of_a_file(text: str, dialect: str) -> None:
-    """The dialect is what every line is written in: one line that only Open MPI reads decides."""
+    """A file's dialect is that of all lines; one line that only Open MPI reads decides."""
     assert parse_hostfile(text, "F") == (
         (host("a", 1, 1 if "max" in text else None), host("b", 2)),
         dialect,
@@ -92,17 +94,18 @@ def test_dialect_of_a_file(text: str, dialect: str) -> None:
     [
         "# head\n\nz slots=2\n  # indented\n \t \na slots=1",
         "z slots=2\r\na slots=1\r\n",
+        # Line endings of old Macs.
         "z slots=2\ra slots=1",
         "\ufeffz slots=2\na slots=1\n",
     ],
 )
 def test_lines_that_are_skipped_and_order(text: str) -> None:
-    """Comments, blank lines, a BOM and any line ending leave the hosts, in the order of the file."""
+    """Comments, blank lines, a BOM and line endings do not change the hosts or their order."""
     assert parse_hostfile(text, "F").hosts == (host("z", 2), host("a", 1))
 
 
 def test_default_slots() -> None:
-    """A bare host takes the default, and written slots win over it."""
+    """A bare host has the default slots; slots in the file replace the default."""
     assert parse_hostfile("a\nb slots=2\n", "F", default_slots=8) == (
         (host("a", 8), host("b", 2)),
         BOTH,
@@ -130,6 +133,7 @@ def test_default_slots() -> None:
             ["F:1:3: 'slots=4abc' does not end in a whole number; write for example slots=8"],
         ),
         (
+            # A digit that Python's int() would accept.
             "h slots=٤",
             ["F:1:3: 'slots=٤' does not end in a whole number; write for example slots=8"],
         ),
@@ -205,6 +209,7 @@ def test_default_slots() -> None:
             ],
         ),
         (
+            # ssh would treat such a name as an option.
             "-oProxyCommand=x slots=2",
             [
                 "F:1:1: there is no host before '-oProxyCommand=x'; write for example 'worker-1 "
@@ -218,11 +223,12 @@ def test_default_slots() -> None:
         ("u@ slots=2", [f"F:1:1: 'u@' {NOT_A_HOST}"]),
         ("[1] slots=2", [f"F:1:1: '[1]' {NOT_A_HOST}"]),
         ("hôte slots=2", [f"F:1:1: 'hôte' {NOT_A_HOST}"]),
+        # A shell would run the second part.
         ("h;reboot slots=2", [f"F:1:1: 'h;reboot' {NOT_A_HOST}"]),
     ],
 )
 def test_wrong_line(line: str, expected: list[str]) -> None:
-    """A wrong line is named by line and column, with its value and what would be right."""
+    """An error names line, column, value and a remedy."""
     assert complaints(line) == expected
 
 
@@ -231,18 +237,19 @@ def test_wrong_line(line: str, expected: list[str]) -> None:
     [
         ("h slots=4\nh slots=4\n", "h", "F:1:1", "F:2:1"),
         ("# head\nh:4\n\n  h:4\n", "h", "F:2:1", "F:4:3"),
+        # Names of hosts do not depend on letter case.
         ("Worker slots=4\nworker slots=4\n", "worker", "F:1:1", "F:2:1"),
         ("ann@h slots=4\nbob@h slots=4\n", "h", "F:1:1", "F:2:1"),
         ("[::1]:4\nroot@[::1]:4\n", "::1", "F:1:1", "F:2:1"),
     ],
 )
 def test_repeated_host(text: str, name: str, first: str, second: str) -> None:
-    """One machine named twice is refused, whatever its user and letter case; the mend says why."""
+    """A machine that is named twice is refused, with any user and letter case."""
     assert complaints(text) == [f"{second}: host {name!r} is already at {first}; {ONCE}"]
 
 
 def test_all_problems_at_once() -> None:
-    """Every problem of every line comes in one error, in the order of the file."""
+    """One error has every problem of every line, in the order of the file."""
     assert complaints(
         "a slot=4 extra\nb slots=2\n\nc:0 # none\nb slots=2\nd slots=x max_slots=0\ne\n"
     ) == [
@@ -257,7 +264,7 @@ def test_all_problems_at_once() -> None:
 
 
 def test_default_slots_above_max_slots() -> None:
-    """The default is checked against max_slots as written slots are."""
+    """The default is compared with max_slots, like slots in the file."""
     assert complaints("h max_slots=2", default_slots=4) == [
         "F:1:3: max_slots=2 is below slots=4; make it 4 or more, or leave it out"
     ]
@@ -265,7 +272,7 @@ def test_default_slots_above_max_slots() -> None:
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "\ufeff"])
 def test_no_host(text: str) -> None:
-    """A file without a host is an error, never one local node."""
+    """A file without a host is an error; it never means the local host."""
     assert complaints(text) == [
         "F: there is no host in it; write one line per host, such as 'worker-1 slots=8'"
     ]
@@ -280,7 +287,7 @@ def test_no_host(text: str) -> None:
     ],
 )
 def test_examples(name: str, dialect: str, names: list[str], slots: list[int]) -> None:
-    """Every example in hostfiles/ loads as the dialect it is named after."""
+    """Every example in hostfiles/ is read in the dialect of its name."""
     read = read_hostfile(EXAMPLES / name)
     assert read.dialect == dialect
     assert [each.name for each in read.hosts] == names
@@ -288,13 +295,14 @@ def test_examples(name: str, dialect: str, names: list[str], slots: list[int]) -
 
 
 def test_every_example_is_tested() -> None:
-    """No example is added to hostfiles/ without a line in the test above."""
+    """Every example in hostfiles/ is in the test above."""
     assert {path.name for path in EXAMPLES.iterdir()} == {"deepspeed", "openmpi", "mpich"}
 
 
 def test_read_hostfile(tmp_path: Path) -> None:
-    """A file is read by path or string, and errors in it carry its path."""
+    """A file is read by path or string, and errors name its path."""
     path = tmp_path / "hosts"
+    # With a BOM and Windows line endings.
     path.write_bytes(b"\xef\xbb\xbfa slots=2\r\nb\r\n")
     assert read_hostfile(str(path), default_slots=3).hosts == (host("a", 2), host("b", 3))
     assert (
@@ -303,7 +311,7 @@ def test_read_hostfile(tmp_path: Path) -> None:
 
 
 def test_unreadable_file(tmp_path: Path) -> None:
-    """A missing file and a folder are errors with the system's reason, never one local node."""
+    """A missing file and a folder are errors with the system's reason."""
     mend = "give a file with lines such as 'worker-1 slots=8'"
     for path, reason in (
         (tmp_path / "none", "No such file or directory"),
@@ -327,10 +335,12 @@ def test_not_utf8(tmp_path: Path, data: bytes, place: str, byte: str) -> None:
 
 
 def test_ten_thousand_lines() -> None:
-    """Ten thousand lines parse in under 100 ms; tested at 500 ms of CPU for slow and busy machines."""
+    """Ten thousand lines are parsed in less than half a second of CPU."""
     lines = 10_000
+    # It takes less than 0.1 s; the rest is for slow and busy machines.
     seconds = 0.5
     text = "".join(f"worker-{index:05d} slots=8\n" for index in range(lines))
+    # CPU time, which other processes do not increase.
     before = time.process_time()
     assert len(parse_hostfile(text, "F").hosts) == lines
     assert time.process_time() - before < seconds
@@ -339,13 +349,15 @@ def test_ten_thousand_lines() -> None:
 def test_a_pipe_is_read_and_nothing_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--hostfile <(scontrol show hostnames)` works; a device, and pipes that nobody writes to, end in a line."""
+    """A pipe is read; an endless device, and a pipe without a writer, are errors."""
+    # As the shell makes it for `--hostfile <(scontrol show hostnames)`.
     reader, writer = os.pipe()
     os.write(writer, b"a slots=2\n")
     os.close(writer)
     assert read_hostfile(f"/dev/fd/{reader}").hosts == (Host("a", 2, (0, 1)),)
     os.close(reader)
     os.mkfifo(tmp_path / "pipe")
+    # The test does not wait.
     monkeypatch.setattr(hosts, "_PIPE_SECONDS", 0)
     assert "cannot be read: nobody wrote to this pipe for 0 s" in refused(
         read_hostfile, tmp_path / "pipe"

@@ -1,4 +1,4 @@
-"""The plan: batch equation, ranks, what is handed to them, its text and its JSON."""
+"""The plan: batch equation, ranks, forwarded variables, its text and its JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from ortlaunch.recipe.rules.rules import broken
 from ortlaunch.units import human
 from tests.makers import bert, host, plan, recipe
 
+# Hosts with different numbers of slots; the second one uses device 3.
 UNEVEN = (host("a", 2), Host("b", 1, (3,)), host("c", 3))
 
 
 def batch(global_size: int | None, micro: int | None, steps: int | None) -> dict[str, int | None]:
-    """The recipe's section."""
+    """Return the recipe's section `batch`."""
     return {"global_size": global_size, "micro_size": micro, "accumulation_steps": steps}
 
 
@@ -41,7 +42,7 @@ def batch(global_size: int | None, micro: int | None, steps: int | None) -> dict
     ],
 )
 def test_batch_equation(given: dict[str, Any], ranks: int, solved: tuple[int, int, int]) -> None:
-    """What the recipe leaves out follows from the rest and the ranks."""
+    """The value that the recipe leaves out follows from the others and the number of ranks."""
     total, micro, steps = solved
     made = plan(recipe(batch=given), [host("localhost", ranks)], "torchrun").batch
     assert made == BatchPlan(total, micro, steps, ranks, None)
@@ -53,7 +54,7 @@ def test_batch_equation(given: dict[str, Any], ranks: int, solved: tuple[int, in
 
 @pytest.mark.parametrize("given", [batch(64, None, None), batch(None, 4, 2)])
 def test_what_is_enough_for_the_equation(given: dict[str, Any]) -> None:
-    """The global batch alone says how many samples a step takes; so do the other two together."""
+    """The global batch alone is enough, and so are the other two values together."""
     assert list(broken(recipe(batch=given))) == []
 
 
@@ -79,7 +80,7 @@ NOT_WHOLE = "batch: global_size (%s) is not a multiple of %s; %s would do"
     ],
 )
 def test_batch_without_a_whole_solution(given: dict[str, Any], ranks: int, message: str) -> None:
-    """The error shows the equation and what would be right."""
+    """The error shows the equation and valid values."""
     with pytest.raises(PlanError) as caught:
         plan(recipe(batch=given), [host("localhost", ranks)], "torchrun")
     assert str(caught.value) == message
@@ -92,7 +93,7 @@ def test_tokens_per_step() -> None:
 
 
 def test_ranks_follow_the_hosts_in_order() -> None:
-    """Every slot becomes a rank, host by host, and each knows its place on its host."""
+    """Every slot becomes a rank, host by host, and each rank has a number on its host."""
     made = plan(recipe(), UNEVEN, "mpi")
     assert made.nodes == (
         Node("a", 2, 0, (0, 1)),
@@ -116,6 +117,7 @@ PLANS = {
     "inside": plan(recipe(), [host("localhost", 2)], "inside"),
     "bert": plan(bert()),
     "deepspeed": plan(bert(zero=ZERO, precision="bf16"), [host("localhost", 4)], "torchrun"),
+    # Two words, a letter beyond ASCII, and a variable that is forwarded.
     "environment": plan(
         recipe(launch={"env": {"B": "two words", "A": "é"}}), environ={"HF_TOKEN": "s3cret"}
     ),
@@ -124,7 +126,7 @@ PLANS = {
 
 @pytest.mark.parametrize("made", PLANS.values(), ids=PLANS)
 def test_json_comes_back(made: Plan) -> None:
-    """A plan reads back from its JSON as itself, and writes the same bytes again."""
+    """A plan read from its JSON equals the plan, and is written as the same bytes."""
     text = made.to_json()
     again = Plan.from_json(text)
     assert again == made
@@ -135,8 +137,9 @@ def test_json_comes_back(made: Plan) -> None:
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Plan)])
 def test_every_field_is_in_the_json(field: str) -> None:
-    """No field is lost on the way: another value gives another text, and comes back."""
+    """Every field is in the JSON: another value changes the text, and is read back."""
     made = PLANS["deepspeed"]
+    # Values of the field's type; other fields accept any text here.
     other: dict[str, Any] = {
         "nodes": (Node("elsewhere", 4, 0, (0, 1, 2, 3)),),
         "memory": None,
@@ -155,7 +158,7 @@ def test_every_field_is_in_the_json(field: str) -> None:
 
 
 def test_json_is_stable() -> None:
-    """The order of variables in recipe and shell does not show, so that two plans can be compared by diff."""
+    """The JSON does not depend on the order of variables, so that plans can be compared by diff."""
     names = {"NCCL_DEBUG": "1", "PATH": "2", "HF_HOME": "3", "OMP_NUM_THREADS": "4"}
     texts = {
         plan(recipe(launch={"env": dict(ours)}), environ=dict(theirs)).to_json()
@@ -166,7 +169,7 @@ def test_json_is_stable() -> None:
 
 
 def test_json_of_another_format_is_refused() -> None:
-    """A plan.json that another ortlaunch wrote is not half understood."""
+    """A plan.json of another version of ortlaunch is refused."""
     text = PLANS["custom"].to_json().replace('"format": 1', '"format": 2')
     with pytest.raises(
         PlanError, match=r"^plan\.json was written by another version of ortlaunch$"
@@ -178,6 +181,7 @@ def test_json_of_another_format_is_refused() -> None:
     ("environ", "launch", "forward"),
     [
         ({}, {}, ()),
+        # Prefixes are compared from the beginning of a name.
         ({"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "LANG": "C", "XNCCL_DEBUG": "1"}, {}, ()),
         (
             {"PATH": "/bin", "LD_LIBRARY_PATH": "/lib", "PYTHONPATH": "."},
@@ -190,6 +194,7 @@ def test_json_of_another_format_is_refused() -> None:
             ("HF_TOKEN", "NCCL_DEBUG", "OMP_NUM_THREADS"),
         ),
         ({"WANDB_API_KEY": "x", "HOME": "y"}, {"forward": ["WANDB_API_KEY"]}, ("WANDB_API_KEY",)),
+        # The recipe's value replaces the shell's.
         ({"NCCL_DEBUG": "INFO"}, {"env": {"NCCL_DEBUG": "WARN"}}, ()),
         ({"KEY": "x"}, {"env": {"KEY": "y"}, "forward": ["KEY"]}, ()),
     ],
@@ -197,14 +202,14 @@ def test_json_of_another_format_is_refused() -> None:
 def test_forwarded_names(
     environ: dict[str, str], launch: dict[str, Any], forward: tuple[str, ...]
 ) -> None:
-    """Known and asked-for names are forwarded, sorted, once; the recipe's own value wins over the shell's."""
+    """Known and requested names are forwarded, sorted, once, except for the recipe's own variables."""
     made = plan(recipe(launch=launch), environ=environ)
     assert made.forward == forward
     assert made.env == tuple(sorted(launch.get("env", {}).items()))
 
 
 def test_forwarding_what_is_not_set() -> None:
-    """A name to forward that this shell lacks is an error that names it."""
+    """A name to forward that this shell does not set is an error with the name."""
     with pytest.raises(PlanError) as caught:
         plan(recipe(launch={"forward": ["API_KEY", "HOME", "TOKEN"]}), environ={"HOME": "/root"})
     assert (
@@ -214,10 +219,11 @@ def test_forwarding_what_is_not_set() -> None:
 
 
 def test_a_forwarded_value_is_nowhere_in_the_plan() -> None:
-    """Only the name of a secret is written."""
+    """Of a secret, only the name is written."""
     asked = recipe(launch={"forward": ["API_KEY"]})
     made = plan(asked, environ={"API_KEY": "s3cret", "HF_TOKEN": "s3cret"})
     assert made.forward == ("API_KEY", "HF_TOKEN")
+    # All texts that may be written or printed.
     for text in (made.to_json(), describe(made, asked), repr(made)):
         assert "s3cret" not in text
         assert "API_KEY" in text
@@ -228,11 +234,12 @@ def test_a_forwarded_value_is_nowhere_in_the_plan() -> None:
     [
         ((0, 1, 2), "0,1,2"),
         (tuple(range(9_999)), "0-9998"),
+        # With gaps, a range would be wrong.
         (tuple(range(0, 200, 2)), "0,2,4,6,8,10,12,14,16,18,20,22,24,26,28,30,...,198"),
     ],
 )
 def test_the_slots_of_a_host_are_one_short_line(devices: tuple[int, ...], shown: str) -> None:
-    """However many there are."""
+    """The slots of a host fit into one short line."""
     lines = describe(
         plan(recipe(), [Host("a", len(devices), devices)], "mpi"), recipe()
     ).splitlines()
@@ -240,7 +247,7 @@ def test_the_slots_of_a_host_are_one_short_line(devices: tuple[int, ...], shown:
 
 
 def test_describe_names_every_part() -> None:
-    """The page for a person: hosts with their ranks, rendezvous, batch, memory with a mark at the chosen stage."""
+    """The page shows hosts with ranks, rendezvous, batch, and memory by stage."""
     asked = bert(zero={"stage": 1}, batch=batch(64, 4, None))
     made = plan(asked, [host("a", 2), Host("b", 2, (0, 3))], "mpi", environ={"NCCL_DEBUG": "WARN"})
     lines = describe(made, asked).splitlines()
@@ -255,13 +262,14 @@ def test_describe_names_every_part() -> None:
     assert lines[6] == "steps: 3, 192 samples"
     assert [line[:12] for line in lines[9:14]] == [
         "    DDP     ",
+        # An arrow marks the chosen stage.
         *(f"  {'->' if n == 1 else '  '}ZeRO {n}  " for n in range(4)),
     ]
     assert max(map(len, lines)) <= 100
 
 
 def test_the_plain_case_is_told_briefly() -> None:
-    """One process without ZeRO: no rendezvous, nothing forwarded, no table of what cannot be sharded."""
+    """The page of one process without ZeRO has no rendezvous, forwarded names or table of stages."""
     asked = bert(train={"epochs": 3})
     lines = describe(plan(asked, environ={"PATH": "/bin", "HF_HOME": "/x"}), asked).splitlines()
     assert [line.split(":")[0].strip() for line in lines[:4]] == [
@@ -272,18 +280,20 @@ def test_the_plain_case_is_told_briefly() -> None:
     ]
     assert lines[2] == "steps: as many as 3 epochs take, known when the data are read"
     assert [line for line in lines if "ZeRO" in line] == []
+    # No column for the optimizer: SGD has no state.
     assert lines[4].split() == [
         "weights",
         "gradients",
         "activations",
         "overhead",
         "total",
-    ]  # SGD has no state
+    ]
+    # A number and a unit for each column.
     assert len(lines[5].split()) == 2 * len(lines[4].split())
 
 
 def test_describe_many_hosts_briefly() -> None:
-    """Ten thousand hosts do not fill the screen."""
+    """The page of ten thousand hosts is short."""
     made = plan(recipe(), [host(f"n{i}", 8) for i in range(10_000)], "mpi")
     lines = describe(made, recipe()).splitlines()
     assert lines[0] == "made: 80,000 ranks on 10,000 hosts, cpu, launcher mpi"
@@ -293,10 +303,11 @@ def test_describe_many_hosts_briefly() -> None:
 
 
 def test_describe_a_model_that_is_not_known() -> None:
-    """A model whose size only transformers knows has no table of memory, and the reason is printed."""
+    """The page of an unknown model has the reason in place of a table of memory."""
     unknown = bert(model={"task": "causal-lm", "config": {"model_type": "gpt2"}})
     assert plan(unknown).memory is None
     assert "memory: not known here: models of type gpt2" in describe(plan(unknown), unknown)
+    # A known model has the table.
     assert "memory: 1" in describe(plan(bert()), bert())
 
 
@@ -306,5 +317,5 @@ def test_describe_a_model_that_is_not_known() -> None:
      (2**40, "1.0 TiB"), (2**50, "1024.0 TiB")],
 )  # fmt: skip
 def test_bytes_for_a_person(size: int, text: str) -> None:
-    """Bytes are shown with the unit that fits."""
+    """Bytes are shown in the unit that fits."""
     assert human(size) == text

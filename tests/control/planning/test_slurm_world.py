@@ -1,4 +1,4 @@
-"""Hosts and ranks that Slurm's variables tell of: a task, a script without srun."""
+"""Hosts and ranks from Slurm's variables: in a task, and in a script without srun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("box")
 
 
 def slurm(rank: int, size: int, local: int, layout: str, node: int = 0) -> dict[str, str]:
-    """What srun sets."""
+    """Return the variables that srun sets."""
     names = {
         "PROCID": rank,
         "NTASKS": size,
@@ -35,6 +35,7 @@ def slurm(rank: int, size: int, local: int, layout: str, node: int = 0) -> dict[
         (slurm(0, 2, 0, "2"), Rank(0, 2, 0, 2), (host("localhost", 2),)),
         (slurm(3, 4, 1, "2(x2)", 1), Rank(3, 4, 1, 2), (host("node0", 2), host("node1", 2))),
         (slurm(0, 1, 0, "1"), None, HERE),
+        # `srun --pty` in an allocation of four nodes.
         ({**slurm(0, 1, 0, "1"), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4"}, None, HERE),
         (
             {
@@ -51,7 +52,7 @@ def slurm(rank: int, size: int, local: int, layout: str, node: int = 0) -> dict[
 def test_inside_slurm(
     environ: dict[str, str], inside: Rank | None, hosts: tuple[Host, ...]
 ) -> None:
-    """A step of tasks is a launcher; a batch script, and a shell of one task in an allocation, are not."""
+    """A step of several tasks is a launcher; a batch script, and a shell in an allocation, are not."""
     found = resolved(None, LaunchOptions(), **environ)
     assert (found.inside, found.hosts) == (inside, hosts)
     assert found.launcher == ("inside" if inside else "local")
@@ -61,6 +62,7 @@ def test_inside_slurm(
     ("names", "layout", "rank", "hosts"),
     [
         ("gpu[08-09]", "2,1", Rank(2, 3, 0, 1), (host("gpu08", 2), host("gpu09", 1))),
+        # Two groups of numbers in one name.
         ("a,r[1-2]n[3,5]-ib", "1(x4),2", Rank(0, 6, 0, 1),
          (host("a", 1), *(host(f"r{r}n{n}-ib", 1) for r, n in ((1, 3), (1, 5), (2, 3))), host("r2n5-ib", 2))),
     ],
@@ -68,7 +70,7 @@ def test_inside_slurm(
 def test_slurm_names_its_hosts(
     names: str, layout: str, rank: Rank, hosts: tuple[Host, ...]
 ) -> None:
-    """Tasks as unequal as they are, on nodes by name."""
+    """Hosts have Slurm's names and numbers of tasks, which may be unequal."""
     environ = slurm(
         rank.rank, rank.world_size, rank.local_rank, layout, len(hosts) - 1 if rank.rank else 0
     )
@@ -86,7 +88,10 @@ def test_slurm_names_that_do_not_fit() -> None:
 
 
 def job(nodes: int, tasks: int, **more: str) -> dict[str, str]:
-    """What a batch script sees; seen in Slurm 22.05, `sbatch -N2 -n2`: no SLURM_STEP_ID there."""
+    """Return the variables of a batch script.
+
+    Observed in Slurm 22.05 with `sbatch -N2 -n2`: SLURM_STEP_ID is not set.
+    """
     first = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
     return {**first, "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NTASKS": str(tasks), **more}
 
@@ -102,18 +107,21 @@ def job(nodes: int, tasks: int, **more: str) -> dict[str, str]:
         (job(1, 4), {}, "Slurm job 7 has 4 tasks on 1 nodes, "),
         (job(4, 32), {"processes_per_node": 8}, "Slurm job 7 has 32 tasks on 4 nodes, "),
         (
+            # 32 tasks, but the GPUs of this node give 8 ranks.
             job(4, 32, GPUS="8"),
             {},
             "this is its script or shell, not one of its tasks: 8 on this node alone",
         ),
+        # The number of an interactive step.
         (job(2, 2, SLURM_STEP_ID="4294967290"), {}, "Slurm job 7 has 2 tasks on 2 nodes, "),
+        # Older names of the variables.
         ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, {}, "Slurm job 7 has 2 tasks on 2 nodes, "),
     ],
 )
 def test_a_slurm_script_without_srun(
     environ: dict[str, str], launch: dict[str, Any], said: str
 ) -> None:
-    """The body of a job runs once: a job of several nodes or tasks would train on the first of them alone."""
+    """A job's script that would train on one node of several, or with too few tasks, is refused."""
     with pytest.raises(PlanError) as caught:
         resolved(launch, **environ)
     assert said in str(caught.value)
@@ -125,8 +133,11 @@ def test_a_slurm_script_without_srun(
 @pytest.mark.parametrize(
     ("environ", "launch", "ranks"),
     [
+        # The recipe limits the run to this node.
         (job(4, 4), {"nodes": 1}, 1),
+        # One rank for each GPU uses all tasks.
         (job(1, 4, GPUS="4"), {}, 4),
+        # The recipe uses less than the job has.
         (job(1, 4), {"processes_per_node": 2}, 2),
         (job(1, 1), {}, 1),
     ],
@@ -134,6 +145,6 @@ def test_a_slurm_script_without_srun(
 def test_a_slurm_script_on_one_node(
     environ: dict[str, str], launch: dict[str, Any], ranks: int
 ) -> None:
-    """Where all of a job is used, or the recipe says how much, its script trains as any shell does."""
+    """A script trains like any shell if it uses all of the job, or if the recipe limits the ranks."""
     found = resolved(launch, **environ)
     assert (sum(host.slots for host in found.hosts), found.inside) == (ranks, None)

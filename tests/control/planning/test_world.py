@@ -1,4 +1,4 @@
-"""Hosts, launcher and device of a run, out of command line, recipe, a launcher's environment and this machine."""
+"""Hosts, launcher and device of a run, from command line, recipe, environment and machine."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from ortlaunch.planning.world import LaunchOptions, World, resolve_world
 from ortlaunch.rank import Rank
 from tests.makers import host, recipe
 
+# The fixture simulates a host of 4 cores with the GPUs of the variable GPUS.
 pytestmark = pytest.mark.usefixtures("box")
 HERE = (Host("localhost", 1, (0,)),)
 NOTHING = LaunchOptions()
 
 
 def torchrun(rank: int, size: int, local: int, per_node: int) -> dict[str, str]:
-    """What torchrun sets."""
+    """Return the variables that torchrun sets."""
     names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_node}
     return {**{name: str(value) for name, value in names.items()}, "TORCHELASTIC_RUN_ID": "none"}
 
 
 def open_mpi(rank: int, size: int, local: int, per_node: int) -> dict[str, str]:
-    """What Open MPI's mpirun sets."""
+    """Return the variables that Open MPI's mpirun sets."""
     names = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local, "LOCAL_SIZE": per_node}
     return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
 
@@ -34,7 +35,7 @@ def open_mpi(rank: int, size: int, local: int, per_node: int) -> dict[str, str]:
 def resolved(
     launch: dict[str, Any] | None = None, options: LaunchOptions = NOTHING, **environ: str
 ) -> World:
-    """The world of a recipe with this `launch`, for this command line, in this environment."""
+    """Return the world of a recipe with this `launch`, for this command line, in this environment."""
     return resolve_world(recipe(launch=launch or {}), options, environ)
 
 
@@ -44,9 +45,11 @@ def resolved(
         ({}, LaunchOptions(), 0, HERE, "local", "cpu"),
         ({}, LaunchOptions(), 1, HERE, "local", "cuda"),
         ({}, LaunchOptions(), 4, (host("localhost", 4),), "torchrun", "cuda"),
+        # On a CPU, GPUs do not set the number of ranks.
         ({"device": "cpu"}, LaunchOptions(), 4, HERE, "local", "cpu"),
         ({}, LaunchOptions(processes_per_node=2), 0, (host("localhost", 2),), "torchrun", "cpu"),
         ({}, LaunchOptions(processes_per_node=2), 4, (host("localhost", 2),), "torchrun", "cuda"),
+        # More ranks than cores are allowed if the user requests them.
         ({}, LaunchOptions(processes_per_node=9), 0, (host("localhost", 9),), "torchrun", "cpu"),
         ({"processes_per_node": 3}, LaunchOptions(), 0, (host("localhost", 3),), "torchrun", "cpu"),
         (
@@ -87,14 +90,20 @@ def test_on_this_host(
     launcher: str,
     device: str,
 ) -> None:
-    """Without a host file: one process per GPU, else one; the command line wins; what mpirun opens is told."""
+    """Without a host file there is one process for each GPU, else one; the command line wins."""
     notes = (
         ("launcher mpi: mpirun itself listens on every interface of this host, for which it has "
          "no setting; on one "
          "host launcher torchrun opens no port",) if launcher == "mpi" else ()
     )  # fmt: skip
     assert resolved(launch, options, GPUS=str(gpus))._replace(forward=()) == World(
-        hosts, launcher, device, None, notes, max(1, 4 // hosts[0].slots)
+        # The host's 4 cores are divided among its ranks.
+        hosts,
+        launcher,
+        device,
+        None,
+        notes,
+        max(1, 4 // hosts[0].slots),
     )
 
 
@@ -109,14 +118,14 @@ def test_on_this_host(
     ],
 )
 def test_inside_a_launcher(tell: Any, rank: Rank, hosts: tuple[Host, ...]) -> None:
-    """Under a launcher `auto` is that launcher's rank, and the hosts are as it made them."""
+    """Under a launcher, `auto` is that launcher's rank, with the launcher's hosts."""
     threads = 4 // hosts[0].slots if len(hosts) == 1 else None
     found = resolved(None, LaunchOptions(), **tell(*rank))
     assert found._replace(forward=()) == World(hosts, "inside", "cpu", rank, (), threads)
 
 
 def test_declared_hosts_can_be_planned() -> None:
-    """Hosts that do not exist yet, as launch counts them, on a host without GPUs; ranks a host must be told."""
+    """Hosts that `launch` only counts can be planned on a host without GPUs."""
     launch = {"nodes": 2, "processes_per_node": 8, "device": "cuda"}
     found = resolved(launch, LaunchOptions(planned_only=True))
     assert (found.hosts, found.launcher, found.device) == (
@@ -127,11 +136,12 @@ def test_declared_hosts_can_be_planned() -> None:
     with pytest.raises(
         PlanError, match=r"their ranks are not known here; give launch\.processes_per_node"
     ):
+        # Without GPUs here, the ranks of a host are unknown.
         resolved({"nodes": 2}, LaunchOptions(planned_only=True))
 
 
 def test_inside_a_launcher_with_gpus() -> None:
-    """Ranks of a launcher take their own number, whatever GPUs there are."""
+    """A launcher's number of ranks holds, with any number of GPUs."""
     found = resolved(None, LaunchOptions(), **torchrun(0, 2, 0, 2), GPUS="8")
     assert (found.hosts, found.device) == ((host("localhost", 2),), "cuda")
 
@@ -147,7 +157,7 @@ def test_one_rank_of_a_launcher_may_start_more() -> None:
 
 
 def written(folder: Path, text: str) -> str:
-    """A host file."""
+    """Write a host file and return its path."""
     path = folder / "hosts"
     path.write_text(text)
     return str(path)
@@ -164,7 +174,9 @@ NO_GPU_NOTE = (
         ("localhost slots=2\n", LaunchOptions(), {}, (host("localhost", 2),), "torchrun"),
         ("localhost slots=1\n", LaunchOptions(), {}, HERE, "local"),
         ("127.0.0.1 slots=2\n", LaunchOptions(), {}, (host("127.0.0.1", 2),), "torchrun"),
+        # No mpirun accepts ::1.
         ("[::1] slots=2\n", LaunchOptions(), {}, (host("localhost", 2),), "torchrun"),
+        # The name of this host in the fixture.
         ("box slots=2\n", LaunchOptions(), {}, (host("box", 2),), "torchrun"),
         (
             "me@box.example.com slots=2\n",
@@ -216,12 +228,13 @@ def test_host_file(
     launcher: str,
     tmp_path: Path,
 ) -> None:
-    """Hosts, slots and filters of a file decide the world; this machine alone needs no mpirun."""
+    """Hosts, slots and filters of a file decide the world; a file of this machine needs no mpirun."""
     path = written(tmp_path, text)
     found = resolved(launch, options._replace(hostfile=path))
     assert (found.hosts, found.launcher, found.inside) == (hosts, launcher, None)
     assert found.notes[0].startswith(f"{path}: read as ")
     assert found.notes[0].endswith(f"; hosts: {len(hosts)}")
+    # Only runs on other hosts get the note.
     assert (NO_GPU_NOTE in found.notes) == (hosts[0].name in ("a", "b", "far"))
 
 
@@ -237,7 +250,7 @@ def test_host_file(
 def test_no_note_where_the_device_is_clear(
     launch: dict[str, Any], environ: dict[str, str], tmp_path: Path
 ) -> None:
-    """The warning about a login node without GPUs is for those only who left the device to it."""
+    """The note on a login node without GPUs is only for runs with device auto."""
     path = written(tmp_path, "a slots=1\nb slots=1\n")
     assert NO_GPU_NOTE not in resolved(launch, LaunchOptions(hostfile=path), **environ).notes
 
@@ -306,7 +319,7 @@ def test_what_does_not_fit(
     message: str,
     tmp_path: Path,
 ) -> None:
-    """A world that cannot be, or is not the one asked for, is an error with both numbers: it never shrinks."""
+    """A world that is impossible, or not the requested one, is an error with both numbers."""
     if text is not None:
         options = options._replace(hostfile=written(tmp_path, text))
     with pytest.raises(PlanError) as caught:
@@ -330,7 +343,7 @@ def test_what_does_not_fit(
 def test_wrong_host_files(
     text: str | None, options: LaunchOptions, complaint: str, tmp_path: Path
 ) -> None:
-    """What the host file's reader refuses stays refused."""
+    """Errors of the host file's reader are passed on."""
     path = str(tmp_path / "absent") if text is None else written(tmp_path, text)
     with pytest.raises(HostfileError) as caught:
         resolved(None, options._replace(hostfile=path))
@@ -352,7 +365,7 @@ def test_contradictory_environments(environ: dict[str, str], names: list[str]) -
 
 
 def test_the_tests_see_no_launcher() -> None:
-    """The fixture of tests/conftest.py keeps a launcher's variables out of every test."""
+    """The fixture of tests/conftest.py hides a launcher's variables from every test."""
     left = [
         name for name in os.environ if name.startswith(("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_"))
     ]
@@ -363,7 +376,7 @@ def test_the_tests_see_no_launcher() -> None:
 
 
 def test_gpus_are_planned_where_there_are_none() -> None:
-    """On a login node a plan for GPUs is made with a note; a run is refused (above)."""
+    """On a login node, a plan for GPUs has a note; a run is refused (above)."""
     found = resolved({"device": "cuda", "processes_per_node": 8}, LaunchOptions(planned_only=True))
     assert (found.device, found.hosts) == ("cuda", (host("localhost", 8),))
     assert found.notes == (
@@ -377,14 +390,19 @@ def test_gpus_are_planned_where_there_are_none() -> None:
     [
         ({}, {}, 4),
         ({"processes_per_node": 2}, {}, 2),
+        # 4 cores for 3 ranks: rounded down.
         ({"processes_per_node": 3}, {}, 1),
+        # At least one.
         ({"processes_per_node": 9}, {}, 1),
         ({"processes_per_node": 2}, {"OMP_NUM_THREADS": "1"}, 1),
         ({"processes_per_node": 2}, {"OMP_NUM_THREADS": "3"}, 3),
         ({"env": {"OMP_NUM_THREADS": "7"}}, {"OMP_NUM_THREADS": "3"}, 7),
+        # A value that is no number is ignored.
         ({}, {"OMP_NUM_THREADS": "many"}, 4),
+        # torchrun sets 1 by itself, which is no choice of the user.
         ({}, {**torchrun(0, 2, 0, 2), "OMP_NUM_THREADS": "1"}, 2),
         ({"env": {"OMP_NUM_THREADS": "1"}}, torchrun(0, 2, 0, 2), 1),
+        # The ranks are on two hosts, whose cores are unknown.
         ({}, torchrun(0, 4, 0, 2), None),
         ({}, {**torchrun(0, 4, 0, 2), "OMP_NUM_THREADS": "5"}, 5),
     ],
@@ -392,7 +410,7 @@ def test_gpus_are_planned_where_there_are_none() -> None:
 def test_threads_of_a_rank(
     launch: dict[str, Any], environ: dict[str, str], threads: int | None
 ) -> None:
-    """What recipe or shell asks for, else a share of this host's cores; torchrun's 1 is nobody's choice."""
+    """Threads are those of the recipe or the shell, else a share of this host's cores."""
     assert resolved(launch, **environ).threads == threads
 
 
@@ -400,7 +418,7 @@ def test_threads_of_a_rank(
     ("gpus", "devices"), [("1", (0, 0, 0)), ("2", (0, 1, 0)), ("4", (0, 1, 2))]
 )
 def test_ranks_share_gpus_where_a_test_allows_it(gpus: str, devices: tuple[int, ...]) -> None:
-    """ORTLAUNCH_SHARE_GPUS=1 puts more ranks on this host than it has GPUs, and prints so."""
+    """ORTLAUNCH_SHARE_GPUS=1 puts more ranks on this host than it has GPUs, with a note."""
     world = resolved(None, LaunchOptions(processes_per_node=3), GPUS=gpus, ORTLAUNCH_SHARE_GPUS="1")
     assert (world.device, world.hosts) == ("cuda", (Host("localhost", 3, devices),))
     assert any("ORTLAUNCH_SHARE_GPUS=1: ranks share" in note for note in world.notes) == (
