@@ -1,5 +1,4 @@
-"""Validate a tree as a Recipe: pydantic finds errors, this module adds places and continues with
-the rest."""
+"""Validate a tree as a Recipe, and report pydantic's errors and broken rules with their places."""
 
 from __future__ import annotations
 

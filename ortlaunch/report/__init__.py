@@ -57,8 +57,7 @@ def page(records: Sequence[Record], now: str) -> str:
 
 
 def _visible(value: object) -> object:
-    """Return a text with control characters, which no page shows, as Python escapes; others
-    unchanged.
+    """Return text with its control characters as Python escapes, because no page shows them.
 
     jinja2 calls this for every value before it escapes HTML.
     """

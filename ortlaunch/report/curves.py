@@ -1,5 +1,4 @@
-"""Values of a chart: a line for each run over its steps, with the values under the pointer.
-Pure."""
+"""Values of a chart: a line for each run over its steps, and its tooltips. Pure."""
 
 from __future__ import annotations
 
@@ -150,8 +149,7 @@ def _decades(up: Scale) -> list[float]:
 
 
 def _drawn(curve: Curve, across: Scale, up: Scale) -> Json:
-    """Return the lines of a run, the dots of a run with few points, and the starts that resumed the
-    run."""
+    """Return a run's lines, its dots if it has few points, and the steps of resumed starts."""
     # A step without a value interrupts the line.
     groups = groupby(curve.points, key=lambda point: point[1] is not None)
     lines = [[(x, y) for x, y in group if y is not None] for is_whole, group in groups if is_whole]
@@ -167,8 +165,7 @@ def _drawn(curve: Curve, across: Scale, up: Scale) -> Json:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return the smallest and the largest point of each of `_BUCKETS` pieces, in order of their
-    steps.
+    """Return the smallest and the largest point of each of `_BUCKETS` pieces, ordered by step.
 
     A short list of points is returned unchanged.
     """
@@ -182,8 +179,8 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _strips(curves: Sequence[Curve], across: Scale, up: Scale) -> Iterator[dict[str, object]]:
-    """Yield transparent strips with a title of each run's value, which the browser shows as a
-    tooltip."""
+    """Yield transparent strips whose titles, each run's value there, the browser shows as
+    tooltips."""
     steps = sorted({x for curve in curves for x, _ in curve.finite})
     # Every n-th step, so that the page stays small.
     steps = steps[:: math.ceil(len(steps) / _STRIPS)]

@@ -132,8 +132,7 @@ def _values(records: Sequence[Record], name: str) -> list[Curve]:
 
 
 def _asked(choice: Any, why: str) -> str | None:
-    """Return the choice in use; where it replaces the requested one, also that one and the
-    reason."""
+    """Return the choice in use; if it replaces the requested one, also that one and the reason."""
     if not choice:
         return None
     return (

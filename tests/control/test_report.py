@@ -1,5 +1,4 @@
-"""Tests of `ortlaunch report` on run folders made here: its content, and that no text becomes
-markup."""
+"""Tests of `ortlaunch report`: the page's content, and that no text of a run becomes markup."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ def test_the_precision_of_passes(passes: str, said: str, tmp_path: Path) -> None
 
 
 def test_a_page_of_one_run(tmp_path: Path) -> None:
-    """A page shows curves, the verdict, fallbacks, memory, failed starts, and the steps of resumed
-    starts."""
+    """A page shows curves, the verdict, fallbacks, memory, failed starts and resumed starts."""
     run = made(
         tmp_path / "one",
         [*steps(3.0, 2.0, 1.0), {"step": 30, "evaluation_loss": 1.5}],
@@ -110,8 +108,7 @@ def test_a_page_of_one_run(tmp_path: Path) -> None:
 
 
 def test_nothing_of_a_run_becomes_markup_or_is_loaded(tmp_path: Path) -> None:
-    """Texts of a run do not become markup, the policy forbids scripts and network, and secrets are
-    absent."""
+    """No text of a run becomes markup, no script or network is allowed, and secrets are absent."""
     run = made(
         tmp_path / "<b>&",
         steps(1.0),
@@ -168,8 +165,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
-    """All folders without a run are reported at once, without a page; so is a folder given
-    twice."""
+    """All folders without a run are reported at once; a folder given twice is an error, too."""
     run = made(tmp_path / "one", steps(1.0))
     # A folder without job.json.
     (tmp_path / "tmp").mkdir()

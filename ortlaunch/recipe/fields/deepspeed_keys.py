@@ -1,5 +1,4 @@
-"""DeepSpeed's JSON names for raw settings under `zero.deepspeed`: the known ones, and the recipe's
-own.
+"""DeepSpeed's JSON names for raw settings under `zero.deepspeed`, and those that fields set.
 
 The names are those of DeepSpeed 0.19.8. DeepSpeed silently ignores an unknown top-level key, and
 refuses an unknown nested key only after every rank has started. Pure.

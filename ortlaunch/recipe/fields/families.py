@@ -72,8 +72,7 @@ LINEAR_LAYERS = {
 
 
 def known_fields(model_type: object) -> set[str] | None:
-    """Return the field names of a config of this type, or None where only transformers knows
-    them."""
+    """Return the field names of a config of this type; None where only transformers knows them."""
     family = FAMILIES.get(str(model_type))
     return None if family is None else COMMON | set(family)
 

@@ -1,9 +1,8 @@
-"""The environment variables that ORTModule 1.19.2 reads: each one's field of `engine`, and
-conflicts.
+"""The environment variables that ORTModule 1.19.2 reads, their fields of `engine`, and conflicts.
 
 The recipe is the only source of settings. A variable that has a field must agree with it. A
-variable without a field is refused with a reason, because nothing outside the environment would
-show it. Pure; both sides of a run import it.
+variable without a field is refused with a reason, because the recipe would not show it. Pure; both
+sides of a run import it.
 """
 
 from __future__ import annotations
@@ -140,8 +139,7 @@ def _core(name: str) -> str:
 
 
 def in_recipes_words(text: str) -> str:
-    """Replace ORTModule's names of settings by the recipe's: `Settings.opset=17` ->
-    `engine.opset=17`."""
+    """Replace ORTModule's names of settings by the recipe's: `Settings.opset` -> `engine.opset`."""
     text = text.replace("transformers: attn_implementation='eager'", "model.attention=eager")
     return re.sub(
         r"\bSettings\.(\w+)(=True|=False)?", lambda m: f"engine.{m[1]}{(m[2] or '').lower()}", text

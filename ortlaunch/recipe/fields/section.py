@@ -92,8 +92,10 @@ OperatorsOrWord = Annotated[
 
 
 class NameIn:
-    """A name of a table, for `Annotated[str, NameIn(table)]`; errors and schema are those of a
-    Literal."""
+    """A name of a table, for `Annotated[str, NameIn(table)]`; errors are those of a Literal.
+
+    The schema is a Literal's, too.
+    """
 
     def __init__(self, table: Collection[str], *others: str) -> None:
         self._table = table

@@ -1,5 +1,4 @@
-"""The recipe's section `submit`: the resources that `ortlaunch submit` requests from a
-scheduler."""
+"""The recipe's section `submit`: resources that `ortlaunch submit` requests from a scheduler."""
 
 from __future__ import annotations
 

@@ -70,8 +70,7 @@ def _foreign(key: str, section: KeyPath) -> Advice | None:
 
 
 def _elsewhere(key: str, section: KeyPath) -> Advice | None:
-    """Return the advice about a known key in the wrong section: a recipe's, a config's or
-    DeepSpeed's."""
+    """Return the advice about a key of the recipe, a config or DeepSpeed in the wrong section."""
     if key == "extends":
         return Advice("it is read at the top of a file only")
     in_config = f"model.config.{key}" if key in CONFIG_FIELDS else None

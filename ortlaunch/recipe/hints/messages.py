@@ -1,5 +1,4 @@
-"""Messages about values that a field does not accept: the value, the accepted ones, the usual
-cause."""
+"""Messages about refused values: the value, the accepted ones and the usual cause."""
 
 from __future__ import annotations
 

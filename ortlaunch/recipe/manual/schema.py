@@ -56,8 +56,7 @@ def document() -> dict[str, Any]:
 
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:
-    """Return a field's schema that also accepts null, as the loader does: null stands for the
-    default."""
+    """Return a field's schema that also accepts null for the default, as the loader does."""
     # A required key accepts no null.
     if "default" not in field:
         return field

@@ -17,8 +17,7 @@ def actions(train: Train) -> set[str]:
 
 
 def bad_step_rules(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems of limits without effect, and of an overflow check that is switched
-    off."""
+    """Yield the problems of limits without effect, and of a disabled overflow check."""
     train = recipe.train
     for name, action in _LIMITS.items():
         limit = getattr(train, name)

@@ -132,8 +132,7 @@ def _onednn(recipe: Recipe) -> Iterator[Problem]:
 
 
 def ort_multiplies(recipe: Recipe) -> str:
-    """Return the setting that keeps torch's matmuls out of ONNX Runtime's graph on a CPU; "" if
-    none."""
+    """Return the setting that keeps torch's matmuls out of ORT's graph on a CPU; "" if none."""
     engine = recipe.engine
     if engine.torch_matmul is False:
         return "torch_matmul: false"

@@ -1,5 +1,4 @@
-"""Rules of `model`, and its demands on `data`: (paths involved, message) for each broken rule.
-Pure."""
+"""Rules of `model` and its demands on `data`: (paths involved, message) for each broken rule."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The number of first steps that are compared with plain PyTorch: `engine.parity_steps`, and
-`auto`."""
+"""The number of first steps that are compared with plain PyTorch (`engine.parity_steps`)."""
 
 from __future__ import annotations
 

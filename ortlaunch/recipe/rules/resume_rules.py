@@ -1,8 +1,7 @@
-"""Rules for fields that changed since a checkpoint was written: one for each field, which a test
-checks.
+"""Rules for fields that changed since a checkpoint was written, one for each field.
 
-A change that would make the resumed run another training requires `--allow NAME`. All other changes
-take effect.
+A test checks that no field lacks a rule. A change that would make the resumed run another training
+requires `--allow NAME`. All other changes take effect.
 """
 
 from __future__ import annotations

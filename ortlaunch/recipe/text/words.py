@@ -100,8 +100,7 @@ def likeness(word: str, candidate: str) -> float:
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that `word` most likely means: the translation, else the most alike, or
-    None."""
+    """Return the candidate that `word` most likely means, by translation or likeness, or None."""
     candidates = tuple(candidates)
     translated = WORDS.get(normal(word))
     if translated in candidates:

@@ -106,8 +106,7 @@ def _explained(error: yaml.MarkedYAMLError, source: str, text: str) -> SourceErr
 
 
 def _diagnosis(what: str, context: str, line: str, same_line: bool) -> tuple[bool, str, str]:
-    """Return (whether the place to correct is the opening of the unfinished item, problem,
-    remedy)."""
+    """Return (whether to point at the opening of the unfinished item, problem, remedy)."""
     if "quoted" in context and "unexpected" in what:
         return True, "this quote is never closed", "close it at the end of the value"
     if "quoted" in context:
@@ -172,8 +171,7 @@ def in_line(value: Any) -> str:
 
 
 class _Builder:
-    """Builder of a Tree from YAML nodes, with the loader's scalars except for YAML 1.1's
-    surprises."""
+    """Builder of a Tree from YAML nodes, without YAML 1.1's surprising values."""
 
     def __init__(self, loader: Any, source: str, problems: list[Line], within: KeyPath) -> None:
         self.loader = loader

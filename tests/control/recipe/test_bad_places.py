@@ -1,5 +1,4 @@
-"""Tests that files, folders and streams that cannot be read or written give an error of one
-line."""
+"""Tests of one-line errors about files, folders and streams that cannot be read or written."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_place_is_one_line(case: str, tmp_path: Path) -> None:
-    """An error of a place ends with the expected status and one line that names the place, no
-    traceback."""
+    """A bad place gives the expected status and one line that names it, and no traceback."""
     typed, status, said = CASES[case]
     Path(tmp_path, "good.yaml").write_text(yaml.safe_dump(CUSTOM))
     Path(tmp_path, "mine.py").write_text(OWN_MODULE)
@@ -149,8 +147,7 @@ def test_a_failed_write_names_the_file_itself(tmp_path: Path) -> None:
 
 
 def test_an_error_that_is_not_understood_keeps_its_trace(tmp_path: Path) -> None:
-    """An OSError without a file and a known cause, or with a user's own file in a rank, keeps its
-    traceback."""
+    """An OSError with no known cause, or about a user's own file in a rank, keeps its traceback."""
     assert explained(OSError("odd")) is None
     for path in (tmp_path / "theirs", None):
         with pytest.raises(PermissionError), of_ours(tmp_path / "run"):

@@ -1,5 +1,4 @@
-"""Tests of hints about other tools' options and verbs, about typing errors, and of shell
-completion."""
+"""Tests of hints about other tools' names and typing errors, and of shell completion."""
 
 from __future__ import annotations
 
@@ -162,8 +161,7 @@ def test_help_has_an_example_and_no_types_of_python(verb: str, ortlaunch: Run) -
 
 
 def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`latest` and a recipe's name give its newest run; a path and an unknown name stay
-    unchanged."""
+    """`latest` and a recipe's name give its newest run; paths and unknown names stay unchanged."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     for age, name in enumerate(("a-20260101-000000", "a-20260102-000000-2", "a-b-20260103-000000")):
         run = RunDir(tmp_path / "runs" / name)
@@ -217,8 +215,7 @@ def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_
     ],
 )
 def test_a_slip_is_named_with_what_to_write(typed: str, hint: str, ortlaunch: Run) -> None:
-    """A mistaken value, file name, key or character ends with status 2 and a message with the
-    remedy."""
+    """A wrong value, file name, key or character ends with status 2 and the remedy."""
     # A no-break space after the colon.
     Path("blank.yaml").write_text("name: x\nprecision:\xa0fp32\n", encoding="utf-8")
     # The table splits at blanks; YAML needs one after the colon.

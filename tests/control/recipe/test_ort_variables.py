@@ -96,8 +96,7 @@ def test_a_file_of_settings_is_never_the_recipes_own(name: str) -> None:
 
 
 def test_an_open_field_contradicts_every_text() -> None:
-    """A field that is null contradicts every text of its variable, because null lets ortlaunch
-    decide."""
+    """A null field contradicts every text of its variable, because ortlaunch decides the value."""
     name = "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT"
     assert (
         said(name, "1") == "contradicts engine.deepcopy_before_export (null); set the field instead"

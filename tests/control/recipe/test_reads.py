@@ -93,8 +93,10 @@ def test_a_further_override_reads_nothing() -> None:
 
 
 def test_a_run_that_goes_on_from_its_own_recipe_reads_it_once() -> None:
-    """A run that resumes from its own recipe reads it once: the earlier recipe is that file without
-    overrides."""
+    """A run that resumes from its own recipe reads it once.
+
+    The earlier recipe is that file without overrides.
+    """
     run = RunDir("mine")
     write_text(run.recipe, Path("base.yaml").read_text())
     made = resolve(run.recipe, ["train.max_steps=7"], LaunchOptions(), {})

@@ -70,8 +70,7 @@ def refused(folder: Path, *overrides: str) -> str:
 def test_every_way_to_write_a_number_is_a_number(
     written: str, value: float, tmp_path: Path
 ) -> None:
-    """Every common form of a number is read as a number, also those that are strings in YAML
-    1.1."""
+    """Every common form of a number is a number, also forms that YAML 1.1 reads as strings."""
     # In block style and in flow style.
     for style in (f"learning_rate: {written}", f"{{learning_rate: {written}}}"):
         section = style if style.startswith("{") else "\n  " + style
@@ -141,8 +140,7 @@ def test_null_unsets_a_key_of_the_base(tmp_path: Path) -> None:
 
 
 def test_a_problem_is_placed_in_the_file_that_wrote_it(tmp_path: Path) -> None:
-    """Each problem is reported at the file and line where its key was written, also after
-    `extends`."""
+    """Each problem is reported where its key was written, also after `extends`."""
     path = tmp_path / "recipe.yaml"
     with pytest.raises(RecipeError) as caught:
         top(

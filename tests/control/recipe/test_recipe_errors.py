@@ -1,5 +1,4 @@
-"""Tests that broken recipes are refused with place, key, cause and remedy, and never with a
-traceback."""
+"""Tests that broken recipes are refused with place, key, cause and remedy, without a traceback."""
 
 from __future__ import annotations
 
@@ -113,8 +112,7 @@ def test_a_refused_secret_is_not_shown() -> None:
 
 
 def test_errors_of_file_and_overrides_come_together() -> None:
-    """Errors of the file, of the file that it extends and of the overrides are reported
-    together."""
+    """Errors of the file, of its base and of the overrides are reported together."""
     found = problems(FOLDER / "extends-broken.yaml", "nam=x", "train.max_steps")
     starts = [line.split(": ")[0].replace(f"{FOLDER}/", "") for line in found]
     assert starts == [

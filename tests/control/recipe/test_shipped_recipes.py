@@ -1,5 +1,4 @@
-"""Tests that shipped recipes load, have the published values, and are valid by the editors'
-schema."""
+"""Tests that shipped recipes load, have the published values, and are valid by the schema."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def editor() -> Any:
 
 
 def test_the_families_are_complete() -> None:
-    """Both families have recipes from the published size to one for a laptop, and there are
-    examples."""
+    """Both families have recipes from the published size to a laptop's, and there are examples."""
     names = {str(path.relative_to(RECIPES).with_suffix("")) for path in FILES}
     bert = {f"bert-large/{name}" for name in ("phase1", "phase1-linear", "phase2", "tiny")}
     own = (
@@ -147,8 +145,10 @@ def test_the_reference_has_every_field_in_the_recipes_order() -> None:
 
 
 def test_the_schema_is_the_models_with_extends() -> None:
-    """The schema is sorted, has every field with its manual, and requires nothing of a file with
-    `extends`."""
+    """The schema is sorted, and has every field with its manual.
+
+    It requires nothing of a file with `extends`.
+    """
     assert json_schema() == json.dumps(schema(), indent=2, sort_keys=True) + "\n"
     assert set(schema()["properties"]) == {*Recipe.model_fields, "extends"}
     assert schema()["properties"]["extends"]["type"] == "string"
@@ -273,8 +273,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_recipe_is_as_published(name: str) -> None:
-    """A recipe has every value of its publication; BERT's phases can also run on four nodes of 8
-    GPUs."""
+    """A recipe has every value of its publication.
+
+    BERT's phases can also run on four nodes of 8 GPUs.
+    """
     made = shipped(name).model_dump(mode="json")
     found = {
         field: reduce(lambda at, key: at[key], field.split("."), made) for field in PUBLISHED[name]
@@ -286,8 +288,7 @@ def test_a_recipe_is_as_published(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_published_value_says_whence_it_is(name: str) -> None:
-    """Every line that sets a number in a published recipe's data, batch and later sections names a
-    source."""
+    """Every number in a recipe's data, batch and later sections has its source in a comment."""
     lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(("data:", "batch:")))
     numbers = [line for line in lines[start:] if re.search(r": *\[?[0-9]", line.partition("#")[0])]
@@ -296,8 +297,7 @@ def test_every_published_value_says_whence_it_is(name: str) -> None:
 
 
 def test_full_size_bert_large_takes_the_overrides_of_a_trial() -> None:
-    """The full-size BERT-large recipes accept overrides for a trial on a laptop, also with
-    sharding."""
+    """Full-size BERT-large accepts overrides for a trial on a laptop, also with sharding."""
     trial = (
         "train.max_steps=2",
         "batch={global_size: 2, micro_size: 1}",
@@ -321,8 +321,7 @@ def test_parameters_are_those_of_the_published_models() -> None:
 
 
 def test_llama_sees_four_million_tokens_a_step_and_two_trillion_in_all() -> None:
-    """The Llama 2 recipe trains on 4 million tokens in a step and 2 trillion in all, as in the
-    paper."""
+    """The Llama 2 recipe has the paper's 4 million tokens in a step and 2 trillion in all."""
     recipe = shipped("llama2-7b/pretrain")
     tokens = (recipe.batch.global_size or 0) * (recipe.data.sequence_length or 0)
     assert tokens == 4 * 2**20
