@@ -1,7 +1,7 @@
-"""Ranks that save a small training in the middle and go on from it, under every way that keeps its state otherwise.
+"""Ranks that save a small training in the middle and resume it, in every way of keeping its state.
 
-Started by torchrun from test_checkpoint_ranks.py; arguments: the folder of all checkpoints,
-the file to write. Two ranks come first and save; another number of ranks goes on from what they saved.
+test_checkpoint_ranks.py starts them by torchrun. Arguments: the folder of all checkpoints, and the
+file to write. Two ranks come first and save; other numbers of ranks resume from these checkpoints.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tests.worker.leaving import leave
 
 STEPS = 6
 SAVED = 3
+# Samples a step: 1, 2 and 3 ranks have equal shares.
 SAMPLES = 12
 RATE = 1e-2
 # Stage (None: without DeepSpeed), optimizer, precision.
@@ -53,7 +54,10 @@ ALONE: dict[str, tuple[int | None, str, str]] = {
 
 
 class Net(nn.Module):
-    """Odd sizes that no rank count divides, a frozen layer, an unused weight, a buffer, and a single number."""
+    """A net with sizes that no number of ranks divides.
+
+    It also has a frozen layer, a buffer and a scalar.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +76,7 @@ class Net(nn.Module):
 
 
 def build(way: tuple[int | None, str, str], group: DistributedContext) -> Stepper:
-    """A net that every rank begins alike, on a stepper."""
+    """Return a stepper on a net that begins alike on every rank."""
     stage, name, precision = way
     torch.manual_seed(0)
     net = Net()
@@ -97,10 +101,11 @@ def build(way: tuple[int | None, str, str], group: DistributedContext) -> Steppe
 
 
 def steps(stepper: Stepper, group: DistributedContext, which: range) -> list[float]:
-    """Losses of some steps, over all ranks."""
+    """Take some steps, and return their losses, averaged over all ranks."""
     losses = []
     share = SAMPLES // group.size
     for step in which:
+        # The data depend on the step alone, so a resumed training gets the same.
         x = torch.randn(SAMPLES, 7, generator=torch.Generator().manual_seed(step))
         mine = x[group.rank * share : (group.rank + 1) * share]
         losses.append(group.mean(float(stepper.micro_step({"x": mine}, last=True))))
@@ -109,7 +114,7 @@ def steps(stepper: Stepper, group: DistributedContext, which: range) -> list[flo
 
 
 def weights(stepper: Stepper) -> list[float]:
-    """Numbers that every bit of this rank's master weights and optimizer state changes."""
+    """Return values that depend on every bit of this rank's master weights and optimizer state."""
     named = stepper.named_state()
     found = []
     for part in named.parts:
@@ -120,6 +125,7 @@ def weights(stepper: Stepper) -> list[float]:
                 if value.dim()
                 else value
             )
+            # Weighted by position, so that exchanged elements show.
             found.append(float(mine.double().mul(torch.arange(1, mine.numel() + 1)).sum()))
     return found
 
@@ -132,7 +138,7 @@ def close(stepper: Stepper) -> None:
 def interrupted(
     way: tuple[int | None, str, str], folder: Path, group: DistributedContext
 ) -> dict[str, Any]:
-    """A training in one piece, and in two, by a checkpoint in this folder."""
+    """Train without interruption, and again with a resume from a checkpoint in this folder."""
     found: dict[str, Any] = {}
     straight = build(way, group)
     losses = steps(straight, group, range(STEPS))
@@ -151,8 +157,12 @@ def interrupted(
 def beside(
     way: tuple[int | None, str, str], folder: Path, group: DistributedContext
 ) -> dict[str, Any]:
-    """The same where training goes on, and all-reduces, while the checkpoint is written on a channel of its own."""
+    """As `interrupted`, but training continues while the checkpoint is written.
+
+    Both all-reduce at the same time; the write has a channel of its own.
+    """
     run = RunDir(folder)
+    # A second group of the same ranks.
     apart = group.apart()
     straight = build(way, group)
     losses = steps(straight, group, range(SAVED))
@@ -168,7 +178,7 @@ def beside(
 def resumed(
     way: tuple[int | None, str, str], folder: Path, group: DistributedContext, before: list[float]
 ) -> tuple[list[float], list[float]]:
-    """Losses and weights of a training that goes on."""
+    """Resume a training, and return its losses and weights."""
     second = build(way, group)
     state = load(folder, second.named_state(), group)
     after = steps(second, group, range(state["step"], STEPS))
@@ -178,10 +188,11 @@ def resumed(
 
 
 def main() -> None:
-    """Save and go on, each way; or go on each way from every way's checkpoint."""
+    """Save and resume in each way; other world sizes resume in each way from every checkpoint."""
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute to compile
+    # Otherwise its compilation takes half a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()

@@ -1,4 +1,4 @@
-"""A rank that lives a piece of code under its guardian, without torch and without a launcher."""
+"""A rank that runs a piece of code under its supervisor, without torch and without a launcher."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ sys.exit(watch(Rank(rank, 2, rank, 2), RunDir(sys.argv[2]), live))
 
 
 class Ended(NamedTuple):
-    """How a guarded life ended: the guardian's status and output, and what the rank left."""
+    """The end of a rank: its supervisor's status and output, and the record that it left."""
 
     status: int
     out: str
@@ -50,17 +50,19 @@ class Ended(NamedTuple):
 
 
 def write_plan(run: RunDir, launcher: str, task: str = "train") -> None:
-    """Two ranks of this host, which may take two seconds to save."""
+    """Write the plan of two ranks of this host, which may take two seconds to save."""
     made = plan(recipe(launch={"grace_seconds": 2}), [host("localhost", 2)], launcher)
     write_text(run.plan, replace(made, task=task).to_json())
 
 
 def guarded(run: RunDir, life: str, rank: int = 1, **environ: str) -> Ended:
-    """A rank that lives this code, and its guardian."""
+    """Run this code as a rank with its supervisor."""
     command = [sys.executable, "-c", GUARDED, str(rank), str(run)]
     env = {**os.environ, "LIFE": life, **environ}
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as launchers are started
+    # Some launchers are started with this signal ignored.
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
+        # A rank that hangs fails its test.
         result = subprocess.run(command, env=env, capture_output=True, timeout=30, check=False)
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -20,7 +20,7 @@ class Background:
     def _run(self, work: Callable[[], object]) -> None:
         try:
             work()
-        # wait() raises it in the training loop. In the thread, nobody would notice.
+        # wait() raises it in the training loop.
         except BaseException as error:
             self._error = error
 

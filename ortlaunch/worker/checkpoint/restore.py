@@ -74,7 +74,7 @@ class Shards:
         for start, entry in pieces[
             max(bisect.bisect_right([start for start, _ in pieces], at) - 1, 0) :
         ]:
-            # A gap between two pieces.
+            # The part is complete, or there is a gap between two pieces.
             if at >= end or start > at:
                 break
             count = min(end, start + entry.elements) - at

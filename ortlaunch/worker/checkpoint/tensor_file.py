@@ -79,8 +79,7 @@ def write_tensors(
             for block in _blocks(tensor):
                 file.write(block)
                 _start_writing(file)
-                # Summed from memory, not read back: a fault of the disk shows as a difference
-                # later.
+                # Summed from memory, so that a later check detects faults of the disk.
                 total = zlib.crc32(block, total)
                 waiting = waiting + len(block)
                 if waiting >= _FLUSHED_BYTES:

@@ -29,7 +29,7 @@ SEEN = ("Signal", "Exit")
 # Reserved space of one rank, and of all ranks together.
 _MOST_SPARE_BYTES = 1 << 15
 _ALL_SPARE_BYTES = 1 << 26
-# A file system allocates whole pages, so less would not be cheaper.
+# The least reserved space: one block of usual file systems.
 _PAGE = 1 << 12
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 

@@ -23,7 +23,7 @@ from ortlaunch.worker.supervision.stall import Beat
 
 _SILENT_SECONDS = 7.0
 _ANSWER_SECONDS = 2.0
-# Before silent hosts are probed again, after one has answered.
+# Seconds until silent hosts are probed again, if they have answered.
 _AGAIN_SECONDS = 5.0
 _LAUNCHER_SECONDS = 2.0
 _SSH = 22

@@ -43,7 +43,7 @@ from ortlaunch.worker.supervision.watchdog import Watchdog
 
 _FINISHED = b"finished"
 _STOPS = tuple(number for number, ask in ASKS.items() if ask.stops)
-# C exit handlers get this long, then an alarm ends the process.
+# Seconds for C's exit handlers, then an alarm ends the process.
 _EXIT_SECONDS = 30
 # 1 MiB of a pipe. A rank may print faster than it is copied, and heartbeats are due in between.
 _PIECES_A_TURN = 16

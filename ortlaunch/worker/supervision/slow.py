@@ -16,9 +16,9 @@ from ortlaunch.worker.supervision.stall import Beat
 # A comparison covers at least this many steps and seconds.
 _STEPS = 50
 _SECONDS = 30.0
-# A slow rank takes this many times as long as its peers,
+# The least own time of a slow rank, as a multiple of its peers' median.
 _TIMES = 2.0
-# and its peers could save this share of a step.
+# The least time that the rank's peers could save without it, as a share of a step.
 _SHARE = 0.2
 
 

@@ -22,9 +22,9 @@ _LEAST = 60.0
 _TIMES_A_STEP = 20.0
 # Seconds of `auto` in all other phases.
 _ELSEWHERE = 600.0
-# Factors for a rank that computes: with `auto` in the training steps,
+# Factor for a rank that computes, with `auto` in the training steps.
 _BUSY_TIMES = 10.0
-# and with a limit in seconds in all other phases.
+# Factor for a rank that computes, with a limit in seconds in all other phases.
 _BUSY_TIMES_ELSEWHERE = 30.0
 _STATES = {
     "T": "stopped: SIGSTOP, or a frozen control group",

@@ -60,8 +60,7 @@ class BadSteps:
         seen = session.checkpoint.samples if session.checkpoint else 0
         changed = False
         for line in lines:
-            # `places` is a range of positions in the sample order; only those after `seen` still
-            # come.
+            # `places` is a range of positions in the sample order; those before `seen` are past.
             if (
                 line.places
                 and line.places[1] > seen

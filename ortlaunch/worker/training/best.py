@@ -131,8 +131,8 @@ def remembered(session: Session, memory: Memory) -> Memory:
     }
     step = kept_step(kept)
     here = step is not None and (session.run.checkpoint(step) / COMPLETE).exists()
+    # The kept checkpoint may have been pruned, or belong to the run that this one was started from.
     # Rank 0's answer counts: hosts may see a shared file system in different states.
-    # That one may have been pruned, or belong to the run that this one was started from.
     if step is not None and not session.group.gather_numbers([here])[0][0]:
         del kept[KEEP]
         if session.group.rank == 0:
