@@ -1,4 +1,4 @@
-"""Freed memory stays with a process that asks for it, and is given back where the environment says so."""
+"""A process keeps freed memory, unless the environment configures malloc."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ if sys.argv[1] == "given back":
     give_back_freed_memory()
 print(step())
 """
+# Pages of 16 MiB.
 PAGES = (16 << 20) // 4096
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 
 
 def faults(how: str, mebibytes: int = 16) -> int:
-    """Pages that the kernel gave when as much was asked for a second time, in a fresh process."""
+    """Return the page faults of the second allocation of a size, in a fresh process."""
     command = [sys.executable, "-c", FAULTS, how, str(mebibytes)]
     return int(
         subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -40,7 +41,7 @@ def faults(how: str, mebibytes: int = 16) -> int:
 
 @glibc
 def test_what_is_freed_is_used_again() -> None:
-    """Given back once, it comes anew once; a block that would leave a large hole is given back every time."""
+    """Freed blocks are used again without page faults, except blocks of more than 32 MiB."""
     assert faults("kept") < PAGES / 10
     assert faults("given back") > PAGES / 2
     assert faults("kept", 64) > 4 * PAGES / 2
@@ -66,7 +67,7 @@ def test_what_is_freed_is_used_again() -> None:
 def test_large_blocks_come_in_large_pages(
     tmp_path: Path, order: str | None, given: dict[str, str], found: str | None, said: str
 ) -> None:
-    """torch is asked to, unless the host takes free pages back or the environment says how it is to be."""
+    """torch uses huge pages, unless the host takes free pages back or the environment decides."""
     told = tmp_path / "page_reporting_order"
     if order is not None:
         told.write_text(f"{order}\n")
@@ -94,11 +95,12 @@ print(environ.get("THP_MEM_ALLOC_ENABLE"))
     ],
 )
 def test_what_the_user_chose_stays(environ: dict[str, str]) -> None:
-    """Somebody who set malloc up knows what they want; it is told."""
+    """Settings of malloc in the environment stay unchanged and are reported."""
     assert all(text in keep_freed_memory({**environ, "PATH": "/bin"}) for text in environ.values())
 
 
 def test_another_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Musl has no such settings."""
+    """Another libc than glibc is left unchanged."""
+    # Musl has no such settings.
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     assert "not glibc" in keep_freed_memory({})

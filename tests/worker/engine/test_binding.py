@@ -1,4 +1,4 @@
-"""Which cores a rank gets: of machines that are not here, as the kernel would describe them, and of this one."""
+"""The cores of a rank, on machines that the tests describe as the kernel would."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from ortlaunch.worker.engine.binding import (
 from tests.makers import host, plan, recipe
 
 FLAT = [Cpu(0, number, number) for number in range(6)]
-# Two sockets of two cores with two threads each, numbered as Linux does: 0-3 the cores, 4-7 their second threads.
+# Two sockets of two cores with two threads each, numbered as Linux does: 0-3 are the first threads
+# of the cores, 4-7 the second ones.
 TWO_NODES = [Cpu(0, 0, 0), Cpu(0, 0, 4), Cpu(0, 1, 1), Cpu(0, 1, 5), Cpu(1, 2, 2), Cpu(1, 2, 6), Cpu(1, 3, 3),
              Cpu(1, 3, 7)]  # fmt: skip
 
@@ -55,7 +56,7 @@ def test_cores_of_ranks(
     asked: str, cpus: list[Cpu], ranks: int, gpus: tuple[int | None, ...], used: str, cores: list[str],
     threads: int | None,
 ) -> None:  # fmt: skip
-    """As many for each, whole cores before threads of one, nodes undivided; a GPU's rank is beside it."""
+    """All ranks get equally many cores, whole if possible, beside their GPU and in one node."""
     found = [choose(asked, cpus, Rank(rank, ranks, rank, ranks), gpus) for rank in range(ranks)]
     assert [shown(one.cpus) for one in found] == cores
     assert (found[0].used, found[0].threads, bool(found[0].why)) == (used, threads, used == "none")
@@ -63,7 +64,7 @@ def test_cores_of_ranks(
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
-    """What a process on a machine of four cores was bound to."""
+    """The bindings of a process on a machine with four cores."""
     bound: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append(set(cpus)))
@@ -74,10 +75,12 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 
 
 def test_threads_follow(cores: list[set[int]]) -> None:
-    """Ours are as many as cores; the user's fewer stay, and more are refused, for they would wait for each other."""
+    """A rank has as many threads as cores; the user may set fewer, and more are refused."""
+    # More threads than cores would wait for each other.
     rank = Rank(1, 2, 1, 2)
     made = plan(recipe(), [host("a", 2)], "torchrun")
-    environ = {"OMP_NUM_THREADS": "1"}  # of torchrun's, not the user's
+    # torchrun's value, not the user's.
+    environ = {"OMP_NUM_THREADS": "1"}
     assert bind("core", made, rank, environ) == Bound("core", "core", (2, 3), 2, None)
     assert (environ, cores) == ({"OMP_NUM_THREADS": "2"}, [{2, 3}])
     for count in ("1", "3"):
@@ -94,14 +97,15 @@ def test_threads_follow(cores: list[set[int]]) -> None:
 
 
 def test_a_launcher_of_the_users_own_binds_or_does_not(cores: list[set[int]]) -> None:
-    """Its ranks may have their cores already, which are not to be divided again."""
+    """The ranks of the user's own launcher are not bound."""
+    # Its ranks may have their cores already, which must not be divided again.
     made = plan(recipe(), [host("a", 2)], "inside")
     found = bind("core", made, Rank(0, 2, 0, 2), {})
     assert (found.used, "srun --cpu-bind" in (found.why or ""), cores) == ("none", True, [])
 
 
 def test_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes and siblings from /sys; a GPU's node by its place among the visible ones."""
+    """Nodes and siblings are read from /sys, and a GPU's node by its index among visible GPUs."""
     for node, text in ((0, "0,2"), (1, "1,3\n")):
         (tmp_path / f"node/node{node}").mkdir(parents=True)
         (tmp_path / f"node/node{node}/cpulist").write_text(text)
@@ -123,5 +127,5 @@ def test_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_lists_as_the_kernel_writes_them() -> None:
-    """There and back."""
+    """A list in the kernel's form is read and written without change."""
     assert shown(numbers("0-2,5,7-8\n")) == "0-2,5,7-8"

@@ -1,4 +1,4 @@
-"""One batch through two modules on the same weights: what counts as a difference, and that nothing is left behind."""
+"""The comparison of two modules with the same weights: its differences, and its lack of effects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(3))}
 
 
 class Net(nn.Module):
-    """Linear layers, batch statistics, dropout as a module and as a number, a frozen and an unused parameter."""
+    """A model with BatchNorm, two kinds of dropout, a frozen layer and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 class Spoilt(torch.autograd.Function):
-    """The number itself, with another gradient."""
+    """The identity with a wrong gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Spoilt(torch.autograd.Function):
 
 
 def spoilt(net: Net, factor: float) -> Any:
-    """An engine that computes the loss well, and a wrong gradient for the last layer's weight."""
+    """Return an engine with a correct loss and a wrong gradient of the last layer's weight."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(net.norm(net.frozen(net.first(x))))
@@ -68,7 +68,7 @@ def spoilt(net: Net, factor: float) -> Any:
 
 
 def test_a_module_is_equal_to_itself_with_dropout_off() -> None:
-    """Every trained parameter is compared, and none differs, though the model has dropout in training mode."""
+    """A model with dropout is equal to itself in every trained parameter."""
     net = Net()
     found = compare(net, net, BATCH)
     assert found.largest == 0
@@ -81,7 +81,7 @@ def test_a_module_is_equal_to_itself_with_dropout_off() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Gradients, batch statistics, random numbers and dropout are afterwards what they were."""
+    """A comparison changes no gradient, batch statistics, random state or dropout."""
     net = Net()
     net(**BATCH).backward()
     gradients = {
@@ -116,7 +116,7 @@ def test_both_passes_begin_with_the_same_buffers() -> None:
 
 
 def test_a_wrong_gradient_behind_a_right_loss_is_named() -> None:
-    """A gradient that is 1 % too large is 0.01 apart; the loss is not."""
+    """A gradient that is 1 % too large has a difference of 0.01; the loss has none."""
     net = Net()
     found = compare(net, spoilt(net, 1.01), BATCH)
     assert found.loss_difference < 1e-6
@@ -131,7 +131,7 @@ def test_a_wrong_gradient_behind_a_right_loss_is_named() -> None:
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_a_number_that_is_not_finite_is_an_infinite_difference(factor: float) -> None:
-    """In a gradient, and in the loss."""
+    """A gradient or loss that is not finite has an infinite difference."""
     net = Net()
     found = compare(net, spoilt(net, factor), BATCH)
     assert (found.gradients[0].name, found.gradients[0].value) == ("second.weight", math.inf)
@@ -139,7 +139,7 @@ def test_a_number_that_is_not_finite_is_an_infinite_difference(factor: float) ->
 
 
 def test_a_missing_gradient_is_one_of_zeros() -> None:
-    """Where the engine has none, or has one that PyTorch has not, it differs; none on both sides is equal."""
+    """A gradient that only one side has differs; a gradient that both lack does not."""
     net = Net()
 
     def lacking(x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,10 @@ def test_a_missing_gradient_is_one_of_zeros() -> None:
 
 
 def test_rounding_of_a_zero_gradient_is_no_difference() -> None:
-    """A bias before softmax has no gradient but for rounding, which its own norm would make a difference of 100 %."""
+    """Rounding in a gradient that is zero in theory is no difference."""
+
+    # A bias before softmax has only rounding as gradient: relative to its own norm, the difference
+    # would be 100 %.
 
     class Softmax(nn.Module):
         def __init__(self) -> None:
@@ -186,7 +189,7 @@ def test_rounding_of_a_zero_gradient_is_no_difference() -> None:
 
 
 class Moving(nn.Module):
-    """MoCo's two encoders: the second follows the first by `.data =` in the forward pass."""
+    """Two encoders as in MoCo: the second follows the first by `.data =` in the forward pass."""
 
     def __init__(self, moves: bool = True) -> None:
         super().__init__()
@@ -203,7 +206,7 @@ class Moving(nn.Module):
 
 
 def test_weights_that_a_pass_moves_are_put_back_and_compared() -> None:
-    """The reference moves them for nobody, and an engine that does not move them differs, though its loss is equal."""
+    """Weights that a pass changes are restored and compared, even if the loss is equal."""
     net = Moving()
     stays = Moving(moves=False)
     stays.query = net.query
@@ -232,7 +235,7 @@ def test_weights_that_a_pass_moves_are_put_back_and_compared() -> None:
 
 @pytest.mark.parametrize("momentum", [0.1, 0.2])
 def test_statistics_that_a_pass_leaves_are_compared(momentum: float) -> None:
-    """BatchNorm's buffers are put back; an engine that updates them by another share differs."""
+    """An engine with another momentum of BatchNorm differs in its buffers, which are restored."""
     net = Net()
     other = Net()
     other.load_state_dict(net.state_dict())
@@ -248,7 +251,7 @@ def test_statistics_that_a_pass_leaves_are_compared(momentum: float) -> None:
 
 
 class BeforeNorm(nn.Module):
-    """A convolution's bias before BatchNorm: its gradient is zero but for rounding."""
+    """A convolution before BatchNorm: the gradient of its bias is zero except for rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +265,7 @@ class BeforeNorm(nn.Module):
 
 
 def off_by(net: BeforeNorm, error: float) -> Any:
-    """An engine whose gradient of the bias is off by this much."""
+    """Return an engine whose gradient of the bias has an error of this norm."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
         loss = net(x)
@@ -275,7 +278,7 @@ def off_by(net: BeforeNorm, error: float) -> Any:
     ("roundings", "judgement"), [(0, "equal"), (5, "rounding"), (100, "wrong")]
 )
 def test_float64_tells_rounding_from_an_error(roundings: int, judgement: str) -> None:
-    """A few of eager's own roundings are no difference; what is many times as far from float64 as eager is one."""
+    """A few roundings of eager PyTorch are no difference; many times as much is one."""
     net = BeforeNorm()
     tolerance = 1e-7
     images = {"x": torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1)) * 30 + 100}
@@ -295,7 +298,9 @@ def test_float64_tells_rounding_from_an_error(roundings: int, judgement: str) ->
 
 
 def test_an_engine_that_is_nearer_to_float64_is_right() -> None:
-    """Where PyTorch itself loses digits, here by a sum that is larger than its terms by a million."""
+    """An engine that is nearer to float64 than PyTorch has only rounding."""
+
+    # PyTorch loses digits here, in a sum that is a million times larger than its terms.
 
     class Losing(nn.Module):
         def __init__(self) -> None:
@@ -313,7 +318,9 @@ def test_an_engine_that_is_nearer_to_float64_is_right() -> None:
 
 
 def test_a_model_whose_passes_differ_is_no_rounding() -> None:
-    """It is as far from itself in float64 as an engine is that has one pass's values."""
+    """The differences of a model whose passes differ do not count as rounding."""
+
+    # Such a model differs from itself in float64 as much as an engine with the values of one pass.
 
     class Counting(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -327,7 +334,7 @@ def test_a_model_whose_passes_differ_is_no_rounding() -> None:
 
 
 def test_what_cannot_run_in_float64_is_not_judged() -> None:
-    """A difference stays one, with the reason."""
+    """A model that cannot run in float64 keeps its difference, with the reason."""
 
     class Scripted(Net):
         def __init__(self) -> None:
@@ -341,7 +348,9 @@ def test_what_cannot_run_in_float64_is_not_judged() -> None:
 
 
 def test_a_reentrant_checkpoint_is_compared() -> None:
-    """It knows backward() alone; nobody's `.grad` gets anything, and hooks of parameters are not called."""
+    """A model with reentrant checkpoints is compared without writing `.grad` or calling hooks."""
+
+    # Reentrant checkpoints support backward() only, not autograd.grad.
 
     class Checkpointed(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -365,7 +374,7 @@ def test_a_reentrant_checkpoint_is_compared() -> None:
 
 
 def test_a_model_with_randomness_of_its_own_is_refused() -> None:
-    """Two passes of it are never the same."""
+    """A model that draws random numbers beside dropout is refused."""
 
     class Noisy(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -377,7 +386,7 @@ def test_a_model_with_randomness_of_its_own_is_refused() -> None:
 
 
 class Sampling(nn.Module):
-    """Draws in every way that is recorded, and with `gamma` in one that is not."""
+    """A model that draws in every way that is recorded, and with `gamma` in one that is not."""
 
     def __init__(self, gamma: bool = False) -> None:
         super().__init__()
@@ -405,7 +414,7 @@ class Sampling(nn.Module):
 
 
 def test_recorded_random_numbers_are_given_to_both() -> None:
-    """A model that draws is compared: equal to itself, unlike one that differs; random numbers go on as they would."""
+    """A model with random numbers is equal to itself, and the random state does not change."""
     net = Sampling()
     before = torch.get_rng_state()
     found = compare_with_draws(net, net, BATCH, lambda model: model)
@@ -420,25 +429,25 @@ def test_recorded_random_numbers_are_given_to_both() -> None:
 
 
 def test_random_numbers_that_cannot_be_recorded_are_refused() -> None:
-    """A Gamma variate has a gradient of its own."""
+    """A model with Gamma variates is refused."""
+    # A Gamma variate has a gradient, which a recorded tensor would lack.
     net = Sampling(gamma=True)
     with pytest.raises(EngineError, match="cannot be recorded"):
         compare_with_draws(net, net, BATCH, lambda model: model)
 
 
 def test_a_compiled_model_is_compared_with_itself_uncompiled() -> None:
-    """The reference is called past torch.compile."""
+    """The forward of the reference is called without torch.compile."""
     net = Net()
     calls = []
-    net._compiled_call_impl = lambda **batch: (
-        calls.append(1) or Net.forward(net, **batch)
-    )  # as Module.compile does
+    # As Module.compile sets it.
+    net._compiled_call_impl = lambda **batch: calls.append(1) or Net.forward(net, **batch)
     assert compare(net, net, BATCH).largest == 0
     assert calls == [1]
 
 
 def test_half_precision_by_autocast() -> None:
-    """bf16 differs from itself by nothing, and float32 from bf16 by less than its tolerance and more than fp32's."""
+    """A bf16 pass equals itself, and differs from float32 within the tolerance of bf16."""
     net = Net()
     assert compare(net, net, BATCH, precision="bf16", autocast=True).largest == 0
 
@@ -451,7 +460,7 @@ def test_half_precision_by_autocast() -> None:
 
 
 def test_the_scale_of_fp16_is_taken_back() -> None:
-    """Norms are those of the loss itself."""
+    """Norms of fp16 gradients do not contain the loss scale."""
     net = Net()
     plain, scaled = (
         compare(net, spoilt(net, 1.01), BATCH, precision=name) for name in ("fp32", "fp16")
@@ -462,7 +471,7 @@ def test_the_scale_of_fp16_is_taken_back() -> None:
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_every_dropout_of_a_transformers_model_is_found(family: str) -> None:
-    """Modules, numbers of attention layers, and the config."""
+    """Dropouts of modules, attention layers and configs are all detected."""
     import transformers
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16,

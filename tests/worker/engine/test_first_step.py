@@ -1,4 +1,4 @@
-"""The first step of weights in lower precision under DeepSpeed, on one rank."""
+"""The first steps of low-precision and of offloaded training under DeepSpeed, on one rank."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.training import ZERO_3
 
 CPU = torch.device("cpu")
 GROUP = DistributedContext(Rank(0, 1, 0, 1), CPU)
-# the rate of step 1 is a warm-up's
+# The rate of step 1 is that of a warm-up, a tenth of the peak.
 RATE = 0.01
 ADAM = {"learning_rate": 0.1, "weight_decay": 0.5, "no_decay": []}
 
 
 class Mean(nn.Module):
-    """One product, and its mean as a loss."""
+    """One linear layer, with the mean of its squares as a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,12 +45,11 @@ class Mean(nn.Module):
 
 @pytest.fixture
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process group of one, and a DeepSpeed that forgets it."""
+    """A process group of one rank, and a DeepSpeed that has no state of an earlier test."""
     monkeypatch.setattr(comm, "cdb", None)
     monkeypatch.setattr(groups, "_WORLD_GROUP", None)
-    monkeypatch.setattr(
-        nn.functional, "linear", nn.functional.linear
-    )  # which ZeRO 3 replaces, for the whole process
+    # ZeRO 3 replaces it for the whole process: monkeypatch restores it after the test.
+    monkeypatch.setattr(nn.functional, "linear", nn.functional.linear)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     torch.distributed.init_process_group(
@@ -66,7 +65,7 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [(0, "adamw", AdamW), (1, "adamw", AdamW), (2, "adamw", AdamW), (0, "lamb", Lamb)],
 )
 def test_the_first_step_in_bf16_is_the_optimizers_first(stage: int, name: str, kind: Any) -> None:
-    """It has taken no step before: weights after step 1 are plain PyTorch's from the same gradients, LAMB's too."""
+    """Weights after step 1 are plain PyTorch's from the same gradients, as no step precedes it."""
     made = recipe(zero={"stage": stage}, precision="bf16", optimizer={"name": name, **ADAM})
     config: Any = deepspeed_config(made, 4, 1, 1)
     model = Mean()
@@ -92,7 +91,7 @@ def test_the_first_step_in_bf16_is_the_optimizers_first(stage: int, name: str, k
 def test_an_offloaded_optimizer_trains_as_one_that_is_not(
     stage: int, parameters: str | None
 ) -> None:
-    """Weights after three steps of `zero.offload` are those without, within float32's rounding."""
+    """Weights after three steps with `zero.offload` equal those without, up to float32 rounding."""
 
     def trained(offload: dict[str, Any] | None) -> list[torch.Tensor]:
         made = recipe(

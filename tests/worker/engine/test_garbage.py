@@ -9,14 +9,14 @@ from ortlaunch.worker.engine.garbage import look_as_usual, look_rarely
 
 
 class Cycle:
-    """Refers to itself."""
+    """An object that refers to itself, so that only the garbage collector frees it."""
 
     def __init__(self) -> None:
         self.me = self
 
 
 def test_garbage_of_the_start_is_collected_and_what_stays_is_left_out() -> None:
-    """Afterwards collections are as frequent as before, and go through new objects alone."""
+    """After the start, collections are as frequent as usual and visit new objects only."""
     usual = gc.get_threshold()
     try:
         look_rarely()

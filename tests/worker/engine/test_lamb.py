@@ -1,4 +1,4 @@
-"""LAMB against its formula written out tensor by tensor, and against AdamW where the two are the same."""
+"""LAMB compared with its formula for each tensor, with AdamW without decay, and with timm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Arrays = list[np.ndarray[Any, Any]]
 
 
 def reference(weights: Arrays, gradients: list[Arrays], decay: float) -> Arrays:
-    """Weights after all steps, in float64; NVIDIA's FusedLAMB (adam_w_mode, grad_averaging, not use_nvlamb)."""
+    """Return the weights after all steps, in float64, by the formula of NVIDIA's FusedLAMB.
+
+    Its options are adam_w_mode and grad_averaging, without use_nvlamb.
+    """
     found = []
     for number, start in enumerate(weights):
         w = start.astype(np.float64)
@@ -45,7 +48,7 @@ def reference(weights: Arrays, gradients: list[Arrays], decay: float) -> Arrays:
 
 
 def tensors(seed: int) -> Arrays:
-    """A matrix, a vector, one number, weights that are zero, and a large and a tiny scale."""
+    """Return a matrix, a vector, a scalar, zeros, and tensors of a large and of a tiny scale."""
     random = np.random.default_rng(seed)
     return [
         random.normal(size=(7, 5)),
@@ -58,7 +61,7 @@ def tensors(seed: int) -> Arrays:
 
 
 def noise(steps: int = len(RATES)) -> list[Arrays]:
-    """Gradients of each step for each of the tensors."""
+    """Return the gradients of each step for each of the tensors."""
     random = np.random.default_rng(1)
     return [
         [np.asarray(random.normal(size=array.shape)) for array in tensors(0)] for _ in range(steps)
@@ -68,7 +71,7 @@ def noise(steps: int = len(RATES)) -> list[Arrays]:
 def train(
     optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], gradients: list[Arrays]
 ) -> None:
-    """One step with each of RATES."""
+    """Run one step with each of RATES."""
     for rate, step in zip(RATES, gradients):
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -86,12 +89,14 @@ def parameters_of(arrays: Arrays, dtype: torch.dtype = torch.float64) -> list[to
 def test_it_is_the_paper_formula(
     dtype: torch.dtype, tolerance: float, portion: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six steps of both groups at once equal the formula, tensor by tensor, with zeros among weights and gradients."""
+    """Six steps of both groups equal the formula in each tensor, also with zeros."""
+    # Portions of all sizes: a tensor each, a few together, and all at once.
     monkeypatch.setattr(lamb, "_PORTION", portion)
     start = tensors(0)
     gradients = noise()
     for step in gradients:
-        step[1][:] = 0.0  # a tensor that never gets a gradient still decays
+        # A tensor whose gradient is always zero still decays.
+        step[1][:] = 0.0
     gradients[2][0][:] = 0.0
     decayed = parameters_of(start, dtype)
     spared = parameters_of(start, dtype)
@@ -109,7 +114,7 @@ def test_it_is_the_paper_formula(
 
 
 def test_without_decay_it_is_adam() -> None:
-    """The trust ratio stays 1 where there is no weight decay, so the weights are those of Adam."""
+    """Without weight decay the trust ratio is 1, and the weights are those of Adam."""
     start = tensors(0)
     gradients = noise()
     ours = parameters_of(start)
@@ -121,7 +126,7 @@ def test_without_decay_it_is_adam() -> None:
 
 
 def test_each_tensor_moves_by_the_rate_times_its_own_norm() -> None:
-    """With decay the first step is as long as rate x |weights|, for every tensor by itself."""
+    """With decay the first step of each tensor has the length rate x |weights|."""
     start = [array for array in tensors(0) if np.any(array)]
     parameters = parameters_of(start)
     optimizer = Lamb(parameters, lr=0.1, betas=BETAS, eps=EPS, weight_decay=DECAY)
@@ -135,7 +140,7 @@ def test_each_tensor_moves_by_the_rate_times_its_own_norm() -> None:
 
 
 def test_nothing_to_do_changes_nothing() -> None:
-    """Zero weights with zero gradients stay zero instead of NaN, and a parameter without gradient is left alone."""
+    """Zero weights with zero gradients stay zero, and a parameter without gradient is unchanged."""
     zero, absent = parameters_of([np.zeros(3), np.ones(3)])
     optimizer = Lamb([zero, absent], lr=0.1, weight_decay=DECAY)
     zero.grad = torch.zeros_like(zero)
@@ -146,7 +151,7 @@ def test_nothing_to_do_changes_nothing() -> None:
 
 
 def test_a_saved_state_goes_on_where_it_was() -> None:
-    """Moments and step count survive state_dict: the rest of the steps are the same."""
+    """An optimizer that loads a saved state makes the same further steps."""
     start = tensors(0)
     gradients = noise(2 * len(RATES))
     whole = parameters_of(start)
@@ -161,11 +166,13 @@ def test_a_saved_state_goes_on_where_it_was() -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed))
 
 
+# Weights after the steps of timm's LAMB.
 TIMM = json.loads(Path(__file__).with_name("lamb_timm.json").read_text())
 
 
 @pytest.mark.parametrize("always_adapt", [False, True], ids=["NVIDIA's", "the paper's"])
 def test_fifty_steps_are_timms(always_adapt: bool) -> None:
-    """NVIDIA's form, and the paper's, which scales what has no weight decay, too; without clipping."""
+    """Fifty steps without clipping equal timm's, in NVIDIA's form and in the paper's."""
+    # The paper also scales tensors without weight decay.
     ours = trained(lambda groups: Lamb(groups, always_adapt=always_adapt, **SETTINGS))
     np.testing.assert_allclose(ours, TIMM[str(always_adapt)], rtol=1e-6)

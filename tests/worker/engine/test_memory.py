@@ -1,4 +1,4 @@
-"""Parameter counts against transformers and peft on the meta device; bytes by hand."""
+"""Planned memory: parameter counts compared with transformers and peft, and bytes by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LABELLED = [task for task, traits in MODEL_TASKS.items() if traits.label]
 
 
 def transformers_model(config: dict[str, Any], task: str) -> nn.Module:
-    """transformers' own model of this config, without memory for its weights."""
+    """Return transformers' model of this config, without memory for its weights."""
     import transformers
 
     fields = {**config, **({"num_labels": 1} if task == "sequence-regression" else {})}
@@ -39,7 +39,7 @@ def transformers_model(config: dict[str, Any], task: str) -> nn.Module:
 
 
 def parameters(model: nn.Module, trained: bool = False) -> int:
-    """Parameters of a model, tied ones once."""
+    """Return the number of parameters of a model; tied ones count once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
 
 
@@ -62,7 +62,7 @@ def parameters(model: nn.Module, trained: bool = False) -> int:
     ids=str,
 )
 def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
-    """BERT's parameters, with each head."""
+    """The count of BERT's parameters equals transformers', with each head."""
     config = {**BERT, **fields}
     assert sum(tensor_sizes(complete(config) or {}, task)) == parameters(
         transformers_model(config, task)
@@ -84,7 +84,7 @@ def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
     ids=str,
 )
 def test_llama_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
-    """Llama's parameters, with grouped heads, tied words and biases."""
+    """The count of Llama's parameters equals transformers', with all options of the config."""
     config = {**LLAMA, **fields}
     assert sum(tensor_sizes(complete(config) or {}, task)) == parameters(
         transformers_model(config, task)
@@ -129,7 +129,7 @@ def test_published_sizes(config: dict[str, Any], task: str, published: int) -> N
     ],
 )
 def test_adapters_have_pefts_count(config: dict[str, Any], task: str, modules: list[str]) -> None:
-    """LoRA trains as many parameters as peft makes, and the model has them on top of its own."""
+    """The counts of trained and of all parameters with LoRA equal peft's."""
     import peft
 
     targets = modules[0] if modules == ["all-linear"] else modules
@@ -146,7 +146,7 @@ def test_adapters_have_pefts_count(config: dict[str, Any], task: str, modules: l
 
 
 def known(recipe: Recipe, micro: int = 2, ranks: int = 1) -> Memory:
-    """The estimate of a recipe that has one."""
+    """Return the estimate of a recipe, which must have one."""
     memory = estimate(recipe, micro, ranks)
     assert memory is not None
     return memory
@@ -164,11 +164,13 @@ def known(recipe: Recipe, micro: int = 2, ranks: int = 1) -> Memory:
     ],
 )
 def test_no_guess_where_the_count_is_not_known(model: dict[str, Any]) -> None:
-    """Other models, weights on disk and unusual adapters are counted by the worker."""
+    """There is no estimate for other models, weights on disk and unusual adapters."""
+    # The worker counts those after it has built the model.
     assert estimate(bert(model=model), 2, 1) is None
 
 
-WIDTHS = {  # optimizer, precision -> bytes a parameter of (weights, gradients, optimizer) on one rank
+# Optimizer and precision -> bytes per parameter of (weights, gradients, optimizer) on one rank.
+WIDTHS = {
     ("adamw", "fp32"): {"DDP": (4, 4, 8), "ZeRO 0": (4, 4, 8), "ZeRO 1": (4, 4, 12)},
     ("fused_adam", "bf16"): {"DDP": (4, 4, 8), "ZeRO 0": (2, 2, 12), "ZeRO 1": (2, 2, 12)},
     ("lamb", "fp16"): {"DDP": (4, 4, 8), "ZeRO 0": (2, 2, 12)},
@@ -178,7 +180,7 @@ WIDTHS = {  # optimizer, precision -> bytes a parameter of (weights, gradients, 
 
 @pytest.mark.parametrize(("names", "widths"), WIDTHS.items(), ids=str)
 def test_bytes_on_one_rank(names: tuple[str, str], widths: dict[str, tuple[int, int, int]]) -> None:
-    """Weights, gradients and optimizer state are whole multiples of the parameters."""
+    """Weights, gradients and optimizer state have the expected bytes per parameter."""
     memory = known(bert(optimizer={"name": names[0], "learning_rate": 0.1}, precision=names[1]))
     stages = dict(memory.by_stage)
     for stage, (weights, gradients, optimizer) in widths.items():
@@ -190,7 +192,7 @@ def test_bytes_on_one_rank(names: tuple[str, str], widths: dict[str, tuple[int, 
 
 
 def test_sgd_with_momentum_has_state() -> None:
-    """Momentum is one float32 a parameter."""
+    """SGD with momentum has one float32 of state per parameter."""
     memory = known(bert(optimizer={"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}))
     assert dict(memory.by_stage)["DDP"].optimizer == 4 * memory.parameters
 
@@ -199,7 +201,8 @@ def test_sgd_with_momentum_has_state() -> None:
     ("task", "more"), [("sequence-classification", 35 << 20), ("masked-lm", 0)]
 )
 def test_an_evaluation_of_labels_imports_torchmetrics(task: str, more: int) -> None:
-    """Its modules stay in the process: 152 MiB were measured where 94 had been planned."""
+    """The overhead of an evaluation with labels contains torchmetrics."""
+    # Its modules stay in the process: without them the plan had 94 MiB, and 152 MiB were measured.
     model = {"task": task, "config": BERT}
     held_out = {"format": "jsonl", "path": "b.jsonl"}
     data = {**WORDS, "train": {"format": "jsonl", "path": "a.jsonl"}}
@@ -210,7 +213,7 @@ def test_an_evaluation_of_labels_imports_torchmetrics(task: str, more: int) -> N
 
 
 def test_torch_keeps_the_bytes_that_are_said() -> None:
-    """A real AdamW step keeps the optimizer bytes of the table, but for its step counters."""
+    """A real AdamW step keeps the planned bytes of state, apart from its step counters."""
     model = nn.Linear(100, 50)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 100)).sum().backward()
@@ -222,14 +225,15 @@ def test_torch_keeps_the_bytes_that_are_said() -> None:
 
 
 def test_zero_shards_over_the_ranks() -> None:
-    """Each stage divides one thing more by the ranks, rounded up; activations stay."""
+    """Each stage divides one more type of tensor by the ranks, rounded up, but not activations."""
     alone, shared = (dict(known(bert(zero={"stage": 3}), ranks=ranks).by_stage) for ranks in (1, 7))
     up = {
         name: -(-getattr(alone["ZeRO 1"], name) // 7)
         for name in ("weights", "gradients", "optimizer")
     }
     assert shared["DDP"] == alone["DDP"]
-    assert shared["ZeRO 0"][:4] == alone["ZeRO 0"][:4]  # its bucket is for ranks that share
+    # Only several ranks need its bucket.
+    assert shared["ZeRO 0"][:4] == alone["ZeRO 0"][:4]
     whole = alone["ZeRO 1"]
     assert shared["ZeRO 1"] == whole._replace(optimizer=up["optimizer"])
     assert shared["ZeRO 2"] == whole._replace(optimizer=up["optimizer"], gradients=up["gradients"])
@@ -242,16 +246,19 @@ def test_zero_shards_over_the_ranks() -> None:
         whole.buckets,
         pieces.overhead,
     )
-    # Every tensor of this BERT is below DeepSpeed's 100,000 elements, so each stays whole beside its seventh.
+    # Every tensor of this BERT is below DeepSpeed's 100,000 elements: each stays whole beside its
+    # seventh.
     assert 0 <= pieces.weights - whole.weights - up["weights"] < 4 * 100
 
 
 def test_zero_3_keeps_small_tensors_whole() -> None:
-    """Tensors up to the threshold stay whole beside their pieces: here biases and norms, then none, then all."""
+    """Tensors up to DeepSpeed's threshold stay whole beside their pieces."""
+    # With the default threshold biases and norms stay whole, then none, then all tensors.
     config = {**BERT, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
     sizes = tensor_sizes(complete(config) or {}, "masked-lm")
-    # By hand, 2 layers of 4 biases of 512 and 1 of 1024 and 512 and 4 of norms; outside them embeddings of types (2 x
-    # 512) and their norm, the head's bias, norm and words' bias.
+    # By hand: each of 2 layers has 4 biases of 512, biases of 1024 and 512, and 4 vectors of norms.
+    # Outside the layers are type embeddings (2 x 512) and their norm, and the head's bias, norm and
+    # bias of the words.
     small = (
         2 * (4 * 512 + 1024 + 512 + 4 * 512) + 2 * 512 + 2 * 512 + 3 * 512 + config["vocab_size"]
     )
@@ -274,10 +281,9 @@ def test_zero_3_keeps_small_tensors_whole() -> None:
     [("cpu", 2, (0, 1, 1, 1, 1)), ("cpu", 1, (0, 0, 1, 1, 1)), ("cuda", 2, (0, 1, 0, 0, 0))],
 )
 def test_buckets_of_gradients(device: str, ranks: int, expected: tuple[int, ...]) -> None:
-    """Where gradients are reduced: half a billion elements on CUDA (0 here), no more than there are on CPU (1).
-
-    ZeRO 3 on CUDA also gathers weights, here all of them.
-    """
+    """The buckets for the reduction of gradients have the expected size."""
+    # On CUDA (0 in `expected`) they have half a billion elements; on a CPU (1) no more than there
+    # are parameters. ZeRO 3 on CUDA also gathers weights, here all of them.
     made = bert(precision="bf16")
     memory = estimate(made, 2, ranks, device)
     assert memory is not None
@@ -296,7 +302,7 @@ def test_buckets_of_gradients(device: str, ranks: int, expected: tuple[int, ...]
     [(None, "DDP"), *(({"stage": stage}, f"ZeRO {stage}") for stage in range(4))],
 )
 def test_chosen_stage(zero: dict[str, Any] | None, chosen: str) -> None:
-    """The plan marks the stage that the recipe asks for."""
+    """The plan marks the stage of the recipe."""
     assert known(bert(zero=zero)).chosen == chosen
 
 
@@ -311,7 +317,8 @@ def test_chosen_stage(zero: dict[str, Any] | None, chosen: str) -> None:
     ids=str,
 )
 def test_bytes_of_a_checkpoint(sections: dict[str, Any], width: int) -> None:
-    """A checkpoint holds float32 weights and optimizer state of all ranks together; DeepSpeed's are its masters."""
+    """A checkpoint has the float32 weights and the optimizer state of all ranks together."""
+    # With DeepSpeed the float32 weights are its master weights.
     adam = {"name": "adamw", "learning_rate": 0.1}
     made = bert(optimizer=adam, **sections)
     assert (
@@ -320,7 +327,7 @@ def test_bytes_of_a_checkpoint(sections: dict[str, Any], width: int) -> None:
 
 
 def test_a_checkpoint_of_adapters_is_small() -> None:
-    """Frozen weights are not saved, neither without DeepSpeed nor with it."""
+    """A checkpoint has no frozen weights, with and without DeepSpeed."""
     model = {"task": "causal-lm", "config": LLAMA, "lora": {"r": 4}}
     adam = {"name": "adamw", "learning_rate": 0.1}
     memory = known(bert(model=model, optimizer=adam))
@@ -330,7 +337,7 @@ def test_a_checkpoint_of_adapters_is_small() -> None:
 
 
 def activations(**sections: Any) -> int:
-    """Estimated activation bytes."""
+    """Return the estimated bytes of activations."""
     return dict(known(bert(**sections)).by_stage)["DDP"].activations
 
 
@@ -346,7 +353,7 @@ def activations(**sections: Any) -> int:
     ],
 )
 def test_what_saves_activations(sections: dict[str, Any], less: str) -> None:
-    """Each setting that saves memory lowers the estimate."""
+    """Each setting that saves activations lowers the estimate."""
     assert activations(**sections) < activations(), less
 
 
@@ -361,7 +368,7 @@ def test_what_saves_activations(sections: dict[str, Any], less: str) -> None:
     ],
 )
 def test_vocabulary_of_the_tokenizer(config: dict[str, Any], tokenizer: Any, words: int) -> None:
-    """A tokenizer that is trained here decides the vocabulary, padded to 8, unless the config does."""
+    """A tokenizer that the run trains sets the vocabulary, padded to 8, unless the config does."""
     model = {"task": "masked-lm", "config": {"model_type": "bert", **config}}
     found = full_config(bert(model=model, data={**WORDS, "tokenizer": tokenizer}))
     assert (found or {})["vocab_size"] == words
@@ -369,18 +376,19 @@ def test_vocabulary_of_the_tokenizer(config: dict[str, Any], tokenizer: Any, wor
 
 @pytest.mark.parametrize(("size", "padded"), [(1, 8), (8, 8), (9, 16), (30522, 30528)])
 def test_padded_vocabulary(size: int, padded: int) -> None:
-    """Rounded up to a multiple of 8."""
+    """The vocabulary is rounded up to a multiple of 8."""
     assert padded_vocabulary(size) == padded
 
 
 def test_plan_of_llama_for_eight_gpus() -> None:
-    """What `plan` says for Llama-2-7b in fp16 on 8 ranks: 16 bytes a parameter, of which ZeRO 1 shards 12 and so on."""
+    """The plan of Llama-2-7b in fp16 on 8 ranks has 16 bytes per parameter, sharded by stage."""
     model = {"task": "causal-lm", "config": LLAMA_7B}
     adam = {"name": "fused_adam", "learning_rate": 1e-4}
     memory = known(bert(model=model, optimizer=adam, precision="fp16", zero={"stage": 1}), ranks=8)
     n = 6_738_415_616
     found = [sum(parts[:3]) for _, parts in memory.by_stage]
-    norms = 65 * 4096  # small enough for ZeRO 3 to keep whole, in 2 bytes
+    # Small enough for ZeRO 3 to keep whole, with 2 bytes each.
+    norms = 65 * 4096
     assert found == [16 * n, 16 * n, 4 * n + 12 * n // 8, 2 * n + 14 * n // 8, 2 * n + 2 * norms]
 
 
@@ -400,7 +408,8 @@ def test_plan_of_llama_for_eight_gpus() -> None:
 def test_start_and_host_of_llama(
     sections: dict[str, Any], gradients: float, start: float, host: Any
 ) -> None:
-    """Bytes a parameter of Llama-2-7b on 8 GPUs: ORTModule's whole gradients, the start, the host's memory, files."""
+    """The plan has the expected bytes of gradients, the start's peak, host memory and files."""
+    # In bytes per parameter. ORTModule adds whole gradients.
     adam = {"name": "fused_adam", "learning_rate": 1e-4}
     model = {"task": "causal-lm", "config": LLAMA_7B}
     memory = estimate(bert(model=model, optimizer=adam, precision="fp16", **sections), 1, 8, "cuda")

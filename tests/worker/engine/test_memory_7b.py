@@ -1,4 +1,4 @@
-"""The plan of Llama-2-7b for 8 GPUs against bytes counted while DeepSpeed takes it in."""
+"""The plan of Llama-2-7b for 8 GPUs, compared with the bytes that DeepSpeed allocates for it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.ci]
 ROOT = Path(__file__).parents[3]
 RANKS = 8
 PARAMETERS = 6_738_415_616
-STATE = 8 * PARAMETERS // RANKS  # Adam's moments, which exist from the first step on
+# Adam's moments on a rank, which exist only from the first step on.
+STATE = 8 * PARAMETERS // RANKS
+# ZeRO 3 keeps no gathered parameters, so that none are counted.
 NO_GATHER = {"zero_optimization": {"stage3_max_live_parameters": 0}}
 
 
 def case(stage: int, precision: str, **offload: str) -> dict[str, Any]:
-    """Sections of a recipe."""
+    """Return the sections of a recipe."""
     zero = {"stage": stage, "deepspeed": NO_GATHER, "offload": offload or None}
     return {
         "precision": precision,
@@ -44,7 +46,10 @@ CASES = {
 
 
 def planned(sections: dict[str, Any]) -> dict[str, int]:
-    """What `memory_7b` counts, by the plan: both memories together, as it has one for both."""
+    """Return the planned bytes of all that `memory_7b` counts.
+
+    GPU and host memory are added, because `memory_7b` has one memory for both.
+    """
     data = {"train": "python-docs", "tokenizer": "here", "sequence_length": 8}
     adam = {"name": "adamw", "learning_rate": 1.0}
     memory = estimate(
@@ -58,9 +63,8 @@ def planned(sections: dict[str, Any]) -> dict[str, int]:
     assert memory is not None
     parts = dict(memory.by_stage)[memory.chosen]
     stage = sections["zero"]["stage"]
-    early = (
-        parts.gradients + parts.buckets if stage == 3 else 0
-    )  # others make them in the first backward pass
+    # Other stages allocate gradients in the first backward pass.
+    early = parts.gradients + parts.buckets if stage == 3 else 0
     left = (
         parts.weights
         + parts.optimizer
@@ -76,7 +80,7 @@ def planned(sections: dict[str, Any]) -> dict[str, int]:
 
 @pytest.mark.timeout(300)
 def test_the_plan_of_7b_is_what_deepspeed_takes() -> None:
-    """Weights, masters, gradients, what is offloaded and the start's peak are within 3 % of the bytes counted."""
+    """The planned bytes of the state and the start's peak are within 3 % of the counted ones."""
     command = [sys.executable, "-m", "tests.worker.memory_7b", json.dumps(CASES)]
     done = subprocess.run(
         command,

@@ -1,4 +1,4 @@
-"""Limits of memory as the kernel writes them, on files made for the test and on this machine's own."""
+"""Memory limits in the kernel's files, in test files and on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from tests.makers import host, recipe, world_of
 def test_plan_trial_and_export_see_one_limit(
     version: int, folder: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job's 2 GiB in a machine of 24, of a group above the process's own: planning, micro_size: auto, the export."""
+    """Planning, `micro_size: auto` and the export detect the same limit of a parent group."""
+    # The job has 2 GiB on a machine of 24 GiB; the process is in a group below it.
     kernel = KernelFiles(tmp_path, monkeypatch)
     kernel.memory(f"{folder}/1", version, None, 0)
     kernel.memory(folder, version, 2 * GiB, GiB // 2)
@@ -55,7 +56,7 @@ def test_plan_trial_and_export_see_one_limit(
 
 
 def test_the_machine_is_shared_by_its_ranks() -> None:
-    """Two ranks of a host may take half each."""
+    """Each of two ranks of a host may use half of the free memory."""
     alone, shared = (RankLimits(torch.device("cpu"), ranks).limits[0] for ranks in (1, 2))
     assert shared.free == pytest.approx(alone.free / 2, rel=0.1)
     assert 0 < alone.free <= alone.size == machine.memory_limits()[0].size
@@ -76,7 +77,7 @@ print(limit.name, limit.taken() >> 20, share)
 
 
 def test_what_was_taken_counts_after_it_is_gone() -> None:
-    """200 MiB of a 1 GiB address space, at the peak; the limit that is nearest is named."""
+    """Memory that was freed counts at its peak, and the tightest limit is named."""
     done = subprocess.run(
         [sys.executable, "-c", TAKES, "RLIMIT_AS"],
         env=os.environ,
@@ -106,7 +107,7 @@ print(json.dumps([planned.name, planned.size, limits[planned.name], exported["li
 
 @pytest.fixture
 def limited() -> Iterator[Path]:
-    """A control group of 2 GiB, and one inside it without a limit, where processes go."""
+    """A control group without a limit, for processes, inside a group of 2 GiB."""
     top = next(
         (top for top in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if top.is_dir()),
         None,
@@ -131,7 +132,7 @@ def limited() -> Iterator[Path]:
 
 @pytest.mark.lab
 def test_a_real_control_group_is_one_limit_for_all(limited: Path) -> None:
-    """Under 2 GiB, set above the process's own group, planning, a try of a size and the export all say 2 GiB."""
+    """Planning, a trial of a size and the export all detect the 2 GiB of a real parent group."""
     script = 'echo $$ > "$0/cgroup.procs"; exec "$@"'
     done = subprocess.run(
         ["/bin/sh", "-c", script, str(limited), sys.executable, "-c", SEEN],

@@ -1,4 +1,7 @@
-"""What a rank counts as live memory; tests/worker/engine/test_memory_use_ranks.py compares it with the plan."""
+"""The tensors that a rank counts as live memory.
+
+tests/worker/engine/test_memory_use_ranks.py compares the counts with the plan.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,22 @@ from ortlaunch.worker.engine.memory_use import _count
 
 
 class StandIn(torch.Tensor):
-    """Among all objects are some that name themselves tensors and have no memory, on torch 2.6 with DeepSpeed 0.17."""
+    """A tensor without memory or device, as torch 2.6 with DeepSpeed 0.17 creates some."""
 
     @property
     def device(self) -> torch.device:
-        """As torch's C++ answers."""
+        """Raise as torch's C++ code does."""
         raise RuntimeError("tensor does not have a device")
 
 
 def test_what_has_no_device_has_no_memory() -> None:
-    """A stand-in for a tensor is left out, and does not end the run."""
+    """A tensor without a device is not counted, and does not end the run."""
     ones = torch.ones(4)
     assert _count([torch.ones(8).as_subclass(StandIn), ones, ones[1:]], {}) == 16
 
 
 def test_what_torch_compile_traces_with_has_no_memory(recwarn: pytest.WarningsRecorder) -> None:
-    """Its tensors are left out, and torch has nothing to warn of."""
+    """Fake tensors are not counted, and torch prints no warning."""
     with FakeTensorMode():
         traced = torch.ones(8)
     assert _count([traced], {}) == 0

@@ -1,4 +1,4 @@
-"""Which optimizer runs, what it says where another stands in, and which parameters decay."""
+"""The optimizer that runs, the reason for a replacement, and the parameters with weight decay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUDA = torch.device("cuda")
 
 
 class Net(nn.Module):
-    """Names as transformers gives them: weights, biases and norms of several families."""
+    """A model with transformers' names of weights, biases and norms of several families."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def names(model: nn.Module, group: dict[str, Any]) -> list[str]:
 def test_words_of_no_decay_choose_the_group(
     no_decay: Any, decayed: list[str], spared: list[str]
 ) -> None:
-    """Each parameter is in exactly one group, without decay where its name has one of the words; no group is empty."""
+    """Each parameter is in one group, without decay if its name matches; no group is empty."""
     model = Net()
     groups, notes = parameter_groups(
         recipe(**({} if no_decay is None else {"no_decay": no_decay})), model.named_parameters()
@@ -76,7 +76,7 @@ def test_words_of_no_decay_choose_the_group(
 
 
 def test_frozen_parameters_are_left_out() -> None:
-    """A parameter without gradient is in no group, and a word that names only frozen ones counts as idle."""
+    """A frozen parameter is in no group, and a name that matches only frozen ones is noted."""
     model = Net()
     model.dense.requires_grad_(False)
     groups, notes = parameter_groups(recipe(no_decay=("dense", "norm")), model.named_parameters())
@@ -88,7 +88,7 @@ def test_frozen_parameters_are_left_out() -> None:
 
 
 def test_nothing_to_train() -> None:
-    """A model without parameters, or of frozen ones, is an error of the user's, in a line."""
+    """A model without trained parameters is an input error in one line."""
     with pytest.raises(
         InputError, match=r"^model: there is nothing to train: it has no parameters$"
     ):
@@ -108,7 +108,8 @@ def test_nothing_to_train() -> None:
     ],
 )
 def test_an_idle_word_is_noted(fields: dict[str, Any], noted: str | None) -> None:
-    """The user's own word that matches nothing is told; the default's are not, nor any without weight decay."""
+    """A name of the user that matches nothing is noted, but not one of the default."""
+    # Without weight decay no name matters.
     chosen = build_optimizer(recipe(**fields), Net(), "eager", CPU)
     assert chosen.notes == (
         (f"optimizer.no_decay: no parameter's name contains {noted}",) if noted else ()
@@ -130,21 +131,21 @@ def test_an_idle_word_is_noted(fields: dict[str, Any], noted: str | None) -> Non
     ],
 )
 def test_what_runs_on_cpu(name: str, kind: type, used: str, why: str) -> None:
-    """The class that runs is the one that is named, with the reason where it stands in for another."""
+    """The record names the class that runs, and the reason if it replaces another."""
     chosen = build_optimizer(recipe(name=name), Net(), "ort", CPU)
     assert (type(chosen.optimizer), chosen.used, chosen.why) == (kind, used, why)
     assert bool(chosen.optimizer.defaults.get("fused")) is (name == "fused_adam")
 
 
 def test_fused_adam_on_a_gpu_without_onnx_runtime() -> None:
-    """ONNX Runtime's FusedAdam needs engine ort; with another engine torch's fused AdamW runs, and says why."""
+    """Without engine ort, torch's fused AdamW replaces FusedAdam, with the reason."""
     chosen = build_optimizer(recipe(name="fused_adam"), Net(), "inductor", CUDA)
     assert chosen.used == "torch.optim.AdamW(fused=True)"
     assert chosen.why == "ONNX Runtime is not loaded with engine inductor"
 
 
 def test_settings_arrive() -> None:
-    """Rate, betas, epsilon, momentum and decay of the recipe are the optimizer's."""
+    """The optimizer has the recipe's rate, betas, epsilon, momentum and decay."""
     adam = build_optimizer(recipe(betas=(0.8, 0.9), epsilon=1e-3), Net(), "eager", CPU).optimizer
     lamb = build_optimizer(
         recipe(name="lamb", betas=(0.8, 0.9), epsilon=1e-3), Net(), "eager", CPU
@@ -163,7 +164,10 @@ def test_settings_arrive() -> None:
 def by_hand(
     mode: str, weights: list[torch.Tensor], gradients: list[list[torch.Tensor]], **settings: Any
 ) -> None:
-    """ORT 1.19.2's multi_tensor_adam.cu, written out: ADAMW_TORCH or ADAMW_TRANSFORMERS."""
+    """Apply the formulas of ORT 1.19.2's multi_tensor_adam.cu in place.
+
+    The modes are ADAMW_TORCH and ADAMW_TRANSFORMERS.
+    """
     rate = settings["lr"]
     decay = settings["weight_decay"]
     epsilon = settings["eps"]
@@ -194,7 +198,7 @@ def stepped(
 
 
 def fifty_steps(dtype: torch.dtype) -> tuple[nn.Module, list[list[torch.Tensor]]]:
-    """A net, and gradients of many sizes, down to where epsilon matters."""
+    """Return a model, and gradients of many sizes, down to sizes where epsilon matters."""
     torch.manual_seed(3)
     model = Net().to(dtype)
     sizes = [10.0**-k for k in range(8)]
@@ -205,7 +209,7 @@ def fifty_steps(dtype: torch.dtype) -> tuple[nn.Module, list[list[torch.Tensor]]
 
 
 def test_torchs_fused_adamw_is_onnx_runtimes_formula() -> None:
-    """What stands in for FusedAdam does the same 50 steps as ORT's torch mode; the transformers mode is another."""
+    """torch's fused AdamW makes the same 50 steps as ORT's torch mode, not its other mode."""
     model, gradients = fifty_steps(torch.float64)
     fields: Any = {"weight_decay": 0.1, "epsilon": 1e-6, "betas": (0.9, 0.99), "no_decay": ()}
     chosen = build_optimizer(recipe(name="fused_adam", **fields), model, "ort", CPU)
@@ -237,7 +241,8 @@ def test_torchs_fused_adamw_is_onnx_runtimes_formula() -> None:
 def test_fused_adam_is_replaced_where_it_would_write_elsewhere(
     zero: Any, ranks: int, why: str
 ) -> None:
-    """torch's AdamW stands in for tensors of 2^31 elements or more, as ZeRO holds them, and for ones in host memory."""
+    """torch's AdamW replaces FusedAdam for tensors of 2^31 or more elements or in host memory."""
+    # ZeRO flattens the tensors of a group, so that their sum counts.
     model = nn.ParameterList(
         [nn.Parameter(torch.empty(size, device="meta")) for size in (2_300_000_000, 4_440_000_000)]
     )
@@ -250,7 +255,7 @@ def test_fused_adam_is_replaced_where_it_would_write_elsewhere(
 
 @pytest.mark.gpu
 def test_onnx_runtimes_fused_adam_is_torchs_fused_adamw() -> None:
-    """On a GPU, ORT's kernel and torch's end 50 steps with the same weights."""
+    """On a GPU, 50 steps of ORT's kernel and of torch's give the same weights."""
     pytest.importorskip("onnxruntime.training")
     from ortlaunch.ortmodule.repaired import import_ortmodule
 

@@ -1,4 +1,4 @@
-"""Learning rates against transformers' schedulers, and against NVIDIA's formula for BERT."""
+"""Learning rates compared with transformers' schedulers, and with NVIDIA's formula for BERT."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ THEIRS = {
         optimizer, warmup
     ),
 }
-LENGTHS = [(0, 20), (1, 20), (7, 20), (19, 20), (20, 20), (0, 1), (1, 1)]  # warm-up, max_steps
+# Pairs of warm-up and max_steps.
+LENGTHS = [(0, 20), (1, 20), (7, 20), (19, 20), (20, 20), (0, 1), (1, 1)]
 
 
 def theirs(name: str, warmup: int, steps: int) -> list[float]:
-    """Factors of transformers' scheduler by its own count of steps, from 0."""
+    """Return the factors of transformers' scheduler by its own count of steps, from 0."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     schedule: Any = THEIRS[name](optimizer, warmup, steps)
     return [float(schedule.lr_lambdas[0](step)) for step in range(steps)]
@@ -33,9 +34,9 @@ def theirs(name: str, warmup: int, steps: int) -> list[float]:
 @pytest.mark.parametrize(("warmup", "steps"), LENGTHS)
 @pytest.mark.parametrize("name", THEIRS)
 def test_as_in_transformers(name: str, warmup: int, steps: int) -> None:
-    """The warm-up is one step ahead of transformers', everything after it is the same."""
+    """The warm-up is one step ahead of transformers', and all later steps are the same."""
     schedule = Schedule(name=name, warmup_steps=warmup)
-    # Theirs has no peak where the warm-up ends with the run: one more step shows it.
+    # transformers' schedule has no peak if the warm-up ends with the run: one more step has it.
     rising = theirs(name, warmup, steps + 1)[1:]
     falling = theirs(name, warmup, steps)
     for step in range(steps):
@@ -43,7 +44,7 @@ def test_as_in_transformers(name: str, warmup: int, steps: int) -> None:
         assert factor(schedule, step, steps) == pytest.approx(expected, abs=1e-12)
 
 
-# A linear decay to a minimum is their polynomial of power 1: their linear has none.
+# transformers' linear schedule has no minimum: its polynomial of power 1 is the same with one.
 TO_A_MINIMUM = {
     "linear": lambda optimizer, warmup, steps, minimum: (
         transformers.get_polynomial_decay_schedule_with_warmup(
@@ -61,7 +62,7 @@ TO_A_MINIMUM = {
 def factors_of(
     schedule: Callable[..., Any], steps: int, *arguments: Any, **settings: Any
 ) -> list[float]:
-    """Those of one of their schedules."""
+    """Return the factors of a schedule of transformers."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     made = schedule(optimizer, *arguments, **settings)
     return [float(made.lr_lambdas[0](step)) for step in range(steps)]
@@ -73,7 +74,8 @@ def factors_of(
 def test_the_decay_to_a_minimum_is_transformers(
     name: str, warmup: int, steps: int, minimum: float
 ) -> None:
-    """min_lr_rate after the warm-up; at the end of Llama 2's cosine there is a tenth of the peak."""
+    """After the warm-up, a decay to a minimum equals transformers' with min_lr_rate."""
+    # Llama 2's cosine ends at a tenth of the peak.
     schedule = Schedule(name=name, warmup_steps=warmup, minimum_ratio=minimum)
     theirs = factors_of(TO_A_MINIMUM[name], steps, warmup, steps, minimum)
     ours = [factor(schedule, step, steps) for step in range(steps)]
@@ -89,7 +91,7 @@ def test_the_decay_to_a_minimum_is_transformers(
 def test_wsd_is_transformers(
     warmup: int, steps: int, ratio: float, decay: int, form: str, minimum: float
 ) -> None:
-    """Warm-up, the peak, then a decay of each form over the last steps; of one step at least."""
+    """wsd equals transformers' schedule for each form of decay; the decay has at least one step."""
     schedule = Schedule(
         name="wsd", warmup_steps=warmup, decay_ratio=ratio, decay_type=form, minimum_ratio=minimum
     )
@@ -111,10 +113,9 @@ def test_wsd_is_transformers(
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("warmup", "steps"), LENGTHS)
 def test_polynomial_is_nvidias(warmup: int, steps: int, power: float) -> None:
-    """PolyWarmUpScheduler of NVIDIA's BERT: p / warmup for p < warmup, else (1 - p) ** power, p the share of steps.
-
-    It counts the step that it is asked for, so that its decay is one step ahead of ours, and ends at 0.
-    """
+    """The polynomial schedule is that of PolyWarmUpScheduler of NVIDIA's BERT, one step later."""
+    # NVIDIA's formula is p / warmup for p < warmup, else (1 - p) ** power, where p is the share of
+    # steps. It counts the current step, too: its decay is one step ahead of ours and ends at 0.
     schedule = Schedule(name="polynomial", power=power, warmup_steps=warmup)
     for step in range(steps):
         progress = step / steps
@@ -130,13 +131,13 @@ def test_polynomial_is_nvidias(warmup: int, steps: int, power: float) -> None:
         ({"name": "cosine", "warmup_steps": 5}, 0.2, 1.0, 0.010926),
         ({"name": "constant", "warmup_steps": 5}, 0.2, 1.0, 1.0),
         ({"name": "constant"}, 1.0, 1.0, 1.0),
-        # No jump to the peak: after the warm-up NVIDIA's polynomial counts from the first step of all.
+        # After the warm-up NVIDIA's polynomial counts from the first step: there is no jump.
         ({"name": "polynomial", "power": 0.5, "warmup_steps": 5}, 0.2, 1.0, (1 / 20) ** 0.5),
         ({"name": "linear", "warmup_steps": 20}, 0.05, 1.0, 1.0),
     ],
 )
 def test_ends(schedule: dict[str, Any], first: float, peak: float, last: float) -> None:
-    """No step is without effect: the first is above 0, the last too, and none is above the peak."""
+    """No factor is 0 and none is above the peak; the first and the last are as expected."""
     factors = [factor(Schedule(**schedule), step, 20) for step in range(20)]
     assert factors[0] == pytest.approx(first)
     assert max(factors) == pytest.approx(peak)
@@ -157,5 +158,5 @@ def test_ends(schedule: dict[str, Any], first: float, peak: float, last: float) 
     ],
 )
 def test_length_of_the_warm_up(schedule: dict[str, Any], steps: int, expected: int) -> None:
-    """Steps as given, or the nearest number of steps to the ratio."""
+    """The warm-up has the set number of steps, or the number nearest to the ratio."""
     assert warmup_steps(Schedule(**schedule), steps) == expected

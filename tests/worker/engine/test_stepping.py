@@ -1,4 +1,4 @@
-"""Passes of a step in bf16 on one rank: weights are cast once a step, and what comes out is what it was."""
+"""The passes of a step on one rank: casts of weights in bf16, and forked children."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RATE = 0.5
 
 
 class Squared(nn.Module):
-    """One product, and a loss."""
+    """One linear layer, with the mean of its squares as a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Squared(nn.Module):
 
 
 class Casts(TorchDispatchMode):
-    """Counts weights that are cast to bfloat16."""
+    """A mode that counts the casts of a weight to bfloat16."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Casts(TorchDispatchMode):
 
 
 def test_weights_are_cast_once_a_step() -> None:
-    """And anew in the next, with the numbers of passes that each cast their own, bit for bit."""
+    """Weights are cast once a step, with the same results, bit for bit, as casts in each pass."""
     model = Squared()
     plain = Squared()
     optimizers = [torch.optim.SGD(one.parameters(), lr=RATE) for one in (model, plain)]
@@ -80,7 +80,8 @@ os._exit(0 if child == 0 else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_a_forked_child_does_not_go_on_as_the_rank() -> None:
-    """It would write and speak to the other ranks beside its parent; what user code forks has to leave by itself."""
+    """A forked child that continues as the rank is ended with an error."""
+    # It would write files and communicate with the other ranks, beside its parent.
     ended = subprocess.run(
         [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False
     )

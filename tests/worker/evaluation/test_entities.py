@@ -1,4 +1,4 @@
-"""Entities in rows of tags: CoNLL's definition, as its conlleval goes by it."""
+"""Entities in rows of tags, by CoNLL's definition and as conlleval counts them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from ortlaunch.worker.evaluation.entities import Entities, are_tags, spans
     ],
 )  # fmt: skip
 def test_spans(tags: str, expected: set[tuple[int, int, str]]) -> None:
-    """B begins one; I goes on with one of its type, and begins one after O or another type; a row ends one."""
+    """B starts an entity; I continues one of its type, else starts one; a row's end ends one."""
     assert spans(tags.split()) == expected
 
 
 def test_whole_entities_are_right_or_not() -> None:
-    """Worked by hand: of four meant and three given one is right; half of one, and one of another type, are not."""
+    """An entity is correct only if its words and its type are exactly right."""
+    # By hand: of four labelled and three predicted entities one is correct. Half of one is not, nor
+    # is one of another type.
     found = Entities()
     found.add(["B-PER", "I-PER", "O", "B-LOC", "O"], ["B-PER", "I-PER", "O", "B-ORG", "O"])
     found.add(["B-LOC", "O", "O"], ["B-LOC", "I-LOC", "B-PER"])
@@ -37,7 +39,7 @@ def test_whole_entities_are_right_or_not() -> None:
 
 
 def test_no_entity_at_all() -> None:
-    """As conlleval says, 0."""
+    """Without entities all metrics are 0, as conlleval's."""
     found = Entities()
     found.add(["O"], ["O"])
     assert set(found.read(Alone()).values()) == {0}
@@ -49,12 +51,12 @@ def test_no_entity_at_all() -> None:
      (("O", "S-X", "B-X"), False), (("B-", "O"), False), (("NOUN", "VERB"), False), (("LABEL_0", "LABEL_1"), False)],
 )  # fmt: skip
 def test_which_names_are_tags(names: tuple[str, ...], expected: bool) -> None:
-    """O, B-TYPE and I-TYPE, in all."""
+    """Names are tags if all of them are O, B-TYPE or I-TYPE."""
     assert are_tags(names) == expected
 
 
 class Alone:
-    """Group of one rank."""
+    """A group of one rank."""
 
     def gather_numbers(self, mine: list[float]) -> list[list[float]]:
         return [mine]

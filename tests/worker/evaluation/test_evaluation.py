@@ -1,4 +1,4 @@
-"""What an evaluation counts: words, sentence pairs and classes, as references give them, on any number of ranks."""
+"""Metrics of an evaluation compared with references, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.makers import plan, recipe
 
 
 def test_words_and_pairs() -> None:
-    """Masked words alone count, with transformers' mean loss; sentence pairs beside them."""
+    """Only masked words count, with transformers' mean loss; sentence pairs have their own metric."""
     from transformers import BertConfig, BertForPreTraining
 
     torch.manual_seed(0)
@@ -50,6 +50,7 @@ def test_words_and_pairs() -> None:
     with torch.no_grad():
         output = model(ids)
         words = output.prediction_logits
+        # One word and three pairs are correct by construction.
         labels[0, 0] = words[0, 0].argmax()
         pairs = output.seq_relationship_logits.argmax(-1)
         pairs[0] = 1 - pairs[0]
@@ -63,6 +64,7 @@ def test_words_and_pairs() -> None:
     found = {}
     for measure in (MaskedWords(None), SentencePairScore(None)):
         measure.add(given, told, True)
+        # A batch that only fills a rank's turn must not count.
         measure.add(given, told, False)
         found |= measure.read(Alone(), 0.0)
     assert found["perplexity"] == pytest.approx(math.exp(float(lost) / counted), rel=1e-6)
@@ -72,7 +74,7 @@ def test_words_and_pairs() -> None:
 
 
 class Alone:
-    """Group of one rank."""
+    """A group of one rank."""
 
     def gather_numbers(self, mine: list[float]) -> list[list[float]]:
         return [mine]
@@ -81,7 +83,7 @@ class Alone:
 def scored(
     *batches: tuple[torch.Tensor, torch.Tensor], names: tuple[str, ...] = ()
 ) -> dict[str, float]:
-    """Of a whole evaluation on one rank."""
+    """Return the scores of a whole evaluation on one rank."""
     config = SimpleNamespace(id2label=dict(enumerate(names)))
     scores = Scores(SimpleNamespace(plain=SimpleNamespace(model=SimpleNamespace(config=config))))
     for logits, labels in batches:
@@ -90,9 +92,10 @@ def scored(
 
 
 def test_classes() -> None:
-    """Accuracy and macro F1; a class that was neither given nor meant is none."""
+    """Macro F1 leaves out a class that is neither predicted nor labelled."""
     logits = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(40) % 4
+    # Class 4 is never predicted.
     logits[:, 4] = -9
     found = scored(*zip(logits.split(15), labels.split(15)))
     given = logits.argmax(-1)
@@ -105,7 +108,8 @@ def test_classes() -> None:
 
 
 def test_many_classes_make_no_table() -> None:
-    """Of 200,000 classes counts are kept by class: by pairs of classes they would be 320 GB."""
+    """An evaluation of 200,000 classes fits into memory."""
+    # Counts are kept per class: per pair of classes they would need 320 GB.
     labels = torch.tensor([0, 199_999])
     assert scored((functional.one_hot(labels, 200_000).float(), labels))["f1_macro"] == 1
 
@@ -120,13 +124,13 @@ def test_many_classes_make_no_table() -> None:
     ids=["no logits", "other numbers", "one output"],
 )  # fmt: skip
 def test_regressions_have_no_classes(logits: torch.Tensor | None, labels: torch.Tensor) -> None:
-    """Nothing is counted where there is nothing to be right about."""
+    """Logits that do not fit the labels give no scores."""
     assert scored((logits, labels)) == {}
 
 
 @pytest.mark.parametrize(("size", "noise"), [(5, 1), (1e4, 1e-2), (1e6, 1), (1e-9, 1e-9)])
 def test_numbers(size: float, noise: float) -> None:
-    """Mean squared error and Pearson's correlation are NumPy's, of tiny ones, and of large ones that hardly differ."""
+    """Mean squared error and correlation equal NumPy's, for tiny and for large, similar values."""
     draw = torch.Generator().manual_seed(0)
     meant = size + torch.randn(50, generator=draw) * min(1, size)
     given = meant + torch.randn(50, generator=draw) * noise
@@ -138,14 +142,17 @@ def test_numbers(size: float, noise: float) -> None:
 
 
 def test_others_than_labelled_tasks_import_no_torchmetrics() -> None:
-    """Whose import takes time: the module of evaluations is without it."""
-    code = "import sys, ortlaunch.worker.evaluation.evaluation; sys.exit('torchmetrics' in sys.modules)"
+    """The module of evaluations does not import torchmetrics, which takes time."""
+    code = (
+        "import sys, ortlaunch.worker.evaluation.evaluation; "
+        "sys.exit('torchmetrics' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.filterwarnings("error")
 def test_what_does_not_vary_has_no_correlation() -> None:
-    """It is nan, and nobody warns."""
+    """The correlation with a constant is nan, without a warning."""
     given = torch.randn(50, generator=torch.Generator().manual_seed(0))
     for constant in (1.0, 0.1):
         found = scored(*zip(given[:, None].split(20), torch.full((50,), constant).split(20)))
@@ -153,7 +160,7 @@ def test_what_does_not_vary_has_no_correlation() -> None:
 
 
 def test_tagged_words_are_counted_where_they_have_a_tag() -> None:
-    """Accuracy and macro F1 over first pieces; a batch may have none."""
+    """Only words with a tag count; a batch may have none."""
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 9, 4, generator=draw)
     labels = torch.randint(4, (6, 9), generator=draw)
@@ -178,7 +185,10 @@ SIZES = {
 
 
 class Ranks:
-    """Group of one rank after the other: what each sends is kept, and in a second round all of it is there."""
+    """A group whose ranks run one after the other in this process.
+
+    It records the values of each rank in a first round, and returns all of them in a second round.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -192,7 +202,7 @@ class Ranks:
         return [self.sent.get((rank, self.call), mine) for rank in range(self.size)]
 
     def evaluated(self, session: Any, samples: Any) -> list[dict[str, float] | None]:
-        """What each rank finds."""
+        """Return the result of each rank."""
         for _ in range(2):
             found = []
             for rank in range(self.size):
@@ -232,10 +242,9 @@ def session_of(
 
 @pytest.mark.parametrize("chunks", ["off", 2])
 def test_one_number_on_any_ranks(chunks: str | int) -> None:
-    """Eight samples with unequal labels, on 1, 2 and 4 ranks whose last batches are short or empty: as at once.
-
-    With the loss in chunks, too, though the model then hands out no logits; and the model is left as it trains.
-    """
+    """Metrics on 1, 2 and 4 ranks equal those of one batch, also with the loss in chunks."""
+    # Eight samples with unequal labels, so that some last batches are short or empty. With chunks
+    # the model returns no logits.
     from transformers import BertConfig, BertForPreTraining
 
     torch.manual_seed(0)
@@ -243,7 +252,8 @@ def test_one_number_on_any_ranks(chunks: str | int) -> None:
     ids = torch.randint(50, (8, 8))
     labels = torch.where(torch.arange(8) < torch.arange(8)[:, None] % 4 + 1, ids, IGNORED)
     with torch.no_grad():
-        labels[:, 0] = model.eval()(ids).prediction_logits[:, 0].argmax(-1)  # some are right
+        # Some predictions are correct.
+        labels[:, 0] = model.eval()(ids).prediction_logits[:, 0].argmax(-1)
     rows = [
         {"input_ids": i, "labels": w, "next_sentence_label": torch.tensor(1)}
         for i, w in zip(ids, labels)
@@ -270,7 +280,7 @@ def test_one_number_on_any_ranks(chunks: str | int) -> None:
 
 
 def test_classes_on_any_ranks() -> None:
-    """Accuracy and macro F1 of seven samples are a plain loop's, on 1, 2 and 4 ranks."""
+    """Accuracy and macro F1 on 1, 2 and 4 ranks equal those of a plain loop."""
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
@@ -289,7 +299,8 @@ def test_classes_on_any_ranks() -> None:
 
 
 def test_numbers_on_any_ranks() -> None:
-    """Squared error and correlation of three samples are NumPy's, on 1, 2 and 4 ranks, of which one has none."""
+    """Squared error and correlation on 1, 2 and 4 ranks equal NumPy's."""
+    # Of 4 ranks, one has no sample.
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
@@ -311,7 +322,7 @@ def test_numbers_on_any_ranks() -> None:
 
 
 def test_entities_on_any_ranks() -> None:
-    """Of five rows of tags, right, given and meant are summed over 1, 2 and 4 ranks."""
+    """The metrics of entities on 1, 2 and 4 ranks equal those of all rows together."""
     from transformers import BertConfig, BertForTokenClassification
 
     torch.manual_seed(0)
@@ -337,7 +348,7 @@ def test_entities_on_any_ranks() -> None:
 
 @pytest.mark.parametrize("inside", ["I-X", "S-X"])
 def test_the_best_by_entities_that_there_are_none_of(inside: str) -> None:
-    """Labels that are no tags are told before step 1."""
+    """`keep_best` by entities fails before step 1 if the labels are no tags."""
     from transformers import BertConfig, BertForTokenClassification
 
     model = BertForTokenClassification(BertConfig(**SIZES, id2label={0: "O", 1: "B-X", 2: inside}))
@@ -348,13 +359,16 @@ def test_the_best_by_entities_that_there_are_none_of(inside: str) -> None:
     )
     session.recipe = session.recipe.model_copy(update={"checkpoint": checkpoint})
     session.data = SimpleNamespace(evaluation=OwnSamples(rows))
-    told = r"keep_best\.metric: got entity_f1; an evaluation .* has loss, classification_accuracy, f1_macro$"
+    told = (
+        r"keep_best\.metric: got entity_f1; an evaluation .* has loss, "
+        r"classification_accuracy, f1_macro$"
+    )
     with contextlib.nullcontext() if inside == "I-X" else pytest.raises(InputError, match=told):
         require_metrics(session)
 
 
 def test_metrics_are_of_the_engines_own_pass() -> None:
-    """Engine ort hands out what it evaluated, head in chunks or not; PyTorch neither passes nor exports once more."""
+    """Engine ort returns the scores of its own pass, without another pass or export by PyTorch."""
     from transformers import (
         BertConfig,
         BertForMaskedLM,
@@ -364,10 +378,12 @@ def test_metrics_are_of_the_engines_own_pass() -> None:
     )
 
     torch.manual_seed(0)
-    ids = torch.randint(50, (5, 8))  # the last batch is one short
+    # The last batch lacks one sample.
+    ids = torch.randint(50, (5, 8))
     llama = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False))
     cases = (
-        ("causal-lm", lambda _: llama, list(ids), {}),  # asks the size of a batch in Python
+        # Llama reads the size of a batch in Python.
+        ("causal-lm", lambda _: llama, list(ids), {}),
         (
             "sequence-classification",
             BertForSequenceClassification,
@@ -385,14 +401,15 @@ def test_metrics_are_of_the_engines_own_pass() -> None:
         passes: list[Any] = []
         model.register_forward_hook(lambda *_, passes=passes: passes.append(1))
         session = session_of(task, model, rows, name="ort", **engine)
-        evaluate(session, OwnSamples(rows))  # exports
+        # The first evaluation exports the model.
+        evaluate(session, OwnSamples(rows))
         passes.clear()
         assert evaluate(session, OwnSamples(rows)) == pytest.approx(expected, rel=1e-5), task
         assert not passes, task
 
 
 def f1_by_hand(given: list[int], meant: list[int]) -> float:
-    """As scikit-learn's, macro."""
+    """Return macro F1 as scikit-learn defines it."""
     each = []
     for kind in {*given, *meant}:
         hits = sum(one == other == kind for one, other in zip(given, meant))

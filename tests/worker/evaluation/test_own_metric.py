@@ -1,4 +1,4 @@
-"""train.metric: one number on any number of ranks, what it is given, and what is no metric."""
+"""`train.metric`: its inputs, its results on any number of ranks, and its errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ SEEN: list[tuple[Any, Any]] = []
 
 
 def spread(outputs: Any, batch: Any) -> dict[str, Any]:
-    """What no mean over batches is: a median, and it sees the order of the samples."""
+    """Return a median and the last value."""
+    # Neither is a mean over batches, and the second depends on the order of the samples.
     SEEN.append((outputs, batch))
     return {"median": np.median(outputs["found"] - batch["y"]), "last": outputs["found"][-1]}
 
@@ -56,7 +57,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Told(Line):
-    """Returns what it found, too."""
+    """A model that returns its predictions, too."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
         return SimpleNamespace(
@@ -65,7 +66,7 @@ class Told(Line):
 
 
 class Ranks(test_evaluation.Ranks):
-    """The same, of ranks that send texts and anything else."""
+    """A group whose ranks also exchange texts and other objects."""
 
     def gather(self, mine: str) -> list[Any]:
         return self.gather_numbers(mine)  # type: ignore[arg-type]
@@ -76,7 +77,8 @@ class Ranks(test_evaluation.Ranks):
 
 
 def test_one_number_on_any_ranks(tmp_path: Path) -> None:
-    """Seven samples on 1, 2 and 4 ranks, whose last batches are short or empty: as at once."""
+    """The metric on 1, 2 and 4 ranks equals that of all samples at once."""
+    # Seven samples, so that some last batches are short or empty.
     torch.manual_seed(0)
     model = Told()
     rows = ROWS[:7]
@@ -96,7 +98,7 @@ def test_one_number_on_any_ranks(tmp_path: Path) -> None:
 
 
 def test_rows_of_many_lengths() -> None:
-    """A list, where batches were padded to lengths of their own."""
+    """Batches that were padded to different lengths give a list of rows."""
     metric = OwnMetric("metrics_of_a_test:spread")
     for first, length in ((0, 3), (2, 4)):
         metric.add(
@@ -110,7 +112,7 @@ def test_rows_of_many_lengths() -> None:
 
 
 def test_it_chooses_the_best_and_ends_early(tmp_path: Path) -> None:
-    """As a number of ours does."""
+    """The user's metric can select the best checkpoint and end the training early."""
     name = "metrics_of_a_test:spread"
     train = {"max_steps": 9, "evaluate_every_steps": 1, "metric": name}
     train["stop_after"] = {"metric": "last", "mode": "max", "evaluations": 2}
@@ -123,7 +125,8 @@ def test_it_chooses_the_best_and_ends_early(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wish", ["checkpoint.keep_best", "train.stop_after"])
 def test_a_name_that_is_none_is_told_before_step_1(wish: str, tmp_path: Path) -> None:
-    """By what the function says of the first samples; with those names that there are."""
+    """An unknown name of a metric fails before step 1, with the known names."""
+    # The function is called with the first samples to get its names.
     train: dict[str, Any] = {
         "max_steps": 3,
         "evaluate_every_steps": 3,
@@ -143,18 +146,19 @@ def test_a_name_that_is_none_is_told_before_step_1(wish: str, tmp_path: Path) ->
 
 
 def test_a_function_that_cannot_be_tried(tmp_path: Path, capsys: Any) -> None:
-    """It wants more samples than a micro batch: training goes on, and what its evaluations lack is never the best."""
+    """A function that fails before step 1 is reported, and the training continues."""
+    # It needs more samples than a micro batch has. A metric that evaluations lack is never the best.
     train = {"max_steps": 2, "evaluate_every_steps": 1, "metric": "metrics_of_a_test:wants_many"}
     keep = {"keep_best": {"metric": "medain", "mode": "max"}, "every_minutes": None, "keep": 1}
     found = train_here(tmp_path, Told(), ROWS, evaluation=ROWS[:4], train=train, checkpoint=keep)
     said = capsys.readouterr().out
     assert (
-        "cannot be tried before step 1: train.metric: metrics_of_a_test:wants_many raised ValueError: few"
-        in said
+        "cannot be tried before step 1: train.metric: metrics_of_a_test:wants_many raised "
+        "ValueError: few" in said
     )
     assert (
-        "keep_best.metric: got medain; an evaluation of this run has loss, median: this one is not the best"
-        in said
+        "keep_best.metric: got medain; an evaluation of this run has loss, median: this one is "
+        "not the best" in said
     )
     assert (found.state.step, found.state.best) == (2, {})
 
@@ -181,7 +185,7 @@ def test_a_function_that_cannot_be_tried(tmp_path: Path, capsys: Any) -> None:
     ],
 )
 def test_what_is_no_metric(name: str, error: type[Exception], message: str, tmp_path: Path) -> None:
-    """Each names the function; all ranks raise the same."""
+    """Each invalid metric is an error that names the function."""
     train = {"max_steps": 1, "metric": f"metrics_of_a_test:{name}"}
     with pytest.raises(error, match=f"(?s){message}"):
         train_here(tmp_path, Told(), ROWS, evaluation=ROWS[:4], train=train)

@@ -1,4 +1,4 @@
-"""train.metric of language models: what it gets in the place of each label, on every engine and number of ranks."""
+"""`train.metric` of language models: its inputs at each label, on all engines and ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEEN: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
 
 def exact_match(outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, float]:
-    """How many samples are right in each of their words."""
+    """Return the share of samples that are correct in all of their words, and the worst loss."""
     SEEN.append((outputs, batch))
     counted = outputs["predictions"] != IGNORED
     whole = ((outputs["predictions"] == batch["labels"]) | ~counted).all(1)
@@ -28,7 +28,7 @@ def exact_match(outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, flo
 
 
 class AnyRanks(Ranks):
-    """The same, of ranks that send texts and anything else."""
+    """A group whose ranks also exchange texts and other objects."""
 
     def gather(self, mine: str) -> list[Any]:
         return self.gather_numbers(mine)  # type: ignore[arg-type]
@@ -48,14 +48,15 @@ METRIC = "words_of_a_test:exact_match"
 
 
 def llama_and_rows() -> tuple[Any, list[dict[str, torch.Tensor]]]:
-    """Five samples of eight words, the first few of each without labels."""
+    """Return a model and five samples of eight words, of which the first few have no labels."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False))
     ids = torch.randint(50, (5, 8))
     with torch.no_grad():
-        ids[3, 7] = model.eval()(ids[3:4]).logits[0, 6].argmax()  # all that it is asked is right
+        # The only labelled word of sample 3 is predicted correctly.
+        ids[3, 7] = model.eval()(ids[3:4]).logits[0, 6].argmax()
     labels = torch.where(torch.arange(8) < torch.tensor([0, 1, 2, 7, 4])[:, None], IGNORED, ids)
     return model, [{"input_ids": one, "labels": other} for one, other in zip(ids, labels)]
 
@@ -70,7 +71,7 @@ def llama_and_rows() -> tuple[Any, list[dict[str, torch.Tensor]]]:
     ],
 )
 def test_the_next_word_on_any_engine_and_ranks(engine: str, chunks: str | int) -> None:
-    """Predictions and losses stand where the label is, as a plain pass has them, on 1, 2 and 4 ranks."""
+    """Predictions and losses are at the index of the label, and equal those of a plain pass."""
     model, rows = llama_and_rows()
     whole = collate(rows)
     with torch.no_grad():
@@ -97,12 +98,13 @@ def test_the_next_word_on_any_engine_and_ranks(engine: str, chunks: str | int) -
     np.testing.assert_allclose(
         outputs["losses"][:, 1:], np.where(counted, losses, np.nan), rtol=1e-5
     )
+    # No word precedes the first one, which is therefore not predicted.
     assert (outputs["predictions"][:, 0] == IGNORED).all()
     assert np.isnan(outputs["losses"][:, 0]).all()
 
 
 def test_masked_words_and_pairs() -> None:
-    """Where the label is, not after it; the scores of sentence pairs beside them."""
+    """Predictions of masked words are at their own index; scores of sentence pairs are added."""
     from transformers import BertConfig, BertForPreTraining
 
     torch.manual_seed(0)
@@ -126,6 +128,7 @@ def test_masked_words_and_pairs() -> None:
 
 
 def test_without_a_metric_no_scores_leave_the_model() -> None:
-    """Of causal models: their logits would cost an evaluation memory and time."""
+    """Without `train.metric` a causal model returns no scores."""
+    # Its logits would cost memory and time.
     model, rows = llama_and_rows()
     assert not session_of("causal-lm", model, rows).engine.plain.evaluates_with_scores

@@ -1,4 +1,4 @@
-"""What ranks are asked for becomes one decision at the same edge; what one process hears of signals."""
+"""Requests of ranks become one decision at the same step; signals become requests."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.timeout(60)
 def test_ranks_decide_the_same_at_the_same_edge(tmp_path: Path) -> None:
-    """Whichever rank is asked, and also where both are asked for different things: the greater holds for both."""
+    """Both ranks follow the higher of their requests at the same step."""
+    # Requests by rank and step.
     asks = {
         "0": {"3": "SAVE", "7": "SAVE"},
         "1": {"5": "SAVE", "7": "TERMINATE", "299": "INTERRUPT"},
     }
     (tmp_path / "plan.json").write_text(json.dumps(asks))
+    # The test must not listen on an address that other hosts can reach.
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.worker.agreement_ranks"]
     ranks = [
@@ -49,7 +51,7 @@ def test_ranks_decide_the_same_at_the_same_edge(tmp_path: Path) -> None:
 
 
 def test_one_rank_decides_by_itself() -> None:
-    """Without a group; a save is asked for once, a stop until the end."""
+    """One rank agrees without a group; a request to save ends with a save, a stop does not."""
     with agreement(DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))) as agreed:
         assert agreed.now() is Ask.NOTHING
         agreed.ask(Ask.SAVE)
@@ -73,10 +75,11 @@ ASKED = {
 
 @pytest.mark.parametrize("number", ASKED)
 def test_a_signal_is_a_request(number: signal.Signals) -> None:
-    """Each that asks for an end is a stop; once nobody listens any more it is what it was."""
+    """Each signal is its request while the process listens, and has its old handler afterwards."""
     found = signal.getsignal(number)
     requests = Requests()
-    if found is signal.SIG_IGN:  # nohup's tests: it is heeded, and would be no request
+    # Under nohup the signal is ignored: requests respect that.
+    if found is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
     before = signal.getsignal(number)
     requests.listen()
@@ -94,7 +97,7 @@ def test_a_signal_is_a_request(number: signal.Signals) -> None:
 
 
 def test_a_second_interrupt_is_for_the_process() -> None:
-    """The first is a request, the second ends the process as Ctrl-C does without us."""
+    """The first SIGINT is a request; the second ends the process, as usual."""
     requests = Requests()
     requests.listen()
     try:
@@ -105,7 +108,7 @@ def test_a_second_interrupt_is_for_the_process() -> None:
 
 
 def ended_by(life: Callable[[], object]) -> int:
-    """The signal that ends a process that lives so with signals as a rank has them; 0: none does."""
+    """Run `life` in a child with a rank's signals; return the signal that ends it, or 0."""
     pid = os.fork()
     if pid == 0:
         for number in ASKED:
@@ -118,7 +121,7 @@ def ended_by(life: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize(("heard", "end"), [(True, 0), (False, signal.SIGTERM)])
 def test_a_stop_between_the_last_step_and_the_export(heard: bool, end: int) -> None:
-    """Too late for an agreement, it ends the rank as one that comes in the export; one that was agreed on does not."""
+    """A stop that comes too late for an agreement ends the rank as one in the export does."""
 
     def life() -> None:
         with agreement(DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))) as agreed:
@@ -130,7 +133,7 @@ def test_a_stop_between_the_last_step_and_the_export(heard: bool, end: int) -> N
 
 
 def test_a_loaders_worker_ignores_requests() -> None:
-    """What a rank forks is no rank: SIGTERM alone, by which its parent may end it, is for it."""
+    """A forked child ignores requests, except SIGTERM, by which its parent may end it."""
     ignored = [number for number in ASKS if number != signal.SIGTERM]
 
     def life() -> None:
@@ -148,7 +151,7 @@ def test_a_loaders_worker_ignores_requests() -> None:
 
 
 def test_the_users_own_handler_hears_it_too() -> None:
-    """A script that handles SIGUSR1 itself goes on to hear it, and the run stops."""
+    """The user's own handler of SIGUSR1 is called, too, and the run stops."""
     heard = []
     requests = Requests()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
@@ -162,7 +165,8 @@ def test_the_users_own_handler_hears_it_too() -> None:
 
 
 def test_the_guardian_is_told_who_listens() -> None:
-    """It ends at once what does not listen, and leaves what does its time to save."""
+    """The rank supervisor gets one message when the rank starts to listen, and one when it ends."""
+    # It ends a rank that does not listen at once, and gives time to save to one that does.
     there, here = os.pipe()
     requests = Requests()
     requests.guardian = here

@@ -1,4 +1,4 @@
-"""How ranks find each other and agree: what each of them refuses, without a second process."""
+"""The rendezvous of ranks and their checks, tested in one process."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ HOSTS = (host("a", 2), Host("b", 2, (1, 3)))
 
 @pytest.fixture(autouse=True)
 def _box(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine is called box."""
+    """Give this machine the name box."""
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
 
 
 def test_collectives_are_recorded_where_the_user_has_not_said_how(tmp_path: Path) -> None:
-    """The files of NCCL's flight recorder lie in the run folder, by today's names and torch 2.4's."""
+    """NCCL's flight recorder writes into the run folder, and keeps the user's settings."""
+    # Both today's names and those of torch 2.4 are set.
     environ = {"TORCH_FR_BUFFER_SIZE": "7"}
     record_collectives(environ, RunDir(tmp_path))
     prefix = str(tmp_path / "errors" / "nccl_trace_rank_")
@@ -47,7 +48,7 @@ def test_collectives_are_recorded_where_the_user_has_not_said_how(tmp_path: Path
 
 @pytest.mark.parametrize("rank", plan(recipe(), HOSTS, "mpi").ranks)
 def test_the_planned_world_is_agreed(rank: Rank) -> None:
-    """Every planned rank finds itself in the plan."""
+    """Every planned rank is accepted."""
     distributed.agree(plan(recipe(), HOSTS, "mpi"), rank)
 
 
@@ -56,8 +57,8 @@ def test_the_planned_world_is_agreed(rank: Rank) -> None:
     [
         (
             Rank(0, 3, 0, 2),
-            "the plan has 4 ranks, the launcher started 3; nothing was trained, for a smaller world is another "
-            "training",
+            "the plan has 4 ranks, the launcher started 3; nothing was trained, for a smaller "
+            "world is another training",
         ),
         (
             Rank(2, 4, 2, 4),
@@ -67,14 +68,14 @@ def test_the_planned_world_is_agreed(rank: Rank) -> None:
     ],
 )
 def test_another_world_is_refused(rank: Rank, message: str) -> None:
-    """Fewer ranks, or ranks in another place than planned, train nothing."""
+    """Fewer ranks than planned, or ranks on other hosts, are refused."""
     with pytest.raises(LaunchError) as caught:
         distributed.agree(plan(recipe(), HOSTS, "mpi"), rank)
     assert str(caught.value) == message
 
 
 class Gathered(distributed.DistributedContext):
-    """Rank 1 of a group whose other ranks say something else."""
+    """Rank 1 of a group whose other ranks send other texts."""
 
     def __init__(self, others: list[str]) -> None:
         super().__init__(Rank(1, len(others) + 1, 1, len(others) + 1), torch.device("cpu"))
@@ -89,28 +90,30 @@ class Gathered(distributed.DistributedContext):
 
 
 def test_the_same_files_are_agreed() -> None:
-    """Ranks that have read the same recipe and plan go on."""
+    """Ranks that have read the same recipe and plan agree."""
     distributed.agree_on_files(Gathered(["same"]), RunDir("x"), ["recipe", "plan"])
 
 
 def test_different_files_are_refused() -> None:
-    """A rank that has read an older recipe or plan than the others ends the run."""
+    """A rank that has read another recipe or plan than the others ends the run."""
     with pytest.raises(LaunchError) as caught:
         distributed.agree_on_files(Gathered(["another"]), RunDir("x"), ["recipe", "plan"])
     assert str(caught.value) == (
-        "rank 1 and rank 0 have read different files in x; start again, in a folder that all hosts share"
+        "rank 1 and rank 0 have read different files in x; start again, "
+        "in a folder that all hosts share"
     )
 
 
 def on_cuda() -> Any:
-    """A plan for GPUs: ranks 2 and 3 on the second host's devices 1 and 3."""
+    """Return a plan for GPUs: ranks 2 and 3 have devices 1 and 3 of the second host."""
     return distributed.Plan.from_json(
         plan(recipe(), HOSTS, "mpi").to_json().replace('"device": "cpu"', '"device": "cuda"')
     )
 
 
 def test_gpus_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA shows a host's planned GPUs alone, so that a rank's is the one that DeepSpeed takes by LOCAL_RANK."""
+    """CUDA shows only the planned GPUs of a host, and LOCAL_RANK is the index among them."""
+    # DeepSpeed uses LOCAL_RANK as the index of the GPU.
     chosen: list[int] = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr(distributed, "keep_compiled_kernels", lambda environ: None)
@@ -127,7 +130,7 @@ def test_gpus_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fewer_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that shows fewer GPUs than its slots name is named, with the GPU and those that there are."""
+    """A host with fewer GPUs than planned is an error with the missing GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr(distributed, "keep_compiled_kernels", lambda environ: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -167,7 +170,7 @@ def test_nccl_is_given_the_ranks_gpu(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """init_process_group gets the device but where torch hangs with it; ranks that share a GPU meet over gloo."""
+    """init_process_group gets the device unless torch hangs with it; shared GPUs use gloo."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(
         distributed.dist, "init_process_group", lambda **arguments: given.update(arguments)
@@ -182,7 +185,7 @@ def test_nccl_is_given_the_ranks_gpu(
 
 
 def test_no_gpu_where_the_plan_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that sees no GPU is named with its version and host."""
+    """Without a visible GPU the error has torch's version and the host."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr(distributed, "keep_compiled_kernels", lambda environ: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -193,7 +196,7 @@ def test_no_gpu_where_the_plan_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def an_mpi(monkeypatch: pytest.MonkeyPatch, size: int, hosts: list[str]) -> None:
-    """An mpi4py whose world has this size, on these hosts, and whose rank 0 this is."""
+    """Install a fake mpi4py whose world has this size and these hosts; this process is rank 0."""
     world = types.SimpleNamespace(
         size=size, rank=0, allgather=lambda name: hosts, bcast=lambda value, root: value
     )
@@ -204,7 +207,7 @@ def an_mpi(monkeypatch: pytest.MonkeyPatch, size: int, hosts: list[str]) -> None
 
 
 def test_the_store_of_several_hosts_listens_on_one_address() -> None:
-    """Rank 0's store is bound to the address that the others use, and to no other; they find in it what it holds."""
+    """Rank 0's store listens only on the address that the others use, and they can read it."""
     listener = join._listener("127.0.0.2")
     where = listener.getsockname()
     with ThreadPoolExecutor() as pool:
@@ -215,6 +218,7 @@ def test_the_store_of_several_hosts_listens_on_one_address() -> None:
         mine, others = (each.result() for each in stores)
     mine.set("key", "value")
     assert others.get("key") == b"value"
+    # State 0A is LISTEN; addresses are hexadecimal, in the byte order of the host.
     bound = [
         line.split()[1]
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
@@ -226,14 +230,15 @@ def test_the_store_of_several_hosts_listens_on_one_address() -> None:
 
 
 def test_one_host_stays_on_loopback() -> None:
-    """gloo and NCCL listen on loopback where all ranks are on this host, unless the user has said where."""
+    """On one host gloo and NCCL listen on loopback, unless the user has set an interface."""
     environ = {"NCCL_SOCKET_IFNAME": "eth1"}
     join._stay_on_loopback(environ)
     assert environ == {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def test_one_rank_alone_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo listens for one rank, too, where this host's name leads: it has been told before it starts."""
+    """The interface of gloo is set for a single rank, too, before gloo starts."""
+    # gloo listens even for one rank, by default on the address of the host's name.
     told: list[str] = []
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(
@@ -246,7 +251,7 @@ def test_one_rank_alone_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_mpi4py_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks under mpirun say what to install."""
+    """Without mpi4py, the error of ranks under mpirun has the command to install it."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(MissingDependency) as caught:
         join._through_mpi(Rank(0, 2, 0, 2))
@@ -255,13 +260,14 @@ def test_mpi4py_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mpi4py_of_another_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mpi4py that was built for another MPI is alone in its world, and is named."""
+    """An mpi4py that was built for another MPI is an error."""
+    # Its world then has one rank only.
     an_mpi(monkeypatch, 1, ["box"])
     with pytest.raises(LaunchError) as caught:
         join._through_mpi(Rank(0, 2, 0, 2))
     assert str(caught.value) == (
-        "mpirun says 2 ranks, mpi4py's MPI says 1: they belong to different MPI installations (Other MPI 1.0); install "
-        "mpi4py for the MPI of your mpirun"
+        "mpirun says 2 ranks, mpi4py's MPI says 1: they belong to different MPI installations "
+        "(Other MPI 1.0); install mpi4py for the MPI of your mpirun"
     )
 
 
@@ -277,24 +283,24 @@ def test_mpi4py_of_another_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_address_that_others_reach(
     routes: dict[str, str], name: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The source of a route to another host comes first, then this host's name; loopback is neither."""
+    """The address is the source of a route to another host, else that of this host's name."""
     network(monkeypatch, routes, name)
     assert interface.own_address(["box", "b", "c"], {}) == address
 
 
 def test_no_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that knows only loopback says so and what to do."""
+    """A host with loopback addresses only is an error with advice."""
     network(monkeypatch, {}, "127.0.1.1")
     with pytest.raises(LaunchError) as caught:
         interface.own_address(["b", "box", "c"], {})
     assert str(caught.value) == (
-        "box knows no address of its own that other hosts can reach (b, box, c); give its name a routable address in "
-        "DNS or /etc/hosts, or name the interface: launch.interface=eth0"
+        "box knows no address of its own that other hosts can reach (b, box, c); give its name a "
+        "routable address in DNS or /etc/hosts, or name the interface: launch.interface=eth0"
     )
 
 
 def test_the_interface_that_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its address is this host's, and both libraries use it; one that is not here is named with those that are."""
+    """A set interface gives this host's address for both libraries; an unknown one is an error."""
     environ = {"GLOO_SOCKET_IFNAME": "lo"}
     assert interface.own_address(["b"], environ) == "127.0.0.1"
     interface.use("10.0.0.1", environ)
@@ -307,7 +313,7 @@ def test_the_interface_that_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_interface_of_an_address() -> None:
-    """The one that has the address of the route; another address changes nothing."""
+    """The interface is the one with the given address; an unknown address changes nothing."""
     environ = {"NCCL_SOCKET_IFNAME": "ib0"}
     interface.use("127.0.0.1", environ)
     assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib0"}
@@ -316,7 +322,7 @@ def test_the_interface_of_an_address() -> None:
 
 
 def network(monkeypatch: pytest.MonkeyPatch, routes: dict[str, str], name: str) -> None:
-    """A network with routes to these hosts from these addresses, where this host's name means `name`."""
+    """Fake a network: source addresses by host in `routes`, and `name` as this host's address."""
 
     class Probe:
         def __init__(self, *_: object) -> None: ...
@@ -339,7 +345,7 @@ def network(monkeypatch: pytest.MonkeyPatch, routes: dict[str, str], name: str) 
 
 
 def test_meeting_through_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Slurm step without MPI meets through a file that belongs to this start of this step."""
+    """Ranks of a Slurm step without MPI meet through a file of this start of the step."""
     for name, value in {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
@@ -362,7 +368,8 @@ def test_meeting_through_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_meeting_through_a_folder_that_is_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that never sees rank 0's file asks about the disk."""
+    """A rank that never gets rank 0's file fails with a question about the shared folder."""
+    # The time of the first call, and one after the deadline.
     clock = iter((0.0, 400.0))
     monkeypatch.setattr(join.time, "monotonic", lambda: next(clock))
     path = tmp_path / "rendezvous"
@@ -375,7 +382,8 @@ def test_meeting_through_a_folder_that_is_not_shared(
 @pytest.mark.parametrize("umask", [0o002, 0o022])
 @pytest.mark.parametrize("old", [False, True])
 def test_the_store_file_is_its_owners_alone(umask: int, old: bool, tmp_path: Path) -> None:
-    """What ranks send each other through it is unpickled: nobody else may write there, whatever the umask is."""
+    """Only its owner may read or write the store's file, with any umask."""
+    # Ranks unpickle the contents.
     path = tmp_path / "store"
     before = os.umask(umask)
     try:
@@ -396,14 +404,15 @@ def test_the_store_file_is_its_owners_alone(umask: int, old: bool, tmp_path: Pat
 def test_many_ranks_connect_on_demand(
     ranks: int, environ: dict[str, str], value: str | None
 ) -> None:
-    """A full mesh takes two descriptors for each other rank; the user's own choice is kept."""
+    """gloo connects on demand above 64 ranks; the user's value is kept."""
+    # A full mesh needs two descriptors for each other rank.
     distributed._connect_on_demand(ranks, environ)
     assert environ.get("TORCH_GLOO_LAZY_INIT") == value
 
 
 @pytest.mark.slow
 def test_connections_on_demand_are_few() -> None:
-    """32 ranks with two gloo groups compute the same, with less than half of the full mesh's descriptors."""
+    """Connections on demand need less than half of the full mesh's descriptors."""
     script = Path(__file__).parents[3] / "benchmarks" / "parts.py"
     command = [sys.executable, str(script), "gloo_connections"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)

@@ -1,4 +1,4 @@
-"""The port of a launcher of the user's own: rank 0 looks at it before it loads anything."""
+"""The rendezvous port of the user's own launcher, which rank 0 checks before it loads libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANKS = dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(s
 
 
 def test_a_port_that_is_taken() -> None:
-    """Rank 0 of several hosts names it; others, ranks of one host and a store of torchrun's own are left alone."""
+    """Only rank 0 of several hosts fails if the port is in use, and not with torchrun's store."""
     with socket.create_server(("", 0)) as squatter:
         environ = {**RANKS, "MASTER_ADDR": "first", "MASTER_PORT": str(squatter.getsockname()[1])}
         with pytest.raises(

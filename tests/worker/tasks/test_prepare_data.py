@@ -1,4 +1,4 @@
-"""`ortlaunch data prepare`: what it leaves is what a training reads, and what is wrong is told as by a training."""
+"""`ortlaunch data prepare`: a training uses its cache, and it reports the same errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Prepares a recipe on this text in jsonl; returns it and the exit status."""
+    """A function that prepares a recipe of a JSON Lines text; returns recipe and exit status."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
 
     def run(content: str, **changes: Any) -> tuple[Any, int]:
@@ -43,12 +43,12 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_training_finds_it_all_there(
     prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is tokenized again."""
+    """A training after the preparation tokenizes nothing again."""
     made, status = prepare('{"text": "the cat sat on the mat"}\n' * 20)
     assert status == 0
-    assert (
-        "data.train: 20 samples\nready in " in capsys.readouterr().out
-    )  # of 6 words between [CLS] and [SEP]
+    # Samples of 6 words between [CLS] and [SEP].
+    assert "data.train: 20 samples\nready in " in capsys.readouterr().out
+    # A call of it would fail.
     monkeypatch.setattr(tokens, "_write_tokens", None)
     assert len(LoadedData(made).train) == 20
 
@@ -56,7 +56,7 @@ def test_a_training_finds_it_all_there(
 def test_so_it_does_of_rows_with_labels(
     prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No row is read again, not to tell the data from others either."""
+    """A training reads no labelled row again, not even for the identity of the data."""
     model = {"task": "sequence-classification", "config": BERT}
     made, status = prepare(
         '{"text": "the cat", "label": 0}\n{"text": "the mat", "label": 2}\n', model=model
@@ -76,8 +76,9 @@ def test_so_it_does_of_rows_with_labels(
 def test_a_full_cache_is_told(
     prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a line, with what to do, though the library that writes the tokenizer names no file."""
+    """A full disk is an error in one line with advice."""
 
+    # The library that writes the tokenizer names no file.
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -88,6 +89,6 @@ def test_a_full_cache_is_told(
 
 
 def test_what_is_wrong_is_told(prepare: Any, capsys: Captured) -> None:
-    """File and line, exit status 2."""
+    """Wrong data end with file and line, and with status 2."""
     assert prepare('{"text": "a"}\n{"text": }\n')[1] == 2
     assert "a.jsonl:2:10: is no JSON" in capsys.readouterr().err

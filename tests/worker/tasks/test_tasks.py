@@ -1,4 +1,4 @@
-"""The table of what ranks can be told to do."""
+"""The table of the tasks of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ortlaunch.worker import tasks
 def test_a_task_takes_the_session_or_its_request_and_nothing_else(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan's word alone chooses the module that runs."""
+    """The plan's task alone selects the module, whose only argument is a session or a request."""
     module = import_module(TASKS[name].module)
     seen = list[Any]()
     if TASKS[name].request is not None:

@@ -1,4 +1,4 @@
-"""The training loop in this process: what it logs, and what it refuses to go on with."""
+"""The training loop in this process: its logs, and the errors that end it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROWS = [
 
 
 class Line(nn.Module):
-    """A weighted sum, and its mean squared error."""
+    """A weighted sum with its mean squared error as loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Line(nn.Module):
 def test_the_logged_loss_is_of_all_steps_since_the_last_line(
     sections: dict, tmp_path: Path
 ) -> None:
-    """What is done between two log lines, a checkpoint or an evaluation, takes no step out of their loss."""
+    """A checkpoint or an evaluation between two log lines does not change the logged loss."""
     log = {"train": STEPS, "log": {"every_steps": 6}}
     plain = train_here(tmp_path / "plain", Line(), ROWS, evaluation=ROWS[:4], **log)
     other = train_here(tmp_path / "other", Line(), ROWS, evaluation=ROWS[:4], **{**log, **sections})
@@ -59,7 +59,7 @@ def test_the_logged_loss_is_of_all_steps_since_the_last_line(
 def test_the_gradient_norm_is_logged_without_clipping(
     zero: dict | None, tmp_path: Path, world: None
 ) -> None:
-    """It is that of the batch's mean loss, on every way to step."""
+    """The logged norm is that of the gradient of the batch's mean loss, for each sharding."""
     model = Line()
     samples = collate(
         [
@@ -75,7 +75,7 @@ def test_the_gradient_norm_is_logged_without_clipping(
 
 
 class Spoiled(Line):
-    """A loss, or only the gradient of one weight, that is not finite where a sample says so."""
+    """A model whose loss, or only one gradient, is not finite for marked samples."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -88,13 +88,12 @@ class Spoiled(Line):
             return loss + torch.where(bad.any(), torch.nan, 0.0) * self.weight.sum()
         if self.how == "constant":
             return loss + torch.where(bad.any(), torch.inf, 0.0)
-        return (
-            loss + torch.where(bad.any(), self.other, 1.0).sqrt().sum()
-        )  # whose slope at 0 is infinite
+        # The slope of the root at 0 is infinite.
+        return loss + torch.where(bad.any(), self.other, 1.0).sqrt().sum()
 
 
 def spoil(at: int) -> list[dict]:
-    """Samples of which one is bad."""
+    """Return samples of which one is marked as bad."""
     return [{**row, "bad": torch.tensor(i == at)} for i, row in enumerate(ROWS)]
 
 
@@ -119,7 +118,7 @@ BAD = {
 def test_what_is_not_finite_ends_the_training(
     how: str, zero: dict | None, tmp_path: Path, world: None
 ) -> None:
-    """The error names the step, the samples and the parameter; that step changes no weight and saves nothing."""
+    """The error names step, samples and parameter; the step changes no weight and saves nothing."""
     order = Batches(OwnSamples(ROWS), BatchPlan(4, 2, 2, 1, None), 42)
     samples = order.indices(1, 1, 0)
     model = Spoiled(how)
@@ -142,7 +141,8 @@ def test_what_is_not_finite_ends_the_training(
     assert parameter in str(caught.value)
     assert [record["step"] for record in records(RunDir(tmp_path))] == [1]
     assert [step for step, _ in RunDir(tmp_path).complete_checkpoints()] == [1]
-    if how != "constant" and (zero or {}).get("stage") != 3:  # where the weights are pieces
+    # ZeRO 3 has only pieces of the weights.
+    if how != "constant" and (zero or {}).get("stage") != 3:
         assert torch.equal(model.weight, known[-1])
         assert torch.isfinite(model.weight).all()
 
@@ -150,7 +150,8 @@ def test_what_is_not_finite_ends_the_training(
 def test_a_longer_schedule_tells_its_jump(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """More steps on resume stretch the schedule: allowed, and told with both learning rates; going on is not told."""
+    """A resumed run with more steps reports the jump of its learning rate; others do not."""
+    # More steps stretch the schedule.
     for steps, lost in ((4, 4), (4, None), (8, None)):
         sections = {"checkpoint": {"every_steps": 2}, "log": {"every_steps": 1}}
         trained = train_here(tmp_path, Line(), ROWS, train={"max_steps": steps}, **sections)
@@ -162,12 +163,13 @@ def test_a_longer_schedule_tells_its_jump(
     assert said == [
         f"resumed after step 2 from {trained.run.checkpoint(2)}",
         f"resumed after step 4 from {trained.run.checkpoint(4)}",
-        "learning rate: 0.025 at step 4, 0.05 at step 5: the length or kind of the schedule has changed",
+        "learning rate: 0.025 at step 4, 0.05 at step 5: the length or kind of the schedule has "
+        "changed",
     ]
 
 
 class Noting(Line):
-    """Remembers which samples it was given."""
+    """A model that records the samples of its passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +183,7 @@ class Noting(Line):
 def test_steps_of_another_size_take_the_samples_that_follow(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Resumed with other batches, as on another number of ranks, a run takes no sample twice and leaves none out."""
+    """A run that resumes with other batch sizes uses each sample exactly once."""
     rows = [{**row, "number": torch.tensor(i)} for i, row in enumerate(ROWS)]
     taken = []
     for steps, size in ((4, 6), (6, 4), (9, 2)):
@@ -194,12 +196,15 @@ def test_steps_of_another_size_take_the_samples_that_follow(
     alone = Batches(OwnSamples(rows), BatchPlan(38, 38, 1, 1, None), 42)
     assert taken == alone.indices(0, 0, 0)
     assert trained.state.samples == 38
-    said = "a step now takes 4 samples; the 4 steps so far took 24 of them, and the next takes those that follow"
+    said = (
+        "a step now takes 4 samples; the 4 steps so far took 24 of them, and the next takes "
+        "those that follow"
+    )
     assert said in capsys.readouterr().out
 
 
 class Steep(nn.Module):
-    """A line in half precision, with a slope that a loss scale brings beyond its range."""
+    """A linear model whose gradient overflows in float16 under a loss scale."""
 
     def __init__(self, slope: float) -> None:
         super().__init__()
@@ -214,7 +219,7 @@ HALF = {"precision": "fp16", "train": {"max_steps": 30}, "log": {"every_steps": 
 
 
 def test_steps_that_fp16_skips_are_no_failure(tmp_path: Path) -> None:
-    """Until the loss scale fits, gradients overflow: the run goes on, without a norm for these steps."""
+    """Steps that overflow until the loss scale fits have no norm, and the run continues."""
     trained = train_here(tmp_path, Steep(100.0), ROWS, **HALF)
     skipped = trained.state.skipped
     assert 0 < skipped < 20
@@ -225,10 +230,11 @@ def test_steps_that_fp16_skips_are_no_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("slope", "message"), [
     (float("nan"), "step 1: the loss is nan on rank 0"),
-    (1e9, "step 17: every loss is finite, and a gradient is not"),  # 2 ** 16 has been halved to below 1
+    # At step 17 the loss scale of 2 ** 16 has been halved to below 1.
+    (1e9, "step 17: every loss is finite, and a gradient is not"),
 ])  # fmt: skip
 def test_fp16_hides_no_failure(slope: float, message: str, tmp_path: Path) -> None:
-    """A loss that is not finite, or gradients that overflow without being scaled, end an fp16 run, too."""
+    """A loss that is not finite, or an overflow without scaling, ends an fp16 run, too."""
     with pytest.raises(NonFiniteError, match=message):
         train_here(tmp_path, Steep(slope), ROWS, **HALF)
 
@@ -239,7 +245,7 @@ def test_fp16_hides_no_failure(slope: float, message: str, tmp_path: Path) -> No
 def test_what_is_asked_for_while_one_is_written_beside(
     number: signal.Signals, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stop takes the checkpoint that is being written, once it is whole; a save is of the next step, and whole."""
+    """A stop waits for the checkpoint that is being written; a save is made at the next step."""
     snapshot = savings.snapshot
     write = savings.write
     asked = []
@@ -251,6 +257,7 @@ def test_what_is_asked_for_while_one_is_written_beside(
             RunDir(tmp_path).save_request.touch()
         return snapshot(*args, **how)
 
+    # The next step must end before the checkpoint is written.
     def slow(*args: Any) -> Any:
         time.sleep(0.5)
         return write(*args)
@@ -266,7 +273,7 @@ def test_what_is_asked_for_while_one_is_written_beside(
 
 
 def test_a_stop_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes while the last checkpoint is finished is a stop."""
+    """A request to stop during the end of the last checkpoint is a stop."""
     finish = savings.Saving.finish
 
     def asked_meanwhile(saving: savings.Saving) -> None:
@@ -282,7 +289,7 @@ def test_a_stop_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_export_after_a_last_save_that_failed(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run has failed, and with `continue` the trained model is there; with `stop` the error says that it is not."""
+    """A run whose last save failed ends with an error; only with `continue` it has an export."""
 
     def full(*_: Any) -> None:
         raise CheckpointError("No space left on device")

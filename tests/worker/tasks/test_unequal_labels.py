@@ -1,4 +1,4 @@
-"""Unequal numbers of counted labels: each engine, sharding and micro size steps as plain PyTorch does on the whole."""
+"""Unequal numbers of labels: each engine, sharding and micro size equals PyTorch on one batch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ QUICK = [
         Case("eager", 2, micro, zero)
         for micro, zero in ((1, "none"), (4, "none"), (2, "0"), (8, "3"))
     ),
-    *(
-        Case("eager", 2, micro, zero, "8") for micro, zero in ((1, "2"), (4, "none"))
-    ),  # the loss in chunks
+    # The loss in chunks.
+    *(Case("eager", 2, micro, zero, "8") for micro, zero in ((1, "2"), (4, "none"))),
 ]
 GROUPS = [
     pytest.param(engine, ranks, marks=[pytest.mark.slow, *([needs_ort] if engine == "ort" else [])])
@@ -30,7 +29,7 @@ GROUPS = [
 
 
 def took(chosen: list[Case], file: Path, timeout: float) -> dict[str, Any]:
-    """What cases of one engine and number of ranks did, in one process group."""
+    """Run cases of one engine and number of ranks in one process group; return their results."""
     engine, ranks, *_ = chosen[0]
     wanted = [f"{case.micro},{case.zero},{case.chunk}" for case in chosen]
     torchrun(ranks, "-m", "tests.worker.unequal_steps", str(file), engine, *wanted, timeout=timeout)
@@ -39,19 +38,19 @@ def took(chosen: list[Case], file: Path, timeout: float) -> dict[str, Any]:
 
 
 def compare(chosen: list[Case], folder: Path, timeout: float) -> None:
-    """Loss and gradient norm of both steps, the second of which shows the first's gradients (`pytest -rP` prints)."""
+    """Check loss and gradient norm of two steps in each case."""
+    # The second step shows the gradients of the first. `pytest -rP` prints the differences.
     expected = reference()
     found = took(chosen, folder / "found.json", timeout)
     apart = {str(case): largest(found[str(case)], expected) for case in chosen}
     print(*(f"{case}: {difference:.1e}" for case, difference in apart.items()), sep="\n")
     assert {case: difference for case, difference in apart.items() if difference > 1e-6} == {}
-    assert [
-        case for case in apart if not found[case]["ran"]
-    ] == []  # passes of ORT, graphs of torch.compile
+    # ORT must have run passes, and torch.compile graphs.
+    assert [case for case in apart if not found[case]["ran"]] == []
 
 
 def largest(found: dict[str, Any], expected: dict[str, list[float]]) -> float:
-    """Relative difference of any number."""
+    """Return the largest relative difference of all values."""
     pairs = [
         (ours, right)
         for name, values in expected.items()
@@ -64,14 +63,15 @@ def largest(found: dict[str, Any], expected: dict[str, list[float]]) -> float:
 @pytest.mark.ci
 @pytest.mark.timeout(200)
 def test_two_ranks_are_one_batch(tmp_path: Path) -> None:
-    """DDP, ZeRO 0, 2 and 3 with some micro sizes: within 1e-6, where one rank's pass has no label that counts."""
+    """Two ranks with DDP and ZeRO 0, 2 and 3 equal one batch within 1e-6."""
+    # In some passes a rank has no label that counts.
     compare(QUICK, tmp_path, 180)
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("engine", "ranks"), GROUPS)
 def test_every_way_is_one_batch(engine: str, ranks: int, tmp_path: Path) -> None:
-    """The whole table, within 1e-6."""
+    """All cases equal one batch within 1e-6."""
     if engine == "ort":
         build()
     compare([case for case in cases((engine,)) if case.ranks == ranks], tmp_path, 1100)
