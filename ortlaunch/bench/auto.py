@@ -34,7 +34,7 @@ from ortlaunch.run_folder.records import as_json
 SHORT = Length(rounds=3, steps=3)
 # Fields of `data` that decide the shape of a batch.
 _SHAPES = ("sequence_length", "bucket_lengths", "padding", "attend_across_documents", "tokenizer")
-# Fields of `engine` that change no measured figure.
+# Fields of `engine` that do not change the speed.
 _NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")
 # Packages whose version may change an engine's speed.
 _PACKAGES = (

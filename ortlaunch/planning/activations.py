@@ -65,7 +65,7 @@ def _score(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int
     dropped = _drops(c)
     if not _fused(recipe, c, length, device):
         return width + (width + _mask(recipe, width, device) if dropped else 0)
-    # torch's fused kernels for CPUs know no dropout: with it scores are written out, in float32.
+    # torch's fused kernels for CPUs have no dropout: with it, scores are computed in float32.
     return 3 * _SCALE if dropped and device == "cpu" else 0
 
 

@@ -21,7 +21,8 @@ def describe(plan: Plan, recipe: Recipe) -> str:
         return "\n".join(lines)
     lines += [*_batch_lines(plan), _length_line(plan, recipe)]
     known = plan.memory
-    choice = plan.world_size > 1 or recipe.zero is not None  # else ZeRO has nothing to shard
+    # On one rank ZeRO has nothing to shard.
+    choice = plan.world_size > 1 or recipe.zero is not None
     compared = compared_steps(recipe)
     if compared.steps and compared.why:
         lines.append(f"parity: step 1 is also run in plain PyTorch, once ({compared.why})")

@@ -17,7 +17,8 @@ from ortlaunch.json_types import Json
 if TYPE_CHECKING:
     import onnx
 
-_YIELD = "YieldOp"  # where the forward pass of a training graph ends
+# Ends the forward pass of a training graph.
+_YIELD = "YieldOp"
 # Operators listed in engine.json for each half; more would hide the important ones.
 _MOST = 8
 

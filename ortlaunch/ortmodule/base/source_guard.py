@@ -57,7 +57,7 @@ KNOWN = {
     "options:_RuntimeOptions.memory_optimizer_is_enabled": "b490d1ca93ec18c7",
 }
 
-# Torch's functions, and texts that their source has.
+# Torch's functions, and texts that their source must contain.
 TORCH = {
     "torch.nn.functional:cross_entropy": ("torch._C._nn.cross_entropy_loss(",),
     "torch.nn.modules.batchnorm:_BatchNorm.forward": ("F.batch_norm(",),

@@ -97,9 +97,8 @@ def with_each_mode(export: AnyFunction) -> AnyFunction:
         ):
             return export(module, *args, **kwargs)
         exporter: Any = importlib.import_module(f"{PACKAGE}._custom_autograd_function_exporter")
-        # it knows no third mode
         asked = exporter._get_training_mode
-        # ORT's function handles no mode besides TRAINING and EVAL.
+        # ORT's own function handles no mode besides TRAINING and EVAL.
         exporter._get_training_mode = lambda: gradients
         try:
             return export(module, *args, **{**kwargs, "training": modes.PRESERVE})
@@ -166,7 +165,7 @@ def kept_buffers(module: nn.Module, changed: dict[str, int] | None = None) -> It
     }
     # The export runs the model several times; counts are divided by the number of passes.
     passes: list[None] = []
-    # A copy that ORT makes of the module takes the hook along.
+    # A copy that ORT makes of the module has the hook too, and is not counted.
     hook = module.register_forward_pre_hook(
         lambda who, _: passes.append(None) if who is module else None
     )

@@ -137,7 +137,7 @@ class TracedState:
         groups = [getattr(layer, part) for layer in module.modules() for part in _PARTS]
         # Most groups are empty, and to check that they still are is fast.
         self._empty = [group for group in groups if not group]
-        # With the objects, because an id is another's once its object is gone.
+        # The objects are kept, because the id of a freed object may be used again.
         self._parts = [
             (group, tuple(map(id, group.values())), tuple(group.values()))
             for group in groups

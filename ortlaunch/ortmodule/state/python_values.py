@@ -99,9 +99,9 @@ class _Places:
         """Where a size is compared with 0 or 1 only, such as attention of one token."""
         self.buffers: set[str] = set()
         self.layers: set[str] = set()
-        """The layers in whose code decisions are."""
+        """Paths of the layers whose code makes decisions."""
         self.masks: set[str] = set()
-        """Where torch's transformer layers look whether a mask is causal."""
+        """Where torch's transformer layers check whether a mask is causal."""
 
 
 # Kinds of tensors, in this order: a result has the largest kind of its arguments.
