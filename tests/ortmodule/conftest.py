@@ -15,6 +15,7 @@ __all__ = ["fresh"]
 @pytest.fixture(scope="session")
 def built() -> None:
     """ORT's torch extensions, built for the installed versions."""
+    # A later session finds them in the cache.
     build()
 
 

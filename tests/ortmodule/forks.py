@@ -80,6 +80,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
+        # The imports of the server take seconds.
         assert server.stdout.readline() == "ready\n"
 
         def run(code: str, *arguments: str, timeout: int = 120, **more: str) -> Process:

@@ -162,6 +162,7 @@ def stepped(module: nn.Module, **settings: Any) -> Any:
 
 def executed(witness: Witness, module: nn.Module, **settings: Any) -> Graph:
     """Return the training graph of such a pass, after a check that its gradients equal eager's."""
+    # A copy made before, because ORT's pass leaves gradients in the module.
     eager = copy.deepcopy(module)
     eager(IDS).backward()
     stepped(module, **settings)
@@ -172,5 +173,6 @@ def executed(witness: Witness, module: nn.Module, **settings: Any) -> Graph:
 
 def refused(device: str = "cpu", **settings: Any) -> str:
     """Return the messages of the recipe's rules for these settings."""
+    # Rules of the recipe, and those that depend on the device.
     made = recipe(engine={"name": "ort", **settings})
     return "\n".join(text for _, text in [*broken(made), *device_rules(made, device)])

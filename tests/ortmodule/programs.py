@@ -28,8 +28,10 @@ def run(
     program: Program, model: nn.Module, on_ort: bool, seed: int = 0, **settings: Any
 ) -> dict[str, Any]:
     """Run the program on a copy of `model`; return its values, gradients, weights and buffers."""
+    # A copy, because eager and ORT must start from the same weights.
     model = copy.deepcopy(model)
     wrapped = ORTModule(model, Settings(**{"threads": 1, **settings})) if on_ort else model
+    # After the wrapper is made, so that both programs draw the same numbers.
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -66,6 +68,7 @@ def refuse(
     """Fail unless ORTModule ends the program with `message`, a regular expression; eager must run
     it.
     """
+    # Eager must run the program: otherwise the error could be the program's own.
     run(program, model, False)
     with pytest.raises(error, match=message):
         run(program, model, True, **settings)

@@ -48,6 +48,7 @@ def test_conv_algorithm_search() -> None:
         ]
         == "EXHAUSTIVE"
     )
+    # The default is passed too.
     assert cuda_provider(stepped(Words()))["cudnn_conv_algo_search"] == "HEURISTIC"
 
 

@@ -128,6 +128,7 @@ def all_flags_set(w: Any, m: nn.Module) -> Values:
     for step in range(3):
         modes = {name: module.training for name, module in w.named_modules()}
         w.eval()
+        # Lightning uses either, by its settings.
         with torch.inference_mode() if step % 2 else torch.no_grad():
             values[f"validation {step}"] = w(Y).square().mean()
         for name, module in w.named_modules():
@@ -159,6 +160,7 @@ def a_wrapped_backbone(w: Any, m: nn.Module) -> Values:
 
 def a_flag_of_the_model(w: Any, m: nn.Module) -> Values:
     w.eval()
+    # BatchNorm alone in training mode.
     m[1].training = True
     with torch.no_grad():
         one = w(X)
@@ -213,6 +215,7 @@ def attention() -> nn.Module:
 def attention_in_evaluation(w: Any, m: nn.Module) -> Values:
     w.eval()
     m.requires_grad_(False)
+    # The model is frozen; its input alone has a gradient.
     p = X[None].clone().requires_grad_()
     (w(p) * Y).sum().backward()
     return {"input": p.grad}
@@ -221,6 +224,7 @@ def attention_in_evaluation(w: Any, m: nn.Module) -> Values:
 def checkpointed_masks(w: Any, m: nn.Module) -> Values:
     """Case 8: loss and gradient come from the same dropout masks."""
     values = {}
+    # A non-reentrant checkpoint between two reentrant ones, on one graph.
     for reentrant in (True, False, True):
         x = X.clone().requires_grad_()
         total = torch.utils.checkpoint.checkpoint(w, x, use_reentrant=reentrant).sum()
@@ -440,6 +444,7 @@ def test_dropped_graphs_are_freed_and_reported() -> None:
     module(X, double=True)
     first = weakref.ref(manager_of(module))
     agent = weakref.ref(manager_of(module)._onnx_models)
+    # Each factor is another Python value, so each pass exports a graph.
     for step in range(2 * graphs.KEPT):
         module.module.factor = 2.0 + step
         assert first() is not None or step >= graphs.KEPT - 1

@@ -122,6 +122,7 @@ def memory_optimization_config(witness: Witness, tmp_path: Path, capfd: Any) -> 
     cluster = next(iter(known)).split(",")[0].rsplit(":", 1)[0]
     recomputed = executed(witness, Words(), memory_optimization_config=[f"{cluster}:-1"])
     assert size(recomputed.backward) > size(kept.backward)
+    # A level and a list contradict each other.
     assert "chooses the subgraphs itself" in refused(
         memory_optimization=1, memory_optimization_config=["A:1:-1"]
     )
@@ -214,6 +215,7 @@ def matmul_precision(witness: Witness, tmp_path: Path, capfd: Any) -> None:
 def opset(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     import onnx
 
+    # Neither is ORTModule's own opset, 17.
     for wanted in (15, 18):
         stepped(Words(), opset=wanted, save_onnx=str(tmp_path))
         exported = onnx.load(tmp_path / "rank_00000_torch_exported_training.onnx")
@@ -226,6 +228,7 @@ def deepcopy_before_export(witness: Witness, tmp_path: Path, capfd: Any) -> None
         Copied.copies = 0
         stepped(Copied(), deepcopy_before_export=wanted)
         copies[wanted] = Copied.copies
+    # By default a copy is made, because this model fits twice into the memory.
     assert copies[True] == copies[None] > 0
     assert copies[False] == 0
 
@@ -356,6 +359,7 @@ def test_no_copy_for_the_export_where_two_would_not_fit(
     both.
     """
     size = sum(parameter.numel() * 4 for parameter in Copied().parameters())
+    # Just below the limit, and at it.
     for free, used in ((2 * size - 1, False), (2 * size, True)):
         monkeypatch.setattr(
             machine,
@@ -373,6 +377,7 @@ def test_no_copy_for_the_export_where_two_would_not_fit(
 def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:
     """Free memory is shared by the ranks of a host, because each rank exports its own copy."""
     alone = options._limit_of(Words(), 1).free
+    # More than 1 MiB, so that the comparison below means something.
     assert alone > 2**20
     assert options._limit_of(Words(), 4).free < alone / 2
 
@@ -384,6 +389,7 @@ def test_a_variable_from_outside_changes_nothing(
     effect.
     """
     plain = executed(witness, Words())
+    # Values that differ from the recipe's defaults.
     for name in ("ORTMODULE_ENABLE_COMPUTE_OPTIMIZER", "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "1")

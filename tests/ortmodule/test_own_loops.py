@@ -42,12 +42,14 @@ def test_losses_are_eagers(
     """Twenty steps have eager's losses, and frozen parameters get no gradient."""
     for package in needs:
         pytest.importorskip(package)
+    # The trainers write files to the current folder.
     monkeypatch.chdir(tmp_path)
     example = dict(EXAMPLES)[title]
     before = tally.exports
     ours = run(example)
     passes = witness.forward_passes
     exports = tally.exports - before
+    # The same example with the plain model.
     monkeypatch.setattr(module, "ORTModule", lambda model, settings=None: model)
     theirs = run(example)
     assert len(ours["losses"]) == 20

@@ -154,6 +154,7 @@ def test_another_shape_is_the_same_call() -> None:
 def test_autocast_is_part_of_a_call() -> None:
     """A graph exported without autocast is not used with it."""
     model = wrapped(Flexible())
+    # A disabled context is no autocast.
     with torch.autocast("cpu", torch.float16, enabled=False):
         model(X)
     manager = manager_of(model)
@@ -223,6 +224,7 @@ def test_transformers_checkpointing_becomes_recomputation(reentrant: bool) -> No
     """A Llama with gradient_checkpointing_enable trains as in eager PyTorch."""
     model = language_model("llama", "sdpa")
     model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    # A reentrant checkpoint needs an input with a gradient.
     model.model.enable_input_require_grads()
     ids = torch.arange(24).reshape(2, 12)
     eager = copy.deepcopy(model)
@@ -326,6 +328,7 @@ def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(registry, "_applied", [])
     monkeypatch.setattr(registry, "_not_applied", {})
     changed = f"{source_guard.TRANSITION}._export_model"
+    # The hash of no source.
     monkeypatch.setitem(source_guard.KNOWN, changed, "0" * 16)
     monkeypatch.setattr(
         repairs, "REPAIRS", [repair for repair in REPAIRS if changed in repair.sources]
@@ -337,6 +340,7 @@ def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatc
         f"the source of {changed} is not that of 1.19.2"
     }
     monkeypatch.setattr(registry, "_not_applied", {})
+    # Another version refuses every repair, whatever its sources.
     monkeypatch.setattr("onnxruntime.__version__", "1.20.0")
     apply_repairs()
     assert "1.20.0 is installed" in registry.not_applied()["keep_buffers_exact"]

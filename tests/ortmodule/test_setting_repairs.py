@@ -51,6 +51,7 @@ def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None, fres
 @pytest.mark.parametrize("skipped", ["nothing", "fix_grad_management_device"])
 def test_gradient_management_needs_its_repair(skipped: str, built: None, fresh: Run) -> None:
     """Without its repair ORTModule passes parameters to torch.zeros as a device."""
+    # The setting needs this extension.
     if extensions.interop_refusal():
         pytest.skip("needs ORT's extension torch_interop_utils")
     done = fresh(WITHOUT_REPAIR, skipped, json.dumps([{"memory_efficient_grad_management": True}]))

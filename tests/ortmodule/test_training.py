@@ -60,6 +60,7 @@ def batches() -> Iterator[dict[str, torch.Tensor]]:
     """Yield batches that differ in shape and padding from the first, from which ORT exports its
     graph.
     """
+    # The first shape is that of the export; the others change rows, length or padding.
     generator = torch.Generator().manual_seed(1)
     shapes = [(2, 16, 0), (2, 16, 4), (3, 12, 2), (1, 8, 0), (2, 16, 6), (4, 10, 1)]
     for rows, length, padding in shapes[:STEPS]:
@@ -78,6 +79,7 @@ def trained(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     for batch in batches():
         loss = model(**batch)
         loss.backward()
+        # The first step's only: later weights differ by rounding.
         gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
@@ -126,6 +128,7 @@ def test_a_language_model_without_a_mask(witness: Witness) -> None:
     model = language_model("llama", "sdpa")
     eager = copy.deepcopy(model)
     module = wrapped(model)
+    # Two shapes in one graph.
     for size in (3, 5):
         ids = torch.randint(5, 99, (size, 8 + size))
         losses = [each(input_ids=ids, labels=ids) for each in (module, eager)]
@@ -201,6 +204,7 @@ def test_an_allowed_fallback_is_counted_with_its_reason(witness: Witness) -> Non
     for _ in range(2):
         module(torch.randn(4, 8)).backward()
     assert (witness.forward_passes, witness.fallbacks) == (0, 2)
+    # Both fallbacks have the same reason.
     assert len(witness.fallback_reasons) == 1
     assert "aten::logcumsumexp" in witness.fallback_reasons[0]
 
@@ -210,6 +214,7 @@ def test_a_custom_backward_is_called_or_refused(witness: Witness) -> None:
     model = Reversed()
     x = torch.ones(2, 4)
     module = wrapped(model)
+    # Without ORT's extension custom functions are refused.
     if "disable_custom_autograd" in registry.applied():
         with pytest.raises(Exception, match="Couldn't export Python operator Reverse"):
             module(x)
@@ -263,6 +268,7 @@ def test_frozen_parameters_have_no_gradient_in_the_graph(witness: Witness) -> No
 
 def test_settings_hold_for_one_module_and_leave_the_environment_alone(witness: Witness) -> None:
     """Two modules in one process keep their own settings, and the environment is unchanged."""
+    # Settings reach ORT by environment variables, which must be gone afterwards.
     before = dict(os.environ)
     plain = wrapped(Layers())
     special = wrapped(Layers(), opset=18, memory_optimization=1)
@@ -342,8 +348,10 @@ def test_no_mask_is_another_ones_of_the_step_before_or_the_rank_before(built: No
     ORT counts its seeds up by one for each dropout.
     """
     module = wrapped(Dropped())
+    # 1,600 elements: the tolerance of 0.07 is more than five standard deviations.
     x = torch.ones(40, 40)
     masks = []
+    # Seeds of neighbours: if ORT counts a seed up, it must not reach the next one.
     for step, rank in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0)):
         torch.manual_seed(step_seed(0, step, rank))
         masks += [mask != 0 for mask in module(x)]

@@ -107,6 +107,7 @@ def test_evaluation_is_counted_with_its_own_graph(witness: Witness, profiling: N
     with torch.no_grad():
         module(IDS)
     counts = witness.counts()
+    # One for training and one for evaluation.
     assert counts["graphs_built"] == 2
     assert profiled(module, training=False) == witness.graphs[-1].forward
     graph = counts["training_graph"]
@@ -150,6 +151,7 @@ def test_each_node_is_counted_on_its_execution_provider(
         placed.append(nodes_by_provider(options.optimized_model_filepath, session))
         return is_efficient(options)
 
+    # A function that the witness calls while the session's file still exists.
     monkeypatch.setattr(witnesses, "_is_memory_efficient", place)
     module = wrapped(nn.Sequential(Words(), Reversed()))
     module(IDS).backward()

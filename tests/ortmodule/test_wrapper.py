@@ -54,6 +54,7 @@ def test_a_pretrained_models_wrapper_is_of_its_class(tmp_path: Path) -> None:
     twin = copy.deepcopy(module)
     assert isinstance(twin, type(model))
     assert type(twin) is type(module)
+    # A model that cannot save itself keeps the wrapper's class.
     plain = ORTModule(Layers())
     assert plain.__class__ is type(plain)
     assert not isinstance(plain, Layers)
@@ -90,6 +91,7 @@ def test_ortmodule_is_a_class() -> None:
         assert isinstance(one, Base)
         assert type(one) is type(module)
         torch.testing.assert_close(one.double(X), 2 * expected(X))
+    # The class made with ORT's base can itself be called.
     assert type(type(module)(Layers())) is type(module)
     assert type(module).__name__ == "Regression"
 
@@ -98,7 +100,9 @@ def assigned(module: Any, model: nn.Module) -> torch.Tensor:
     """Return a pass after the model's weights were replaced."""
     module(X)
     module.load_state_dict(
-        {name: value * 1.5 for name, value in model.state_dict().items()}, assign=True
+        # Other values than the model's, so that a pass with the old weights is noticed.
+        {name: value * 1.5 for name, value in model.state_dict().items()},
+        assign=True,
     )
     return module(X)
 
@@ -115,6 +119,7 @@ def test_weights_from_elsewhere_are_those_of_the_pass(loss_of: Any, witness: Wit
     eager = Layers()
     ours = Layers()
     ours.load_state_dict(eager.state_dict())
+    # In eager PyTorch module and model are the same object.
     for module, model in ((eager, eager), (ORTModule(ours), ours)):
         loss_of(module, model).backward()
     same(ours, eager)
@@ -127,6 +132,7 @@ def with_trainer(wrap: Any, folder: Path) -> dict[str, Any]:
     """
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
+    # Labels are random with regard to the inputs, so the evaluation loss soon rises.
     draw = torch.Generator().manual_seed(1)
     model = bert()
     samples = [
@@ -186,6 +192,7 @@ def with_accelerate(wrap: Any, folder: Path) -> dict[str, Any]:
         torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8
     )
     model = wrap(net)
+    # A list, so that passes can be repeated on the same batches.
     batches = list(batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -207,6 +214,7 @@ def with_accelerate(wrap: Any, folder: Path) -> dict[str, Any]:
     accelerator.save_state(str(folder))
     losses += passes(20, 26)
     accelerator.load_state(str(folder))
+    # From the saved state the same passes give the same losses.
     assert passes(20, 26) == losses[20:]
     unwrapped = accelerator.unwrap_model(model)
     return {

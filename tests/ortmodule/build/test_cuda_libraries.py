@@ -43,6 +43,7 @@ def test_libraries_are_loaded_by_path_in_the_order_of_their_needs(
     """Libraries are loaded by path, in order; an absent one is left to the system's linker."""
     loaded: list[str] = []
     monkeypatch.setattr(cuda_libraries.ctypes, "CDLL", lambda path, mode: loaded.append(path))
+    # One library that only the system may have.
     (nvidia / "curand" / "lib" / "libcurand.so.10").unlink()
     cuda_libraries.preload()
     assert [Path(path).name for path in loaded] == [
@@ -103,6 +104,7 @@ def test_the_toolkit_is_found_and_headers_come_from_the_wheels(
     (tmp_path / "links" / "nvcc").symlink_to(tmp_path / "toolkit" / "bin" / "nvcc")
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
+    # nvcc by a link, and in the toolkit itself.
     for folder in ("links", "toolkit/bin"):
         assert cuda_libraries.toolkit(str(tmp_path / folder)) == str(tmp_path / "toolkit")
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
@@ -112,6 +114,7 @@ def test_the_toolkit_is_found_and_headers_come_from_the_wheels(
     assert str(tmp_path / "nvidia" / "cublas" / "include") in cuda_libraries.headers("12.6")
 
 
+# The exact versions of the wheels that pyproject.toml pins.
 _WHEEL = r'"((?:onnxruntime-training|nvidia-[a-z-]+-cu11)==[0-9.]+)'
 _WHEELS = re.findall(_WHEEL, (Path(__file__).parents[3] / "pyproject.toml").read_text())
 # The source of a CUDA driver without a GPU. It has the functions that ONNX Runtime loads, and
@@ -180,6 +183,7 @@ def test_the_wheels_libraries_resolve_without_a_gpu(tmp_path: Path) -> None:
         )
         return done.stdout
 
+    # ORT's wheel alone: every library is missing.
     install(_WHEELS[0])
     assert checked().startswith(str(NAMES))
     install(*_WHEELS[1:])

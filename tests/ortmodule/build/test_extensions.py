@@ -46,6 +46,7 @@ def test_wrong_packages_say_what_to_type(
     monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], message: str
 ) -> None:
     """No wheel, a wrong version, or two wheels of one module: the error has the command to type."""
+    # A Python for which wheels exist: otherwise its version would be the error.
     monkeypatch.setattr(sys, "version_info", (3, 11, 7, "final", 0))
     installed(monkeypatch, torch="2.13.0", **packages)
     with pytest.raises(MissingDependency, match=message):
@@ -72,6 +73,7 @@ def test_a_changed_extension_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_
     extensions.build()
     assert extensions.missing() == []
     library = extensions.cache_dir() / "aten_op_executor.so"
+    # Truncated: its seal has the old size.
     library.write_text("")
     assert extensions.missing() == ["aten_op_executor"]
     assert extensions.damage() == [f"{library}: has 0 bytes, and had {len('aten_op_executor')}"]
@@ -158,6 +160,7 @@ def test_unknown_sources_are_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path
     copied = package / source.relative_to(extensions._package("onnxruntime"))
     shutil.copytree(source, copied)
     code = copied / "custom_function_fw.cc"
+    # Remove one of the texts that the changes expect.
     code.write_text(code.read_text().replace("py_fn->cdata.lock()", "py_fn->cdata"))
     monkeypatch.setattr(extensions, "_package", lambda name: package)
     extensions._compile([extensions.INTEROP], tmp_path)
@@ -174,6 +177,7 @@ def test_unchanged_sources_do_not_build_on_newer_torch(
     """Without the changes torch_interop_utils cannot be built from torch 2.7 on."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):
         pytest.skip("torch 2.6 and older take it as it is")
+    # No changes at all.
     monkeypatch.setitem(extensions.extension_sources._CHANGES, extensions.INTEROP, {})
     extensions._compile([extensions.INTEROP], tmp_path)
     assert "error" in (tmp_path / f"{extensions.INTEROP}.refused").read_text().lower()
@@ -235,6 +239,7 @@ def test_each_stack_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path
     """Each torch, and each build of one version, has a folder of its own."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     folders = set()
+    # Two builds of one version, and another version.
     for version in ("2.13.0+cpu", "2.13.0", "2.6.0"):
         installed(monkeypatch, torch=version, onnxruntime_training_cpu="1.19.2")
         folders.add(extensions.cache_dir())
@@ -247,6 +252,7 @@ def test_unbuilt_extensions_say_setup(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """With an empty cache the error has the command `ortlaunch setup`."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     with pytest.raises(MissingDependency, match=r"aten_op_executor.* Type: ortlaunch setup"):
+        # The function without its cache, because an earlier test may have called it.
         repaired.import_ortmodule.__wrapped__()
 
 
@@ -264,6 +270,7 @@ def test_missing_tools_are_all_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @needs_ort
 def test_an_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An error about the cache names its folder."""
+    # A regular file in place of the cache folder.
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "file"))
     with pytest.raises(
@@ -333,6 +340,7 @@ def test_two_builders_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         builder.start()
     for builder in builders:
         builder.join()
+    # The second builder compiles nothing.
     assert [names for names in compiled if names] == [extensions.wanted()]
 
 

@@ -25,6 +25,7 @@ pytestmark = [
         bool(extensions.interop_refusal()), reason="ONNX Runtime's torch_interop_utils is not built"
     ),
 ]
+# The name of the kernel's calls in the counters.
 CALL = "aten.scaled_dot_product_attention"
 LENGTH = 12
 Mask = Callable[[torch.Tensor], dict[str, Any]]
@@ -87,12 +88,14 @@ MASKS: dict[str, Mask] = {
     "packed documents": lambda lengths: {"attn_mask": documents(lengths)},
     "numbers": lambda lengths: {"attn_mask": added(lengths)},
 }
+# Three batch sizes with lengths of their own, for one graph.
 BATCHES = [(torch.randn(rows, LENGTH, 16), torch.randint(3, LENGTH, (rows,))) for rows in (2, 3, 1)]
 
 
 @pytest.fixture(autouse=True)
 def _every_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let attention of any length use torch's kernel."""
+    # The tests' sequences are shorter than those for which the kernel is faster.
     monkeypatch.setattr(machine, "FUSED_ATTENTION_SCORES", 1)
     torch_calls.restart()
 
@@ -199,6 +202,7 @@ def test_a_causal_mask_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_documents_by_their_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given positions may be of packed documents, so every pass makes the mask."""
     given = masks_given(monkeypatch)
+    # The first batch is one document a sample, the second has two: the graph must not fix the mask.
     positions = [torch.arange(9).expand(2, 9), torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])]
     compare(Loss(llama(), "position_ids"), list(zip(TOKENS, positions)))
     assert any(given)

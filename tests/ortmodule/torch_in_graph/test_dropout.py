@@ -22,6 +22,7 @@ class Dropping(nn.Module):
 
     def __init__(self, p: float) -> None:
         super().__init__()
+        # Not zero, so that an output of zero is a dropped element.
         self.weight = nn.Parameter(torch.rand(1000, 63) + 1)
         self.drop = nn.Dropout(p)
 
@@ -37,6 +38,7 @@ def test_both_passes_drop_the_same(witness: Witness, settings: dict[str, int]) -
     total, dropped = wrapped(model, **settings)(torch.ones(1000, 63))
     total.backward()
     assert model.weight.grad is not None
+    # The gradient has the forward pass's mask and scale.
     torch.testing.assert_close(model.weight.grad * model.weight, dropped)
     assert float((dropped == 0).float().mean()) == pytest.approx(0.25, abs=0.006)
     (graph,) = witness.graphs
@@ -55,6 +57,7 @@ def test_torchs_seed_decides(built: None) -> None:
 
     first = mask(1)
     assert torch.equal(first, mask(1))
+    # Two independent masks at 0.5 differ in half of their elements.
     assert float((first != mask(2)).float().mean()) == pytest.approx(0.5, abs=0.01)
 
 
@@ -71,6 +74,7 @@ def test_the_share_that_is_dropped_is_right_and_the_mean_stays(p: float) -> None
     assert float((dropped == 0).double().mean()) == pytest.approx(
         p, abs=4 * (p * (1 - p) / size) ** 0.5 + 2**-17
     )
+    # The standard deviation of the mean; at p = 1 everything is zero.
     spread = (p / (1 - p) / size) ** 0.5 if p < 1 else 0.0
     assert float(dropped.double().mean()) == pytest.approx(1.0 if p < 1 else 0.0, abs=4 * spread)
     assert torch.equal(dropout.dropout_backward(torch.ones(size), kept, p, train=True), dropped)
@@ -80,6 +84,7 @@ def test_each_element_is_dropped_by_itself() -> None:
     """The four elements that share one random number are uncorrelated."""
     torch.manual_seed(4)
     _, kept = dropout.dropout(torch.ones(1_000_000), 0.5, train=True)
+    # Rows of four elements come from one number; above the diagonal are the pairs' correlations.
     assert torch.corrcoef(kept.view(-1, 4).T.double()).triu(1).abs().max() < 0.01
 
 

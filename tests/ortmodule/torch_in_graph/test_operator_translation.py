@@ -121,8 +121,10 @@ def test_operators_without_a_form_or_a_gradient(
     compare(kind(), [(torch.randn(size),) for size in sizes])
     found = {name.removeprefix("aten.") for name in torch_calls.made()}
     assert operators <= found, found
+    # Once for each of the two batches; the calls in the export do not count.
     assert {calls.forward for calls in torch_calls.made().values()} == {2}
     assert 0 < torch_calls.share() < 1
+    # One export, although the batches have two sizes.
     assert tally.exports == before + 1
 
 
@@ -160,6 +162,7 @@ def test_named_operators(witness: Witness) -> None:
         executed(witness, Attends(), torch_operators=asked) for asked in ("auto", ["softmax"])
     )
     assert not plain.python
+    # In one graph Softmax is ONNX's operator, in the other it is torch's.
     assert plain.forward["Softmax"] == 1 > named.forward["Softmax"]
     assert any("aten.softmax" in name for name in named.python)
 
@@ -239,9 +242,11 @@ class Decides(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(4, 4, batch_first=True)
+        # momentum=None averages over all batches, by a counter that changes in each pass.
         self.norm = nn.BatchNorm1d(4, momentum=None)
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
+        # A branch on a value, which a trace would fix.
         x = x * 2 if x.sum().item() > 0 else x.tanh()
         packed = nn.utils.rnn.pack_padded_sequence(
             x, lengths, batch_first=True, enforce_sorted=False
@@ -270,7 +275,9 @@ class Holds(nn.Module):
 
 def test_a_module_that_no_trace_follows() -> None:
     """The error names the setting and the layer; with the setting all values equal eager's."""
+    # Three batch sizes, for one graph.
     batches = [(torch.randn(n, 5, 4), torch.tensor([5, 3, 2, 1][:n])) for n in (3, 4, 2)]
+    # Without the setting the model is refused, with the setting as the remedy.
     with pytest.raises(Exception, match=r"Settings\.torch_modules=\['inner'\]"):
         ORTModule(Holds())(*batches[0])
     compare(Holds(), batches, torch_modules=["inner"])
@@ -323,6 +330,7 @@ def test_a_layer_whose_methods_are_called_names_the_one_around_it() -> None:
 
     If named itself, the layer would never run as torch, and the error would stay the same.
     """
+    # Without a name the innermost layer is advised; if the named layer is never called, its owner.
     for named, advised in (([], "owner.experts.counts"), (["owner.experts"], "owner")):
         with pytest.raises(Exception, match=rf"Settings\.torch_modules=\['{advised}'\]"):
             wrapped(Block(), torch_modules=named)(torch.randn(6, 4))
@@ -336,6 +344,7 @@ def test_why_a_call_of_torch_fails_is_told() -> None:
     with pytest.raises(
         Exception, match=r"counts runs as torch, and returns .*torch_modules=\['owner.experts'\]"
     ):
+        # Other rows give another list of counts than in the export.
         module(torch.randn(5, 4))
 
 
@@ -392,14 +401,17 @@ def test_dropout_of_torch_is_drawn_once_a_pass() -> None:
 
     model = Drops()
     module = wrapped(model)
+    # Negative, because rrelu draws slopes for negative inputs only.
     x = -torch.ones(1000)
     losses = []
     for _ in range(2):
         model.zero_grad()
         loss = module(x)
         loss.backward()
+        # The loss is linear in the weight, which is 1, so both are equal if the slopes are.
         assert model.weight.grad.sum().item() == pytest.approx(loss.item(), rel=1e-5)
         losses.append(loss.item())
+    # Each pass draws new numbers.
     assert losses[0] != losses[1]
     # The mean slope is 0.5, over 1,000 elements.
     assert 400 < losses[0] < 600

@@ -41,9 +41,11 @@ def equal(called: Forward) -> Any:
     model = Two(called)
     eager = copy.deepcopy(model)
     module = wrapped(model)
+    # Evaluation has a graph of its own.
     for training in (True, False):
         module.train(training)
         eager.train(training)
+        # A second size, for which indices computed from the first one would be wrong.
         for size in (4, 6):
             x = torch.randn(size, 6)
             with torch.set_grad_enabled(training):
@@ -94,6 +96,7 @@ def test_a_change_through_a_view_or_under_it(view: View) -> None:
     equal(called)
 
 
+# Each change goes through another view, and is read through the others in between.
 def through_several(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x) + 0
     turned = hidden.t()
@@ -103,10 +106,12 @@ def through_several(model: Two, x: torch.Tensor) -> torch.Tensor:
     flat[1] = 7.0
     hidden[:, 3] += 1
     rows += turned[:, 1:].t()
+    # Changes all elements: every other view is out of date from here on.
     flat.add_(hidden.sum())
     return model.second(hidden).square().mean() + (turned * 2).sum() + flat.square().sum()
 
 
+# The view that made the change is gone when the tensor is read.
 def in_a_function(model: Two, x: torch.Tensor) -> torch.Tensor:
     def change(hidden: torch.Tensor) -> None:
         part = hidden[:, 1:3]
@@ -116,11 +121,13 @@ def in_a_function(model: Two, x: torch.Tensor) -> torch.Tensor:
     change(hidden)
     first = hidden[:2]
     second = hidden.view(-1)
+    # The memory must survive without the tensor that the views were made of.
     del hidden
     first.add_(1)
     return first.sum() + second.square().sum()
 
 
+# Changes of a boolean tensor that needs no gradient.
 def a_mask(model: Two, x: torch.Tensor) -> torch.Tensor:
     mask = torch.ones(x.shape[0], 6, dtype=torch.bool)
     inner = mask[:, 1:]
@@ -130,12 +137,14 @@ def a_mask(model: Two, x: torch.Tensor) -> torch.Tensor:
     return model.first(x)[mask].square().mean()
 
 
+# The input of the graph itself is changed.
 def the_batch(model: Two, x: torch.Tensor) -> torch.Tensor:
     part = x[:, :3]
     part.zero_()
     return model.first(x).square().mean()
 
 
+# An empty tensor is filled part by part, as models do to join tensors.
 def in_parts(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x)
     whole = hidden.new_empty(*hidden.shape[:-1], 9)
@@ -144,6 +153,7 @@ def in_parts(model: Two, x: torch.Tensor) -> torch.Tensor:
     return model.second(whole[..., 3:]).square().mean() + whole.sum()
 
 
+# torch's exporter has no form of a scatter of a Python bool.
 def a_scattered_mask(model: Two, x: torch.Tensor) -> torch.Tensor:
     mask = torch.ones(x.shape[0], 6, dtype=torch.bool).scatter(
         -1, x.argmax(-1, keepdim=True) % 6, False
@@ -151,6 +161,7 @@ def a_scattered_mask(model: Two, x: torch.Tensor) -> torch.Tensor:
     return model.first(x).masked_fill(mask, 2.0).square().mean()
 
 
+# The change happens under no_grad, in a tensor without a gradient, so it is allowed.
 def without_gradients(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x)
     target = torch.zeros(x.shape[0], 6)
@@ -160,6 +171,7 @@ def without_gradients(model: Two, x: torch.Tensor) -> torch.Tensor:
     return (model.second(target) * model.second(hidden)).mean()
 
 
+# The input of a custom function must have the change.
 def into_a_custom_function(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x) + 0
     part = hidden[:2]
@@ -167,11 +179,13 @@ def into_a_custom_function(model: Two, x: torch.Tensor) -> torch.Tensor:
     return model.second(hidden * Reverse.apply(hidden)).mean()  # type: ignore[no-untyped-call]
 
 
+# A trace would record .data as a constant.
 def detached_data(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x) * model.weight.data
     return (hidden * hidden.data).mean() + (model.weight.detach() * model.weight).sum()
 
 
+# The result depends on requires_grad, which is False everywhere in a plain export.
 def asked_for_gradients(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x)
     asked = (
@@ -240,6 +254,7 @@ def test_an_export_keeps_nothing_that_the_model_lets_go() -> None:
         hidden = model.first(x) + 0
         flat = hidden.view(-1)
         total = flat.view(-1, 3).sum()
+        # Checked in the trace itself: afterwards even kept tensors would be gone.
         kept = weakref.ref(hidden)
         del hidden, flat
         alive.append(kept() is not None)
@@ -249,18 +264,21 @@ def test_an_export_keeps_nothing_that_the_model_lets_go() -> None:
     assert not any(alive)
 
 
+# The gradient of the change must not reach the tensor, which one whole cannot express.
 def through_a_detached(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x) + 0
     hidden.detach().mul_(3)
     return hidden.sum()
 
 
+# as_strided reads the memory in another form than a chain of views.
 def in_another_form(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x) + 0
     hidden.as_strided((2, 3), (6, 1)).mul_(3)
     return hidden.sum()
 
 
+# The change of a tensor with a gradient would have one in an exported graph.
 def under_no_grad(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x) + 0
     with torch.no_grad():
@@ -273,6 +291,7 @@ def a_weight(model: Two, x: torch.Tensor) -> torch.Tensor:
     return model.first(x).sum()
 
 
+# ORT's backward pass calls no hooks of tensors.
 def a_hook(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x)
     if hidden.requires_grad:

@@ -256,6 +256,7 @@ REFUSING = ("disable_custom_autograd", "refuse_custom_backward", "skip_padding_h
 @pytest.fixture(scope="module")
 def refusing(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache in which torch_interop_utils could not be built."""
+    # A copy of the real cache without one extension, which saves a build.
     here = extensions.cache_dir()
     cache = tmp_path_factory.mktemp("refusing")
     folder = cache / here.relative_to(cache_root())
@@ -280,10 +281,12 @@ def applied(fresh: Run, cache: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def repairs(fresh: Run, refusing: Path) -> dict[str, Path]:
     """All repairs that are applied with the installed versions, each with a cache that has it."""
+    # Once with the real cache and once without the extension: no stack needs all repairs at once.
     with_interop = applied(fresh, cache_root())
     without = applied(fresh, refusing)
     assert set(REFUSING) <= set(without)
     assert extensions.interop_refusal() or not set(REFUSING) & set(with_interop)
+    # A repair that both need is tested with the real cache.
     return {**dict.fromkeys(without, refusing), **dict.fromkeys(with_interop, cache_root())}
 
 
@@ -295,6 +298,7 @@ def test_each_repair_is_needed_where_it_is_applied(
     """Without any one applied repair, one step of a tiny model fails with that repair's error."""
     if repair not in repairs:
         pytest.skip(f"not needed on torch {torch.__version__}")
+    # Only this repair needs an import of ORT that failed before.
     first = ["onnxruntime.training"] if repair == "forget_failed_import" else []
     done = fresh(ONE_STEP, repair, *first, ORTLAUNCH_CACHE=str(repairs[repair]))
     assert done.returncode != 0

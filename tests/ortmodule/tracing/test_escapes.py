@@ -21,6 +21,7 @@ from tests.ortmodule.programs import compare
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+# Places outside the model: a dictionary and an object of this module.
 OUTSIDE: dict[str, Any] = {}
 BOX = types.SimpleNamespace(loss=None)
 
@@ -71,7 +72,9 @@ def closure() -> tuple[Any, Any]:
     return keep, lambda model: kept
 
 
+# A function that stores in a cell of its closure, and one that reads the cell.
 in_a_cell, of_the_cell = closure()
+# By place: a function that stores, one that reads, and the place's name in the error.
 KEPT: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "attribute": (attribute, lambda model: model.loss, "the model's attribute loss"),
     "list": (listed, lambda model: model.losses[0], "the model's attribute losses"),
@@ -97,7 +100,9 @@ def test_a_kept_tensor_is_an_error_where_it_is_used(place: str) -> None:
             RuntimeError, match=rf"{where}.* keeps a tensor .* at {re.escape(__file__)}:\d+"
         ):
             (module(X) + read(model)).backward()
+        # A pass of the model itself stores a real tensor again.
         model(X)
+        # Exactly a Tensor, not the StaleTensor, which is a subclass.
         assert type(read(model)) is torch.Tensor
 
 
@@ -124,6 +129,7 @@ def test_a_model_whose_kept_tensors_nobody_reads_trains_as_before(place: str) ->
 
 def test_what_a_hook_keeps_is_an_error_where_it_is_used() -> None:
     """The error for a tensor that a hook stores names the hook's layer."""
+    # The hook reaches this dictionary by its closure.
     kept: dict[str, torch.Tensor] = {}
     model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
     model[0].register_forward_hook(lambda layer, given, output: kept.update(output=output))

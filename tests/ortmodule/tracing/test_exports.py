@@ -25,6 +25,7 @@ X = torch.linspace(-1, 2, 24).reshape(6, 4)
 Function = Callable[[torch.Tensor], torch.Tensor]
 Choose = Callable[[pytest.MonkeyPatch, bool], nn.Module]
 
+# Globals of this module, which tests replace between two models.
 FUNCTION: Function = torch.relu
 PARTIAL: Function = functools.partial(torch.clamp, min=0.0)
 SETTINGS = types.SimpleNamespace(scale=1.0)
@@ -87,6 +88,7 @@ def squared(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return layer.layer(x).square().sum()
 
 
+# By case: a function that makes the first or the second of two models.
 FORMS: dict[str, Choose] = {
     "a global function": with_global("FUNCTION", torch.relu, torch.tanh),
     "a closure over a function": lambda _, second: enclosing(

@@ -38,6 +38,7 @@ class Two(nn.Module):
         return self.second(x)
 
 
+# `target` and `mean` are used with gradients on, and have none themselves.
 def a_block(model: Two, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         target = model.second(x)
@@ -46,15 +47,18 @@ def a_block(model: Two, x: torch.Tensor) -> torch.Tensor:
     return (model.first(x) - target).square().mean() + (model.second(x) * mean).sum()
 
 
+# The second layer is used with gradients on, too, so its weight has one.
 def a_decorator(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x)
     return (hidden * model.target(hidden)).sum() + model.second(hidden).sum()
 
 
+# The second layer is used with gradients off only, so its weight gets no gradient.
 def never_trained(model: Two, x: torch.Tensor) -> torch.Tensor:
     return (model.first(x) * model.target(x)).sum()
 
 
+# The mode is read, and set by calls instead of a with-block.
 def a_call(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x)
     before = torch.is_grad_enabled()
@@ -64,6 +68,7 @@ def a_call(model: Two, x: torch.Tensor) -> torch.Tensor:
     return (hidden * target).sum() + model.second(x).sum()
 
 
+# The inner block computes with gradients, from a value without one.
 def gradients_on_inside(model: Two, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         target = model.second(x)
@@ -72,6 +77,7 @@ def gradients_on_inside(model: Two, x: torch.Tensor) -> torch.Tensor:
     return (hidden * target).sum()
 
 
+# Tensors of inference mode must be cloned before autograd may save them.
 def inference(model: Two, x: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         target = model.second(x)
@@ -80,18 +86,21 @@ def inference(model: Two, x: torch.Tensor) -> torch.Tensor:
     return (hidden * target.clone()).sum()
 
 
+# Python decides by the mode: the graph is valid for one mode only.
 def asking(model: Two, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         scale = 1.0 if torch.is_grad_enabled() else 2.0
     return model.first(x).sum() * scale + (model.second(x).sum() if torch.is_grad_enabled() else 0)
 
 
+# Integers have no gradient, and need no detached copy.
 def a_choice(model: Two, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         labels = model.second(x).argmax(-1)
     return nn.functional.cross_entropy(model.first(x), labels)
 
 
+# A change in the mode in which the tensor was made is allowed.
 def in_place(model: Two, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         target = model.second(x)
@@ -101,6 +110,7 @@ def in_place(model: Two, x: torch.Tensor) -> torch.Tensor:
     return (model.first(x) * target * filled).sum()
 
 
+# Function modes do not see custom functions, so the export intercepts them.
 def into_a_custom_function(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x)
     return (Reverse.apply(model.target(x)) * Reverse.apply(hidden)).sum()  # type: ignore[no-untyped-call]
@@ -157,6 +167,7 @@ def test_a_graph_without_anything_trained_there_stays_as_it_is() -> None:
     assert "ATen" not in {node.op_type for node in training_graph(module).node}
 
 
+# Made with gradients on, changed with gradients off.
 def changed_inside(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x)
     with torch.no_grad():
@@ -164,6 +175,7 @@ def changed_inside(model: Two, x: torch.Tensor) -> torch.Tensor:
     return hidden.sum()
 
 
+# Made with gradients off, changed with gradients on.
 def changed_outside(model: Two, x: torch.Tensor) -> torch.Tensor:
     target = model.target(x)
     target.add_(model.first(x))

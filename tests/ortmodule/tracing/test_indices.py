@@ -43,6 +43,7 @@ FORMS: dict[str, Form] = {
     "a row at a mask of rows": lambda h: changed(h, h.sum(-1) > 0, h[0]),
     "values at a mask": lambda h: changed(h, h > 0, h[h > 0] * 2),
     "a column": lambda h: changed(h, (..., 0), h[..., 1] * 3),
+    # One row in the first batch, of four rows: the export must not fix a broadcast of it.
     "a column, of one row at first": lambda h: changed(h[3:], (..., 0), h[3:, 1] * 3).sum(-1),
     "a grid": lambda h: changed(h, (TWICE[1:, None], TWICE[1:]), h[3, :2]),
     "scatter_add": lambda h: h.scatter_add(1, (h > 0).long(), h * 2),
@@ -76,6 +77,7 @@ def test_sums_and_gradients_are_eagers(form: str) -> None:
     model = Summing(FORMS[form])
     eager = copy.deepcopy(model)
     module = wrapped(model)
+    # The second size must run in the graph of the first.
     for rows in (4, 7):
         x = torch.randn(rows, 6)
         ours = module(x)

@@ -115,6 +115,7 @@ def test_loss_and_gradients_are_eagers(options: str, density: float, witness: Wi
     # Densities 1.0 and 0.2 in turn: the graph must be right for another density than its export's.
     check(module, eager, *batch(1.2 - density, ignored))
     check(module, eager, *(part[:3] for part in batch(0.5, ignored)))
+    # All batches ran in one graph.
     assert len(witness.graphs) == 1
 
 
@@ -213,10 +214,12 @@ def test_scores_of_ignored_labels_are_not_computed(tmp_path: Any) -> None:
     makers = {name: node for node in graph.node for name in node.output}
 
     def maker(name: str) -> str:
+        # Reshapes between the layers do not matter here.
         while name in makers and makers[name].op_type in ("Reshape", "Squeeze"):
             name = makers[name].input[0]
         return makers[name].op_type if name in makers else "input"
 
+    # Of the labels, which are an input, and of the LayerNorm's output before the head.
     gathered = {maker(node.input[0]) for node in graph.node if node.op_type == "ShrunkenGather"}
     assert gathered == {"input", "LayerNormalization"}
 
@@ -233,6 +236,7 @@ def test_evaluation_takes_every_label(witness: Witness) -> None:
 
 def test_plain_pytorch_is_as_it_was() -> None:
     """The loss is replaced only during an export, also if the export fails."""
+    # The function that an export replaces.
     before = torch._C._nn.cross_entropy_loss
 
     class Fails(Scores):
@@ -330,8 +334,10 @@ def test_products_are_torchs_on_intels_processors(
 def test_a_label_that_is_no_class_is_an_error(witness: Witness) -> None:
     """A label that is no class is an error; ORT's own kernel would read beyond the scores."""
     x, labels = batch(1.0)
+    # The first class number that is out of range.
     labels[0, 0] = CLASSES
     module = wrapped(Scores())
+    # The export runs in plain PyTorch, which would raise the error by itself.
     module(*batch(1.0))
     with pytest.raises(Exception, match="out of bounds"):
         module(x, labels)

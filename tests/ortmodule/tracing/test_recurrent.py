@@ -22,6 +22,7 @@ class Recurrent(nn.Module):
     def __init__(self, kind: Any, **settings: Any) -> None:
         super().__init__()
         self.recurrent = kind(4, 5, batch_first=True, **settings)
+        # A bidirectional layer returns both directions' outputs.
         self.last = nn.Linear(5 + 5 * bool(settings.get("bidirectional")), 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,6 +35,7 @@ def steps(model: nn.Module, module: nn.Module, number: int = 8) -> list[float]:
     losses = []
     batches = torch.Generator().manual_seed(1)
     for step in range(number):
+        # Two batch sizes and lengths in turns, for one graph.
         loss = module(torch.randn(3 + step % 2, 6 + step % 2, 4, generator=batches))
         loss.backward()
         optimizer.step()
@@ -66,6 +68,7 @@ def test_an_rnn_without_gradient_is_refused() -> None:
         wrapped(Recurrent(nn.RNN), torch_operators="off")(torch.ones(1, 2, 4))
 
 
+# ONNX's RNN has both functions, but no gradient in ORT.
 @pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
 def test_an_rnn_is_evaluated(nonlinearity: str) -> None:
     """In evaluation ONNX's own RNN equals eager."""
@@ -81,6 +84,7 @@ class Hidden(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 1)
+        # named_parameters does not list it, so the export makes it a constant.
         self.others = [nn.Parameter(torch.ones(1), requires_grad=False)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
