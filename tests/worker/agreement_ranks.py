@@ -1,4 +1,4 @@
-"""Two ranks that are asked for things at steps of their own; each says what it decided at each step's edge."""
+"""Two ranks with requests at different steps; each writes the decision of every step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 300
 
 
 def main(rank: int, folder: Path) -> None:
-    """Ask as the plan says: {rank: {step: what}}."""
+    """Make the requests of plan.json: {rank: {step: request}}."""
     plan = json.loads((folder / "plan.json").read_text())[str(rank)]
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2
@@ -31,7 +31,8 @@ def main(rank: int, folder: Path) -> None:
             if str(step) in plan:
                 agreed.ask(Ask[plan[str(step)]])
             agreed.begin()
-            dist.all_reduce(torch.ones(1000))  # the step's own, on the first group
+            # The step's own communication, on the first group.
+            dist.all_reduce(torch.ones(1000))
             asked = agreed.end()
             if asked is Ask.SAVE:
                 agreed.saved()

@@ -1,6 +1,7 @@
-"""One rank of two: a step with the loss in chunks, of every engine and sharding asked for, against float64.
+"""One rank of two: a training step with a chunked loss, compared with float64.
 
-Started by torchrun from test_chunked_loss_ranks.py; arguments: the file to write, and cases as ENGINE,ZERO,FAMILY.
+test_chunked_loss_ranks.py starts it by torchrun. Arguments: the file to write, and cases as
+ENGINE,ZERO,FAMILY.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tests.worker.leaving import leave
 
 LENGTH = 16
 ROWS = 8
+# So high that a step of SGD leaves the gradient in the weights, with little rounding.
 RATE = 1e4
 MICRO = 2
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -29,7 +31,7 @@ TASKS = {"llama": "causal-lm", "llama-tied": "causal-lm", "bert": "pretraining"}
 
 
 def samples(count: int, family: str) -> list[dict[str, Tensor]]:
-    """Words of which two of three count, and for BERT the label of a pair of sentences."""
+    """Return samples in which two of three labels count; for BERT also a sentence pair's label."""
     made = []
     for index in range(count):
         ids = torch.randint(
@@ -45,7 +47,7 @@ def samples(count: int, family: str) -> list[dict[str, Tensor]]:
 
 
 def model(family: str) -> nn.Module:
-    """The same weights each time."""
+    """Return the model, with the same weights each time."""
     import transformers
 
     torch.manual_seed(0)
@@ -60,7 +62,7 @@ def model(family: str) -> nn.Module:
 
 
 def exact(family: str, rows: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of whole logits in float64."""
+    """Return loss and gradients from unchunked logits in float64."""
     plain = model(family).double()
     loss = plain(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
     loss.backward()
@@ -68,7 +70,7 @@ def exact(family: str, rows: list[dict[str, Tensor]]) -> tuple[float, dict[str, 
 
 
 def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]:
-    """Relative differences of the loss and of each gradient; a step of SGD at a high rate leaves it in the weight."""
+    """Return the relative differences of the loss and of each gradient, and facts of the run."""
     from ortlaunch.worker.data import Batches, OwnSamples
     from ortlaunch.worker.engine.engine import build_engine
     from ortlaunch.worker.model.model import LossModule
@@ -97,6 +99,7 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
     session = Session(made, planned, nothing, group, nothing, batches, trained, engine)
     loss, *_ = train_step(session, TrainState(0))
     true_loss, gradients = exact(family, rows)
+    # A step of SGD subtracts RATE times the gradient.
     after = dict(module.named_parameters())
     apart = {
         name: float(
@@ -104,8 +107,8 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
             / gradient.norm()
         )
         for name, gradient in gradients.items()
-        if gradient.norm()
-        > 1e-3 * max(each.norm() for each in gradients.values())  # the rest is rounding
+        # Smaller gradients are only rounding.
+        if gradient.norm() > 1e-3 * max(each.norm() for each in gradients.values())
     }
     truth = engine.report().to_json()
     found = {
@@ -121,7 +124,7 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
 
 
 def main() -> None:
-    """Every case that was asked for."""
+    """Run every requested case, and write the results on rank 0."""
     file, *asked = sys.argv[1:]
     if any(text.startswith("ort") for text in asked):
         from ortlaunch.ortmodule.options import prepare
@@ -133,7 +136,8 @@ def main() -> None:
     from ortlaunch.rank import Rank
     from ortlaunch.worker.process_group.distributed import DistributedContext
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute to compile
+    # Otherwise its compilation takes half a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.init_process_group("gloo")
     size = torch.distributed.get_world_size()
     number = torch.distributed.get_rank()

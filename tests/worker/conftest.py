@@ -1,4 +1,4 @@
-"""Fixtures for tests on a rank's side, some of which run on ONNX Runtime."""
+"""Fixtures for tests of a rank's side, some of which run on ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ __all__ = ["built", "seeded", "witness"]
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
-    """A process group of one rank; DeepSpeed, which keeps what it saw of one, forgets it afterwards."""
+    """A process group of one rank, which DeepSpeed forgets afterwards."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+    # DeepSpeed keeps groups and communication in global variables, which would outlive the group.
     if "deepspeed" in sys.modules:
         importlib.reload(sys.modules["deepspeed.utils.groups"])
         sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
@@ -28,7 +29,8 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture
 def world(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What DeepSpeed asks for; and what its ZeRO 3 replaces in torch, for good, comes back for other tests."""
+    """The environment that DeepSpeed needs, with torch's functions restored afterwards."""
+    # DeepSpeed's ZeRO 3 replaces this function for good.
     monkeypatch.setattr(nn.functional, "linear", nn.functional.linear)
     ranks = {
         "RANK": "0",

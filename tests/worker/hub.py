@@ -1,4 +1,7 @@
-"""The few endpoints of the Hugging Face hub that an upload asks, on loopback; what was sent is kept."""
+"""The endpoints of the Hugging Face hub that an upload uses, on the loopback.
+
+The server keeps the data that it receives.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-PUBLIC = "/api/agent-harnesses"  # huggingface_hub asks it once a day of each cache folder, without a token
+# huggingface_hub requests it once a day for each cache folder, without a token.
+PUBLIC = "/api/agent-harnesses"
 
 
 @dataclass
 class Hub:
-    """Its address, and what it was told."""
+    """The hub's address, and the data that it received."""
 
     address: str = ""
     refuses: int = 0
-    """The status of its answer to a new repository, where that is not 200."""
+    """Status of the response to a new repository, if it is not 200."""
     tokens: set[str] = field(default_factory=set)
     created: list[dict[str, object]] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
 
     def answer(self, path: str, body: str) -> tuple[int, dict[str, object]]:
-        """Status and JSON for a request."""
+        """Return status and JSON for a request."""
         if path == PUBLIC:
             return 404, {"error": "not found"}
         if path == "/api/repos/create":
@@ -62,7 +66,7 @@ class Hub:
 
 @contextlib.contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
-    """The hub on a free port."""
+    """Serve the hub on a free port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -77,6 +81,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
             self.end_headers()
             self.wfile.write(text)
 
+        # Both methods have the same responses.
         do_GET = do_POST
 
         def log_message(self, *_: object) -> None:
@@ -84,6 +89,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         hub.address = f"http://127.0.0.1:{server.server_port}"
+        # The interval limits how long a shutdown takes.
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

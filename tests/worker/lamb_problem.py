@@ -1,6 +1,7 @@
-"""A small training that timm's LAMB and ours both take: 50 steps in float64, of weights and data that NumPy draws.
+"""A small training for timm's LAMB and for ours: 50 steps in float64 on data from NumPy.
 
-timm wants torchvision, which transformers would use where it is installed: what timm finds is kept in lamb_timm.json.
+timm needs torchvision, which transformers would use if it were installed. Therefore timm's results
+are stored in lamb_timm.json.
 
     pip install --no-deps --target FOLDER timm==1.0.31
     python -m tests.worker.lamb_problem FOLDER > tests/worker/engine/lamb_timm.json
@@ -27,12 +28,16 @@ Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 def trained(make: Make) -> list[float]:
-    """All weights after the last step; `make` gives the optimizer for groups with and without weight decay."""
+    """Return all weights after the last step.
+
+    `make` returns the optimizer for groups with and without weight decay.
+    """
     random = np.random.default_rng(3)
     net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2)).double()
     for parameter in net.parameters():
         parameter.data = torch.tensor(random.normal(size=parameter.shape))
-    net[3].bias.data.zero_()  # where there is nothing to scale by
+    # Weights of norm 0 have no scale for the update.
+    net[3].bias.data.zero_()
     optimizer = make([
         {"params": [net[0].weight, net[3].weight], "weight_decay": 0.01},
         {"params": [net[0].bias, net[1].weight, net[1].bias, net[3].bias], "weight_decay": 0.0},
@@ -42,9 +47,8 @@ def trained(make: Make) -> list[float]:
         y = torch.tensor(random.normal(size=(16, 2)))
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * (1 - step / STEPS)
-        loss = (
-            50 * ((net(x) - y) ** 2).mean()
-        )  # gradients far above the norm at which timm would clip
+        # The gradients' norm is far above the one at which timm would clip.
+        loss = 50 * ((net(x) - y) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -54,7 +58,7 @@ def trained(make: Make) -> list[float]:
 
 
 def _of_timm(folder: Path) -> Any:
-    """timm's Lamb, without timm's __init__, which imports torchvision."""
+    """Return timm's Lamb without timm's __init__, which imports torchvision."""
     package = ModuleType("timms")
     package.__path__ = [str(folder / "timm" / "optim")]
     sys.modules["timms"] = package

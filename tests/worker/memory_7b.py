@@ -1,7 +1,8 @@
-"""Bytes of Llama-2-7b in DeepSpeed, counted while it is built and sharded, as the first of 8 ranks; no memory is taken.
+"""Bytes of Llama-2-7b in DeepSpeed while it is built and sharded, on the first of 8 ranks.
 
-Tensors are fake, and so are the messages to other ranks. The device is the CPU, so that an offload is counted, too.
-`python -m tests.worker.memory_7b '{"name": {recipe's sections}}'` prints JSON.
+No memory is allocated: tensors are fake, and so are the messages to other ranks. The device is the
+CPU, so that an offload is counted, too. `python -m tests.worker.memory_7b '{"name": {recipe's
+sections}}'` prints JSON.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ MOVE = engine._move
 
 
 class FirstRank(DistributedContext):
-    """Others answer what this one does."""
+    """A group whose other ranks send the same as this one."""
 
     def gather(self, value: str) -> list[str]:
-        """This rank's text for each."""
+        """Return this rank's text for each rank."""
         return [value] * self.size
 
 
 class Bytes(TorchDispatchMode):
-    """Bytes of the storages that live, and the most at once; what is on the meta device takes none."""
+    """A counter of the bytes of living storages, now and at most."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Bytes(TorchDispatchMode):
         self.restart()
 
     def restart(self) -> None:
-        """Count from here on only what is made from here on."""
+        """Count only storages that are made from here on."""
         self.now = self.peak = 0
         self.start += 1
 
@@ -64,6 +65,7 @@ class Bytes(TorchDispatchMode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in tree_iter(made):
+            # Tensors on the meta device take no memory.
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 self._add(tensor.untyped_storage())
         return made
@@ -75,12 +77,13 @@ class Bytes(TorchDispatchMode):
             weakref.finalize(storage, self._change, -storage.nbytes(), self.start)
 
     def _change(self, size: int, start: int) -> None:
+        # Storages of an earlier start are no longer counted.
         self.now += size if start == self.start else 0
         self.peak = max(self.peak, self.now)
 
 
 def count(sections: dict[str, Any]) -> dict[str, int]:
-    """Bytes of the model as it is built; from its move to its device on, most at once and what is left."""
+    """Return the bytes of the built model, and from its move to the device on, peak and rest."""
     group = FirstRank(Rank(0, RANKS, 0, RANKS), torch.device("cpu"))
     data = {"train": "python-docs", "tokenizer": "here", "sequence_length": 8}
     model = {"task": "causal-lm", "config": {"model_type": "llama"}}
@@ -90,10 +93,12 @@ def count(sections: dict[str, Any]) -> dict[str, int]:
     counted = Bytes()
 
     def move(model: torch.nn.Module, device: torch.device, recipe: Recipe) -> None:
-        """As the engine's, to a device whose bytes are not the host's."""
+        """Move as the engine does, to a device whose bytes are not the host's."""
         counted.restart()
         MOVE(model, device, recipe)
         for parameter in () if recipe.zero and recipe.zero.stage == 3 else model.parameters():
+            # A clone counts as a copy on the device. With ZeRO 3, DeepSpeed itself moves the
+            # weights.
             parameter.data = parameter.data.clone()
 
     engine._move = move
@@ -107,12 +112,13 @@ def count(sections: dict[str, Any]) -> dict[str, int]:
 
 
 def main(cases: dict[str, Any]) -> None:
-    """Count each case."""
+    """Count each case, and print the results."""
     os.environ.update(RANK="0", WORLD_SIZE=str(RANKS), LOCAL_RANK="0", DS_ACCELERATOR="cpu")
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     from deepspeed.accelerator import get_accelerator
 
-    # Stand-ins: a device with room for a flat copy, no numbers, no addresses, and moves to where a tensor is already.
+    # Stand-ins: a device with space for a flat copy, no values, no addresses, and moves to where a
+    # tensor already is.
     matmul_precision.mantissa_bits = lambda *_: 23
     get_accelerator().available_memory = lambda *_: 2**60
     get_accelerator().is_fp16_supported = lambda: True

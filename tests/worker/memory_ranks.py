@@ -1,7 +1,8 @@
-"""Two gloo ranks a case that train a BERT of 5 million parameters for two steps: planned and measured bytes, as JSON.
+"""Two gloo ranks a case train a BERT of 5 million parameters: planned and measured bytes.
 
-Each case has two processes of its own, forked when everything heavy is imported, so that none sees another's memory.
-`python -m tests.worker.memory_ranks FOLDER '{"name": {recipe's sections}}'`
+Each case has two processes of its own, forked when everything heavy is imported, so that no case
+includes another's memory. The result is JSON. `python -m tests.worker.memory_ranks FOLDER '{"name":
+{recipe's sections}}'`
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MODEL = {"model_type": "bert", "hidden_size": 256, "num_hidden_layers": 4, "num_
 
 
 class NoData:
-    """Stands in for Data: words and labels decide nothing here."""
+    """Data without content: words and labels have no effect on memory here."""
 
     tokenizer = train = evaluation = label_names = class_names = None
     classes = 0
@@ -43,7 +44,7 @@ class NoData:
 
 
 def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
-    """Be one rank of a case, and write its memory record."""
+    """Run one rank of a case, and write its memory record."""
     os.environ.update(
         DS_ACCELERATOR="cpu", RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank)
     )
@@ -72,18 +73,19 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
     entries = take(engine.stepper.named_state(), {}, group).tensors
     saved = sum(flat.nbytes for key, _, flat in entries if not key.startswith(BUFFER))
     store.add("done", 1)
-    while store.add("done", 0) < RANKS:  # whoever leaves first would break the other's last message
+    # The first to exit would break the other's last message.
+    while store.add("done", 0) < RANKS:
         time.sleep(0.01)
     (folder / f"{rank}.json").write_text(
         json.dumps({**as_json(record), "saved": saved, "share": settled.memory.checkpoint // RANKS})
     )
-    os._exit(
-        0
-    )  # freeing a DistributedDataParallel now can wait for ever: see worker/process_group/distributed.py
+    # Freeing a DistributedDataParallel now can block for ever: see
+    # worker/process_group/distributed.py.
+    os._exit(0)
 
 
 def fork(rank: int, folder: Path, sections: dict[str, Any]) -> int:
-    """Start one rank; it leaves with status 0 when its record is written."""
+    """Start one rank; it exits with status 0 once its record is written."""
     child = os.fork()
     if child:
         return child

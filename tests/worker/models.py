@@ -12,6 +12,7 @@ from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.model.model import LossModule, build_model
 from tests import makers
 
+# Small enough that a test's model is built in a moment.
 SMALL = {
     "hidden_size": 16,
     "num_hidden_layers": 1,
@@ -24,7 +25,8 @@ GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positi
 DISTILBERT = {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
 ROBERTA = {"model_type": "roberta", **SMALL, "max_position_embeddings": 40}
 MISTRAL = {"model_type": "mistral", **SMALL, "num_key_value_heads": 1}
-BLOOM = {"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2}  # has no sdpa
+# Bloom has no sdpa attention.
+BLOOM = {"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2}
 WORDPIECE = {"train": "wordpiece", "vocab_size": 400}
 BPE = {"train": "bpe", "vocab_size": 400}
 
@@ -32,7 +34,7 @@ BPE = {"train": "bpe", "vocab_size": 400}
 def recipe(
     task: str, model: dict[str, Any], data: dict[str, Any] | None = None, **more: Any
 ) -> Recipe:
-    """A recipe on the built-in corpus."""
+    """Return a recipe on the built-in corpus."""
     words = BPE if task == "causal-lm" else WORDPIECE
     data = {"train": "python-docs", "tokenizer": words, "sequence_length": 32, **(data or {})}
     return makers.recipe(model={"task": task, **model}, data=data, **more)
@@ -41,13 +43,13 @@ def recipe(
 def built(
     task: str, config: dict[str, Any], data: dict[str, Any] | None = None, **more: Any
 ) -> Any:
-    """The transformers model."""
+    """Return the transformers model."""
     chosen = recipe(task, {"config": config, **more}, data)
     return build_model(chosen, LoadedData(chosen)).model
 
 
 def first_loss(model: LossModule, data: LoadedData) -> torch.Tensor:
-    """The loss of the first two training samples."""
+    """Return the loss of the first two training samples."""
     loss: torch.Tensor = model(**collate([data.train.sample(index, 0) for index in range(2)]))
     return loss
 

@@ -1,7 +1,7 @@
-"""One rank of two: engines under ZeRO 1, each run at highest, medium and highest again in one process.
+"""One rank of two: engines under ZeRO 1, at highest, medium and highest again in one process.
 
-Started by torchrun from test_matmul_precision_ranks.py; arguments: a folder with the run folders, the file to write,
-the engines.
+test_matmul_precision_ranks.py starts it by torchrun. Arguments: a folder with the run folders, the
+file to write, the engines.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ WORDS = ("highest", "medium", "highest")
 
 
 def sum_of_gradients(engine: Any, batch: dict[str, torch.Tensor]) -> str:
-    """Of every weight, to the last bit: products forward and backward are in it."""
+    """Return the exact sum of every weight's gradient, in which all matmuls take part."""
     loss = engine.eval_module(**engine.take(batch))
     gradients = torch.autograd.grad(loss, [p for p in engine.plain.parameters() if p.requires_grad])
+    # Hexadecimal text keeps every bit.
     return float(sum(gradient.double().sum() for gradient in gradients)).hex()
 
 
 def plain_product() -> str:
-    """A product of torch's own, to the last bit."""
+    """Return the exact sum of a matmul of torch's own."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
     return float((a @ b).double().sum()).hex()
 
 
 def main() -> None:
-    """Every run in turn, in the group of the first."""
+    """Run each recipe in turn, in the process group of the first."""
     rank = Rank.from_environ(os.environ)
     found = []
     folder = Path(sys.argv[1])
@@ -76,6 +77,7 @@ def main() -> None:
         def again(*args: Any) -> Iterator[Any]:
             yield group
 
+        # A process can join its group only once.
         distributed.group = again
         tasks.run = look
         for _, _, run in runs:
@@ -90,7 +92,7 @@ def main() -> None:
 
 
 def plan_of(run: RunDir) -> Any:
-    """The plan in a run folder."""
+    """Return the plan in a run folder."""
     from ortlaunch.plan import Plan
 
     return Plan.from_json(run.plan.read_text(encoding="utf-8"))

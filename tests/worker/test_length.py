@@ -1,4 +1,4 @@
-"""train.epochs in steps: known when the data are, kept by a run that goes on."""
+"""train.epochs in steps: computed when the data are known, and kept by a resumed run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from ortlaunch.worker.length import length_line, with_steps
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import recipe
 
+# 16 samples a step.
 BATCH = BatchPlan(16, 16, 1, 1, None)
 
 
 def checkpoint(run: RunDir, step: int, samples: int) -> None:
-    """One that was written to its end."""
+    """Write a complete checkpoint."""
     write_json(run.checkpoint(step) / "manifest.json", {"step": step, "samples": samples})
     (run.checkpoint(step) / "COMPLETE").touch()
 
 
 def steps(run: RunDir, samples: int, **sections: Any) -> int:
-    """What a recipe with these sections is settled to."""
+    """Return the steps of a recipe with these sections."""
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     there = newest(run)
     return with_steps(
@@ -43,14 +44,14 @@ def steps(run: RunDir, samples: int, **sections: Any) -> int:
 def test_epochs_are_as_many_steps_as_they_take(
     epochs: float, samples: int, expected: int, tmp_path: Path
 ) -> None:
-    """Every sample is seen at least as often as asked; a part of a step is a step."""
+    """Every sample is seen at least as often as requested; a part of a step is a whole one."""
     run = RunDir(tmp_path)
     assert steps(run, samples, train={"epochs": epochs}) == expected
     assert read_json(run.steps) == {"epochs": epochs, "samples": samples, "max_steps": expected}
 
 
 def test_steps_that_were_given_are_taken(tmp_path: Path) -> None:
-    """max_steps needs no data, and leaves nothing in the folder."""
+    """max_steps needs no data, and leaves no file in the folder."""
     assert steps(RunDir(tmp_path), 160, train={"max_steps": 7}) == 7
     assert list(tmp_path.iterdir()) == []
 
@@ -58,9 +59,10 @@ def test_steps_that_were_given_are_taken(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_keeps_its_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Data that has grown changes nothing, and it is said; more epochs do; a run without checkpoint begins anew."""
+    """A resumed run keeps its steps if its data have grown, and reports that; more epochs count."""
     run = RunDir(tmp_path)
     three = {"train": {"epochs": 3}}
+    # Without a checkpoint, the run starts from the beginning, with new steps.
     assert [steps(run, 160, **three), steps(run, 320, **three)] == [30, 60]
     checkpoint(run, 5, 80)
     assert capsys.readouterr().out == ""
@@ -71,9 +73,10 @@ def test_a_run_that_goes_on_keeps_its_steps(
 
 
 def test_epochs_of_other_batches_are_taken_from_the_samples_that_are_left(tmp_path: Path) -> None:
-    """Three epochs of 160 samples, 80 of them taken in steps of 8, are 10 steps and 25 of 16."""
+    """After a change of the batch size, the remaining samples of the epochs are divided anew."""
     run = RunDir(tmp_path)
     three = {"train": {"epochs": 3}}
+    # Three epochs of 160 samples: 80 of them in 10 steps of 8, the other 400 in 25 steps of 16.
     checkpoint(run, 10, 80)
     assert steps(run, 160, **three) == 35
     assert read_json(run.steps)["max_steps"] == 35
@@ -82,10 +85,11 @@ def test_epochs_of_other_batches_are_taken_from_the_samples_that_are_left(tmp_pa
 
 
 def test_samples_that_a_rollback_left_out_take_no_steps(tmp_path: Path) -> None:
-    """A run that is started again after a rollback has as many steps as one that nobody stopped."""
+    """A run restarted after a rollback has as many steps as one without interruption."""
     run = RunDir(tmp_path)
     three = {"train": {"epochs": 3}}
-    checkpoint(run, 10, 176)  # one batch of 16 was left out
+    # One batch of 16 was left out.
+    checkpoint(run, 10, 176)
     line = {"step": 4, "kind": "loss", "message": "", "samples": [], "parameter": None, "action": "rollback",
             "checkpoint": 2, "places": [48, 64]}  # fmt: skip
     run.bad_steps.write_text(json.dumps(line) + "\n")
@@ -93,14 +97,15 @@ def test_samples_that_a_rollback_left_out_take_no_steps(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_keeps_its_steps_with_smaller_batches(tmp_path: Path) -> None:
-    """Its last step took more samples than were left: steps of the run are never fewer than those done."""
+    """A finished run keeps its steps with smaller batches: never fewer than those done."""
     run = RunDir(tmp_path)
+    # The last step took more samples than were left.
     checkpoint(run, 4, 128)
     assert steps(run, 100, train={"epochs": 1}) == 4
 
 
 def test_a_warm_up_longer_than_the_epochs(tmp_path: Path) -> None:
-    """Known only now, and told with both."""
+    """A warm-up longer than the epochs is an error that names both, once the data are known."""
     with pytest.raises(
         InputError, match=r"schedule.warmup_steps: got 11, and train.epochs: 1 are 10 steps"
     ):
@@ -108,7 +113,7 @@ def test_a_warm_up_longer_than_the_epochs(tmp_path: Path) -> None:
 
 
 def test_a_warm_up_that_reaches_into_the_decay_of_the_epochs(tmp_path: Path) -> None:
-    """As the recipe's rule says for max_steps."""
+    """A warm-up that reaches into the decay is an error, as in the recipe's rule for max_steps."""
     schedule = {"name": "wsd", "warmup_steps": 9, "decay_ratio": 0.2}
     with pytest.raises(
         InputError,
@@ -118,6 +123,6 @@ def test_a_warm_up_that_reaches_into_the_decay_of_the_epochs(tmp_path: Path) -> 
 
 
 def test_the_length_in_a_line() -> None:
-    """Steps, samples and epochs, whichever of them the recipe gave."""
+    """The line has steps, samples and epochs, for any of them in the recipe."""
     line = length_line(recipe(train={"max_steps": 1000}), BATCH, 1234)
     assert line == "data: 1,234 samples; 1,000 steps of 16 are 16,000 samples, 13 epochs"

@@ -1,4 +1,4 @@
-"""One row in a table adds a metric, or a model task."""
+"""A metric, or a model task, needs one row in a table."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ SMALL = {
 
 
 class LabelCount:
-    """How many labels were evaluated."""
+    """A metric that counts the evaluated labels."""
 
     def __init__(self, engine: Any) -> None:
         self.count = 0.0
 
     def add(self, output: Any, labels: Mapping[str, Any], counts: bool) -> None:
+        # -100 marks positions without a label.
         self.count += float((labels["labels"] != -100).sum()) if counts else 0.0
 
     def read(self, group: Any, loss: float) -> dict[str, float]:
@@ -53,7 +54,7 @@ FAKE = Metric(
 
 
 def run_of(folder: Path, recipe: Recipe, task: str = "train") -> RunDir:
-    """Runs a recipe's one rank in this process."""
+    """Run a recipe's single rank in this process."""
     run = RunDir(folder)
     run.path.mkdir(exist_ok=True)
     run.recipe.write_text(to_yaml(recipe))
@@ -64,7 +65,7 @@ def run_of(folder: Path, recipe: Recipe, task: str = "train") -> RunDir:
 
 
 def small(tmp_path: Path, task: str = "masked-lm", **sections: Any) -> Recipe:
-    """Three steps of a tiny BERT on eight lines of text."""
+    """Return a recipe of three steps of a tiny BERT on short texts."""
     text = tmp_path / "words.txt"
     text.write_text("\n\n".join(f"the cat {i} saw a dog {i % 3} times" for i in range(40)))
     corpus = {"format": "text", "path": [str(text)]}
@@ -84,7 +85,7 @@ def small(tmp_path: Path, task: str = "masked-lm", **sections: Any) -> Recipe:
 def test_a_metric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A row of METRICS: metrics.jsonl, the log, evaluation.json, docs/run-folder.md and keep_best have it."""
+    """A row of METRICS is in metrics.jsonl, the log, evaluation.json, the docs and keep_best."""
     assert "label_count" not in markdown()
     monkeypatch.setitem(METRICS, "label_count", FAKE)
     recipe = small(tmp_path, checkpoint={"keep_best": {"metric": "label_count"}})
@@ -94,11 +95,8 @@ def test_a_metric(
     assert count > 0
     assert f"labels {count:.0f}" in capsys.readouterr().out
     best = read_json(run.summary)["best"]
-    assert (best["metric"], best["value"], best["step"]) == (
-        "label_count",
-        count,
-        1,
-    )  # more is better, and none was
+    # The count is the same in every evaluation, and only a larger one would be better.
+    assert (best["metric"], best["value"], best["step"]) == ("label_count", count, 1)
     run_of(run.path, recipe, "evaluate")
     assert read_json(run.evaluation)["label_count"] == count
     assert (
@@ -108,7 +106,8 @@ def test_a_metric(
 
 
 def test_a_model_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of MODEL_TASKS: the recipe accepts the name, its data and model are made, and it is trained."""
+    """A row of MODEL_TASKS is accepted in recipes, and its data and model are built and trained."""
+    # Without the row, the name is unknown.
     with pytest.raises(ValidationError, match=r"Input should be 'pretraining', .* or 'custom'"):
         small(tmp_path, "cloze")
     monkeypatch.setitem(MODEL_TASKS, "cloze", ModelTask("AutoModelForMaskedLM", predicts="masked"))

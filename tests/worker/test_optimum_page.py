@@ -1,4 +1,4 @@
-"""docs/optimum.md names every argument of transformers' Trainer, and keys of the recipe that there are."""
+"""docs/optimum.md names every argument of transformers' Trainer, and existing recipe keys."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startsw
 
 
 def test_every_argument_has_a_row() -> None:
-    """Those of the installed transformers; older names may stand there, too."""
+    """Every argument of the installed transformers has a row; older names may have one, too."""
     named = {name for row in ROWS for name in re.findall(r"`(\w+)", row[0])}
     assert {field.name for field in dataclasses.fields(TrainingArguments)} - named == set()
 
 
 def test_the_keys_are_the_recipes() -> None:
-    """Each dotted name in the second column that begins as a section does."""
+    """Each dotted name in the second column that begins with a section is a key of recipes."""
     said = {name for row in ROWS for name in re.findall(r"`([a-z_]+\.[a-z_.]+)", row[1])}
     keys = {name for name in said if name.split(".")[0] in names_in(())}
+    # Guards against a pattern that matches nothing.
     assert len(keys) > 30
     assert {name for name in keys if not is_key(name)} == set()

@@ -1,7 +1,8 @@
-"""One rank: trains a small Llama on samples with unequal numbers of counted labels, one case after the other.
+"""One rank that trains a small Llama on samples with unequal numbers of counted labels.
 
-Started by torchrun from test_unequal_labels.py; arguments: the file to write, an engine, and cases as MICRO,ZERO,CHUNK.
-What plain PyTorch makes of the whole batch (`reference`) shares samples and first weights with it, and nothing else.
+test_unequal_labels.py starts it by torchrun. Arguments: the file to write, an engine, and cases as
+MICRO,ZERO,CHUNK, which run one after the other. `reference` trains the whole batch in plain
+PyTorch; it shares samples and first weights with the cases, and nothing else.
 """
 
 from __future__ import annotations
@@ -43,18 +44,21 @@ class Case(NamedTuple):
             else "no DeepSpeed"
         )
         chunks = "" if self.chunk == "off" else f", chunks of {self.chunk}"
-        return f"{self.engine}, {self.ranks} rank{'s' * (self.ranks > 1)}, micro size {self.micro}, {sharding}{chunks}"
+        return (
+            f"{self.engine}, {self.ranks} rank{'s' * (self.ranks > 1)}, "
+            f"micro size {self.micro}, {sharding}{chunks}"
+        )
 
 
 def cases(engines: tuple[str, ...] = ("eager", "inductor", "ort")) -> Iterator[Case]:
-    """Every way; ZeRO 3 with eager alone."""
+    """Yield every combination; ZeRO 3 with eager alone."""
     for engine, ranks, micro, zero in itertools.product(engines, (1, 2), MICRO_SIZES, ZERO):
         if zero != "3" or engine == "eager":
             yield Case(engine, ranks, micro, zero)
 
 
 def samples() -> list[dict[str, Any]]:
-    """Prompts of 1 to 15 words, whose labels do not count, and one sample without any that does."""
+    """Return prompts of 1 to 16 words, whose labels do not count."""
     import torch
 
     made = []
@@ -63,13 +67,14 @@ def samples() -> list[dict[str, Any]]:
             CONFIG["vocab_size"], (LENGTH,), generator=torch.Generator().manual_seed(index)
         )
         labels = ids.clone()
+        # The last sample has no label that counts.
         labels[: index + 1] = -100
         made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
     return made
 
 
 def model() -> Any:
-    """The same weights each time."""
+    """Return the model, with the same weights each time."""
     import torch
     import transformers
 
@@ -78,7 +83,7 @@ def model() -> Any:
 
 
 def reference() -> dict[str, list[float]]:
-    """Loss and gradient norm of each step over the whole batch, in one pass."""
+    """Return loss and gradient norm of each step over the whole batch, in one pass."""
     import torch
 
     plain = model()
@@ -100,7 +105,7 @@ def reference() -> dict[str, list[float]]:
 
 
 def steps(case: Case, group: Any) -> dict[str, Any]:
-    """The same of ortlaunch's training step, and how many passes the engine ran."""
+    """Return the same of ortlaunch's training step, and how many passes the engine ran."""
     import torch
 
     from ortlaunch.worker.data import Batches, OwnSamples
@@ -147,7 +152,7 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Every case that was asked for."""
+    """Run every requested case, and write the results on rank 0."""
     file, name, *asked = sys.argv[1:]
     if name == "ort":
         from ortlaunch.worker.engine.ort_settings import prepare
@@ -160,7 +165,8 @@ def main() -> None:
     from ortlaunch.rank import Rank
     from ortlaunch.worker.process_group.distributed import DistributedContext
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute to compile
+    # Otherwise its compilation takes half a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.init_process_group("gloo")
     size = torch.distributed.get_world_size()
     number = torch.distributed.get_rank()

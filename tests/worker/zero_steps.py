@@ -1,6 +1,6 @@
-"""One rank of two: trains a small net under DeepSpeed's own ZeRO 1/2 optimizer and ours, and writes what happened.
+"""One rank of two: a small training under DeepSpeed's own ZeRO 1/2 optimizer and under ours.
 
-Started by torchrun from test_zero_modifier.py; argument: the file to write.
+test_gradient_norm_ranks.py starts it by torchrun. Argument: the file to write.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    """Odd sizes that no rank count divides, an unused weight, and a scalar that leaves a rank's partition empty."""
+    """A net with sizes that no number of ranks divides, an unused weight, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,6 +46,7 @@ class Net(nn.Module):
             nn.Linear(7, 301), nn.GELU(), nn.Linear(301, 33), nn.GELU(), nn.Linear(33, 1)
         )
         self.unused = nn.Linear(5, 3)
+        # In a parameter group of its own, it leaves one rank's partition empty.
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +54,7 @@ class Net(nn.Module):
 
 
 def train(case: dict[str, Any], ours: bool) -> dict[str, Any]:
-    """Losses, norms, skipped steps, what was measured how often, and a number that every weight changes."""
+    """Return losses, norms, skipped steps, the number of measurements, and sums of the weights."""
     import deepspeed
 
     from ortlaunch.worker.deepspeed import gradient_norm
@@ -92,6 +93,7 @@ def train(case: dict[str, Any], ours: bool) -> dict[str, Any]:
             x = torch.randn(4, 7)
             loss = (engine(x.to(dtype)).float() - x.sum(1, keepdim=True)).square().mean()
             bad = case.get("bad", 1.0) if step == BAD_STEP and "bad" in case else 1.0
+            # A factor of 0 applies to all ranks.
             on_this_rank = bad if torch.distributed.get_rank() == 1 or bad == 0 else 1.0
             engine.set_gradient_accumulation_boundary(i == accumulation - 1)
             engine.backward(loss * on_this_rank)
@@ -111,7 +113,7 @@ def train(case: dict[str, Any], ours: bool) -> dict[str, Any]:
 
 
 def norm_in_double(optimizer: Any) -> float:
-    """The gradients' norm over ranks in float64."""
+    """Return the gradients' norm over all ranks in float64."""
     gradients = [g for group in optimizer.averaged_gradients.values() for g in group]
     total = torch.stack([g.double().square().sum() for g in gradients]).sum()
     torch.distributed.all_reduce(total)
@@ -119,7 +121,7 @@ def norm_in_double(optimizer: Any) -> float:
 
 
 def counted(gradient_norm: Any) -> dict[str, int]:
-    """Counts how often gradients are measured from here on."""
+    """Count from here on how often gradients are measured."""
     measured = {"calls": 0}
     plain = getattr(gradient_norm.sum_of_squares, "__wrapped__", gradient_norm.sum_of_squares)
 
@@ -134,10 +136,11 @@ def counted(gradient_norm: Any) -> dict[str, int]:
 
 
 def main() -> None:
-    """Every case, both ways."""
+    """Run every case both ways, and write the results on rank 0."""
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute to compile
+    # Otherwise its compilation takes half a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.init_process_group("gloo")
     found = {
         name: {way: train(case, way == "ours") for way in ("stock", "ours")}
