@@ -26,6 +26,7 @@ pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 def cuda_provider(wrapped: Any) -> dict[str, str]:
     """Return the provider options that a session on a GPU would get."""
     manager = manager_of(wrapped)
+    # As on a GPU; no session is created with these options.
     manager._graph_transition_manager._device = torch.device("cuda", 0)
     # torch's allocator needs a CUDA build of the extensions.
     manager._runtime_options.use_external_gpu_allocator = False

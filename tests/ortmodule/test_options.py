@@ -48,6 +48,7 @@ class Casts(nn.Module):
         )
 
 
+# Whether ORT calls this backward or derives the forward, the gradient is the same.
 class Doubled(torch.autograd.Function):
     """A custom function whose backward is the derivative of its forward."""
 
@@ -171,6 +172,7 @@ def print_input_density(witness: Witness, tmp_path: Path, capfd: Any) -> None:
 
 
 def custom_autograd(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    # Inlined: no call of Python is left in the graph.
     assert not executed(witness, Custom(), custom_autograd="inline").python
     if extensions.interop_refusal():
         refuses_without_interop(custom_autograd="python")
@@ -203,6 +205,7 @@ def matmul_precision(witness: Witness, tmp_path: Path, capfd: Any) -> None:
         )
     assert {"linear", "matmul", "tensordot"} & medium.aten.keys()
     assert not {"linear", "matmul", "tensordot"} & highest.aten.keys()
+    # Each of these settings keeps the matmuls ORT's on the CPU.
     for field in (
         {"torch_matmul": False},
         {"memory_optimization": 1},
@@ -237,6 +240,7 @@ def log_level(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     said = {wanted: logged(log_level=wanted) for wanted in ("error", "warning", "info")}
     assert said["error"] == ""
     assert "is accelerating your model" in said["warning"]
+    # "Plan 1" is a line of ORT's report on memory optimization.
     assert "Plan 1" not in said["warning"]
     assert "Plan 1" in said["info"]
 

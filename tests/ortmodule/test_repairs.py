@@ -209,6 +209,7 @@ def test_checkpointing_becomes_recomputation(reentrant: bool, asked: int) -> Non
     model = Checkpointed(reentrant, 4)
     eager = copy.deepcopy(model)
     module = wrapped(model, memory_optimization=asked)
+    # Notes of earlier tests in this process.
     tally.notes.clear()
     x = X.clone().requires_grad_()
     for _ in range(2):
@@ -315,6 +316,7 @@ def test_each_repair_is_needed(repair: str, fresh: Run) -> None:
 
 def test_every_repair_is_tested_and_applied() -> None:
     """Every repair is in the table, and with the known ORT all repairs are applied."""
+    # The first ORTModule of a process applies the repairs.
     wrapped(Layers(4))
     # test_setting_repairs.py tests this one.
     elsewhere = {"fix_grad_management_device"}

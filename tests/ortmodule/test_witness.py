@@ -169,6 +169,7 @@ def test_a_session_that_is_not_on_its_gpu_ends_the_run(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         cuda_libraries, "check", lambda: 'libcudnn.so.8. Type: pip install "ortlaunch[ort-cuda]"'
     )
+    # In place of a session whose CUDA provider was not loaded.
     session = SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
     manager = SimpleNamespace(
         _device=torch.device("cuda", 0),

@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("built", "seeded"),
     pytest.mark.filterwarnings("ignore"),
 ]
+# A generator of its own, so that the seed of a test does not matter.
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -186,6 +187,7 @@ def with_accelerate(wrap: Any, folder: Path) -> dict[str, Any]:
     accelerate = pytest.importorskip("accelerate")
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 1))
+    # The optimizer steps at every second pass.
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     x = torch.randn(26 * 8, 8)
     batches = torch.utils.data.DataLoader(
@@ -203,6 +205,7 @@ def with_accelerate(wrap: Any, folder: Path) -> dict[str, Any]:
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(x), y)
                 accelerator.backward(loss)
+                # Only in the passes in which the optimizer steps.
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()

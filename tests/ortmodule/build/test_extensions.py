@@ -137,6 +137,7 @@ def test_a_refused_extension_is_not_missing(
     folder.mkdir(parents=True)
     write_all(["aten_op_executor"], folder)
     cache.seal(folder / "aten_op_executor.seal", [folder / "aten_op_executor.so"])
+    # As a failed build leaves it.
     (folder / f"{extensions.INTEROP}.refused").write_text("no such symbol")
     assert not extensions.missing()
     assert extensions.interop_refusal() == "no such symbol"
@@ -224,6 +225,7 @@ def test_a_cuda_build_wants_the_cuda_extensions(
     assert environment["ONNXRUNTIME_CUDA_VERSION"] == "12.2"
     assert environment["CPATH"] == "/own:/wheels/include"
     assert environment["TORCH_CUDA_ARCH_LIST"] == "7.0;7.5;8.0;8.6;9.0+PTX"
+    # The architectures are part of the cache's key.
     assert extensions.cache_dir().name.endswith("_7.0-7.5-8.0-8.6-9.0+PTX")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     assert extensions._build_environment()["TORCH_CUDA_ARCH_LIST"] == "9.0"
@@ -260,6 +262,7 @@ def test_unbuilt_extensions_say_setup(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_missing_tools_are_all_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A missing compiler and a missing ninja are named in one error."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    # A search path without any tool.
     monkeypatch.setattr(extensions, "_search_path", lambda: str(tmp_path))
     with pytest.raises(
         MissingDependency, match=r"a C\+\+ compiler .*ninja .* Then type: ortlaunch setup"
@@ -293,6 +296,7 @@ def test_a_failed_compilation_shows_its_end_and_leaves_nothing(tmp_path: Path) -
     compiler.chmod(0o755)
     temporary = tmp_path / "temporary"
     cache = tmp_path / "cache"
+    # The compiler's temporary folder, which must be empty afterwards.
     temporary.mkdir()
     environment = {
         **os.environ,

@@ -116,6 +116,7 @@ def test_operators_without_a_form_or_a_gradient(
     kind: Any, sizes: list[Any], operators: set[str], witness: Witness
 ) -> None:
     """Batches of two sizes need one export, and torch's operators are counted."""
+    # The counters of a process, which earlier tests have used.
     torch_calls.restart()
     before = tally.exports
     compare(kind(), [(torch.randn(size),) for size in sizes])
