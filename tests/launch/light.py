@@ -1,7 +1,8 @@
-"""`ortlaunch` with ranks that load no torch: the command, launchers and guardians are real, a rank's life is not.
+"""`ortlaunch` with ranks that load no torch; the command, launchers and supervisors are real.
 
-`python light.py train ...` is the command, whose plan has this file as worker: a rank that logs steps, and ends as the
-recipe's `how` says or after `train.max_steps`. For tests of what is around a rank, which start many.
+`python light.py train ...` is the command. Its plan has this file as the worker: a rank that logs
+steps, and ends as the recipe's `how` requests or after `train.max_steps`. It serves tests of the
+parts around a rank, which start many ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ortlaunch.worker.supervision.requests import Ask, Requests
 
 
 def live(run: RunDir, rank: Rank, *_: object) -> int:
-    """Log steps until it is asked to stop; rank 1 ends in its third if the recipe says how."""
+    """Log steps until a stop is requested; rank 1 ends in its third step if the recipe sets how."""
     import yaml
 
     recipe = yaml.safe_load(run.recipe.read_text())
@@ -32,6 +33,7 @@ def live(run: RunDir, rank: Rank, *_: object) -> int:
         if rank.rank == 0 and requests.asked:
             write_text(run.checkpoint(step) / "COMPLETE", "")
             run.save_request.unlink(missing_ok=True)
+        # A checkpoint was written above, as a stop requires.
         if requests.asked.stops:
             return _stop(run, rank, step, requests.asked)
         requests.asked = Ask.NOTHING
@@ -59,7 +61,7 @@ def _stop(run: RunDir, rank: Rank, step: int, asked: Ask) -> int:
 
 
 def _agree(run: RunDir, rank: Rank) -> None:
-    """Wait for the other ranks, as a collective does, which sees that one has gone."""
+    """Wait for the other ranks, as a collective does, which fails if one has gone."""
     write_text(run.path / "agreed" / str(rank.rank), "")
     deadline = time.monotonic() + 2
     while len(list((run.path / "agreed").glob("[0-9]*"))) < rank.world_size:
@@ -76,11 +78,14 @@ def _end(how: str, run: RunDir) -> None:
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "leave with 0":
+        # This skips all handlers that run when the interpreter ends.
         os._exit(0)
+        # The parent of a rank is its supervisor.
     if how == "kill the guardian":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
     if how == "fill the disk":
+        # More than the small disk of the test has.
         (run.path / "fill").write_bytes(bytes(1 << 24))
 
 
@@ -95,6 +100,7 @@ def _be_the_command() -> None:
     from ortlaunch.cli import main
 
     real = start.command
+    # Only the worker is replaced: launchers and their helpers stay the real ones.
     start.command = lambda module, *more: (
         (sys.executable, __file__, "rank") if module == "ortlaunch.worker" else real(module, *more)
     )

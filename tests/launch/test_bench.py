@@ -1,4 +1,4 @@
-"""`ortlaunch bench` and `engine.name: auto` with real jobs: turns, figures, failures, and what is remembered."""
+"""Tests of `ortlaunch bench` and `engine.name: auto` with real jobs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.launch.tiny import ORTLAUNCH, noting_opens, opened, ortlaunch, proces
 from tests.makers import CUSTOM
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+# A bench without matplotlib fails unless the picture is switched off.
 PICTURE = () if HAS_MATPLOTLIB else ("--no-picture",)
 MODULE = """
 import os, time, torch
@@ -49,7 +50,7 @@ def data():
 
 
 def folder_with(path: Path, **sections: Any) -> Path:
-    """A folder with the model and its recipe."""
+    """Write the model and its recipe to a folder."""
     (path / "mine.py").write_text(MODULE)
     (path / "recipe.yaml").write_text(
         yaml.safe_dump({**CUSTOM, "name": "tiny", "train": {"max_steps": 4}, **sections})
@@ -60,7 +61,7 @@ def folder_with(path: Path, **sections: Any) -> Path:
 def bench(
     folder: Path, *words: str, timeout: float = 240, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """`ortlaunch bench recipe.yaml` into the folder's out/, with a cache of its own."""
+    """Run `ortlaunch bench recipe.yaml` into the folder's out/, with a cache of its own."""
     options = ("--out=out", *(() if "--no-picture" in words else PICTURE))
     command = ("bench", "recipe.yaml", *words, *options)
     return ortlaunch(
@@ -69,37 +70,41 @@ def bench(
 
 
 def own_cache(folder: Path, name: str = "cache") -> str:
-    """A cache that knows what was built, and of engines nothing but what this test measures."""
+    """Return a cache with everything that was built, and without measured engines."""
     cache = folder.parent / f"{folder.name}-{name}"
     cache.mkdir(exist_ok=True)
     for built in cache_root().glob("*"):
         if built.name != "engines" and not (cache / built.name).exists():
+            # Building the extensions again would take minutes.
             (cache / built.name).symlink_to(built.absolute())
     return str(cache)
 
 
 def report_of(folder: Path) -> dict[str, Any]:
-    """bench.json."""
+    """Return the contents of bench.json."""
     report: dict[str, Any] = json.loads((folder / "out" / "bench.json").read_text())
     return report
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """One bench of two eager variants, one of which fails in the middle and one of which is refused; its output."""
+    """Run one bench of eager variants, of which two fail; return its folder and output."""
     folder = folder_with(tmp_path_factory.mktemp("bench"))
     (folder / "recipe.yaml").rename(folder / "base.yaml")
     (folder / "recipe.yaml").write_text("extends: base.yaml\n")
     ended = bench(
+    # {fails: 9} fails in its second turn, {depth: 3} is no argument of the model.
         folder, "--engines=eager", "--rounds=3", "--steps=2",
         "--vary=model.arguments={width: 8},{width: 64},{width: 64, fails: 9},{depth: 3}", **noting_opens(folder),
     )  # fmt: skip
-    assert ended.returncode == 1, ended.stdout + ended.stderr  # one of them failed
+    # Status 1, because variants failed.
+    assert ended.returncode == 1, ended.stdout + ended.stderr
     return folder, ended.stdout
 
 
 def test_turns_are_taken_in_order(measured: tuple[Path, str]) -> None:
-    """A B A B A B, and no turn begins before the one before it has ended: by the ranks' own clocks."""
+    """Variants take turns in order, and no turn begins before the one before it has ended."""
+    # By the ranks' own clocks, all of this host.
     rows = [row for row in report_of(measured[0])["variants"] if row["state"] == "measured"]
     turns = sorted(
         (turn["begun"], turn["ended"], row["name"]) for row in rows for turn in row["turns"]
@@ -112,12 +117,12 @@ def test_turns_are_taken_in_order(measured: tuple[Path, str]) -> None:
 
 
 def test_a_bench_reads_each_file_once(measured: tuple[Path, str]) -> None:
-    """Four variants of one recipe, which extends another: all are made of what was read first."""
+    """A bench of four variants reads each file of the recipe once."""
     assert opened(measured[0]) == ["base.yaml", "recipe.yaml"]
 
 
 def test_a_waiting_job_sleeps(measured: tuple[Path, str]) -> None:
-    """Between its turns a job takes next to nothing from the one whose turn it is."""
+    """A job uses hardly any processor time between its turns."""
     rows = report_of(measured[0])["variants"]
     waits = [turn["waited"] for row in rows if row["state"] == "measured" for turn in row["turns"]]
     assert sum(wait["seconds"] for wait in waits) > 1
@@ -127,16 +132,14 @@ def test_a_waiting_job_sleeps(measured: tuple[Path, str]) -> None:
 
 
 def test_figures_follow_from_the_steps(measured: tuple[Path, str]) -> None:
-    """Medians and rates are those of the steps recorded; memory, first step and parity are there."""
+    """Medians and rates follow from the recorded steps; memory, first step and parity exist."""
     first = report_of(measured[0])["variants"][0]
     took = sorted(seconds for turn in first["turns"] for seconds in turn["seconds"])
     assert first["seconds"]["median"] == pytest.approx((took[2] + took[3]) / 2)
     assert (first["seconds"]["min"], first["seconds"]["max"]) == (took[0], took[-1])
     assert first["samples_per_second"] == pytest.approx(2 / first["seconds"]["median"])
-    assert (first["tokens_per_second"], first["mfu"]) == (
-        None,
-        None,
-    )  # a custom model's samples have no tokens
+    # Samples of a custom model have no tokens.
+    assert (first["tokens_per_second"], first["mfu"]) == (None, None)
     assert 50e6 < first["memory"][0] < 4e9
     assert 0 < first["first_step"]["since_model"] < first["first_step"]["since_launch"] < 120
     assert first["parity"] == {"verdict": "reference"}
@@ -144,7 +147,7 @@ def test_figures_follow_from_the_steps(measured: tuple[Path, str]) -> None:
 
 
 def test_one_that_fails_is_told_and_the_others_go_on(measured: tuple[Path, str]) -> None:
-    """A variant that ends in its second turn is out, with its reason; a wrong argument never gets ready."""
+    """A variant that fails is reported with its reason, and the others continue."""
     folder, out = measured
     rows = report_of(folder)["variants"]
     assert [row["state"] for row in rows] == ["measured", "measured", "failed", "failed"]
@@ -155,7 +158,7 @@ def test_one_that_fails_is_told_and_the_others_go_on(measured: tuple[Path, str])
 
 
 def test_the_table(measured: tuple[Path, str]) -> None:
-    """A line a variant with its figures, then what was written."""
+    """The table has a line for each variant, and then the written files."""
     folder, out = measured
     first, second, *_ = report_of(folder)["variants"]
     lines = out.splitlines()
@@ -170,18 +173,19 @@ def test_the_table(measured: tuple[Path, str]) -> None:
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is not installed")
 def test_the_picture(measured: tuple[Path, str]) -> None:
-    """bench.png is a PNG of some size with more than one color."""
+    """bench.png is a PNG of a plausible size."""
     import struct
 
     data = (measured[0] / "out" / "bench.png").read_bytes()
     width, height = struct.unpack(">II", data[16:24])
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert (width >= 600, height >= 150) == (True, True)
+    # A picture of a single color would be smaller.
     assert len(data) > 3000
 
 
 def test_no_process_is_left(measured: tuple[Path, str]) -> None:
-    """All jobs have ended with the bench."""
+    """No process of the jobs outlives the bench."""
     assert processes_of(measured[0]) == []
 
 
@@ -190,7 +194,7 @@ def test_no_process_is_left(measured: tuple[Path, str]) -> None:
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.ci), signal.SIGTERM]
 )
 def test_a_stopped_bench_leaves_no_process(number: int, tmp_path: Path) -> None:
-    """Ctrl-C between turns ends every job; the exit status is the signal's."""
+    """A signal between turns ends every job, and determines the exit status."""
     folder = folder_with(tmp_path)
     command = [
         sys.executable,
@@ -210,7 +214,8 @@ def test_a_stopped_bench_leaves_no_process(number: int, tmp_path: Path) -> None:
         assert process.stdout is not None
         while not process.stdout.readline().startswith("round 2/"):
             assert process.poll() is None
-        assert len(processes_of(tmp_path)) >= 4  # two jobs, each with its guardian
+        # Two jobs, each with its supervisor.
+        assert len(processes_of(tmp_path)) >= 4
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
     finally:
@@ -224,7 +229,7 @@ def test_a_stopped_bench_leaves_no_process(number: int, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    """No engine left, an unknown one, no values, a launcher's rank, a folder in use: status 2, nothing written."""
+    """Arguments that cannot be measured are refused with status 2, and nothing is written."""
     folder = folder_with(tmp_path, precision="bf16")
     alone = bench(folder, "--engines=ort")
     assert (alone.returncode, "precision: got bf16 with engine ort" in alone.stderr) == (2, True)
@@ -248,7 +253,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(tmp_path: Path)
 
 @pytest.mark.slow
 def test_one_at_a_time(tmp_path: Path) -> None:
-    """Each variant is started again for each turn, and no job waits for another's."""
+    """With --one-at-a-time each variant is started for each turn, and no job waits for another."""
     folder = folder_with(tmp_path)
     ended = bench(
         folder,
@@ -263,14 +268,12 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     rows = report_of(folder)["variants"]
     assert [len(row["turns"]) for row in rows] == [2, 2]
     assert ended.stdout.count("first step") >= 4
-    assert all(
-        turn["waited"]["seconds"] < 1 for row in rows for turn in row["turns"]
-    )  # nobody waited for another
+    assert all(turn["waited"]["seconds"] < 1 for row in rows for turn in row["turns"])
 
 
 @pytest.mark.slow
 def test_all_engines(tmp_path: Path) -> None:
-    """ort, inductor and eager: each passes parity or is the reference; auto knows the answer from then on."""
+    """ort, inductor and eager pass parity, and auto uses the fastest from then on."""
     folder = folder_with(tmp_path)
     ended = bench(folder, "--rounds=3", "--steps=3")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -291,7 +294,7 @@ def test_all_engines(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_and_a_model_that_ort_cannot_run(tmp_path: Path) -> None:
-    """Under torchrun, ort and eager; where ONNX Runtime cannot run the model, it says so and eager is measured."""
+    """A model that ONNX Runtime cannot run is reported, and eager is measured all the same."""
     folder = folder_with(tmp_path)
     vary = "--vary=model.arguments={odd: false},{odd: true}"
     ended = bench(
@@ -311,8 +314,9 @@ def test_two_ranks_and_a_model_that_ort_cannot_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_auto_measures_once_and_takes_the_fastest(tmp_path: Path) -> None:
-    """The first training measures, and trains that though the file has changed; the second takes what is remembered, a
-    run that goes on its own.
+    """The first training measures the engines, later ones use the stored choice.
+
+    A run that continues keeps its own engine.
     """
     folder = folder_with(tmp_path, engine={"name": "auto"})
     cache = {"ORTLAUNCH_CACHE": own_cache(tmp_path)}
@@ -323,6 +327,7 @@ def test_auto_measures_once_and_takes_the_fastest(tmp_path: Path) -> None:
     ) as process:  # fmt: skip
         while process.poll() is None and not list(folder.glob("bench/*/*/results.jsonl")):
             time.sleep(0.1)
+        # The recipe was read already: a change while the engines are measured has no effect.
         recipe = (folder / "recipe.yaml").read_text()
         (folder / "recipe.yaml").write_text(recipe.replace("max_steps: 4", "max_steps: 99"))
         first = subprocess.CompletedProcess(
@@ -341,6 +346,7 @@ def test_auto_measures_once_and_takes_the_fastest(tmp_path: Path) -> None:
     assert set(truth["measured"]) == {"ort", "inductor", "eager"}
     assert f"engine auto: {best}: measured" in first.stdout
 
+    # The same recipe in another folder: the cache has the choice.
     second = ortlaunch(
         folder, "train", "recipe.yaml", "--run-dir=two", "train.max_steps=2", timeout=60, **cache
     )
@@ -348,6 +354,7 @@ def test_auto_measures_once_and_takes_the_fastest(tmp_path: Path) -> None:
     assert f"engine auto: {best}: {truth['why']} (cached)" in second.stdout
     assert len(list((folder / "bench").iterdir())) == 1
 
+    # With an empty cache, the run folder still has the choice.
     again = ortlaunch(
         folder, "train", "recipe.yaml", "--run-dir=one", "train.max_steps=6", timeout=60,
         ORTLAUNCH_CACHE=own_cache(folder, "empty"),

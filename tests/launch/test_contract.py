@@ -1,4 +1,4 @@
-"""Every rank finds itself, in the environment that a real launcher makes, where the plan has put it."""
+"""Tests that each rank, in the environment of a real launcher, is the rank that the plan has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_mpich = pytest.mark.skipif(
     reason="no MPICH here: put mpiexec.hydra on PATH, or name its mpiexec in ORTLAUNCH_TEST_MPICH",
 )
 
-# In place of the worker: says which rank it is, by the code that the worker uses.
+# In place of the worker: it records its rank, by the code that the worker uses.
 WORKER = """
 import json, os, pathlib, subprocess, sys
 from ortlaunch.rank import Rank, detect
@@ -37,6 +37,7 @@ told = {"argv": os.environ.get("SECRET", "none") in ps,
 pathlib.Path(sys.argv[1], f"told-{rank.rank}").write_text(json.dumps(told))
 """
 LAUNCH = {"env": {"NOTE": "two words"}, "forward": ["SECRET"]}
+# The launcher that `detect` finds for each way to start.
 SETS = {"torchrun": "torchrun", "mpi": "Open MPI", "mpich": "MPICH / Intel MPI / PALS"}
 
 
@@ -45,8 +46,10 @@ SETS = {"torchrun": "torchrun", "mpi": "Open MPI", "mpich": "MPICH / Intel MPI /
 def test_every_rank_is_the_planned_one(
     launcher: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`Rank.from_environ` in each process is the plan's rank, and the recipe's and the shell's variables arrive; a
-    forwarded one stands on no process's command line."""
+    """Each process is the planned rank, and has the variables of the recipe and of the shell.
+
+    A forwarded variable is on no process's command line.
+    """
     monkeypatch.setenv("SECRET", "s3cret-value")
     if launcher == "mpich":
         monkeypatch.setattr(mpi, "find_mpirun", lambda: MPICH)
@@ -70,10 +73,12 @@ def test_every_rank_is_the_planned_one(
 
 
 def test_one_process_is_the_planned_rank(tmp_path: Path) -> None:
-    """Without a launcher there is one rank, and no variable says so."""
+    """Without a launcher there is one rank, and no variable sets it."""
     assert detect(os.environ) is None
     made = dataclasses.replace(
-        plan(recipe()), argv=(sys.executable, "-c", WORKER.replace("detect(os.environ)[1]", "0"))
+        # Without a launcher there is no name of one.
+        plan(recipe()),
+        argv=(sys.executable, "-c", WORKER.replace("detect(os.environ)[1]", "0")),
     )
     starter = backend("local")
     made = dataclasses.replace(made, env=(("NOTE", ""),))
@@ -86,7 +91,7 @@ def test_one_process_is_the_planned_rank(tmp_path: Path) -> None:
 
 
 def environments(hosts: tuple[Host, ...]) -> dict[str, list[dict[str, str]]]:
-    """What each launcher would set for every rank on these hosts, in rank order."""
+    """Return the variables that each launcher would set for every rank on these hosts."""
     ranks = plan(recipe(), hosts, "mpi").ranks
     layout = ",".join(str(one.slots) for one in hosts)
     node = [number for number, one in enumerate(hosts) for _ in range(one.slots)]
@@ -104,6 +109,7 @@ def environments(hosts: tuple[Host, ...]) -> dict[str, list[dict[str, str]]]:
     found = {
         name: [dict(zip(names, map(str, rank))) for rank in ranks] for name, names in fields.items()
     }
+    # Slurm gives the layout of all nodes instead of a local size.
     found["Slurm"] = [
         {"SLURM_PROCID": str(rank.rank), "SLURM_NTASKS": str(rank.world_size), "SLURM_LOCALID": str(rank.local_rank),
          "SLURM_TASKS_PER_NODE": layout, "SLURM_NODEID": str(node[rank.rank]), "SLURM_STEP_ID": "0"}
@@ -118,13 +124,13 @@ HOSTS = {"even": (host("a", 2), host("b", 2)), "uneven": (host("a", 1), host("b"
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize("launcher", environments(HOSTS["even"]))
 def test_ranks_of_several_hosts(launcher: str, hosts: tuple[Host, ...]) -> None:
-    """On more than one host, too, each launcher's variables give the planned rank."""
+    """On several hosts, too, each launcher's variables give the planned ranks."""
     found = tuple(Rank.from_environ(env) for env in environments(hosts)[launcher])
     assert found == plan(recipe(), hosts, "mpi").ranks
 
 
 def start(launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Two ranks of the command, started by the user's own launcher."""
+    """Start two ranks of the command with the user's own launcher."""
     argv = {
         "torchrun": [
             str(Path(sys.executable).with_name("torchrun")),
@@ -135,6 +141,7 @@ def start(launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
     }[launcher]
     if launcher == "mpi":
         argv[0] = mpi.find_mpirun()
+    # Open MPI refuses to run as root without the first two.
     root = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -149,7 +156,7 @@ def start(launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("launcher", TORCHRUN_FIRST)
 def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
-    """Started by the user's own launcher, the command is its rank: one run folder, one training on two ranks."""
+    """Under the user's own launcher, two ranks share one run folder and one training."""
     write_recipe(tmp_path, train={"max_steps": 3}, launch={"env": {"NOTE": "two words"}})
     result = start(launcher, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -177,7 +184,8 @@ def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
 def test_inside_a_launcher_the_failing_rank_speaks(
     launcher: str, guardian_sleeps: float, tmp_path: Path
 ) -> None:
-    """No command of ours around the ranks can tell the cause: the rank does, once, with traceback and host."""
+    """Under the user's own launcher, the failing rank prints the cause, once, with its host."""
+    # No command of ortlaunch is around the ranks to print it.
     write_recipe(tmp_path, fails=True, guardian_sleeps=guardian_sleeps)
     result = start(launcher, tmp_path)
     assert result.returncode == 1
@@ -190,7 +198,7 @@ def test_inside_a_launcher_the_failing_rank_speaks(
 
 @needs_mpi
 def test_a_world_that_is_not_the_plans(tmp_path: Path) -> None:
-    """A launcher that starts fewer ranks than planned trains nothing: the ranks say both numbers and leave."""
+    """A launcher that starts fewer ranks than planned trains nothing."""
     write_recipe(tmp_path, train={"max_steps": 3})
     made = plan(recipe(), [host("localhost", 3)], "mpi")
     run = RunDir(tmp_path / "run")
@@ -199,14 +207,15 @@ def test_a_world_that_is_not_the_plans(tmp_path: Path) -> None:
     run.path.mkdir()
     shutil.copy(tmp_path / RECIPE, run.recipe)
     run.plan.write_text(made.to_json())
+    # Two ranks instead of three, as with a wrong number typed by hand.
     fewer = request._replace(argv=(request.argv[0], "-n", "2", *request.argv[3:]))
     starter = backend("mpi")
     assert starter.wait(starter.submit(fewer)) != 0
-    record = first_failure(
-        run
-    )  # of either rank: mpirun ends the other, perhaps before it wrote its own
+    # Of either rank: mpirun ends the other one, perhaps before it wrote its own record.
+    record = first_failure(run)
     assert record is not None
     assert record["message"] == (
-        "the plan has 3 ranks, the launcher started 2; nothing was trained, for a smaller world is another training"
+        "the plan has 3 ranks, the launcher started 2; nothing was trained, "
+        "for a smaller world is another training"
     )
     assert not run.metrics.exists()

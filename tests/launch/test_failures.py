@@ -1,4 +1,4 @@
-"""How runs end that do not end well: exit status, cause, and no process left, with real torchrun and real mpirun."""
+"""Tests of failing runs under real torchrun and mpirun: status, cause, and no process left."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ engine: {name: eager}
 train: {max_steps: 100000}
 log: {every_steps: 1}
 """
+# For each way to end: the exit status, and words of the verdict.
 ENDS = {
     "exit 7": (7, ("rank 1 on host", "SystemExit", "exit status 7")),
     "raise": (
@@ -60,7 +61,7 @@ ENDS = {
 
 @pytest.fixture
 def start(tmp_path: Path):
-    """Starts a run of 2 ranks, with or without torch; ends, at the latest here, all that it started."""
+    """Start a run of 2 ranks, with or without torch; in the end kill all that it started."""
     started = []
 
     def begin(launcher: str, how: str, torch: bool = True) -> subprocess.Popen[str]:
@@ -97,7 +98,7 @@ def start(tmp_path: Path):
 
 
 def gone_within(folder: Path, seconds: float) -> bool:
-    """Whether no process of the run is alive after at most so long."""
+    """Whether all processes of the run end within `seconds`."""
     deadline = time.monotonic() + seconds
     while processes_of(folder):
         if time.monotonic() > deadline:
@@ -108,6 +109,7 @@ def gone_within(folder: Path, seconds: float) -> bool:
 
 def wait_for_steps(folder: Path, count: int) -> None:
     """Wait until the run has trained some steps."""
+    # Generous: with torch, ranks on a busy machine need long to start.
     deadline = time.monotonic() + 60
     metrics = folder / "run" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
@@ -126,7 +128,7 @@ def wait_for_steps(folder: Path, count: int) -> None:
 def test_a_failing_rank_is_named_and_its_status_kept(
     start, tmp_path: Path, how: str, launcher: str
 ):
-    """The command's status is the first failing rank's, the cause is printed last, and nothing is left."""
+    """The command has the first failing rank's status, prints the cause and leaves no process."""
     status, words = ENDS[how]
     process = start(launcher, how, torch=False)
     _, errors = process.communicate(timeout=80)
@@ -136,6 +138,7 @@ def test_a_failing_rank_is_named_and_its_status_kept(
     assert gone_within(tmp_path, 5), processes_of(tmp_path)
     found = look(RunDir(tmp_path / "run"))
     assert (found.state, found.job.exit_status) == (JobState.FAILED, status)
+    # Other processes read the same verdict as the user of the command.
     assert str(found.job.verdict) in errors
 
 
@@ -148,9 +151,10 @@ def test_a_failing_rank_is_named_and_its_status_kept(
     ],
 )
 def test_what_ends_rank_0_is_printed_once(how: str, said: str, tmp_path: Path):
-    """Its output and its traceback are on the terminal once, and so are they in its log; the verdict is a line."""
+    """The output and traceback of rank 0 are once on the terminal and once in its log."""
     (tmp_path / "failing.py").write_text(
-        f"import os, sys\ndef model(how): ...\ndef data():\n    print('a last word', file=sys.stderr)\n    {how}\n"
+        "import os, sys\ndef model(how): ...\n"
+        f"def data():\n    print('a last word', file=sys.stderr)\n    {how}\n"
     )
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("HOW", "x"))
     command = [sys.executable, "-m", "ortlaunch.cli", "train", "recipe.yaml", "--run-dir", "run"]
@@ -165,13 +169,14 @@ def test_what_ends_rank_0_is_printed_once(how: str, said: str, tmp_path: Path):
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_saves_and_ends_everything(start, tmp_path: Path, launcher: str):
-    """SIGINT to the command: every rank saves and ends; the status is 130, as a shell's."""
+    """After Ctrl-C every rank saves and ends, and the status is 130, as a shell's."""
     process = start(launcher, "slow", torch=launcher == "torchrun")
     wait_for_steps(tmp_path, 2)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=40)
     assert process.returncode == 130, errors
     (saved, _), *_ = RunDir(tmp_path / "run").complete_checkpoints()
+    # The last line is the command that continues the run.
     *_, ended, then = errors.splitlines()
     assert f"stopped by SIGINT, saved after step {saved} of " in ended
     assert then.startswith("to continue: ortlaunch train ")
@@ -185,6 +190,7 @@ def test_a_killed_command_leaves_no_orphan(start, tmp_path: Path, launcher: str)
     """After `kill -9` of the command its launcher and ranks end by themselves."""
     process = start(launcher, "slow", torch=False)
     wait_for_steps(tmp_path, 2)
+    # SIGKILL runs no handler of the command; the kernel sends SIGTERM to the launcher.
     process.kill()
     assert gone_within(tmp_path, 20), processes_of(tmp_path)
     found = look(RunDir(tmp_path / "run"))
@@ -193,7 +199,7 @@ def test_a_killed_command_leaves_no_orphan(start, tmp_path: Path, launcher: str)
 
 
 def parts(process: subprocess.Popen[str], folder: Path) -> dict[int, list[int]]:
-    """The guardians of a run by their launcher, as soon as one is there: {launcher: [guardian, ...]}."""
+    """Return the supervisors of a run by their launcher, as soon as there are any."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         parents = {pid: parent_of(pid) for pid in processes_of(folder)}
@@ -205,13 +211,15 @@ def parts(process: subprocess.Popen[str], folder: Path) -> dict[int, list[int]]:
 
 
 def parent_of(pid: int) -> int:
-    """Its parent's process id, 0 when it has gone."""
+    """Return the parent's process id; 0 if the process has gone."""
     try:
+        # The program's name in the second field may have blanks and parentheses.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0
 
 
+# The programs of the launchers, as the verdict names them.
 NAMES = {"torchrun": "torchrun", "mpi": "mpirun"}
 
 
@@ -224,7 +232,7 @@ NAMES = {"torchrun": "torchrun", "mpi": "mpirun"}
 def test_a_killed_launcher_leaves_no_orphan(
     start, tmp_path: Path, launcher: str, how: str, steps: int
 ):
-    """After `kill -9` of torchrun or mpirun, at any time, the command outlives all and says who was."""
+    """After `kill -9` of torchrun or mpirun the command ends the ranks and names the launcher."""
     process = start(launcher, how, torch=False)
     wait_for_steps(tmp_path, steps) if steps else None
     (found,) = parts(process, tmp_path)
@@ -237,11 +245,12 @@ def test_a_killed_launcher_leaves_no_orphan(
 
 @pytest.mark.timeout(90)
 def test_a_stopped_rank_does_not_stay(start, tmp_path: Path):
-    """A rank in SIGSTOP cannot end by itself, and does not outlive its killed launcher."""
+    """A suspended rank, which cannot end by itself, does not outlive its killed launcher."""
     process = start("torchrun", "slow", torch=False)
     wait_for_steps(tmp_path, 2)
     ((found, guardians),) = parts(process, tmp_path).items()
     rank = next(pid for pid in processes_of(tmp_path) if parent_of(pid) == guardians[0])
+    # Suspended, the rank cannot handle SIGTERM.
     os.kill(rank, signal.SIGSTOP)
     os.kill(found, signal.SIGKILL)
     process.communicate(timeout=40)
@@ -251,12 +260,14 @@ def test_a_stopped_rank_does_not_stay(start, tmp_path: Path):
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_terminated_launcher_is_no_failure_of_its_ranks(start, tmp_path: Path, launcher: str):
-    """SIGTERM to torchrun is a wish to save and stop; mpirun leaves its ranks 0.2 s for it, and nothing had failed."""
+    """SIGTERM to a launcher requests the ranks to save, and is no failure of a rank."""
+    # mpirun kills its ranks after 0.2 s, so they may not have saved.
     process = start(launcher, "slow", torch=False)
     wait_for_steps(tmp_path, 2)
     (found,) = parts(process, tmp_path)
     os.kill(found, signal.SIGTERM)
     _, errors = process.communicate(timeout=40)
+    # 143 where mpirun was faster than the ranks.
     assert process.returncode in ((143, 85) if launcher == "mpi" else (85,)), errors
     said = (
         "no rank had failed before"
@@ -270,11 +281,13 @@ def test_a_terminated_launcher_is_no_failure_of_its_ranks(start, tmp_path: Path,
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_notice_saves_or_stops(start, tmp_path: Path, launcher: str):
-    """SIGUSR2 saves, once, and training goes on; SIGUSR1, as Slurm sends before the time is over, saves and stops."""
+    """SIGUSR2 saves once and continues; SIGUSR1 saves and stops."""
+    # Slurm sends SIGUSR1 before the end of the job's time.
     run = RunDir(tmp_path / "run")
     process = start(launcher, "slow", torch=False)
     wait_for_steps(tmp_path, 2)
     process.send_signal(signal.SIGUSR2)
+    # Far enough for a second, unwanted checkpoint to be written.
     wait_for_steps(tmp_path, 8)
     assert len(run.complete_checkpoints()) == 1
     process.send_signal(signal.SIGUSR1)
@@ -288,7 +301,7 @@ def test_a_notice_saves_or_stops(start, tmp_path: Path, launcher: str):
 
 @pytest.mark.timeout(90)
 def test_a_second_run_in_the_folder_is_refused(start, tmp_path: Path):
-    """While a run lives, another start in its folder ends with status 2 and one line, and the first trains on."""
+    """A second start in a living run's folder is refused, and the first run continues."""
     process = start("torchrun", "slow", torch=False)
     wait_for_steps(tmp_path, 2)
     second = start("torchrun", "slow", torch=False)
@@ -298,6 +311,7 @@ def test_a_second_run_in_the_folder_is_refused(start, tmp_path: Path):
     assert line.startswith(
         f"ortlaunch: --run-dir {tmp_path / 'run'}: process {process.pid} on host "
     )
+    # The first run continues.
     steps = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     wait_for_steps(tmp_path, steps + 3)
 
@@ -315,12 +329,13 @@ def small_disk(tmp_path: Path):
     if mounted.returncode:
         pytest.skip("only root can mount a small disk")
     yield folder
+    # Lazy, for a process of the run may still use the folder.
     subprocess.run(["umount", "--lazy", str(folder)], check=False)
 
 
 @pytest.mark.timeout(90)
 def test_a_full_disk_is_told(small_disk: Path, start):
-    """A rank that meets a full disk ends with its own status and that cause; its guardian and its peers do not."""
+    """A full disk is the cause of the rank that wrote to it, with that rank's own status."""
     process = start("torchrun", "fill the disk", torch=False)
     _, errors = process.communicate(timeout=80)
     last = errors.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""A started request: its files, its status, and its end with all that it started."""
+"""Tests of a started request: its files, its status, and its end with all processes of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ortlaunch.launch import JobState, Request, processes
 
 
 def test_a_program_that_is_not_there() -> None:
-    """What cannot be started is named."""
+    """A program that does not exist is named in the error."""
     with pytest.raises(LaunchError, match=r"^cannot start /nope/mpirun: there is no such program$"):
         processes.submit(Request(("/nope/mpirun", "-n", "2")))
 
@@ -30,8 +30,11 @@ def test_a_program_that_is_not_there() -> None:
 def test_the_status_is_the_commands_own(
     code: str, status: int, state: JobState, tmp_path: Path
 ) -> None:
-    """Files first, then the command with its environment; its status is a shell's."""
-    check = f"import os; assert (os.environ['A'], open({str(tmp_path / 'f')!r}).read()) == ('1', 'text')\n"
+    """Files are written before the command starts, and its status is reported as by a shell."""
+    check = (
+        "import os; "
+        f"assert (os.environ['A'], open({str(tmp_path / 'f')!r}).read()) == ('1', 'text')\n"
+    )
     request = Request(
         (sys.executable, "-c", check + code), (("A", "1"),), ((str(tmp_path / "f"), "text"),)
     )
@@ -41,13 +44,14 @@ def test_the_status_is_the_commands_own(
 
 
 def in_group(group: int) -> list[str]:
-    """The living processes of a process group."""
+    """Return the living processes of a process group."""
     stats = [stat_of(path) for path in Path("/proc").glob("[0-9]*/stat")]
+    # Zombies (Z) have ended.
     return [stat[0] for stat in stats if stat[1:] and stat[1] != "Z" and stat[3] == str(group)]
 
 
 def stat_of(path: Path) -> list[str]:
-    """Id, state, parent and group of a process; nothing where it is gone."""
+    """Return the id, state, parent and group of a process; nothing if it has gone."""
     try:
         text = path.read_text()
     except OSError:
@@ -56,14 +60,21 @@ def stat_of(path: Path) -> list[str]:
 
 
 def test_cancel_ends_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that is cancelled takes along what it started, also what does not listen to SIGTERM."""
+    """Cancelling a job ends all its processes, also those that ignore SIGTERM."""
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.3)
     here = tmp_path / "deaf"
-    deaf = f"import pathlib, signal, time; signal.signal(15, signal.SIG_IGN); pathlib.Path({str(here)!r}).touch()\n"
+    deaf = (
+        "import pathlib, signal, time; signal.signal(15, signal.SIG_IGN); "
+        f"pathlib.Path({str(here)!r}).touch()\n"
+    )
     child = f"{deaf}time.sleep(600)"
-    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    code = (
+        "import subprocess, sys, time; "
+        f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    )
     job = processes.submit(Request((sys.executable, "-c", code)))
     assert processes.state(job) is JobState.RUNNING
+    # Before that, SIGTERM would end the child.
     while not here.exists():
         time.sleep(0.01)
     processes.cancel(job)
@@ -77,10 +88,12 @@ def test_cancel_ends_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_launcher_that_waits_for_a_lost_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """mpirun would wait for its daemon there for ever: it is ended, and where it does not listen killed."""
+    """A launcher that waits for a lost host is ended, and killed if it ignores SIGTERM."""
+    # mpirun would wait for ever for its daemon on that host.
     monkeypatch.setattr(processes, "_LOST_SECONDS", 0.3)
     deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
     (tmp_path / "stall.json").touch()
+    # Only stall.json exists, so its seconds count.
     given_up = ((str(tmp_path / "lost.json"), 60.0), (str(tmp_path / "stall.json"), 0.3))
     began = time.monotonic()
     status = processes.wait(

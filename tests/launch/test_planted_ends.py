@@ -1,6 +1,6 @@
-"""Ends planted in real runs: `ortlaunch diagnose` and `train` name the true cause.
+"""Tests of real runs with planted failures: `ortlaunch diagnose` and `train` name the true cause.
 
-Some ends take root (a control group with a limit, a small disk).
+Some failures need root (a control group with a limit, a small disk).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ RECIPE = {
 
 
 class Case(NamedTuple):
-    """An end: how it is planted, and what a true verdict says."""
+    """A failure: how it is planted, and words of the true verdict."""
 
     name: str
     kind: str
@@ -103,19 +103,20 @@ class Case(NamedTuple):
     place: str = ""
     """`small disk` or `control group`."""
     outside: Callable[[subprocess.Popen[str], Path], None] | None = None
-    """What happens to the running command."""
+    """An action on the running command."""
     environ: tuple[tuple[str, str], ...] = ()
     launcher: str = ""
 
 
 def kill_command(process: subprocess.Popen[str], run: Path) -> None:
-    """`kill -9` of ortlaunch itself."""
+    """Kill ortlaunch itself."""
     process.kill()
 
 
 def kill_mpirun(process: subprocess.Popen[str], run: Path) -> None:
-    """`kill -9` of the launcher."""
+    """Kill the launcher."""
     for pid in _children(process.pid):
+        # Open MPI 5 runs its mpirun as prterun.
         if "mpirun" in _command_of(pid) or "prterun" in _command_of(pid):
             os.kill(pid, signal.SIGKILL)
 
@@ -128,6 +129,7 @@ def _command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
+# Seconds without progress after which a run counts as stalled; short, so that the test is.
 STALL = ("train.stall_seconds=8",)
 NOT_FINITE = "17 of data.train; the first parameter whose gradient is not finite: layer.weight"
 CASES = (
@@ -161,11 +163,12 @@ CASES = (
 )  # fmt: skip
 
 
+# Two cases are enough for CI; the others run nightly.
 IN_CI = ("abort in C++", "nan in a sample")
 
 
 def parameters() -> list[Any]:
-    """Every end; two of them run in CI, and those that take root in a lab."""
+    """Return every case with its marks: two run in CI, those that need root in a lab."""
     nightly = [pytest.mark.nightly]
     lab = [pytest.mark.lab, pytest.mark.slow]
     in_ci = [*nightly, pytest.mark.slow, pytest.mark.ci]
@@ -187,8 +190,8 @@ def test_a_planted_end(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """`diagnose` has the true cause with its rank or sample, and `train` printed it when it failed."""
-    # The registry of runs is there: where this case has no run folder, `run` must not name another test's.
+    """`diagnose` names the true cause with its rank or sample, and `train` has printed it."""
+    # Without a run folder of this case, `run` must not name another test's run in the registry.
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     if case.place and (os.geteuid() != 0 or not Path("/sys/fs/cgroup").is_dir()):
         labs.skip("makes a control group or mounts a disk, which takes root")
@@ -197,7 +200,8 @@ def test_a_planted_end(
         found = json.loads(done.stdout)
         kind = found["kind"]
         verdict = found["verdict"]
-    else:  # before there is a run folder `train` itself reports it
+    # Without a run folder `train` itself reports the cause.
+    else:
         kind = "refused" if status == 2 else ""
         verdict = output.strip().rpartition("\n")[2]
     for name, value in (("status", status), ("cause", kind), ("verdict", verdict[:500])):
@@ -211,12 +215,13 @@ def test_a_planted_end(
 def plant(
     case: Case, folder: Path, launcher: str
 ) -> tuple[int | None, str, subprocess.CompletedProcess[str]]:
-    """One run: its exit status and output, and what `diagnose` prints of it in the same place."""
+    """Run a case, and return the command's exit status and output, and the result of `diagnose`."""
     (folder / "planted.py").write_text(MODULE)
     (folder / "bad-hosts").write_text("host1 slots=two\n")
     model = {**RECIPE["model"], "arguments": {"how": case.how}}  # type: ignore[dict-item]
     (folder / "recipe.yaml").write_text(json.dumps({**RECIPE, "model": model}))
     with ExitStack() as stack:
+        # The port that the case "port taken" cannot bind.
         taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         prefix = stack.enter_context(_place(case.place, folder))
         places = case.arguments or (f"--launcher={case.launcher or launcher}", "--nproc-per-node=2")
@@ -239,6 +244,7 @@ def plant(
         except subprocess.TimeoutExpired:
             pass
         finally:
+            # Processes of a hanging run must not outlive the test.
             subprocess.run(
                 [COMMAND, "cancel", "run"], cwd=folder, capture_output=True, check=False, timeout=60
             )
@@ -253,7 +259,8 @@ def plant(
 def _another_world(
     argv: list[str], environ: dict[str, str], folder: Path
 ) -> tuple[list[str], dict[str, str]]:
-    """The run folder of 2 ranks, and a plan that says 3: as if the launcher had started fewer."""
+    """Let the ranks detect 3 ranks where the plan has 2, as with a wrong launcher."""
+    # Python imports sitecustomize at its start.
     hook = folder / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(
@@ -275,7 +282,7 @@ def _wait_for_steps(run: Path, steps: int) -> None:
 
 @contextmanager
 def _place(place: str, folder: Path) -> Iterator[list[str]]:
-    """A small disk at the run folder, or a prefix that puts the command into a control group with a limit."""
+    """Mount a small disk at the run folder, or yield a prefix for a control group with a limit."""
     if place == "small disk":
         (folder / "run").mkdir()
         subprocess.run(
@@ -287,6 +294,7 @@ def _place(place: str, folder: Path) -> Iterator[list[str]]:
             subprocess.run(["umount", "--lazy", str(folder / "run")], check=False)
     elif place == "control group":
         with limited(3 << 30) as group:
+            # The shell joins the group and then becomes the command.
             yield ["/bin/sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', str(group)]
     else:
         yield []
@@ -294,7 +302,8 @@ def _place(place: str, folder: Path) -> Iterator[list[str]]:
 
 @contextmanager
 def limited(size: int) -> Iterator[Path]:
-    """A control group with a memory limit."""
+    """Yield a control group with a memory limit."""
+    # Version 1 has a folder for each resource, version 2 one for all.
     top = next(
         top for top in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if top.is_dir()
     )
@@ -309,6 +318,7 @@ def limited(size: int) -> Iterator[Path]:
         limit.write_text(str(size))
         yield group
     finally:
+        # A group can be removed only after its last process has ended.
         for _ in range(50):
             try:
                 group.rmdir()

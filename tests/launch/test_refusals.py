@@ -1,4 +1,4 @@
-"""What must not start: each case ends with status 2 at once, says what was wrong, and makes no run folder."""
+"""Tests of starts that are refused at once with status 2, a clear reason and no run folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.launch.tiny import RECIPE, ortlaunch, write_recipe
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
+# For each case: arguments, variables, and words of the error.
 CASES = {
     "no such host file": (["--hostfile", "/nope"], {}, ["/nope", "cannot be read"]),
     "more slots than exist": (["--hostfile", "many", "launch.device=cpu"], {}, ["localhost has", "4096 slots"]),
@@ -34,7 +35,7 @@ CASES = {
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_refused_before_anything_starts(case: str, tmp_path: Path):
-    """Non-zero at once, clear, and nothing trained."""
+    """The start is refused with the reason, without a traceback, and nothing is trained."""
     words, variables, said = CASES[case]
     if case == "extensions not built" and sys.version_info >= (3, 12):
         pytest.skip("onnxruntime-training has no wheel for this Python")
