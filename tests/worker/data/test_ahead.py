@@ -1,4 +1,4 @@
-"""Micro batches that are read ahead: the same ones in the same order, whoever reads them, and whatever is asked."""
+"""Reading ahead gives the same micro batches in the same order, by a thread or by processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ READERS = [Reader(None), Reader(0), Reader(2)]
 
 
 class Items:
-    """Each says who read it; one is bad."""
+    """Samples with the process that read them; one may raise an error."""
 
     def __init__(self, bad: int = -1) -> None:
         self.bad = bad
@@ -54,12 +54,14 @@ def taken(batches: Batches, keys: list[tuple[int, int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("reader", READERS, ids=str)
 def test_the_same_batches_as_without(reader: Reader) -> None:
-    """In a row, one twice, from another place on, and for other ranks, which nobody reads ahead for."""
+    """Batches in order, repeated, after jumps and of another rank are the same as without."""
     batches = batches_of(Items())
+    # (1, 0) is repeated; (7, 1) and (3, 0) are jumps, ahead and back.
     keys = [(0, 0), (0, 1), (1, 0), (1, 0), (1, 1), (2, 0), (7, 1), (8, 0), (3, 0), (3, 1)]
     plain = taken(batches, keys)
     with batches.read_ahead(0, reader):
         assert taken(batches, keys) == plain
+        # Rank 1 is not read ahead.
         assert (
             batches.micro_batch(0, 0, 1)["index"].tolist()
             == batches.micro_batch(0, 1, 0)["index"].tolist()
@@ -72,13 +74,14 @@ def test_the_same_batches_as_without(reader: Reader) -> None:
 
 
 def test_processes_read_and_draw_alike() -> None:
-    """What a sample draws is a function of seed, epoch and sample: not of the process, nor of where reading began."""
+    """Random values of a sample depend on seed, epoch and sample alone, not on the process."""
     drawn = {}
     readers = set()
     for workers, first in ((1, 0), (3, 0), (2, 5)):
         batches = batches_of(Items())
         with batches.read_ahead(0, Reader(workers)):
-            for step in range(first, 20):  # two epochs
+            # 20 steps of 4 samples are two epochs of 40.
+            for step in range(first, 20):
                 for number in (0, 1):
                     batch = batches.micro_batch(step, number, 0)
                     readers |= set(batch["process"].tolist())
@@ -91,7 +94,7 @@ def test_processes_read_and_draw_alike() -> None:
 
 @pytest.mark.parametrize("reader", READERS[1:], ids=str)
 def test_what_is_wrong_with_a_sample_is_told(reader: Reader) -> None:
-    """When its turn comes, in its own words."""
+    """An error in a sample is raised unchanged when the training reaches that sample."""
     batches = batches_of(Items())
     bad = batches.indices(1, 1, 0)[0]
     batches.samples.items.bad = bad  # type: ignore[attr-defined]
@@ -102,7 +105,8 @@ def test_what_is_wrong_with_a_sample_is_told(reader: Reader) -> None:
 
 
 def test_signals_of_a_stop_leave_them_be() -> None:
-    """A stop goes to all processes, and the rank may need samples yet; at its end they go."""
+    """Worker processes ignore stop signals, and end when the reading ends."""
+    # A stop signal goes to all processes, but the rank may still need samples.
     batches = batches_of(Items())
     with batches.read_ahead(0, Reader(2)):
         plain = taken(batches, [(0, 0)])
@@ -119,7 +123,7 @@ def test_signals_of_a_stop_leave_them_be() -> None:
 
 
 def test_a_training_with_processes(tmp_path: Path) -> None:
-    """Has the same losses, and leaves no process."""
+    """A training with worker processes has the same losses, and leaves no process behind."""
     sections = {
         "train": {"max_steps": 6},
         "log": {"every_steps": 1},
@@ -158,7 +162,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_collate_of_the_users_own(own: None) -> None:
-    """Samples of any type and length."""
+    """The user's own collate function accepts samples of any type and length."""
     items = OwnSamples([([1] * (1 + n % 3), n) for n in range(9)], is_mapping=False)
     batches = Batches(
         items, BatchPlan(3, 3, 1, 1, None), 7, stack=OwnCollate("collates_of_a_test:padded")
@@ -177,13 +181,13 @@ def test_a_collate_of_the_users_own(own: None) -> None:
     ],
 )
 def test_what_is_no_collate(name: str, message: str, own: None) -> None:
-    """Told with its name."""
+    """A collate function that is missing or returns no batch is refused by name."""
     with pytest.raises(DataError, match=message):
         OwnCollate(f"collates_of_a_test:{name}")([{"x": 1}])
 
 
 class Bad:
-    """Of its samples the sixth raises."""
+    """Samples of which the sixth raises an error."""
 
     def __len__(self) -> int:
         return 16
@@ -195,8 +199,12 @@ class Bad:
 
 
 def test_a_sample_that_raises_in_a_process() -> None:
-    """It is named with its micro batch and the user's own words first, not DataLoader's."""
+    """An error in a worker process begins with the samples and the user's own message."""
+    # DataLoader would put its own text first.
     batches = Batches(OwnSamples(Bad()), BatchPlan(16, 16, 1, 1, None), 7)
-    said = r"^data.workers: reading samples .*\b5\b.* of data.train raised KeyError: 'no such picture'\n"
+    said = (
+        r"^data.workers: reading samples .*\b5\b.* "
+        r"of data.train raised KeyError: 'no such picture'\n"
+    )
     with batches.read_ahead(0, Reader(2)), pytest.raises(HookError, match=said):
         batches.micro_batch(0, 0, 0)

@@ -1,4 +1,4 @@
-"""Bad data end a rank with file and line before it meets the others, exit status 2."""
+"""Bad data end a rank with file and line and exit status 2, before it connects to other ranks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ CLASSES = "sequence-classification"
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """No rank may be met, and this process stays as it is."""
+    """Fail the test if ranks connect, and restore the state of this process."""
     thresholds = gc.get_threshold()
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    # A real rank changes the allocator and the garbage collector of its process.
     monkeypatch.setattr(rank_main, "keep_freed_memory", lambda _: None)
     monkeypatch.setattr(
         "ortlaunch.worker.process_group.distributed.group", lambda *_: pytest.fail("the ranks met")
@@ -91,7 +92,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_before_the_ranks_meet(
     task: str, content: bytes, config: Any, message: str, tmp_path: Path
 ) -> None:
-    """Each with its place, or with both numbers that do not fit."""
+    """Each error in the data names its location, or both numbers that do not match."""
     path = tmp_path / "a.jsonl"
     run = RunDir(tmp_path / "run")
     path.write_bytes(content)

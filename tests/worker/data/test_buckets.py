@@ -1,4 +1,4 @@
-"""`data.bucket_lengths`: the same samples a step with less padding, whatever the ranks."""
+"""`data.bucket_lengths`: the same samples in a step with less padding, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def labelled(path: Path, texts: Sequence[str], side: str) -> LabelledTexts:
-    """Of these, padded on this side."""
+    """Return samples of these texts, padded on this side."""
     path.write_text(
         "".join(json.dumps({"text": text, "label": n % 2}) + "\n" for n, text in enumerate(texts))
     )
@@ -37,7 +37,7 @@ def labelled(path: Path, texts: Sequence[str], side: str) -> LabelledTexts:
 
 @pytest.fixture(params=["right", "left"])
 def texts(request: Any, tmp_path: Path) -> LabelledTexts:
-    """Of 1 to 12 tokens, some cut off there."""
+    """Samples of 1 to 12 tokens; some texts are longer and cut at 12."""
     return labelled(
         tmp_path / "a.jsonl",
         [" ".join("ab"[n % 2] * (1 + n * n % 15)) for n in range(48)],
@@ -46,7 +46,7 @@ def texts(request: Any, tmp_path: Path) -> LabelledTexts:
 
 
 def step_of(batches: Batches, step: int) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
-    """All micro batches of a step."""
+    """Return the samples and the batch of every micro batch of a step."""
     plan = batches.batch
     places = [
         (step, n, rank)
@@ -57,7 +57,7 @@ def step_of(batches: Batches, step: int) -> list[tuple[list[int], dict[str, torc
 
 
 def test_a_step_has_the_same_samples_with_less_padding(texts: LabelledTexts) -> None:
-    """On 1 and 2 ranks: each step those of a run without, shortest first, cut to the length that holds them."""
+    """With buckets a step has the same samples, sorted by length and cut to the smallest bucket."""
     for ranks in (1, 2):
         plan = BatchPlan(16, 4, 4 // ranks, ranks, None)
         without = Batches(texts, plan, 7)
@@ -68,6 +68,7 @@ def test_a_step_has_the_same_samples_with_less_padding(texts: LabelledTexts) -> 
                 without.indices_of_step(step)
             )
             sizes = [max(texts.size(index) for index in indices) for indices, _ in taken]
+            # The shortest micro batches come first, by bucket.
             assert sizes == sorted(sizes, key=lambda size: (size > 4) + (size > 8))
             for size, (_, batch) in zip(sizes, taken):
                 length = next(length for length in (*BUCKETS, 12) if length >= size)
@@ -78,7 +79,7 @@ def test_a_step_has_the_same_samples_with_less_padding(texts: LabelledTexts) -> 
 
 
 def test_padding_to_the_longest(texts: LabelledTexts) -> None:
-    """The same samples, each micro batch cut to a multiple of 8 that holds it, or to the whole length."""
+    """`padding: longest` cuts each micro batch to a multiple of 8, or leaves the full length."""
     data = {"train": {"format": "jsonl", "path": "a"}, "tokenizer": "x", "padding": "longest"}
     assert [*Data.model_validate({**data, "sequence_length": 24}).lengths] == [8, 16]
     lengths = Data.model_validate({**data, "sequence_length": 12}).lengths
@@ -96,7 +97,7 @@ def test_padding_to_the_longest(texts: LabelledTexts) -> None:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_an_empty_text_costs_the_others_nothing(side: str, tmp_path: Path) -> None:
-    """It has no tokens on either side; those beside it, and alone it is padding."""
+    """An empty text does not disturb the padding side of other texts in its batch."""
     texts = labelled(tmp_path / "a.jsonl", ["a b a", "", "a b", ""], side)
     batches = Batches(texts, BatchPlan(4, 4, 1, 1, None), 7, BUCKETS)
     for chosen, expected in ((range(4), [3, 0, 2, 0]), ((1, 3), [0, 0])):
@@ -110,7 +111,7 @@ def test_an_empty_text_costs_the_others_nothing(side: str, tmp_path: Path) -> No
 
 
 def test_gradients_are_the_same(texts: LabelledTexts) -> None:
-    """Of a whole step, to float32's rounding."""
+    """Gradients of a whole step are equal with and without buckets, up to float32 rounding."""
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 16,
@@ -133,7 +134,7 @@ def test_gradients_are_the_same(texts: LabelledTexts) -> None:
 
 
 def test_what_has_no_mask_is_left_alone() -> None:
-    """As the user's own samples, and what is not of the texts' length."""
+    """Batches without a mask, and tensors of another length than the texts, are not cut."""
     assert cut_padding({"x": torch.ones(2, 9)}, (4,))["x"].shape == (2, 9)
     mask = torch.tensor([[1, 1, 0, 0, 0, 0]])
     found = cut_padding(

@@ -1,4 +1,4 @@
-"""Chats: answers alone have labels, those that transformers marks; bad rows are named by file and line."""
+"""Chats: only answers have labels, as in transformers; bad rows are named by file and line."""
 
 from __future__ import annotations
 
@@ -20,26 +20,36 @@ from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.tokens import Documents
 
-# As published: Llama 2's and ChatML's; and a plain one, which knows no prompt for an answer and no end mark.
+# The published templates of Llama 2 and ChatML; and a plain one without generation prompt and end
+# mark. GEN and END stand for the generation marks.
 LLAMA = (
     "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
     "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
     "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
-    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must "
-    "alternate user/assistant/user/assistant/...') }}{% endif %}{% if loop.index0 == 0 and system_message != false %}"
-    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ "
+    "raise_exception('Conversation roles must "
+    "alternate user/assistant/user/assistant/...') }}{% endif %}{% if loop.index0 == 0 and "
+    "system_message != false %}"
+    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] "
+    "%}{% else %}"
     "{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
-    "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == "
+    "'assistant' %}"
     "{GEN}{{ ' ' + content.strip() + ' ' + eos_token }}{END}{% endif %}{% endfor %}"
 )
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
-    "{GEN}{{ message['content'] + '<|im_end|>' }}{END}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
-    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if "
+    "message['role'] == 'assistant' %}"
+    "{GEN}{{ message['content'] + '<|im_end|>' }}{END}{% else %}{{ message['content'] + "
+    "'<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif "
+    "%}"
 )
 PLAIN = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}{GEN}{{ 'A: ' + message['content'] + '\\n' }}"
-    "{END}{% else %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endif %}{% endfor %}"
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{GEN}{{ 'A: "
+    "' + message['content'] + '\\n' }}"
+    "{END}{% else %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endif %}{% endfor "
+    "%}"
 )
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -51,7 +61,7 @@ TURNS = [
 
 
 def marked(template: str) -> str:
-    """With its {% generation %}."""
+    """Return the template with {% generation %} around answers."""
     return template.replace("{GEN}", "{% generation %}").replace("{END}", "{% endgeneration %}")
 
 
@@ -60,7 +70,7 @@ def plain(template: str) -> str:
 
 
 def tokenizer_of(kind: str, template: str | None) -> Any:
-    """Byte-level as GPT-2's and Llama 3's, or with spaces as signs, as Llama 2's."""
+    """Return a byte-level tokenizer as GPT-2's and Llama 3's, or one with "▁" as Llama 2's."""
     if kind == "byte-level":
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -75,7 +85,8 @@ def tokenizer_of(kind: str, template: str | None) -> Any:
         letters = []
     special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     text = [
-        "What is a dog? [INST] [/INST] <<SYS>> <</SYS>> A näïve animal, the dog. It barks. Be brief.\n user assistant"
+        "What is a dog? [INST] [/INST] <<SYS>> <</SYS>> A näïve animal, "
+        "the dog. It barks. Be brief.\n user assistant"
     ]
     options = {
         "vocab_size": 400,
@@ -94,7 +105,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def corpus(folder: Path, *rows: Any, **columns: str) -> Corpus:
-    """A file of rows; those that are lists are messages."""
+    """Return a corpus of a file with these rows; a list is a row of messages."""
     lines = [json.dumps({"messages": row} if isinstance(row, list) else row) + "\n" for row in rows]
     (folder / "chats.jsonl").write_text("".join(lines))
     columns = columns or {"messages_column": "messages"}
@@ -106,9 +117,7 @@ def corpus(folder: Path, *rows: Any, **columns: str) -> Corpus:
 def test_answers_are_those_that_transformers_marks(
     template: str, kind: str, tmp_path: Path
 ) -> None:
-    """Ids are apply_chat_template's. Marked by {% generation %} the answers are transformers' assistant masks, over
-    several turns; without marks they are found to be the same.
-    """
+    """Token ids and answers are those of apply_chat_template, with and without generation marks."""
     source = corpus(tmp_path, TURNS, TURNS[1:3], [*TURNS[1:], *TURNS[1:3]])
     by_marks, found = (
         tokenized_chats(source, tokenizer_of(kind, form(template)), print)
@@ -122,6 +131,7 @@ def test_answers_are_those_that_transformers_marks(
         )
         tokens = by_marks.tokens[begin:end]
         assert (tokens & (ANSWER - 1)).tolist() == theirs["input_ids"]
+        # transformers' own assistant mask.
         mask = (tokens >= ANSWER).astype(int).tolist()
         assert mask == theirs["assistant_masks"]
         texts = tokenizer.decode(
@@ -135,7 +145,7 @@ def test_answers_are_those_that_transformers_marks(
 
 
 def test_samples_have_one_length(tmp_path: Path) -> None:
-    """Labels are the answers' tokens; padding has none and is masked; chats cut off before an answer are left out."""
+    """Chats are cut or padded to one length; chats that are cut before any answer are left out."""
     tokenizer = tokenizer_of("byte-level", plain(CHATML))
     long = [{"role": "user", "content": "dog " * 50}, {"role": "assistant", "content": "no"}]
     documents = tokenized_chats(corpus(tmp_path, TURNS[1:3], long, TURNS[3:]), tokenizer, print)
@@ -143,7 +153,8 @@ def test_samples_have_one_length(tmp_path: Path) -> None:
     assert len(samples) == 2
     longer = int((np.diff(documents.ends, prepend=0) > 40).sum())
     assert take_notes() == [
-        f"data.train: {longer} of 3 chats are longer than data.sequence_length (40) and cut off; 1 are left out, whose "
+        f"data.train: {longer} of 3 chats are longer than data.sequence_length (40) and cut off; "
+        "1 are left out, whose "
         "answers are all behind that"
     ]
     sample = samples.sample(1, 0)
@@ -162,7 +173,8 @@ def test_samples_have_one_length(tmp_path: Path) -> None:
 
 
 def test_answers_are_looked_for_in_little_memory() -> None:
-    """Not a byte for every token: a corpus may be larger than memory. Here every third chat ends with an answer."""
+    """The search for answers needs less than a byte for each token."""
+    # A corpus may be larger than memory. Here every third chat ends with an answer.
     ends = np.cumsum(np.full(3000, 1000))
     tokens = np.zeros(ends[-1], np.uint32)
     tokens[ends[::3] - 1] |= np.uint32(ANSWER)
@@ -177,7 +189,7 @@ def test_answers_are_looked_for_in_little_memory() -> None:
 
 
 def test_prompt_and_response(tmp_path: Path) -> None:
-    """Two columns are a chat of one turn."""
+    """A prompt column and a response column give chats of one turn."""
     tokenizer = tokenizer_of("spaces", plain(LLAMA))
     row = {"ask": TURNS[1]["content"], "say": TURNS[2]["content"]}
     pair = tokenized_chats(
@@ -190,7 +202,7 @@ def test_prompt_and_response(tmp_path: Path) -> None:
 
 
 def test_built_in_chats() -> None:
-    """python-chats: questions about the language reference, each with its answer, some turns a chat."""
+    """`python-chats` has chats of one to three turns about the language reference."""
     chats = [chat for chat, _ in chats_read("python-chats")]
     assert len(chats) > 500
     assert {tuple(each["role"] for each in chat.messages) for chat in chats} == {
@@ -198,7 +210,10 @@ def test_built_in_chats() -> None:
     }
 
 
-NO_TEMPLATE = r"data.tokenizer has no chat template; give one, .*: data.chat_template, a Jinja file or its text"
+NO_TEMPLATE = (
+    r"data.tokenizer has no chat template; give one, .*: "
+    r"data.chat_template, a Jinja file or its text"
+)
 
 
 @pytest.mark.parametrize(
@@ -219,10 +234,11 @@ NO_TEMPLATE = r"data.tokenizer has no chat template; give one, .*: data.chat_tem
     ],
 )  # fmt: skip
 def test_bad_chats_are_named(row: Any, template: str | None, message: str, tmp_path: Path) -> None:
-    """A template that is absent, broken or refuses a chat, and rows that hold none, are told by file and line."""
+    """A broken template is an error; a chat that a template refuses is named by file and line."""
     source = corpus(tmp_path, *([TURNS[1:3]] if template else []), row)
     if template in (CHATML, LLAMA):
         template = plain(template)
+    # These templates fail on any chat, so that the bad row is the first one.
     elif template and "jsonl:2" in message:
         source = corpus(tmp_path, row)
         message = message.replace("jsonl:2", "jsonl:1")
@@ -231,7 +247,7 @@ def test_bad_chats_are_named(row: Any, template: str | None, message: str, tmp_p
 
 
 def test_columns_of_pairs_hold_text(tmp_path: Path) -> None:
-    """An empty response is none."""
+    """An empty response is refused."""
     source = corpus(tmp_path, {"ask": "a", "say": ""}, prompt_column="ask", response_column="say")
     with pytest.raises(DataError, match=r"chats.jsonl:1: say is ''; it must be text"):
         list(chats_read(source))

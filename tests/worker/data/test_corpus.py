@@ -1,4 +1,4 @@
-"""Text from files through Hugging Face datasets, and the cache of its tokens."""
+"""Text from files and Hugging Face datasets, and the cache of its tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXTS = ["the first", "the second\nwith two lines", "näïve ünïcode", "the la
 def write(
     folder: Path, kind: str, texts: list[Any], name: str = "part", column: str = "text"
 ) -> str:
-    """A file of one format; returns its path."""
+    """Write a file of one format; return its path."""
     path = folder / f"{name}.{kind}"
     if kind == "text":
         path.write_text("\n\n".join(texts), encoding="utf-8")
@@ -47,13 +47,13 @@ def write(
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
 def test_every_format_gives_the_same_documents(kind: str, tmp_path: Path) -> None:
-    """Paragraphs of text, rows of JSON lines and of Parquet come one by one, in order, in UTF-8."""
+    """Text, JSON lines and Parquet files give the same documents in order, in UTF-8."""
     assert list(documents(Corpus(format=kind, path=(write(tmp_path, kind, TEXTS),)))) == TEXTS
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
 def test_many_files_in_a_fixed_order(kind: str, tmp_path: Path) -> None:
-    """Patterns in the recipe's order, files sorted within each, `**` through folders."""
+    """Files come in the order of the patterns, sorted within each; `**` matches folders."""
     (tmp_path / "sub").mkdir()
     for name in ("b", "a", "sub/c"):
         write(tmp_path, kind, [f"of {name}"], name)
@@ -66,14 +66,14 @@ def test_many_files_in_a_fixed_order(kind: str, tmp_path: Path) -> None:
 
 
 def test_empty_rows_are_left_out(tmp_path: Path) -> None:
-    """A row without text is no document."""
+    """A row with an empty text or null gives no document."""
     assert list(
         documents(Corpus(format="jsonl", path=(write(tmp_path, "jsonl", ["a", None, "", "b"]),)))
     ) == ["a", "b"]
 
 
 def test_another_column(tmp_path: Path) -> None:
-    """`text_column` says where the text is."""
+    """`text_column` names the column of the text."""
     path = write(tmp_path, "jsonl", TEXTS, column="body")
     assert list(documents(Corpus(format="jsonl", path=(path,), text_column="body"))) == TEXTS
     with pytest.raises(DataError, match=r"part.jsonl:1: no column 'text'; it has body, other"):
@@ -81,7 +81,7 @@ def test_another_column(tmp_path: Path) -> None:
 
 
 def test_the_built_in_corpus() -> None:
-    """python-docs is the language reference: much text, always in the same order."""
+    """`python-docs` is the language reference, always in the same order."""
     texts = list(documents("python-docs"))
     assert sum(map(len, texts)) > 300_000
     assert texts == list(documents("python-docs"))
@@ -90,7 +90,7 @@ def test_the_built_in_corpus() -> None:
 
 @pytest.mark.parametrize("pattern", ["none.txt", "none/*.txt", "folder"])
 def test_a_pattern_without_files(pattern: str, tmp_path: Path) -> None:
-    """A path that matches no file is named, with the folder that it was looked up from; a folder is no file."""
+    """A pattern that matches no file, or only a folder, is named with the current folder."""
     (tmp_path / "folder").mkdir()
     source = Corpus(format="text", path=(write(tmp_path, "text", TEXTS), str(tmp_path / pattern)))
     with pytest.raises(
@@ -100,9 +100,8 @@ def test_a_pattern_without_files(pattern: str, tmp_path: Path) -> None:
 
 
 GOOD = b'{"text": "a"}\n'
-packed = functools.partial(
-    gzip.compress, mtime=0
-)  # the hour would be in the tests' names, which xdist compares
+# A fixed time: the content is in the tests' names, which xdist compares between its processes.
+packed = functools.partial(gzip.compress, mtime=0)
 NO_ROWS = io.BytesIO()
 parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), NO_ROWS)
 
@@ -149,7 +148,7 @@ parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
 def test_files_that_are_not_what_they_should_be(
     kind: str, content: bytes, message: str, tmp_path: Path
 ) -> None:
-    """A file of another format is an error that names file and line, not a traceback."""
+    """A file with invalid content gives an error with file and line."""
     path = tmp_path / f"x.{kind}"
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"^{path}{message}"):
@@ -157,14 +156,15 @@ def test_files_that_are_not_what_they_should_be(
 
 
 def test_a_whole_surrogate_pair_is_a_letter(tmp_path: Path) -> None:
-    """As `json.dumps` writes what is outside of the basic plane; a backslash that is escaped begins no escape."""
+    """A whole surrogate pair in JSON is one character; an escaped backslash begins no escape."""
+    # `json.dumps` writes characters outside the basic plane as pairs.
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"text": "a \U0001f600"}) + "\n" + json.dumps({"text": "\\ud83d"}))
     assert list(documents(Corpus(format="jsonl", path=(str(path),)))) == ["a \U0001f600", "\\ud83d"]
 
 
 def test_a_shard_that_was_cut_off(tmp_path: Path) -> None:
-    """The unreadable one of several files is named."""
+    """The truncated one of several files is named."""
     good, bad = (Path(write(tmp_path, "parquet", TEXTS, name)) for name in ("a", "b"))
     bad.write_bytes(bad.read_bytes()[:-20])
     with pytest.raises(DataError, match=rf"^{bad}: cannot be read as parquet: "):
@@ -175,9 +175,10 @@ def test_a_shard_that_was_cut_off(tmp_path: Path) -> None:
 def test_rows_are_those_of_datasets(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library that everybody uses reads the same, across our portions too; a share of the file goes up to 1."""
+    """Rows are equal to those of `datasets`, also across chunks, and their share goes up to 1."""
     import datasets
 
+    # Small chunks, so that paragraphs span several of them.
     monkeypatch.setattr("ortlaunch.worker.data.reading._LETTERS_AT_ONCE", 7)
     texts = [
         "a",
@@ -207,7 +208,7 @@ def test_rows_are_those_of_datasets(
 
 
 def test_an_unreachable_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A data set that the hub has not, or no network: told with its name."""
+    """A data set that the hub does not have, or cannot deliver, is named in the error."""
     import datasets
 
     def gone(*args: Any, **kwargs: Any) -> Any:
@@ -223,7 +224,7 @@ def test_an_unreachable_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fingerprint_tells_corpora_apart(tmp_path: Path) -> None:
-    """It changes with files, their content's size or time, the column and the format, and with nothing else."""
+    """The fingerprint depends on files, size, time, column and format, and nothing else."""
     a, b = (write(tmp_path, "jsonl", TEXTS, name) for name in ("a", "b"))
     both = Corpus(format="jsonl", path=(a, b))
     others = [
@@ -247,7 +248,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def test_a_hub_corpus_is_known_by_its_revision(tmp_path: Path) -> None:
-    """What the name stands for today is asked for, so that a changed data set is not taken for the old one."""
+    """The fingerprint of a hub data set changes with its content, split and column."""
+    # A local folder stands for the hub's data set.
     source = Corpus(format="hub", name=str(tmp_path))
     path = Path(write(tmp_path, "jsonl", TEXTS))
     first = fingerprint(source)
@@ -261,7 +263,7 @@ def test_a_hub_corpus_is_known_by_its_revision(tmp_path: Path) -> None:
 
 
 def test_a_commit_of_the_hub_needs_no_network_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit never changes, so tokens of it are found offline; a branch must be looked up, and it is said so."""
+    """A full commit needs no network; for a branch, the error recommends the commit."""
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     found = [
         fingerprint(Corpus(format="hub", name=name, revision=COMMIT))
@@ -275,7 +277,7 @@ def test_a_commit_of_the_hub_needs_no_network_to_be_known(monkeypatch: pytest.Mo
 
 
 def test_the_revision_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`revision` reaches the library that reads the data set."""
+    """`revision` is passed to the library that reads the data set."""
     import datasets
 
     asked = []
@@ -291,7 +293,7 @@ def test_the_revision_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Letters:
-    """A tokenizer of letters, as `_tokenized` uses one."""
+    """A tokenizer whose tokens are the codes of characters, plus a shift."""
 
     is_fast = False
     eos_token_id = 7
@@ -310,7 +312,7 @@ class Letters:
 def test_tokens_are_kept_until_the_corpus_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second run reads what the first wrote; a changed file, tokenizer or end mark is tokenized anew."""
+    """Tokens are read from the cache until file, tokenizer or end mark changes."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     written = []
     original = tokens_module._write_tokens
@@ -336,13 +338,14 @@ def test_tokens_are_kept_until_the_corpus_changes(
 
 
 def test_half_written_tokens_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that died while tokenizing leaves nothing that the next one would read."""
+    """Tokens of a failed tokenization are not used by the next run."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     source = Corpus(format="text", path=(write(tmp_path, "text", ["ab", "c"]),))
     with monkeypatch.context() as patch:
         patch.setattr(tokens_module, "_DOCUMENTS_AT_ONCE", 1)
         read = [("ab", 0.5), ("c", 1.0)]
         patch.setattr(tokens_module, "documents_read", lambda source: iter(read))
+        # None is no token: the second document raises TypeError.
         patch.setattr(
             tokens_module, "_encoder", lambda _: lambda texts: [[3 if texts == ["ab"] else None]]
         )
@@ -352,7 +355,7 @@ def test_half_written_tokens_are_not_taken(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_changed_tokens_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that are no longer those that were written would be another training: made again, and told."""
+    """A changed file of tokens is detected, written again, and reported once."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     source = Corpus(format="text", path=(write(tmp_path, "text", ["ab", "cd"]),))
     before = tokens_module.tokenized(source, Letters(), False)[:].tolist()
@@ -365,7 +368,7 @@ def test_changed_tokens_are_made_anew(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_more_documents_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents are tokenized in portions, none lost between them."""
+    """No document is lost between chunks of documents."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tokens_module, "_DOCUMENTS_AT_ONCE", 3)
     letters = "abcdefg"
@@ -394,7 +397,7 @@ print(tokens.tokenized(Corpus(format="text", path=(sys.argv[1],)), Letters(), Fa
 
 
 def test_two_ranks_at_once_tokenize_once(tmp_path: Path) -> None:
-    """Of two processes that start together one tokenizes, the other waits for it, and both read the same."""
+    """Of two processes that start together one tokenizes, and both read the same."""
     path = write(tmp_path, "text", ["ab", "c"])
     environment = {**os.environ, "ORTLAUNCH_CACHE": str(tmp_path / "cache")}
     program = f"from __future__ import annotations\n{inspect.getsource(Letters)}{_BUILD}"
@@ -405,6 +408,7 @@ def test_two_ranks_at_once_tokenize_once(tmp_path: Path) -> None:
         )
         for _ in range(2)
     ]
+    # Both have finished their imports before either begins.
     try:
         for rank in ranks:
             assert rank.stdout is not None

@@ -1,4 +1,4 @@
-"""Data of a recipe and its order: what a step sees on any world, texts by task, and the user's own samples."""
+"""The data of a recipe: samples of each step, samples of texts by task, and the user's own data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Corpora = Callable[[str, str], dict[str, Any]]
 
 
 class Numbers:
-    """Samples that are their own number, as many as one likes."""
+    """Any number of samples; each is its own index."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -42,7 +42,7 @@ def batches(count: int, total: int, micro: int, ranks: int, seed: int = 7) -> Ba
 
 
 def micro_batches(source: Batches, step: int) -> list[list[int]]:
-    """All micro batches of a step, every rank's, pass by pass."""
+    """Return the micro batches of a step for every rank, pass by pass."""
     b = source.batch
     return [
         source.micro_batch(step, accumulation, rank)["x"].tolist()
@@ -54,9 +54,8 @@ def micro_batches(source: Batches, step: int) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------------------- order
 
 
-@pytest.mark.parametrize(
-    "step", [0, 1, 5, 6, 1000]
-)  # 100 samples, 16 a step: step 6 spans two epochs
+# With 100 samples and 16 in a step, step 6 spans two epochs.
+@pytest.mark.parametrize("step", [0, 1, 5, 6, 1000])
 @pytest.mark.parametrize("count", [100, 500_000_000])
 @pytest.mark.parametrize(
     ("micro", "ranks"), [(4, 1), (4, 2), (4, 4), (2, 4), (8, 2), (16, 1), (1, 1)]
@@ -64,7 +63,7 @@ def micro_batches(source: Batches, step: int) -> list[list[int]]:
 def test_a_step_sees_the_same_samples_on_any_world(
     micro: int, ranks: int, step: int, count: int
 ) -> None:
-    """The samples of a step depend on the step alone; with equal micro_size the micro batches are the same too."""
+    """A step has the same samples for any ranks; with equal micro_size the same micro batches."""
     alone = micro_batches(batches(count, 16, 4, 1), step)
     found = micro_batches(batches(count, 16, micro, ranks), step)
     assert sorted(chain(*found)) == sorted(chain(*alone))
@@ -73,8 +72,9 @@ def test_a_step_sees_the_same_samples_on_any_world(
 
 
 def test_an_epoch_sees_each_sample_once_and_the_next_is_shuffled_anew() -> None:
-    """Epochs of 100 samples in steps of 16: each sample once an epoch, in another order each time."""
+    """Each epoch has each sample once, in a new order."""
     source = batches(100, 16, 4, 2)
+    # 19 steps of 16 samples cover three epochs of 100.
     seen = [
         number for step in range(19) for micro in micro_batches(source, step) for number in micro
     ][:300]
@@ -85,7 +85,8 @@ def test_an_epoch_sees_each_sample_once_and_the_next_is_shuffled_anew() -> None:
 
 @pytest.mark.parametrize("count", [100, 500_000_000])
 def test_order_is_a_function_of_seed_and_step(count: int) -> None:
-    """Step 9 asked for first is step 9 after all others, as a resumed run needs; another seed gives another order."""
+    """Step 9 is the same with and without the steps before it, and differs with another seed."""
+    # A resumed run begins in the middle.
     after_others = batches(count, 16, 4, 1)
     for step in range(9):
         micro_batches(after_others, step)
@@ -94,7 +95,7 @@ def test_order_is_a_function_of_seed_and_step(count: int) -> None:
 
 
 def test_a_batch_larger_than_the_data_goes_round() -> None:
-    """Three samples fill a batch of eight: each epoch in the batch has all of them."""
+    """A batch larger than the data has each sample once for each epoch in it."""
     ((found),) = micro_batches(batches(3, 8, 8, 1), 0)
     assert [sorted(found[:3]), sorted(found[3:6])] == [[0, 1, 2]] * 2
 
@@ -103,14 +104,14 @@ def test_a_batch_larger_than_the_data_goes_round() -> None:
 
 
 def data_of(task: str, **data: Any) -> LoadedData:
-    """The data of a recipe for this task."""
+    """Return the data of a recipe for this task."""
     model = {"factory": "m:f"} if task == "custom" else {"config": {"model_type": "bert"}}
     return LoadedData(recipe(model={"task": task, **model}, data=data))
 
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpora:
-    """Writes a text file and names it as a corpus; caches are the test's own."""
+    """Return a function that writes a text file and returns it as a corpus, with a new cache."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
 
     def write(name: str, text: str) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpora:
 def test_text_becomes_samples_of_the_task(
     task: str, trained: str, keys: set[str], corpus: Corpora
 ) -> None:
-    """Each task on text gets the names that its models take, all of one length; evaluation has its own corpus."""
+    """Samples of each task have the names that its models expect, and one length."""
     data = data_of(
         task,
         train=corpus("a.txt", "the cat sat on the mat and looked at the moon\n\n" * 30),
@@ -154,14 +155,13 @@ def test_text_becomes_samples_of_the_task(
         data.train.sample(i, 0)["input_ids"].tolist().count(data.tokenizer.eos_token_id)
         for i in range(3)
     )
-    assert (ends > 0) == (
-        trained == "bpe"
-    )  # an end mark between documents, for models that go on with text
+    # Models that continue text have an end mark between documents.
+    assert (ends > 0) == (trained == "bpe")
 
 
 @pytest.fixture
 def llama_like(tmp_path: Path, corpus: Corpora) -> Callable[[bool], str]:
-    """Saves a BPE tokenizer of the corpus that begins a text with <s>, as Llama's does, or with nothing."""
+    """Return a function that saves a BPE tokenizer with or without <s> before a text."""
 
     def save(begins: bool) -> str:
         from tokenizers.processors import TemplateProcessing
@@ -184,9 +184,10 @@ def llama_like(tmp_path: Path, corpus: Corpora) -> Callable[[bool], str]:
 def test_documents_begin_as_a_pretrained_tokenizer_begins_them(
     llama_like: Callable[[bool], str], corpus: Corpora
 ) -> None:
-    """Packed documents of a causal model have the tokenizer's own begin mark, and one cache is not the other's."""
+    """Packed documents begin with the begin mark of a pretrained tokenizer, if it has one."""
     source = corpus("a.txt", "a b a b\n\n" * 40)
     found = []
+    # The first tokenizer again, to show that the cache keeps the two apart.
     for begins in (False, True, False):
         words = llama_like(begins)
         data = data_of("causal-lm", train=source, tokenizer=words, sequence_length=20)
@@ -198,7 +199,7 @@ def test_documents_begin_as_a_pretrained_tokenizer_begins_them(
 
 
 def test_a_corpus_shorter_than_a_sample_is_an_error(corpus: Corpora) -> None:
-    """Fewer tokens than one sample: said with both numbers, before anything is built."""
+    """A corpus with fewer tokens than one sample is an error with both numbers."""
     short = corpus("a.txt", "one two three")
     with pytest.raises(DataError, match=r"has \d+ tokens, fewer than one sample of 64"):
         data_of("masked-lm", train=short, tokenizer={"train": "wordpiece"}, sequence_length=64)
@@ -209,8 +210,9 @@ def test_a_corpus_shorter_than_a_sample_is_an_error(corpus: Corpora) -> None:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes the user's module `own_module` where Python finds it."""
+    """Return a function that writes the user's module `own_module` on Python's path."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    # Cached bytecode would be used for another module that is written in the same second.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def write(text: str) -> None:
@@ -263,7 +265,7 @@ FUNCTION = "def make(a, b=2):\n    return [a, b]\n"
 def test_a_factory_that_is_not_there(
     module: Any, text: str, target: str, arguments: dict[str, Any], message: str
 ) -> None:
-    """The module, the function or the arguments that do not fit are named."""
+    """A missing module or function, or arguments that do not match, are named."""
     module(text)
     with pytest.raises(DataError, match=message):
         call("data.factory", target, arguments)
@@ -281,7 +283,7 @@ def test_a_factory_that_is_not_there(
 def test_an_error_of_the_users_own_code_stays_what_it_is(
     module: Any, text: str, error: type[Exception], message: str
 ) -> None:
-    """What goes wrong inside the user's module is not taken for a missing module or function."""
+    """An error inside the user's module is raised unchanged."""
     module(text)
     with pytest.raises(error, match=message) as caught:
         call("data.factory", "own_module:make", {})
@@ -289,14 +291,14 @@ def test_an_error_of_the_users_own_code_stays_what_it_is(
 
 
 def test_a_factory_gets_its_arguments(module: Any) -> None:
-    """Arguments of the recipe reach the function by name."""
+    """Arguments of the recipe are passed to the function by name."""
     module(FUNCTION)
     assert call("data.factory", "own_module:make", {"b": 5, "a": 1}) == [1, 5]
 
 
 @pytest.mark.parametrize("items", [None, 3, [], iter([1]), {1, 2}, {"train": [1]}])
 def test_own_data_must_be_samples(items: Any) -> None:
-    """What has no length or no items is refused with its type."""
+    """An object without length or items is refused with its type."""
     with pytest.raises(
         DataError, match=f"data.factory returned {type(items).__name__}.*; it must have samples"
     ):
@@ -305,7 +307,7 @@ def test_own_data_must_be_samples(items: Any) -> None:
 
 @pytest.mark.parametrize("item", [3, torch.ones(2), (1, 2), "text"])
 def test_a_sample_must_be_a_mapping(item: Any) -> None:
-    """A tensor or a tuple does not say which argument of forward it is."""
+    """A sample that is no mapping is refused, as it does not name the arguments of forward."""
     with pytest.raises(
         DataError,
         match=f"sample 0 of data.factory is a {type(item).__name__}; it must be a mapping",
@@ -327,13 +329,13 @@ def test_a_sample_must_be_a_mapping(item: Any) -> None:
     ],
 )
 def test_samples_that_do_not_stack(samples: list[Any], message: str) -> None:
-    """Samples of one batch have the same names and shapes, or the difference is told."""
+    """Samples of one batch that differ in names or shapes are an error with the difference."""
     with pytest.raises(DataError, match=message):
         collate(samples)
 
 
 def test_numbers_lists_and_arrays_become_tensors() -> None:
-    """A sample may hold tensors, numbers, lists and arrays."""
+    """Tensors, numbers, lists and arrays of samples become tensors of a batch."""
     batch = collate(
         [{"a": 1, "b": [1.0, 2.0], "c": np.ones(2, np.float32), "d": torch.ones(1)}] * 2
     )
@@ -347,7 +349,7 @@ def test_numbers_lists_and_arrays_become_tensors() -> None:
 
 
 def test_own_data_through_a_recipe(module: Any) -> None:
-    """The recipe's factories give training and evaluation samples, without a tokenizer."""
+    """The recipe's factories make training and evaluation samples without a tokenizer."""
     module("def make(n):\n    return [{'x': i} for i in range(n)]\n")
     source = {"format": "custom", "factory": "own_module:make", "arguments": {"n": 5}}
     data = data_of("custom", train=source, evaluation={**source, "arguments": {"n": 3}})

@@ -1,4 +1,4 @@
-"""What one document is in files of text, by `document`: pairs and packing go by it."""
+"""The field `document`: how text files are split into documents, which pairs and packing use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_documents_of_a_file(kind: str, tmp_path: Path) -> None:
-    """A paragraph up to a blank line, a line, or the whole file; tokens of one kind are not taken for another's."""
+    """Documents are paragraphs, lines or whole files, each with a fingerprint of its own."""
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     source = Corpus(format="text", path=(str(tmp_path / "a.txt"),), document=kind)
     assert list(documents(source)) == EXPECTED[kind]
@@ -32,7 +32,8 @@ def test_documents_of_a_file(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_paragraph_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A document a line, read by paragraphs, is told with the line of its begin; it would be one document in memory."""
+    """A paragraph that is too long is an error with its first line, and with the remedy."""
+    # A file with a document in each line would be one paragraph in memory.
     monkeypatch.setattr("ortlaunch.worker.data.reading._LETTERS_AT_ONCE", 8)
     monkeypatch.setattr("ortlaunch.worker.data.reading._LONGEST_PARAGRAPH", 32)
     (tmp_path / "a.txt").write_text("One.\n\n" + "A line.\n" * 9)
@@ -51,7 +52,7 @@ def test_a_paragraph_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_text_that_no_tokenizer_takes(
     form: Any, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row of 100 MB is refused with its place, in each format, before memory is filled."""
+    """A row beyond the limit is refused with its location in each format."""
     monkeypatch.setattr("ortlaunch.worker.data.reading._LONGEST_ROW", 64)
     monkeypatch.setattr("ortlaunch.worker.data.corpus.LONGEST_TEXT", 32)
     rows = {"jsonl": '{"text": "a"}\n{"text": "' + "b" * 99 + '"}\n', "text": "b" * 33}
@@ -61,7 +62,7 @@ def test_a_text_that_no_tokenizer_takes(
 
 
 def test_documents_of_a_compressed_file(tmp_path: Path) -> None:
-    """Read by `datasets`, the same."""
+    """A compressed file has the same documents."""
     with gzip.open(tmp_path / "a.txt.gz", "wt", encoding="utf-8") as file:
         file.write(TEXT)
     for kind, expected in EXPECTED.items():

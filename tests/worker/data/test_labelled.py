@@ -1,4 +1,4 @@
-"""Texts, numbers and words with labels: what a sample is, and which rows are refused, by name."""
+"""Samples of texts, numbers and words with labels; invalid rows are refused by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def words() -> Any:
-    """A tokenizer."""
+    """Return a tokenizer of the words a, b and c."""
     from tokenizers import pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -42,7 +42,7 @@ def labelled(path: Path, lines: str, kind: Any = LabelledTexts, **columns: str) 
 
 
 def test_labelled_texts(tmp_path: Path) -> None:
-    """Texts are cut or padded to one length, with a mask and their class; no end mark is invented."""
+    """Texts are cut or padded to one length, with a mask and their class, without an end mark."""
     samples = labelled(
         tmp_path / "x.jsonl",
         '{"body": "a b", "stars": 0}\n{"body": "a b c a b c", "stars": 4}\n',
@@ -102,15 +102,16 @@ GOOD = '{"text": "a", "label": 1}\n'
     ],
 )
 def test_bad_rows_are_named(lines: str, message: str, tmp_path: Path) -> None:
-    """A row without text or without a class is told by file and line, and so is that there are none."""
+    """A row without a valid text or class is an error with file and line."""
     with pytest.raises(DataError, match=message):
         labelled(tmp_path / "x.jsonl", lines)
 
 
 def test_words_are_numbered_as_datasets_numbers_them(tmp_path: Path) -> None:
-    """By the library's class_encode_column; over all sources of a mixture, and the same in the evaluation."""
+    """Label names are numbered as `datasets` does, over all sources and the evaluation."""
     import datasets
 
+    # Upper case sorts before lower case, and "ä" after "z".
     words = ["good", "bad", "very bad", "bad", "Good", "äh"]
     lines = [json.dumps({"text": "a", "label": word}) + "\n" for word in words]
     one, other, held_out = (
@@ -126,7 +127,7 @@ def test_words_are_numbered_as_datasets_numbers_them(tmp_path: Path) -> None:
 
 
 def rows_of(*labels: Any) -> str:
-    """A row for each label."""
+    """Return one row for each label, as JSON lines."""
     return "".join(json.dumps({"text": "a", "label": label}) + "\n" for label in labels)
 
 
@@ -145,7 +146,8 @@ CHECK = "; check data.train's labels"
     ],
 )  # fmt: skip
 def test_classes_are_printed(labels: list[Any], expected: list[str], tmp_path: Path) -> None:
-    """How many, by name, and which of them no row has or a single one, as a misspelt or misnumbered label does."""
+    """The number of classes, their names, and classes with at most one training row are printed."""
+    # Such classes are often misspelt or misnumbered labels.
     parts = [
         labelled(tmp_path / f"{n}.jsonl", rows_of(*part))
         for n, part in enumerate((labels[:2], labels[2:]))
@@ -156,14 +158,14 @@ def test_classes_are_printed(labels: list[Any], expected: list[str], tmp_path: P
 
 
 def test_regressions_print_no_classes(tmp_path: Path) -> None:
-    """A number is no class."""
+    """A regression has no classes to print."""
     assert [*class_lines(labelled(tmp_path / "x.jsonl", rows_of(1, 0.5), ScoredTexts), [], 0)] == []
 
 
 @pytest.mark.parametrize("source", ["hub", "parquet"])
 @pytest.mark.parametrize("kind", [LabelledTexts, TaggedWords])
 def test_names_of_numbers(source: str, kind: Any, tmp_path: Path) -> None:
-    """Those of a ClassLabel, in its own order, not the alphabet's; other names of the same numbers are refused."""
+    """Class names come from a ClassLabel in its order; sources with different names are refused."""
     import datasets
 
     def of(names: list[str]) -> Any:
@@ -191,7 +193,7 @@ def test_names_of_numbers(source: str, kind: Any, tmp_path: Path) -> None:
 
 
 def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
-    """A word that was never trained, and words beside numbers."""
+    """Unknown names, a single name, and names mixed with integers are refused."""
     word, number, same = (
         labelled(
             tmp_path / f"{n}.jsonl",
@@ -230,13 +232,13 @@ def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
     ],
 )
 def test_bad_numbers_are_named(lines: str, message: str, tmp_path: Path) -> None:
-    """What is no finite number is told by file and line."""
+    """A label that is no finite number is an error with file and line."""
     with pytest.raises(DataError, match=message):
         labelled(tmp_path / "x.jsonl", lines, ScoredTexts)
 
 
 def test_numbers_are_float_labels(tmp_path: Path) -> None:
-    """Whole numbers, too; there are no classes."""
+    """Labels of a regression are float32, integers included, and there are no classes."""
     samples = labelled(
         tmp_path / "x.jsonl",
         '{"text": "a", "label": -1}\n{"text": "b", "label": 0.5}\n',
@@ -267,13 +269,13 @@ def test_numbers_are_float_labels(tmp_path: Path) -> None:
     ],
 )
 def test_bad_tags_are_named(lines: str, message: str, tmp_path: Path) -> None:
-    """Lists that are none, of unequal length, and tags that are no classes are told by file and line."""
+    """Rows whose words and tags do not match, or are invalid, are errors with file and line."""
     with pytest.raises(DataError, match=message):
         labelled(tmp_path / "x.jsonl", lines, TaggedWords)
 
 
 def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
-    """Aligned as in transformers' run_ner example, whose rule is written out here; tags that are words are numbered."""
+    """The first token of each word has its tag, as in transformers' run_ner example."""
     from tokenizers import pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -295,9 +297,8 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
     tags = [0, 2, 1, 2]
     before = None
     expected = []
-    for (
-        word
-    ) in encoded.word_ids():  # run_ner.py: tokenize_and_align_labels, without label_all_tokens
+    # The rule of run_ner.py: tokenize_and_align_labels without label_all_tokens.
+    for word in encoded.word_ids():
         expected.append(IGNORED if word is None or word == before else tags[word])
         before = word
     sample = samples.sample(0, 0)
@@ -310,7 +311,7 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
 
 
 def test_no_rows_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A split without rows has no classes, and is said to be empty."""
+    """A source without rows is an error."""
     monkeypatch.setattr(label_rows, "rows", lambda source: iter(()))
     monkeypatch.setattr(labelled_module, "fingerprint", lambda source: "")
     with pytest.raises(DataError, match=": has no rows"):

@@ -1,4 +1,4 @@
-"""Rows with labels are tokenized once into the cache: samples are as the tokenizer's own call makes them."""
+"""Rows with labels in the cache give the same samples as direct calls of the tokenizer."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from ortlaunch.worker.data.labelled import number_labels
 from ortlaunch.worker.data.reading import DataError
 
 LENGTH = 12
+# Empty, short and cut texts, letters beyond ASCII, a special token, and an unknown word.
 TEXTS = [
     "",
     "the mat",
@@ -55,7 +56,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The tokens' folder of an own cache; tokenized four rows at a time, noted after each."""
+    """Return the tokens' folder of a temporary cache; four rows make a chunk, saved after each."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tokens, "_DOCUMENTS_AT_ONCE", 4)
     monkeypatch.setattr(tokens, "_SAVE_SECONDS", 0.0)
@@ -63,7 +64,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wordpiece(side: str = "right", **options: Any) -> Any:
-    """BERT's, with [CLS] and [SEP]."""
+    """Return a tokenizer as BERT's, with [CLS] and [SEP]."""
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted({*"".join(TEXTS)} - {" ", "\n"})
@@ -85,7 +86,7 @@ def wordpiece(side: str = "right", **options: Any) -> Any:
 
 
 def byte_level(side: str = "right") -> Any:
-    """GPT-2's, with a mark before each text, no token for padding, and words of which some pieces are cut off."""
+    """Return a tokenizer as GPT-2's, with a begin mark and without a token for padding."""
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
@@ -102,7 +103,7 @@ def byte_level(side: str = "right") -> Any:
 
 
 def slow(side: str = "right") -> Any:
-    """One in Python, with </s> behind each text."""
+    """Return a tokenizer in Python, with </s> after each text."""
     from transformers import ByT5Tokenizer
 
     found = ByT5Tokenizer(padding_side=side)
@@ -133,7 +134,7 @@ def alike(found: Any, expected: dict[str, Any]) -> bool:
 def test_texts_are_as_the_tokenizer_makes_them(
     kind: Any, make: Any, side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, when they are tokenized, and when they come from the cache, for which no row is read."""
+    """Samples equal the tokenizer's output exactly, both new and from the cache."""
     texts, labels = KINDS[kind]
     source = corpus(tmp_path / "x.jsonl", texts, labels)
     tokenizer = make(side)
@@ -151,6 +152,7 @@ def test_texts_are_as_the_tokenizer_makes_them(
         for number, each in enumerate(expected):
             assert alike(samples.sample(number, 0), each), (turn, number)
             assert samples.size(number) == int(each["attention_mask"].sum())
+        # The second turn must use the cache alone.
         monkeypatch.setattr(label_rows, "rows", refuse)
         monkeypatch.setattr(type(tokenizer), "__call__", refuse)
 
@@ -161,7 +163,7 @@ def test_texts_are_as_the_tokenizer_makes_them(
 def test_words_are_as_the_tokenizer_makes_them(
     make: Any, side: str, cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each word's first piece has its tag, also of words that are cut off; that of other pieces is ignored."""
+    """The first token of each word has the word's tag, also if the word is cut."""
     labels = [[(number + len(words)) % 5 for number in range(len(words))] for words in WORDS]
     source = corpus(tmp_path / "x.jsonl", WORDS, labels)
     tokenizer = make(side)
@@ -186,19 +188,20 @@ def test_words_are_as_the_tokenizer_makes_them(
         assert [samples.size(n) for n in range(5)] == [
             int(each["attention_mask"].sum()) for each in expected
         ]
+        # The second turn must use the cache alone.
         monkeypatch.setattr(label_rows, "rows", refuse)
         monkeypatch.setattr(type(tokenizer), "__call__", refuse)
 
 
 def test_a_tokenizer_without_masks(tmp_path: Path) -> None:
-    """Makes samples without."""
+    """A tokenizer without masks makes samples without masks."""
     source = corpus(tmp_path / "x.jsonl", TEXTS, range(7))
     samples = LabelledTexts(source, wordpiece(model_input_names=["input_ids"]), LENGTH)
     assert list(samples.sample(2, 0)) == ["input_ids", "labels"]
 
 
 def test_one_without_any_token_to_pad_with_is_told(tmp_path: Path) -> None:
-    """Before anything is read."""
+    """A tokenizer without a token for padding or for the end of a text is refused."""
     tokenizer = wordpiece()
     tokenizer.pad_token = None
     with pytest.raises(
@@ -211,7 +214,7 @@ def test_one_without_any_token_to_pad_with_is_told(tmp_path: Path) -> None:
 def test_samples_that_lie_in_two_shards(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Are whole, and so is what all rows have."""
+    """Samples and the summary of all rows may span two shards."""
     labels = [f"label {number}" for number in range(len(TEXTS))]
     source = corpus(tmp_path / "x.jsonl", TEXTS, labels)
     whole = LabelledTexts(source, wordpiece(), LENGTH)
@@ -226,7 +229,7 @@ def test_samples_that_lie_in_two_shards(
 
 
 def test_a_label_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest number, up to the most classes, also when no row is read; and the kinds of labels stay apart."""
+    """The largest label has its location, also when it comes from the cache."""
     source = corpus(tmp_path / "x.jsonl", "abcd", [0, 999_999, 3, 999_999])
     for _ in range(2):
         samples = LabelledTexts(source, wordpiece(), LENGTH)
@@ -236,7 +239,7 @@ def test_a_label_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_decides_on_tokens_and_labels(tmp_path: Path, cache: Path) -> None:
-    """Another length, side, column or tokenizer is another document; where the tokenizer last cut is not."""
+    """Length, side, column and tokenizer change the cache key; the last call does not."""
     path = tmp_path / "x.jsonl"
     source = corpus(path, TEXTS, range(7))
     rows = [
@@ -246,9 +249,8 @@ def test_what_decides_on_tokens_and_labels(tmp_path: Path, cache: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = wordpiece()
     LabelledTexts(source, tokenizer, LENGTH)
-    assert (
-        tokenizer.backend_tokenizer.truncation is tokenizer.backend_tokenizer.padding is None
-    )  # as it is saved
+    # The tokenizer stays as it was saved.
+    assert tokenizer.backend_tokenizer.truncation is tokenizer.backend_tokenizer.padding is None
     tokenizer("a", truncation=True, max_length=2, padding="max_length")
     LabelledTexts(source, tokenizer, LENGTH)
     assert len([*cache.glob("*.seal")]) == 1
@@ -276,7 +278,7 @@ def _killed_at(text: str, source: Corpus) -> None:
 
 
 def test_a_killed_process_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGKILL in the middle: the next one tokenizes what is left, and all labels are as from one process."""
+    """After SIGKILL, the next process continues, with labels as from a single process."""
     from transformers import PreTrainedTokenizerFast
 
     texts = [f"text {number}" for number in range(40)]
@@ -296,6 +298,7 @@ def test_a_killed_process_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.Mo
         lambda self, texts, **o: (seen.extend(texts), call(self, texts, **o))[1],
     )
     samples = LabelledTexts(source, wordpiece(), LENGTH)
+    # Text 25 is in the seventh chunk of four; at most two earlier chunks were not saved yet.
     assert 16 <= len(seen) <= 24
     assert seen == texts[-len(seen) :]
     assert number_labels(samples, None) == sorted({*labels})
@@ -303,7 +306,7 @@ def test_a_killed_process_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_memory_does_not_grow_with_texts(tmp_path: Path) -> None:
-    """Ten times the rows leave as much of it taken as few do, and so do their samples."""
+    """The memory of samples does not depend on the number of rows."""
     tokenizer = wordpiece()
 
     def taken(count: int) -> int:
@@ -318,6 +321,7 @@ def test_memory_does_not_grow_with_texts(tmp_path: Path) -> None:
         tracemalloc.stop()
         return found
 
+    # The first call imports and caches things.
     taken(20)
     assert taken(3000) < taken(300) + 50_000
 
@@ -326,7 +330,8 @@ def test_memory_does_not_grow_with_texts(tmp_path: Path) -> None:
 def test_data_are_told_apart_as_before(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the texts and the numbers of labels of up to 8,191 rows, cut or not: a run of before goes on."""
+    """The fingerprint is of texts and class numbers of up to 8,191 rows, as in earlier versions."""
+    # A run of an earlier version must be able to resume.
     monkeypatch.setattr(tokens, "_DOCUMENTS_AT_ONCE", 1000)
     texts = [f"text {number} äß " * (1 + number % 4) for number in range(count)]
     words = [text.split() for text in texts]
@@ -355,7 +360,7 @@ def test_data_are_told_apart_as_before(
 
 
 def test_nothing_bad_is_kept(tmp_path: Path, cache: Path) -> None:
-    """A bad row behind many good ones leaves nothing that is taken, and is told each time."""
+    """A bad row after many good ones is an error each time, and nothing of them is used."""
     source = corpus(tmp_path / "x.jsonl", ["a"] * 20, [0] * 19 + [-1])
     for _ in range(2):
         with pytest.raises(
@@ -372,10 +377,11 @@ def test_nothing_bad_is_kept(tmp_path: Path, cache: Path) -> None:
 def test_a_tokenizer_that_takes_no_lists_of_words(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As transformers 4 says of a byte-level one without add_prefix_space; nor may it be in Python alone."""
+    """A tokenizer that refuses lists of words, or is in Python alone, is an error."""
     source = corpus(tmp_path / "x.jsonl", [["a"]], [["O"]])
     tokenizer = byte_level()
 
+    # The error of transformers 4 for a byte-level tokenizer without add_prefix_space.
     def call(*arguments: Any, **options: Any) -> Any:
         raise AssertionError(
             "You need to instantiate GPT2TokenizerFast with add_prefix_space=True\nto use it"

@@ -1,4 +1,4 @@
-"""Mixtures: how often each source comes, in which order, and from a recipe on."""
+"""Mixtures: the share of each source, the order of samples, and mixtures in a recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLACES = 3 * BLOCK
 
 @pytest.fixture(scope="module")
 def taken() -> list[tuple[int, int]]:
-    """(sample, epoch of its source) of three blocks."""
+    """Return (sample, epoch of its source) at each place of three blocks."""
     return MixedOrder(SIZES, WEIGHTS, 7).at(list(range(PLACES)))
 
 
@@ -33,7 +33,7 @@ def source_of(sample: int) -> int:
 
 @pytest.mark.parametrize("steps", [100, 1000, 8192, BLOCK + 5000, PLACES])
 def test_weights_are_hit_within_three_deviations(taken: list[tuple[int, int]], steps: int) -> None:
-    """Of drawing each sample's source by chance, wherever a run ends."""
+    """Each source has its share, within 3 sigma of a random draw, after any number of steps."""
     counts = Counter(source_of(sample) for sample, _ in taken[:steps])
     for number, weight in enumerate(WEIGHTS):
         share = weight / sum(WEIGHTS)
@@ -41,15 +41,16 @@ def test_weights_are_hit_within_three_deviations(taken: list[tuple[int, int]], s
 
 
 def test_sources_are_shuffled_among_each_other(taken: list[tuple[int, int]]) -> None:
-    """A source follows on itself as often as by chance."""
+    """A source follows itself as often as in a random order."""
     first = np.array([source_of(sample) == 0 for sample, _ in taken])
     pairs = int((first[1:] & first[:-1]).sum())
+    # The largest source has a share of 0.6.
     chance = 0.36
     assert abs(pairs - PLACES * chance) < 4 * math.sqrt(PLACES * chance * (1 - chance))
 
 
 def test_an_epoch_of_a_source_has_each_of_its_samples_once(taken: list[tuple[int, int]]) -> None:
-    """And the next epoch begins when the last is over, in another order."""
+    """An epoch of a source has each sample once; the next epoch follows in another order."""
     for number, (size, begin) in enumerate(zip(SIZES, (0, 1000, 1050))):
         mine = [(sample - begin, epoch) for sample, epoch in taken if source_of(sample) == number]
         assert [epoch for _, epoch in mine] == [place // size for place in range(len(mine))]
@@ -59,7 +60,8 @@ def test_an_epoch_of_a_source_has_each_of_its_samples_once(taken: list[tuple[int
 
 
 def test_any_place_is_known_without_those_before_it(taken: list[tuple[int, int]]) -> None:
-    """As a resumed run asks, and far beyond what could be counted out; constant memory."""
+    """Any place is computed alone, in constant memory, also far from the beginning."""
+    # A resumed run begins in the middle.
     chosen = [0, BLOCK - 1, BLOCK, 2 * BLOCK + 17]
     assert [MixedOrder(SIZES, WEIGHTS, 7).at([place])[0] for place in chosen] == [
         taken[place] for place in chosen
@@ -72,7 +74,7 @@ def test_any_place_is_known_without_those_before_it(taken: list[tuple[int, int]]
 
 
 def test_shares_fill_a_block() -> None:
-    """Rounded to the sample, whatever the weights."""
+    """Shares of a block are within one place of the weights, and their sum is the block."""
     for weights in ([1.0], [1, 1, 1], [0.1, 0.2, 0.7], [1e-3, 1e9 / 65_537, 1e9]):
         found = shares(weights)
         assert found.sum() == BLOCK
@@ -80,7 +82,7 @@ def test_shares_fill_a_block() -> None:
 
 
 def test_one_sequence_on_any_world() -> None:
-    """Micro batches of 1, 2 and 4 ranks hold the same samples, in the same order where micro_size is the same."""
+    """1, 2 and 4 ranks have the same samples in each step."""
 
     def steps(ranks: int, micro: int) -> list[list[int]]:
         mixture = Mixture(
@@ -95,7 +97,7 @@ def test_one_sequence_on_any_world() -> None:
 
 
 def test_from_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tokenizer of all sources; the same corpus twice is not the same samples twice; a fingerprint of all."""
+    """A mixture has one tokenizer and one fingerprint; a repeated corpus has other masks."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.txt").write_text("the cat sat on the mat\n\n" * 40)
     (tmp_path / "b.txt").write_text("ein hund stand im wald\n\n" * 20)

@@ -1,4 +1,4 @@
-"""The order of samples: each once an epoch, as random as NumPy's permutation, in constant memory."""
+"""The order of samples: each once in an epoch, as random as NumPy's, in constant memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import pytest
 from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.order import Feistel, Order, permutation
 
+# Samples of the statistical tests, and cells of each axis of their tables.
 COUNT = 200_000
 CELLS = 64
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 65_535, 65_536, 65_537, 70_000, 99_856, 262_144])
 def test_each_sample_once_an_epoch(samples: int) -> None:
-    """On both sides of the size from which nothing is held, squares and powers of two among them; epochs differ."""
+    """Each epoch has each sample once, for sizes around the change of method; epochs differ."""
+    # Squares and powers of two are among the sizes.
     first, second = (permutation(samples, 7, epoch)(np.arange(samples)) for epoch in (0, 1))
     for found in (first, second):
         assert np.array_equal(np.sort(found), np.arange(samples))
@@ -27,7 +29,8 @@ def test_each_sample_once_an_epoch(samples: int) -> None:
 
 
 def test_the_network_permutes_any_number() -> None:
-    """Also where much of the rectangle lies beside the data set."""
+    """The Feistel network permutes any number of samples."""
+    # For small numbers, much of the rectangle is outside the data set.
     for samples in range(1, 300):
         assert sorted(Feistel(samples, 1, 2)(np.arange(samples)).tolist()) == list(
             range(samples)
@@ -35,14 +38,17 @@ def test_the_network_permutes_any_number() -> None:
 
 
 def test_the_order_of_a_seed_stands() -> None:
-    """Checkpoints count on it: a change here is a new name in order.py, and a line in CHANGELOG."""
-    assert permutation(5, 42, 0)(np.arange(5)).tolist() == [1, 4, 3, 0, 2]  # NumPy's
+    """The order of a seed does not change between versions."""
+    # Checkpoints depend on it: a change needs a new name in order.py, and a line in CHANGELOG.
+    # This one is NumPy's.
+    assert permutation(5, 42, 0)(np.arange(5)).tolist() == [1, 4, 3, 0, 2]
+    # This one is the Feistel network's.
     computed = [194446371, 81501990, 464369328, 20904739, 215825597]
     assert permutation(500_000_000, 42, 3)(np.arange(5)).tolist() == computed
 
 
 def test_places_count_on_from_epoch_to_epoch() -> None:
-    """A batch that spans two of them, asked for alone or after others."""
+    """A batch that spans two epochs is the same alone and after others."""
     order = Order(70_000, 7)
     last = [69_998, 69_999, 70_000, 70_001, 140_000]
     found = order.at(last)
@@ -55,7 +61,8 @@ def test_places_count_on_from_epoch_to_epoch() -> None:
 
 
 def test_half_a_thousand_million_samples_take_no_memory() -> None:
-    """NumPy's permutation of them is 4 GB."""
+    """The order of 500 million samples takes less than 2 MB."""
+    # NumPy's permutation of them would take 4 GB.
     order = Order(500_000_000, 7)
     tracemalloc.start()
     order.at(list(range(499_999_000, 500_001_000)))
@@ -68,14 +75,14 @@ def test_half_a_thousand_million_samples_take_no_memory() -> None:
 
 
 def excess(counts: np.ndarray[Any, Any]) -> float:
-    """Chi-square of equal cells, in standard deviations above its mean."""
+    """Return the chi-square of equal cells, in standard deviations above its mean."""
     expected = counts.sum() / counts.size
     freedom = counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 
 
 def cells(rows: np.ndarray[Any, Any], columns: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """How often each pair of cells comes."""
+    """Return the count of each pair of cells."""
     return np.bincount(rows * CELLS + columns, minlength=CELLS * CELLS)
 
 
@@ -89,7 +96,8 @@ def ours(seed: int, epoch: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("make", [numpys, ours])
 def test_uniform_serial_and_independent(make: Any) -> None:
-    """Where from and where to, neighbours, samples far apart, epochs and seeds: chi-squares within four deviations."""
+    """Places, neighbours, epochs and seeds are independent: chi-squares within 4 sigma."""
+    # NumPy's permutation passes the same tests, which shows that they are fair.
     place = np.arange(COUNT)
     order = make(1, 0)
     next_epoch = make(1, 1)
@@ -98,7 +106,8 @@ def test_uniform_serial_and_independent(make: Any) -> None:
     pairs = {
         "place": place * CELLS // COUNT,
         "neighbour": np.roll(to, -1),
-        "row above": np.roll(to, -448),  # across the rectangle
+        # The rectangle has about 448 columns.
+        "row above": np.roll(to, -448),
         "epoch": next_epoch * CELLS // COUNT,
         "seed": next_seed * CELLS // COUNT,
         "low digits": place % CELLS,
@@ -111,17 +120,18 @@ def test_uniform_serial_and_independent(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [numpys, ours])
 def test_distances_and_rises(make: Any) -> None:
-    """Rises are half of the steps, runs up have the lengths of chance, and few samples stay where they are."""
+    """Rises, runs of rises and fixed points are as frequent as in a random order."""
     order = make(3, 0)
     rises = int((np.diff(order) > 0).sum())
     assert abs(rises - (COUNT - 1) / 2) < 4 * np.sqrt((COUNT + 1) / 12)
     lengths = Counter(len(list(run)) for up, run in itertools.groupby(np.diff(order) > 0) if up)
     assert abs(sum(lengths.values()) - COUNT / 3) < 4 * np.sqrt(2 * COUNT / 45)
-    assert (order == np.arange(COUNT)).sum() <= 6  # 1 by chance
+    # A random order has one fixed point on average.
+    assert (order == np.arange(COUNT)).sum() <= 6
 
 
 def test_large_data_sets_too() -> None:
-    """A stretch of 5e8 samples' order falls evenly over the whole corpus, by high and by low digits."""
+    """A part of the order of 5e8 samples is spread evenly over the data, by high and low digits."""
     found = Feistel(500_000_000, 42, 0)(np.arange(123_456_789, 123_456_789 + 200_000))
     assert len(set(found.tolist())) == 200_000
     assert abs(excess(np.bincount(found * 1000 // 500_000_000, minlength=1000))) < 4
@@ -129,5 +139,5 @@ def test_large_data_sets_too() -> None:
 
 
 def test_a_checkpoint_names_the_order() -> None:
-    """What is held and what is computed are two orders of one seed."""
+    """The identity names the stored order and the computed order by different names."""
     assert [identity(range(count))["order"] for count in (65_536, 65_537)] == ["shuffle", "feistel"]

@@ -1,4 +1,4 @@
-"""One sample of each task from a corpus: masked words, pairs of segments, packed blocks."""
+"""Samples of text tasks: masked blocks, pairs of segments, packed blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORDS = 400
 
 
 class Words:
-    """What masking needs of a tokenizer."""
+    """The part of a tokenizer that masking uses."""
 
     cls_token = "[CLS]"
     sep_token = "[SEP]"
@@ -44,7 +44,7 @@ class Words:
 
 
 def corpus(tokens: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    """Token ids above the special ones."""
+    """Return random token ids above the special ones."""
     return np.random.default_rng(seed).integers(10, WORDS, tokens).astype(np.uint32)
 
 
@@ -52,7 +52,7 @@ def corpus(tokens: int, seed: int = 0) -> np.ndarray[Any, Any]:
 
 
 def masked(seed: int = 0, pairs: bool = False, tokens: int = 60_000, **settings: Any) -> Any:
-    """Windows, or pairs of documents of 6,100 tokens: a hundred full samples each."""
+    """Return windows, or pairs of documents with 6,100 tokens (a hundred full samples each)."""
     masking = Masking(Words(), MaskedLm(**settings))
     if pairs:
         return documents_of([6100] * (tokens // 6100), seed, masking)
@@ -60,13 +60,13 @@ def masked(seed: int = 0, pairs: bool = False, tokens: int = 60_000, **settings:
 
 
 def documents_of(sizes: list[int], seed: int = 0, masking: Any = None) -> SentencePairs:
-    """Pairs of documents of these sizes."""
+    """Return pairs of documents of these sizes."""
     found = Documents(corpus(sum(sizes)), np.cumsum(sizes))
     return SentencePairs(found, 64, masking or Masking(Words(), MaskedLm()), 0, seed)
 
 
 def original(sample: Any) -> torch.Tensor:
-    """The input before masking."""
+    """Return the input before masking."""
     return torch.where(sample["labels"] == IGNORED, sample["input_ids"], sample["labels"])
 
 
@@ -74,7 +74,8 @@ def original(sample: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("settings", "predictions"),
     [
-        ({}, 10),  # 15 % of 64, rounded
+        # 15 % of 64, rounded.
+        ({}, 10),
         ({"max_predictions": 4}, 4),
         ({"max_predictions": 40}, 10),
         ({"probability": 0.001}, 1),
@@ -84,7 +85,8 @@ def original(sample: Any) -> torch.Tensor:
 def test_every_sample_has_the_same_number_of_predictions(
     pairs: bool, settings: dict[str, Any], predictions: int | None
 ) -> None:
-    """Exactly so many, so that the mean over micro batches is the mean over the batch; never [CLS] or [SEP]."""
+    """Every sample has the same number of predictions, none of [CLS] or [SEP]."""
+    # So the mean over micro batches is the mean over the batch.
     samples = masked(pairs=pairs, **settings)
     expected = predictions or samples.body
     for index in range(40):
@@ -97,9 +99,8 @@ def test_every_sample_has_the_same_number_of_predictions(
 
 @pytest.mark.parametrize("theirs", [False, True], ids=["ours", "transformers"])
 def test_masked_words_are_80_10_10(theirs: bool) -> None:
-    """Of the words chosen in 10,000 samples 80 % are masked, 10 % replaced by words from the whole vocabulary and 10 %
-    left, in 3 sigma; so are those of transformers' own collator, by the same measure.
-    """
+    """Of chosen tokens 80 % are masked, 10 % replaced and 10 % left, as in transformers."""
+    # Within 3 sigma, over 10,000 samples.
     samples = masked(tokens=62 * 10_000)
     assert len(samples) == 10_000
     if theirs:
@@ -110,6 +111,7 @@ def test_masked_words_are_80_10_10(theirs: bool) -> None:
         found = torch.cat([sample["input_ids"][places] for sample, places in zip(taken, chosen)])
         truth = torch.cat([sample["labels"][places] for sample, places in zip(taken, chosen)])
         assert len(found) == 10_000 * 10
+    # A random replacement may be [MASK] or the token itself, each with probability 1 / WORDS.
     other = (found != MASK) & (found != truth)
     for share, expected in (
         ((found == MASK), 0.8 + 0.1 / WORDS),
@@ -120,12 +122,13 @@ def test_masked_words_are_80_10_10(theirs: bool) -> None:
             abs(float(share.float().mean()) - expected)
             < 3 * (expected * (1 - expected) / len(found)) ** 0.5
         )
+    # Replacements come from the whole vocabulary.
     assert found[other].min() < 20
     assert found[other].max() > WORDS - 20
 
 
 def masked_by_transformers(tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What stands at the places that DataCollatorForLanguageModeling chose, and what stood there."""
+    """Return the tokens that DataCollatorForLanguageModeling chose, and the original ones."""
     from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
     names = {**{f"w{number}": number for number in range(WORDS)}, "[MASK]": MASK}
@@ -139,7 +142,7 @@ def masked_by_transformers(tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_every_place_is_chosen_alike() -> None:
-    """No place of the sequence is preferred: counts over many samples stay in 5 sigma of even."""
+    """Every position of the sequence is chosen equally often, within 5 sigma."""
     samples = masked()
     counts = sum(
         (samples.sample(i, epoch=0)["labels"] != IGNORED).int() for i in range(len(samples))
@@ -152,7 +155,7 @@ def test_every_place_is_chosen_alike() -> None:
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_masking_is_a_function_of_seed_epoch_and_index(pairs: bool) -> None:
-    """The same sample in any order of asking and any process; other masks in another epoch or with another seed."""
+    """The masks of a sample depend on seed, epoch and index, not on the order of requests."""
 
     def ids(samples: Any, index: int, epoch: int) -> list[int]:
         return list(samples.sample(index, epoch)["input_ids"].tolist())
@@ -166,7 +169,7 @@ def test_masking_is_a_function_of_seed_epoch_and_index(pairs: bool) -> None:
 
 
 def whole_words() -> Any:
-    """Windows of which every third word goes on the one before."""
+    """Return windows with whole-word masking, in which every third token id continues a word."""
 
     class Pieces(Words):
         def convert_ids_to_tokens(self, ids: Any) -> list[str]:
@@ -176,7 +179,7 @@ def whole_words() -> Any:
 
 
 def pairs_of_all_lengths(seed: int = 0) -> SentencePairs:
-    """Some with padding."""
+    """Return pairs of documents of many lengths; some samples have padding."""
     return documents_of(np.random.default_rng(1).integers(0, 400, 300).tolist(), seed)
 
 
@@ -191,7 +194,7 @@ def pairs_of_all_lengths(seed: int = 0) -> SentencePairs:
     ids=["blocks", "whole words", "pairs", "mixture"],
 )
 def test_a_micro_batch_is_its_samples(samples: Any) -> None:
-    """Each as it is alone, in the places asked for."""
+    """A micro batch equals its samples made one by one, in the requested order."""
     places = [
         (int(index), number % 3)
         for number, index in enumerate(np.linspace(len(samples) - 1, 0, 40))
@@ -202,7 +205,7 @@ def test_a_micro_batch_is_its_samples(samples: Any) -> None:
 
 
 def test_masked_blocks_follow_each_other() -> None:
-    """Without masks the samples are [CLS] words [SEP], the words the corpus in order, none left out."""
+    """Before masking, samples are [CLS] tokens [SEP], with all tokens of the corpus in order."""
     samples = masked()
     texts = [original(samples.sample(i, epoch=0)) for i in range(len(samples))]
     assert {(int(text[0]), int(text[-1])) for text in texts} == {(CLS, SEP)}
@@ -212,14 +215,12 @@ def test_masked_blocks_follow_each_other() -> None:
 
 
 def test_pairs_are_two_segments_that_follow_each_other_or_not() -> None:
-    """[CLS] first [SEP] second [SEP]; over 10,000 samples of documents of all lengths half of the seconds, in 3 sigma,
-    have label 0: they go on in the same document. All others are of another document.
-    """
+    """Half of the second segments follow the first; the others are of another document."""
+    # Within 3 sigma, over 10,000 samples of documents of many lengths.
     sizes = np.random.default_rng(1).integers(0, 400, 300).tolist()
     samples = documents_of([*sizes, 0, 1, 2, 3])
-    marked = np.arange(
-        10, 10 + len(samples.tokens)
-    )  # each token is its own, so that its place is known
+    # Every token is different, so that its place is known.
+    marked = np.arange(10, 10 + len(samples.tokens))
     samples.tokens = marked.astype(np.uint32)
     unrelated = []
     seen = set()
@@ -242,6 +243,7 @@ def test_pairs_are_two_segments_that_follow_each_other_or_not() -> None:
         documents = [
             set(np.searchsorted(samples.ends, words, side="right")) for words in (first, second)
         ]
+        # Each segment is of a single document.
         assert [len(each) for each in documents] == [1, 1]
         follows = bool(second[0] == first[-1] + 1) and documents[0] == documents[1]
         assert follows or documents[0] != documents[1]
@@ -253,6 +255,7 @@ def test_pairs_are_two_segments_that_follow_each_other_or_not() -> None:
         full += size == 64
     assert abs(np.mean(unrelated) - 0.5) < 3 * 0.5 / 100
     used = sum(size for size in np.diff(samples.ends, prepend=0) if size > 1)
+    # Nearly all of the corpus is used.
     assert len(seen) > 0.98 * used
     assert samples.varies
     assert full > 7000
@@ -260,7 +263,7 @@ def test_pairs_are_two_segments_that_follow_each_other_or_not() -> None:
 
 
 def test_pairs_need_two_documents() -> None:
-    """Of one alone nothing is told apart; where nearly all is one, the other serves."""
+    """Pairs need two documents; if one is nearly the whole corpus, the other one is used."""
     with pytest.raises(
         DataError, match=r"the corpus has 1 of two tokens or more; data.train.document says"
     ):
@@ -273,7 +276,8 @@ def test_pairs_need_two_documents() -> None:
     ("length", "most", "published"), [(128, 20, 19), (512, 80, 77), (64, 5, 5)]
 )
 def test_predictions_are_as_many_as_published(length: int, most: int, published: int) -> None:
-    """min(max_predictions_per_seq, max(1, int(round(len(tokens) * masked_lm_prob)))), as in BERT's own script."""
+    """The number of predictions is that of BERT's own script."""
+    # min(max_predictions_per_seq, max(1, int(round(len(tokens) * masked_lm_prob)))).
     samples = MaskedBlocks(
         corpus(20_000), length, Masking(Words(), MaskedLm(max_predictions=most)), 0
     )
@@ -283,7 +287,7 @@ def test_predictions_are_as_many_as_published(length: int, most: int, published:
 
 
 def test_whole_words() -> None:
-    """All pieces of a word are predicted or none, as many as without, or one less; fates are drawn piece by piece."""
+    """All tokens of a word are predicted or none; each of them has its own replacement."""
 
     samples = whole_words()
     counts = []
@@ -299,13 +303,14 @@ def test_whole_words() -> None:
                     sample["input_ids"][place - 1] == MASK
                 )
         counts.append(int(chosen.sum()))
+    # The last word may not fit, so that some samples have fewer predictions.
     assert max(counts) == 10
     assert np.mean(np.array(counts) == 10) > 0.95
     assert mixed > 20
 
 
 def test_whole_words_need_marked_pieces() -> None:
-    """A tokenizer of another kind is refused."""
+    """Whole-word masking refuses a tokenizer whose vocabulary marks no pieces of words."""
 
     class Plain(Words):
         def convert_ids_to_tokens(self, ids: Any) -> list[str]:
@@ -320,7 +325,7 @@ def test_whole_words_need_marked_pieces() -> None:
 
 @pytest.mark.parametrize("missing", ["cls_token", "sep_token", "mask_token"])
 def test_masking_needs_its_words(missing: str) -> None:
-    """A tokenizer without [MASK], as GPT-2's, is refused by name."""
+    """A tokenizer without one of the special tokens, such as GPT-2's, is refused by name."""
     words = Words()
     setattr(words, missing, None)
     with pytest.raises(DataError, match=f"data.tokenizer has no {missing}, .*train wordpiece"):
@@ -332,7 +337,7 @@ def test_masking_needs_its_words(missing: str) -> None:
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(640, 10), (639, 9), (7, 0)])
 def test_blocks_are_consecutive(tokens: int, blocks: int) -> None:
-    """Causal samples are the corpus in order, window by window; labels are the words themselves, the mask all ones."""
+    """Causal samples are consecutive windows; labels are the inputs, and the mask is all ones."""
     text = corpus(tokens)
     samples = Blocks(text, 64, with_mask=True)
     assert len(samples) == blocks

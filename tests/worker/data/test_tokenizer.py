@@ -1,4 +1,4 @@
-"""Tokenizers: trained once on the corpus, the same in every process, or loaded from a folder."""
+"""Tokenizers: trained once on the corpus, equal in every process, or loaded from a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ortlaunch.worker.data.tokenizer import load_tokenizer
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Words from a made-up language, and the cache in a folder of this test."""
+    """Return a corpus of random words; the cache is temporary."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     draw = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz→é中文жф0123456789!?."
@@ -57,7 +57,8 @@ def test_training_gives_the_same_words_in_every_process(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Hosts that share no cache train the same tokenizer: else one rank's words would be another's nonsense."""
+    """Processes without a common cache train the same tokenizer."""
+    # Hosts may share no cache, and all ranks must have the same vocabulary.
     environment = {
         **os.environ,
         "ORTLAUNCH_CACHE": str(tmp_path / "elsewhere"),
@@ -68,10 +69,10 @@ def test_training_gives_the_same_words_in_every_process(
         command, env=environment, stdout=subprocess.PIPE, text=True, timeout=120, check=True
     ).stdout
     monkeypatch.setattr(sys, "argv", ["-c", str(corpus)])
-    monkeypatch.setattr(
-        tokenizer_module, "_MOST_LETTERS", tokenizer_module._MOST_LETTERS
-    )  # the code sets it
-    exec(_TRAIN, {})  # here, where texts have other hashes
+    # The code of _TRAIN sets this constant; monkeypatch restores it.
+    monkeypatch.setattr(tokenizer_module, "_MOST_LETTERS", tokenizer_module._MOST_LETTERS)
+    # In this process strings have other hashes.
+    exec(_TRAIN, {})
     here = capsys.readouterr().out
     assert [len(json.loads(text)["model"]["vocab"]) for text in here.splitlines()] == [
         420,
@@ -82,7 +83,7 @@ def test_training_gives_the_same_words_in_every_process(
 
 
 def test_wordpiece_is_berts(corpus: Path) -> None:
-    """Lower case, `##` for the rest of a word, BERT's special words first, [CLS] and [SEP] around a text."""
+    """A trained WordPiece tokenizer has BERT's normalization, special tokens and layout."""
     made = load_tokenizer(data(corpus, {"train": "wordpiece", "vocab_size": 420}))
     assert len(made) == 420
     assert made.convert_ids_to_tokens(range(5)) == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -106,7 +107,7 @@ def test_wordpiece_is_berts(corpus: Path) -> None:
 
 
 def test_the_pieces_of_words_are_no_special_words(corpus: Path) -> None:
-    """`##a` in a text is two signs and a letter, and stays visible when special words are left out."""
+    """`##a` in a text is two signs and a letter, and no special token."""
     made = load_tokenizer(data(corpus, {"train": "wordpiece", "vocab_size": 420}))
     assert "##a" in made.get_vocab()
     assert set(made.get_added_vocab()) == {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
@@ -114,7 +115,7 @@ def test_the_pieces_of_words_are_no_special_words(corpus: Path) -> None:
 
 
 def test_rare_letters_are_unknown(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the most frequent letters a letter gets no word of its own."""
+    """Only the most frequent characters get a token of their own."""
     monkeypatch.setattr(tokenizer_module, "_MOST_LETTERS", 10)
     made = load_tokenizer(data(corpus, {"train": "wordpiece", "vocab_size": 420}))
     letters = {
@@ -124,7 +125,7 @@ def test_rare_letters_are_unknown(corpus: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_bpe_is_byte_level(corpus: Path) -> None:
-    """Every text survives, whatever its signs; `</s>` ends texts and fills them up."""
+    """A BPE tokenizer restores any text; `</s>` is both end mark and padding."""
     made = load_tokenizer(data(corpus, {"train": "bpe", "vocab_size": 420}))
     assert len(made) == 420
     text = "Never seen: Жук 🎈\n\ttab"
@@ -138,7 +139,7 @@ def test_bpe_is_byte_level(corpus: Path) -> None:
 
 
 def test_trained_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same corpus and settings are trained once; another size or a changed corpus is another tokenizer."""
+    """A tokenizer is trained once for each corpus and vocabulary size."""
     trained = []
     original = tokenizer_module._bpe
     monkeypatch.setattr(
@@ -153,7 +154,7 @@ def test_trained_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_training_that_died_is_done_again(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder without its mark is not taken."""
+    """A folder without its seal is trained again."""
     chosen = data(corpus, {"train": "bpe", "vocab_size": 300})
     first = load_tokenizer(chosen)
     folder = Path(first.name_or_path)
@@ -163,7 +164,7 @@ def test_a_training_that_died_is_done_again(corpus: Path, monkeypatch: pytest.Mo
 
 
 def test_a_changed_tokenizer_is_trained_again(corpus: Path) -> None:
-    """Other words in the cache than those that were trained would be another training: trained again, and told."""
+    """A changed tokenizer in the cache is trained again and reported."""
     chosen = data(corpus, {"train": "bpe", "vocab_size": 300})
     first = load_tokenizer(chosen)
     changed = Path(first.name_or_path) / "tokenizer.json"
@@ -174,7 +175,7 @@ def test_a_changed_tokenizer_is_trained_again(corpus: Path) -> None:
 
 
 def test_from_a_folder(corpus: Path, tmp_path: Path) -> None:
-    """A saved tokenizer is the same again."""
+    """A tokenizer loaded from its folder equals the saved one."""
     made = load_tokenizer(data(corpus, {"train": "wordpiece", "vocab_size": 350}))
     made.save_pretrained(tmp_path / "saved")
     again = load_tokenizer(data(corpus, str(tmp_path / "saved")))
@@ -184,7 +185,7 @@ def test_from_a_folder(corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, "{}", "no json"])
 def test_a_folder_without_tokenizer(content: str | None, corpus: Path, tmp_path: Path) -> None:
-    """What cannot be loaded is named, with what would do."""
+    """A folder without a valid tokenizer is named, with the alternatives."""
     folder = tmp_path / "empty"
     folder.mkdir()
     if content is not None:

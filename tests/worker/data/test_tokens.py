@@ -1,4 +1,4 @@
-"""Tokenizing a corpus: the tokenizer's own ids, gone on with after a kill, in bounded memory."""
+"""Tokenizing a corpus: the tokenizer's own ids, continued after a kill, in bounded memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = [f"text {number} of many\n" for number in range(40)]
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
-    """Forty paragraphs, tokenized four at a time, noted after each."""
+    """Return a corpus of 40 paragraphs; 4 make a chunk, and the progress is saved after each."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tokens, "_DOCUMENTS_AT_ONCE", 4)
     monkeypatch.setattr(tokens, "_SAVE_SECONDS", 0.0)
@@ -35,7 +35,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
 
 
 class Counting(Letters):
-    """Counts the texts that it is asked for; kills its own process at the one that is named."""
+    """A tokenizer that records its texts, and kills its own process at a text with `deadly`."""
 
     def __init__(self, deadly: str = "") -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class Counting(Letters):
 
 
 class Bytes(Letters):
-    """The same, quicker."""
+    """A tokenizer of bytes, which is faster."""
 
     def __call__(self, texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": [list(text.encode()) for text in texts]}
 
 
 def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
-    """SIGKILL in the middle: the next one tokenizes what is left, and all is as from one process; the line says so."""
+    """After SIGKILL, the next process tokenizes the rest, with the same result."""
     killed = multiprocessing.get_context("fork").Process(
         target=tokens.tokenized, args=(source, Counting("text 25"), True)
     )
@@ -68,7 +68,8 @@ def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
     told = list[str]()
     found = tokens.tokenized(source, second, True, tell=told.append)[:].tolist()
     assert bytes(found).decode() == "\7".join(text.removesuffix("\n") for text in TEXTS) + "\n\7"
-    assert 16 <= len(second.seen) <= 24  # at most two chunks of those before are noted late
+    # At most two chunks before the kill were not saved yet.
+    assert 16 <= len(second.seen) <= 24
     assert told[-1].startswith("tokenizing 100%: 40 documents, ")
     cache = Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens"
     assert sorted(path.suffix for path in cache.iterdir()) == [".ends", ".lock", ".seal", ".u32"]
@@ -77,7 +78,7 @@ def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
 
 
 def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None:
-    """Bytes after the noted ones are cut off; a file that is shorter than noted is begun anew."""
+    """Bytes after the saved progress are dropped; a file that is too short is made again."""
     whole = tokens.tokenized(source, Letters(), True)[:].tolist()
     (record,) = (Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.seal")
     path = record.with_suffix(".00000.u32")
@@ -90,6 +91,7 @@ def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None
         )
         counted = sum(len(text) for text in TEXTS[:5])
         record.with_suffix(".written").write_text(f'{{"documents": 5, "tokens": {counted}}}')
+        # The case is one of the two.
         assert counted * 4 <= 400 or len(left) < counted * 4
         assert tokens.tokenized(source, Letters(), True)[:].tolist() == whole
 
@@ -97,7 +99,8 @@ def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None
 def test_a_process_that_is_killed_while_it_sums_loses_nothing(
     source: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All is tokenized then: of a corpus of terabytes the sums take hours."""
+    """A process killed while it computes checksums loses no tokens."""
+    # The checksums of terabytes take hours.
     with monkeypatch.context() as patched:
         patched.setattr(cache, "_sha256", lambda _: os.kill(os.getpid(), signal.SIGKILL))
         killed = multiprocessing.get_context("fork").Process(
@@ -113,7 +116,7 @@ def test_a_process_that_is_killed_while_it_sums_loses_nothing(
 
 @pytest.mark.parametrize("size", [7, 64, 100_000])
 def test_shards_are_one_row(source: Corpus, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Whatever their size; a slice that ends in another shard is whole."""
+    """Shards of any size behave as one sequence, also for slices across shards."""
     whole = "\7".join(text.removesuffix("\n") for text in TEXTS) + "\n\7"
     monkeypatch.setattr(shards, "SHARD", size)
     monkeypatch.setattr(tokens, "SHARD", size)
@@ -139,7 +142,7 @@ def test_shards_are_one_row(source: Corpus, monkeypatch: pytest.MonkeyPatch, siz
 def test_a_killed_process_is_gone_on_from_shard_by_shard(
     source: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole shards are kept as they are; one that is another than it was is not: all is begun anew."""
+    """After a kill, full shards are kept; if one has changed, all are made again."""
     monkeypatch.setattr(shards, "SHARD", 50)
     monkeypatch.setattr(tokens, "SHARD", 50)
     folder = Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens"
@@ -159,7 +162,8 @@ def test_a_killed_process_is_gone_on_from_shard_by_shard(
         assert bytes(found[0 : len(found)].tolist()).decode() == whole
         assert len(second.seen) == 40 if damaged else len(second.seen) <= 24
         assert {path.suffix for path in folder.iterdir()} == {".ends", ".lock", ".seal", ".u32"}
-        assert len(list(folder.glob("*.seal"))) == 1  # those of shards are in it
+        # The final seal includes those of the shards.
+        assert len(list(folder.glob("*.seal"))) == 1
         for path in folder.iterdir():
             path.unlink()
 
@@ -167,7 +171,7 @@ def test_a_killed_process_is_gone_on_from_shard_by_shard(
 def test_a_shard_that_changed_is_named_and_made_anew(
     source: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several, the one."""
+    """A changed shard is named, and all shards are made again."""
     monkeypatch.setattr(shards, "SHARD", 50)
     monkeypatch.setattr(tokens, "SHARD", 50)
     whole = tokens.tokenized(source, Letters(), True)[0:1000].tolist()
@@ -178,7 +182,7 @@ def test_a_shard_that_changed_is_named_and_made_anew(
 
 
 def test_ids_are_the_tokenizers_own(source: Corpus, tmp_path: Path) -> None:
-    """As calling the tokenizer gives them, also one that was saved with truncation and padding, text by text."""
+    """Token ids are the tokenizer's own, also if it was saved with truncation and padding."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -195,18 +199,21 @@ def test_ids_are_the_tokenizers_own(source: Corpus, tmp_path: Path) -> None:
         for text in TEXTS
         for word in backend.encode(text.removesuffix("\n"), add_special_tokens=False).ids
     ]
-    expected += backend.encode("\n", add_special_tokens=False).ids  # the file's last
+    # The file ends with a line end, which belongs to the last paragraph.
+    expected += backend.encode("\n", add_special_tokens=False).ids
     backend.enable_truncation(5)
     backend.enable_padding(length=9)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>")
     assert tokens.tokenized(source, tokenizer, False)[:].tolist() == expected
-    assert tokenizer.backend_tokenizer.truncation is not None  # it was not changed
+    # The tokenizer itself was not changed.
+    assert tokenizer.backend_tokenizer.truncation is not None
 
 
 def test_memory_is_flat_over_a_corpus_many_times_as_large(
     source: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten times the documents take as much memory, whatever their size: portions are bounded in letters, too."""
+    """Ten times the documents take about the same memory."""
+    # Chunks are bounded in characters too, so that long documents do not matter.
     monkeypatch.setattr(tokens, "_LETTERS_AT_ONCE", 20_000)
 
     def peak(count: int) -> int:
@@ -226,7 +233,8 @@ def test_memory_is_flat_over_a_corpus_many_times_as_large(
 
 
 def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
-    """By its number, by which `train` names it: NumPy's own writing says only how much it wrote."""
+    """A full disk raises ENOSPC, by which `train` reports it."""
+    # NumPy's `tofile` reports only the amount written.
     ids = np.zeros(1 << 20, dtype=np.uint32)
     encoded = tokens.Encoded(ids, [len(ids)], tokens.Chunk([], 1.0))
     writer = shards.ShardWriter(tmp_path / "corpus", 0)

@@ -1,4 +1,4 @@
-"""Weights are met by the words and classes that they were trained with, whatever the corpus is now."""
+"""Weights are used with the tokenizer and classes of their training, even if the corpus changes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from ortlaunch.worker.model.model import build_model
 from tests.worker.models import BERT, recipe
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-NEWS = {"World": 0, "Sports": 1, "Business": 2}  # in no alphabet's order
+# Not in alphabetical order.
+NEWS = {"World": 0, "Sports": 1, "Business": 2}
 TASK = "sequence-classification"
 
 
 def rows(path: Path, words: Sequence[str]) -> dict[str, Any]:
-    """A corpus of a text for each of these labels."""
+    """Return a corpus with one text for each of these labels."""
     path.write_text(
         "".join(json.dumps({"text": f"about {word}", "label": word}) + "\n" for word in words)
     )
@@ -38,7 +39,7 @@ def rows(path: Path, words: Sequence[str]) -> dict[str, Any]:
 def classifier(
     tmp_path: Path, train: Sequence[str], evaluation: Sequence[str] = (), **model: Any
 ) -> Recipe:
-    """Trained and evaluated on texts with these labels."""
+    """Return a recipe that trains and evaluates on texts with these labels."""
     held_out = rows(tmp_path / "evaluation.jsonl", evaluation) if evaluation else None
     data = {"train": rows(tmp_path / "train.jsonl", train), "evaluation": held_out}
     return recipe(
@@ -52,7 +53,7 @@ def numbers(samples: Any) -> list[int]:
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> str:
-    """A classifier as others save them, with numbers of its own for its labels."""
+    """Save a transformers classifier with its own class numbers; return its folder."""
     chosen = classifier(tmp_path, [*NEWS], config={**BERT, "label2id": NEWS})
     data = LoadedData(chosen)
     model: Any = build_model(chosen, data).model
@@ -63,7 +64,8 @@ def foreign(tmp_path: Path) -> str:
 
 
 def test_labels_of_a_pretrained_classifier(foreign: str, tmp_path: Path) -> None:
-    """Its own numbers are taken if it has all the labels; else the labels are another task's, by the alphabet."""
+    """A pretrained classifier's class numbers are used if it has all labels."""
+    # Otherwise the labels are of another task, and numbered by the alphabet.
     chosen = classifier(tmp_path, ["Sports", "World"], ["Business"], pretrained=foreign)
     data = LoadedData(chosen)
     assert (numbers(data.train), numbers(data.evaluation), data.class_names) == (
@@ -79,7 +81,7 @@ def test_labels_of_a_pretrained_classifier(foreign: str, tmp_path: Path) -> None
 
 
 def test_labels_that_the_recipe_numbers(tmp_path: Path) -> None:
-    """Others than those of the data are refused."""
+    """A `label2id` with other labels than the data is refused."""
     chosen = classifier(
         tmp_path, ["World", "Art"], config={**BERT, "label2id": {"Art": 1, "Word": 0}}
     )
@@ -93,7 +95,8 @@ def test_labels_that_the_recipe_numbers(tmp_path: Path) -> None:
 def test_a_model_is_evaluated_by_its_own_labels(
     foreign: str, words: list[str], tmp_path: Path
 ) -> None:
-    """Some of them alone are enough, in training's corpus is none of them."""
+    """A model is evaluated by its own labels, of which the data may have some alone."""
+    # The training data of the recipe have none of its labels.
     from transformers import pipeline
 
     classify: Any = pipeline("text-classification", foreign)
@@ -105,10 +108,11 @@ def test_a_model_is_evaluated_by_its_own_labels(
 
 
 def test_a_client_has_some_of_the_labels(tmp_path: Path) -> None:
-    """One is enough; another word is an error. Of its corpora those are read that are asked for."""
+    """A client's data may have some of the labels; an unknown label is an error."""
     known = Vocabulary(None, NEWS, 3)
     chosen = classifier(tmp_path, ["Sports", "Sports"], ["x"])
     data = LoadedData(chosen, vocabulary=known)
+    # Only the requested corpus is read.
     (tmp_path / "evaluation.jsonl").unlink()
     assert (numbers(data.train), data.classes, data.class_names) == ([1, 1], 3, [*NEWS])
     with pytest.raises(
@@ -118,7 +122,8 @@ def test_a_client_has_some_of_the_labels(tmp_path: Path) -> None:
 
 
 def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
-    """A run that goes on has its own, though its corpus is another; one that asks for another gets that."""
+    """A resumed run keeps its trained tokenizer though its corpus changes."""
+    # Unless the recipe requests another tokenizer.
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n\n".join(f"the {i % 7} cats saw {i % 5} dogs" for i in range(90)))
     chosen = recipe(
@@ -129,7 +134,8 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
     run.path.mkdir()
     keep(run, chosen, first.tokenizer, first.class_names, first.classes)
     corpus.write_text(corpus.read_text() + "\n\nquite other words")
-    assert goes_on_with(run, chosen) is None  # it has trained nothing yet
+    # The run has no checkpoint yet.
+    assert goes_on_with(run, chosen) is None
     other = LoadedData(chosen).tokenizer.get_vocab()
     assert other != first.tokenizer.get_vocab()
     run.checkpoint(2).mkdir(parents=True)
@@ -148,7 +154,7 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:
-    """Takes what stands beside the checkpoint."""
+    """A run that resumes from another run's checkpoint uses that run's vocabulary."""
     other = RunDir(tmp_path / "other")
     run = RunDir(tmp_path / "run")
     other.path.mkdir()
@@ -172,7 +178,7 @@ def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:
 def test_a_damaged_vocabulary_names_its_remedy(
     tmp_path: Path, old: str, new: str, why: str
 ) -> None:
-    """A flipped bit in a name or in the form of the file: an error of input that names the file and the way on."""
+    """A damaged vocabulary file is an error that names the file and the remedy."""
     run = RunDir(tmp_path)
     run.vocabulary.write_text(
         '{"trained_tokenizer": null, "labels": ["cat", "dog"], "classes": 2}'.replace(old, new)

@@ -1,4 +1,4 @@
-"""Our stand-ins on DeepSpeed's ZeRO 1 and 2 optimizer: which optimizers they leave alone, and what they see."""
+"""The fused pass on DeepSpeed's ZeRO 1 and 2 optimizer: its results, and unsupported optimizers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from tests.makers import engine_report, recipe
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank: sums over ranks are what they were."""
+    """Make sums over ranks do nothing, as with one rank."""
     monkeypatch.setattr(deepspeed.comm, "all_reduce", lambda *_, **__: None)
 
 
 def zero(*groups: list[Tensor], padding: tuple[Tensor, ...] = (), **fields: Any) -> Any:
-    """DeepSpeed's optimizer at the moment of a step, with these gradients, the first group padded."""
+    """Return DeepSpeed's optimizer during a step, with these gradients and padding."""
+    # Without `__init__`, which needs process groups; only the attributes used are set.
     optimizer = object.__new__(DeepSpeedZeroOptimizer)
     weights = [
         [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in group] for group in groups
@@ -58,7 +59,7 @@ def zero(*groups: list[Tensor], padding: tuple[Tensor, ...] = (), **fields: Any)
 
 
 def norms(optimizer: Any) -> list[float]:
-    """The norm of each group, as scaled_global_norm asks for it."""
+    """Return the norm of each group, computed as in scaled_global_norm."""
     groups = zip(optimizer.averaged_gradients.values(), optimizer.params_in_partition)
     return [
         float(optimizer.get_grad_norm_direct(gradients, params)) for gradients, params in groups
@@ -67,7 +68,7 @@ def norms(optimizer: Any) -> list[float]:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Elements that were read, call by call."""
+    """Return a list that gets the number of elements read by each call."""
     read: list[int] = []
     plain = gradient_norm.sum_of_squares
 
@@ -85,7 +86,7 @@ def gradients(*sizes: int) -> list[Tensor]:
 
 
 def test_the_answers_are_deepspeeds() -> None:
-    """Check, norm of every group, padding, dtype and shape are what DeepSpeed's own functions say."""
+    """Check and norms equal those of DeepSpeed's own functions in value, dtype and shape."""
     optimizer = zero(gradients(300, 7), gradients(5), [], padding=(torch.zeros(4),))
     stock = optimizer.has_overflow_partitioned_grads_serial(), norms(optimizer)
     assert fuse_gradient_norm(optimizer) == Applied(True, "ortlaunch", "")
@@ -96,20 +97,23 @@ def test_the_answers_are_deepspeeds() -> None:
         optimizer.averaged_gradients[0], optimizer.params_in_partition[0]
     )
     assert (norm.dtype, norm.shape) == (torch.float32, ())
+    # Another norm than the 2-norm is left to DeepSpeed.
     largest = optimizer.get_grad_norm_direct(
         optimizer.averaged_gradients[1], [], norm_type=math.inf
     )
+    # The infinity norm is the largest element.
     assert float(largest) == float(optimizer.averaged_gradients[1][0].abs().max())
     restore(optimizer)
     assert optimizer.get_grad_norm_direct.__func__ is DeepSpeedZeroOptimizer.get_grad_norm_direct
 
 
 def test_check_and_norm_share_one_pass(measured: list[int]) -> None:
-    """The norm after the check reads nothing; a second norm, or one of other gradients, reads again."""
+    """The norm after the check reads nothing; a second norm, or other gradients, are read again."""
     optimizer = zero(gradients(300, 7), gradients(5))
     fuse_gradient_norm(optimizer)
     optimizer.has_overflow_partitioned_grads_serial()
     assert measured == [307, 5]
+    # The norm uses the sums of the check, each of them once.
     first = norms(optimizer)
     assert measured == [307, 5]
     assert norms(optimizer) == first
@@ -120,7 +124,7 @@ def test_check_and_norm_share_one_pass(measured: list[int]) -> None:
 
 
 def test_a_gradient_changed_after_the_check_is_measured_again() -> None:
-    """What the check left is of the gradients as they were."""
+    """A gradient changed in place after the check is read again."""
     optimizer = zero(gradients(300), gradients(5))
     fuse_gradient_norm(optimizer)
     optimizer.has_overflow_partitioned_grads_serial()
@@ -131,11 +135,12 @@ def test_a_gradient_changed_after_the_check_is_measured_again() -> None:
 
 
 def test_nothing_keeps_gradients_alive() -> None:
-    """A step that overflow ends frees its gradients, as DeepSpeed's own does."""
+    """A step that ends by overflow frees its gradients, as with DeepSpeed's own functions."""
     optimizer = zero(gradients(300))
     fuse_gradient_norm(optimizer)
     optimizer.has_overflow_partitioned_grads_serial()
     freed = weakref.ref(optimizer.averaged_gradients[0][0])
+    # The sums of the check are still kept at this point.
     optimizer.averaged_gradients[0] = None
     assert freed() is None
 
@@ -143,7 +148,8 @@ def test_nothing_keeps_gradients_alive() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", ["first group", "last group", "padding"])
 def test_a_bad_gradient_overflows(bad: float, place: str) -> None:
-    """One bad element on this rank is an overflow, and the norm of its group is -1; padding counts for the check."""
+    """One bad element is an overflow, and its group's norm is -1."""
+    # Padding counts for the check, but not for the norm.
     padding = torch.zeros(4)
     optimizer = zero(gradients(300, 7), gradients(5), padding=(padding,))
     hit = {"padding": padding}.get(place, optimizer.averaged_gradients[place == "last group"][0])
@@ -157,7 +163,8 @@ def test_a_bad_gradient_overflows(bad: float, place: str) -> None:
 
 
 def test_huge_finite_gradients_are_no_overflow() -> None:
-    """1e30 in float32 passes the check, and where float32 holds no norm of it DeepSpeed's -1 is kept."""
+    """Gradients of 1e30 pass the check; a norm beyond float32 is -1, as in DeepSpeed."""
+    # The squares of the first group overflow in float32, those of the second do not.
     optimizer = zero([torch.full((400,), 1e30)], [torch.full((3,), 1e18)])
     stock = norms(optimizer)
     fuse_gradient_norm(optimizer)
@@ -167,7 +174,8 @@ def test_huge_finite_gradients_are_no_overflow() -> None:
 
 
 def test_the_check_of_parameters_own_gradients() -> None:
-    """DeepSpeed below 0.17.1 has a check of `parameter.grad`; parameters without one are passed over."""
+    """The check of `parameter.grad` ignores parameters without a gradient."""
+    # DeepSpeed below 0.17.1 uses this check.
     weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
     optimizer = zero(gradients(3))
     fuse_gradient_norm(optimizer)
@@ -189,7 +197,7 @@ def test_the_check_of_parameters_own_gradients() -> None:
     ],
 )
 def test_what_is_left_to_deepspeed(fields: dict[str, Any], why: str) -> None:
-    """Where gradients live elsewhere or are combined otherwise, nothing is replaced, and the reason says so."""
+    """An optimizer that is not supported stays unchanged, and the reason is returned."""
     optimizer = zero(gradients(3), **fields)
     before = dict(vars(optimizer))
     assert fuse_gradient_norm(optimizer) == Applied(False, None, why)
@@ -197,7 +205,7 @@ def test_what_is_left_to_deepspeed(fields: dict[str, Any], why: str) -> None:
 
 
 def test_replicated_and_modified_optimizers() -> None:
-    """Pipeline parallelism, another stage, and a second application are refused."""
+    """Pipeline parallelism, another type of optimizer, and a second application are refused."""
     replicated = zero(gradients(3))
     replicated.bit16_groups[0][0].ds_pipe_replicated = True
     assert fuse_gradient_norm(replicated).why == "it is not made for pipeline parallelism"
@@ -211,7 +219,7 @@ def test_replicated_and_modified_optimizers() -> None:
 
 
 def scaled_global_norm(self: Any, norm_type: int = 2) -> None:
-    """Another source."""
+    """Do nothing; this source is in no release of DeepSpeed."""
 
 
 @pytest.mark.parametrize(
@@ -226,7 +234,7 @@ def scaled_global_norm(self: Any, norm_type: int = 2) -> None:
 def test_an_unknown_source_is_left_alone(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A function that is not as in any known release is named, and nothing is replaced."""
+    """A function whose source is in no known release is named, and nothing is replaced."""
     if not hasattr(owner, name):
         pytest.skip(f"this DeepSpeed has no {name}")
     monkeypatch.setattr(owner, name, scaled_global_norm)
@@ -235,14 +243,16 @@ def test_an_unknown_source_is_left_alone(
     assert applied == Applied(
         False,
         None,
-        f"DeepSpeed {deepspeed.__version__} is unknown to it: {name} is not as in any known release (0.16.0 to 0.19.8)",
+        f"DeepSpeed {deepspeed.__version__} is unknown to it: "
+        f"{name} is not as in any known release (0.16.0 to 0.19.8)",
     )
     assert not {"has_overflow_serial", "get_grad_norm_direct"} & set(vars(optimizer))
 
 
 def test_functions_of_two_releases_are_not_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known pieces in an unknown combination are refused."""
+    """Known functions in an unknown combination are refused."""
     known = sources.known_sources()
+    # One function of a later release.
     mixed = {**known["0.18.0"], "step": known["0.19.8"]["step"]}
     monkeypatch.setattr(sources, "installed", lambda *_: mixed)
     assert sources.unknown_source(DeepSpeedZeroOptimizer).startswith(
@@ -253,14 +263,15 @@ def test_functions_of_two_releases_are_not_a_release(monkeypatch: pytest.MonkeyP
 
 
 def test_a_function_without_source_is_unknown() -> None:
-    """Compiled or made at run time: no fingerprint, so no known release."""
+    """A function without source has no fingerprint, so that its release is unknown."""
+    # Compiled, and made at run time.
     assert sources.fingerprint(len) == ""
     made: Any = types.FunctionType((lambda: 0).__code__.replace(co_filename="<made>"), {})
     assert sources.fingerprint(made) == ""
 
 
 def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str]]:
-    """engine.json's fp16_optimizer for a run with this DeepSpeed optimizer (None: without), and the line of it."""
+    """Return engine.json's fp16_optimizer and its printed line; optimizer None: no DeepSpeed."""
     stepper: Any = None
     if optimizer is not None:
         stepper = object.__new__(DeepSpeedStepper)
@@ -273,6 +284,7 @@ def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str
     return asdict(fp16), plan_lines(report)[1:]
 
 
+# Lines and reasons as they are printed.
 FUSED = "FP16_Optimizer: ortlaunch's, overflow and norm at once"
 LEFT = "FP16_Optimizer: not applied"
 WITHOUT = "it modifies DeepSpeed's ZeRO optimizer, and this run is without DeepSpeed"
@@ -308,8 +320,9 @@ OFFLOAD = "with CPU offload DeepSpeed measures gradients as it copies them"
 def test_it_is_recorded_and_said(
     used: str, made: Any, fields: Any, fp16: Any, lines: list[str]
 ) -> None:
-    """engine.json and the plan say whose fused pass runs, or why none does; and none runs where that is said."""
+    """engine.json and the printed plan name the fused pass, or the reason for none."""
     optimizer = None if fields is None else zero(gradients(3), **fields)
     found, said = told(recipe(**made), used, optimizer)
     assert (found, said) == (Applied(*fp16)._asdict(), lines)
+    # The record agrees with the optimizer's methods.
     assert optimizer is None or ("get_grad_norm_direct" in vars(optimizer)) == fp16[0]

@@ -1,4 +1,4 @@
-"""Training artifacts: a device's steps are PyTorch's, what is frozen stays, and clients' checkpoints are averaged."""
+"""Training artifacts: steps equal PyTorch's, frozen weights stay, and checkpoints are averaged."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from tests import makers
 from tests.ort import needs_ort
 
 pytestmark = needs_ort
+# Without dropout, so that losses can be compared with PyTorch's.
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
          "max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
 BERT = makers.recipe(
@@ -49,7 +50,7 @@ LORA = makers.recipe(
 
 
 class Made:
-    """Artifacts of a recipe, and the model they were made of."""
+    """The artifacts of a recipe, and the model they were made of."""
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         folder.mkdir()
@@ -66,7 +67,7 @@ class Made:
 
 
 class First:
-    """Eight samples of many, so that evaluations are quick."""
+    """The first eight of many samples, so that evaluations are fast."""
 
     def __init__(self, samples: Any) -> None:
         self.sample = samples.sample
@@ -93,19 +94,19 @@ def weights(state: Any) -> dict[str, Any]:
 
 
 def test_steps_are_pytorchs(bert: Made) -> None:
-    """Clipping and AdamW with decay, two batches of different lengths: the weights that PyTorch has."""
+    """Steps with clipping and AdamW's weight decay give PyTorch's weights, for two lengths."""
     assert bert.told.outputs == ["loss", "prediction_logits", "seq_relationship_logits"]
     assert bert.told.inputs[-2:] == ["labels", "next_sentence_label"]
     device = Device(bert.place, bert.place.checkpoint, trains=True)
+    # The first two batches differ in length.
     batches = graph.labelled_batches(bert.recipe, bert.whole, bert.data)
     whole = build_model(bert.recipe, bert.data).float()
     optimizer = torch.optim.AdamW(
         whole.parameters(), lr=1e-2, weight_decay=0.1, eps=bert.recipe.optimizer.epsilon
     )
     for batch in batches[:2]:
-        batch["labels"][
-            batch["attention_mask"] == 0
-        ] = -100  # as of any padding; its embedding has no gradient then
+        # Padding has no labels, so that its embedding has no gradient.
+        batch["labels"][batch["attention_mask"] == 0] = -100
         loss = whole(**batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
@@ -118,7 +119,7 @@ def test_steps_are_pytorchs(bert: Made) -> None:
 
 
 def test_more_steps_than_epochs_have(bert: Made) -> None:
-    """What is to be typed is taken: epochs stand beside max_steps nowhere."""
+    """The recommended options for more steps are valid: max_steps excludes epochs."""
     from ortlaunch.worker.device.train import _more
 
     assert _more(bert.recipe, 9) == "train.max_steps=9"
@@ -132,7 +133,7 @@ def test_more_steps_than_epochs_have(bert: Made) -> None:
 def test_it_learns_goes_on_and_leaves(
     bert: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Six steps at once, or two and four; a lower loss, one number by the artifacts and by the exported model."""
+    """A training in two parts equals one in a single part, and lowers the loss."""
     at_once = bert.train(tmp_path / "six")
     bert.train(tmp_path / "two", steps=2)
     chained = bert.train(tmp_path / "all", checkpoint=tmp_path / "two", steps=9)
@@ -144,6 +145,7 @@ def test_it_learns_goes_on_and_leaves(
     with pytest.raises(InputError, match=r"six has 6 steps of 6; for more: train\.max_steps=12"):
         bert.train(tmp_path / "more", checkpoint=tmp_path / "six")
 
+    # The loss has become lower, and is equal by the artifacts and by the exported model.
     before = evaluate(bert.place, bert.recipe, bert.data, bert.place.checkpoint)
     after = evaluate(bert.place, bert.recipe, bert.data, tmp_path / "six")
     assert after.metrics["loss"] < before.metrics["loss"] - 0.1
@@ -162,7 +164,7 @@ def test_it_learns_goes_on_and_leaves(
 
 
 def test_adapters_alone_are_trained(tmp_path: Path) -> None:
-    """Under LoRA a device changes the adapters and nothing else; the recipe that it reads is the artifacts'."""
+    """Under LoRA a device changes the adapters and no other weight."""
     made = Made(LORA, tmp_path / "artifacts")
     assert parse_resolved(made.place.recipe.read_text()).model.attention == "eager"
     before = weights(load_state(made.place.checkpoint))
@@ -170,11 +172,12 @@ def test_adapters_alone_are_trained(tmp_path: Path) -> None:
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert changed == {each.name for each in made.told.parameters if each.trained}
     assert all("lora_" in name for name in changed)
+    # The two matrices of the one adapted projection.
     assert len(changed) == 2
 
 
 def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
-    """Packed into samples, as the run trained them: PyTorch's loss with its mask, in steps and in evaluations."""
+    """Packed documents give PyTorch's loss with the document mask, in steps and evaluations."""
     (tmp_path / "lines.txt").write_text(
         "\n".join("of several words"[: number % 14 + 1] for number in range(200))
     )
@@ -193,6 +196,7 @@ def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
         inner: Any = made.whole.model
         loss = float(made.whole(**batch))
         across = float(inner(batch["input_ids"], labels=batch["labels"]).loss)
+    # The mask makes a difference in this model.
     assert abs(loss - across) > 0.01
     assert any("each document in a row of its own" in note for note in made.told.notes)
     device = Device(made.place, made.place.checkpoint, trains=True)
@@ -210,7 +214,7 @@ def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
 
 
 def test_clients_are_averaged(bert: Made, tmp_path: Path) -> None:
-    """Weighted by the samples of each since the last average, or as asked; trained again it begins to count anew."""
+    """Clients are weighted by their samples since the last average, or by given weights."""
     one = bert.train(tmp_path / "one", steps=1)
     two = bert.train(tmp_path / "two", steps=3)
     clients = [tmp_path / "one", tmp_path / "two"]
@@ -221,6 +225,7 @@ def test_clients_are_averaged(bert: Made, tmp_path: Path) -> None:
     for name, value in weights(mean).items():
         np.testing.assert_allclose(value, (first[name] + 3 * second[name]) / 4, atol=1e-6)
     assert (number(mean, STEPS), number(mean, SAMPLES)) == (3, 8)
+    # The count of samples begins again after an average.
     assert (
         number(bert.train(tmp_path / "again", steps=2, checkpoint=tmp_path / "mean"), SAMPLES) == 4
     )
@@ -231,7 +236,7 @@ def test_clients_are_averaged(bert: Made, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
-    """Another model's weights, a number that is none, a client without samples, a file that is no checkpoint."""
+    """Weights of another model, nan, clients without samples, and other files are refused."""
     good = tmp_path / "good"
     bert.train(good, steps=1)
     to = tmp_path / "mean"
@@ -242,6 +247,7 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"device\.json is no checkpoint of onnxruntime's"):
         average(bert.place, [good, bert.place.description], None, to)
 
+    # A checkpoint with nan in one weight.
     spoiled = Device(bert.place, good)
     name = bert.told.parameters[0].name
     parameters = spoiled.state.parameters
@@ -250,6 +256,7 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"nan: {name} holds inf or nan"):
         average(bert.place, [good, tmp_path / "nan"], None, to)
 
+    # A checkpoint of a wider model.
     config = {"model_type": "bert", **SMALL, "intermediate_size": 48}
     wider = bert.recipe.model_copy(
         update={"model": bert.recipe.model.model_copy(update={"config": config})}
@@ -271,7 +278,7 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
 
 
 def other_names(made: Made, folder: Path) -> Path:
-    """The artifacts, whose first weight has another name."""
+    """Write the description of the artifacts with another name of the first weight."""
     folder.mkdir()
     text = made.place.description.read_text()
     (folder / "device.json").write_text(text.replace(made.told.parameters[0].name, "model.another"))
@@ -279,7 +286,7 @@ def other_names(made: Made, folder: Path) -> Path:
 
 
 class Sum(torch.nn.Module):
-    """`y` is what `stack` makes of a sample."""
+    """A linear regression of `y`, which `stack` computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,6 +294,7 @@ class Sum(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         found = self.layer(x)
+        # `mean` is a scalar, which is no output of the graph.
         return {"loss": ((found - y) ** 2).mean(), "found": found, "mean": found.mean()}
 
 
@@ -306,7 +314,7 @@ def stack(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def test_batches_of_the_users_own_collate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model and samples of one's own, that a function of one's own stacks: exported, and trained with it."""
+    """A custom model with custom samples and collate function is exported and trained."""
     monkeypatch.setitem(sys.modules, "own_of_a_test", sys.modules[__name__])
     source = {"format": "custom", "factory": "own_of_a_test:rows"}
     recipe = makers.recipe(
@@ -316,7 +324,8 @@ def test_batches_of_the_users_own_collate(tmp_path: Path, monkeypatch: pytest.Mo
         train={"max_steps": 40},
     )
     made = Made(recipe, tmp_path / "artifacts")
-    assert load(made.place.recipe).recipe == made.recipe  # as the verbs read it
+    # The subcommands read the recipe from the folder.
+    assert load(made.place.recipe).recipe == made.recipe
     before = evaluate(made.place, made.recipe, made.data, made.place.checkpoint).metrics["loss"]
     made.train(tmp_path / "trained")
     assert (

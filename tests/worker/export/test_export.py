@@ -1,4 +1,4 @@
-"""export/: the trained model in transformers' form."""
+"""export/: the trained model as a transformers folder."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def exported(chosen: Recipe, folder: Path) -> dict[str, Any]:
-    """config.json and generation_config.json of a model that was built, passed through once and exported."""
+    """Build and export a model; return its config.json and generation_config.json."""
     run = RunDir(folder)
     data = LoadedData(chosen)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     model = build_model(chosen, data)
     inner: Any = model.model
-    assert inner.config.use_cache is False  # in training keys and values are of no use
+    # Training does not use cached keys and values.
+    assert inner.config.use_cache is False
     stepper = TorchStepper(model, torch.optim.SGD(model.parameters()), group, "fp32", 1, None)
     export(chosen, run, group, stepper, model, data)
     return {
@@ -63,7 +64,7 @@ def exported(chosen: Recipe, folder: Path) -> dict[str, Any]:
 def test_the_export_generates_with_its_own_cache(
     written: dict[str, Any], expected: bool, tmp_path: Path
 ) -> None:
-    """Training goes without a cache of keys and values; the export says what the model or the recipe says."""
+    """The exported `use_cache` is the model's or the recipe's, though training switches it off."""
     chosen = makers.recipe(model={"task": "causal-lm", "config": {**LLAMA, **written}}, data=WORDS)
     found = exported(chosen, tmp_path)
     assert found["config"]["use_cache"] is expected
@@ -71,7 +72,8 @@ def test_the_export_generates_with_its_own_cache(
 
 
 def test_an_export_follows_the_umask(tmp_path: Path) -> None:
-    """Weights, which safetensors writes for their owner alone, may be read by those who may read the other files."""
+    """All files of an export have the permissions of the umask."""
+    # safetensors writes files that only their owner can read.
     before = os.umask(0o002)
     try:
         exported(makers.recipe(model={"task": "causal-lm", "config": LLAMA}, data=WORDS), tmp_path)
@@ -91,11 +93,12 @@ ADAPTED = makers.recipe(
 
 
 def test_adapters_merged_or_alone() -> None:
-    """As asked, whatever the recipe says; refused where there are none, or where a format has one way."""
+    """Adapters are exported as requested; a request that the format does not support is refused."""
     for word, merge in (("merged", True), ("alone", False), ("", True)):
         found = _with_adapters(ADAPTED, "huggingface", word).model.lora
         assert found is not None
         assert found.merge is merge
+    # Without adapters, and formats that export them in one way alone.
     for recipe, form, told in (
         (makers.recipe(), "huggingface", "the run has no adapters"),
         (ADAPTED, "onnx", "--format onnx has adapters merged; leave --lora out"),

@@ -1,4 +1,4 @@
-"""What a causal model goes on with: the likeliest tokens, or draws of a seed."""
+"""The continuation of a prompt: the most likely tokens, or random ones of a seed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
 def model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    # Large initial weights, so that outputs differ from token to token.
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=1.0))
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Words w3 to w19, and a begin mark before each text."""
+    """Return a tokenizer of the words w3 to w19 with a begin mark and an end mark."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -48,7 +49,8 @@ def asked(prompt: str = "w3 w4", **changes: Any) -> GenerationRequest:
 
 
 def test_the_likeliest(model: Any, tokenizer: Any) -> None:
-    """As a loop of whole passes finds them, after the begin mark and without the tokenizer's end mark."""
+    """At temperature 0 the tokens are the most likely ones of repeated full passes."""
+    # The begin mark and the prompt, without the tokenizer's end mark.
     ids = [0, 3, 4]
     with torch.no_grad():
         for _ in range(6):
@@ -60,30 +62,33 @@ def test_the_likeliest(model: Any, tokenizer: Any) -> None:
 
 
 def test_draws(model: Any, tokenizer: Any) -> None:
-    """The same for a seed, others for another."""
+    """Random tokens are equal for equal seeds, and differ for others."""
     found = [text(model, tokenizer, asked(temperature=2.0, seed=seed)) for seed in (1, 1, 2)]
     assert found[0] == found[1] != found[2]
     assert found[0].startswith("w3 w4")
 
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'user' %}w5 {{ m.content }} w6 {% else %}{{ m.content }} </s> w9 "
+    "{% for m in messages %}{% if m.role == 'user' %}w5 {{ m.content }} w6 {% else %}{{ m.content "
+    "}} </s> w9 "
     "{% endif %}{% endfor %}"
 )
 
 
 def test_a_chat(model: Any, tokenizer: Any, capsys: Any) -> None:
-    """The template writes the prompt, the answer ends with its mark, and both are told apart."""
+    """The chat template renders the prompt, and the answer ends at the template's end mark."""
     import copy
 
     chats = copy.deepcopy(tokenizer)
     chats.chat_template = TEMPLATE
+    # The end of an answer is then known from the template alone.
     chats.eos_token = None
     ids = [5, 3, 4, 6]
     with torch.no_grad():
         for _ in range(6):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-            if ids[-1] == 1:  # what the template writes after an answer
+            # The template writes </s> after an answer.
+            if ids[-1] == 1:
                 break
     assert (
         text(model, chats, asked(chats=True))
@@ -99,7 +104,7 @@ def test_a_chat(model: Any, tokenizer: Any, capsys: Any) -> None:
 
 
 def test_what_does_not_fit(model: Any, tokenizer: Any) -> None:
-    """More tokens than the model sees, and no token at all."""
+    """More tokens than the model has positions, and an empty prompt, are refused."""
     with pytest.raises(
         InputError,
         match="--max-new-tokens: got 14; the prompt has 3 tokens, and the model sees 16 in",

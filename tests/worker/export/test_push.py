@@ -1,4 +1,4 @@
-"""`ortlaunch export --push`: the card, the upload to a hub on loopback, and what is refused before any work."""
+"""`ortlaunch export --push`: the model card, the upload to a local hub, and early refusals."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ortlaunch.worker.export.push import check, push
 from tests.makers import bert, engine_report, onnxruntime
 from tests.worker.hub import Hub, serving
 
+# An evaluation at step 4, and training metrics after it.
 LINES = (
     {"step": 4, "loss": 2.0, "samples": 8}, {"step": 4, "evaluation_loss": 1.5, "evaluation_masked_word_accuracy": 0.5},
     {"step": 9, "loss": 0.1, "samples": 18},
@@ -29,11 +30,12 @@ LINES = (
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """What a training of a BERT left, with an export of step 4."""
+    """Return the folder of a finished BERT training with an export of step 4."""
     run = RunDir(tmp_path / "run")
     corpus = {"format": "hub", "name": "wikitext", "subset": "v1"}
     data = {"train": corpus, "evaluation": corpus, "tokenizer": "here", "sequence_length": 64}
     model = {"task": "masked-lm", "pretrained": "google/bert"}
+    # A secret, and a value that would end a Markdown fence.
     made = bert(data=data, model=model, launch={"env": {"MY_TOKEN": "secret", "FENCE": "```"}})
     write_text(run.recipe, to_yaml(made))
     write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in LINES))
@@ -45,8 +47,9 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A hub with which this process, and its children, speak; it has a token."""
+    """Serve a local hub for this process and its children, with a token."""
     with serving(Hub()) as hub:
+        # Constants for this process, which has imported them; variables for its children.
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
@@ -56,7 +59,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_card(run: RunDir) -> None:
-    """huggingface_hub reads its metadata back; numbers are those of the checkpoint; the recipe has no secret."""
+    """The card has readable metadata, the checkpoint's metrics, and the recipe without secrets."""
     text = str(model_card(run, 4, "me/model", run.exported(4, "huggingface")))
     card = ModelCard(text)
     data = card.data.to_dict()
@@ -71,12 +74,13 @@ def test_the_card(run: RunDir) -> None:
         "masked_word_accuracy": 0.5,
     }
     assert "| samples | 8 |" in text
+    # The fence is longer than the one in the recipe.
     assert "````yaml\n" in text
     assert "secret" not in text
 
 
 def test_an_upload(run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
-    """A private repository, one commit with the export and its card; the token is printed nowhere."""
+    """An upload creates a private repository with export and card, and never prints the token."""
     check("me/model")
     said = push("me/model", run, 4, run.exported(4, "huggingface"))
     assert (said.startswith(hub.address), hub.created[0]["name"], hub.created[0]["visibility"]) == (
@@ -90,13 +94,14 @@ def test_an_upload(run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]) -> 
         b"base_model: google/bert" in hub.files["README.md"],
     ) == (b"weights", True)
     assert hub.tokens == {"Bearer hf_secret"}
+    # The captured output is that of all file descriptors.
     assert "hf_secret" not in "".join(capfd.readouterr())
 
 
 def test_an_export_that_is_there_is_uploaded(
     run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By the whole command, with a card of the user's own, which is left alone."""
+    """The command uploads an existing export, and keeps the user's own card."""
     folder = run.exported(4, "huggingface")
     write_text(folder / "README.md", "mine")
     write_text(
@@ -111,7 +116,7 @@ def test_an_export_that_is_there_is_uploaded(
 
 
 def adapters(folder: Path) -> None:
-    """A new export of LoRA alone, of a tiny BERT."""
+    """Write an export of the adapters of a tiny BERT."""
     from peft import LoraConfig, get_peft_model
     from transformers import BertConfig, BertForMaskedLM
 
@@ -134,7 +139,7 @@ def adapters(folder: Path) -> None:
 
 
 def test_an_upload_of_adapters(run: RunDir, hub: Hub) -> None:
-    """The card is the run's, not peft's template; its metadata say what peft's do."""
+    """The card of adapters is the run's, not peft's template, with the same metadata."""
     adapters(run.exported(9, "huggingface"))
     push("me/model", run, 9, run.exported(9, "huggingface"))
     card = ModelCard(hub.files["README.md"].decode())
@@ -149,7 +154,8 @@ def test_an_upload_of_adapters(run: RunDir, hub: Hub) -> None:
 
 
 def test_a_card_beside_adapters_is_left_alone(run: RunDir) -> None:
-    """peft would change one that lies where it writes."""
+    """The user's own card beside adapters is kept."""
+    # peft would write into it.
     folder = run.exported(9, "huggingface")
     write_text(folder / "README.md", "mine")
     adapters(folder)
@@ -176,9 +182,10 @@ def test_what_is_refused_before_any_work(
     hub: Hub,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No token, no network, a bad name, no rights; the token is in no message."""
+    """A missing token, network, name or right is refused; no message has the token."""
     if "HF_TOKEN" in change:
         monkeypatch.delenv("HF_TOKEN")
+        # The machine may have a token of its own.
         monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", change.get("offline", False))
     monkeypatch.setattr(constants, "ENDPOINT", change.get("address", hub.address))
@@ -191,7 +198,7 @@ def test_what_is_refused_before_any_work(
 def test_a_refusal_ends_the_command(
     hub: Hub, run: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With status 2, and no export is made."""
+    """A refusal ends the command with status 2 before an export is made."""
     hub.refuses = 401
     write_text(run.plan, "{}")
     write_text(run.checkpoint(9) / "COMPLETE", "")

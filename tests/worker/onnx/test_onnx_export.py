@@ -1,4 +1,4 @@
-"""model.onnx: the head's logits as PyTorch gives them, for batches and lengths that the export has not seen."""
+"""model.onnx: logits equal PyTorch's, for batch sizes and lengths that were not compared."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def built(recipe: Recipe) -> tuple[LossModule, LoadedData]:
-    """As training leaves it: in training mode, with adapters that have learned something."""
+    """Return a model in training mode, as after a training, and its data."""
     data = LoadedData(recipe)
     model = build_model(recipe, data)
     for name, parameter in model.named_parameters():
+        # New adapters are zero; trained ones are not.
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
     return model, data
@@ -67,7 +68,7 @@ def by_onnxruntime(path: Path, **batch: torch.Tensor) -> list[Any]:
 
 
 def test_bert_for_pretraining(tmp_path: Path) -> None:
-    """Both heads, for a batch and a length that were not compared; the folder has what transformers reads."""
+    """Both heads of a BERT are exported, for any batch and length, with config and tokenizer."""
     from transformers import AutoTokenizer, BertForPreTraining
 
     model, data = built(PRETRAINING)
@@ -88,8 +89,10 @@ def test_bert_for_pretraining(tmp_path: Path) -> None:
         "tokenizer.json",
     }
 
+    # Five texts: neither this number nor this length was compared by the export.
     texts = AutoTokenizer.from_pretrained(tmp_path)(["a b", "some words more", "x", "y", "z"], padding=True,
                                                     return_tensors="pt")  # fmt: skip
+    # The config is read from the exported folder, the weights are the model's.
     reference = BertForPreTraining(BertForPreTraining.config_class.from_pretrained(tmp_path)).eval()
     reference.load_state_dict(model.model.state_dict())
     with torch.no_grad():
@@ -101,7 +104,7 @@ def test_bert_for_pretraining(tmp_path: Path) -> None:
 
 
 def assert_same_loss(folder: Path, recipe: Recipe, model: LossModule, data: LoadedData) -> None:
-    """Of the graph as `ortlaunch evaluate MODEL` makes it, and the model's own."""
+    """Check that the loss that `ortlaunch evaluate MODEL` computes of the graph is the model's."""
     batch = collate([data.train.sample(i, epoch=0) for i in range(4)])
     by_graph = OnnxModel(folder / "model.onnx", recipe.model.task)(**batch)["loss"]
     with torch.no_grad():
@@ -111,7 +114,8 @@ def assert_same_loss(folder: Path, recipe: Recipe, model: LossModule, data: Load
 def test_adapters_are_merged_and_large_weights_lie_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Llama with LoRA, written as if it were above 2 GB: one file of weights, and PyTorch's logits from both."""
+    """Adapters are merged, and large weights are in a second file, with PyTorch's logits."""
+    # A small limit in place of 2 GiB.
     monkeypatch.setattr(onnx_export, "_MOST_IN_ONE_FILE", 1000)
     model, data = built(LORA)
     ids = torch.arange(3, 13).reshape(2, 5)
@@ -127,7 +131,7 @@ def test_adapters_are_merged_and_large_weights_lie_beside(
 
 
 def test_another_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits that differ, or that are no numbers, are no export."""
+    """Logits that differ from PyTorch's, or are nan, are an error."""
     model, data = built(PRETRAINING)
     for wrong in (2e-4, float("nan")):
         monkeypatch.setattr(onnx_export, "difference", lambda *_, wrong=wrong: wrong)
@@ -138,8 +142,10 @@ def test_another_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_no_number_after_a_number_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever output or batch has it: Python's max leaves out a nan that is not the first."""
+    """A nan in any output or batch is an error."""
+    # Python's max ignores a nan that is not the first value.
     model, data = built(PRETRAINING)
+    # For each of three batches a good output, then a bad one.
     answers = iter([0.0, float("nan")] * 3)
     monkeypatch.setattr(onnx_export, "_apart", lambda *_: next(answers))
     with pytest.raises(EngineError, match=r"differ from PyTorch's by nan"):
@@ -152,7 +158,7 @@ def test_no_number_after_a_number_is_an_error(
     ids=["classes", "a number", "several truths"],
 )  # fmt: skip
 def test_the_loss_of_samples(labels: torch.Tensor, outputs: int) -> None:
-    """What transformers makes of a head over whole texts."""
+    """The loss of a head over whole texts equals transformers', for each type of label."""
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {name: value for name, value in BERT.items() if name != "model_type"}

@@ -1,4 +1,4 @@
-"""model.onnx of a model of the user's own: what it returns beside its loss, of what that takes of a batch."""
+"""model.onnx of a user's own model: its outputs besides the loss, and the inputs that they need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = needs_ort
 
 
 class Own(nn.Module):
-    """Two numbers a sample, from a row of any length; `form` says what forward returns of them."""
+    """A model with two scores for each sample, of a row of any length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +41,8 @@ class Own(nn.Module):
 
 
 class Mapped(Own):
+    """Returns a mapping; `mean` has no row for each sample."""
+
     def forward(
         self, x: torch.Tensor, scale: torch.Tensor | None = None, y: torch.Tensor | None = None
     ) -> Any:
@@ -56,7 +58,7 @@ class Tuple(Own):
 
 
 class Weighted(Own):
-    """Takes weights of its loss, without which it has one all the same."""
+    """Accepts weights for its loss, but also has a loss without them."""
 
     def forward(
         self, x: torch.Tensor, y: torch.Tensor | None = None, w: torch.Tensor | None = None
@@ -76,9 +78,10 @@ class SameName(Own):
 
 
 class Mute(Own):
-    """Does not let itself be traced, and does not say why."""
+    """Fails when it is traced, with an error without text."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        # The export runs the model several times before it is traced.
         if torch.jit.is_tracing():
             raise AssertionError
         return {"scores": self.scores(x)} | (
@@ -87,7 +90,7 @@ class Mute(Own):
 
 
 class Branching(Own):
-    """Decides by a value that the run's own samples hardly have."""
+    """Branches on a value that random samples almost never have."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
         scores = self.scores(x)
@@ -97,7 +100,7 @@ class Branching(Own):
 
 
 class Squeezed(Own):
-    """Of one sample it returns a number."""
+    """Returns a scalar for a batch of one sample."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
         scores = self.scores(x)
@@ -117,9 +120,10 @@ class Silent(Own):
 
 
 class Fixed(Own):
-    """Asks its batch's size in Python."""
+    """Uses the size of its batch as a Python integer."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        # len() gives an integer, which tracing makes a constant.
         rows = torch.zeros(len(x), 2)
         return {
             "loss": self.scores(x).sum() * 0,
@@ -128,7 +132,7 @@ class Fixed(Own):
 
 
 class Attending(Own):
-    """With what torch's exporter has no form for, or one that fails."""
+    """Uses operators that torch's exporter lacks, or exports wrongly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +145,7 @@ class Attending(Own):
 
 
 def data() -> list[dict[str, torch.Tensor]]:
-    """Rows of one length."""
+    """Return rows of one length."""
     return [
         {"x": torch.rand(5), "scale": torch.tensor([2.0, 0.5]), "y": torch.tensor(n % 2)}
         for n in range(6)
@@ -149,17 +153,17 @@ def data() -> list[dict[str, torch.Tensor]]:
 
 
 def weighted() -> list[dict[str, torch.Tensor]]:
-    """Each with what it counts in the loss."""
+    """Return rows with a weight in the loss."""
     return [{**row, "w": torch.tensor(1.0 + n)} for n, row in enumerate(data())]
 
 
 def ragged() -> list[dict[str, torch.Tensor]]:
-    """Rows of other lengths, which `longest` pads."""
+    """Return rows of different lengths, which `longest` pads."""
     return [{"x": torch.rand(3 + n), "y": torch.tensor(n % 2)} for n in range(6)]
 
 
 def ragged_later() -> list[dict[str, torch.Tensor]]:
-    """The sixth alone is longer."""
+    """Return rows of which only the sixth is longer."""
     return [{"x": torch.rand(3 + n // 5), "y": torch.tensor(n % 2)} for n in range(6)]
 
 
@@ -171,7 +175,8 @@ def longest(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def exported(
     model: type[nn.Module], folder: Path, patch: pytest.MonkeyPatch, **own: str
 ) -> tuple[OnnxCheck, nn.Module]:
-    """As `ortlaunch export` makes it."""
+    """Export a model as `ortlaunch export` does; return the check and the model."""
+    # The recipe names the model and the data by this module.
     module: Any = types.ModuleType("own_onnx")
     module.model = model
     module.data = data
@@ -193,7 +198,7 @@ def exported(
 def test_what_the_loss_alone_takes_is_no_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name in a mapping; numbers of the whole batch are none of them. A batch of another size is PyTorch's, too."""
+    """Inputs of the loss alone and scalar outputs are left out of the graph."""
     import onnxruntime
 
     found, model = exported(Mapped, tmp_path, monkeypatch)
@@ -203,6 +208,7 @@ def test_what_the_loss_alone_takes_is_no_input(
         [[3], [2], [1]],
     )
     assert found.open_axes == {"x": [0], "scale": [0], "scores": [0], "best": [0]}
+    # A batch size that the export has not compared.
     x = torch.rand(9, 5)
     scale = torch.rand(9, 2)
     session = onnxruntime.InferenceSession(
@@ -216,7 +222,7 @@ def test_what_the_loss_alone_takes_is_no_input(
 
 
 def test_lengths_that_differ_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the run's own collate pads them; a bare tensor has a name, too."""
+    """Lengths that differ between batches are variable; a bare tensor is named `output`."""
     found, _ = exported(
         Tuple, tmp_path, monkeypatch, data="own_onnx:ragged", collate="own_onnx:longest"
     )
@@ -227,7 +233,7 @@ def test_lengths_that_differ_are_open(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_length_that_differs_in_the_last_batch_alone_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any two batches tell, not the first two."""
+    """A length that differs only in the last batch is variable too."""
     found, _ = exported(
         Tuple, tmp_path, monkeypatch, data="own_onnx:ragged_later", collate="own_onnx:longest"
     )
@@ -240,7 +246,7 @@ def test_a_length_that_differs_in_the_last_batch_alone_is_open(
 def test_weights_of_the_loss_are_not_in_the_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing that it returns depends on them; that is told."""
+    """Weights of the loss, on which no output depends, are left out and printed."""
     found, _ = exported(Weighted, tmp_path, monkeypatch, data="own_onnx:weighted")
     assert (found.inputs, found.open_axes) == (["x"], {"x": [0], "scores": [0]})
     assert (
@@ -250,7 +256,7 @@ def test_weights_of_the_loss_are_not_in_the_graph(
 
 
 def test_an_output_named_like_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph cannot have both."""
+    """An output with the name of an input is refused, as a graph cannot have both."""
     with pytest.raises(
         InputError, match=r"SameName\.forward returns 'x', which is an input's name, too"
     ):
@@ -260,7 +266,8 @@ def test_an_output_named_like_an_input(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_python_decided_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The compared batches need not show it: file and line, printed and recorded; a model without has none."""
+    """Values that Python reads while tracing are printed and recorded with file and line."""
+    # The compared batches need not show a difference.
     found, _ = exported(Branching, tmp_path, monkeypatch)
     (place,) = found.python_decisions
     assert place.startswith(f"{__file__}:")
@@ -270,14 +277,15 @@ def test_what_python_decided_is_told(
 
 
 def test_an_error_without_words_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a bare assert."""
+    """An error without text is reported by its class."""
     with pytest.raises(EngineError, match=r"the model does not export: AssertionError$"):
         exported(Mute, tmp_path, monkeypatch)
-    assert torch.is_autocast_cache_enabled()  # which torch leaves off
+    # After a failed export, torch itself leaves the cache off.
+    assert torch.is_autocast_cache_enabled()
 
 
 def test_outputs_that_one_sample_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are none; those without a number in them are equal."""
+    """An output that is a scalar for one sample is left out; empty outputs are equal."""
     found, _ = exported(Squeezed, tmp_path, monkeypatch)
     assert found.outputs == ["scores", "none"]
 
@@ -285,7 +293,8 @@ def test_outputs_that_one_sample_has_not(tmp_path: Path, monkeypatch: pytest.Mon
 def test_infinities_are_equal_to_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of answers that a model rules out."""
+    """Equal infinities count as equal."""
+    # A model may use them for answers that it excludes.
     monkeypatch.setattr(
         Tuple, "scores", lambda self, x: self.last(self.first(x[..., None])).mean(1) * math.inf
     )
@@ -294,7 +303,8 @@ def test_infinities_are_equal_to_themselves(
 
 
 def test_forms_that_torch_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in training by ONNX Runtime: Whisper's mask takes `diff`."""
+    """Operators that torch's exporter lacks are exported, as in training by ONNX Runtime."""
+    # For example `diff`, which Whisper's mask uses.
     found, _ = exported(Attending, tmp_path, monkeypatch)
     assert (found.inputs, found.outputs) == (["x"], ["scores"])
 
@@ -302,13 +312,13 @@ def test_forms_that_torch_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_labels_that_forward_needs_are_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not run without them."""
+    """Labels without which forward does not run are inputs."""
     found, _ = exported(Needy, tmp_path, monkeypatch)
     assert (found.inputs, found.outputs) == (["y", "x"], ["scores"])
 
 
 def test_a_loss_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what would be right."""
+    """A model that returns its loss alone is refused, with the required form."""
     with pytest.raises(
         InputError,
         match=r'Silent\.forward returns nothing beside its loss .* let it return {"loss": ',
@@ -319,6 +329,6 @@ def test_a_loss_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_size_asked_in_python_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph has the first batch's."""
+    """A size that Python reads is fixed in the graph, which is an error."""
     with pytest.raises(EngineError, match="--format onnx: "):
         exported(Fixed, tmp_path, monkeypatch)
