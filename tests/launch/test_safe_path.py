@@ -1,4 +1,4 @@
-"""Which files a run executes: installed packages, and of the folders around it only what the recipe names."""
+"""Tests that a run executes installed packages, and only named files of the folders around it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.launch.tiny import RECIPE, needs_mpi, ortlaunch, write_recipe
 
-# Imported on the way by Python, by the command, by torchrun or by a rank; the last two are optional packages.
+# Modules that Python, the command, torchrun or a rank import. The last two are optional packages.
 NAMES = (
     "runpy",
     "random",
@@ -20,6 +20,7 @@ NAMES = (
     "apex",
     "flash_attn",
 )
+# Leaves a file and ends the process, so that no import of it can go unnoticed.
 PLANTED = (
     "import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\nraise SystemExit(77)\n"
 )
@@ -34,7 +35,7 @@ PLANTED = (
     ],
 )
 def test_files_around_a_run_are_not_run(launcher: str, tmp_path: Path) -> None:
-    """Files in the current folder and beside the recipe that bear the names of packages are not executed."""
+    """Files named like packages, in the current folder or beside the recipe, are not executed."""
     here = tmp_path / "here"
     beside = tmp_path / "beside"
     for folder in (here, beside):

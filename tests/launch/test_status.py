@@ -1,4 +1,4 @@
-"""A run seen and ended from another process: `train` in one, `status` and `cancel` in another, with real launchers."""
+"""Tests of `status` and `cancel` from another process than `train`, with real launchers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.launch.tiny import LAUNCHERS, RECIPE, ortlaunch, processes_of, write_
 
 
 def until(run: RunDir, come: Callable[[Status], bool]) -> Status:
-    """How it goes, as soon as it goes so."""
+    """Wait until the run's status meets a condition, and return that status."""
     deadline = time.monotonic() + 60
     while True:
         if run.job.exists() and come(found := look(run)):
@@ -32,7 +32,7 @@ def until(run: RunDir, come: Callable[[Status], bool]) -> Status:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launcher", ["local", *LAUNCHERS])
 def test_status_and_cancel(launcher: str, tmp_path: Path) -> None:
-    """From its start to its cancelled end the folder tells the truth, and nothing of it is left alive."""
+    """The status is right from the start to the cancelled end, and no process is left."""
     write_recipe(tmp_path, train={"max_steps": 1_000_000}, log={"every_steps": 1})
     run = RunDir(tmp_path / "run")
     ranks = 1 if launcher == "local" else 2
@@ -52,6 +52,7 @@ def test_status_and_cancel(launcher: str, tmp_path: Path) -> None:
     )
     try:
         begun = until(run, lambda _: True)
+        # The ranks may start before the first look.
         assert (begun.state in (JobState.PENDING, JobState.RUNNING), begun.step) == (True, None)
         going = until(run, lambda found: found.step is not None and found.ranks_begun == ranks)
         assert (going.state, going.ranks, going.ranks_begun) == (JobState.RUNNING, ranks, ranks)
@@ -60,6 +61,7 @@ def test_status_and_cancel(launcher: str, tmp_path: Path) -> None:
             str(train.pid),
             1_000_000,
         )
+        # From another process, as a user does in another terminal.
         ended = ortlaunch(tmp_path, "cancel", str(run))
         assert (ended.returncode, ended.stdout.startswith(f"cancelled\n{run}: cancelled")) == (
             0,
@@ -72,6 +74,7 @@ def test_status_and_cancel(launcher: str, tmp_path: Path) -> None:
             JobState.CANCELLED,
             143,
         )
+        # Both are the line that the command printed at its end.
         assert str(found.job.verdict).splitlines()[-1] == errors.splitlines()[-1]
         assert (processes_of(tmp_path), found.alive) == ([], ())
     finally:

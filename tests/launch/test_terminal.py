@@ -1,4 +1,4 @@
-"""`ortlaunch train` typed in a terminal: which lines stay, what is drawn below them, what the logs have of it."""
+"""Tests of `ortlaunch train` in a terminal: lines that stay, the progress line, and the logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ERASE = "\r\x1b[K"
 
 
 def typed(folder: Path, *arguments: str, timeout: float = 60, status: int = 0) -> str:
-    """Everything that a command wrote to its terminal, of 90 columns, until its end."""
+    """Run a command in a terminal of 90 columns, and return all its output."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "90"}
     command = subprocess.Popen(
@@ -38,7 +38,8 @@ def typed(folder: Path, *arguments: str, timeout: float = 60, status: int = 0) -
                 continue
             try:
                 shown += os.read(ours, 1 << 16)
-            except OSError:  # nobody writes any more
+            except OSError:
+                # No process has the terminal open any more.
                 break
         assert command.wait(timeout=10) == status, shown.decode()
     finally:
@@ -56,7 +57,7 @@ def typed(folder: Path, *arguments: str, timeout: float = 60, status: int = 0) -
     ],
 )
 def test_a_run_in_a_terminal(launcher: str, tmp_path: Path) -> None:
-    """Each logged step stays, what is going on is drawn and erased, and the logs hold plain lines."""
+    """Logged steps stay in the terminal, the progress line is erased, and logs have plain lines."""
     recipe = write_recipe(tmp_path, train={"max_steps": 6}, log={"every_steps": 2})
     words = (f"--launcher={launcher}", f"--nproc-per-node={1 if launcher == 'local' else 2}")
     shown = typed(tmp_path, "train", str(recipe), "--run-dir=run", *words)
@@ -65,6 +66,7 @@ def test_a_run_in_a_terminal(launcher: str, tmp_path: Path) -> None:
     assert drawn[0] == "loading libraries ..."
     assert bars
     assert max(map(len, bars)) < 90
+    # A line may follow a progress line that was erased.
     stay = [line.rpartition(ERASE)[2] for line in shown.split("\n")]
     assert [line.split("  ")[0] for line in stay if line.startswith("step ")] == [
         "step 2/6",
@@ -79,9 +81,10 @@ def test_a_run_in_a_terminal(launcher: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_the_live_line_of_a_killed_rank_is_erased(tmp_path: Path) -> None:
-    """The first line after it, which says how the run ended, has a line of its own."""
+    """The progress line of a killed rank is erased before the verdict."""
     recipe = write_recipe(tmp_path, train={"max_steps": 400}, log={"every_steps": 2})
     text = (tmp_path / "mine.py").read_text()
+    # The rank's supervisor is killed, and the rank ends with it.
     kill = "os.kill(os.getppid(), signal.SIGKILL), time.sleep(9)"
     counted = (
         f"        self.count = getattr(self, 'count', 0) + 1\n        self.count < 9 or ({kill})\n"

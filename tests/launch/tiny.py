@@ -1,4 +1,4 @@
-"""A user's own tiny model and data beside a recipe, the command as a user types it, and what it left."""
+"""A tiny model and data of the user's own, the command as a user types it, and its processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPE = "recipe.yaml"
 
 
 def _lacking_for_mpi() -> str:
-    """What keeps tests from running ranks under mpirun, or nothing."""
+    """Return why tests cannot run ranks under mpirun; empty if they can."""
     try:
         mpi.find_mpirun()
     except MissingDependency as error:
@@ -32,10 +32,11 @@ def _lacking_for_mpi() -> str:
 NO_MPI = _lacking_for_mpi()
 needs_mpi = pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
 LAUNCHERS = ("torchrun", pytest.param("mpi", marks=needs_mpi))
+# CI runs the tests with mpi.
 TORCHRUN_FIRST = (
     "torchrun",
     pytest.param("mpi", marks=[needs_mpi, pytest.mark.slow, pytest.mark.ci]),
-)  # mpi is CI's
+)
 MODULE = """
 import os
 import signal
@@ -67,7 +68,12 @@ def data():
 def write_recipe(
     folder: Path, fails: bool = False, guardian_sleeps: float = 0, **sections: Any
 ) -> Path:
-    """Write the module and its recipe, whose rank 1 may fail, its guardian asleep for some seconds; the recipe."""
+    """Write the module and its recipe, and return the recipe's path.
+
+    Args:
+        fails: whether rank 1 raises an error.
+        guardian_sleeps: seconds for which rank 1's supervisor is suspended before that error.
+    """
     (folder / "mine.py").write_text(MODULE)
     model = {**CUSTOM["model"], "arguments": {"fails": fails, "guardian_sleeps": guardian_sleeps}}
     path = folder / RECIPE
@@ -95,7 +101,8 @@ def ortlaunch(
 
 
 def noting_opens(folder: Path) -> dict[str, str]:
-    """Variables that let every Python process note which of the folder's own recipes it opens; read by `opened`."""
+    """Return variables that let every Python process record the folder's recipes that it opens."""
+    # Python imports sitecustomize at its start, also in processes of other launchers.
     hook = folder / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(
@@ -113,18 +120,20 @@ def noting_opens(folder: Path) -> dict[str, str]:
 
 
 def opened(folder: Path) -> list[str]:
-    """The folder's own recipes that were opened, each as often as it was."""
+    """Return the folder's recipes that were opened, each as often as it was."""
     return sorted((folder / "opened").read_text().splitlines())
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Living processes with the folder in their command line: launchers, guardians and ranks of the run."""
+    """Return the living processes with the folder in their command line: all those of a run."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             words, status = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
-        except OSError:  # it ended meanwhile
+        # The process ended meanwhile.
+        except OSError:
             continue
+        # Z: a zombie has ended, although its parent has not read its status.
         if str(folder).encode() in words and status.rpartition(")")[2].split()[0] != "Z":
             found.append(int(entry.name))
     return found
