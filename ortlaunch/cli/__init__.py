@@ -1,6 +1,8 @@
-"""The command line: a file for each verb, or family of verbs, that adapts its arguments and calls one function.
+"""The command line: one file for each verb or family of verbs, which converts arguments and calls
+one function.
 
-A new verb is a function in a file of its own and a place in VERBS. Heavy modules load inside the verbs.
+A new verb is a function in a file of its own and an entry in VERBS. Heavy modules are imported
+inside the verbs, so that `--help` stays fast.
 """
 
 # No `from __future__ import annotations` in this folder: Typer reads the annotations themselves.
@@ -21,12 +23,14 @@ from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeEr
 from ortlaunch.file_errors import explained
 from ortlaunch.output import guarded
 
+# The option for the output folder, if it is not --run-dir; error messages suggest it.
 _PLACES = {
     "bench": "--out",
     "import": "--to",
     "report": "--to",
     "selftest": "--dir",
-}  # where they write, beside runs
+}
+# In the order of the life of a run; `--help` sorts them by SUMMARIES.
 VERBS = (
     validate.validate,
     import_config.import_config,
@@ -65,7 +69,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-NAMES = {"list_runs": "list", "import_config": "import"}  # which Python has taken
+# Function names that cannot be the verb: a builtin and a keyword of Python.
+NAMES = {"list_runs": "list", "import_config": "import"}
 for verb in VERBS:
     name = NAMES.get(verb.__name__, verb.__name__)
     app.command(name, cls=Verb, short_help=SUMMARIES[name].text, epilog=SUMMARIES[name].example)(
@@ -77,6 +82,7 @@ for name, family in (("recipes", recipes.app), ("data", data.app), ("device", de
     )
 
 
+# The option is eager: it works without a verb, which is otherwise required.
 def _version(wanted: bool) -> None:
     if wanted:
         from ortlaunch import __version__
@@ -95,27 +101,28 @@ def _root(
 
 
 def main() -> None:
-    """Entry point: errors for the user are printed without a traceback."""
-    gc.disable()  # with the freeze below, a tenth of the time that a short command takes
+    """Run the command line; errors for the user are printed without a traceback."""
+    # With the freeze below, it saves a tenth of the time of a short command.
+    gc.disable()
     with guarded():
         try:
             _refuse_undecodable(sys.argv[1:])
             app(prog_name="ortlaunch")
-        except (
-            RecipeError,
-            HostfileError,
-        ) as error:  # their lines begin with file:line:column, for editors
+        # Printed without a prefix: their lines begin with file:line:column, for editors.
+        except (RecipeError, HostfileError) as error:
             print(error, file=sys.stderr)
             sys.exit(error.exit_status)
         except OrtlaunchError as error:
             sys.exit(_told(error))
         except OSError as error:
             told = explained(error, _PLACES.get("".join(sys.argv[1:2]), "--run-dir"))
+            # An unknown error is a bug, so its traceback is needed.
             if told is None:
                 raise
             sys.exit(_told(told))
         finally:
-            gc.freeze()  # so that the interpreter's last collections have nothing to walk through
+            # Then the interpreter's last collections have no objects to visit.
+            gc.freeze()
 
 
 def _told(error: OrtlaunchError) -> int:
@@ -124,7 +131,13 @@ def _told(error: OrtlaunchError) -> int:
 
 
 def _refuse_undecodable(words: list[str]) -> None:
-    """What Python could not decode could not be written into the run folder either."""
+    """Check that every argument is valid text in the shell's encoding.
+
+    Raises:
+        InputError: Python could not decode an argument.
+    """
+    # Such an argument could not be written into the run folder. Python replaces each undecodable
+    # byte with a lone surrogate from U+DC80 to U+DCFF.
     for word in words:
         if not word.isascii() and any("\udc80" <= character <= "\udcff" for character in word):
             raise InputError(

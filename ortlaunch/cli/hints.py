@@ -1,6 +1,6 @@
-"""What was meant by an option or a verb that is none of ours: a key of the recipe, another option, another tool's word.
+"""Suggestions for unknown options and verbs: a key of the recipe, another option or verb.
 
-Loads the recipe's tables only where there is something to say.
+The recipe's tables are loaded only for a suggestion, because they slow the start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from ortlaunch.cli.summaries import SUMMARIES
 from ortlaunch.errors import InputError
 
-# Verbs of other tools.
+# Suggestions for verbs of other tools.
 _TRAIN = "train RECIPE"
 _EVALUATION = "evaluate RUN_FOLDER; train evaluates at its end, and each train.evaluate_every_steps"
 _EXPORT = (
@@ -45,29 +45,34 @@ _VERBS = {
     "help": "--help",
     "version": "--version",
 }
-# Where an option does what a key of the recipe, or an option of another tool, does.
+# Keys of the recipe, and options of other tools, that are an option here.
 _OPTIONS = {
     "launch.processes_per_node": "--nproc-per-node", "launch.launcher": "--launcher", "out": "--to", "output": "--to",
 }  # fmt: skip
+# Other tools accept the config as an option.
 _RECIPE = "the recipe is given without an option, as in `ortlaunch train RECIPE`"
 _WORDS = {"config": _RECIPE, "config_file": _RECIPE, "recipe": _RECIPE, "config_path": _RECIPE}
 
 
+# Typer's metavars, such as <list[str]>.
 _TYPE = re.compile(r"<(\w+)[^<>]*>")
+# Everything else is shown as TEXT.
 _TYPES = {"int": "NUMBER", "float": "NUMBER", "path": "PATH"}
 
 
 class Verb(TyperCommand):
-    """A verb that says more of an unknown option than that it is none, and names the values of its options readably."""
+    """A verb with suggestions for unknown options, and readable value names in its help."""
 
     def get_help(self, ctx: Any) -> str:
-        """Typer's, with `<list[str]>` and its like as words of the same width, and ranges such as `x>=1` in words."""
+        """Return Typer's help with readable types and ranges, such as TEXT for `<list[str]>`."""
+        # Of the same width, so that Typer's columns stay aligned.
         text = _TYPE.sub(
             lambda found: _TYPES.get(found[1], "TEXT").ljust(len(found[0])), super().get_help(ctx)
         )
         return re.sub(r"(\d+)<=x<=(\d+)", r"\1 to \2", text).replace("x>=", "from ")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Before Typer, whose message for an unknown option has no suggestion from the recipe.
         ours = {
             name
             for option in self.get_params(ctx)
@@ -77,6 +82,7 @@ class Verb(TyperCommand):
             hint = _hint(word, args[number + 1 : number + 2], ours)
             if hint:
                 raise InputError(f"there is no option {word.partition('=')[0]}; {hint}")
+        # Other launchers accept `auto` or `gpu` here; Typer would only report no valid integer.
         for number, word in enumerate(args):
             name, equals, value = word.partition("=")
             value = value if equals else "".join(args[number + 1 : number + 2])
@@ -89,7 +95,7 @@ class Verb(TyperCommand):
 
 
 class Verbs(TyperGroup):
-    """The verbs, with hints for mistyped ones and those of other tools."""
+    """The verbs, with suggestions for mistyped ones and those of other tools."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
@@ -98,7 +104,8 @@ class Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """In groups, where they are the verbs of ortlaunch itself."""
+        """Write the list of verbs; those of `ortlaunch` itself by group."""
+        # A family such as `recipes` has few verbs and no groups.
         if ctx.parent is not None:
             return super().format_commands(ctx, formatter)
         for group in dict.fromkeys(summary.group for summary in SUMMARIES.values()):
@@ -110,7 +117,13 @@ class Verbs(TyperGroup):
 
 
 def _not_a_verb(args: Sequence[str], ours: Sequence[str], above: str) -> str:
-    """What may have been meant by the first word; `above` is the command that has the verbs `ours`."""
+    """Return the message for an unknown verb.
+
+    Args:
+        args: the arguments; the first one is the unknown verb.
+        ours: the verbs that exist.
+        above: the command that has these verbs.
+    """
     from ortlaunch.recipe.text.words import likeness
 
     name = args[0]
@@ -119,8 +132,10 @@ def _not_a_verb(args: Sequence[str], ours: Sequence[str], above: str) -> str:
         whose = ""
         if name in _VERBS:
             return f"there is no verb {name}; what comes nearest is ortlaunch {_VERBS[name]}"
+        # `ortlaunch my.yaml`: the verb was left out.
         if name.endswith((".yaml", ".yml")):
             return f"{name} is no verb; to train it: ortlaunch train {' '.join(args)}"
+    # 1 is equal; words below 0.6 have too little in common.
     near = [verb for verb in ours if likeness(name, verb) >= 0.6]
     near.sort(key=lambda verb: -likeness(name, verb))
     said = f"did you mean {' or '.join(near[:2])}?" if near else f"the verbs are {', '.join(ours)}"
@@ -128,8 +143,9 @@ def _not_a_verb(args: Sequence[str], ours: Sequence[str], above: str) -> str:
 
 
 def _unknown(args: Sequence[str], ours: set[str]) -> Iterator[tuple[int, str]]:
-    """Place and text of every long option that the verb has not, up to `--`."""
+    """Yield index and text of every unknown long option before `--`."""
     for number, word in enumerate(args):
+        # All arguments after it are positional.
         if word == "--":
             return
         if word.startswith("--") and word.partition("=")[0] not in ours:
@@ -137,7 +153,13 @@ def _unknown(args: Sequence[str], ours: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
-    """What to write in place of an option; None where its name alone is wrong and Typer knows a near one."""
+    """Return a suggestion for an unknown option; None if Typer itself suggests a similar one.
+
+    Args:
+        word: the option, perhaps with =VALUE.
+        after: the next argument, if there is one.
+        ours: the options of the verb.
+    """
     from ortlaunch.recipe.fields.fields import names_in, section_at
     from ortlaunch.recipe.hints.advice import advise
     from ortlaunch.recipe.hints.dialects import FOREIGN
@@ -146,6 +168,7 @@ def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
 
     name, equals, value = word.lstrip("-").partition("=")
     name = normal(name)
+    # `--option VALUE` is understood as well as `--option=VALUE`.
     value = value if equals else next(filter(_is_value, after), "VALUE")
     same = next(
         (one for one in ours if normal(one.lstrip("-")) == name or one == _OPTIONS.get(name)), None
@@ -157,6 +180,7 @@ def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
     *section, last = keys(name)
     if section_at(tuple(section)) and last in names_in(tuple(section)):
         return _as_key(name, value, ours)
+    # A mistyped option of the verb: Typer's own suggestion is right.
     if name not in FOREIGN and max(likeness(option.lstrip("-"), name) for option in ours) > 0.8:
         return None
     advice = advise(str(last), tuple(section))

@@ -1,4 +1,4 @@
-"""Arguments and options that verbs share, each declared once."""
+"""Arguments and options shared by several verbs."""
 
 import functools
 import inspect
@@ -12,7 +12,8 @@ from ortlaunch.launchers import LAUNCHERS
 
 
 def shipped_recipes(incomplete: str) -> list[str]:
-    """For the shell's completion, which goes on with files."""
+    """Return the names of shipped recipes with a prefix, for the shell's completion."""
+    # The shell adds the files itself.
     from ortlaunch.resolve.shipped import names
 
     return [name for name in names() if name.startswith(incomplete)]
@@ -95,7 +96,11 @@ DryRun = Annotated[
 
 
 def port_range(ports: str | None) -> tuple[int, int] | None:
-    """The ends of `LOW-HIGH`."""
+    """Return the two ends of `LOW-HIGH`; None for None.
+
+    Raises:
+        typer.BadParameter: the text is not a range of ports.
+    """
     if ports is None:
         return None
     low, _, high = ports.partition("-")
@@ -136,9 +141,11 @@ def _launch_options(
         str | None, typer.Option("--exclude", "-e", help="Hosts and slots to leave out.")
     ] = None,
 ) -> Any:
+    # Imported here, as in all verbs: `--help` must not load the planning.
     from ortlaunch.planning.world import LaunchOptions
 
     if launcher not in (None, "auto", *LAUNCHERS):
+        # Users of other tools name the queue as the launcher.
         queue = launcher in ("slurm", "sbatch", "kubernetes", "azureml")
         why = "that is a queue: ortlaunch submit RECIPE --scheduler NAME; here " if queue else ""
         names = ", ".join(("auto", *LAUNCHERS))
@@ -147,18 +154,21 @@ def _launch_options(
 
 
 def with_launch_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb the options that choose launcher, hosts and ranks, in place of its parameter `options`."""
+    """Replace a verb's parameter `options` by the options for launcher, hosts and ranks."""
     shared = inspect.signature(_launch_options).parameters
     own = inspect.signature(verb).parameters
 
+    # `wraps` keeps name and docstring, which Typer shows as verb and help.
     @functools.wraps(verb)
     def with_options(**given: Any) -> None:
         options = _launch_options(**{name: given.pop(name) for name in shared})
         verb(**given, options=options)
 
+    # The shared options replace `options` at its position, which is their position in --help.
     together = [
         one for name in own for one in (shared.values() if name == "options" else [own[name]])
     ]
+    # Typer reads both: the annotations and the signature.
     named = {one.name: one.annotation for one in together}
     with_options.__annotations__ = named
     vars(with_options)["__signature__"] = inspect.Signature(together)

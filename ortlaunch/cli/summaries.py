@@ -1,16 +1,17 @@
-"""What --help shows of each verb: its group, a summary that fits a line of 80 columns, and an example."""
+"""The entries of `--help` for all verbs: group, a summary that fits 80 columns, and an example."""
 
 from typing import NamedTuple
 
 
 class VerbSummary(NamedTuple):
-    """A verb in the list of all, and the end of its own help."""
+    """A verb's entry in the list of verbs, and the end of its own help."""
 
     group: str
     text: str
     example: str
 
 
+# In the order of --help: group -> verb -> (summary, arguments of the example).
 _GROUPS = {
     "Train": {
         "train": (

@@ -1,1 +1,1 @@
-"""Verbs of the group Cluster in --help."""
+"""Verbs of the group Cluster in `--help`."""

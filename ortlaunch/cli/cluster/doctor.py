@@ -47,11 +47,11 @@ def doctor(
     ports: PortsOption = None,
     json: FindingsAsJson = False,
 ) -> None:
-    """Look before a run: at this machine, or at the hosts of --hostfile or of the Slurm job that this runs in.
+    """Check this machine, or the hosts of --hostfile or of the current Slurm job, before a run.
 
-    This machine: what is installed, GPUs, disk, limits. Hosts, all at once: reached, versions, addresses, ports of
-    each other (TCP, UDP, packets of the MTU), shared folder, disk, clock, limits, ranks left behind.
-    Exit status 1 where a check failed.
+    This machine: installed packages, GPUs, disk, limits. Hosts, all in parallel: reachability,
+    versions, addresses, ports of each other (TCP, UDP, packets of the MTU), shared folder, disk,
+    clock, limits, ranks left behind. Exit status 1 if a check failed.
     """
     from ortlaunch.doctor.finding import FAILED, as_json, told
     from ortlaunch.run.checkup import CheckupOptions, checkup
@@ -61,4 +61,5 @@ def doctor(
     place = CheckupOptions(run_dir, device, interface, port, port_range(ports))
     found = checkup(recipe, tuple(overrides or ()), options, place, os.environ)
     typer.echo(as_json(found) if json else told(found))
+    # True is status 1.
     raise typer.Exit(any(finding.verdict == FAILED for finding in found))

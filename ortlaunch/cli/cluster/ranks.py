@@ -6,13 +6,15 @@ import typer
 
 
 def ranks() -> None:
-    """Say which rank this process is: each launcher's variables that are seen, which set is used, or why none can be.
+    """Say which rank this process is: the variables of each launcher, and the set that is used.
 
-    It stands in the place of your command, as in `mpirun -n 4 ortlaunch ranks`. Exit status 2: it is not clear.
+    Run it in place of your command, as in `mpirun -n 4 ortlaunch ranks`. Exit status 2 if the
+    variables do not determine a rank.
     """
     from ortlaunch.errors import RankError
     from ortlaunch.rank import detect, explain
 
+    # Printed first: the explanation helps most if no rank can be determined.
     typer.echo(explain(os.environ))
     try:
         detect(os.environ)

@@ -40,31 +40,33 @@ def selftest(
     ] = False,
     json: FindingsAsJson = False,
 ) -> None:
-    """Check this machine or --hostfile's as doctor does; then start ranks, measure, and train under each backend.
+    """Check this machine or --hostfile's as doctor does, then measure and train under each backend.
 
-    Ranks measure matrix products, links and the all-reduce, and a slow host is named. Trainings of a tiny model (one
-    process, torchrun, mpirun, the hosts; a job of Slurm's, after a question) must have their ranks where the plan has
-    them, and equal losses. Engine eager on the CPU; override it as in engine.name=ort. Exit status 1 where a check
-    failed.
+    Ranks measure matmuls, links and the all-reduce; slow hosts are named. Trainings of a tiny model
+    (one process, torchrun, mpirun, the hosts; a Slurm job, after a question) must have their ranks
+    where the plan has them, and equal losses. Engine eager on the CPU; override it as in
+    engine.name=ort. Exit status 1 if a check failed.
     """
     from ortlaunch.commands.selftest import SelftestRequest
     from ortlaunch.commands.selftest import selftest as run
     from ortlaunch.doctor.finding import FAILED, as_json, summary
     from ortlaunch.process import heeded
 
-    for number in heeded(
-        (signal.SIGTERM, signal.SIGHUP)
-    ):  # as Ctrl-C: what was started ends, a job is cancelled
+    # Exits as after Ctrl-C: `finally` blocks end all that was started, and cancel a Slurm job.
+    for number in heeded((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, lambda given, _: sys.exit(128 + given))
 
+    # Without a terminal nobody can answer, so no job is queued.
     def may_queue(question: str) -> bool:
         return yes or (sys.stdin.isatty() and typer.confirm(question, err=True))
 
+    # Ranks of other hosts need the whole path.
     new = (folder or Path(time.strftime("selftest-%Y%m%d-%H%M%S"))).absolute()
     request = SelftestRequest(new, tuple(overrides or ()), options, port, port_range(ports))
     findings = []
     for finding in run(request, may_queue, os.environ):
         findings.append(finding)
+        # The table is printed as it grows, for a selftest takes minutes. JSON is one document.
         if not json:
             print(finding, flush=True)
     typer.echo(as_json(findings) if json else f"{summary(findings)}; the runs are in {new}")

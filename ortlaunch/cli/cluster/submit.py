@@ -22,9 +22,10 @@ def submit(
     run_dir: RunDirOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Put a recipe into a scheduler's queue: launch.nodes hosts, launch.processes_per_node ranks on each.
+    """Queue a recipe in a scheduler: launch.nodes hosts, launch.processes_per_node ranks on each.
 
-    Prints the job's id alone on standard output. `ortlaunch status`, `logs` and `cancel` take the run folder.
+    Standard output has only the job's id. `ortlaunch status`, `logs` and `cancel` accept the run
+    folder.
     """
     from ortlaunch.commands.submit import request_of, submit, without_effect
     from ortlaunch.planning.world import LaunchOptions
@@ -37,15 +38,18 @@ def submit(
         raise typer.BadParameter(
             f"got {scheduler}; one of {', '.join(SCHEDULERS)}", param_hint="--scheduler"
         )
+    # Last, so that it wins: inside the job the command chooses the launcher for the given hosts.
     given = (
         *(overrides or ()),
         *([f"submit.scheduler={scheduler}"] if scheduler else []),
         "launch.launcher=auto",
     )
+    # The hosts are unknown until the job starts.
     resolved = resolve(recipe, given, LaunchOptions(planned_only=True, declared=True), os.environ)
     name = resolved.file.recipe.submit.scheduler
     run = run_folder(run_dir, resolved, os.environ)
     notes = [*resolved.notes, *without_effect(resolved)]
+    # Standard output is for scripts, which read the job's id from it.
     print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
     if dry_run:
         typer.echo(str(request_of(preview(resolved), run, name)))

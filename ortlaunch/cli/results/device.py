@@ -1,4 +1,5 @@
-"""`ortlaunch device`: training with what `ortlaunch export --format ondevice` wrote, without PyTorch's engines."""
+"""`ortlaunch device`: train with the artifacts of `ortlaunch export --format ondevice`, without
+PyTorch's engines."""
 
 from pathlib import Path
 from typing import Annotated
@@ -49,7 +50,7 @@ def train(
         typer.Option("--steps", min=1, help="Of this training; all up to train.max_steps if not."),
     ] = None,
 ) -> None:
-    """Train a checkpoint on data.train, by ONNX Runtime alone; it goes on where its steps ended."""
+    """Train a checkpoint on data.train, by ONNX Runtime alone; it continues after its last step."""
     from ortlaunch.commands import device
     from ortlaunch.tasks import DeviceRequest
 
@@ -61,7 +62,10 @@ def train(
 def evaluate(
     artifacts: Artifacts, overrides: Overrides = None, checkpoint: Checkpoint = None
 ) -> None:
-    """Measure a checkpoint on data.evaluation, as `ortlaunch evaluate` does; into ARTIFACTS/evaluation.json."""
+    """Measure a checkpoint on data.evaluation, as `ortlaunch evaluate` does.
+
+    The result is in ARTIFACTS/evaluation.json.
+    """
     from ortlaunch.commands import device
     from ortlaunch.tasks import DeviceRequest
 
@@ -75,7 +79,7 @@ def export(
     to: Annotated[Path, typer.Option("--to", help="A new folder.", show_default=False)],
     checkpoint: Checkpoint = None,
 ) -> None:
-    """Write a checkpoint as model.onnx for onnxruntime alone, held against the evaluation graph."""
+    """Write a checkpoint as model.onnx for onnxruntime, compared with the evaluation graph."""
     from ortlaunch.commands import device
     from ortlaunch.tasks import DeviceRequest
 
@@ -104,6 +108,7 @@ def average(
     from ortlaunch.commands import device
     from ortlaunch.tasks import DeviceRequest
 
+    # The weights are parsed after Typer, for its lists are separate arguments, not W,W,...
     request = DeviceRequest(
         "average", str(artifacts), to=_text(to), checkpoints=tuple(map(str, checkpoints))
     )

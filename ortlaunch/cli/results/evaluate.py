@@ -17,7 +17,8 @@ def evaluate(
         Path,
         typer.Argument(
             metavar="RUN|MODEL",
-            help="Run folder; or a model.onnx, its folder or one of transformers', measured by one process on the CPU.",
+            help="Run folder; or a model.onnx, its folder or one of transformers', "
+            "measured by one process on the CPU.",
             show_default=False,
             callback=by_name,
         ),
@@ -39,11 +40,14 @@ def evaluate(
     options: Any = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Measure a checkpoint on data.evaluation: loss, perplexity, accuracy; into RUN/evaluations/step_N. Or a model."""
+    """Measure a checkpoint on data.evaluation (loss, perplexity, accuracy), with the result in
+    RUN/evaluations/step_N. Or a model.
+    """
     from ortlaunch.commands import evaluate as evaluations
     from ortlaunch.commands import evaluate_model
     from ortlaunch.run_folder.folder import RunDir
 
+    # RUN and MODEL share the verb, but not all options: the others are refused, not ignored.
     if evaluate_model.is_model(run):
         _of_a_model(
             "--step" if step else "--dry-run" if dry_run else None,
@@ -60,6 +64,7 @@ def evaluate(
     if dry_run:
         typer.echo(evaluations.dry_run(*what, options))
         return
+    # The evaluation must not end because the reader of its output has.
     go_on_unread()
     raise typer.Exit(evaluations.evaluate(*what, options))
 

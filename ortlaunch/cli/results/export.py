@@ -1,4 +1,4 @@
-"""`ortlaunch export`: a checkpoint as a model that others read."""
+"""`ortlaunch export`: write a checkpoint in a format that other programs read."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +16,7 @@ def export(
     to: Annotated[
         Path | None, typer.Option("--to", help="A new folder; RUN/exports/step_N if not.")
     ] = None,
+    # Not called `format`, which is a builtin.
     form: Annotated[
         str,
         typer.Option(
@@ -40,10 +41,11 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint of a run as a model for others, without starting the run; on one process, on the CPU.
+    """Write a checkpoint of a run as a model for other programs, in one process on the CPU.
 
-    With --push: to the Hugging Face hub (HF_ENDPOINT) with the token of HF_TOKEN or `hf auth login`; a new repository
-    is private. An export of that step that is there already is uploaded as it is.
+    With --push it is uploaded to the Hugging Face hub (HF_ENDPOINT), with the token of HF_TOKEN or
+    `hf auth login`; a new repository is private. An existing export of that step is uploaded
+    unchanged.
     """
     from ortlaunch.commands.export import export as write
     from ortlaunch.run_folder.folder import RunDir

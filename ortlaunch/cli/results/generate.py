@@ -1,4 +1,4 @@
-"""`ortlaunch generate`: what a causal model has learned, looked at."""
+"""`ortlaunch generate`: continue a prompt by a trained causal model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -39,14 +39,15 @@ def generate(
         bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")
     ] = False,
 ) -> None:
-    """Go on with a prompt, by a causal model, on the CPU: on stdout the prompt and what follows it.
+    """Go on with a prompt, by a causal model, on the CPU; prints the prompt and the continuation.
 
-    Where the run was trained on chats, or of no run a model's tokenizer has a chat template, that writes the prompt as
-    a user's message, and what follows is the answer, on lines of its own.
+    If the run was trained on chats, or a model outside a run has a chat template, the template
+    formats the prompt as a user's message, and the answer is printed on lines of its own.
     """
     from ortlaunch.commands.generate import generate as write
     from ortlaunch.tasks import GenerationRequest
 
+    # The answer is printed by the worker: this process never imports torch.
     raise typer.Exit(
         write(GenerationRequest(str(model), prompt, step, tokens, temperature, seed, raw))
     )

@@ -1,4 +1,4 @@
-"""`ortlaunch diagnose`: why a run ended as it did."""
+"""`ortlaunch diagnose`: explain why a run ended."""
 
 from typing import Annotated
 
@@ -11,9 +11,9 @@ def diagnose(
     run: RunFolder,
     json: Annotated[bool, typer.Option("--json", help="The diagnosis as JSON.")] = False,
 ) -> None:
-    """Say why a run failed: the verdict first, then what it rests on, then what to try.
+    """Explain why a run failed: the verdict, then the evidence, then what to try.
 
-    It reads the run folder alone. Exit status 0 whatever the verdict, 2 where there is no run.
+    It reads only the run folder. Exit status 0 with any verdict, 2 if there is no run.
     """
     from ortlaunch.diagnose.report import diagnose as diagnosis_of
     from ortlaunch.run_folder.folder import RunDir

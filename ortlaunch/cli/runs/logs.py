@@ -1,6 +1,6 @@
 """`ortlaunch logs` and `ortlaunch list`."""
 
-import json as texts
+import json as texts  # the verb's option is called json
 from typing import Annotated
 
 import typer
@@ -15,9 +15,9 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")
     ] = False,
 ) -> None:
-    """Print what a run's rank 0 says, or another's; for a queued run its job's output.
+    """Print the output of a run's rank 0 or of another rank; for a queued run its job's output.
 
-    With --follow the exit status is the run's own, else 0; 2 where there is no run.
+    With --follow the exit status is the run's own, else 0; 2 if there is no run.
     """
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.runs.logs import show
@@ -31,11 +31,13 @@ def list_runs(
     ] = False,
     every: Annotated[bool, typer.Option("--all", help="All of them, not the newest 20.")] = False,
 ) -> None:
-    """List the runs that this user has started or queued, the newest first: state, step, job, folder."""
+    """List the runs that this user started or queued, the newest first: state, step, job, folder."""
     from ortlaunch.runs.listing import HEAD, line, looks
 
+    # Each run costs the reading of several files, perhaps on a slow disk.
     found = looks(None if every else 20)
     if json:
+        # `to_json` returns text, and a list needs values.
         typer.echo(texts.dumps([texts.loads(status.to_json()) for status in found], indent=2))
         return
     typer.echo("\n".join([HEAD, *map(line, found)]) if found else "no runs yet")

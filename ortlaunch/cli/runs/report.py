@@ -1,4 +1,4 @@
-"""`ortlaunch report`: runs as one HTML page."""
+"""`ortlaunch report`: write runs as one HTML page."""
 
 from pathlib import Path
 from typing import Annotated
@@ -25,11 +25,12 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write one HTML page of runs: curves, engine, memory, checkpoints, and where their recipes differ.
+    """Write one HTML page of runs: curves, engine, memory, checkpoints, differences of recipes.
 
-    It reads the run folders alone, needs no network to be looked at, and a run may still go on.
+    It reads only the run folders, and a run may still be running. The page needs no network.
     """
     from ortlaunch.launch.record import now
     from ortlaunch.report import report as write
 
+    # Typer calls a callback once for the whole list, so names are resolved here.
     typer.echo(f"report: {write([by_name(run) for run in runs], to, now())}")

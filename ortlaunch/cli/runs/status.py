@@ -1,4 +1,5 @@
-"""`ortlaunch status`, `stop`, `checkpoint`, `restart` and `cancel`: a run that another command has, or had."""
+"""`ortlaunch status`, `stop`, `checkpoint`, `restart` and `cancel`: query and control a run of
+another command."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,12 +8,13 @@ import typer
 
 
 def by_name(given: Path) -> Path:
-    """The folder of a run that is given by its name; what is a path stays."""
+    """Return the folder of a run that is given by name; a path is returned unchanged."""
     from ortlaunch.runs.registry import named
 
     return named(given)
 
 
+# The callback replaces a name by its folder before the verb runs.
 RunFolder = Annotated[
     Path,
     typer.Argument(
@@ -31,9 +33,9 @@ def status(
         bool, typer.Option("--wait", help="Wait for its end; the exit status is then the run's.")
     ] = False,
 ) -> None:
-    """Say how a run goes or went: state, ranks, last step, loss, speed; once it has ended its verdict.
+    """Say how a run goes or went: state, ranks, last step, loss, speed; after its end the verdict.
 
-    Exit status 0 in every state, 2 where there is no run; with --wait the run's own.
+    Exit status 0 in every state, 2 if there is no run; with --wait the run's own.
     """
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.runs import status as statuses
@@ -48,13 +50,13 @@ def stop(
     run: RunFolder,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for its end.")] = True,
 ) -> None:
-    """Ask a run to finish its step, save and end: `train` leaves with status 85, and goes on when it is run again.
+    """Let a run finish its step, save and end: `train` exits with 85, and continues when run again.
 
-    Exit status 0 once it has (with --no-wait once it is asked), also where it had ended before; 1 where it ended
-    otherwise; 2 where there is no run, or none that can save.
+    Exit status 0 after its end (with --no-wait after the request), also if it had ended before; 1
+    if it ended otherwise; 2 if there is no run, or none that can save.
     """
     from ortlaunch.run_folder.folder import RunDir
-    from ortlaunch.runs.requests import stop as ask
+    from ortlaunch.runs.requests import stop as ask  # the verb has the same name
 
     said, exit_status = ask(RunDir(run), wait)
     typer.echo(said)
@@ -62,9 +64,10 @@ def stop(
 
 
 def checkpoint(run: RunFolder) -> None:
-    """Have a run save a checkpoint after its next step, and say which; it trains on.
+    """Let a run save a checkpoint after its next step, and print which one; the run continues.
 
-    Exit status 0 once it is complete; 1 where the run ended or could not save; 2 where there is no run that trains.
+    Exit status 0 after the checkpoint is complete; 1 if the run ended or could not save; 2 if there
+    is no run that trains.
     """
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.runs.requests import checkpoint as ask
@@ -73,9 +76,10 @@ def checkpoint(run: RunFolder) -> None:
 
 
 def restart(run: RunFolder) -> None:
-    """Have an elastic run (launch.nodes: {min, max}) save and start again, on all of its hosts that are there now.
+    """Let an elastic run (launch.nodes: {min, max}) save and start again on all available hosts.
 
-    Exit status 0 once it has; 1 where it ended; 2 where there is no run that trains, or one of fixed hosts.
+    Exit status 0 after the new start; 1 if the run ended; 2 if there is no run that trains, or its
+    hosts are fixed.
     """
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.runs.requests import restart as ask
@@ -84,10 +88,10 @@ def restart(run: RunFolder) -> None:
 
 
 def cancel(run: RunFolder) -> None:
-    """End a run with all its processes; its ranks get SIGTERM, and SIGKILL after a grace.
+    """End a run with all its processes; its ranks get SIGTERM, and SIGKILL after a grace period.
 
-    Exit status 0 once it has ended, also where it had before; 1 where it does not; 2 where there is no run, or not one
-    that this user can end from this host.
+    Exit status 0 after its end, also if it had ended before; 1 if it does not end; 2 if there is no
+    run, or this user cannot end it from this host.
     """
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.runs.cancel import cancel as end

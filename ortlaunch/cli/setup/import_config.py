@@ -1,4 +1,4 @@
-"""`ortlaunch import`: another tool's config as a recipe."""
+"""`ortlaunch import`: convert another tool's config to a recipe."""
 
 from pathlib import Path
 from typing import Annotated
@@ -33,9 +33,9 @@ def import_config(
         Path | None, typer.Option("--to", help="The new recipe; CONFIG-recipe.yaml here if not.")
     ] = None,
 ) -> None:
-    """Turn another tool's config into a recipe, and say what became of each of its keys.
+    """Convert another tool's config to a recipe, and report the result for each of its keys.
 
-    The same account stands in the recipe, as comments.
+    The recipe has the same report as comments.
     """
     from ortlaunch.errors import InputError
     from ortlaunch.other_tools import import_config as turned
@@ -43,8 +43,10 @@ def import_config(
     from ortlaunch.run_folder.folder import write_text
 
     target = to or Path(f"{config.stem}-recipe.yaml")
+    # An imported recipe may have been edited since.
     if target.exists():
         raise InputError(f"{target} is there already; give another file with --to")
+    # Written only if the result is valid.
     found = turned(config, tool, locate(base) if base else None, overrides or [])
     write_text(target, found.file())
     typer.echo(f"{found}\nrecipe: {target}")

@@ -28,6 +28,7 @@ def show_recipe(name: Name) -> None:
     """Print a shipped recipe."""
     from ortlaunch.resolve.shipped import find
 
+    # Without another newline, so that `> my.yaml` is an exact copy.
     typer.echo(find(name).read_text(encoding="utf-8"), nl=False)
 
 

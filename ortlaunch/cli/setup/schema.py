@@ -18,6 +18,7 @@ def schema(
     ] = False,
 ) -> None:
     """Print the recipe's JSON schema, for editors: every field with its manual."""
+    # Only the module of the chosen page is imported.
     if doctor:
         from ortlaunch.doctor.schema import json_schema as text
     elif run_folder:
@@ -26,4 +27,5 @@ def schema(
         from ortlaunch.recipe.manual.reference import markdown as text
     else:
         from ortlaunch.recipe.manual.schema import json_schema as text
+    # The text ends with a newline, and the files in docs/ must be equal to the byte.
     typer.echo(text(), nl=False)

@@ -7,4 +7,5 @@ def setup() -> None:
     """Build the torch extensions that engine ort needs, once for each torch."""
     from ortlaunch.doctor import set_up
 
+    # In a process of its own, for the control side never imports torch.
     raise typer.Exit(set_up())

@@ -13,6 +13,7 @@ def constraints(
     """Print a tested set of versions, for `pip install -c FILE`."""
     from ortlaunch.resolve.shipped import text
 
+    # The file ends with a newline; a copy by `>` is then exact.
     typer.echo(text("constraints", name), nl=False)
 
 

@@ -44,13 +44,16 @@ def bench(
     ] = True,
     options: Any = None,
 ) -> None:
-    """Measure engines and options side by side: speed, memory, time to first step, equality with plain PyTorch."""
+    """Measure engines and options side by side: speed, memory, time to first step, and parity with
+    plain PyTorch."""
     from ortlaunch.bench import command
     from ortlaunch.bench.measure import Length
     from ortlaunch.resolve.resolve import resolve
 
     resolved = resolve(recipe, overrides or (), options, os.environ)
+    # Empty: the bench itself chooses all engines.
     chosen = tuple(name.strip() for name in engines.split(",")) if engines is not None else ()
     length = Length(rounds, steps, one_at_a_time)
+    # Hours of measurements must not end because the reader of the output has.
     go_on_unread()
     raise typer.Exit(command.bench(resolved, chosen, vary or (), length, out, picture))

@@ -1,4 +1,4 @@
-"""`ortlaunch data`: what a training reads, made ready."""
+"""`ortlaunch data`: prepare the data of a training."""
 
 import typer
 

@@ -19,6 +19,8 @@ def parity(
     run_dir: RunDirOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Compare a recipe's engine with plain PyTorch: loss and every gradient; exit status 1 where they differ."""
+    """Compare a recipe's engine with plain PyTorch: loss and every gradient; exit status 1 if they
+    differ."""
     options = options._replace(task="parity")
+    # Last, so that --steps wins over an override of the same key.
     start(recipe, [*(overrides or ()), f"engine.parity_steps={steps}"], options, run_dir, dry_run)

@@ -22,8 +22,8 @@ def plan(
         typer.Option(
             "--diff",
             metavar="OTHER",
-            help="Show only what has changed since OTHER's plan: a recipe (its launch.device auto is this one's), "
-            "a run folder or its plan.json.",
+            help="Show only what has changed since OTHER's plan: a recipe (its launch.device auto "
+            "is this one's), a run folder or its plan.json.",
         ),
     ] = None,
 ) -> None:
@@ -33,6 +33,7 @@ def plan(
     from ortlaunch.run.preview import dry_run, preview, size_notes
     from ortlaunch.run_folder.folder import RunDir
 
+    # `planned_only`: the hosts of a plan need not exist.
     resolved = preview(
         resolve(recipe, overrides or (), options._replace(planned_only=True), os.environ)
     )
@@ -46,6 +47,8 @@ def plan(
     if json:
         typer.echo(resolved.plan.to_json())
         return
+    # TIME stands for the time of a start: the same recipe always prints the same plan. Only the
+    # last line of a request is the command.
     command = dry_run(resolved, RunDir(f"runs/{resolved.plan.name}-TIME")).splitlines()[-1]
     notes = size_notes(resolved)
     shown = describe(resolved.plan, resolved.file.recipe)

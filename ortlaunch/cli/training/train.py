@@ -42,7 +42,16 @@ def start(
     dry_run: bool,
     resume: tuple[str, tuple[str, ...]] = ("auto", ()),
 ) -> None:
-    """Run the ranks, or show what would be run; leaves with the run's exit status."""
+    """Run the ranks and exit with the run's status; with `dry_run` only print the command.
+
+    Args:
+        recipe: its path, or the name of a shipped one.
+        overrides: KEY.PATH=VALUE of the command line.
+        options: launcher, hosts and ranks.
+        run_dir: the run folder; None: a new one.
+        dry_run: whether to print the command instead of running it.
+        resume: values of --resume and --allow.
+    """
     from ortlaunch.resolve.prepare import run_folder
     from ortlaunch.resolve.resolve import resolve
     from ortlaunch.resolve.resume import ResumeOptions
@@ -52,12 +61,15 @@ def start(
     if dry_run:
         resolved = preview.preview(resolved)
         run = run_folder(run_dir, resolved, os.environ)
+        # On standard error, so that standard output has only the command.
         print(
             *preview.before_start(resolved, run, ResumeOptions(*resume)), sep="\n", file=sys.stderr
         )
         typer.echo(preview.dry_run(resolved, run))
         return
+    # Not needed for a dry run, and slow to import.
     from ortlaunch.run import control
 
+    # A training must not end because the reader of its output has (`| head`).
     go_on_unread()
     raise typer.Exit(control.train(resolved, run_dir, ResumeOptions(*resume)))
