@@ -1,4 +1,4 @@
-"""engine.chunked_loss: the numbers of whole logits without them, and which models and recipes it is for."""
+"""`engine.chunked_loss`: its results, the models to which it applies, and the recipe's rules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 
 
 def head(dtype: torch.dtype = torch.float32, bias: bool = True) -> list[Tensor | None]:
-    """Hidden states, the weight and the bias of a head, in which nothing is lost by this type."""
+    """Return hidden states, weight and bias of a head, in this dtype."""
     torch.manual_seed(0)
     made = [torch.randn(ROWS, WIDTH), torch.randn(WORDS, WIDTH) * 0.2, torch.randn(WORDS)]
     return [each.to(dtype).requires_grad_() for each in made[: 2 + bias]] + [None] * (not bias)
@@ -41,7 +41,7 @@ def labels() -> Tensor:
 
 
 def whole(parts: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss in float64, and leaves that take its gradients."""
+    """Return the loss in float64, and the leaves that get its gradients."""
     leaves = [
         None if each is None else each.detach().double().clone().requires_grad_() for each in parts
     ]
@@ -56,7 +56,8 @@ def whole(parts: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
 def test_the_numbers_are_those_of_whole_logits(
     dtype: torch.dtype, tolerance: float, bias: bool
 ) -> None:
-    """Loss and every gradient against float64, under a factor such as a loss scale is; in 16 bits sums are float32."""
+    """Loss and every gradient equal those of whole logits in float64."""
+    # The factor is like a loss scale. With 16 bits sums are in float32.
     parts = head(dtype, bias)
     loss = chunked_loss(*parts, labels(), CHUNK, True)  # type: ignore[call-arg]
     (loss * 1024).backward()
@@ -72,7 +73,8 @@ def test_the_numbers_are_those_of_whole_logits(
 
 
 def test_gradients_that_float16_cannot_hold_are_scaled_first() -> None:
-    """Of 40,000 labels each gradient of the mean is below float16's least number; scaled it is not."""
+    """Gradients that underflow in float16 without the loss scale are correct with it."""
+    # With 40,000 labels each gradient of the mean is below float16's smallest value.
     hidden = torch.ones(40_000, 2, dtype=torch.float16, requires_grad=True)
     weight = (torch.eye(2, dtype=torch.float16) * 0.01).requires_grad_()
     chosen = torch.arange(40_000) % 2
@@ -83,7 +85,7 @@ def test_gradients_that_float16_cannot_hold_are_scaled_first() -> None:
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
-    """And is not computed: hidden states without one are only those of a frozen body."""
+    """A frozen input of the head gets no gradient."""
     parts = head()
     parts[frozen].requires_grad_(False)  # type: ignore[union-attr]
     chunked_loss(*parts, labels(), CHUNK, True).backward()  # type: ignore[call-arg]
@@ -93,7 +95,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
 
 
 def test_no_label_that_counts_is_torchs_nan() -> None:
-    """The mean of nothing, and gradients of zeros."""
+    """Without any label that counts, the loss is nan and the gradients are zeros, as torch's."""
     parts = head()
     loss = chunked_loss(*parts, torch.full((ROWS,), -100), CHUNK, True)  # type: ignore[call-arg]
     loss.backward()
@@ -102,7 +104,8 @@ def test_no_label_that_counts_is_torchs_nan() -> None:
 
 
 def test_a_second_backward_pass_is_refused() -> None:
-    """Its gradients were scaled in place by the first."""
+    """A second backward pass is refused."""
+    # The first pass has scaled the gradients in place.
     loss = chunked_loss(*head(), labels(), CHUNK, True)  # type: ignore[call-arg]
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="cannot be run backward again"):
@@ -110,7 +113,7 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """Numbers of elements of what operators return."""
+    """A mode that records the sizes of the operators' results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,17 +129,18 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("train", [True, False])
 def test_whole_logits_never_exist(train: bool) -> None:
-    """The largest tensor is the weight's gradient in training, else a chunk."""
+    """The largest tensor is the gradient of the weight in training, else the logits of a chunk."""
     parts = [each.detach() for each in head() if each is not None]
     with Sizes() as sizes:
         _head_loss(*parts, labels(), CHUNK, *[train] * 3)
-    weights = set() if train else {WORDS * WIDTH}  # the weight, transposed
+    # Without training, this size is the transposed weight.
+    weights = set() if train else {WORDS * WIDTH}
     assert max(sizes.seen - weights) == (WORDS * WIDTH if train else CHUNK * WORDS)
     assert ROWS * WORDS > WORDS * WIDTH
 
 
 def test_torch_compile_takes_it_as_one_operator() -> None:
-    """No graph break, and gradients bit for bit those of eager."""
+    """torch.compile has no graph break, and its gradients equal eager's, bit for bit."""
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor, chosen: Tensor) -> Tensor:
         return chunked_loss(hidden * 2, weight, bias, chosen, CHUNK, torch.is_grad_enabled())
@@ -198,12 +202,14 @@ def chunk(module: LossModule, task: str, rows: Any = 8, **sections: Any) -> Chun
     ids=str,
 )
 def test_a_familys_loss_in_chunks_is_its_own(task: str, kind: str, fields: dict[str, Any]) -> None:
-    """Loss and every gradient within 1e-6 of the model's own: shift, tied weights, scaled logits, a pair's loss."""
+    """Loss and gradients of each model family are within 1e-6 of the model's own."""
+    # The families differ in shift, tied weights, scaled logits and the loss of pairs.
     module = built(task, kind, **fields)
     assert chunk(module, task) == ChunkedLoss(8, 8, None)
     found = compare(module, module, batch(task))
     assert (found.loss_difference, found.gradient_difference) == pytest.approx((0, 0), abs=1e-6)
-    assert found.gradient_difference > 0  # it is another computation
+    # The chunks are another computation, with other rounding.
+    assert found.gradient_difference > 0
 
 
 @pytest.mark.parametrize(
@@ -220,7 +226,7 @@ def test_a_familys_loss_in_chunks_is_its_own(task: str, kind: str, fields: dict[
     ids=str,
 )  # fmt: skip
 def test_another_loss_is_left_alone(task: str, kind: str, fields: dict[str, Any], why: str) -> None:
-    """The reason is told, and the model computes what it did."""
+    """A model with another loss is not changed, and the reason is reported."""
     module = built(task, kind, **fields)
     before = float(module.eval()(**batch(task))) if task == "causal-lm" else None
     found = chunk(module, task)
@@ -231,7 +237,8 @@ def test_another_loss_is_left_alone(task: str, kind: str, fields: dict[str, Any]
 
 
 def test_adapters_on_the_head_are_left_alone() -> None:
-    """The head is then no linear layer; adapters elsewhere, with a frozen head, are."""
+    """A head with adapters is not chunked; a frozen head below adapters is."""
+    # A head with adapters is no plain linear layer.
     import peft
 
     for targets, rows in ((["lm_head"], None), (["q_proj"], 8)):
@@ -246,18 +253,20 @@ def test_adapters_on_the_head_are_left_alone() -> None:
 
 
 def test_evaluation_has_the_same_loss_and_no_gradients() -> None:
-    """Without gradients none are computed, on the model's own head neither."""
+    """The loss in evaluation is the same, and no gradients are computed."""
     module = built("causal-lm", "llama").eval()
     expected = float(module(**batch("causal-lm")))
     chunk(module, "causal-lm")
     with torch.no_grad(), Sizes() as sizes:
         assert float(module(**batch("causal-lm"))) == pytest.approx(expected, rel=1e-6)
-    assert 300 * 32 not in sizes.seen  # the weight's gradient
+    # The size of the weight's gradient.
+    assert 300 * 32 not in sizes.seen
     assert not module.training
 
 
 def test_the_model_gets_its_head_back() -> None:
-    """For parity, and for good before the export: logits are then the model's, and its weights have the same names."""
+    """The model's own head can be restored for a while or forever, with the same weight names."""
+    # Parity restores it for a while, and the export forever.
     module = built("causal-lm", "llama").eval()
     names = list(module.state_dict())
     ids = batch("causal-lm")["input_ids"]
@@ -274,7 +283,7 @@ def test_the_model_gets_its_head_back() -> None:
 
 
 def test_auto_is_for_large_vocabularies() -> None:
-    """Off where one chunk would hold all logits, else chunks of 20 MiB in float32; a number and off are as they say."""
+    """`auto` uses chunks of 20 MiB, and none if one chunk would have all logits."""
     assert [chunk_rows("auto", 1024, words, "cpu") for words in (1000, 8192, 32_000, 300_000)] == [
         0,
         640,
@@ -302,7 +311,7 @@ def test_auto_is_for_large_vocabularies() -> None:
     ],
 )
 def test_rows_that_do_nothing_are_refused(sections: dict[str, Any], why: str) -> None:
-    """A number where no chunk can be; auto and off are no such claim."""
+    """A number of rows is refused where chunks are impossible; `auto` and `off` are not."""
     made = bert if "zero" in sections else recipe
     assert any(
         why in text
@@ -311,11 +320,13 @@ def test_rows_that_do_nothing_are_refused(sections: dict[str, Any], why: str) ->
     for word in ("auto", False, "off"):
         chosen = made(engine={"name": "eager", "chunked_loss": word}, **sections)
         assert not any("chunked" in path[0] for path, _ in broken(chosen))
-        assert chosen.engine.chunked_loss in ("auto", "off")  # YAML reads off as false
+        # YAML reads `off` as false.
+        assert chosen.engine.chunked_loss in ("auto", "off")
 
 
 def test_the_memory_plan_knows_chunks() -> None:
-    """Logits of a chunk and the head's waiting gradient in place of four times all logits, and plan says so."""
+    """The memory plan has the logits of a chunk and the head's gradient instead of all logits."""
+    # Whole logits count four times.
     big = {**BERT, "vocab_size": 32_000}
     data = {"train": "python-docs", "tokenizer": "here", "sequence_length": 128}
     chunked, plain = (

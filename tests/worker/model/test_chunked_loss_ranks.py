@@ -1,4 +1,4 @@
-"""Two real ranks with the loss in chunks, on every engine and ZeRO stage: loss and every gradient as in float64."""
+"""Two real ranks with the loss in chunks, on every engine and ZeRO stage, compared with float64."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ ALL = [
 
 
 def apart(cases: list[str], file: Path, timeout: float) -> dict[str, Any]:
-    """What two ranks found in these cases."""
+    """Run these cases on two ranks, and return the differences."""
     torchrun(2, "-m", "tests.worker.chunked_ranks", str(file), *cases, timeout=timeout)
     read: dict[str, Any] = json.loads(file.read_text())
     return read
 
 
 def hold(found: dict[str, Any]) -> None:
-    """Everything ran as asked, in chunks, within 1e-6 (`pytest -rP` prints the differences)."""
+    """Check that all cases ran in chunks and as requested, within 1e-6.
+
+    `pytest -rP` prints the differences.
+    """
     worst = {case: max(each["loss"], *each["gradients"].values()) for case, each in found.items()}
     print(*(f"{case}: {difference:.1e}" for case, difference in worst.items()), sep="\n")
     for case, each in found.items():
@@ -45,12 +48,12 @@ def hold(found: dict[str, Any]) -> None:
 @pytest.mark.ci
 @pytest.mark.timeout(200)
 def test_two_ranks_on_two_engines(tmp_path: Path) -> None:
-    """Tied weights under ZeRO 1 inside ORT's graph, and BERT's two losses under ZeRO 2 in eager."""
+    """Tied weights in ORT's graph with ZeRO 1, and BERT's two losses with ZeRO 2, are correct."""
     hold(apart(["ort,1,llama-tied", "eager,2,bert"], tmp_path / "found.json", 180))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_engine_and_stage(tmp_path: Path) -> None:
-    """The whole table."""
+    """All cases are correct."""
     hold(apart(ALL, tmp_path / "found.json", 880))

@@ -1,4 +1,4 @@
-"""model.gradient_checkpointing: the same gradients from less memory, planned, and refused where it would do nothing."""
+"""`model.gradient_checkpointing`: its gradients, its memory, its plan, and the recipe's rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDS = torch.arange(64).reshape(2, 32)
 
 
 def model(family: str, lora: bool = False) -> nn.Module:
-    """Four layers with dropout, in training mode."""
+    """Return a model of four layers with dropout, in training mode."""
     import transformers
 
     torch.manual_seed(0)
@@ -37,7 +37,8 @@ def model(family: str, lora: bool = False) -> nn.Module:
 
 
 def saved(run: Callable[[], torch.Tensor], weights: set[int]) -> tuple[torch.Tensor, int]:
-    """The loss, and the bytes that its backward pass keeps, each storage once, without weights."""
+    """Return the loss and the bytes kept for its backward pass, without weights."""
+    # By address, because several tensors may share a storage.
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,7 +53,7 @@ def saved(run: Callable[[], torch.Tensor], weights: set[int]) -> tuple[torch.Ten
 
 
 def passed(made: nn.Module) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Loss, gradients and bytes kept in between, dropout drawn from one seed."""
+    """Return loss, gradients and the bytes kept between the passes, with dropout of one seed."""
     torch.manual_seed(1)
     weights = {p.untyped_storage().data_ptr() for p in made.parameters()}
     loss, kept = saved(lambda: made(input_ids=IDS, labels=IDS).loss, weights)
@@ -66,7 +67,7 @@ def passed(made: nn.Module) -> tuple[float, dict[str, torch.Tensor], int]:
 
 @pytest.mark.parametrize(("family", "lora"), [("bert", False), ("llama", False), ("llama", True)])
 def test_gradients_are_the_same_from_less_memory(family: str, lora: bool) -> None:
-    """Bit for bit, dropout and frozen embeddings (LoRA) included; a third of the activations is kept at most."""
+    """Gradients are the same, bit for bit, and at most a third of the activations is kept."""
     plain = model(family, lora)
     checkpointed = model(family, lora)
     _checkpoint_gradients(checkpointed)
@@ -79,7 +80,7 @@ def test_gradients_are_the_same_from_less_memory(family: str, lora: bool) -> Non
 
 
 def test_a_custom_model_needs_the_method() -> None:
-    """It is called where it is there, else the run ends."""
+    """A model with gradient_checkpointing_enable is called; one without it is refused."""
 
     class Able(nn.Linear):
         on = False
@@ -98,7 +99,7 @@ def test_a_custom_model_needs_the_method() -> None:
 
 
 def test_a_family_without_it_is_refused() -> None:
-    """transformers says which."""
+    """A family of transformers without gradient checkpointing is refused."""
     made = model("bert")
     made.supports_gradient_checkpointing = False  # type: ignore[assignment]
     with pytest.raises(
@@ -108,7 +109,8 @@ def test_a_family_without_it_is_refused() -> None:
 
 
 def test_the_plan_keeps_a_layers_input_alone() -> None:
-    """As ONNX Runtime's recomputation, which it becomes on ort."""
+    """The plan keeps only the inputs of layers, as with ONNX Runtime's recomputation."""
+    # On engine ort the setting becomes ONNX Runtime's recomputation.
     sizes = {"model_type": "bert", **SIZES, "num_hidden_layers": 12, "vocab_size": 400}
     activations = []
     for checkpointing, level in ((False, 0), (True, 0), (False, 1)):
@@ -123,7 +125,9 @@ def test_the_plan_keeps_a_layers_input_alone() -> None:
 
 
 def test_what_would_do_nothing_is_refused() -> None:
-    """ORT's recomputation knows its own products only, and named subgraphs are what is recomputed."""
+    """Settings of ORT with which the option has no effect are refused."""
+
+    # ORT can only recompute its own matmuls, and with named subgraphs it recomputes only those.
 
     def said(**engine: Any) -> str:
         custom = {"task": "custom", "factory": "mine:model", "gradient_checkpointing": True}

@@ -1,4 +1,4 @@
-"""model.gradient_checkpointing on the engines that compile: eager's gradients, recomputed in the backward pass."""
+"""`model.gradient_checkpointing` on engines ort and inductor: recomputation and gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDS = torch.arange(32).reshape(2, 16)
 
 
 def models(lora: bool) -> tuple[LossModule, LossModule, LossModule]:
-    """A Llama, with or without adapters: plain, checkpointed, and plain again for eager's gradients."""
+    """Return three equal Llamas: plain, with checkpoints, and a plain one with eager's gradients."""
     plain = language_model("llama", "sdpa")
     if lora:
         plain = LossModule(_with_adapters(plain.model, Lora(), "causal-lm"))
@@ -33,7 +33,7 @@ def models(lora: bool) -> tuple[LossModule, LossModule, LossModule]:
 
 
 def equal(ours: nn.Module, eager: nn.Module) -> None:
-    """Gradients of what is trained; nothing else has one."""
+    """Check that trained parameters have the same gradients, and that no others have one."""
     frozen = {name for name, p in eager.named_parameters() if p.grad is None}
     assert {name for name, p in ours.named_parameters() if p.grad is None} == frozen
     for module in (ours, eager):
@@ -47,7 +47,8 @@ def equal(ours: nn.Module, eager: nn.Module) -> None:
 @needs_ort
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_onnx_runtime_recomputes(lora: bool, witness: Witness) -> None:
-    """The layers' nodes are in the backward pass once more, with frozen embeddings, too."""
+    """ONNX Runtime's backward graph has the layers' nodes once more, also with LoRA."""
+    # With LoRA the embeddings are frozen.
     plain, checkpointed, reference = models(lora)
     graphs: list[Any] = []
     for module in (plain, checkpointed):
@@ -57,9 +58,10 @@ def test_onnx_runtime_recomputes(lora: bool, witness: Witness) -> None:
     equal(checkpointed, reference)
 
 
-@pytest.mark.slow  # two compilations
+# Slow, because it compiles twice.
+@pytest.mark.slow
 def test_torch_compile_recomputes() -> None:
-    """In whole graphs, of which fewer bytes are kept for the backward pass."""
+    """torch.compile has no graph break, and keeps less than half of the bytes."""
     from torch._dynamo.utils import counters
 
     plain, checkpointed, reference = models(lora=False)

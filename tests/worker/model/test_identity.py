@@ -1,4 +1,4 @@
-"""Weights that are not trained are in no checkpoint: others than it was trained upon are found, and refused."""
+"""Frozen weights, which no checkpoint has: other ones than in the training are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = [
 
 
 class Adapted(nn.Module):
-    """A frozen base, drawn from the seed, below a weight that is trained."""
+    """A model of a frozen base with weights from the seed, and a trained weight."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Adapted(nn.Module):
 
 
 def test_a_fingerprint() -> None:
-    """The seed's; what is trained has no part in it."""
+    """The fingerprint depends on the seed of frozen weights, and not on trained weights."""
     one = Adapted(1)
     other = Adapted(1)
     trained = Adapted(2)
@@ -54,7 +54,8 @@ def test_a_fingerprint() -> None:
 def test_another_base_needs_a_word(
     allow: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As after another seed, or other packages: a resume with --allow model, and no export, takes it up."""
+    """Another frozen base is refused by a resume without `--allow model`, and by every export."""
+    # Another seed or other packages give another base.
     run = RunDir(tmp_path)
     sections = {"train": {"max_steps": 1}}
     write_text(run.plan, plan(recipe(**sections)).to_json())

@@ -1,4 +1,4 @@
-"""What each micro batch counts in a step's loss: labels, samples, or a key of the batch."""
+"""The weight of each micro batch in a step's loss: labels, samples, or a key of the batch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from ortlaunch.worker.model.model import LossModule
 from tests.makers import recipe
 from tests.training import train_here
 
-COUNTS = [5, 1, 0, 3, 2, 6, 1, 4]  # labels that count, by sample
+# Labels that count, by sample.
+COUNTS = [5, 1, 0, 3, 2, 6, 1, 4]
 
 
 def sample(index: int) -> dict[str, torch.Tensor]:
-    """A row for each label, of which the first ones are left out; `weight` says how many count."""
+    """Return a sample with six labels, of which the first ones do not count."""
     generator = torch.Generator().manual_seed(index)
     labels = torch.randint(3, (6,), generator=generator)
     labels[: 6 - COUNTS[index]] = -100
@@ -41,7 +42,7 @@ SAMPLES = [sample(index) for index in range(len(COUNTS))]
 
 
 class Classes(nn.Module):
-    """Scores of three classes, and the mean over labels that count."""
+    """A classifier of three classes, with the mean over labels that count as loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Classes(nn.Module):
 
 
 class OwnMean(Classes):
-    """Takes no `labels` by that name: only what the data say counts can be known."""
+    """A model whose labels have another name, so that only the data can give weights."""
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x, target)
@@ -71,7 +72,7 @@ def settings(micro: int, weight: str | None = "labels", **sections: Any) -> dict
 
 @pytest.mark.parametrize("micro", [1, 2, 4, 8])
 def test_accumulation_changes_no_loss_and_no_gradient(micro: int, tmp_path: Path) -> None:
-    """Eight samples with 0 to 6 counted labels are one mean, however they are cut into passes."""
+    """Loss and gradient of eight samples with unequal labels do not depend on the micro size."""
     model = Classes()
     whole = Classes()
     loss = whole(
@@ -92,7 +93,8 @@ SGD = {"name": "sgd", "learning_rate": 0.1}
 
 @pytest.mark.parametrize("key", ["weight", "counted"])
 def test_a_key_of_the_batch_counts(key: str, tmp_path: Path) -> None:
-    """A number a sample or a truth a label, summed; the model does not get what it does not name."""
+    """A key with a number per sample, or a boolean per label, gives the weights."""
+    # The model's forward has no such parameter, so that it must not get the key.
     rows = [
         {"x": row["x"], "target": row["labels"], key: row[key]} for row in SAMPLES if row["weight"]
     ]
@@ -115,7 +117,7 @@ def weight_of(model: nn.Module | None = None, task: str = "custom", **train: Any
 
 
 def group(*others: list[float]) -> Any:
-    """Rank 0, with the weights that other ranks send."""
+    """Return a group whose rank 0 gets these weights of other ranks."""
     return SimpleNamespace(
         rank=0, size=1 + len(others), gather_numbers=lambda mine: [mine, *others]
     )
@@ -124,7 +126,7 @@ def group(*others: list[float]) -> Any:
 def factors(
     weight: LossWeight, rows: list[dict[str, torch.Tensor]], *others: list[float]
 ) -> list[float]:
-    """Of two passes with a sample each."""
+    """Return the factors of two passes with one sample each."""
     batches = Batches(
         OwnSamples(rows), BatchPlan(2 * (1 + len(others)), 1, 2, 1 + len(others), None), 42
     )
@@ -137,13 +139,13 @@ def rows_with(*weights: float) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 7.0])
 def test_equal_weights_change_no_bit(value: float) -> None:
-    """Where all micro batches of all ranks count the same, the factor is 1, not nearly 1."""
+    """If all weights of all ranks are equal, the factor is exactly 1."""
     rows = [{"x": torch.ones(2), "weight": torch.tensor(value, dtype=torch.float64)}] * 4
     assert factors(weight_of(loss_weight="weight"), rows, [value] * 2, [value] * 2) == [1.0, 1.0]
 
 
 def test_equal_labels_train_as_before(tmp_path: Path) -> None:
-    """Four passes with as many labels each: losses, norms and weights are bit for bit those without weights."""
+    """Passes with equal labels give the same results as without weights, bit for bit."""
     rows = [{"x": row["x"], "labels": row["labels"].clamp(min=0)} for row in SAMPLES]
     models = {"labels": Classes(), "samples": Classes()}
     found = [
@@ -155,36 +157,36 @@ def test_equal_labels_train_as_before(tmp_path: Path) -> None:
 
 
 def test_factors_are_of_all_ranks() -> None:
-    """The other rank's weights count, too: a pass with half of the mean weight has half of a say."""
+    """The factor is the weight of a pass relative to the mean weight of all ranks."""
     assert factors(weight_of(loss_weight="weight"), rows_with(1, 1), [3.0, 3.0]) == [0.5, 0.5]
 
 
 class TinyForCausalLM(Classes):
-    """By its name one of transformers' models that shift labels."""
+    """A model whose name is like that of transformers' models that shift labels."""
 
 
 @pytest.mark.parametrize(("model", "counted"), [(Classes(), 3), (TinyForCausalLM(), 2)])
 def test_labels_are_counted_as_the_model_takes_them(model: nn.Module, counted: int) -> None:
-    """Models that predict the next word do not use the first label."""
+    """The first label of a model that predicts the next word does not count."""
     labels = torch.tensor([[5, -100, 1], [-100, -100, 2]])
     assert weight_of(model, loss_weight="labels").of({"labels": labels}, [0, 1]) == counted
 
 
 def test_labels_of_a_regression_all_count() -> None:
-    """A number is no class, and -100.0 is one like others."""
+    """All labels of a regression count, also -100.0."""
     labels = torch.tensor([[-100.0], [2.0]])
     assert weight_of(loss_weight="labels").of({"labels": labels}, [0, 1]) == 2
 
 
 def test_defaults() -> None:
-    """Transformers' tasks count labels, custom models samples."""
+    """By default tasks of transformers count labels, and custom models count samples."""
     batch = {"labels": torch.tensor([[1, -100, -100]])}
     assert weight_of().of(batch, [0]) == 1
     assert weight_of(task="masked-lm").of({"labels": torch.tensor([[1, 2, -100]])}, [0]) == 2
 
 
 def test_a_key_that_forward_names_stays() -> None:
-    """The model gets the key where its forward has a parameter of that name."""
+    """The model gets the key if its forward has a parameter of that name."""
 
     class Takes(Classes):
         def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -203,13 +205,14 @@ def test_a_key_that_forward_names_stays() -> None:
     ("weight", rows_with(0, 0), r"step 1: nothing counts: the sum of 'weight' is 0 in samples [01], [01]$"),
 ])  # fmt: skip
 def test_weights_that_cannot_be(by: str, rows: list[dict[str, torch.Tensor]], message: str) -> None:
-    """An error with the key, the sample and what a weight may be."""
+    """Invalid weights are an error with the key, the sample and the valid range."""
     with pytest.raises(InputError, match=message):
         factors(weight_of(loss_weight=by), rows)
 
 
 def test_two_means_of_pretraining_are_not_weighted_in_silence() -> None:
-    """Masked words and sentence pairs have a mean each: with unequal labels the recipe must decide."""
+    """Task pretraining with unequal labels is refused unless the recipe sets the weight."""
+    # Masked words and sentence pairs have a mean each.
     rows = [{"labels": torch.tensor([1, label]), "x": torch.ones(2)} for label in (1, -100)]
     with pytest.raises(InputError, match="loss_weight=labels or"):
         factors(weight_of(task="pretraining"), rows)

@@ -1,4 +1,4 @@
-"""engine.matmul_precision: in force for a while, told as it is, and never for rotary positions."""
+"""`engine.matmul_precision`: its scope, its report, and its exception for rotary positions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Seen(nn.Module):
-    """Notes torch's setting in every pass."""
+    """A model that records torch's setting in every pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Seen(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Angles as transformers' models up to 5.22 compute them."""
+    """Rotary angles as transformers up to 5.22 computes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Rotary(nn.Module):
 
 
 class Counted(TorchDispatchMode):
-    """The names of the operators that run."""
+    """A mode that records the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,12 +70,12 @@ class Counted(TorchDispatchMode):
 
 @pytest.fixture
 def units(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the units that this processor names."""
+    """A function that sets the matrix units of this processor."""
     return lambda *names: monkeypatch.setattr(machine, "matrix_units", lambda: list(names))
 
 
 def test_it_holds_for_a_while() -> None:
-    """Afterwards torch's setting is what it was, also after an error."""
+    """torch's setting is restored at the end of the context, also after an error."""
     for error in ((), (ValueError,)):
         with (
             pytest.raises(error) if error else matmul_precision("highest"),
@@ -88,7 +88,7 @@ def test_it_holds_for_a_while() -> None:
 
 
 def test_the_bits_of_a_product_are_measured() -> None:
-    """float32's at highest; at medium bfloat16's exactly where oneDNN has the unit for it."""
+    """The measured bits are float32's at highest, and bfloat16's at medium with a unit for it."""
     assert mantissa_bits(CPU) == 23
     with matmul_precision("medium"):
         found = describe("medium", CPU)
@@ -106,7 +106,7 @@ def test_the_bits_of_a_product_are_measured() -> None:
 def test_a_plan_says_what_it_brings(
     names: tuple[str, ...], word: str, said: str, units: Any
 ) -> None:
-    """Of this host's processor, without torch."""
+    """A plan reports the effect of the precision on this host's processor, without torch."""
     units(*names)
     assert machine.matmul_effect(word, "cpu").startswith(said)
     notes = resolved(
@@ -116,12 +116,12 @@ def test_a_plan_says_what_it_brings(
 
 
 def test_a_plan_at_highest_says_nothing(units: Any) -> None:
-    """That is the default."""
+    """A plan with the default precision has no note of it."""
     assert not any("matmul" in note for note in resolved(engine={"name": "eager"}).notes)
 
 
 def test_it_is_every_engines_and_float32s() -> None:
-    """No engine refuses it; 16 bits have no float32 products."""
+    """All engines accept the setting; precisions of 16 bits refuse it."""
     for name in ("eager", "inductor", "ort", "auto"):
         made = recipe(engine={"name": name, "matmul_precision": "medium"})
         assert not [*broken(made), *device_rules(made, "cpu")]
@@ -135,7 +135,7 @@ def test_it_is_every_engines_and_float32s() -> None:
 
 
 class Products(nn.Module):
-    """One product, by a matrix of so many rows and columns."""
+    """A model with one square matrix of this width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Products(nn.Module):
 
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets what this processor is, and what its products keep at medium; torch's setting is put back."""
+    """A function that sets the processor and the mantissa bits of its matmuls at medium."""
 
     def be(name: str, flags: set[str], bits: int = 23) -> None:
         monkeypatch.setattr(machine, "_processor", lambda: name)
@@ -153,24 +153,29 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
             "ortlaunch.worker.model.matmul_precision.mantissa_bits", lambda device: bits
         )
 
+    # Restores torch's setting after the test.
     with matmul_precision("highest"):
         yield be
 
 
 @pytest.mark.parametrize(("name", "flags", "width", "engine", "taken"), [
     ("AMD EPYC", {"avx512f"}, 256, {}, True),
-    ("AMD EPYC", {"avx512f"}, 255, {}, False),  # a call costs more than is gained
+    # For smaller matrices a call of oneDNN costs more than it saves.
+    ("AMD EPYC", {"avx512f"}, 255, {}, False),
     ("AMD EPYC", {"avx2"}, 256, {}, False),
     ("Intel Xeon", {"avx512f"}, 256, {}, False),
     ("Intel Xeon", {"avx512f"}, 8, {"onednn": True}, True),
     ("AMD EPYC", {"avx512f"}, 256, {"onednn": False}, False),
-    ("AMD EPYC", {"avx512f"}, 256, {"matmul_precision": "medium"}, False),  # has it already
-    ("AMD EPYC", {"avx512f"}, 256, {"name": "ort", "torch_matmul": False}, False),  # products are ONNX Runtime's
+    # At medium torch already uses oneDNN.
+    ("AMD EPYC", {"avx512f"}, 256, {"matmul_precision": "medium"}, False),
+    # ONNX Runtime computes the matmuls.
+    ("AMD EPYC", {"avx512f"}, 256, {"name": "ort", "torch_matmul": False}, False),
 ])  # fmt: skip
 def test_products_are_onednns_where_that_is_faster(
     name: str, flags: set[str], width: int, engine: dict[str, Any], taken: bool, processor: Any
 ) -> None:
-    """Torch's setting for that is medium's."""
+    """Float32 matmuls use oneDNN where it is faster or required."""
+    # torch uses oneDNN at its setting medium.
     processor(name, flags)
     asked = recipe(engine={"name": "eager", **engine})
     assert multiply_by_onednn(asked, Products(width), CPU) is taken
@@ -178,7 +183,7 @@ def test_products_are_onednns_where_that_is_faster(
 
 
 def test_onednns_products_stay_float32(processor: Any) -> None:
-    """A processor that would take bfloat16 is not used so by itself, and is refused where it was asked for."""
+    """oneDNN is not used if it lowers the precision, and is refused if the recipe requires it."""
     processor("AMD EPYC", {"avx512f"}, bits=7)
     assert not multiply_by_onednn(recipe(engine={"name": "eager"}), Products(256), CPU)
     with pytest.raises(EngineError, match="oneDNN makes products of float32 numbers in bfloat16"):
@@ -187,7 +192,7 @@ def test_onednns_products_stay_float32(processor: Any) -> None:
 
 
 def test_onednn_is_refused_where_it_does_nothing() -> None:
-    """With lower precisions, on a GPU, and where ONNX Runtime makes the products."""
+    """`onednn` is refused with other precisions, on a GPU, and with ONNX Runtime's matmuls."""
 
     def said(**fields: Any) -> list[str]:
         made = recipe(**fields)
@@ -206,7 +211,8 @@ def test_onednn_is_refused_where_it_does_nothing() -> None:
 
 
 def test_parity_is_compared_at_highest() -> None:
-    """What is compared is the engine, not the unit that multiplies."""
+    """A comparison runs at the highest precision and restores the setting."""
+    # It compares the engines, not the processor's units.
     reference = Seen()
     module = Seen()
     module.weight = reference.weight
@@ -220,7 +226,7 @@ def test_parity_is_compared_at_highest() -> None:
     ("word", "found"), [("highest", {}), ("medium", {"loss_from_highest": 0.5})]
 )
 def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, float]) -> None:
-    """On the engine's own module, in evaluation; the worst rank's counts, and training goes on."""
+    """A bench measures the change of the loss on the engine's module, for the worst rank."""
 
     class Moved(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -245,7 +251,8 @@ def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, f
 
 
 def test_rotary_positions_are_multiplied_by_elements() -> None:
-    """A product over one element would round position 257 to 256 in bfloat16; the angles stay the same, bit for bit."""
+    """Rotary positions are multiplied elementwise, with the same angles, bit for bit."""
+    # A matmul would round position 257 to 256 in bfloat16.
     model = nn.Sequential(Rotary())
     places = torch.arange(600.0).repeat(2, 1)
     with Counted() as plainly:

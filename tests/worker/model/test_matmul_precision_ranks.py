@@ -1,4 +1,4 @@
-"""Two real ranks: engine.matmul_precision is in force in every rank of every engine, and off in the next run."""
+"""Two real ranks: `engine.matmul_precision` applies to every rank of every engine, for one run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def data():
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[list[dict[str, Any]]]]:
-    """What both ranks saw in each engine's runs: at highest, medium and highest again."""
+    """The results of both ranks by engine, at highest, medium and highest again."""
     folder = tmp_path_factory.mktemp("precision")
     (folder / "mine.py").write_text(MODULE)
     for name in request.param:
@@ -76,7 +76,7 @@ def found(
 def test_medium_is_in_force_in_every_rank_and_off_again(
     found: dict[str, list[list[dict[str, Any]]]],
 ) -> None:
-    """The engine's own products change exactly where torch's do, and the third run is the first, bit for bit."""
+    """An engine's matmuls change if torch's do, and the third run equals the first, bit for bit."""
     for name, rank in itertools.product(found, range(2)):
         first, medium, again = (run[rank] for run in found[name])
         assert [run["engine"] for run in (first, medium, again)] == [name] * 3

@@ -1,4 +1,4 @@
-"""transformers' models, from configs and from weights: fields, labels, attention and adapters, and their loss."""
+"""Models of transformers from configs: loss, fields, labels, attention and adapters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ pytestmark = pytest.mark.usefixtures("own_cache")
     ids=lambda value: value if isinstance(value, str) else value["model_type"],
 )
 def test_families_give_a_loss(task: str, config: dict[str, Any]) -> None:
-    """A model of random weights fits its tokenizer, takes its samples, guesses evenly, and every weight learns."""
+    """A model of each family fits its tokenizer and data, and all its weights get gradients."""
+    # With random weights the loss is that of equal probabilities.
     chosen = recipe(task, {"config": config})
     data = LoadedData(chosen)
     model = build_model(chosen, data)
@@ -63,7 +64,8 @@ def test_families_give_a_loss(task: str, config: dict[str, Any]) -> None:
 
 
 def test_transformers_prints_nothing_of_a_loss_type(caplog: pytest.LogCaptureFixture) -> None:
-    """GPT2LMHeadModel's name holds no loss type, of which transformers warned at the first step."""
+    """transformers prints no warning of an unknown loss type."""
+    # It cannot derive a loss type from the name GPT2LMHeadModel, and warned at the first step.
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
@@ -75,7 +77,7 @@ def test_transformers_prints_nothing_of_a_loss_type(caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("config", [BERT, GPT2], ids=["bert", "gpt2"])
 def test_the_seed_decides_the_weights(config: dict[str, Any]) -> None:
-    """Same seed, same weights, whatever random numbers were drawn before; another seed, others."""
+    """The weights depend on the seed only, and not on earlier random numbers."""
     task = "causal-lm" if config is GPT2 else "masked-lm"
 
     def weights(seed: int) -> torch.Tensor:
@@ -114,13 +116,13 @@ def test_the_seed_decides_the_weights(config: dict[str, Any]) -> None:
     ],
 )
 def test_configs_that_transformers_would_swallow(config: dict[str, Any], message: str) -> None:
-    """Unknown fields of any family, wrong kinds, and models too small for the data end before anything is trained."""
+    """Unknown fields, wrong types, and models too small for the data are refused."""
     with pytest.raises(InputError, match=message):
         built("causal-lm", config)
 
 
 def test_fields_that_are_not_in_every_config_are_known() -> None:
-    """Standard names of a family whose own are others, and names that transformers takes everywhere, are no typos."""
+    """Standard names for a family's own names, and names of all families, are accepted."""
     model = built(
         "causal-lm",
         {"model_type": "gpt2", "hidden_size": 16, "n_layer": 1, "n_head": 2, "num_labels": 3},
@@ -129,7 +131,7 @@ def test_fields_that_are_not_in_every_config_are_known() -> None:
 
 
 def test_the_recipes_vocabulary_wins() -> None:
-    """A vocab_size of the recipe is kept where it is large enough; else the tokenizer's, rounded up to 8."""
+    """The recipe's vocab_size is used, else the tokenizer's size, rounded up to a multiple of 8."""
     assert built("masked-lm", {**BERT, "vocab_size": 500}).config.vocab_size == 500
     assert (
         built("masked-lm", BERT, {"tokenizer": {**WORDPIECE, "vocab_size": 401}}).config.vocab_size
@@ -146,7 +148,7 @@ def test_the_recipes_vocabulary_wins() -> None:
 def test_classes_come_from_the_data(
     config: dict[str, Any], words: dict[str, Any], tmp_path: Path
 ) -> None:
-    """As many outputs as classes in training and evaluation data, and a loss for padded texts of every family."""
+    """A model has one output per class of training and evaluation data, and accepts padding."""
     source = {
         "train": labels(tmp_path, 3),
         "evaluation": labels(tmp_path, 5, "evaluation"),
@@ -155,21 +157,22 @@ def test_classes_come_from_the_data(
     chosen = recipe("sequence-classification", {"config": config}, source)
     data = LoadedData(chosen)
     model = build_model(chosen, data)
-    assert abs(float(first_loss(model, data).detach()) - 1.6) < 0.5  # ln 5
+    # ln 5 is 1.6.
+    assert abs(float(first_loss(model, data).detach()) - 1.6) < 0.5
     inner: Any = model.model
     assert inner.config.num_labels == 5
 
 
 @pytest.mark.parametrize(("classes", "asked", "expected"), [(1, None, 2), (3, 4, 4), (3, 3, 3)])
 def test_number_of_labels(classes: int, asked: int | None, expected: int, tmp_path: Path) -> None:
-    """At least two; the recipe may ask for more than the data has."""
+    """A model has at least two labels, and more than the data if the recipe sets so."""
     config = {**BERT, **({"num_labels": asked} if asked else {})}
     model = built("sequence-classification", config, {"train": labels(tmp_path, classes)})
     assert model.config.num_labels == expected
 
 
 def test_too_few_labels(tmp_path: Path) -> None:
-    """Fewer outputs than classes are an error that names the row of a label that has none."""
+    """Fewer outputs than classes are an error that names a row with such a label."""
     with pytest.raises(InputError, match=r"model.config.num_labels: got 2, and .*:3 has label 2$"):
         built("sequence-classification", {**BERT, "num_labels": 2}, {"train": labels(tmp_path, 3)})
 
@@ -189,7 +192,7 @@ def test_too_few_labels(tmp_path: Path) -> None:
     ],
 )
 def test_attention(asked: str, engine: dict[str, Any], expected: str | None) -> None:
-    """auto is transformers' choice but where written-out attention is to be replaced; what is asked for is kept."""
+    """`auto` is transformers' choice, or eager where ONNX Runtime replaces attention."""
     assert (
         attention_of(recipe("masked-lm", {"config": BERT, "attention": asked}, engine=engine))
         == expected
@@ -201,7 +204,7 @@ def test_attention(asked: str, engine: dict[str, Any], expected: str | None) -> 
     ("config", "expected"), [(BERT, "sdpa"), (BLOOM, "eager")], ids=["BERT", "Bloom"]
 )
 def test_attention_of_the_model(engine: str, config: dict[str, Any], expected: str) -> None:
-    """auto is sdpa, also with dropout on engine ort; a family without it takes its own."""
+    """`auto` is sdpa, also with dropout on engine ort, or eager for a family without sdpa."""
     config = {**config, "attention_probs_dropout_prob": 0.1} if config is BERT else config
     chosen = recipe(
         "causal-lm" if config["model_type"] == "bloom" else "masked-lm",
@@ -216,9 +219,9 @@ def test_attention_of_the_model(engine: str, config: dict[str, Any], expected: s
 
 
 def test_lora_trains_adapters_only(recwarn: pytest.WarningsRecorder) -> None:
-    """Only the adapters of the named layers are trained; the base is frozen, and the loss is the base's at first.
+    """Only the adapters of the named layers are trained, and the first loss is the base's.
 
-    peft's use of names that transformers deprecates is not reported to the user.
+    Warnings of peft's deprecated names are not shown to the user.
     """
     base = built("causal-lm", LLAMA)
     adapted = built(
@@ -238,7 +241,7 @@ def test_lora_trains_adapters_only(recwarn: pytest.WarningsRecorder) -> None:
 
 
 def test_lora_takes_all_linear_layers_but_the_head() -> None:
-    """By peft's own word for them."""
+    """`all-linear`, as peft names it, adds adapters to all linear layers except the head."""
     adapted = built("causal-lm", LLAMA, lora={"target_modules": "all-linear"})
     names = {name.split(".")[-4] for name, _ in adapted.named_parameters() if "lora_A" in name}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

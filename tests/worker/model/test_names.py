@@ -1,4 +1,4 @@
-"""The control side's tables of other people's names are what the libraries say, which are loaded here."""
+"""The control side's tables of library names, compared with the libraries."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from ortlaunch.recipe.fields.families import BERT, COMMON, COMMON_DEFAULTS, LINE
 
 
 def defaults(config: Any) -> dict[str, Any]:
-    """All fields of a transformers config with their defaults."""
+    """Return all fields of a transformers config with their defaults."""
     return {name: value for name, value in config().to_dict().items() if not name.startswith("_")}
 
 
 def test_families_hold_the_fields_of_transformers() -> None:
-    """A field that is missing here would refuse a valid recipe; a wrong default would make false figures."""
+    """The tables of families have transformers' fields and defaults."""
+    # A missing field would refuse a valid recipe; a wrong default would give wrong figures.
     transformers = pytest.importorskip("transformers")
-    # In the tables for older transformers only, where they mean the same.
+    # Only older releases of transformers have these, with the same meaning.
     older = {"position_embedding_type", "rope_theta", "rope_scaling"}
-    # Derived by transformers from other fields when they are left out.
+    # transformers derives them from other fields if they are not set.
     derived = {"num_key_value_heads", "head_dim", "rope_parameters"}
     for table, config in ((BERT, transformers.BertConfig), (LLAMA, transformers.LlamaConfig)):
         theirs = defaults(config)
@@ -31,7 +32,8 @@ def test_families_hold_the_fields_of_transformers() -> None:
 
 
 def test_common_defaults_are_of_the_right_kind() -> None:
-    """They decide which kind of value a field takes."""
+    """Each common default has the type of transformers' default."""
+    # The type of the default decides which values a field accepts.
     transformers = pytest.importorskip("transformers")
     for name, value in COMMON_DEFAULTS.items():
         assert name in COMMON
@@ -39,7 +41,7 @@ def test_common_defaults_are_of_the_right_kind() -> None:
 
 
 def test_linear_layers_are_those_of_transformers() -> None:
-    """Names that an adapter can be put on."""
+    """The names of linear layers, which adapters can use, are transformers'."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     small = {
@@ -63,7 +65,8 @@ def test_linear_layers_are_those_of_transformers() -> None:
 
 
 def test_deepspeed_keys_are_those_of_deepspeed() -> None:
-    """DeepSpeed refuses other nested keys, so that a missing one here would refuse a valid recipe."""
+    """The tables of nested keys have all of DeepSpeed's keys."""
+    # A missing key would refuse a valid recipe.
     pytest.importorskip("deepspeed")
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig

@@ -1,4 +1,4 @@
-"""The user's own models: a loss in any form that a forward may return it, and the recipe's factory."""
+"""The user's own models: all forms of a returned loss, and the recipe's factory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.makers import recipe
 
 
 class Net(nn.Module):
-    """Returns what it was made with, around its loss."""
+    """A model that returns its loss in the form given to its constructor."""
 
     def __init__(self, form: Any) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_loss_in_any_form(form: str) -> None:
-    """A loss by itself, first in a tuple, or by its name in a mapping or an object."""
+    """A loss is accepted alone, first in a tuple, or by name in a mapping or an object."""
     loss = LossModule(Net(FORMS[form]))(x=torch.tensor(3.0))
     assert float(loss.detach()) == 6.0
     loss.backward()
@@ -61,7 +61,7 @@ def test_a_loss_in_any_form(form: str) -> None:
     ],
 )
 def test_no_loss(form: Any, message: str) -> None:
-    """A forward that returns something else is told what it should return."""
+    """A forward without a scalar loss is an error that names the required result."""
     with pytest.raises(
         InputError, match=rf"the model's forward must return its loss, one number; {message}"
     ):
@@ -83,13 +83,13 @@ def data():
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    """The next test imports its own."""
+    """Remove the module after the test, so that the next test imports its own."""
     yield
     sys.modules.pop("own_net", None)
 
 
 def own(arguments: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> LossModule:
-    """The model of the module `own_net` in this folder."""
+    """Write the module `own_net` into this folder, and build its model."""
     (folder / "own_net.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(folder))
     chosen = recipe(

@@ -1,4 +1,4 @@
-"""What a model of the user's returns beside its loss: on every engine, over passes and ranks, into every record."""
+"""Values that the user's own model returns beside its loss: types, means, ranks and engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.worker.tasks.test_train import ROWS, Line
 
 
 class Told(Line):
-    """Says more than its loss: a mean, a count, and what depends on no weight."""
+    """A model that returns means, a count, and values that depend on no weight, with its loss."""
 
     def found(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight
@@ -41,7 +41,7 @@ class Told(Line):
 
 
 class ByLayer(Told):
-    """The same by a layer."""
+    """The same model with a layer instead of a single weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ByLayer(Told):
 
 
 def test_which_are_numbers() -> None:
-    """Of a mapping, an object or a named tuple; rows, words and truths are none."""
+    """Only scalars of a mapping or an object are values; tensors, strings and booleans are not."""
     one = torch.tensor(2.0)
     output = {
         "loss": one,
@@ -75,7 +75,8 @@ def test_which_are_numbers() -> None:
 def test_they_are_logged_as_means_over_passes_and_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a rate of almost 0 the means are those of the rows that were taken; an evaluation has them, too."""
+    """Logged values are means over passes and steps; an evaluation has them, too."""
+    # With a learning rate of almost 0 the means are those of the rows.
     still = {
         "optimizer": {"name": "sgd", "learning_rate": 1e-30},
         "log": {"every_steps": 4},
@@ -83,7 +84,8 @@ def test_they_are_logged_as_means_over_passes_and_steps(
     }
     batch = {"micro_size": 4, "accumulation_steps": 4}
     found = train_here(tmp_path, Told(), ROWS, evaluation=ROWS[:8], batch=batch, **still)
-    signs = torch.tensor([float(row["y"] <= 0) for row in ROWS])  # weights of 0 find none above 0
+    # Weights of 0 predict no value above 0.
+    signs = torch.tensor([float(row["y"] <= 0) for row in ROWS])
     (step,) = found.values("right")
     assert step == (4, pytest.approx(float(signs.mean())))
     assert found.values("counted") == [(4, pytest.approx(4 * float(signs.mean())))]
@@ -96,7 +98,7 @@ def test_they_are_logged_as_means_over_passes_and_steps(
 
 
 def test_a_name_that_is_taken(tmp_path: Path) -> None:
-    """Numbers of the user's never stand in for ours."""
+    """A value with a name of metrics.jsonl is refused."""
 
     class Takes(Line):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -110,7 +112,7 @@ def test_a_name_that_is_taken(tmp_path: Path) -> None:
 
 
 class Two:
-    """A group of two ranks, of which the other one has said this."""
+    """A group of two ranks with these values of the other rank."""
 
     def __init__(self, other: dict[str, Any]) -> None:
         self.other = other
@@ -120,7 +122,7 @@ class Two:
 
 
 def test_ranks_count_by_their_weights() -> None:
-    """Also where one of them has not returned a name; a step that is left out counts nothing."""
+    """Means are weighted over ranks, for ranks that have the name, without skipped steps."""
     numbers = Numbers()
     group = Two({"a": [40.0, 4.0], "b": [5.0, 1.0]})
     for value, weight in ((1.0, 1.5), (2.0, 0.5)):
@@ -136,7 +138,7 @@ def test_ranks_count_by_their_weights() -> None:
 @needs_ort
 @pytest.mark.usefixtures("built")
 def test_on_onnx_runtime_they_are_outputs_of_the_graph() -> None:
-    """Equal to eager's in each pass, on batches that differ, and the gradients are the loss's alone."""
+    """On engine ort values and gradients equal eager's, for different batches."""
     model = LossModule(ByLayer().train())
     model.has_numbers = True
     module = wrapped(model)

@@ -1,4 +1,4 @@
-"""Documents packed into one sample that do not see each other have the losses that they have alone."""
+"""Documents packed into one sample without attention between them have the losses of each alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model(family: str = "llama", attention: str = "eager") -> Any:
 
 
 def test_places_of_documents() -> None:
-    """Positions begin anew with each document and with each sample; its first token has no label."""
+    """Positions start at 0 in each document and each sample; first tokens have no label."""
     samples = packed()
     ends = set(np.cumsum(SIZES).tolist())
     first = {0}
@@ -67,7 +67,7 @@ def test_places_of_documents() -> None:
 
 
 def alone(net: nn.Module, samples: list[Any]) -> float:
-    """Mean loss of all documents of the samples, one after another in plain PyTorch, without mask or padding."""
+    """Return the mean loss of all documents, each in a pass of its own without mask or padding."""
     total = 0.0
     count = 0
     for sample in samples:
@@ -84,7 +84,7 @@ def alone(net: nn.Module, samples: list[Any]) -> float:
     ("family", "attention"), [("llama", "eager"), ("llama", "sdpa"), ("gpt2", "eager")]
 )
 def test_losses_are_those_of_documents_alone(family: str, attention: str) -> None:
-    """To 1e-5, in plain PyTorch; without the mask they are not."""
+    """In plain PyTorch the losses equal those of single documents, but not without the mask."""
     net = model(family, attention).eval()
     samples = [packed().sample(index, 0) for index in range(5)]
     batch = collate(samples)
@@ -100,7 +100,7 @@ def test_losses_are_those_of_documents_alone(family: str, attention: str) -> Non
 @needs_ort
 @pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
 def test_onnx_runtime_has_them_too(witness: Any, attention: str) -> None:
-    """Loss and gradients of ORT's own graph, which makes the mask; it has run, and another batch is another mask."""
+    """Losses and gradients of ORT's graph equal those of plain PyTorch, for different batches."""
     from ortlaunch.ortmodule import ORTModule
 
     net = model(attention=attention)
@@ -124,7 +124,7 @@ def test_onnx_runtime_has_them_too(witness: Any, attention: str) -> None:
 
 
 def test_a_model_that_sees_through_the_mask_is_refused() -> None:
-    """And one that takes none."""
+    """A model that ignores the mask, or does not accept one, is refused."""
 
     class Deaf(nn.Module):
         def __init__(self) -> None:
@@ -148,7 +148,7 @@ def test_a_model_that_sees_through_the_mask_is_refused() -> None:
 
 
 def test_the_mask_is_of_the_weights_dtype() -> None:
-    """0 where a token sees another; what has no documents is left as it is."""
+    """The mask has the weights' dtype, with 0 where a token attends to another."""
     found = with_mask(
         {"document_ids": torch.tensor([[0, 0, 1]]), "input_ids": torch.ones(1, 3)}, torch.float16
     )

@@ -1,4 +1,4 @@
-"""Weights of a folder: what is taken, what is missing or has no place, and a vocabulary of another size."""
+"""Weights of a folder: loaded, missing, unused and wrong ones, and resized vocabularies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
 
 
 def test_weights_of_a_folder(saved: tuple[str, Any]) -> None:
-    """`pretrained` gives the saved weights, whatever the seed; `config` changes single fields."""
+    """`pretrained` loads the saved weights, with any seed; `config` changes single fields."""
     folder, model = saved
     chosen = recipe(
         "masked-lm",
@@ -52,7 +52,7 @@ def test_weights_of_a_folder(saved: tuple[str, Any]) -> None:
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    """What transformers says of what it loads."""
+    """The messages of transformers about loaded weights."""
     found: list[str] = []
 
     class Listening(logging.Handler):
@@ -69,7 +69,7 @@ def said() -> Iterator[list[str]]:
 def test_what_was_not_loaded_is_told_in_our_words(
     saved: tuple[str, Any], tmp_path: Path, said: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A head that starts at random and weights that are left out are named; transformers' report and bars are not."""
+    """Weights that start at random or are not used are reported, without transformers' report."""
     folder, _ = saved
     data = {"train": labels(tmp_path, 2), "tokenizer": folder}
     chosen = recipe("sequence-classification", {"pretrained": folder}, data)
@@ -79,7 +79,8 @@ def test_what_was_not_loaded_is_told_in_our_words(
     assert all(name.startswith("cls.predictions.") for name in model.loaded["unexpected"])
     missing, unexpected = loading_notes(model.loaded)
     assert re.fullmatch(
-        r"model.pretrained: \d of the model's weights are not in it and start at random: .*classifier.bias.*",
+        r"model.pretrained: \d of the model's weights are not in it and start at random: "
+        r".*classifier.bias.*",
         missing,
     )
     assert re.fullmatch(
@@ -92,7 +93,7 @@ def test_what_was_not_loaded_is_told_in_our_words(
 
 
 def test_part_of_a_model_is_refused(saved: tuple[str, Any], tmp_path: Path) -> None:
-    """Layers that are missing, or one too many, and a task's head that is not there; unless it is asked for."""
+    """Missing or additional layers and a missing head are refused without `allow_partial`."""
 
     def loaded(folder: str, layers: int, task: str = "masked-lm", **more: Any) -> LossModule:
         model = {"pretrained": folder, "config": {"num_hidden_layers": layers}, **more}
@@ -121,7 +122,7 @@ def test_part_of_a_model_is_refused(saved: tuple[str, Any], tmp_path: Path) -> N
 
 
 def test_a_resized_vocabulary(saved: tuple[str, Any], tmp_path: Path, said: list[str]) -> None:
-    """Words that a tokenizer has more: how many the model needs is told, and with so many the old ones are kept."""
+    """A larger vocabulary keeps the old words; a model that is too small names the needed size."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(saved[0])
@@ -144,18 +145,19 @@ def test_a_resized_vocabulary(saved: tuple[str, Any], tmp_path: Path, said: list
         (408,),
     )
     assert torch.equal(words[:400], old)
-    assert all(
-        torch.equal(a, b) for a, b in zip(found[0].parameters(), found[1].parameters())
-    )  # as on each rank
+    # All ranks must get the same weights.
+    assert all(torch.equal(a, b) for a, b in zip(found[0].parameters(), found[1].parameters()))
     assert first_loss(found[0], LoadedData(chosen)).shape == ()
     assert loading_notes(found[0].loaded) == (
-        "model.pretrained: its vocabulary is resized, 400 words to 408; new words start near the others' mean",
+        "model.pretrained: its vocabulary is resized, 400 words to 408; new words start near the "
+        "others' mean",
     )
     assert said == []
 
 
 def test_weights_that_are_cut_off(saved: tuple[str, Any], tmp_path: Path) -> None:
-    """As a download that broke: an error of ours with the folder."""
+    """Truncated weights are an error that names the folder."""
+    # An interrupted download leaves such a file.
     shutil.copytree(saved[0], tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
@@ -175,7 +177,8 @@ def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> No
     )
     with pytest.raises(
         InputError,
-        match=r"model.pretrained: .*intermediate.dense.weight( is \[32, 16\], the model's \[48, 16\]|;)",
+        match=r"model.pretrained: .*intermediate.dense.weight"
+        r"( is \[32, 16\], the model's \[48, 16\]|;)",
     ):
         build_model(chosen, LoadedData(chosen))
     assert said == []
@@ -184,7 +187,7 @@ def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> No
 def test_a_head_of_another_number_of_labels_is_new(
     saved: tuple[str, Any], tmp_path: Path, said: list[str]
 ) -> None:
-    """A classifier of two classes goes on with three: its body is kept, its head starts at random and is told."""
+    """A classifier that gets another number of classes keeps its body and has a new head."""
     two = recipe(
         "sequence-classification",
         {"pretrained": saved[0]},
@@ -201,9 +204,8 @@ def test_a_head_of_another_number_of_labels_is_new(
     assert model.classifier.weight.shape == (3, 16)
     assert 0.005 < float(model.classifier.weight.std()) < 0.05
     assert all(torch.equal(a, b) for a, b in zip(model.bert.parameters(), first.bert.parameters()))
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), found[1].parameters())
-    )  # as on each rank
+    # All ranks must get the same weights.
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), found[1].parameters()))
     (note,) = loading_notes(found[0].loaded)
     assert re.fullmatch(
         r"model.pretrained: its head is of another number of labels; the model's starts at random: "
@@ -246,14 +248,14 @@ def test_a_head_of_another_number_of_labels_is_new(
 def test_what_does_not_fit_the_folder(
     saved: tuple[str, Any], model: dict[str, Any], data: dict[str, Any], message: str
 ) -> None:
-    """A folder that is none, and a config, a tokenizer or a length that its model cannot take."""
+    """A missing folder, and a config, tokenizer or length that do not fit, are refused."""
     chosen = recipe("masked-lm", {"pretrained": saved[0], **model}, {"tokenizer": saved[0], **data})
     with pytest.raises(InputError, match=message):
         build_model(chosen, LoadedData(chosen))
 
 
 def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_path: Path) -> None:
-    """A language model that never padded classifies batches: it learns the tokenizer's padding word."""
+    """A pretrained model without a padding token gets the tokenizer's."""
     import transformers
 
     chosen = recipe("causal-lm", {"config": LLAMA})
@@ -276,7 +278,8 @@ def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_pat
 def test_words_of_labels_are_in_the_models_config(
     start: str, saved: tuple[str, Any], tmp_path: Path
 ) -> None:
-    """Saved beside the weights, as transformers' pipelines read them; another number of labels is refused."""
+    """Names of labels are in the model's config; another number of labels is refused."""
+    # transformers' pipelines read the names from there.
     path = tmp_path / "words.jsonl"
     folder = saved[0]
     path.write_text(
@@ -306,7 +309,7 @@ def test_words_of_labels_are_in_the_models_config(
 
 
 def test_names_of_numbers_are_in_the_models_config(saved: tuple[str, Any], tmp_path: Path) -> None:
-    """Those of the data set's features, in their order."""
+    """Names of the data set's features are in the model's config, in their order."""
     import datasets
 
     label = datasets.ClassLabel(names=["yes", "no", "maybe"])
