@@ -150,9 +150,7 @@ def require_effect(settings: Settings, graphs: Sequence[Graph]) -> None:
 
 
 def variables(settings: Settings, deepcopy: bool) -> dict[str, str]:
-    """Return the environment variables for ORTModule's constructor, which has no parameters for
-    them.
-    """
+    """Return environment variables for ORTModule's constructor, which has no such parameters."""
     chosen = {
         "ORTMODULE_CONV_ALGO_SEARCH": settings.conv_algorithm_search.upper(),
         "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": _flag(deepcopy),

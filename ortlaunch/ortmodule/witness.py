@@ -29,8 +29,9 @@ _GRAPH = "_ortlaunch_graph"
 
 
 class Witness:
-    """Counters of ORT's completed passes, and of batches that plain PyTorch computed, in this
-    process.
+    """Counters of ORT's completed passes and of batches that plain PyTorch computed.
+
+    They are counted for the whole process.
     """
 
     def __init__(self) -> None:
@@ -42,9 +43,7 @@ class Witness:
         self.restart()
 
     def restart(self) -> None:
-        """Set the counters of passes and fallbacks to zero; keep the records of exports and
-        graphs.
-        """
+        """Reset the counters of passes and fallbacks; keep the records of exports and graphs."""
         self.forward_passes = 0
         self.backward_passes = 0
         self.inference_passes = 0

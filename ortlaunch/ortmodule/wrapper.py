@@ -30,9 +30,7 @@ _COMPLETE = "_ortlaunch_complete"
 
 
 class Wrapper(nn.Module):
-    """The part of an ORTModule that ortlaunch adds to ORT's class; `loaded` adds ORT's class as a
-    base.
-    """
+    """The part of an ORTModule that ortlaunch adds; `loaded` adds ORT's class as a base."""
 
     _ortlaunch_kind: ClassVar[type[Wrapper]]
     # Attributes of ORT's class.
@@ -59,8 +57,9 @@ class Wrapper(nn.Module):
         _complete(self)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Call the module, hidden from torch.compile(wrapped), which would trace ORT's Python
-        code.
+        """Call the module, hidden from torch.compile(wrapped).
+
+        torch.compile would trace ORT's Python code.
         """
         compiling = eval_frame.set_eval_frame(None)
         try:

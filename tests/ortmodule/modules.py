@@ -35,9 +35,7 @@ def wrapped(
 
 
 def manager_of(module: Any, training: bool = True) -> Any:
-    """Return ORT's manager of an ORTModule, for training or evaluation; it has the graph and
-    session.
-    """
+    """Return ORT's manager of an ORTModule for one mode; it has the graph and the session."""
     return module._torch_module._execution_manager(training)
 
 

@@ -65,8 +65,13 @@ def refuse(
     error: type[Exception] = Exception,
     **settings: Any,
 ) -> None:
-    """Fail unless ORTModule ends the program with `message`, a regular expression; eager must run
-    it.
+    """Fail unless ORTModule ends the program with `message`; eager must run it.
+
+    Args:
+        program: the program.
+        model: the model; it is copied.
+        message: a regular expression for the error.
+        error: the error's class.
     """
     # Eager must run the program: otherwise the error could be the program's own.
     run(program, model, False)

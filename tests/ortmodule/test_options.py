@@ -359,9 +359,7 @@ def test_the_field_changes_something_or_is_refused(
 def test_no_copy_for_the_export_where_two_would_not_fit(
     witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `deepcopy_before_export: null` parameters and free memory decide, and the report has
-    both.
-    """
+    """`deepcopy_before_export: null` compares parameters with free memory, and reports both."""
     size = sum(parameter.numel() * 4 for parameter in Copied().parameters())
     # Just below the limit, and at it.
     for free, used in ((2 * size - 1, False), (2 * size, True)):
@@ -389,9 +387,7 @@ def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:
 def test_a_variable_from_outside_changes_nothing(
     witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every setting is passed to ORT, also at its default, so variables from outside have no
-    effect.
-    """
+    """Every setting is passed to ORT, so variables from outside have no effect."""
     plain = executed(witness, Words())
     # Values that differ from the recipe's defaults.
     for name in ("ORTMODULE_ENABLE_COMPUTE_OPTIMIZER", "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT"):

@@ -1,6 +1,4 @@
-"""ORTModule on the installed torch: eager's losses and gradients, exact counts, no fallback,
-settings.
-"""
+"""ORTModule on the installed torch: eager's values, exact counts, no fallback, settings."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ class Unexportable(nn.Module):
 
 
 def batches() -> Iterator[dict[str, torch.Tensor]]:
-    """Yield batches that differ in shape and padding from the first, from which ORT exports its
-    graph.
-    """
+    """Yield batches of several shapes and paddings; ORT exports its graph from the first."""
     # The first shape is that of the export; the others change rows, length or padding.
     generator = torch.Generator().manual_seed(1)
     shapes = [(2, 16, 0), (2, 16, 4), (3, 12, 2), (1, 8, 0), (2, 16, 6), (4, 10, 1)]
@@ -103,9 +99,7 @@ def graph_gradients(module: Any) -> list[str]:
     [("bert", "eager"), ("bert", "sdpa"), ("llama", "sdpa"), ("llama", "eager")],
 )
 def test_training_equals_eager(witness: Witness, family: str, attention: str) -> None:
-    """Six AdamW steps have eager's losses, the first one eager's gradients, and ORT runs every
-    pass.
-    """
+    """Six AdamW steps equal eager in losses and first gradients, and ORT runs every pass."""
     model = language_model(family, attention)
     losses, gradients = trained(copy.deepcopy(model))
 
@@ -120,10 +114,9 @@ def test_training_equals_eager(witness: Witness, family: str, attention: str) ->
 
 
 def test_a_language_model_without_a_mask(witness: Witness) -> None:
-    """A batch without a mask makes transformers search the positions for documents; values are
-    eager's.
+    """A batch without a mask, for which transformers searches for documents, equals eager.
 
-    The search uses diff, and cumsum of booleans.
+    The search in the position ids uses diff, and cumsum of booleans.
     """
     model = language_model("llama", "sdpa")
     eager = copy.deepcopy(model)
@@ -244,9 +237,7 @@ def test_sessions_have_the_threads_asked_for(witness: Witness, threads: int) -> 
 
 
 def test_frozen_parameters_have_no_gradient_in_the_graph(witness: Witness) -> None:
-    """ORT computes gradients of trained parameters only; a parameter unfrozen later gets a new
-    graph.
-    """
+    """ORT computes gradients of trained parameters only; unfreezing one makes a new graph."""
     model = Layers()
     model.first.requires_grad_(False)
     module = wrapped(model)
@@ -286,9 +277,7 @@ def test_settings_hold_for_one_module_and_leave_the_environment_alone(witness: W
 def test_wrapping_and_training_print_nothing(
     witness: Witness, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At the default log level ORT's table of features and the exporter's warnings are not
-    printed.
-    """
+    """At the default log level ORT and the exporter print nothing."""
     model = language_model("llama", "sdpa")
     capfd.readouterr()
     wrapped(model)(**next(batches())).backward()

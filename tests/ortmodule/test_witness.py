@@ -139,9 +139,8 @@ def test_a_restart_keeps_what_was_built(witness: Witness) -> None:
 def test_each_node_is_counted_on_its_execution_provider(
     witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each node has a provider, also in a graph with a Python function, which still runs
-    afterwards.
-    """
+    """Each node has a provider, also in a graph with a Python function."""
+    # The model must still run after ORT has written the graph in its own format.
     placed = []
     is_efficient = witnesses._is_memory_efficient
 

@@ -1,6 +1,4 @@
-"""ORTModule in third-party loops: attributes, and Hugging Face's Trainer and accelerate as in
-eager.
-"""
+"""ORTModule in third-party loops: attributes, Hugging Face's Trainer, and accelerate."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def bert() -> Any:
 
 
 def test_a_pretrained_models_wrapper_is_of_its_class(tmp_path: Path) -> None:
-    """The wrapper of a pretrained model has its class, its forward signature, its config and its
-    keys.
-    """
+    """A pretrained model's wrapper has its class, forward signature, config and keys."""
     model = bert()
     module = ORTModule(model)
     assert isinstance(module, type(model))
@@ -72,9 +68,7 @@ class Regression(ORTModule):
 
 
 def test_ortmodule_is_a_class() -> None:
-    """isinstance works for ORTModule, its subclasses, copies and pickles, and models that save
-    themselves.
-    """
+    """isinstance works for ORTModule, subclasses, copies, pickles and models that save themselves."""
     from onnxruntime.training.ortmodule import ORTModule as Base
 
     expected = Layers()
@@ -128,9 +122,7 @@ def test_weights_from_elsewhere_are_those_of_the_pass(loss_of: Any, witness: Wit
 
 
 def with_trainer(wrap: Any, folder: Path) -> dict[str, Any]:
-    """Run at most 20 steps of Hugging Face's Trainer, with evaluation, best model and early
-    stopping.
-    """
+    """Run at most 20 steps of Trainer with evaluation, best model and early stopping."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     # Labels are random with regard to the inputs, so the evaluation loss soon rises.

@@ -1,5 +1,4 @@
-"""Find and load the CUDA 11 libraries of onnxruntime-training 1.19.2, and check that ORT runs on
-the GPU.
+"""Find and load the CUDA 11 libraries of onnxruntime-training 1.19.2, and check the GPU.
 
 The CUDA wheel is a CUDA 11.8 + cuDNN 8 build, and torch's wheels do not include those libraries.
 They come from separate packages (extra `ort-cuda`) or from the system. Without them ORT computes on

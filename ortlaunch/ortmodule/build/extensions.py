@@ -74,9 +74,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def cache_dir() -> Path:
-    """Return the folder of the extensions for this Python, torch, ORT and machine; it may not
-    exist.
-    """
+    """Return the extensions' folder for this Python, torch, ORT and machine; it may not exist."""
     return cache_root() / "extensions" / _key()
 
 
@@ -380,8 +378,9 @@ def _build_environment() -> dict[str, str]:
 
 
 def _architectures(cuda: str) -> str:
-    """Return the GPU architectures to compile for: TORCH_CUDA_ARCH_LIST, else all that this CUDA
-    supports.
+    """Return the GPU architectures to compile for.
+
+    They are TORCH_CUDA_ARCH_LIST, else all that this CUDA supports.
     """
     # All of them, because a login node has no GPU whose capability could be read.
     oldest = "7.0;7.5" if int(cuda.partition(".")[0]) < _FIRST_WITHOUT_VOLTA else "7.5"
@@ -401,9 +400,7 @@ def _publish(built: Path, destination: Path) -> None:
 
 
 def _failure(name: str, work: Path) -> str:
-    """Return the compiler's last lines and the final error, without setuptools' traceback between
-    them.
-    """
+    """Return the compiler's last lines and the final error, without setuptools' traceback."""
     log = (work / "build.log").read_text(errors="replace")
     compiler, _, traceback = log.partition("Traceback (most recent call last):")
     lines = compiler.splitlines()[-30:] + traceback.strip().splitlines()[-1:]

@@ -131,9 +131,7 @@ class _Translator:
         self._gradients = Gradients(is_trained, export.device.type)
 
     def noting(self, original: AnyFunction, graph: Any, *args: object, **kwargs: object) -> Any:
-        """Record each operator's schema before the exporter's passes over the traced graph drop
-        it.
-        """
+        """Record each operator's schema, which the exporter's passes over the graph drop."""
         for node in _nodes(graph):
             schema = node.schema()
             if schema != "(no schema)" and node.outputsSize():

@@ -46,10 +46,9 @@ _MARK = "_ortlaunch_torch"
 
 
 def paths(export: Export) -> list[str]:
-    """Return the paths of the layers that run as torch: the outermost of the requested or detected
-    ones.
+    """Return the paths of the layers that run as torch, without layers inside them.
 
-    The paths are those of the flattened module.
+    The layers are those requested or detected; the paths are those of the flattened module.
     """
     found: set[str] = set(chosen(export.options))
     if _by_rule(export.options):

@@ -157,9 +157,7 @@ class _Aliases(TorchFunctionMode):
         return tensor
 
     def _current(self, values: object) -> Any:
-        """Return arguments or results with their current values, after changes through other
-        tensors.
-        """
+        """Return arguments or results with their values after changes through other tensors."""
         return tree_map_only(Tensor, self._value, values)
 
     def _value(self, tensor: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 def see_ort_checkpoints() -> None:
-    """Make ORT's replacement of torch.utils.checkpoint call the function directly, and record the
-    call.
+    """Make ORT's replacement of torch.utils.checkpoint call the function directly.
+
+    The call is recorded.
     """
     ortmodule: Any = owner("__init__:")
     ortmodule._defined_from_envvar = functools.partial(_level, ortmodule._defined_from_envvar)
@@ -55,8 +56,9 @@ def called_plainly(export: Export) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain_checkpoints() -> Iterator[None]:
-    """Call checkpointed functions directly, also if `checkpoint` was imported before ORT replaced
-    it.
+    """Call checkpointed functions directly.
+
+    This also works if `checkpoint` was imported before ORT replaced it.
     """
 
     def unrecorded(*args: object, **kwargs: object) -> Iterator[None]:

@@ -93,9 +93,7 @@ def _take_back(name: str) -> bool:
 
 
 def load_cuda_libraries() -> bool:
-    """Load the CUDA 11 and cuDNN 8 libraries of the CUDA wheel, which torch's wheels do not
-    include.
-    """
+    """Load the CUDA wheel's CUDA 11 and cuDNN 8 libraries, which torch's wheels do not include."""
     import torch
 
     wanted = extensions.ort_package() == "onnxruntime-training" and torch.cuda.is_available()
@@ -177,9 +175,7 @@ def without_warning_of_hooks() -> None:
 
 
 def restore_convolution_symbolics() -> bool:
-    """Restore the names under which ORT's export of a convolution gets the exporter's (torch
-    2.9+).
-    """
+    """Restore the names by which ORT's export of a convolution gets the exporter's (torch 2.9+)."""
     public: Any = importlib.import_module("torch.onnx.symbolic_opset9")
     lost = [name for name in ("_convolution", "_convolution_mode") if not hasattr(public, name)]
     for name in lost:

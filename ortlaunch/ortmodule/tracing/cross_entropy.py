@@ -33,9 +33,7 @@ _NONE = 0
 _MEAN = 1
 _SUM = 2
 SPARSE = 0.9
-"""The share of labels that are not ignored, below which ignored labels are left out; ORT's
-threshold.
-"""
+"""The share of labels that are not ignored, below which rows are gathered; ORT's threshold."""
 Loss = AnyFunction
 
 
@@ -120,9 +118,7 @@ def _without(
 
 
 def shrink(export: Export, model: onnx.ModelProto) -> None:
-    """Turn the gathers of non-zero rows into ShrunkenGather, which ORT's compute optimizer moves
-    up.
-    """
+    """Turn gathers of non-zero rows into ShrunkenGather, which ORT's compute optimizer moves up."""
     # The trace gathered no rows.
     if "label_density" not in export.seen:
         return
@@ -146,15 +142,12 @@ def _rows(name: str, makers: Mapping[str, onnx.NodeProto]) -> bool:
 
 
 def written_out(export: Export) -> AbstractContextManager[None]:
-    """Write out cross entropy with probabilities as labels, or with smoothing; ORT's form fails for
-    both.
-    """
+    """Write out cross entropy with label probabilities or smoothing, for which ORT's form fails."""
     return _replaced(_written_out)
 
 
 def _written_out(plain: Loss) -> Loss:
-    """Return a cross entropy that calls the plain one for class labels, and sums of logarithms
-    otherwise.
+    """Return a cross entropy that uses sums of logarithms except for plain class labels.
 
     The sums are those of torch's own implementation.
     """

@@ -36,8 +36,9 @@ Stale = dict[int, tuple[object, object]]
 
 
 class StaleTensor(torch.Tensor):
-    """The replacement of a tensor that ONNX Runtime's graph does not compute; every use raises
-    RuntimeError.
+    """The replacement of a tensor that ONNX Runtime's graph does not compute.
+
+    Every use of it raises RuntimeError.
     """
 
     message: str

@@ -104,8 +104,9 @@ class _GradMode(TorchFunctionMode):
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """Intercept the calls that no function mode sees: reads of the grad mode, and custom
-        functions.
+        """Intercept the calls that no function mode sees.
+
+        These are reads of the grad mode, and custom functions.
         """
         plain = vars(torch.autograd.Function)["apply"]
 

@@ -152,9 +152,7 @@ def floor_divide(g: Any, x: Any, y: Any) -> Any:
 
 
 def _is_size(value: Any) -> bool:
-    """Return whether a value is not negative: a size, a constant, or a sum or product of such
-    values.
-    """
+    """Return whether a value is a size, a constant, or a sum or product of such, and not negative."""
     node = value.node()
     kind = node.kind().removeprefix("onnx::")
     if kind == "Constant":

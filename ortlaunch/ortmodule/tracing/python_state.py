@@ -1,5 +1,4 @@
-"""Python values that a forward pass reads apart from its arguments: their places and their current
-state.
+"""Python values that a forward pass reads besides its arguments: their places and state.
 
 A place is (holder, name). The holder is a layer's path for an attribute of the layer, `global `
 with the module's name for a global of a user's module, or `environment variable`. Variables that a
@@ -66,8 +65,7 @@ def unnoted() -> Iterator[None]:
 
 
 class Reads:
-    """The places that passes of a model read before they wrote them, and the names in the code that
-    ran.
+    """The places that passes of a model read before they wrote them, and names in their code.
 
     `places` has the value of each place at its first read.
     """

@@ -52,8 +52,9 @@ def _is_large(weight: object) -> bool:
 
 
 def with_autocasts_cache(export: AnyFunction) -> AnyFunction:
-    """Wrap an export so that autocast's cache is restored; torch leaves it off after a failed
-    trace.
+    """Wrap an export so that it restores autocast's cache.
+
+    Torch leaves the cache off after a failed trace.
     """
 
     @functools.wraps(export)

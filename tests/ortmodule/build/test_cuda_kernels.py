@@ -143,9 +143,7 @@ def _on_cpu(node: Any, types: dict[str, str], opset: int) -> bool:
 
 
 def test_bfloat16_is_completed_to_eagers(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Llama in bfloat16, with every node in float32 between casts, has eager's loss and
-    gradients.
-    """
+    """A bfloat16 Llama with every node in float32 between casts equals eager."""
 
     import_repaired()
     build = owner(TRAINING)._build_graph
@@ -234,9 +232,7 @@ def test_an_operator_without_a_bfloat16_kernel_is_completed(operator: str, built
 
 
 def test_an_operator_without_any_kernel_is_refused_with_its_name() -> None:
-    """An operator without a bfloat16 or float32 kernel is an error with its types, node and a
-    remedy.
-    """
+    """An operator without any kernel is an error with its types, its node and a remedy."""
     x, y = (helper.make_tensor_value_info(name, TensorProto.BFLOAT16, [2]) for name in "xy")
     graph = helper.make_graph(
         [helper.make_node("Sin", ["x"], ["z"]), helper.make_node("Det", ["z"], ["y"], "last")],

@@ -143,9 +143,7 @@ print([library.name for library in cuda_libraries.missing()], cuda_libraries.che
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_wheels_libraries_resolve_without_a_gpu(tmp_path: Path) -> None:
-    """Missing files are named; ORT's provider fails only at the driver, or at the GPU if there is
-    one.
-    """
+    """Missing files are named; with all of them ORT fails only for lack of a driver or GPU."""
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("this machine has a driver: the check computes here")
     site = tmp_path / "site"

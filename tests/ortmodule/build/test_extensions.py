@@ -127,9 +127,7 @@ def test_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_refused_extension_is_not_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without torch_interop_utils the rest works, setup tries it again, and the reason is
-    recorded.
-    """
+    """Without torch_interop_utils the rest works; the reason is recorded, and setup tries again."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
     assert extensions.missing() == ["aten_op_executor", extensions.INTEROP]
@@ -151,9 +149,7 @@ def test_a_refused_extension_is_not_missing(
 
 @needs_ort
 def test_unknown_sources_are_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A source without a text to replace is refused with file and text; the others are still
-    built.
-    """
+    """A source without a text to replace is refused with file and text; others are built."""
     package = tmp_path / "onnxruntime"
     source = next(
         extensions._package("onnxruntime").glob(f"training/ortmodule/*/cpu/{extensions.INTEROP}")

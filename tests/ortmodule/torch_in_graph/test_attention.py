@@ -184,6 +184,7 @@ def masks_given(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(kwargs.get("attn_mask") is not None)
         return original(*args, **kwargs)
 
+    # transformers reads the function from this module at each call.
     monkeypatch.setattr(functional, "scaled_dot_product_attention", noting)
     return found
 

@@ -178,9 +178,7 @@ class Pools(nn.Linear):
 def test_an_operator_of_unknown_shape_is_exported_again_as_torchs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An operator of unknown shape is exported again as torch's; if that is off, the error names
-    it.
-    """
+    """An operator of unknown shape is exported again as torch's, or named in the error."""
     # Without its row in the table the fault shows only in ORT's shape inference.
     monkeypatch.delitem(operator_table._TORCHS, "aten::avg_pool2d")
     compare(Pools(6, 6), [(torch.randn(rows, 4, 6),) for rows in (2, 3)])

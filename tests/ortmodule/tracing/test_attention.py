@@ -177,9 +177,7 @@ def test_attention_dropout_drops_and_keeps_the_scale() -> None:
 
 
 class Probabilities(nn.Module):
-    """scaled_dot_product_attention over the identity; the output is the probabilities after
-    dropout.
-    """
+    """scaled_dot_product_attention over the identity, which returns the dropped-out probabilities."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,9 +192,7 @@ class Probabilities(nn.Module):
 
 
 def test_attention_dropout_drops_its_share_of_the_probabilities() -> None:
-    """In each pass 30 % of the probabilities are zero, others each time; the rest is divided by
-    0.7.
-    """
+    """Each pass drops another 30 % of the probabilities and divides the others by 0.7."""
     # A large seed: ORT's generator on the CPU returns multiples of its seed, so that the masks of
     # the seeds 0, 1 and 2 are similar.
     torch.manual_seed(1_000_003)

@@ -116,9 +116,7 @@ def trained(module: Any, model: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", KEPT)
 def test_a_model_whose_kept_tensors_nobody_reads_trains_as_before(place: str) -> None:
-    """If nobody reads the stored tensors, values equal eager's, and the model can be copied and
-    pickled.
-    """
+    """Stored tensors that nobody reads change no value, and the model can be copied and pickled."""
     compare(trained, Auxiliary(KEPT[place][0]))
     if place == "attribute":
         model = Auxiliary(attribute)

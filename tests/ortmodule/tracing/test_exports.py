@@ -152,9 +152,7 @@ def test_orts_own_cache_is_never_used(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 class Shapes(nn.Module):
-    """Weights of every kind of layer whose shapes an export infers, and a buffer with a view's
-    sizes.
-    """
+    """Layers of every kind whose shapes an export infers, and a buffer with a view's sizes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -247,6 +247,7 @@ def test_plain_pytorch_is_as_it_was() -> None:
     wrapped(Scores())(*batch(0.2))
     with pytest.raises(Exception, match="in the trace"):
         wrapped(Fails())(*batch(0.2))
+    # After an export that worked and one that failed.
     assert torch._C._nn.cross_entropy_loss is before
 
 

@@ -49,9 +49,7 @@ def steps(model: nn.Module, module: nn.Module, number: int = 8) -> list[float]:
     [(nn.GRU, False), (nn.LSTM, False), (nn.RNN, False), (nn.LSTM, True), (nn.GRU, True)],
 )
 def test_one_export_for_all_steps(kind: Any, bidirectional: bool) -> None:
-    """An optimizer's step does not cause an export: the layer's list of weights stays the same
-    object.
-    """
+    """An optimizer's step does not cause an export; the layer's list of weights stays the same."""
     model = Recurrent(kind, bidirectional=bidirectional)
     eager = copy.deepcopy(model)
     before = tally.exports
