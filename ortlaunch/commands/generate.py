@@ -64,7 +64,7 @@ def _source(request: GenerationRequest) -> tuple[Path, int | None, bool | None]:
     if recipe.model.traits.predicts != "next":
         raise InputError(f"{run} trains task {recipe.model.task}; only causal-lm generates text")
     step = chosen_step(run, request.step)
-    # The run's own export is that of its last step, and is loaded sooner than a checkpoint.
+    # The run's own export is that of its last step; other steps have checkpoints only.
     exported = run.summary.exists() and read_json(run.summary)["steps"] == step
     # An export of adapters alone has no config.json.
     if request.step is None and exported and (run.export / "config.json").exists():

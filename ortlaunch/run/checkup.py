@@ -33,7 +33,7 @@ def asked_of(resolved: ResolvedRun, folder: Path) -> HostRequirements:
     """Return the requirements of a run on its hosts."""
     world = resolved.world
     recipe = resolved.file.recipe
-    # A new checkpoint is complete before an old one is deleted: one more than are kept.
+    # One more than are kept: the oldest is deleted after the newest has been written.
     kept = (recipe.checkpoint.keep or 1) + 1
     needed = resolved.work.memory.checkpoint * kept if resolved.work.memory else 0
     return HostRequirements(

@@ -36,7 +36,7 @@ def before_start(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> 
     above = next(
         path for path in (run.path.absolute(), *run.path.absolute().parents) if path.exists()
     )
-    # Checked here because a preview does not create the folder, which would fail.
+    # A preview creates no folder, so the permission to create it is checked here.
     if not os.access(above, os.W_OK | os.X_OK):
         raise PlanError(
             f"{run}: cannot be written: no permission to write to {above}; give another --run-dir"
