@@ -25,6 +25,7 @@ from tests.makers import recipe
 from tests.training import train_here
 from tests.worker.tasks.test_train import ROWS, Line
 
+# In the rank itself, by a thread, and by two processes.
 READERS = [Reader(None), Reader(0), Reader(2)]
 
 
@@ -87,6 +88,7 @@ def test_processes_read_and_draw_alike() -> None:
                     readers |= set(batch["process"].tolist())
                     for index, values in zip(batch["index"].tolist(), batch["drawn"].tolist()):
                         assert drawn.setdefault((step // 10, index), values) == values
+    # Every sample of each epoch, each with values of its own.
     assert len(drawn) == 80
     assert len({tuple(values) for values in drawn.values()}) == 80
     assert os.getpid() not in readers
@@ -96,6 +98,7 @@ def test_processes_read_and_draw_alike() -> None:
 def test_what_is_wrong_with_a_sample_is_told(reader: Reader) -> None:
     """An error in a sample is raised unchanged when the training reaches that sample."""
     batches = batches_of(Items())
+    # A sample of the fourth micro batch becomes bad.
     bad = batches.indices(1, 1, 0)[0]
     batches.samples.items.bad = bad  # type: ignore[attr-defined]
     with batches.read_ahead(0, reader):
@@ -158,6 +161,7 @@ def words(samples: Any) -> Any:
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The functions above, under a name that a recipe can give.
     monkeypatch.setitem(sys.modules, "collates_of_a_test", sys.modules[__name__])
 
 

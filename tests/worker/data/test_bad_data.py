@@ -19,6 +19,7 @@ from tests.makers import BERT, bert, plan
 
 GOOD = b'{"text": "some words", "label": 1}\n' * 3
 CHAT = b'{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]}\n'
+# Refuses every chat that does not begin with "hello".
 TEMPLATE = (
     "{% for each in messages %}{{ each['content'] }}{{ eos_token }}{% endfor %}"
     "{% if messages[0]['content'] != 'hello' %}{{ raise_exception('hello first') }}{% endif %}"
@@ -109,6 +110,7 @@ def test_before_the_ranks_meet(
     made = bert(model={"task": task, "config": {**(LLAMA if chats else BERT), **config}}, data=data)
     run.recipe.write_text(to_yaml(made))
     run.plan.write_text(plan(made).to_json())
+    # A stand-in for the rank's watchdog.
     watchdog: Any = SimpleNamespace(pulse=Pulse(), take=lambda _: None)
     with pytest.raises(InputError, match=message) as caught:
         rank_main.live(run, Rank(0, 2, 0, 2), watchdog)

@@ -74,6 +74,7 @@ def test_a_step_has_the_same_samples_with_less_padding(texts: LabelledTexts) -> 
                 length = next(length for length in (*BUCKETS, 12) if length >= size)
                 assert batch["input_ids"].shape == batch["attention_mask"].shape == (4, length)
                 assert int(batch["attention_mask"].sum(1).max()) == size
+    # 1 + n * n % 15 for n from 0 to 3.
     assert [texts.size(index) for index in range(4)] == [1, 2, 5, 10]
     assert Mixture([texts, texts], [1, 1]).size(48 + 2) == 5
 
@@ -81,6 +82,7 @@ def test_a_step_has_the_same_samples_with_less_padding(texts: LabelledTexts) -> 
 def test_padding_to_the_longest(texts: LabelledTexts) -> None:
     """`padding: longest` cuts each micro batch to a multiple of 8, or leaves the full length."""
     data = {"train": {"format": "jsonl", "path": "a"}, "tokenizer": "x", "padding": "longest"}
+    # The full length needs no bucket of its own.
     assert [*Data.model_validate({**data, "sequence_length": 24}).lengths] == [8, 16]
     lengths = Data.model_validate({**data, "sequence_length": 12}).lengths
     plan = BatchPlan(16, 4, 2, 2, None)
@@ -126,6 +128,7 @@ def test_gradients_are_the_same(texts: LabelledTexts) -> None:
     for buckets in ((), BUCKETS):
         model.zero_grad()
         for _, batch in step_of(Batches(texts, BatchPlan(16, 4, 4, 1, None), 7, buckets), 0):
+            # The mean of the four micro batches of a step.
             (model(**batch).loss / 4).backward()
         found.append(
             torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

@@ -83,6 +83,7 @@ def tokenizer_of(kind: str, template: str | None) -> Any:
         )
         backend.decoder = decoders.Metaspace()
         letters = []
+    # The marks of ChatML must be single tokens, as in its own tokenizers.
     special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     text = [
         "What is a dog? [INST] [/INST] <<SYS>> <</SYS>> A näïve animal, "
@@ -161,6 +162,7 @@ def test_samples_have_one_length(tmp_path: Path) -> None:
     size = int(sample["attention_mask"].sum())
     ids = sample["input_ids"]
     labels = sample["labels"]
+    # All tensors have the full length; the end is padding without labels.
     assert {len(value) for value in sample.values()} == {40}
     assert sample["attention_mask"].tolist() == [1] * size + [0] * (40 - size)
     assert ids[size:].tolist() == [2] * (40 - size)
@@ -185,12 +187,14 @@ def test_answers_are_looked_for_in_little_memory() -> None:
     finally:
         tracemalloc.stop()
     assert samples.kept.tolist() == list(range(0, 3000, 3))
+    # The notes of this test must not appear in the next one.
     take_notes()
 
 
 def test_prompt_and_response(tmp_path: Path) -> None:
     """A prompt column and a response column give chats of one turn."""
     tokenizer = tokenizer_of("spaces", plain(LLAMA))
+    # The same texts once as two columns, once as messages.
     row = {"ask": TURNS[1]["content"], "say": TURNS[2]["content"]}
     pair = tokenized_chats(
         corpus(tmp_path, row, prompt_column="ask", response_column="say"), tokenizer, print

@@ -57,6 +57,7 @@ def test_many_files_in_a_fixed_order(kind: str, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("b", "a", "sub/c"):
         write(tmp_path, kind, [f"of {name}"], name)
+    # The pattern of the folder comes first, so that its file does.
     source = Corpus(
         format=kind, path=(str(tmp_path / f"sub/*.{kind}"), str(tmp_path / f"[ab].{kind}"))
     )
@@ -102,6 +103,7 @@ def test_a_pattern_without_files(pattern: str, tmp_path: Path) -> None:
 GOOD = b'{"text": "a"}\n'
 # A fixed time: the content is in the tests' names, which xdist compares between its processes.
 packed = functools.partial(gzip.compress, mtime=0)
+# A valid Parquet file without rows.
 NO_ROWS = io.BytesIO()
 parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), NO_ROWS)
 
@@ -166,6 +168,7 @@ def test_a_whole_surrogate_pair_is_a_letter(tmp_path: Path) -> None:
 def test_a_shard_that_was_cut_off(tmp_path: Path) -> None:
     """The truncated one of several files is named."""
     good, bad = (Path(write(tmp_path, "parquet", TEXTS, name)) for name in ("a", "b"))
+    # A Parquet file has its metadata at the end.
     bad.write_bytes(bad.read_bytes()[:-20])
     with pytest.raises(DataError, match=rf"^{bad}: cannot be read as parquet: "):
         list(documents(Corpus(format="parquet", path=(str(good), str(bad)))))
@@ -235,10 +238,12 @@ def test_fingerprint_tells_corpora_apart(tmp_path: Path) -> None:
         "python-docs",
     ]
     first = fingerprint(both)
+    # The column of labels does not change the tokens of texts.
     assert fingerprint(Corpus(format="jsonl", path=(a, b), label_column="z")) == first
     assert len({first, *(fingerprint(other) for other in others)}) == 6
     os.utime(a, ns=(1, 1))
     second = fingerprint(both)
+    # Another size with the same time.
     Path(a).write_text('{"text": ""}\n')
     os.utime(a, ns=(1, 1))
     assert len({first, second, fingerprint(both)}) == 3
@@ -329,6 +334,7 @@ def test_tokens_are_kept_until_the_corpus_changes(
 
     assert [tokens(), tokens()] == [[97, 98, 99]] * 2
     assert len(written) == 1
+    # 7 is the end mark.
     assert tokens(end_of_text=True) == [97, 98, 7, 99, 7]
     assert tokens(Letters(shift=1)) == [98, 99, 100]
     assert len(written) == 3
@@ -360,6 +366,7 @@ def test_changed_tokens_are_made_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     source = Corpus(format="text", path=(write(tmp_path, "text", ["ab", "cd"]),))
     before = tokens_module.tokenized(source, Letters(), False)[:].tolist()
     (path,) = (tmp_path / "cache" / "tokens").glob("*.u32")
+    # Two of four tokens.
     path.write_bytes(path.read_bytes()[:8])
     assert tokens_module.tokenized(source, Letters(), False)[:].tolist() == before
     assert take_notes() == [f"{path}: has 8 bytes, and had 16; made anew"]
@@ -378,6 +385,7 @@ def test_more_documents_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
+# The program of each process: it records that it tokenizes, and takes time for it.
 _BUILD = """
 import sys, time
 from pathlib import Path
@@ -418,6 +426,7 @@ def test_two_ranks_at_once_tokenize_once(tmp_path: Path) -> None:
             rank.stdin.write("go\n")
             rank.stdin.flush()
         found = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    # A failed assertion must leave no process behind.
     finally:
         for rank in ranks:
             rank.kill()

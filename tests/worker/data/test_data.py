@@ -67,6 +67,7 @@ def test_a_step_sees_the_same_samples_on_any_world(
     alone = micro_batches(batches(count, 16, 4, 1), step)
     found = micro_batches(batches(count, 16, micro, ranks), step)
     assert sorted(chain(*found)) == sorted(chain(*alone))
+    # The order of samples within a step is the same, too.
     if micro == 4:
         assert found == alone
 
@@ -80,6 +81,7 @@ def test_an_epoch_sees_each_sample_once_and_the_next_is_shuffled_anew() -> None:
     ][:300]
     epochs = [seen[start : start + 100] for start in (0, 100, 200)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(100))] * 3
+    # Three different orders, none of them sorted.
     assert len({tuple(epoch) for epoch in epochs} | {tuple(range(100))}) == 4
 
 
@@ -194,6 +196,7 @@ def test_documents_begin_as_a_pretrained_tokenizer_begins_them(
         ids = data.train.sample(0, 0)["input_ids"].tolist()
         end = data.tokenizer.eos_token_id
         begin = data.tokenizer.bos_token_id
+        # At the beginning of the sample, after an end mark, and in all.
         found.append([ids[0] == begin, ids[ids.index(end) + 1] == begin, ids.count(begin)])
     assert found == [[False, False, 0], [True, True, ids.count(end)], [False, False, 0]]
 
@@ -285,6 +288,7 @@ def test_an_error_of_the_users_own_code_stays_what_it_is(
 ) -> None:
     """An error inside the user's module is raised unchanged."""
     module(text)
+    # A module that is missing within the user's module is not the module of the recipe.
     with pytest.raises(error, match=message) as caught:
         call("data.factory", "own_module:make", {})
     assert not isinstance(caught.value, DataError)

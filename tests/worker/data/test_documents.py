@@ -53,6 +53,7 @@ def test_a_text_that_no_tokenizer_takes(
     form: Any, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row beyond the limit is refused with its location in each format."""
+    # Small limits in place of 64 MB and 16 million characters.
     monkeypatch.setattr("ortlaunch.worker.data.reading._LONGEST_ROW", 64)
     monkeypatch.setattr("ortlaunch.worker.data.corpus.LONGEST_TEXT", 32)
     rows = {"jsonl": '{"text": "a"}\n{"text": "' + "b" * 99 + '"}\n', "text": "b" * 33}

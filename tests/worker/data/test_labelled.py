@@ -50,6 +50,7 @@ def test_labelled_texts(tmp_path: Path) -> None:
         label_column="stars",
     )
     assert (len(samples), samples.classes) == (2, 5)
+    # One text is padded, the other one is cut.
     short = samples.sample(0, 0)
     long = samples.sample(1, 0)
     assert {name: value.tolist() for name, value in short.items()} == {
@@ -114,6 +115,7 @@ def test_words_are_numbered_as_datasets_numbers_them(tmp_path: Path) -> None:
     # Upper case sorts before lower case, and "ä" after "z".
     words = ["good", "bad", "very bad", "bad", "Good", "äh"]
     lines = [json.dumps({"text": "a", "label": word}) + "\n" for word in words]
+    # Two sources of a mixture, and an evaluation with one of the labels.
     one, other, held_out = (
         labelled(tmp_path / f"{n}.jsonl", "".join(part))
         for n, part in enumerate((lines[:3], lines[3:], lines[1:2]))
@@ -184,6 +186,7 @@ def test_names_of_numbers(source: str, kind: Any, tmp_path: Path) -> None:
         return kind(Corpus(format=source, **place), words(), 4)
 
     one = of(["so-so", "good", "bad"])
+    # Labels that are integers are not numbered again.
     assert number_labels(one, one) == []
     assert class_names(one, one) == ["so-so", "good", "bad"]
     with pytest.raises(
@@ -294,6 +297,7 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
     encoded = tokenizer(
         row["text"], is_split_into_words=True, truncation=True, padding="max_length", max_length=12
     )
+    # B-X, O, I-X, O in alphabetical numbers.
     tags = [0, 2, 1, 2]
     before = None
     expected = []

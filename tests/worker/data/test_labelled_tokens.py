@@ -218,6 +218,7 @@ def test_samples_that_lie_in_two_shards(
     labels = [f"label {number}" for number in range(len(TEXTS))]
     source = corpus(tmp_path / "x.jsonl", TEXTS, labels)
     whole = LabelledTexts(source, wordpiece(), LENGTH)
+    # `tokens` has imported the constant, so that both are set.
     monkeypatch.setattr(shards, "SHARD", size)
     monkeypatch.setattr(tokens, "SHARD", size)
     found = LabelledTexts(source, wordpiece(), LENGTH)
@@ -260,6 +261,7 @@ def test_what_decides_on_tokens_and_labels(tmp_path: Path, cache: Path) -> None:
     LabelledTexts(source, wordpiece(truncation_side="left"), LENGTH)
     LabelledTexts(source, wordpiece(split_special_tokens=True), LENGTH)
     ScoredTexts(source, tokenizer, LENGTH)
+    # The first one and five variants.
     assert len([*cache.glob("*.seal")]) == 6
 
 
@@ -337,6 +339,7 @@ def test_data_are_told_apart_as_before(
     words = [text.split() for text in texts]
     tags = [[f"tag {len(word) % 2}" for word in row] for row in words]
     numbers = [[len(word) % 2 for word in row] for row in words]
+    # Names (numbered by the alphabet: b is 1), integers, numbers of a regression, and tags.
     for kind, rows, labels, expected in (
         (
             LabelledTexts,
@@ -353,6 +356,7 @@ def test_data_are_told_apart_as_before(
         pairs = [*zip(rows, expected)][:: max(1, count // 4096)]
         found = hashlib.blake2b(repr(pairs).encode(), digest_size=8).hexdigest()
         assert identity(samples)["fingerprint"] == found
+        # A mixture has a fingerprint of its own.
         assert identity(Mixture([samples, samples], [1, 1]))["fingerprint"] not in (None, found)
         with monkeypatch.context() as patch:
             patch.setattr(label_rows, "rows", refuse)
@@ -367,6 +371,7 @@ def test_nothing_bad_is_kept(tmp_path: Path, cache: Path) -> None:
             DataError, match=r"x.jsonl:20: label is -1; a class is a word, or an integer from 0"
         ):
             LabelledTexts(source, wordpiece(), LENGTH)
+    # Without a seal nothing in the cache is used; the corrected file is tokenized.
     assert not [*cache.glob("*.seal")]
     assert (
         len(LabelledTexts(corpus(tmp_path / "x.jsonl", ["a"] * 20, [0] * 20), wordpiece(), LENGTH))

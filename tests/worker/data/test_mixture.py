@@ -16,6 +16,7 @@ from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.mixture import BLOCK, MixedOrder, shares
 from tests.makers import recipe
 
+# Sources of very different sizes: the small ones are repeated often.
 SIZES = [1000, 50, 7]
 WEIGHTS = [6.0, 3.0, 1.0]
 PLACES = 3 * BLOCK
@@ -67,6 +68,7 @@ def test_any_place_is_known_without_those_before_it(taken: list[tuple[int, int]]
         taken[place] for place in chosen
     ]
     tracemalloc.start()
+    # 300 places after 10**12 others.
     found = MixedOrder([5 * 10**8, 10**9], [1, 3], 7).at(list(range(10**12, 10**12 + 300)))
     assert tracemalloc.get_traced_memory()[1] < 8_000_000
     tracemalloc.stop()
@@ -93,6 +95,7 @@ def test_one_sequence_on_any_world() -> None:
             [mixture.sample(i, 0)["x"] for i in batches.indices_of_step(step)] for step in range(6)
         ]
 
+    # `indices_of_step` goes pass by pass and rank by rank, so that the order is compared, too.
     assert steps(1, 4) == steps(2, 4) == steps(4, 4) == steps(4, 2)
 
 
@@ -110,6 +113,7 @@ def test_from_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert isinstance(data.train, Mixture)
     assert {"mat", "wald"} <= set(data.tokenizer.get_vocab())
+    # The first and the third source are the same corpus.
     first, _, third = data.train.parts
     assert len(first) == len(third)
     assert any(

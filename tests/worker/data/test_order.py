@@ -57,6 +57,7 @@ def test_places_count_on_from_epoch_to_epoch() -> None:
         permutation(70_000, 7, place // 70_000)(np.array([place % 70_000]))[0] for place in last
     ]
     assert [index for index, _ in found] == expected
+    # A new order that starts at each of these places.
     assert [Order(70_000, 7).at([place])[0] for place in last] == found
 
 

@@ -23,6 +23,7 @@ from ortlaunch.worker.data import (
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.tokens import Documents
 
+# Ids of the special tokens, and the size of the vocabulary.
 CLS = 1
 SEP = 2
 MASK = 3
@@ -148,6 +149,7 @@ def test_every_place_is_chosen_alike() -> None:
         (samples.sample(i, epoch=0)["labels"] != IGNORED).int() for i in range(len(samples))
     )
     assert isinstance(counts, torch.Tensor)
+    # 10 predictions on 62 positions; the first and the last are [CLS] and [SEP].
     expected = len(samples) * 10 / 62
     assert counts[[0, 63]].tolist() == [0, 0]
     assert (counts[1:63] - expected).abs().max() < 5 * expected**0.5
@@ -211,6 +213,7 @@ def test_masked_blocks_follow_each_other() -> None:
     assert {(int(text[0]), int(text[-1])) for text in texts} == {(CLS, SEP)}
     words = torch.cat([text[1:-1] for text in texts]).numpy()
     np.testing.assert_array_equal(words, samples.tokens[: len(words)])
+    # Only the rest that fills no window is missing.
     assert len(samples.tokens) - len(words) < samples.body
 
 
@@ -268,6 +271,7 @@ def test_pairs_need_two_documents() -> None:
         DataError, match=r"the corpus has 1 of two tokens or more; data.train.document says"
     ):
         documents_of([500, 1, 0])
+    # Nearly every random draw gives the large document, so that its neighbor with tokens is used.
     samples = documents_of([100_000, 0, 5])
     assert {int(samples.sample(index, 0)["next_sentence_label"]) for index in range(50)} == {0, 1}
 

@@ -59,6 +59,7 @@ def test_training_gives_the_same_words_in_every_process(
 ) -> None:
     """Processes without a common cache train the same tokenizer."""
     # Hosts may share no cache, and all ranks must have the same vocabulary.
+    # Another hash seed gives another order of Python's sets.
     environment = {
         **os.environ,
         "ORTLAUNCH_CACHE": str(tmp_path / "elsewhere"),
@@ -121,6 +122,7 @@ def test_rare_letters_are_unknown(corpus: Path, monkeypatch: pytest.MonkeyPatch)
     letters = {
         word.removeprefix("##") for word in made.get_vocab() if len(word.removeprefix("##")) == 1
     }
+    # With and without `##` a letter counts once.
     assert len(letters) == 10
 
 
@@ -158,6 +160,7 @@ def test_a_training_that_died_is_done_again(corpus: Path, monkeypatch: pytest.Mo
     chosen = data(corpus, {"train": "bpe", "vocab_size": 300})
     first = load_tokenizer(chosen)
     folder = Path(first.name_or_path)
+    # The seal is written last.
     folder.with_suffix(".seal").unlink()
     (folder / "tokenizer.json").write_text("{")
     assert load_tokenizer(chosen).get_vocab() == first.get_vocab()

@@ -72,6 +72,7 @@ def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
     assert 16 <= len(second.seen) <= 24
     assert told[-1].startswith("tokenizing 100%: 40 documents, ")
     cache = Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens"
+    # The record of the progress is removed at the end.
     assert sorted(path.suffix for path in cache.iterdir()) == [".ends", ".lock", ".seal", ".u32"]
     ends = tokens.tokenized_documents(source, Counting(), True).ends
     assert [found[end - 1] for end in ends] == [7] * 40
@@ -83,6 +84,7 @@ def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None
     (record,) = (Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.seal")
     path = record.with_suffix(".00000.u32")
     content = path.read_bytes()
+    # More bytes than recorded, and fewer.
     for left in (content[:400] + b"rubbish", content[:100]):
         record.unlink()
         path.write_bytes(left)
@@ -111,6 +113,7 @@ def test_a_process_that_is_killed_while_it_sums_loses_nothing(
     assert killed.exitcode == -signal.SIGKILL
     second = Counting()
     assert len(tokens.tokenized(source, second, True)) > 0
+    # Only the checksums are computed again.
     assert second.seen == []
 
 
@@ -125,6 +128,7 @@ def test_shards_are_one_row(source: Corpus, monkeypatch: pytest.MonkeyPatch, siz
     for start, stop in (
         (0, 5),
         (5, 9),
+        # Empty and reversed slices, and one beyond the end, are among these.
         (6, 7),
         (7, 14),
         (60, 201),
@@ -201,6 +205,7 @@ def test_ids_are_the_tokenizers_own(source: Corpus, tmp_path: Path) -> None:
     ]
     # The file ends with a line end, which belongs to the last paragraph.
     expected += backend.encode("\n", add_special_tokens=False).ids
+    # The tokenizer's own settings must not apply to the corpus.
     backend.enable_truncation(5)
     backend.enable_padding(length=9)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>")

@@ -103,6 +103,7 @@ def test_a_model_is_evaluated_by_its_own_labels(
     found = evaluated(
         classifier(tmp_path, ["x", "y"], words, pretrained=foreign), Path(foreign), tmp_path
     )
+    # The accuracy must be that of transformers' own pipeline.
     right = [classify(f"about {word}")[0]["label"] == word for word in words]
     assert found.metrics["classification_accuracy"] == pytest.approx(sum(right) / len(right))
 
@@ -143,12 +144,14 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
     then = LoadedData(chosen, vocabulary=goes_on_with(run, chosen)).tokenizer
     assert then.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
     assert then.special_tokens_map == first.tokenizer.special_tokens_map
+    # A recipe with another vocabulary size trains a tokenizer of its own.
     larger = chosen.data.model_copy(
         update={"tokenizer": TokenizerTraining(train="wordpiece", vocab_size=410)}
     )
     found = goes_on_with(run, chosen.model_copy(update={"data": larger}))
     assert found is not None
     assert found.tokenizer is None
+    # With the kept tokenizer the corpus is not read.
     corpus.unlink()
     assert len(LoadedData(chosen, vocabulary=of_run(run)).tokenizer) == len(first.tokenizer)
 

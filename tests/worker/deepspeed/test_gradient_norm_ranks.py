@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ci]
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return rank 0's results of every case, with DeepSpeed's functions and with the fused pass."""
     file = tmp_path_factory.mktemp("zero") / "found.json"
-    # All cases in one launch, as starting ranks takes most of the time.
+    # One launch of the ranks for all cases.
     torchrun(2, "-m", "tests.worker.zero_steps", str(file), timeout=240)
     read: dict[str, Any] = json.loads(file.read_text())
     return read

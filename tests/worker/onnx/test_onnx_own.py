@@ -111,6 +111,7 @@ class Squeezed(Own):
 class Needy(Own):
     def forward(self, y: torch.Tensor, x: torch.Tensor) -> Any:
         scores = self.scores(x)
+        # The scores depend on the labels, too.
         return {"loss": self.loss(scores, y), "scores": scores + y[:, None]}
 
 
@@ -227,6 +228,7 @@ def test_lengths_that_differ_are_open(tmp_path: Path, monkeypatch: pytest.Monkey
         Tuple, tmp_path, monkeypatch, data="own_onnx:ragged", collate="own_onnx:longest"
     )
     assert (found.outputs, found.open_axes) == (["output"], {"x": [0, 1], "output": [0]})
+    # Batches of samples 0 to 2, 3 and 4, and 5, each padded to its longest.
     assert found.batches == [[3, 5], [2, 7], [1, 8]]
 
 
