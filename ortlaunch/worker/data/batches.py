@@ -62,9 +62,9 @@ class Batches:
         self._seen = seen
 
     def seen(self, step: int) -> int:
-        """Return how many samples are behind the steps before `step` (from 0).
+        """Return how many places of the order the steps before `step` (from 0) have passed.
 
-        Samples left out before the last one used count; samples left out after it do not.
+        Skipped places before the last used one count; skipped places after it do not.
         """
         taken = (step - self._step) * self.batch.global_samples
         return self.left_out.place(self._seen, taken - 1) + 1 if taken else self._seen

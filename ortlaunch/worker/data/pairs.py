@@ -85,7 +85,9 @@ class SentencePairs(MaskedSamples):
     def _join(self, ids: _Ints, *segments: tuple[int, int]) -> int:
         """Write [CLS] first [SEP] second [SEP] into `ids`; return the number of tokens written.
 
-        segments: (first token in the corpus, number of tokens) of each.
+        Args:
+            ids: (length,) a row of the batch.
+            segments: (first token in the corpus, number of tokens) of each segment.
         """
         ids[0], place = self.masking.cls, 1
         for start, size in segments:
