@@ -1,4 +1,4 @@
-"""`python -m ortlaunch`, where the command is not on PATH."""
+"""`python -m ortlaunch`, for use if the command is not on PATH."""
 
 from ortlaunch.cli import main
 

@@ -1,9 +1,10 @@
-"""Where ortlaunch keeps what is made once: built extensions, trained tokenizers, tokenized corpora, measured engines.
+"""The cache: built extensions, trained tokenizers, tokenized corpora and measured engines.
 
-`$ORTLAUNCH_CACHE`, else `$XDG_CACHE_HOME/ortlaunch`, else `~/.cache/ortlaunch`. What lies there is run and trained on,
-so that it must be this user's or root's, writable by nobody else, and what was written: every file has a seal beside it
-with its size and SHA-256. A group may write that is the user's alone, by its name (as umask 002 takes it).
-Standard library, errors and run.folder only.
+Its folder is `$ORTLAUNCH_CACHE`, else `$XDG_CACHE_HOME/ortlaunch`, else `~/.cache/ortlaunch`. Its
+files are executed and trained on. So they must belong to this user or root, nobody else may write
+to them, and every file has a seal beside it with its size and SHA-256. A group may write if it is
+the user's private group, recognized by its name (as with umask 002). Standard library, errors and
+run.folder only.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ _NOTES: list[str] = []
 
 
 def cache_root() -> Path:
-    """The cache folder; not created here.
+    """Return the cache folder, without creating it.
 
     Raises:
-        FileError: this user has no home folder that it could be in.
+        FileError: this user has no home folder, and no variable sets another one.
     """
     own = os.environ.get("ORTLAUNCH_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(own).expanduser() if own else Path(base).expanduser() / "ortlaunch"
-    except RuntimeError:  # as in a container whose user has no entry in /etc/passwd
+    # Such as in a container whose user has no entry in /etc/passwd.
+    except RuntimeError:
         why = f"HOME is not set, and user {os.geteuid()} has no home folder"
         raise FileError(
             f"no folder for the cache: {why}; set ORTLAUNCH_CACHE to a folder of your own", 2
@@ -44,10 +46,10 @@ def cache_root() -> Path:
 
 
 def cache_folder(*names: str) -> Path:
-    """A folder of the cache, made where it is absent.
+    """Return a folder of the cache, and create it if it is absent.
 
     Raises:
-        FileError: somebody else could put something into it, or what it should lie in cannot be made.
+        FileError: another user could write to it, or it cannot be created.
     """
     try:
         cache_root().parent.mkdir(parents=True, exist_ok=True)
@@ -61,16 +63,16 @@ def cache_folder(*names: str) -> Path:
 
 
 def _down_to(names: Sequence[str]) -> Iterator[Path]:
-    """The cache folder, and each of the folders below."""
+    """Yield the cache folder and each folder on the path below it."""
     for count in range(len(names) + 1):
         yield cache_root().joinpath(*names[:count])
 
 
 def require_own(path: Path) -> None:
-    """Refuse what somebody else could have written.
+    """Check that nobody else could have written a file or folder.
 
     Raises:
-        FileError: it belongs to another user, or others may write to it.
+        FileError: the path belongs to another user, or others may write to it.
     """
     why = foreign(path)
     if why:
@@ -82,7 +84,7 @@ def require_own(path: Path) -> None:
 
 
 def foreign(path: Path) -> str:
-    """Who else can write there, or nothing."""
+    """Return the reason why another user can write to a path; "" if none can."""
     found = path.stat()
     if found.st_uid not in (0, os.geteuid()):
         return f"belongs to user {found.st_uid}"
@@ -91,7 +93,7 @@ def foreign(path: Path) -> str:
 
 
 def _private(group: int) -> bool:
-    """Whether a group is this user alone: the user's first, and of the user's name."""
+    """Return whether a group is this user's private one: the primary group, with the user's name."""
     with contextlib.suppress(KeyError):
         user = pwd.getpwuid(os.geteuid())
         return user.pw_gid == group and grp.getgrgid(group).gr_name == user.pw_name
@@ -99,25 +101,27 @@ def _private(group: int) -> bool:
 
 
 def own_seal(file: Path) -> Path:
-    """The seal of a file alone, which one of several files takes over."""
+    """Return the path of the seal of a single file; a seal of several files replaces it."""
     return file.with_name(f"{file.name}.seal")
 
 
 def seal(record: Path, files: Sequence[Path]) -> None:
-    """Record what the files are, which lie in the record's folder or below; nobody else may write to them any more.
+    """Write a seal of files, and remove the write permission of others.
 
-    One that lies in it and has a seal of its own is not read again.
+    Args:
+        record: the path of the seal.
+        files: files in the folder of the seal, or below it.
     """
     whole: Json = {}
     for file in files:
+        # A large file with a valid seal of its own need not be read again.
         alone = own_seal(file)
         if alone != record and alone.exists() and not changed(alone):
             whole |= read_json(alone)
             continue
         with file.open("rb") as opened:
-            os.fsync(
-                opened.fileno()
-            )  # else a power cut could leave what was sealed without its content
+            # Otherwise a power failure could leave a seal without the contents of its file.
+            os.fsync(opened.fileno())
         file.chmod(stat.S_IMODE(file.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
         whole[str(file.relative_to(record.parent))] = {"sha256": _sha256(file), **_stamp(file)}
     write_json(record, whole)
@@ -127,7 +131,7 @@ def seal(record: Path, files: Sequence[Path]) -> None:
 
 
 def changed(record: Path) -> str:
-    """What is wrong with the record or a file of it; nothing where all are as they were sealed."""
+    """Return why a seal or one of its files is invalid; "" if all are as they were sealed."""
     why = _wrong(record)
     if why:
         return f"{record}: {why}"
@@ -138,14 +142,16 @@ def changed(record: Path) -> str:
         stale = not why and any(_stamp(file).items() - was.items() for file, was in whole.items())
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{record}: is no seal"
+    # Same contents with other dates, such as of a copied cache: the next check will be fast again.
     if stale:
-        with contextlib.suppress(OSError):  # a cache that this user may only read
+        # The user may have no permission to write to the cache.
+        with contextlib.suppress(OSError):
             seal(record, [*whole])
     return why
 
 
 def renew(record: Path, make: Callable[[], Sequence[Path]]) -> None:
-    """Let `make` write the record's files, unless they are what they were; that they were changed is noted."""
+    """Call `make` to write the files of a seal, unless they are valid; note a change of theirs."""
     why = changed(record)
     if why:
         if record.exists():
@@ -154,18 +160,19 @@ def renew(record: Path, make: Callable[[], Sequence[Path]]) -> None:
         try:
             seal(record, make())
         except OSError as error:
+            # A write to a full disk fails without a file name.
             if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                error.filename = str(record)  # a full disk is met in a write, which has no name
+                error.filename = str(record)
             raise
 
 
 def note(text: str) -> None:
-    """Let the run say this once, whichever rank found it."""
+    """Add a note that the run prints once, from whichever rank it comes."""
     _NOTES.append(text)
 
 
 def take_notes() -> list[str]:
-    """What was found since the last call: files of the cache that were changed, and what else was noted."""
+    """Return and clear the notes since the last call, such as changed files of the cache."""
     notes, _NOTES[:] = [*_NOTES], []
     return notes
 
@@ -175,7 +182,8 @@ def _wrong(path: Path) -> str:
 
 
 def _differs(file: Path, was: dict[str, object]) -> str:
-    """How a file is another than it was; it is read only where its size, dates or place on the disk differ."""
+    """Return how a file differs from its seal; "" if it does not."""
+    # Its contents are read only if size, dates or inode differ.
     now = _stamp(file)
     if now["bytes"] != was["bytes"]:
         return f"has {now['bytes']} bytes, and had {was['bytes']}"
@@ -184,7 +192,8 @@ def _differs(file: Path, was: dict[str, object]) -> str:
 
 
 def _stamp(file: Path) -> dict[str, int]:
-    """What differs after every change of a file; the change time is the kernel's own."""
+    """Return properties of a file that change with its contents."""
+    # A program can set mtime, but only the kernel sets ctime.
     found = file.stat()
     return {
         "bytes": found.st_size,
@@ -195,7 +204,8 @@ def _stamp(file: Path) -> dict[str, int]:
 
 
 def _sha256(file: Path) -> str:
-    import hashlib  # here: every command imports this module
+    # Imported here, because every command imports this module.
+    import hashlib
 
     digest = hashlib.sha256()
     with file.open("rb") as opened:

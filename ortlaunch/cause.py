@@ -1,4 +1,4 @@
-"""Why a rank or a run ended, as data: decided where it is seen, recorded, and compared by value, never by its text.
+"""The cause of an end of a rank or run, as data: recorded where it is detected, compared by value.
 
 run_folder/cause_text.py renders it. Imports nothing of ortlaunch.
 """
@@ -12,16 +12,16 @@ from typing import Any
 
 
 class Cause(str, Enum):
-    """Why a rank or a run ended; the values are in errors/*.json, job.json and `ortlaunch diagnose --json`."""
+    """The cause of an end, as in errors/*.json, job.json and `ortlaunch diagnose --json`."""
 
     RUNNING = "running"
     ENDED_WELL = "ended-well"
     STOPPED = "stopped"
-    OUTLIVED = "outlived"  # it was killed once its time to stop was over
+    OUTLIVED = "outlived"  # killed, because it had not ended in the grace period
     HANG = "hang"
     HOST_LOST = "host-lost"
     NOT_FINITE = "not-finite"
-    GRADIENT_NOT_FINITE = "gradient-not-finite"  # and every loss is
+    GRADIENT_NOT_FINITE = "gradient-not-finite"  # while every loss is finite
     LOSS_SCALE_COLLAPSE = "loss-scale-collapse"
     LOSS_SPIKE = "loss-spike"
     OUT_OF_MEMORY = "out-of-memory"
@@ -51,38 +51,38 @@ class Cause(str, Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> Cause:
-        """Of another version, or a damaged file."""
+        """Return UNKNOWN for a value of another version or a damaged file."""
         return cls.UNKNOWN
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A cause with its fields; what does not apply is None or empty."""
+    """A cause with its details; fields that do not apply are None or empty."""
 
     cause: Cause
     detail: str = ""
-    """The line that shows it, of the library, the kernel or the error."""
+    """The decisive line of the library, the kernel or the error."""
     rank: int | None = None
-    """The rank that failed first; None: no rank tells a failure of its own."""
+    """The rank that failed first; None if no rank recorded a failure of its own."""
     host: str | None = None
-    """Of that rank."""
+    """Host of that rank."""
     who: str = ""
-    """Ranks or the program that the command blames, where no rank tells a failure of its own."""
+    """Ranks or program that the command blames, if no rank recorded a failure of its own."""
     signal: int | None = None
     step: int | None = None
-    """Steps that were done."""
+    """Completed optimizer steps."""
     status: int | None = None
     """Exit status of the rank, or of the launcher."""
     began: int = 0
-    """How many ranks began."""
+    """Number of ranks that began."""
     memory_kills: int | None = None
-    """Processes that the kernel's out-of-memory killer ended meanwhile; None: not known."""
+    """Processes that the kernel's out-of-memory killer ended during the run; None if unknown."""
     raised_at: str = ""
-    """The line of the user's own files."""
+    """Line of the user's own files where the error was raised."""
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Failure:
-        """Of a rank's record in errors/."""
+        """Return the failure of a rank's record in errors/."""
         return cls(
             cause=Cause(record["cause"]),
             detail=record["detail"],
@@ -97,22 +97,24 @@ class Failure:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Failure:
-        """Of job.json; names that a later version may have added are left out."""
+        """Return the failure in job.json; unknown names, such as a later version's, are ignored."""
         known = {name: values[name] for name in asdict(cls(Cause.UNKNOWN)) if name in values}
         return cls(**{**known, "cause": Cause(values.get("cause"))})
 
     @property
     def place(self) -> str:
-        """Where it was, for a person."""
+        """The location of the failure, as text."""
         return "the run" if self.rank is None else f"rank {self.rank} on host {self.host}"
 
     @property
     def kind(self) -> Cause:
-        """The cause, with that of a process which the kernel ended: memory."""
+        """The cause, with OUT_OF_MEMORY if the kernel ended the process for memory."""
+        # These causes name only that a process is gone; the kernel's count gives the reason.
         ended = (Cause.RANK_VANISHED, Cause.LAUNCHER_KILLED, Cause.NEVER_BEGAN)
         return Cause.OUT_OF_MEMORY if self.memory_kills and self.cause in ended else self.cause
 
     @property
     def may_be_memory(self) -> bool:
-        """Whether it is memory, or a SIGKILL, which the kernel sends without a record where memory ends."""
+        """Whether the cause is or may be memory: the kernel ends a process by SIGKILL, often
+        without a record."""
         return self.kind in (Cause.OUT_OF_MEMORY, Cause.RANK_VANISHED) or self.signal == 9

@@ -1,8 +1,8 @@
-"""The kernel ends a process together with the one that started it. Standard library only.
+"""Let the kernel end a process together with its parent. Standard library only.
 
-Also a program, `python die_with_parent.py PARENT VARIABLE SPACE PROGRAM ARGUMENT...`, which becomes the command of a
-launcher: between fork and exec (preexec_fn) only async-signal-safe code is allowed, so that this takes a process image
-of its own.
+Also a program, `python die_with_parent.py PARENT VARIABLE SPACE PROGRAM ARGUMENT...`, which becomes
+the command of a launcher by exec. A preexec_fn is no alternative: between fork and exec only
+async-signal-safe code is allowed.
 """
 
 import contextlib
@@ -15,23 +15,31 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: int, parent: int) -> None:
-    """Have the kernel signal this process when its parent ends.
+    """Have the kernel send a signal to this process when its parent ends.
 
     Args:
-        number: of the signal.
-        parent: the process id of the expected parent; where it has ended already, this process ends at once, for the
-            kernel does not look back.
+        number: the signal.
+        parent: the process id of the expected parent; if it has ended already, this process exits.
     """
     with contextlib.suppress(OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    # The kernel sends no signal for a parent that ended before the call.
     if os.getppid() != parent:
         os._exit(128 + number)
 
 
 def main(parent: str, variable: str, space: str, *command: str) -> None:
-    """Become the command, which gets SIGTERM when the parent ends and finds its own process id in the variable."""
+    """Execute the command, which gets SIGTERM when the parent ends, and its process id in a variable.
+
+    Args:
+        parent: the process id of the parent.
+        variable: the name of the environment variable.
+        space: the namespace of process ids, which precedes the id in the variable.
+        command: program and arguments.
+    """
     die_with_parent(signal.SIGTERM, int(parent))
-    # torchrun would die of a notice: what is ignored stays so in what it executes, until that handles it.
+    # Schedulers send these signals as a notice, which would end torchrun. An ignored signal stays
+    # ignored after exec until the program handles it.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.environ[variable] = f"{space} {os.getpid()}"

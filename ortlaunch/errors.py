@@ -1,7 +1,7 @@
-"""Every error that ortlaunch raises for a person to read.
+"""Every error that ortlaunch raises for the user.
 
     OrtlaunchError
-    ├── InputError            what the user wrote is wrong: exit status 2, nothing was started
+    ├── InputError            the user's input is wrong: exit status 2, nothing was started
     │   ├── RecipeError       the recipe or an override; carries all problems at once
     │   ├── HostfileError     the host file or an --include/--exclude filter
     │   ├── PlanError         recipe and hosts do not fit together
@@ -12,17 +12,17 @@
     │   ├── WorldError        the launcher started another world than the plan's
     │   └── DeviceError       a rank has no GPU to train on
     ├── EngineError           the chosen engine cannot run this model
-    │   └── ParityError       it runs the model, and what comes out is not what plain PyTorch computes
-    ├── FileError             a file or the output of ours cannot be read or written; made by file_errors.py
+    │   └── ParityError       it runs the model, and its results differ from plain PyTorch's
+    ├── FileError             ortlaunch's file or output cannot be read or written (file_errors.py)
     ├── BadStepError          the numbers of a step are bad
     │   ├── NonFiniteError    a loss or a gradient is inf or nan, and would spoil the weights
-    │   └── LossSpikeError    a loss jumped, and train.on_spike asks for an end
+    │   └── LossSpikeError    a loss jumped, and train.on_spike requests an end
     ├── HookError             the user's own hook, metric or samples raised
     └── CheckpointError       a checkpoint cannot be written or read
         ├── LastSaveError     the save at the end failed, and checkpoint.on_failure is continue
-        └── NotSaved          a stop that was asked for found nowhere to save: 128 + its signal
+        └── NotSaved          a requested stop could not save: 128 + its signal
 
-A class has the cause that the record of a failed rank takes from it. Imports cause alone.
+Each class has the cause for the record of a failed rank. Imports only cause.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ from typing import Any
 
 from ortlaunch.cause import Cause
 
-# What a terminal obeys, and marks that turn the direction of a line; no line feed, tab, or line end of Windows.
+# Control characters of a terminal, and marks that change the direction of text. Line feed, tab and
+# the line end of Windows are allowed.
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]|\r(?!\n)")
 
 
 def printable(text: str) -> str:
-    """A text of somebody else's for a terminal: each control character as it is written in Python."""
+    """Return foreign text that is safe for a terminal: control characters as Python escapes."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class OrtlaunchError(Exception):
-    """Base class; ``str(error)`` is the whole message for the user."""
+    """The base class; ``str(error)`` is the whole message for the user."""
 
     exit_status = 1
     cause: Cause | None = None
 
     @property
     def detail(self) -> str:
-        """One line of it."""
+        """The first line of the message."""
         return str(self).strip().partition("\n")[0]
 
 
 class InputError(OrtlaunchError):
-    """What the user wrote is wrong; nothing was started."""
+    """An error in the user's input; nothing was started."""
 
     exit_status = 2
     cause = Cause.BAD_INPUT
 
 
 class RecipeError(InputError):
-    """One or more problems in a recipe; ``problems`` holds a full line for each of them."""
+    """One or more problems in a recipe; ``problems`` has a full line for each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -78,15 +79,15 @@ class PlanError(InputError):
 
 
 class RankError(InputError):
-    """The environment that should say which rank this is, is partial or contradicts itself."""
+    """The environment variables of the rank are incomplete or contradict each other."""
 
 
 class DamagedFile(InputError, ValueError):
-    """A file of a run's folder cannot be read: cut, empty, binary, or of another version; the message names it."""
+    """A file of a run folder cannot be read: cut, empty, binary, or of another version."""
 
 
 class MissingDependency(InputError):
-    """A package or a built extension is absent; the message says what to type."""
+    """A package or a built extension is absent; the message has the command that installs it."""
 
     cause = Cause.MISSING_MODULE
 
@@ -108,7 +109,7 @@ class DeviceError(LaunchError):
 
 
 class EngineError(OrtlaunchError):
-    """The engine cannot run this model; the message says why and what to try."""
+    """The engine cannot run this model; the message has the reason and a suggestion."""
 
 
 class ParityError(EngineError):
@@ -116,7 +117,10 @@ class ParityError(EngineError):
 
 
 class FileError(OrtlaunchError):
-    """A file or the output of ours cannot be read or written; status 2 where another place would do, else 1."""
+    """A file or output of ortlaunch cannot be read or written.
+
+    The exit status is 2 if another location would help, else 1.
+    """
 
     def __init__(self, message: str, exit_status: int) -> None:
         self.exit_status = exit_status
@@ -127,7 +131,7 @@ FIRST_PARAMETER = "the first parameter whose gradient is not finite"
 
 
 class BadStepError(OrtlaunchError):
-    """The numbers of a step are bad; ``found`` is its record where the step was not taken, else None."""
+    """The loss or gradient of a step is bad; ``found`` is its record if the step was left out."""
 
     def __init__(self, message: str, found: Any = None) -> None:
         self.found = found
@@ -135,18 +139,19 @@ class BadStepError(OrtlaunchError):
 
     @property
     def detail(self) -> str:
-        """With the parameter, where one is named."""
+        """The first line of the message, with the parameter if the record names one."""
         parameter = self.found.parameter if self.found else None
         return super().detail + (f"; {FIRST_PARAMETER}: {parameter}" if parameter else "")
 
 
 class NonFiniteError(BadStepError):
-    """A loss or a gradient is inf or nan; the message names the step, the samples and the parameter."""
+    """A loss or gradient is inf or nan; the message names step, samples and parameter."""
 
     cause = Cause.NOT_FINITE
 
     def __init__(self, message: str, found: Any = None) -> None:
         super().__init__(message, found)
+        # In fp16 this cause means a collapsed loss scale (diagnose/causes.py).
         if found and found.kind == "gradient":
             self.cause = Cause.GRADIENT_NOT_FINITE
 
@@ -158,7 +163,7 @@ class LossSpikeError(BadStepError):
 
 
 class HookError(OrtlaunchError):
-    """The user's own hook, metric or samples raised, or what they returned means nothing; the message names them."""
+    """The user's hook, metric or samples raised an error or returned an invalid value."""
 
 
 class CheckpointError(OrtlaunchError):
@@ -168,11 +173,11 @@ class CheckpointError(OrtlaunchError):
 
 
 class LastSaveError(CheckpointError):
-    """The save at the end failed, and the recipe wants to go on: the export is still to be written."""
+    """The save at the end failed, and the recipe requests to continue with the export."""
 
 
 class NotSaved(CheckpointError):
-    """A stop was asked for, and its checkpoint could not be written; leaves as the signal alone would have."""
+    """A stop was requested, and its checkpoint could not be written; exits as by the signal alone."""
 
     def __init__(self, message: str, exit_status: int) -> None:
         self.exit_status = exit_status

@@ -1,6 +1,6 @@
-"""The table of an evaluation's metrics: where each is measured, how it is shown, and which way is better.
+"""The table of an evaluation's metrics: the class that measures each, its format, and its direction.
 
-Standard library only, for every side. A new metric takes one row here, and the class that measures it.
+Standard library only, for every side. A new metric is one row here, and the class that measures it.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Measure:
-    """The class that counts one or more metrics over an evaluation."""
+    """The class that computes one or more metrics over an evaluation."""
 
     by: str
-    """`module:class`; the class is made with the engine (`worker/evaluation/measure.py`)."""
+    """`module:class`; an instance is created with the engine (`worker/evaluation/measure.py`)."""
     needs_scores: bool = True
-    """Whether it reads the model's scores, which otherwise stay inside the engine's module."""
+    """Whether it reads the model's scores, which otherwise are not outputs of the engine."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One row."""
+    """One row of the table."""
 
     manual: str
-    """For docs/run-folder.md."""
+    """Description for docs/run-folder.md."""
     better: str
     """`min` or `max`."""
     shown: str
-    """In a line of the log."""
+    """Format in a line of the log."""
     measures: Mapping[str, Measure]
-    """By model task; {}: every task's, by the engine itself."""
+    """Measure by model task; {}: the engine itself measures it for every task."""
     always: bool = True
-    """Whether every evaluation of these tasks has it."""
+    """Whether every evaluation of these tasks has the metric."""
     hub: str = ""
-    """Its name in a model card of the Hugging Face hub; "": its own."""
+    """Name in a model card of the Hugging Face hub; "": the same name."""
     trainer: tuple[str, ...] = ()
-    """Names in configs of Hugging Face's Trainer and its scripts, without `eval_`; where two metrics of a task share
-    one, it means the later row."""
+    """Names in configs of Hugging Face's Trainer and its scripts, without `eval_`; a name of two
+    metrics of a task means the later row."""
 
 
 _WORDS = Measure("ortlaunch.worker.evaluation.word_scores:MaskedWords")
@@ -120,7 +120,7 @@ METRICS = {
 
 
 def metrics_of(task: str) -> dict[str, Metric]:
-    """The rows of what an evaluation of this model task may measure."""
+    """Return the metrics that an evaluation of a model task may have."""
     return {
         name: metric
         for name, metric in METRICS.items()
@@ -129,7 +129,7 @@ def metrics_of(task: str) -> dict[str, Metric]:
 
 
 def measures_of(task: str) -> list[Measure]:
-    """What measures them, each once."""
+    """Return the measures of a model task's metrics, without duplicates."""
     return list(
         dict.fromkeys(
             metric.measures[task] for metric in METRICS.values() if task in metric.measures

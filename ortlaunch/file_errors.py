@@ -1,6 +1,6 @@
-"""A file of ours that cannot be read or written, as one line: which file, what happened, what to do.
+"""Explain a failed read or write of ortlaunch's own files in one line: file, reason, remedy.
 
-The one place that turns an OSError into words for the user. Standard library only.
+The only module that renders an OSError for the user. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from ortlaunch.cache import cache_root
 from ortlaunch.errors import FileError
 
 _NO_SPACE = "free some space"
-_CAUSES = {  # "": the system's own words are enough
+# Remedies; "": the system's own message is enough.
+_CAUSES = {
     errno.ENOSPC: _NO_SPACE,
     errno.EDQUOT: _NO_SPACE,
     errno.EIO: "the disk or its server fails",
@@ -33,16 +34,18 @@ _CAUSES = {  # "": the system's own words are enough
     errno.ENOTDIR: "a part of it is a file, not a folder",
     errno.EEXIST: "it is a file where a folder should be",
 }
+# Not the user's fault, so the exit status is 1 and not 2: a scheduler may try again.
 _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
 def explained(error: OSError, option: str = "--run-dir") -> FileError | None:
-    """The error in a line; None where it names no file and has no known cause, and so needs its traceback.
+    """Return an error as one line; None if it has neither a file nor a known cause.
 
     Args:
-        error: what the system reported.
-        option: how a user chooses another place for it, unless it is in the cache.
+        error: the error of the system.
+        option: the option by which a user chooses another location, unless the file is in the cache.
     """
+    # None means a bug, so the caller raises the error again with its traceback.
     if error.errno == errno.ENOENT and not _current_folder_exists():
         return FileError("the current folder no longer exists; cd to one that does", 2)
     cause = _CAUSES.get(error.errno or 0)
@@ -56,7 +59,9 @@ def explained(error: OSError, option: str = "--run-dir") -> FileError | None:
 
 @contextlib.contextmanager
 def of_ours(run: Path) -> Iterator[None]:
-    """Explain errors about files of the run folder and of the cache; all others, as the user's own, keep their trace.
+    """Explain errors about files of the run folder and of the cache.
+
+    All others, such as those of the user's code, keep their traceback.
 
     Raises:
         FileError: in place of such an OSError.
@@ -70,21 +75,20 @@ def of_ours(run: Path) -> Iterator[None]:
             and isinstance(path, (str, Path))
             and _below(path, run, *_cache())
         )
-        found = (
-            explained(error) if ours or error.errno == errno.ENOLCK else None
-        )  # which has no file name
+        # ENOLCK has no file name.
+        found = explained(error) if ours or error.errno == errno.ENOLCK else None
         if found is None:
             raise
         raise found from error
 
 
 def _elsewhere(path: str, option: str) -> str:
-    """How to choose another place."""
+    """Return how to choose another location for a file."""
     return f"{'ORTLAUNCH_CACHE' if _below(path, *_cache()) else option} names another place"
 
 
 def _cache() -> list[Path]:
-    """The cache folder, where this user has one."""
+    """Return the cache folder; empty if this user has none."""
     with contextlib.suppress(FileError):
         return [cache_root()]
     return []

@@ -1,8 +1,8 @@
-"""Types of documents that are read before their form is known. Standard library only."""
+"""Types of documents that are read before their structure is checked. Standard library only."""
 
 from __future__ import annotations
 
 from typing import Any
 
 Json = dict[str, Any]
-"""An object of a JSON or YAML document: whoever reads a value of it knows which type it has."""
+"""An object of a JSON or YAML document; the reader of a value knows its type."""

@@ -1,6 +1,6 @@
-"""The table of launchers, by the names that recipes and plans have. Standard library only, for every side.
+"""The table of launchers, by the names in recipes and plans. Standard library only, for every side.
 
-Another one takes a row here and its module in launch/; `plan.started_by` is the row.
+A new launcher is a row here and a module in launch/; `plan.started_by` is the row.
 """
 
 from __future__ import annotations
@@ -9,33 +9,34 @@ from typing import NamedTuple
 
 
 class Launcher(NamedTuple):
-    """What starts the ranks of a run."""
+    """The properties of a launcher, which starts the ranks of a run."""
 
     module: str
-    """Its backend (launch/), loaded on use; "": there is none, for somebody else started the ranks."""
+    """Its backend (launch/), imported on use; "": none, because another program started the ranks."""
     program: str
-    """The command that starts the ranks and waits for them; "": ortlaunch's own."""
+    """The command that starts the ranks and waits for them; "": ortlaunch itself."""
     rendezvous: str
-    """How ranks of several hosts meet, for a person."""
+    """How ranks of several hosts meet, as text."""
     single: bool = False
-    """Whether it starts one process, on this host alone."""
+    """Whether it starts only one process, on this host."""
     sees_lost_hosts: bool = False
-    """Whether an elastic run can be started by it."""
+    """Whether it can start an elastic run."""
     package: str = ""
-    """What it needs on more than one host, of the extra with its own name."""
+    """The package that it needs on more than one host, in the extra of the launcher's name."""
     note: str = ""
-    """For whoever makes a plan."""
+    """A note that `ortlaunch plan` prints."""
     stays_after_loss: bool = False
-    """Whether it, and the ranks of other hosts, stay when a host is lost: a rank that is cut off must end it."""
+    """Whether it and the ranks of other hosts continue after the loss of a host; a rank that is cut
+    off must then end it."""
 
     @property
     def is_ours(self) -> bool:
-        """Whether ortlaunch starts it, and knows of its end."""
+        """Whether ortlaunch starts it, and so detects its end."""
         return bool(self.module)
 
 
 INSIDE = "inside"
-"""In place of a launcher's name: this process is a rank already, of a launcher of the user's own."""
+"""The launcher's name in a plan if the user's own launcher has already started this rank."""
 _INSIDE = Launcher("", "their launcher", "as the launcher's environment says")
 
 LAUNCHERS = {
@@ -62,12 +63,12 @@ LAUNCHERS = {
 
 
 def launcher_of(name: str) -> Launcher:
-    """The row of a plan's launcher, also of INSIDE."""
+    """Return the row of a plan's launcher, which may be INSIDE."""
     return _INSIDE if name == INSIDE else LAUNCHERS[name]
 
 
 def rendezvous(name: str, hosts: int) -> str:
-    """How the ranks of a plan meet."""
+    """Return how the ranks of a plan meet, as text."""
     launcher = launcher_of(name)
     alone = hosts == 1 and launcher.is_ours and not launcher.single
     return "a file in the run folder" if alone else launcher.rendezvous

@@ -1,7 +1,7 @@
-"""The table of model tasks: the values of the recipe's `model.task`, and what differs between them.
+"""The table of model tasks: the values of the recipe's `model.task`, and their properties.
 
-Standard library only, for every side. Code reads a property of the row, not the task's name; `recipe.model.traits` is
-the row. Metrics of a task are in `ortlaunch/evaluation_metrics.py`.
+Standard library only, for every side. Code reads a property of the row, not the task's name;
+`recipe.model.traits` is the row. Metrics of a task are in `ortlaunch/evaluation_metrics.py`.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelTask:
-    """One row."""
+    """One row of the table."""
 
     auto_class: str = ""
-    """The class of transformers that builds the model; "": the user's factory does."""
+    """The transformers class that builds the model; "": the user's factory builds it."""
     predicts: str = ""
-    """Words that the head over the vocabulary predicts: `masked` or `next`; "": there is no such head."""
+    """Tokens that the language model head predicts: `masked` or `next`; "": no such head."""
     pairs: bool = False
-    """Whether samples are pairs of sentences, which a second head tells apart."""
+    """Whether samples are pairs of sentences, which a second head classifies."""
     label: str = ""
-    """The label of a sample: a `class`, a `number`, or a class for each `word`; "": text has none."""
+    """The label of a sample: a `class`, a `number`, or a class for each `word`; "": none."""
     pipeline: str = ""
-    """Its task on the Hugging Face hub."""
+    """The task's name on the Hugging Face hub."""
+    # With this name peft trains the randomly initialized head, too.
     peft: str | None = None
-    """peft's name for it, with which a new head is trained beside adapters; None: there is no new head."""
+    """peft's name of a task with a new head; None: there is no new head."""
 
     @property
     def is_own(self) -> bool:
-        """Whether the model is the user's own, which may return anything beside its loss."""
+        """Whether the model is the user's own, which may return any values beside its loss."""
         return not self.auto_class
 
     @property
     def pools(self) -> bool:
-        """Whether a head looks at a sample as a whole."""
+        """Whether a head reads the pooled representation of a whole sample."""
         return self.pairs or self.label in ("class", "number")
 
 

@@ -1,4 +1,4 @@
-"""The table of optimizers: the values of the recipe's `optimizer.name`, and what differs between them.
+"""The table of optimizers: the values of the recipe's `optimizer.name`, and their properties.
 
 Standard library only, for every side; `recipe.optimizer.traits` is the row.
 """
@@ -11,24 +11,26 @@ _WORKER = "ortlaunch.worker.engine.optimizer"
 
 
 class OptimizerTraits(NamedTuple):
-    """One row."""
+    """One row of the table."""
 
     builder: str
-    """`module:function` of the worker that makes it."""
+    """`module:function` of the worker that creates the optimizer."""
     fields: tuple[str, ...]
-    """Settings of the recipe that it has, beside those of all."""
+    """Settings of the recipe that only some optimizers have, and this one does."""
     moments: int
-    """Float32 values of state for each trained parameter; 0: with `momentum` one."""
+    """Float32 values of state for each trained parameter; 0: one if `momentum` is set."""
     adapts: bool = True
-    """Whether a step has about the size of the learning rate, whatever the gradient's."""
+    """Whether a step's size is about the learning rate, independent of the gradient's size."""
+    # A checkpoint of one can be resumed with the other.
     state: str = ""
-    """Optimizers with the same name here go on from each other's state."""
+    """Name of the state's layout; optimizers with the same one can load each other's state."""
+    # ZeRO shards flat buffers, where a rank may have only a part of a tensor.
     needs_whole_tensors: bool = False
-    """Whether it scales each tensor by its own norm, which ZeRO's flat pieces have not."""
+    """Whether it scales each tensor by the tensor's own norm."""
     on_device: str = "AdamW"
-    """ONNX Runtime's class for devices."""
+    """ONNX Runtime's optimizer class for on-device training."""
     on_device_note: str = ""
-    """What to say where that is another one."""
+    """A note for the user if that is another optimizer."""
 
 
 _ADAM = ("betas", "epsilon")

@@ -1,7 +1,7 @@
-"""The command's own output, which may be closed, full, or read by nobody. Standard library only.
+"""Handle the command's own output, which may be closed, or go to a full disk or an ended reader.
 
-What only prints ends there: with a line, or quietly where its reader has left (`| head`). What trains goes on: its logs
-are in the run folder.
+A command that only prints ends then: with a message, or quietly if the reader has ended (`| head`).
+A command that trains continues, because its logs are in the run folder. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from typing import TextIO
 
 from ortlaunch.errors import FileError, printable
 
-ERASE = "\r\x1b[K"  # of a live line; all else that a terminal would obey comes from a user's code, or from others
+# Erases the live line of a terminal. It is the only control sequence that ortlaunch itself prints;
+# all others come from a user's code or from other programs.
+ERASE = "\r\x1b[K"
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that the output goes to; None: it goes elsewhere, or to one that cannot erase."""
+    """Return the columns of the output's terminal; None if it is no terminal or cannot erase."""
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return None
     return shutil.get_terminal_size().columns
 
 
 class _Output:
-    """A text stream that knows what to do where it cannot be written."""
+    """A text stream that handles failed writes."""
 
     def __init__(self, stream: TextIO, name: str, goes_on: bool) -> None:
         self.stream = stream
@@ -55,7 +57,8 @@ class _Output:
             raise self.lost
 
     def _lose(self, error: OSError) -> None:
-        """Nothing more can be written: what is buffered and what comes goes nowhere."""
+        """Discard all output from now on, buffered text included, and report the loss once."""
+        # The stream's descriptor itself is replaced, so that the buffer's flush at exit succeeds.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.stream.fileno())
         os.close(null)
@@ -69,7 +72,7 @@ class _Output:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Standard output and error for one command; errors that nobody can read end nothing."""
+    """Guard standard output and standard error during one command; a lost stderr ends nothing."""
     _open_closed()
     before = sys.stdout, sys.stderr
     sys.stdout = _Output(sys.stdout, "standard output", goes_on=False)
@@ -81,20 +84,21 @@ def guarded() -> Iterator[None]:
 
 
 def go_on_unread() -> None:
-    """From here on work is done that must not end because nobody reads what it says."""
+    """Continue from now on if standard output is lost."""
     if isinstance(sys.stdout, _Output):
         sys.stdout.goes_on = True
 
 
 def _open_closed() -> None:
-    """The null device for what is closed: else the next file that is opened would take its number, and be written."""
+    """Open the null device for closed standard streams."""
+    # Otherwise the next file that is opened would get the stream's number, and output would be
+    # written to it.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(
-                os.open(os.devnull, os.O_RDWR), True
-            )  # takes the lowest free number: this one
+            # `open` returns the lowest free number, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
             setattr(
                 sys,
