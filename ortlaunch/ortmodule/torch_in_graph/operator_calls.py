@@ -28,6 +28,7 @@ _KINDS = {
     "Half": torch.float16, "Float": torch.float32, "Double": torch.float64, "Bool": torch.bool,
     "BFloat16": torch.bfloat16,
 }  # fmt: skip
+_OF_TENSORS = ("prim::layout", "prim::device", "aten::is_pinned")
 Build = Callable[[Sequence[torch.Tensor]], Any]
 
 
@@ -223,6 +224,12 @@ class Call:
 
     def _one(self, old: Any, new: Any, kind: str) -> Build:
         if _is_none(old):
+            return _constantly(None)
+        if old.node().kind() == "prim::dtype":
+            return _constantly(_described(old.node().input())[0])
+        # Attributes of another tensor, as `x.normal_()` passes them: the default fits, for the graph is
+        # on one device.
+        if old.node().kind() in _OF_TENSORS:
             return _constantly(None)
         if "Tensor" in kind:
             return self._tensor(old, new)

@@ -24,6 +24,7 @@ def all_shapes(x: torch.Tensor) -> torch.Tensor:
     # Several draws in a line: their order must be that of torch.
     x = x * torch.randn_like(x) + torch.rand_like(x).lerp(x, 0.5)
     x = x * torch.rand(x.shape[0], 8) + torch.randn(8) * torch.randn(x.shape)
+    x = x * torch.empty_like(x).normal_() + nn.init.normal_(torch.empty(8), 1.0, 2.0)
     return x * torch.randint(0, 9, (8,)) + x.tanh() * torch.randint_like(x, 9)
 
 
