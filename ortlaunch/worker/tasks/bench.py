@@ -48,6 +48,7 @@ def _live(session: Session) -> None:
     life = MeasuredTraining(session)
     life.steps(1)
     first = {
+        # The control side wrote the time of the launch.
         "since_launch": time.time() - asked["launched"],
         "since_model": time.perf_counter() - session.model_built_at,
     }

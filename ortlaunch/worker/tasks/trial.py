@@ -42,6 +42,7 @@ def run(session: Session) -> None:
     mine = {**used, "limit": limit.name, "limit_bytes": limit.size, "rank": group.rank}
     ranks = [json.loads(text) for text in group.gather(json.dumps(mine))]
     if group.rank == 0:
+        # The rank with the least memory left decides.
         write_json(session.run.trial, max(ranks, key=lambda rank: float(rank["share"])))
 
 

@@ -44,6 +44,7 @@ def test_what_is_freed_is_used_again() -> None:
     """Freed blocks are used again without page faults, except blocks of more than 32 MiB."""
     assert faults("kept") < PAGES / 10
     assert faults("given back") > PAGES / 2
+    # 64 MiB are above the largest block that is kept.
     assert faults("kept", 64) > 4 * PAGES / 2
 
 
@@ -51,9 +52,12 @@ def test_what_is_freed_is_used_again() -> None:
 @pytest.mark.parametrize(
     ("order", "given", "found", "said"),
     [
+        # Kernels before 5.14 have no such file.
         (None, {}, "1", "in huge pages"),
+        # The kernel's value without a balloon driver, as unsigned and as signed integer.
         ("4294967295", {}, "1", "in huge pages"),
         ("-1", {}, "1", "in huge pages"),
+        # A host that takes free pages back.
         (
             "9",
             {},

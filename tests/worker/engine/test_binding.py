@@ -36,8 +36,11 @@ TWO_NODES = [Cpu(0, 0, 0), Cpu(0, 0, 4), Cpu(0, 1, 1), Cpu(0, 1, 5), Cpu(1, 2, 2
         ("core", FLAT, 2, (), "core", ["0-2", "3-5"], 3),
         ("core", FLAT, 4, (), "core", ["0", "1", "2", "3"], 1),
         ("core", TWO_NODES, 4, (), "core", ["0,4", "1,5", "2,6", "3,7"], 2),
+        # Four cores do not divide by three ranks: each rank gets equally many processors.
         ("core", TWO_NODES, 3, (), "core", ["0,4", "1,5", "2,6"], 2),
+        # More ranks than cores.
         ("core", FLAT, 7, (), "none", ["0-5"] * 7, None),
+        # One rank has all cores without binding.
         ("core", FLAT, 1, (), "none", ["0-5"], None),
         ("numa", TWO_NODES, 2, (), "numa", ["0-1,4-5", "2-3,6-7"], 4),
         ("numa", TWO_NODES, 4, (), "numa", ["0-1,4-5"] * 2 + ["2-3,6-7"] * 2, 2),
@@ -45,10 +48,13 @@ TWO_NODES = [Cpu(0, 0, 0), Cpu(0, 0, 4), Cpu(0, 1, 1), Cpu(0, 1, 5), Cpu(1, 2, 2
         ("numa", TWO_NODES, 1, (), "none", ["0-7"], None),
         ("numa", FLAT, 2, (), "none", ["0-5"] * 2, None),
         ("auto", FLAT, 2, (), "none", ["0-5"] * 2, None),
+        # Three ranks cannot be divided evenly over two nodes.
         ("auto", TWO_NODES, 3, (), "none", ["0-7"] * 3, None),
         ("auto", TWO_NODES, 2, (), "numa", ["0-1,4-5", "2-3,6-7"], 4),
         ("auto", TWO_NODES, 1, (1,), "numa", ["2-3,6-7"], 4),
+        # Each rank is bound beside its GPU.
         ("numa", TWO_NODES, 2, (1, 0), "numa", ["2-3,6-7", "0-1,4-5"], 4),
+        # The nodes of the GPUs are unknown.
         ("numa", TWO_NODES, 2, (None, None), "numa", ["0-1,4-5", "2-3,6-7"], 4),
     ],
 )
@@ -121,8 +127,10 @@ def test_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(binding, "_PCI", tmp_path / "pci")
     assert cpus_of({0, 1, 2, 3}) == [Cpu(0, 0, 0), Cpu(0, 0, 2), Cpu(1, 1, 1), Cpu(1, 1, 3)]
     made = plan(recipe(launch={"device": "cuda"}), [Host("a", 2, (0, 1))], "torchrun")
+    # Plans are frozen.
     object.__setattr__(made, "device", "cuda")
     assert gpu_nodes(made, Rank(0, 2, 0, 2), {}) == [0, 1]
+    # Only one GPU is visible, so that the node of the second rank is unknown.
     assert gpu_nodes(made, Rank(0, 2, 0, 2), {"CUDA_VISIBLE_DEVICES": "1"}) == [1, None]
 
 

@@ -89,6 +89,7 @@ def test_nothing_is_left_behind() -> None:
     }
     buffers = copy.deepcopy(dict(net.named_buffers()))
     random = torch.get_rng_state()
+    # The engine draws a random number, too.
     compare(net, lambda x: net(x + torch.rand(1)), BATCH)
     assert all((p.grad is None) == (gradients[n] is None) for n, p in net.named_parameters())
     assert all(g is None or torch.equal(g, net.get_parameter(n).grad) for n, g in gradients.items())
@@ -142,10 +143,12 @@ def test_a_missing_gradient_is_one_of_zeros() -> None:
     """A gradient that only one side has differs; a gradient that both lack does not."""
     net = Net()
 
+    # The detached weight gets no gradient.
     def lacking(x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(net.norm(net.frozen(net.first(x))))
         return (hidden @ net.second.weight.detach().T + net.second.bias).square().mean()
 
+    # The unused bias gets a gradient, and the loss does not change.
     def more(x: torch.Tensor) -> torch.Tensor:
         return net(x) + (net.unused.bias - net.unused.bias.detach()).sum()
 
@@ -172,6 +175,7 @@ def test_rounding_of_a_zero_gradient_is_no_difference() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (torch.softmax(self.linear(x) + self.shift, -1) * x).square().sum()
 
+    # The same function by other operations, which round differently.
     class Apart(Softmax):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             scores = self.linear(x) + self.shift
@@ -217,6 +221,7 @@ def test_weights_that_a_pass_moves_are_put_back_and_compared() -> None:
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert net.key.weight.data_ptr() == storage
 
+    # The engine computes with the moved weights, but does not store them.
     def late(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             moved = net.key.weight * 0.9 + net.query.weight * 0.1, net.key.bias * 0.5
@@ -240,6 +245,7 @@ def test_statistics_that_a_pass_leaves_are_compared(momentum: float) -> None:
     other = Net()
     other.load_state_dict(net.state_dict())
     other.norm.momentum = momentum
+    # Both modules share parameters and buffers, as a model and its engine do.
     for name in ("first", "second", "unused", "frozen"):
         setattr(other, name, getattr(net, name))
     other.norm.weight, other.norm.bias = net.norm.weight, net.norm.bias
@@ -269,6 +275,7 @@ def off_by(net: BeforeNorm, error: float) -> Any:
 
     def run(x: torch.Tensor) -> torch.Tensor:
         loss = net(x)
+        # The bias has 8 elements, which share the error equally.
         return loss + error / math.sqrt(8) * (net.conv.bias - net.conv.bias.detach()).sum()
 
     return run
@@ -283,6 +290,7 @@ def test_float64_tells_rounding_from_an_error(roundings: int, judgement: str) ->
     tolerance = 1e-7
     images = {"x": torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1)) * 30 + 100}
     own = next(each for each in compare(net, net, images).gradients if each.name == "conv.bias")
+    # This norm is eager's own rounding, because the exact gradient is zero.
     assert 0 < own.reference_norm < 1e-8
     found = compare(net, off_by(net, roundings * own.reference_norm), images, tolerance=tolerance)
     bias = next(each for each in found.gradients if each.name == "conv.bias")
@@ -418,6 +426,7 @@ def test_recorded_random_numbers_are_given_to_both() -> None:
     net = Sampling()
     before = torch.get_rng_state()
     found = compare_with_draws(net, net, BATCH, lambda model: model)
+    # The draws are randn_like, Normal, dropout, uniform_, randint and bernoulli.
     assert (found.largest, found.draws) == (0, 6)
     assert {each.name for each in found.gradients} == {name for name, _ in net.named_parameters()}
     assert torch.equal(torch.get_rng_state(), before)

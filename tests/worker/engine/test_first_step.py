@@ -75,6 +75,7 @@ def test_the_first_step_in_bf16_is_the_optimizers_first(stage: int, name: str, k
     plain = Mean().bfloat16()
     x = torch.randn(4, 8, dtype=torch.bfloat16)
     plain(x).backward()
+    # The reference: a step on float32 weights with the gradients of a bf16 pass.
     masters = [p.detach().float() for p in plain.parameters()]
     for master, parameter in zip(masters, plain.parameters()):
         assert parameter.grad is not None

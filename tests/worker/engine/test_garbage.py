@@ -26,8 +26,10 @@ def test_garbage_of_the_start_is_collected_and_what_stays_is_left_out() -> None:
         look_as_usual()
         assert (gone(), gc.get_threshold()) == (None, usual)
         later = weakref.ref(Cycle())
+        # The collector does not list objects that were frozen.
         assert not any(one is stays for one in gc.get_objects())
         gc.collect()
         assert later() is None
     finally:
+        # Later tests need the usual threshold.
         gc.set_threshold(*usual)

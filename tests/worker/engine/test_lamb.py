@@ -41,6 +41,7 @@ def reference(weights: Arrays, gradients: list[Arrays], decay: float) -> Arrays:
             ) + decay * w
             w_norm = np.linalg.norm(w)
             u_norm = np.linalg.norm(update)
+            # Without use_nvlamb, tensors without weight decay have a ratio of 1.
             ratio = w_norm / u_norm if decay and w_norm and u_norm else 1.0
             w = w - rate * ratio * update
         found.append(w)
@@ -127,6 +128,7 @@ def test_without_decay_it_is_adam() -> None:
 
 def test_each_tensor_moves_by_the_rate_times_its_own_norm() -> None:
     """With decay the first step of each tensor has the length rate x |weights|."""
+    # Zero weights have a ratio of 1, too.
     start = [array for array in tensors(0) if np.any(array)]
     parameters = parameters_of(start)
     optimizer = Lamb(parameters, lr=0.1, betas=BETAS, eps=EPS, weight_decay=DECAY)

@@ -221,6 +221,7 @@ def test_torch_keeps_the_bytes_that_are_said() -> None:
     state = [
         value for one in optimizer.state.values() for name, value in one.items() if name != "step"
     ]
+    # Two moments of 4 bytes.
     assert sum(value.nbytes for value in state) == 8 * parameters(model)
 
 
@@ -331,6 +332,7 @@ def test_a_checkpoint_of_adapters_is_small() -> None:
     model = {"task": "causal-lm", "config": LLAMA, "lora": {"r": 4}}
     adam = {"name": "adamw", "learning_rate": 0.1}
     memory = known(bert(model=model, optimizer=adam))
+    # The weight and two moments, of 4 bytes each.
     assert memory.checkpoint == 12 * memory.trainable
     sharded = known(bert(model=model, optimizer=adam, zero={"stage": 1}))
     assert sharded.checkpoint == 12 * memory.trainable
@@ -386,6 +388,7 @@ def test_plan_of_llama_for_eight_gpus() -> None:
     adam = {"name": "fused_adam", "learning_rate": 1e-4}
     memory = known(bert(model=model, optimizer=adam, precision="fp16", zero={"stage": 1}), ranks=8)
     n = 6_738_415_616
+    # Weights, gradients and optimizer state.
     found = [sum(parts[:3]) for _, parts in memory.by_stage]
     # Small enough for ZeRO 3 to keep whole, with 2 bytes each.
     norms = 65 * 4096

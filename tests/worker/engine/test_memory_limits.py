@@ -45,6 +45,7 @@ def test_plan_trial_and_export_see_one_limit(
     limits = {
         limit.name: (limit.size, limit.free) for limit in RankLimits(torch.device("cpu"), 2).limits
     }
+    # Half a GiB is in use, and two ranks share the rest.
     assert limits[name] == (2 * GiB, 3 * GiB // 4)
     options.settle_deepcopy(torch.nn.Linear(2, 2), Settings(processes_on_host=2))
     copies = options.report()["deepcopy_before_export"]
@@ -88,6 +89,7 @@ def test_what_was_taken_counts_after_it_is_gone() -> None:
     )
     name, taken, share = done.stdout.split()
     assert name == "RLIMIT_AS"
+    # torch allocates some memory of its own beside the 200 MiB.
     assert 200 <= int(taken) < 400
     assert 0.19 < float(share) < 0.4
 
@@ -126,6 +128,7 @@ def limited() -> Iterator[Path]:
         limit.write_text(str(2 * GiB))
         yield inner
     finally:
+        # The kernel removes empty groups only: the inner one must be first.
         for folder in (inner, group):
             folder.rmdir() if folder.is_dir() else None
 
@@ -133,6 +136,7 @@ def limited() -> Iterator[Path]:
 @pytest.mark.lab
 def test_a_real_control_group_is_one_limit_for_all(limited: Path) -> None:
     """Planning, a trial of a size and the export all detect the 2 GiB of a real parent group."""
+    # The shell joins the group, and the program that replaces it stays there.
     script = 'echo $$ > "$0/cgroup.procs"; exec "$@"'
     done = subprocess.run(
         ["/bin/sh", "-c", script, str(limited), sys.executable, "-c", SEEN],

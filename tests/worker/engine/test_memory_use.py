@@ -24,6 +24,7 @@ class StandIn(torch.Tensor):
 def test_what_has_no_device_has_no_memory() -> None:
     """A tensor without a device is not counted, and does not end the run."""
     ones = torch.ones(4)
+    # Four float32 elements count; the view shares their storage.
     assert _count([torch.ones(8).as_subclass(StandIn), ones, ones[1:]], {}) == 16
 
 

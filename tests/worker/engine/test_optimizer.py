@@ -243,6 +243,7 @@ def test_fused_adam_is_replaced_where_it_would_write_elsewhere(
 ) -> None:
     """torch's AdamW replaces FusedAdam for tensors of 2^31 or more elements or in host memory."""
     # ZeRO flattens the tensors of a group, so that their sum counts.
+    # Real tensors of these sizes would need 27 GB.
     model = nn.ParameterList(
         [nn.Parameter(torch.empty(size, device="meta")) for size in (2_300_000_000, 4_440_000_000)]
     )

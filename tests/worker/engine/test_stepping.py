@@ -57,6 +57,7 @@ def test_weights_are_cast_once_a_step() -> None:
             ]
         assert casts.count == 1, step
         for x, loss in zip(inputs, ours):
+            # A context for each pass, so that each casts the weight.
             with torch.autocast("cpu", torch.bfloat16):
                 expected = plain(x)
                 (expected / PASSES).backward()
@@ -85,5 +86,6 @@ def test_a_forked_child_does_not_go_on_as_the_rank() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False
     )
+    # The child ends with status 1, to which its parent adds 10.
     assert ended.returncode == 11
     assert "that the model or the data forked goes on as this rank, and is ended" in ended.stderr

@@ -199,10 +199,12 @@ class Ranks:
     def gather_numbers(self, mine: list[float]) -> list[list[float]]:
         self.call += 1
         self.sent[self.rank, self.call] = mine
+        # A value that is not known yet is replaced by this rank's own.
         return [self.sent.get((rank, self.call), mine) for rank in range(self.size)]
 
     def evaluated(self, session: Any, samples: Any) -> list[dict[str, float] | None]:
         """Return the result of each rank."""
+        # In the first round the values of later ranks are not known yet.
         for _ in range(2):
             found = []
             for rank in range(self.size):

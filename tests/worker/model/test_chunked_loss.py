@@ -36,6 +36,7 @@ def head(dtype: torch.dtype = torch.float32, bias: bool = True) -> list[Tensor |
 
 def labels() -> Tensor:
     made = torch.randint(WORDS, (ROWS,), generator=torch.Generator().manual_seed(1))
+    # Every third row does not count.
     made[::3] = -100
     return made
 
@@ -276,6 +277,7 @@ def test_the_model_gets_its_head_back() -> None:
     with whole_logits(module):
         assert module.model(input_ids=ids).logits.shape[-1] == 300
     module.chunk(None)
+    # Generation needs the model's own logits.
     assert module.model.generate(ids[:1, :4], max_new_tokens=2).shape[-1] == 6
 
 
@@ -284,6 +286,7 @@ def test_the_model_gets_its_head_back() -> None:
 
 def test_auto_is_for_large_vocabularies() -> None:
     """`auto` uses chunks of 20 MiB, and none if one chunk would have all logits."""
+    # 640 rows of 8,192 words in float32 are 20 MiB.
     assert [chunk_rows("auto", 1024, words, "cpu") for words in (1000, 8192, 32_000, 300_000)] == [
         0,
         640,
@@ -344,5 +347,6 @@ def test_the_memory_plan_knows_chunks() -> None:
     assert chunked is not None
     assert plain is not None
     saved = plain.by_stage[0][1].activations - chunked.by_stage[0][1].activations
+    # All logits, less a chunk of 160 rows and the gradient of the head.
     assert saved == 16 * 1024 * 32_000 - 4 * 160 * 32_000 - 4 * 32_000 * 64
     assert (chunked.chunk, plain.chunk) == (160, 0)

@@ -54,6 +54,7 @@ def saved(run: Callable[[], torch.Tensor], weights: set[int]) -> tuple[torch.Ten
 
 def passed(made: nn.Module) -> tuple[float, dict[str, torch.Tensor], int]:
     """Return loss, gradients and the bytes kept between the passes, with dropout of one seed."""
+    # All models must draw the same dropout.
     torch.manual_seed(1)
     weights = {p.untyped_storage().data_ptr() for p in made.parameters()}
     loss, kept = saved(lambda: made(input_ids=IDS, labels=IDS).loss, weights)

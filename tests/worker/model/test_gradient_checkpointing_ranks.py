@@ -54,6 +54,7 @@ def test_onnx_runtime_recomputes(lora: bool, witness: Witness) -> None:
     for module in (plain, checkpointed):
         wrapped(module)(input_ids=IDS, labels=IDS).backward()
         graphs.append(witness.graphs[-1])
+    # The nodes that are computed again make the backward graph larger.
     assert size(graphs[1].backward) > 1.2 * size(graphs[0].backward)
     equal(checkpointed, reference)
 

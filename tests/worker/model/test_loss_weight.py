@@ -95,6 +95,7 @@ SGD = {"name": "sgd", "learning_rate": 0.1}
 def test_a_key_of_the_batch_counts(key: str, tmp_path: Path) -> None:
     """A key with a number per sample, or a boolean per label, gives the weights."""
     # The model's forward has no such parameter, so that it must not get the key.
+    # Without the sample that has no label, whose mean is nan.
     rows = [
         {"x": row["x"], "target": row["labels"], key: row[key]} for row in SAMPLES if row["weight"]
     ]
@@ -137,6 +138,7 @@ def rows_with(*weights: float) -> list[dict[str, torch.Tensor]]:
     return [{"x": torch.ones(2), "weight": torch.tensor(weight)} for weight in weights]
 
 
+# 0.1 and 1/3 are not exact in binary.
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 7.0])
 def test_equal_weights_change_no_bit(value: float) -> None:
     """If all weights of all ranks are equal, the factor is exactly 1."""
@@ -146,6 +148,7 @@ def test_equal_weights_change_no_bit(value: float) -> None:
 
 def test_equal_labels_train_as_before(tmp_path: Path) -> None:
     """Passes with equal labels give the same results as without weights, bit for bit."""
+    # Without -100 all labels count.
     rows = [{"x": row["x"], "labels": row["labels"].clamp(min=0)} for row in SAMPLES]
     models = {"labels": Classes(), "samples": Classes()}
     found = [
@@ -158,6 +161,7 @@ def test_equal_labels_train_as_before(tmp_path: Path) -> None:
 
 def test_factors_are_of_all_ranks() -> None:
     """The factor is the weight of a pass relative to the mean weight of all ranks."""
+    # The mean weight is 2.
     assert factors(weight_of(loss_weight="weight"), rows_with(1, 1), [3.0, 3.0]) == [0.5, 0.5]
 
 
@@ -200,6 +204,7 @@ def test_a_key_that_forward_names_stays() -> None:
 @pytest.mark.parametrize(("by", "rows", "message"), [
     ("tokens", rows_with(1, 1), r"got tokens, and a batch has no 'tokens'; it has x, weight"),
     ("labels", rows_with(1, 1), r"got labels, and a batch has no 'labels'; it has x, weight"),
+    # The samples are shuffled: either may be first.
     ("weight", rows_with(-1, -1), r"'weight' of sample [01] is -1; a weight is 0 or more"),
     ("weight", rows_with(math.nan, math.nan), r"'weight' of sample [01] is nan"),
     ("weight", rows_with(0, 0), r"step 1: nothing counts: the sum of 'weight' is 0 in samples [01], [01]$"),

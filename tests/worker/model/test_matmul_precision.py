@@ -98,6 +98,7 @@ def test_the_bits_of_a_product_are_measured() -> None:
 
 
 @pytest.mark.parametrize(("names", "word", "said"), [
+    # Of these units only amx_bf16 serves float32 matmuls.
     (("amx_bf16", "avx512_bf16"), "medium", "products of float32 matrices in bfloat16, by amx_bf16"),
     (("avx512_bf16",), "medium", "gains nothing: this processor has avx512_bf16, and float32 products can use amx"),
     ((), "medium", "gains nothing: this processor has no bf16 unit"),
@@ -162,6 +163,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("AMD EPYC", {"avx512f"}, 256, {}, True),
     # For smaller matrices a call of oneDNN costs more than it saves.
     ("AMD EPYC", {"avx512f"}, 255, {}, False),
+    # oneDNN is faster only on AMD's processors with AVX-512.
     ("AMD EPYC", {"avx2"}, 256, {}, False),
     ("Intel Xeon", {"avx512f"}, 256, {}, False),
     ("Intel Xeon", {"avx512f"}, 8, {"onednn": True}, True),
@@ -241,6 +243,7 @@ def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, f
         take=dict,
         uncounted=lambda compiled: nullcontext(),
     )
+    # The other rank has the larger difference; this one has 0.25.
     group = SimpleNamespace(rank=0, gather=lambda text: [text, "0.5"])
     made = recipe(engine={"name": "eager", "matmul_precision": word})
     batches = SimpleNamespace(micro_batch=lambda step, accumulation, rank: {"x": torch.ones(2)})
@@ -254,6 +257,7 @@ def test_rotary_positions_are_multiplied_by_elements() -> None:
     """Rotary positions are multiplied elementwise, with the same angles, bit for bit."""
     # A matmul would round position 257 to 256 in bfloat16.
     model = nn.Sequential(Rotary())
+    # bfloat16 has exact integers up to 256 only.
     places = torch.arange(600.0).repeat(2, 1)
     with Counted() as plainly:
         before = model(places)

@@ -55,6 +55,7 @@ def found(
     (folder / "mine.py").write_text(MODULE)
     for name in request.param:
         for i, word in enumerate(WORDS):
+            # At highest oneDNN is off, because it would set torch's precision to medium.
             asked = made(
                 batch={"micro_size": 16, "accumulation_steps": 1}, zero={"stage": 1}, launch={"device": "cpu"},
                 engine={"name": name, "matmul_precision": word, **({"onednn": False} if word == "highest" else {})},
@@ -63,7 +64,9 @@ def found(
             write_text(run.recipe, recipe.to_yaml(asked))
             planned = plan(asked, [host("localhost", 2)], launcher="torchrun")
             write_text(
-                run.plan, planned.to_json().replace('"modules": "here"', f'"modules": "{folder}"')
+                # The module of the model is in this folder.
+                run.plan,
+                planned.to_json().replace('"modules": "here"', f'"modules": "{folder}"'),
             )
     words = (str(folder), str(folder / "found.json"), *request.param)
     torchrun(2, "-m", "tests.worker.precision_ranks", *words, timeout=280)

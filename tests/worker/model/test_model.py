@@ -52,6 +52,7 @@ def test_families_give_a_loss(task: str, config: dict[str, Any]) -> None:
     data = LoadedData(chosen)
     model = build_model(chosen, data)
     loss = first_loss(model, data)
+    # 400 words are equally likely; ln 2 is the loss of a sentence pair.
     expected = torch.tensor(400.0).log() + (0.69 if task == "pretraining" else 0.0)
     assert loss.shape == ()
     assert abs(float(loss.detach() - expected)) < 0.5
@@ -67,6 +68,7 @@ def test_transformers_prints_nothing_of_a_loss_type(caplog: pytest.LogCaptureFix
     """transformers prints no warning of an unknown loss type."""
     # It cannot derive a loss type from the name GPT2LMHeadModel, and warned at the first step.
     logger = logging.getLogger("transformers")
+    # The logger of transformers does not propagate to pytest's handler.
     logger.addHandler(caplog.handler)
     try:
         assert built("causal-lm", GPT2).loss_function.__name__ == "ForCausalLMLoss"
@@ -81,6 +83,7 @@ def test_the_seed_decides_the_weights(config: dict[str, Any]) -> None:
     task = "causal-lm" if config is GPT2 else "masked-lm"
 
     def weights(seed: int) -> torch.Tensor:
+        # Random numbers that were drawn before must not matter.
         torch.rand(seed + 3)
         chosen = recipe(task, {"config": config}, seed=seed)
         return torch.cat(
@@ -234,6 +237,7 @@ def test_lora_trains_adapters_only(recwarn: pytest.WarningsRecorder) -> None:
         for layer in ("q_proj", "v_proj")
         for side in ("A", "B")
     ]
+    # Adapters of rank 4 for weights of 16 x 16.
     assert {tuple(p.shape) for p in trained.values()} == {(4, 16), (16, 4)}
     ids = torch.arange(64).reshape(2, 32)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}

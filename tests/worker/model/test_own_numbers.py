@@ -124,10 +124,12 @@ class Two:
 def test_ranks_count_by_their_weights() -> None:
     """Means are weighted over ranks, for ranks that have the name, without skipped steps."""
     numbers = Numbers()
+    # For each name the sum of value x weight, and the sum of weights.
     group = Two({"a": [40.0, 4.0], "b": [5.0, 1.0]})
     for value, weight in ((1.0, 1.5), (2.0, 0.5)):
         numbers.take({"loss": torch.tensor(0.0), "a": torch.tensor(value)}, weight)
     numbers.keep()
+    # This pass belongs to a step that is skipped.
     numbers.take({"loss": torch.tensor(0.0), "a": torch.tensor(1e9)}, 1.0)
     numbers.begin()
     numbers.keep()

@@ -19,6 +19,7 @@ from ortlaunch.worker.model.packing import require_separate, with_mask
 from tests.ort import needs_ort
 
 LENGTH = 24
+# Also an empty document, one of a single token, and ones longer than a sample.
 SIZES = [5, 30, 1, 0, 7, 24, 2, 2, 40, 9]
 
 
@@ -132,6 +133,7 @@ def test_a_model_that_sees_through_the_mask_is_refused() -> None:
             self.words = nn.Embedding(9, 4)
 
         def forward(self, input_ids: Any, position_ids: Any, attention_mask: Any) -> Any:
+            # The sum over earlier words ignores the mask.
             class Output:
                 logits = self.words(input_ids).cumsum(1)
 

@@ -44,6 +44,7 @@ def test_ranks_decide_the_same_at_the_same_edge(tmp_path: Path) -> None:
             rank.kill()
     decided = [json.loads((tmp_path / f"decided_{rank}.json").read_text()) for rank in range(2)]
     assert decided[0] == decided[1]
+    # A request to stop stays until a higher one replaces it.
     expected = {3: "SAVE", 5: "SAVE", **dict.fromkeys(range(7, 299), "TERMINATE"), 299: "INTERRUPT"}
     assert dict(enumerate(decided[0])) == {
         step: expected.get(step, "NOTHING") for step in range(300)
@@ -114,6 +115,7 @@ def ended_by(life: Callable[[], object]) -> int:
         for number in ASKED:
             signal.signal(number, signal.SIG_DFL)
         life()
+        # The child must not return into pytest.
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
@@ -144,6 +146,7 @@ def test_a_loaders_worker_ignores_requests() -> None:
             for number in (*ignored, signal.SIGTERM):
                 os.kill(os.getpid(), number)
             os._exit(0)
+        # This process ends by SIGKILL if a signal has ended its child.
         os.kill(os.getpid(), os.WTERMSIG(os.waitpid(pid, 0)[1]) and signal.SIGKILL)
         os._exit(int(bool(requests.asked)))
 

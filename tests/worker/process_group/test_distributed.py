@@ -153,10 +153,13 @@ def test_fewer_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -
             {"backend": "nccl", "device_id": torch.device("cuda:1")},
         ),
         ("2.6.0", 2, (0, 1), "cuda:1", {"backend": "nccl", "device_id": torch.device("cuda:1")}),
+        # With these releases torch hangs if it gets the device.
         ("2.6.1", 2, (0, 1), "cuda:1", {"backend": "nccl"}),
         ("2.7.0+cu126", 2, (0, 1), "cuda:1", {"backend": "nccl"}),
         ("2.7.1", 2, (0, 1), "cuda:1", {"backend": "nccl", "device_id": torch.device("cuda:1")}),
+        # One rank has nothing to connect.
         ("2.13.0", 1, (0,), "cuda:0", {"backend": "nccl"}),
+        # The ranks share a GPU.
         ("2.13.0", 2, (0, 0), "cuda:0", {"backend": "gloo"}),
         ("2.13.0", 2, (0, 1), "cpu", {"backend": "gloo"}),
     ],
@@ -171,6 +174,7 @@ def test_nccl_is_given_the_ranks_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """init_process_group gets the device unless torch hangs with it; shared GPUs use gloo."""
+    # The arguments of init_process_group, which is not called.
     given: dict[str, Any] = {}
     monkeypatch.setattr(
         distributed.dist, "init_process_group", lambda **arguments: given.update(arguments)
@@ -211,6 +215,7 @@ def test_the_store_of_several_hosts_listens_on_one_address() -> None:
     listener = join._listener("127.0.0.2")
     where = listener.getsockname()
     with ThreadPoolExecutor() as pool:
+        # Both ranks at once, as in a run.
         stores = [
             pool.submit(join._tcp_store, rank, where, held)
             for rank, held in ((Rank(0, 2, 0, 1), listener), (Rank(1, 2, 0, 1), None))
@@ -275,7 +280,9 @@ def test_mpi4py_of_another_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     ("routes", "name", "address"),
     [
         ({"b": "10.0.0.1"}, "127.0.1.1", "10.0.0.1"),
+        # A route from loopback does not lead to another host.
         ({"b": "127.0.0.1", "c": "10.0.0.2"}, "127.0.1.1", "10.0.0.2"),
+        # Without a route, the address of the host's name is used.
         ({}, "10.0.0.3", "10.0.0.3"),
         ({"b": "127.0.0.1"}, "10.0.0.3", "10.0.0.3"),
     ],
@@ -380,6 +387,7 @@ def test_meeting_through_a_folder_that_is_not_shared(
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o022])
+# `old`: an earlier run has left the file.
 @pytest.mark.parametrize("old", [False, True])
 def test_the_store_file_is_its_owners_alone(umask: int, old: bool, tmp_path: Path) -> None:
     """Only its owner may read or write the store's file, with any umask."""
@@ -420,5 +428,6 @@ def test_connections_on_demand_are_few() -> None:
         int(re.findall(rf"{way} \| (\d+) \(", ended.stdout)[0])
         for way in ("full mesh", "on demand")
     )
+    # Each of 32 ranks has connections to 31 others, in two groups.
     assert mesh > 62
     assert on_demand < mesh / 2

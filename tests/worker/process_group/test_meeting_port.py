@@ -16,6 +16,7 @@ RANKS = dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(s
 
 def test_a_port_that_is_taken() -> None:
     """Only rank 0 of several hosts fails if the port is in use, and not with torchrun's store."""
+    # Another program listens on the port.
     with socket.create_server(("", 0)) as squatter:
         environ = {**RANKS, "MASTER_ADDR": "first", "MASTER_PORT": str(squatter.getsockname()[1])}
         with pytest.raises(

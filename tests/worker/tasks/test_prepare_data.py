@@ -33,6 +33,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         request = io.StringIO(json.dumps({"recipe": to_yaml(made)}))
         monkeypatch.setattr("sys.stdin", request)
         monkeypatch.setattr("sys.argv", ["", "prepare data"])
+        # It would tie the test process to its parent.
         monkeypatch.setattr(alone, "die_with_parent", lambda *_: None)
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
         return made, alone.main()

@@ -21,6 +21,7 @@ def test_a_task_takes_the_session_or_its_request_and_nothing_else(
     module = import_module(TASKS[name].module)
     seen = list[Any]()
     if TASKS[name].request is not None:
+        # Such a task runs in a process without a session.
         (given,) = inspect.signature(module.run, eval_str=True).parameters.values()
         assert given.annotation is TASKS[name].request
         return

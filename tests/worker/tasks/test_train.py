@@ -123,6 +123,7 @@ def test_what_is_not_finite_ends_the_training(
     samples = order.indices(1, 1, 0)
     model = Spoiled(how)
     batch = {"micro_size": 2, "accumulation_steps": 2}
+    # The weights before each pass.
     known: list[torch.Tensor] = []
     model.register_forward_pre_hook(lambda *_: known.append(model.weight.detach().clone()))
     settings = {
@@ -152,6 +153,7 @@ def test_a_longer_schedule_tells_its_jump(
 ) -> None:
     """A resumed run with more steps reports the jump of its learning rate; others do not."""
     # More steps stretch the schedule.
+    # Train and lose the last checkpoint, resume, and resume with more steps.
     for steps, lost in ((4, 4), (4, None), (8, None)):
         sections = {"checkpoint": {"every_steps": 2}, "log": {"every_steps": 1}}
         trained = train_here(tmp_path, Line(), ROWS, train={"max_steps": steps}, **sections)
@@ -193,6 +195,7 @@ def test_steps_of_another_size_take_the_samples_that_follow(
         }
         trained = train_here(tmp_path, Noting(), rows, **sections)
         taken += trained.model.taken
+    # One batch of all samples, in their order.
     alone = Batches(OwnSamples(rows), BatchPlan(38, 38, 1, 1, None), 42)
     assert taken == alone.indices(0, 0, 0)
     assert trained.state.samples == 38
@@ -224,6 +227,7 @@ def test_steps_that_fp16_skips_are_no_failure(tmp_path: Path) -> None:
     skipped = trained.state.skipped
     assert 0 < skipped < 20
     norms = [norm for _, norm in trained.values("gradient_norm")]
+    # A skipped step has no norm.
     assert norms.count(None) == skipped
     assert norms[-1] is not None
 
@@ -251,6 +255,7 @@ def test_what_is_asked_for_while_one_is_written_beside(
     asked = []
 
     def with_request(*args: Any, **how: Any) -> Any:
+        # The request comes during the first save only.
         if not asked:
             asked.append(signal.raise_signal(number))
             RunDir(tmp_path).save_request.parent.mkdir(exist_ok=True)
