@@ -1,4 +1,4 @@
-"""What this machine is, and whether it is busy with something else; read from /proc and /sys."""
+"""Hardware, memory limits and load of this machine, read from /proc and /sys."""
 
 from __future__ import annotations
 
@@ -21,33 +21,35 @@ DEVICES = Path("/dev")
 KERNEL_LOG = Path("/dev/kmsg")
 THIS_MACHINE = "the memory of this machine"
 FUSED_ATTENTION_SCORES = 256 * 256
-"""Queries times keys of one head from which on engine ort leaves attention to torch's fused kernel."""
-_WATCH_SECONDS = 0.5
+"""From this product of queries and keys of one head, engine ort uses torch's fused attention."""
+_WATCH_SECONDS = 0.5  # over which the load of other processes is measured
 _BUSY_SHARE = 0.1  # of one core
+# Age of a kernel message that is still attributed to a process of this run.
 _RECENT_SECONDS = 300.0
 
 
 def hardware() -> Json:
-    """Processor, cores that this process may use, and the GPUs that the NVIDIA driver names."""
+    """Return the processor, the cores that this process may use, and the GPUs' models."""
     return {"processor": _processor(), "cores": cores(), "gpus": _gpus()}
 
 
 def cores() -> int:
-    """Cores that this process may use: those that it is bound to, and no more than its control groups give time for."""
+    """Return the number of cores that this process may use, by its affinity and control groups."""
     return min([len(os.sched_getaffinity(0)), *_core_quotas()])
 
 
 def share_of_cores(ranks: int) -> int:
-    """Threads of each of so many ranks on this host."""
+    """Return the number of threads of each rank, for this many ranks on this host."""
     return max(1, cores() // ranks)
 
 
 def _core_quotas() -> Iterator[int]:
-    """Cores' worth of time that a control group's processes get together, as `docker run --cpus` limits them."""
+    """Yield the CPU limit of each control group in cores, as `docker run --cpus` sets it."""
     for version, folder in _control_groups("cpu"):
         with contextlib.suppress(OSError):
             files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if version == 1 else ["cpu.max"]
             quota, period = " ".join((folder / name).read_text() for name in files).split()
+            # Versions 2 and 1 of control groups write these for no limit.
             if quota not in ("max", "-1"):
                 yield max(1, math.ceil(int(quota) / int(period)))
 
@@ -63,20 +65,19 @@ def _processor() -> str:
 
 
 def matrix_units() -> list[str]:
-    """The units for bfloat16 products that this processor names: amx_bf16, avx512_bf16."""
+    """Return the processor's units for bfloat16 matmuls: amx_bf16, avx512_bf16."""
     return sorted({"amx_bf16", "avx512_bf16"} & _flags())
 
 
 def onednn_is_faster() -> bool:
-    """Whether float32 products are faster by oneDNN than by MKL here: on AMD's processors with AVX-512.
-
-    Seen with torch 2.13 on two cores of Zen 5, 1024 x 768 by 768 x 3072: 222 GFLOP/s by MKL, 428 by oneDNN.
-    """
+    """Return whether oneDNN computes float32 matmuls faster than MKL here: AMD with AVX-512."""
+    # Measured with torch 2.13 on two cores of Zen 5, 1024 x 768 by 768 x 3072: 222 GFLOP/s by MKL,
+    # 428 by oneDNN.
     return "AMD" in _processor() and "avx512f" in _flags()
 
 
 def _flags() -> set[str]:
-    """What this processor says it can do, in Linux's words."""
+    """Return the processor's feature flags, as Linux names them."""
     with contextlib.suppress(OSError):
         flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         return set(flags[1].split() if flags else ())
@@ -84,9 +85,10 @@ def _flags() -> set[str]:
 
 
 def without_matrix_unit(precision: str) -> str | None:
-    """Why this processor computes float32 products no faster at this precision; None where it has the unit.
+    """Return why this processor computes float32 matmuls no faster at a lower precision.
 
-    Seen with torch 2.13: oneDNN takes bfloat16 inside float32 products on AMX alone, and TensorFloat32 nowhere.
+    None if it has the unit. Measured with torch 2.13: oneDNN uses bfloat16 inside float32 matmuls
+    only with AMX, and TensorFloat32 never.
     """
     units = matrix_units()
     if precision == "medium" and "amx_bf16" in units:
@@ -100,7 +102,7 @@ def without_matrix_unit(precision: str) -> str | None:
 
 
 def matmul_effect(precision: str, device: str) -> str:
-    """What `engine.matmul_precision` below highest brings on a host like this one, for a plan."""
+    """Return the effect of `engine.matmul_precision` below highest on this host, as text."""
     if device == "cuda":
         return (
             "products of float32 matrices in TensorFloat32, on a GPU that has it (Ampere and newer)"
@@ -114,18 +116,20 @@ def matmul_effect(precision: str, device: str) -> str:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
-    """GPUs that a process here would see, by CUDA_VISIBLE_DEVICES and the NVIDIA driver's files."""
+    """Return the number of GPUs visible to a process here, by CUDA_VISIBLE_DEVICES and /dev."""
     present = sum(1 for path in DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return present
     visible = 0
     for name in chosen.split(","):
-        # CUDA stops at the first name that is no GPU, such as -1; names may also be GPU-UUIDs, or parts of one GPU.
+        # CUDA stops at the first name that is no GPU, such as -1. Names may also be UUIDs of GPUs,
+        # or parts of one GPU.
         index = name.strip()
         if not index or index.startswith("-") or (index.isdigit() and int(index) >= present):
             break
         visible += 1
+    # One GPU may have several MIG parts, so their number is not limited by `present`.
     return visible if present and "MIG-" in chosen else min(present, visible)
 
 
@@ -138,7 +142,7 @@ def _gpus() -> list[str]:
 
 
 class MemoryLimit(NamedTuple):
-    """A limit of what processes here can hold together, and what of it nobody holds now, in bytes."""
+    """A limit of the memory of processes here: its whole size, and its free part, in bytes."""
 
     name: str
     size: int
@@ -146,21 +150,20 @@ class MemoryLimit(NamedTuple):
 
 
 def memory_limits() -> list[MemoryLimit]:
-    """This machine's memory, then every control group with a limit that this process is in, its own before those above.
+    """Return the machine's memory, then the limits of this process's control groups, innermost first.
 
-    The one place that asks: what a plan is held against, what `micro_size: auto` fills and what an export may copy
-    are these numbers.
+    The only source of these numbers: for plans, for `micro_size: auto` and for copies in an export.
     """
     return [_machine_memory(), *_control_group_limits()]
 
 
 def tightest_limit() -> MemoryLimit:
-    """The smallest of `memory_limits`: what all processes of a run can hold here."""
+    """Return the smallest memory limit: the most that all processes of a run can use here."""
     return min(memory_limits(), key=lambda limit: limit.size)
 
 
 def tightest_free() -> MemoryLimit:
-    """The limit of `memory_limits` that leaves the least now."""
+    """Return the memory limit with the least free bytes now."""
     return min(memory_limits(), key=lambda limit: limit.free)
 
 
@@ -176,11 +179,13 @@ def _machine_memory() -> MemoryLimit:
 def _control_group_limits() -> Iterator[MemoryLimit]:
     for version, folder in _control_groups("memory"):
         most, used, cache = _MEMORY_FILES[version]
-        with contextlib.suppress(OSError):  # a group without the controller, such as the root's
+        # A group may lack the controller, such as the root group.
+        with contextlib.suppress(OSError):
             limit = (folder / most).read_text().strip()
             usage = int((folder / used).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            if limit != "max" and int(limit) < 1 << 60:  # version 1 writes nearly 2^63 for none
+            # Version 2 writes "max" for no limit, version 1 a number near 2^63.
+            if limit != "max" and int(limit) < 1 << 60:
                 # Page cache that the kernel can drop does not count as used.
                 left = int(limit) - usage + int(stat.get(cache, 0))
                 yield MemoryLimit(f"control group {folder}", int(limit), max(0, left))
@@ -193,9 +198,10 @@ _MEMORY_FILES = {
 
 
 def _control_groups(controller: str) -> Iterator[tuple[int, Path]]:
-    """(version, folder) of this process's control group and of those above it, which limit it too.
+    """Yield (version, folder) of this process's control group and its parents, which limit it, too.
 
-    In a container the path in /proc may be the host's, which is not there: the mount's own root is its group then.
+    In a container the path in /proc may be the host's and not exist; its parents then include the
+    root of the mount, which is the container's group.
     """
     try:
         lines = (PROC / "self/cgroup").read_text().splitlines()
@@ -217,7 +223,7 @@ def _control_groups(controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def oom_kills() -> int | None:
-    """Processes of this one's control group that the kernel has ended for memory; None where it does not say."""
+    """Return how many processes of this control group the kernel ended for memory; None if unknown."""
     for version, folder in _control_groups("memory"):
         with contextlib.suppress(OSError):
             text = (folder / {1: "memory.oom_control", 2: "memory.events"}[version]).read_text()
@@ -228,9 +234,10 @@ def oom_kills() -> int | None:
 
 
 def memory_kill_in_log(pid: int) -> str | None:
-    """What the kernel's log says of a process that its out-of-memory killer ended just now; None: nothing we may read.
+    """Return the kernel's message about a process that its out-of-memory killer ended recently.
 
-    The log counts processes as the machine does, which in a container with numbers of its own finds nothing.
+    None if there is none, or this user may not read the log. The log has process ids of the machine,
+    so nothing is found in a container with its own process ids.
     """
     killed = re.compile(rf"Killed process {pid} \(")
     for line in _kernel_log():
@@ -248,7 +255,8 @@ def _kernel_log() -> Iterator[str]:
         log = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
         try:
             while True:
-                with contextlib.suppress(BrokenPipeError):  # overwritten meanwhile
+                # EPIPE: the kernel has overwritten the next message; reading continues after it.
+                with contextlib.suppress(BrokenPipeError):
                     line = os.read(log, 1 << 13)
                     if not line:
                         return
@@ -258,7 +266,7 @@ def _kernel_log() -> Iterator[str]:
 
 
 def others_at_work() -> list[str]:
-    """`name (pid): share of a core` of every process that works now, this one apart; the busiest first."""
+    """Return `name (pid): share of a core` of every other busy process, the busiest first."""
     before = _ticks()
     begun = time.perf_counter()
     time.sleep(_WATCH_SECONDS)
@@ -269,5 +277,5 @@ def others_at_work() -> list[str]:
 
 
 def _ticks() -> dict[tuple[int, str], int]:
-    """(pid, name) -> processor time in ticks, of every process but this one."""
+    """Return (pid, name) -> processor time in ticks, for every process except this one."""
     return {(one.pid, one.name): one.ticks for one in all_processes() if one.pid != os.getpid()}

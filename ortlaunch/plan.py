@@ -1,7 +1,7 @@
-"""The plan of a run: who runs where, the batch equation, the worker's command. Standard library only.
+"""The plan of a run: hosts and ranks, the batch equation, the worker's command.
 
-Types and their JSON, for both sides; planning/make_plan.py makes one. A plan is what the run must be: ranks check the
-world they find against it before a model is built.
+Types and their JSON, for both sides; planning/make_plan.py creates plans. A plan is binding: ranks
+compare it with their launcher's world before they build a model. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a host's name is one of this machine's; a user before it (`user@host`) does not matter."""
+    """Return whether a host's name, perhaps with `user@` before it, is one of this machine's."""
     own = socket.gethostname()
     return name.rpartition("@")[2] in (*LOCAL_NAMES, own, own.partition(".")[0])
 
@@ -31,13 +31,13 @@ class Node(NamedTuple):
     """One host of the run; its ranks are first_rank .. first_rank + slots - 1."""
 
     host: str
-    """Its name, as ssh takes it."""
+    """Name of the host, as ssh accepts it."""
     slots: int
-    """Ranks on it."""
+    """Number of ranks on the host."""
     first_rank: int
-    """The first of them."""
+    """Number of its first rank."""
     devices: tuple[int, ...]
-    """The GPU of each."""
+    """Index of each rank's GPU."""
 
     @property
     def is_here(self) -> bool:
@@ -46,44 +46,45 @@ class Node(NamedTuple):
 
 
 class BatchPlan(NamedTuple):
-    """global_samples == micro_samples x accumulation_steps x data_parallel_ranks; computed here and nowhere else."""
+    """The batch: global_samples == micro_samples x accumulation_steps x data_parallel_ranks."""
 
     global_samples: int
     """Samples of an optimizer step, over all ranks."""
     micro_samples: int
-    """Samples that a rank takes through one forward and backward pass."""
+    """Samples of one forward and backward pass of a rank."""
     accumulation_steps: int
-    """Passes of each rank before an optimizer step."""
+    """Passes of each rank in an optimizer step."""
     data_parallel_ranks: int
-    """Ranks with samples of their own: all."""
+    """Ranks with samples of their own: all ranks."""
     tokens_per_step: int | None
     """Tokens of an optimizer step; null: samples have no length."""
 
 
-# Private memory of one rank and its guardian before a model is built: 230 MiB with torch 2.13 on a CPU, engine eager.
+# Private memory of one rank and its supervisor before a model is built: 230 MiB measured with torch
+# 2.13 on a CPU, engine eager.
 PROCESS = 200 << 20
 
 
 class Bytes(NamedTuple):
-    """Bytes on one rank; plan.json has their sum, too, as `total`."""
+    """Bytes on one rank; plan.json also has their sum, as `total`."""
 
     weights: int
     """Parameters."""
     gradients: int
-    """Their gradients."""
+    """Gradients of the parameters."""
     optimizer: int
     """Optimizer state with float32 copies of the weights."""
     activations: int
-    """What the forward pass keeps for the backward pass: an estimate."""
+    """Tensors that the forward pass keeps for the backward pass: an estimate."""
     buckets: int = 0
-    """Gradients on their way to other ranks."""
+    """Communication buffers of gradients."""
     overhead: int = 0
-    """Estimate of everything else. On a CPU the allocator's reserve, kernels' buffers, graphs; on CUDA the
-    contexts and workspaces of torch, ONNX Runtime and NCCL."""
+    """Estimate of everything else: on a CPU the allocator's reserve, buffers of kernels, graphs; on
+    CUDA the contexts and workspaces of torch, ONNX Runtime and NCCL."""
 
     @property
     def model(self) -> int:
-        """What is exact: weights, gradients and optimizer state."""
+        """The exact part: weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -92,56 +93,60 @@ class Bytes(NamedTuple):
 
 
 class HostMemory(NamedTuple):
-    """Bytes that each rank takes of its host's memory, beside its process and, on a CPU, what it trains with."""
+    """Bytes of host memory for each rank, without its process and, on a CPU, its training memory."""
 
     built: int = 0
     """The model in float32, until it is on its device."""
     offloaded: int = 0
-    """What `zero.offload` keeps in the host's memory."""
+    """Tensors that `zero.offload` keeps in host memory."""
     snapshot: int = 0
-    """Copy of the rank's share of a checkpoint that is written while training goes on (`checkpoint.async`)."""
+    """Copy of the rank's share of a checkpoint that is written during training
+    (`checkpoint.async`)."""
     nvme: int = 0
-    """In files below `zero.offload.nvme_path`, not in memory."""
+    """Bytes in files below `zero.offload.nvme_path`, not in memory."""
 
     @property
     def peak(self) -> int:
-        """Most at once: the model is built before anything is offloaded or saved."""
+        """Most bytes at one time."""
+        # The model is built before anything is offloaded or saved.
         return max(self.built, self.offloaded + self.snapshot)
 
 
 class Memory(NamedTuple):
-    """What a plan says about memory: parameter counts, bytes per rank by ZeRO stage, bytes of a checkpoint."""
+    """The memory of a plan: parameter counts, bytes per rank by ZeRO stage, bytes of a checkpoint."""
 
     parameters: int
     """Parameters of the model; tied ones count once."""
     trainable: int
-    """Those that get gradients."""
+    """Parameters that get gradients."""
     by_stage: tuple[tuple[str, Bytes], ...]
-    """Of each way to shard: `DDP`, `ZeRO 1` and so on."""
+    """Bytes on a rank by sharding: `DDP`, `ZeRO 1` and so on."""
     chosen: str
-    """The recipe's."""
+    """The recipe's sharding."""
     checkpoint: int
     """Bytes of a checkpoint, over all ranks."""
     chunk: int = 0
-    """Rows whose logits exist at once; 0: all."""
+    """Rows whose logits exist at one time; 0: all."""
+    # A comparison keeps the gradients of both engines.
     compared: int = 0
-    """Bytes on each rank of the gradients of a step that is compared, the engine's and plain PyTorch's; 0: none is."""
+    """Bytes on each rank for the gradients of a step that is compared with plain PyTorch; 0: none."""
     start: int = 0
-    """Most bytes on each device while the model is put there and sharded, before the optimizer has state."""
+    """Most bytes on each device while the model is moved there and sharded, before the optimizer has
+    state."""
     host: HostMemory = HostMemory()
-    """Bytes that each rank takes of its host's memory."""
+    """Bytes of host memory for each rank."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run, settled; its file has also a `format` and the number of ranks, `world_size`."""
+    """The plan of one run; its file also has a `format` and the number of ranks, `world_size`."""
 
     name: str
     """The recipe's `name`."""
     task: str
-    """What the ranks do: train, parity, evaluate, bench, try or fabric (of `selftest`)."""
+    """The ranks' task: train, parity, evaluate, bench, try or fabric (of `selftest`)."""
     launcher: str
-    """What starts them: local, torchrun or mpi; `inside`: a launcher of the user's own has."""
+    """The launcher: local, torchrun or mpi; `inside`: a launcher of the user's own."""
     device: str
     """cpu or cuda."""
     nodes: tuple[Node, ...]
@@ -149,25 +154,27 @@ class Plan:
     batch: BatchPlan
     """The batch equation, solved."""
     threads: int | None
-    """CPU threads of each rank; null: its host's cores divided among its ranks, counted there."""
+    """CPU threads of each rank; null: the cores of its host divided among its ranks there."""
     rendezvous: str
-    """How ranks meet, for a person."""
+    """How ranks meet, as text."""
     modules: str
-    """Folder of the recipe, where the user's own modules may lie."""
+    """Folder of the recipe, which may have the user's own modules."""
     argv: tuple[str, ...]
-    """The command of one rank, to which the run folder is added."""
+    """The command of one rank; the run folder is added to it."""
     env: tuple[tuple[str, str], ...]
     """Environment variables of every rank (`launch.env`)."""
+    # Values may be secrets, such as tokens.
     forward: tuple[str, ...]
-    """Names of variables of the user's shell that every rank gets; their values are written nowhere."""
+    """Names of variables of the user's shell that every rank gets; their values are not written to
+    any file."""
     memory: Memory | None
-    """What the run takes; null: a model that cannot be counted."""
+    """Memory of the run; null: a model that cannot be counted."""
     deepspeed: dict[str, Any] | None
-    """DeepSpeed's config; null: the run trains without it."""
+    """DeepSpeed's config; null: the run trains without DeepSpeed."""
     grace_seconds: int = 60
-    """From a stop that is asked for to SIGKILL."""
+    """Seconds between a requested stop and SIGKILL."""
     shown: str = "first"
-    """Ranks whose output the terminal shows: `first` or `all` (`log.ranks`)."""
+    """Ranks whose output is shown on the terminal: `first` or `all` (`log.ranks`)."""
 
     @property
     def started_by(self) -> Launcher:
@@ -185,7 +192,7 @@ class Plan:
 
     @cached_property
     def ranks(self) -> tuple[Rank, ...]:
-        """Every rank in order, as each must find itself in its environment."""
+        """Every rank in order, as the launcher's variables must describe it."""
         world = self.world_size
         return tuple(
             Rank(node.first_rank + local, world, local, node.slots)
@@ -194,19 +201,19 @@ class Plan:
         )
 
     def node_of(self, rank: int) -> Node:
-        """The host that a rank is planned on."""
+        """Return the host of a rank."""
         return next(node for node in reversed(self.nodes) if node.first_rank <= rank)
 
     def to_json(self) -> str:
-        """Stable text: the same plan gives the same bytes."""
+        """Return the plan as JSON; the same plan gives the same bytes."""
         return json.dumps({"format": 1, "world_size": self.world_size, **_named(self)}, indent=1)
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """The plan in a run folder.
+        """Read the plan of a run folder.
 
         Raises:
-            DamagedFile: it is none.
+            DamagedFile: the file is not a plan of this version.
         """
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
@@ -217,7 +224,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote."""
+        """Return the plan that `to_json` wrote."""
         value = json.loads(text)
         if value.pop("format") != 1:
             raise PlanError("plan.json was written by another version of ortlaunch")
@@ -240,7 +247,7 @@ class Plan:
 
 
 def _named(plan: Plan) -> dict[str, object]:
-    """The plan as plain values, tuples with names as mappings."""
+    """Return the plan as plain values, with named tuples as mappings."""
     value = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
     value["nodes"] = [node._asdict() for node in plan.nodes]
     value["batch"] = plan.batch._asdict()

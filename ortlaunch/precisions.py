@@ -1,4 +1,4 @@
-"""The table of precisions: number formats of the passes, the values of the recipe's `precision`.
+"""The table of precisions: floating-point formats of the passes, the recipe's `precision`.
 
 Standard library only, for every side; `recipe.format` is the row.
 """
@@ -9,30 +9,30 @@ from typing import NamedTuple
 
 
 class Precision(NamedTuple):
-    """One row; tolerance, floor and scale are of comparisons with plain PyTorch."""
+    """One row of the table; tolerance, floor and scale are for comparisons with plain PyTorch."""
 
     dtype: str
-    """torch's name."""
+    """torch's name of the dtype."""
     bytes: int
-    """Of a number. Below 4 passes are by autocast, or in DeepSpeed's narrow weights."""
+    """Bytes of a value. Below 4, passes use autocast, or DeepSpeed's weights of that dtype."""
     tolerance: float
-    """Above it, the largest relative difference is no rounding, unless float64 shows that it is (`ROUNDING`)."""
+    """Largest relative difference that counts as rounding without a check in float64."""
+    # Some gradients are zero except for rounding, such as those of attention's key biases. Relative
+    # to their own norm, rounding would be a difference of 100 %. The error of terms that cancel is a
+    # few roundings of those terms, which are at most as large as the whole gradient. So tolerance x
+    # floor is about ten roundings in fp32 (1e-6), two in fp16 (2e-3) and one in bf16 (1e-2). A wrong
+    # gradient below that share of the whole is not detected.
     floor: float
-    """A gradient is measured against its own norm, or this share of the norm of all gradients if that is more.
-
-    Some gradients are zero but for rounding, as those of attention's key biases: against their own norm, rounding would
-    count as a difference of 100 %. What is left of terms that cancel is some roundings of those terms, which are at
-    most of the size of the whole gradient: tolerance x floor is about ten roundings in fp32 (1e-6), two in fp16 (2e-3)
-    and one in bf16 (1e-2). A wrong gradient smaller than that share of the whole passes unseen.
-    """
+    """Least norm that a gradient's difference is divided by, as a share of the norm of all
+    gradients."""
     scale: float = 1.0
-    """Factor on the loss before the backward pass, so that small gradients do not vanish."""
+    """Factor on the loss before the backward pass, so that small gradients do not underflow."""
     scales_loss: bool = False
     """Whether training scales the loss, and skips steps until the scale fits."""
 
     @property
     def is_narrow(self) -> bool:
-        """Whether passes have fewer bits than float32."""
+        """Whether values of the passes have fewer bits than float32."""
         return self.bytes < 4
 
 

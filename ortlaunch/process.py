@@ -1,8 +1,9 @@
-"""Processes of this host: the identity of one, and the only readers of /proc/PID. Standard library only.
+"""Processes of this host: the identity of one, and the only readers of /proc/PID.
 
-Why not psutil: a rank's supervisor reads processor time and traffic of its family once a second. That takes 0.3 ms, and
-2.6 ms with psutil among 100 processes (its `children` reads the stat file of every process on the host). Importing
-psutil takes 17 ms and 3 MiB in each supervisor, and its start time of a process moves when the clock is set.
+Why not psutil: a rank's supervisor reads processor time and traffic of its descendants once a
+second. That takes 0.3 ms, and 2.6 ms with psutil among 100 processes (its `children` reads the stat
+file of every process on the host). Importing psutil takes 17 ms and 3 MiB in each supervisor, and
+its start time of a process changes when the clock is set. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 
 class ProcessStat(NamedTuple):
-    """`/proc/PID/stat` at one moment; times are in ticks, of which a second has `os.sysconf("SC_CLK_TCK")`."""
+    """The contents of `/proc/PID/stat`; times are in ticks of 1 / `os.sysconf("SC_CLK_TCK")` s."""
 
     pid: int
     name: str
@@ -25,25 +26,26 @@ class ProcessStat(NamedTuple):
     """The kernel's letter: R running, S sleeping, D waiting for a disk, T stopped, t traced, Z ended, ..."""
     parent: int
     ticks: int
-    """Processor time."""
+    """Processor time of the process."""
     children_ticks: int
-    """Processor time of its children that were waited for."""
+    """Processor time of its children that it has waited for."""
     started: int
-    """Since the machine was booted."""
+    """Start time, since the boot of the machine."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended and nobody has waited for it yet."""
+        """Whether the process is a zombie: it has ended, and its parent has not waited for it."""
         return self.state in "ZX"
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """The state and times of a process; None: there is no such process."""
+    """Return the state and times of a process; None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    head, _, tail = text.rpartition(")")  # a name may hold a parenthesis
+    # The last parenthesis, because a name may contain one.
+    head, _, tail = text.rpartition(")")
     fields = tail.split()
     user, system, children_user, children_system = map(int, fields[11:15])
     return ProcessStat(
@@ -58,14 +60,14 @@ def read_stat(pid: int) -> ProcessStat | None:
 
 
 def all_processes() -> Iterator[ProcessStat]:
-    """Every process of this host, as far as this one sees them."""
+    """Yield every process of this host that is visible to this one."""
     for name in filter(str.isdecimal, os.listdir("/proc")):
         if stat := read_stat(int(name)):
             yield stat
 
 
 def descendants_of(parent: int) -> list[int]:
-    """Living processes that this one started, and those that they did."""
+    """Return the living children of a process, and their descendants."""
     living = {one.pid: one.parent for one in all_processes() if not one.has_ended}
     found = [parent]
     for above in found:
@@ -74,11 +76,12 @@ def descendants_of(parent: int) -> list[int]:
 
 
 def family(pid: int) -> Iterator[int]:
-    """A process and its descendants, by the kernel's lists of children: what other processes there are costs nothing.
+    """Yield a process and its descendants.
 
     Raises:
         OSError: one of them has ended meanwhile.
     """
+    # The kernel's lists of children: the time does not depend on the number of other processes.
     yield pid
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in path.read_text().split():
@@ -86,72 +89,74 @@ def family(pid: int) -> Iterator[int]:
 
 
 def bytes_moved(pid: int) -> int:
-    """Bytes that a process has read from and written to files and sockets.
+    """Return the bytes that a process has read and written, in files and sockets.
 
     Raises:
-        OSError: it has ended, or is another user's.
+        OSError: the process has ended, or belongs to another user.
     """
     lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines[:2])
 
 
 def flock_holders(path: Path) -> set[int]:
-    """Processes of this user that hold an flock on a file."""
+    """Return the ids of this user's processes that hold an flock on a file."""
     file = os.path.realpath(path)
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # another user's, or it has ended meanwhile
+        # The process may be another user's, or may have ended.
+        with contextlib.suppress(OSError):
             if any(_holds(process, descriptor, file) for descriptor in os.listdir(process / "fd")):
                 found.add(int(process.name))
     return found
 
 
 def _holds(process: Path, descriptor: str, file: str) -> bool:
-    with contextlib.suppress(OSError):  # it was closed meanwhile
+    # The descriptor may have been closed.
+    with contextlib.suppress(OSError):
         opened = os.readlink(process / "fd" / descriptor)
         return opened == file and "FLOCK" in (process / "fdinfo" / descriptor).read_text()
     return False
 
 
 def process_space() -> str:
-    """Where a process id means one process: the host and the namespace of process ids."""
+    """Return the host and the namespace of process ids, within which a process id is unique."""
     return f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"
 
 
 class Process(NamedTuple):
-    """The identity of a process: an id is given again, and the same id with another start is another process."""
+    """The identity of a process: its id and its start, because the kernel uses ids again."""
 
     pid: int
     host: str
     space: str
-    """Where the id means it."""
+    """Host and namespace of the id, as `process_space` returns it."""
     began: str
-    """The machine's boot, and its start in ticks since then."""
+    """Boot id of the machine, and start of the process in ticks since the boot."""
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """The one that has this id here now."""
+        """Return the identity of the process with this id here."""
         return cls(pid, socket.gethostname(), process_space(), _began(pid) or "it has ended")
 
     @classmethod
     def this(cls) -> Process:
-        """The one that runs this."""
+        """Return the identity of this process."""
         return cls.of(os.getpid())
 
     @property
     def is_here(self) -> bool:
-        """Whether its id can be looked up in this process's own space."""
+        """Whether its id is valid in this process's namespace."""
         return self.space == process_space()
 
     def lives(self) -> bool:
-        """Whether it is running here; one that has ended and was not waited for is not."""
+        """Return whether the process is alive here; a zombie is not."""
         return _began(self.pid) == self.began
 
     def send(self, number: int) -> None:
-        """Send it a signal, if it still lives.
+        """Send a signal to the process if it is alive.
 
         Raises:
-            PermissionError: it is another user's.
+            PermissionError: the process belongs to another user.
         """
         with contextlib.suppress(ProcessLookupError):
             if self.lives():
@@ -159,7 +164,7 @@ class Process(NamedTuple):
 
 
 def _began(pid: int) -> str | None:
-    """When it began, since which start of the machine; None once it has ended."""
+    """Return boot id and start of a process; None if it has ended."""
     stat = read_stat(pid)
     if stat is None or stat.has_ended:
         return None
@@ -167,5 +172,6 @@ def _began(pid: int) -> str | None:
 
 
 def heeded(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Signals to handle: not a hang-up that is ignored, as `nohup` has it, whose run outlives its terminal."""
+    """Return the signals to handle: all of them, except a SIGHUP that is ignored."""
+    # `nohup` ignores SIGHUP, so that a run outlives its terminal.
     return tuple(n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)

@@ -1,8 +1,9 @@
-"""Which rank this process is: the full set of ONE launcher's variables, or an error that names them.
+"""Determine the rank of this process from the complete variables of one launcher, or raise an error.
 
-Launchers leave variables for what they start, shells keep them for too long, and one launcher starts another.
-So nothing is guessed: a set is complete or refused, and two sets agree or are refused, except where one is
-known to have started the other. Shared by the control side and the worker; imports stdlib and errors only.
+Launchers set variables for their processes, shells keep old ones, and one launcher may start
+another. So nothing is guessed: an incomplete set is refused, and two sets that disagree are refused,
+except if one launcher is known to have started the other. Shared by the control side and the
+worker; imports only the standard library and errors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _STEP = "SLURM_STEP_ID"
 _MPI = "MPICH / Intel MPI / PALS"
 _HYDRA_LOCAL = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _PALS_LOCAL = ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
-# In the order of Rank's fields. Hydra and PALS share the names of the PMI protocol but not the local ones.
+# In the order of Rank's fields. Hydra and PALS share the names of the PMI protocol, but not those
+# of the local rank.
 _OPEN_MPI_NAMES = tuple(
     f"OMPI_COMM_WORLD_{field}" for field in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 )
@@ -31,7 +33,7 @@ _MVAPICH_NAMES = tuple(
 _HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", *_HYDRA_LOCAL)
 _PALS_NAMES = ("PMI_RANK", "PMI_SIZE", *_PALS_LOCAL)
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# Where Slurm has two names, the step's comes first: the other one may speak of the whole job.
+# If Slurm has two names, the step's comes first: the other one may describe the whole job.
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _SLURM_LAYOUTS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _SLURM_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
@@ -45,20 +47,22 @@ VARIABLES = frozenset(
 _LAST_REAL_STEP = 0xFFFFFFF0
 
 
-# Of a rank that has nothing to save, from SIGTERM to SIGKILL, whoever sends them.
+# Seconds from SIGTERM to SIGKILL for a rank that has nothing to save, whoever sends them.
 GRACE_SECONDS = 8.0
-# Exit status of a run that was asked to stop: all is saved, run it again.
+# Exit status of a run that was stopped on request: all is saved, and it can be run again.
 EXIT_SAVED = 85
-# Statuses after which a restart is useless or unwanted: input error, saved, stopped by SIGHUP, SIGINT or SIGTERM.
+# Statuses after which a restart is useless or unwanted: input error, saved, stopped by SIGHUP,
+# SIGINT or SIGTERM.
 NO_FAULT = (2, EXIT_SAVED, 129, 130, 143)
 # Set for the ranks of a job that `ortlaunch submit` queued: SCHEDULER:ID.
 JOB_VARIABLE = "ORTLAUNCH_JOB"
-# Set by ortlaunch's own launchers for their processes on this host: process.process_space() and the launcher's id.
+# Set by ortlaunch's own launchers for their processes on this host: process.process_space() and the
+# launcher's process id.
 LAUNCHER_VARIABLE = "ORTLAUNCH_LAUNCHER"
 
 
 class Rank(NamedTuple):
-    """A process's place: 0 <= rank < world_size, and 0 <= local_rank < local_world_size on its machine."""
+    """A process's rank in the world (0 <= rank < world_size), and its local rank on its machine."""
 
     rank: int
     world_size: int
@@ -67,13 +71,13 @@ class Rank(NamedTuple):
 
     @classmethod
     def from_environ(cls, env: Mapping[str, str]) -> Rank:
-        """The rank that ``env`` describes; rank 0 of a world of one where no launcher left a variable."""
+        """Return the rank that ``env`` describes; rank 0 of 1 without variables of a launcher."""
         found = detect(env)
         return found[0] if found else cls(0, 1, 0, 1)
 
 
 class _Set(NamedTuple):
-    """What one launcher left: the names it sets, the first four in the order of Rank, and the values."""
+    """The variables of one launcher: its names, the first four in the order of Rank, and values."""
 
     launcher: str
     names: tuple[str, ...]
@@ -89,16 +93,19 @@ class _Set(NamedTuple):
 
 
 def detect(env: Mapping[str, str]) -> tuple[Rank, str] | None:
-    """The rank and the launcher that started it, or None without any; RankError where ``env`` is not clear.
+    """Return the rank and the name of its launcher; None without variables of a launcher.
 
     The launchers are "torchrun", "Open MPI", "MPICH / Intel MPI / PALS", "MVAPICH" and "Slurm".
+
+    Raises:
+        RankError: the variables in ``env`` are incomplete or contradict each other.
     """
     chosen = _choose(_found(env), env)
     return (_rank(chosen), chosen.launcher) if chosen else None
 
 
 def explain(env: Mapping[str, str]) -> str:
-    """One line for each launcher found, with the variables read, and which one is used or why none is."""
+    """Return a line for each launcher with its variables, and the launcher used or the error."""
     sets = _found(env)
     lines = [f"{found.launcher}: {_described(found)}" for found in sets]
     if "SLURM_PROCID" in env and not any(found.launcher == _SLURM for found in sets):
@@ -127,7 +134,8 @@ def _described(found: _Set) -> str:
 
 
 def _found(env: Mapping[str, str]) -> list[_Set]:
-    """What each launcher left, complete or not. torchrun's comes last: wrappers copy another set into it."""
+    """Return the variables of each launcher, complete or not."""
+    # torchrun's come last, because wrappers copy those of another launcher to its names.
     pals = any(name in env for name in _PALS_LOCAL)
     hydra = not pals or any(name in env for name in _HYDRA_LOCAL)
     sets = (
@@ -161,7 +169,7 @@ def _first_set(names: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 def _choose(sets: Sequence[_Set], env: Mapping[str, str]) -> _Set | None:
-    """The set of the launcher that started this process, which is the innermost of those that left one."""
+    """Return the set of the launcher that started this process: the innermost one."""
     complete = [found for found in sets if not found.missing]
     elastic = [found for found in complete if found.launcher == _TORCH and _ELASTIC in env]
     nested = elastic or [found for found in complete if found.launcher not in (_TORCH, _SLURM)]
@@ -177,7 +185,8 @@ def _choose(sets: Sequence[_Set], env: Mapping[str, str]) -> _Set | None:
 
 
 def _echoes(partial: _Set, complete: Sequence[_Set]) -> bool:
-    """PMI variables that repeat a complete set: srun too speaks PMI to its ranks, without being Hydra."""
+    """Return whether incomplete PMI variables only repeat a complete set of another launcher."""
+    # srun uses the PMI protocol, too, but sets none of Hydra's local names.
     if partial.launcher != _MPI:
         return False
     said = [(field, _number(name, partial.values[name])) for field, name in _fields(partial)]
@@ -227,7 +236,11 @@ def _refuse_disagreement(one: _Set, other: _Set) -> None:
 
 
 def _rank(found: _Set) -> Rank:
-    """The rank of a complete set; RankError when its values are not numbers or do not fit together."""
+    """Return the rank of a complete set.
+
+    Raises:
+        RankError: its values are not numbers or contradict each other.
+    """
     texts = [found.values[name] for name in found.names]
     if found.launcher == _SLURM:
         texts[3] = str(_slurm_local_size(found))
@@ -249,7 +262,8 @@ def _rank(found: _Set) -> Rank:
 
 
 def _slurm_local_size(found: _Set) -> int:
-    """The tasks on this node, out of a layout such as ``2(x3),1``: two tasks on three nodes, then one."""
+    """Return the number of tasks on this node, by Slurm's layout of all nodes."""
+    # Such as ``2(x3),1``: two tasks on each of three nodes, then one task on one node.
     _, size, _, layout, node, step = found.names
     _number(step, found.values[step])
     text = found.values[layout]

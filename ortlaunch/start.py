@@ -1,28 +1,28 @@
-"""`python ortlaunch/start.py MODULE ARGUMENT...`: `python -m MODULE` without the current folder on the path.
+"""`python ortlaunch/start.py MODULE ARGUMENT...`: `python -m MODULE` without the current folder.
 
-`python -m` looks for every import in the current folder first, where anybody's numpy.py may lie, and Python 3.10 has
-no option -P. Python puts the folder of this file first instead, and it goes before anything is imported.
+`python -m` searches the current folder first for every import, and that folder may have any
+numpy.py. Python 3.10 has no option -P. A script's own folder is first on the path instead, and it is
+removed before any other import.
 """
 
 import sys
 
 
 def command(module: str, python: str = sys.executable) -> tuple[str, str, str]:
-    """What starts a module; its arguments come after it."""
+    """Return the command that starts a module; its arguments are added at the end."""
     return python, __file__, module
 
 
 def run(module: str, *words: str) -> int:
-    """Run a module with these arguments; returns its exit status."""
+    """Run a module with these arguments, and return its exit status."""
     import subprocess
 
     return subprocess.run([*command(module), *words], check=False).returncode
 
 
 if __name__ == "__main__":
-    if not getattr(
-        sys.flags, "safe_path", False
-    ):  # with -P or PYTHONSAFEPATH there is no such entry
+    # With -P or PYTHONSAFEPATH there is no such entry.
+    if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
     import runpy
 

@@ -1,6 +1,6 @@
-"""The table of tasks: what worker processes do, as ranks of a plan (`plan.task`) or, with a request, one alone.
+"""The table of the worker's tasks, for ranks of a plan (`plan.task`) or for one process with a request.
 
-Standard library only, for both sides. The requests cross to the worker as JSON on standard input.
+Standard library only, for both sides. Requests are sent to the worker as JSON on standard input.
 """
 
 from __future__ import annotations
@@ -14,83 +14,84 @@ from ortlaunch import start
 
 
 class ExportRequest(NamedTuple):
-    """Write a checkpoint as a model."""
+    """A request to write a checkpoint as a model."""
 
     run: str
-    """Its folder."""
+    """Run folder."""
     step: int
     folder: str
-    """A new one."""
+    """Folder of the model, a new one."""
     format: str
     lora: str = ""
-    """`merged`, `alone`, or "": as the recipe has it."""
+    """`merged`, `alone`, or "": as the recipe sets it."""
 
 
 class PushRequest(NamedTuple):
-    """Upload an export to the hub, with its card; without `run`: check that it could be done."""
+    """A request to upload an export to the hub with a model card; without `run` only to check that
+    an upload is possible."""
 
     repo: str
     run: str = ""
     step: int = 0
     folder: str = ""
-    """Of the export."""
+    """Folder of the export."""
 
 
 class GenerationRequest(NamedTuple):
-    """Continue a prompt."""
+    """A request to continue a prompt."""
 
     model: str
     """Folder of a run, or of a model."""
     prompt: str
     step: int | None
-    """Of the run's checkpoint; None: a model's folder."""
+    """Step of the run's checkpoint; None for a model's folder."""
     tokens: int
-    """At most so many more."""
+    """Largest number of new tokens."""
     temperature: float
-    """0: the likeliest token each time."""
+    """Sampling temperature; 0: the most probable token each time."""
     seed: int
     raw: bool
-    """Without the chat template."""
+    """Whether the prompt is used without the chat template."""
     chats: bool | None = None
-    """Whether the chat template writes the prompt; None: where the tokenizer has one."""
+    """Whether the chat template formats the prompt; None: if the tokenizer has one."""
 
 
 class ModelEvaluationRequest(NamedTuple):
-    """Measure a model in its final form."""
+    """A request to evaluate an exported model."""
 
     model: str
-    """A model.onnx, or a folder of transformers'."""
+    """A model.onnx, or a folder of a transformers model."""
     recipe: str
-    """Resolved, as YAML."""
+    """The resolved recipe, as YAML."""
     modules: str
-    """Folder where the user's own modules may be."""
+    """Folder that may have the user's own modules."""
     json: bool
-    """Print the numbers as JSON."""
+    """Whether the metrics are printed as JSON."""
 
 
 class DataRequest(NamedTuple):
-    """Tokenize a recipe's data into the cache."""
+    """A request to tokenize a recipe's data into the cache."""
 
     recipe: str
-    """Resolved, as YAML."""
+    """The resolved recipe, as YAML."""
 
 
 class DeviceRequest(NamedTuple):
-    """A verb of `ortlaunch device`."""
+    """A request for a verb of `ortlaunch device`."""
 
     verb: str
     artifacts: str
     checkpoint: str | None = None
-    """To begin with; None: the artifacts' own."""
+    """Initial checkpoint; None: the artifacts' own."""
     to: str | None = None
-    """Where the result goes; None: the artifacts' own checkpoint."""
+    """File of the result; None: the artifacts' own checkpoint."""
     steps: int | None = None
-    """Of this training; None: all that are left."""
+    """Steps of this training; None: all remaining ones."""
     checkpoints: tuple[str, ...] = ()
-    """Of clients, to average."""
+    """Checkpoints of clients, to average."""
     weights: tuple[float, ...] | None = None
     recipe: str | None = None
-    """Resolved, as YAML."""
+    """The resolved recipe, as YAML."""
 
 
 Request = (
@@ -100,22 +101,25 @@ Request = (
 
 @dataclass(frozen=True)
 class Task:
-    """One row."""
+    """One row of the table."""
 
     module: str
-    """Its `run`, imported on use, takes the rank's Session, or the request; returns an exit status, or None for 0."""
+    """Module whose function `run`, imported on use, gets the rank's Session or the request, and
+    returns an exit status, or None for 0."""
     request: type[Request] | None = None
-    """Of a task that one process does without a plan; None: ranks of a plan do it."""
+    """Type of the request if one process does the task without a plan; None: ranks of a plan do."""
     saves: bool = False
-    """Whether it trains to the end: writes checkpoints, and has something to save when it is stopped."""
+    """Whether it trains to the end, writes checkpoints, and saves when it is stopped."""
     evaluates: bool = False
-    """Whether it measures a checkpoint on data.evaluation, and needs no training data."""
+    """Whether it evaluates a checkpoint on data.evaluation, and needs no training data."""
     compares: bool = False
-    """Whether it compares the engine with plain PyTorch, leaves records of that alone and no summary."""
+    """Whether it compares the engine with plain PyTorch, and writes only the records of that."""
+    # Not for a bench, whose variants take turns: a waiting one makes no progress.
     watched: bool = False
-    """Whether a rank that makes no progress ends it; variants of a bench take turns."""
+    """Whether a rank without progress ends the task."""
+    # A trial of `micro_size: auto` is expected to run out of memory.
     may_exhaust_memory: bool = False
-    """Whether it is to be the first that a host without memory ends."""
+    """Whether the kernel should end this task first if the host runs out of memory."""
 
 
 TASKS = {
@@ -135,7 +139,7 @@ TASKS = {
 
 
 def run_alone(request: Request) -> int:
-    """Start the process that does a task without a plan; its exit status."""
+    """Run the process of a task without a plan, and return its exit status."""
     name = next(name for name, task in TASKS.items() if task.request is type(request))
     command = [*start.command("ortlaunch.worker.alone"), name]
     return subprocess.run(

@@ -1,7 +1,7 @@
-"""Where the modules that a recipe's factories name are found: installed, beside the recipe or in the current folder.
+"""Find the modules of a recipe's factories: installed, beside the recipe or in the current folder.
 
-A folder of the user's comes onto the path only where it holds such a module, and last: a file that merely lies there
-stands in for no package.
+A folder of the user is added to the path only if it has such a module, and at the end. So other
+files in it replace no installed package.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ortlaunch.recipe import Recipe
 
 
 def make_importable(recipe: Recipe, beside: Path) -> None:
-    """Put the folders of the recipe's factories on the path.
+    """Add the folders of the recipe's factories to the path.
 
     Raises:
-        InputError: an installed module has the name of one of the user's, and would be taken for it.
+        InputError: an installed module has the name of a module of the user, and would replace it.
     """
     for folder in folders(recipe, beside):
         if folder not in sys.path:
@@ -29,12 +29,13 @@ def make_importable(recipe: Recipe, beside: Path) -> None:
 
 
 def folders(recipe: Recipe, beside: Path) -> Iterator[str]:
-    """The folders of the user's that hold the recipe's factories.
+    """Yield the user's folders that have modules of the recipe's factories.
 
     Raises:
-        InputError: as `make_importable`.
+        InputError: an installed module has the name of a module of the user.
     """
     for key, factory in factories(recipe):
+        # Of `package.module:function` only the top-level name is searched for.
         name = factory.partition(":")[0].partition(".")[0]
         folder, mine = _users_own(name, (beside, Path.cwd()))
         installed = _file(importlib.util.find_spec(name))
@@ -49,7 +50,7 @@ def folders(recipe: Recipe, beside: Path) -> Iterator[str]:
 
 
 def factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Key and `module:function` of every factory."""
+    """Yield key and `module:function` of every factory."""
     if recipe.model.factory:
         yield "model.factory", recipe.model.factory
     if recipe.train.hook:
@@ -64,7 +65,10 @@ def factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _users_own(name: str, places: tuple[Path, ...]) -> tuple[str, str | None]:
-    """The first of the folders that holds the module, and the module's file, or folder where it has no __init__.py."""
+    """Return the first folder that has the module, and the module's file; ("", None) if none has.
+
+    A package without __init__.py has a folder instead of a file.
+    """
     for folder in map(os.path.abspath, places):
         spec = PathFinder.find_spec(name, [folder])
         if spec:
@@ -73,7 +77,7 @@ def _users_own(name: str, places: tuple[Path, ...]) -> tuple[str, str | None]:
 
 
 def _file(spec: ModuleSpec | None) -> str | None:
-    """A module's file, or `built-in`; None where there is no module, or a folder without __init__.py."""
+    """Return a module's file, or `built-in`; None without a module or for a namespace package."""
     return spec.origin if spec else None
 
 
