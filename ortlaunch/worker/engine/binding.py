@@ -25,7 +25,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 class Cpu(NamedTuple):
-    """A logical processor, in the order in which cores are dealt out."""
+    """A logical processor, by NUMA node, core and number."""
 
     node: int
     core: int

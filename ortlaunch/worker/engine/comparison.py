@@ -158,7 +158,7 @@ def _derived(
     parameters: Sequence[nn.Parameter],
     scale: float,
 ) -> tuple[float, Tensors]:
-    """The loss and its gradients."""
+    """Return the loss and its gradients."""
     loss = loss_in(call(**batch))
     # backward() would run the hooks by which DistributedDataParallel and DeepSpeed get gradients.
     return float(loss.detach()), torch.autograd.grad(

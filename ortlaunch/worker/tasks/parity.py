@@ -10,7 +10,7 @@ from ortlaunch.worker.training.summary import announce, say_outcome
 
 
 def run(session: Session) -> None:
-    """Compare `engine.parity_steps` steps; nothing is saved or exported.
+    """Compare `engine.parity_steps` steps without saving or exporting anything.
 
     Raises:
         ParityError: the engine differs from plain PyTorch, or plain PyTorch itself runs.
