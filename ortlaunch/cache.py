@@ -93,7 +93,7 @@ def foreign(path: Path) -> str:
 
 
 def _private(group: int) -> bool:
-    """Return whether a group is this user's private one: the primary group, with the user's name."""
+    """Return whether a group is this user's private one: primary, and with the user's name."""
     with contextlib.suppress(KeyError):
         user = pwd.getpwuid(os.geteuid())
         return user.pw_gid == group and grp.getgrgid(group).gr_name == user.pw_name

@@ -16,6 +16,7 @@ class Cause(str, Enum):
 
     RUNNING = "running"
     ENDED_WELL = "ended-well"
+    # The run ended as requested: by a signal, a scheduler or `ortlaunch stop`.
     STOPPED = "stopped"
     OUTLIVED = "outlived"  # killed, because it had not ended in the grace period
     HANG = "hang"
@@ -98,6 +99,7 @@ class Failure:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Failure:
         """Return the failure in job.json; unknown names, such as a later version's, are ignored."""
+        # A newer version may have added fields.
         known = {name: values[name] for name in asdict(cls(Cause.UNKNOWN)) if name in values}
         return cls(**{**known, "cause": Cause(values.get("cause"))})
 

@@ -58,6 +58,7 @@ class OrtlaunchError(Exception):
 class InputError(OrtlaunchError):
     """An error in the user's input; nothing was started."""
 
+    # A restart of the same command would fail again (rank.NO_FAULT).
     exit_status = 2
     cause = Cause.BAD_INPUT
 

@@ -42,6 +42,7 @@ class Metric:
 
 _WORDS = Measure("ortlaunch.worker.evaluation.word_scores:MaskedWords")
 _MASKED = {"masked-lm": _WORDS, "pretraining": _WORDS}
+# Perplexity follows from the loss, so the engine need not output scores.
 _LOSS = Measure("ortlaunch.worker.evaluation.word_scores:LossPerplexity", needs_scores=False)
 _PAIRS = Measure("ortlaunch.worker.evaluation.word_scores:SentencePairScore")
 _SCORES = Measure("ortlaunch.worker.evaluation.scores:Scores")
@@ -49,6 +50,7 @@ _CLASSES = {"sequence-classification": _SCORES, "token-classification": _SCORES}
 _TAGS = {"token-classification": _SCORES}
 _VALUES = {"sequence-regression": _SCORES}
 
+# The order is that of a line of the log.
 METRICS = {
     "loss": Metric(
         "By the run's engine, weighted as in training.", "min", "evaluation loss {:.4f}", {}

@@ -12,7 +12,7 @@ class Launcher(NamedTuple):
     """The properties of a launcher, which starts the ranks of a run."""
 
     module: str
-    """Its backend (launch/), imported on use; "": none, because another program started the ranks."""
+    """Its backend (launch/), imported on use; "": none, another program started the ranks."""
     program: str
     """The command that starts the ranks and waits for them; "": ortlaunch itself."""
     rendezvous: str
@@ -37,6 +37,7 @@ class Launcher(NamedTuple):
 
 INSIDE = "inside"
 """The launcher's name in a plan if the user's own launcher has already started this rank."""
+# No module and no program: ortlaunch starts nothing, and the environment determines the world.
 _INSIDE = Launcher("", "their launcher", "as the launcher's environment says")
 
 LAUNCHERS = {
@@ -70,5 +71,6 @@ def launcher_of(name: str) -> Launcher:
 def rendezvous(name: str, hosts: int) -> str:
     """Return how the ranks of a plan meet, as text."""
     launcher = launcher_of(name)
+    # On one host ortlaunch's launchers use a file, which needs no port.
     alone = hosts == 1 and launcher.is_ours and not launcher.single
     return "a file in the run folder" if alone else launcher.rendezvous

@@ -39,6 +39,7 @@ class ModelTask:
 
 
 MODEL_TASKS = {
+    # BERT's: masked tokens and next-sentence prediction.
     "pretraining": ModelTask(
         "AutoModelForPreTraining", predicts="masked", pairs=True, pipeline="fill-mask"
     ),

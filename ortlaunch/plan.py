@@ -18,6 +18,7 @@ from ortlaunch.launchers import Launcher, launcher_of
 from ortlaunch.rank import Rank
 from ortlaunch.tasks import TASKS, Task
 
+# Names that every machine has for itself.
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -93,7 +94,7 @@ class Bytes(NamedTuple):
 
 
 class HostMemory(NamedTuple):
-    """Bytes of host memory for each rank, without its process and, on a CPU, its training memory."""
+    """Bytes of host memory for each rank, without its process and, on a CPU, the training."""
 
     built: int = 0
     """The model in float32, until it is on its device."""
@@ -113,7 +114,7 @@ class HostMemory(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The memory of a plan: parameter counts, bytes per rank by ZeRO stage, bytes of a checkpoint."""
+    """The memory of a plan: parameters, bytes per rank by ZeRO stage, bytes of a checkpoint."""
 
     parameters: int
     """Parameters of the model; tied ones count once."""
@@ -129,10 +130,10 @@ class Memory(NamedTuple):
     """Rows whose logits exist at one time; 0: all."""
     # A comparison keeps the gradients of both engines.
     compared: int = 0
-    """Bytes on each rank for the gradients of a step that is compared with plain PyTorch; 0: none."""
+    """Bytes on each rank for gradients of a step that is compared with plain PyTorch; 0: none."""
     start: int = 0
-    """Most bytes on each device while the model is moved there and sharded, before the optimizer has
-    state."""
+    """Most bytes on each device while the model is moved there and sharded, before the optimizer
+    has state."""
     host: HostMemory = HostMemory()
     """Bytes of host memory for each rank."""
 
@@ -195,6 +196,7 @@ class Plan:
         """Every rank in order, as the launcher's variables must describe it."""
         world = self.world_size
         return tuple(
+            # Ranks are numbered host by host.
             Rank(node.first_rank + local, world, local, node.slots)
             for node in self.nodes
             for local in range(node.slots)
@@ -202,6 +204,7 @@ class Plan:
 
     def node_of(self, rank: int) -> Node:
         """Return the host of a rank."""
+        # The last host whose first rank is not above it.
         return next(node for node in reversed(self.nodes) if node.first_rank <= rank)
 
     def to_json(self) -> str:
@@ -226,9 +229,10 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Return the plan that `to_json` wrote."""
         value = json.loads(text)
+        # Increased when the meaning of a field changes.
         if value.pop("format") != 1:
             raise PlanError("plan.json was written by another version of ortlaunch")
-        value.pop("world_size")
+        value.pop("world_size")  # in the file for readers; it follows from `nodes`
         memory = value["memory"]
         return cls(
             **{

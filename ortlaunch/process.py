@@ -23,7 +23,8 @@ class ProcessStat(NamedTuple):
     pid: int
     name: str
     state: str
-    """The kernel's letter: R running, S sleeping, D waiting for a disk, T stopped, t traced, Z ended, ..."""
+    """The kernel's letter: R running, S sleeping, D waiting for a disk, T stopped, t traced, Z
+    ended, ..."""
     parent: int
     ticks: int
     """Processor time of the process."""
@@ -47,6 +48,7 @@ def read_stat(pid: int) -> ProcessStat | None:
     # The last parenthesis, because a name may contain one.
     head, _, tail = text.rpartition(")")
     fields = tail.split()
+    # man proc: after the name come state (0), parent (1), ... utime to cstime (11 to 14), start (19).
     user, system, children_user, children_system = map(int, fields[11:15])
     return ProcessStat(
         pid=pid,
@@ -70,6 +72,7 @@ def descendants_of(parent: int) -> list[int]:
     """Return the living children of a process, and their descendants."""
     living = {one.pid: one.parent for one in all_processes() if not one.has_ended}
     found = [parent]
+    # The list grows while it is read: a search by levels.
     for above in found:
         found += [pid for pid, its_parent in living.items() if its_parent == above]
     return found[1:]
@@ -95,6 +98,7 @@ def bytes_moved(pid: int) -> int:
         OSError: the process has ended, or belongs to another user.
     """
     lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    # rchar and wchar, which count sockets and the page cache; read_bytes counts only the disk.
     return sum(int(line.split()[1]) for line in lines[:2])
 
 
@@ -159,6 +163,7 @@ class Process(NamedTuple):
             PermissionError: the process belongs to another user.
         """
         with contextlib.suppress(ProcessLookupError):
+            # Checked first: the id may belong to another process by now.
             if self.lives():
                 os.kill(self.pid, number)
 

@@ -43,7 +43,8 @@ VARIABLES = frozenset(
     _OPEN_MPI_NAMES + _MVAPICH_NAMES + _HYDRA_NAMES + _PALS_NAMES + _TORCH_NAMES
 ).union(_SLURM_NAMES, _SLURM_SIZES, _SLURM_LAYOUTS, (_STEP, _ELASTIC))
 
-# Slurm numbers its batch, interactive and extern steps from the top of 32 bits down; none of them is ranks.
+# Slurm numbers its batch, interactive and extern steps from the top of 32 bits down; none of them
+# consists of ranks.
 _LAST_REAL_STEP = 0xFFFFFFF0
 
 

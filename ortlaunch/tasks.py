@@ -1,4 +1,4 @@
-"""The table of the worker's tasks, for ranks of a plan (`plan.task`) or for one process with a request.
+"""The table of the worker's tasks, for ranks of a plan (`plan.task`) or one process with a request.
 
 Standard library only, for both sides. Requests are sent to the worker as JSON on standard input.
 """
@@ -141,6 +141,7 @@ TASKS = {
 def run_alone(request: Request) -> int:
     """Run the process of a task without a plan, and return its exit status."""
     name = next(name for name, task in TASKS.items() if task.request is type(request))
+    # On standard input, because a prompt may be longer than an argument list allows.
     command = [*start.command("ortlaunch.worker.alone"), name]
     return subprocess.run(
         command, input=json.dumps(request._asdict()), text=True, check=False

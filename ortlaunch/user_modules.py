@@ -24,6 +24,7 @@ def make_importable(recipe: Recipe, beside: Path) -> None:
         InputError: an installed module has the name of a module of the user, and would replace it.
     """
     for folder in folders(recipe, beside):
+        # At the end, so that an installed package always comes first.
         if folder not in sys.path:
             sys.path.append(folder)
 
@@ -82,4 +83,5 @@ def _file(spec: ModuleSpec | None) -> str | None:
 
 
 def _same(one: str, other: str) -> bool:
+    # A package that is installed in editable mode is the user's own file.
     return os.path.realpath(one) == os.path.realpath(other)
