@@ -148,7 +148,7 @@ def selftest(
     queues = nodes > 0 and may_queue(f"Queue a job of {nodes} nodes in Slurm, too?")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "selftest_model.py").write_text(_MODULE, encoding="utf-8")
-    (folder / "recipe.yaml").write_text(_RECIPE % _global_size(hosts), encoding="utf-8")
+    (folder / "recipe.yaml").write_text(_RECIPE % _global_size(hosts, options), encoding="utf-8")
     place = CheckupOptions(folder, port=request.port, ports=request.ports)
     measured = (*_MEASURED, *request.overrides)
     checked = checkup(folder / "recipe.yaml", measured, options, place, environ)
@@ -206,9 +206,10 @@ def _hosts(options: LaunchOptions) -> Sequence[Host]:
     return select(read_hostfile(options.hostfile, 1).hosts, options.include, options.exclude)
 
 
-def _global_size(hosts: Sequence[Host]) -> int:
-    # Divisible by 1, 2 and 4 ranks, and by all slots of the hosts.
-    return math.lcm(4, sum(host.slots for host in hosts) or 1)
+def _global_size(hosts: Sequence[Host], options: LaunchOptions) -> int:
+    # Divisible by 1, 2 and 4 ranks, by all slots of the hosts, and by the requested ranks.
+    ranks = options.processes_per_node or 1
+    return math.lcm(4, sum(host.slots for host in hosts) or 1, ranks * (len(hosts) or 1))
 
 
 def _trainings(options: LaunchOptions, hosts: Sequence[Host], nodes: int) -> Iterator[Training]:

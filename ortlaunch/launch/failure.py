@@ -113,7 +113,7 @@ def _launcher_failure(run: RunDir) -> str:
         return (
             ""
             if said.startswith("SignalException")
-            else (inner[0] if inner else said.splitlines()[0])[:300]
+            else (inner[0] if inner else said.partition("\n")[0])[:300]
         )
     return ""
 

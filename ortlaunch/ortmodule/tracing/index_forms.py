@@ -119,11 +119,15 @@ def diff(g: Any, x: Any, times: Any, dim: Any, before: Any, after: Any) -> Any:
     from torch.onnx import symbolic_helper
 
     axis = symbolic_helper._get_const(dim, "i", "dim")
+    order = symbolic_helper._get_const(times, "i", "n")
+    # torch returns its input then, without the other two.
+    if order == 0:
+        return x
     parts = [part for part in (before, x, after) if not symbolic_helper._is_none(part)]
     x = g.op("Concat", *parts, axis_i=axis) if len(parts) > 1 else x
     # torch's difference of two booleans is their exclusive or.
     minus = "Xor" if is_bool(x) else "Sub"
-    for _ in range(symbolic_helper._get_const(times, "i", "n")):
+    for _ in range(order):
         later = symbolic_helper._slice_helper(g, x, axes=[axis], starts=[1], ends=[sys.maxsize])
         x = g.op(
             minus, later, symbolic_helper._slice_helper(g, x, axes=[axis], starts=[0], ends=[-1])

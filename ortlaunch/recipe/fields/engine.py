@@ -23,7 +23,7 @@ from ortlaunch.recipe.fields.section import (
 # ORTModule's environment variables for these fields are in ort_variables.py. The fields that need
 # CUDA are listed in rules/engine_rules.py.
 class Engine(Section):
-    """What runs the model."""
+    """The engine that runs the model."""
 
     name: Literal["ort", "inductor", "eager", "auto"] = "ort"
     """`ort`: ONNX Runtime's ORTModule. `inductor`: torch.compile. `eager`: plain PyTorch. `auto`:

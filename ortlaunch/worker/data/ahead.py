@@ -75,6 +75,8 @@ class Ahead:
         found = next(self._source)
         # A worker process returns its error in place of the batch; see `_Reads`.
         if isinstance(found, OrtlaunchError):
+            # Else another request for this batch would return the next one.
+            self.close()
             raise found
         self._next = self._after(step, number)
         self._last = (step, number), found

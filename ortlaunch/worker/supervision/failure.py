@@ -152,14 +152,12 @@ class Account:
 
 def _fill(spare: Path, record: Json, size: int) -> None:
     """Write the record into the reserved space; keep only the end of a long traceback."""
-    much = len(json.dumps(record)) - size
-    if much > 0:
-        record = {
-            **record,
-            "message": record["message"][:1000],
-            "folded": "",
-            "traceback": record["traceback"][much + 1000 :],
-        }
+    if len(json.dumps(record)) > size:
+        texts = {name: record[name][:1000] for name in ("message", "detail") if name in record}
+        record = {**record, **texts, "folded": "", "traceback": record["traceback"][-size:]}
+        # A character takes up to six bytes in JSON.
+        while record["traceback"] and (much := len(json.dumps(record)) - size) > 0:
+            record["traceback"] = record["traceback"][max(1, much // 6) :]
     with open(spare, "r+b") as file:
         file.write(json.dumps(record).encode())
         file.truncate()

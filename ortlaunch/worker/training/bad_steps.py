@@ -142,9 +142,7 @@ class BadSteps:
         if found.action == "rollback":
             newest = self._newest()
         if found.action == "rollback" and newest is None:
-            limit = (
-                "train.on_nonfinite is rollback, and no checkpoint could be written to go back to"
-            )
+            limit = f"{_field(found)} is rollback, and no checkpoint could be written to go back to"
         if limit or found.action == "stop":
             found.action = "stop"
             self._record(found)

@@ -94,6 +94,8 @@ def test_torchruns_own_exception_is_no_stop(wanted: bool, run: RunDir) -> None:
         run.launcher_error, {"message": {"message": "SignalException: Process 1 got signal: 15"}}
     )
     assert explain_end(run, 1).status == 85
+    write_json(run.launcher_error, {"message": {"message": ""}})
+    assert explain_end(run, 1).status == 85
 
 
 def test_85_without_a_record_is_no_stop(run: RunDir) -> None:

@@ -120,7 +120,7 @@ def test_the_reference_is_up_to_date() -> None:
     [
         "| `name` | text `^[A-Za-z0-9][A-Za-z0-9._-]*$` | **required** | Name of the run:",
         "| `seed` | integer ≥ 0 < 2,147,483,648 | `42` | Seeds",
-        "| `engine` | [engine](#Engine) |  | What runs the model. |",
+        "| `engine` | [engine](#Engine) |  | The engine that runs the model. |",
         "| `zero` | [zero](#Zero) or null | `null` | DeepSpeed ZeRO.",
         "## `data.train`, `data.train[].source`, `data.evaluation`",
         "| `betas` | [number ≥ 0 < 1, number ≥ 0 < 1] | `[0.9, 0.999]` | Decay",

@@ -37,6 +37,7 @@ FORMS: dict[str, Form] = {
         (h * 0 + 2).std(-1) + h.std(0, unbiased=False).sum()
     ),
     "the spread of each": lambda h, w: torch.std_mean(h * (h[:, :1] > 0), -1)[0],
+    "differences of no order": lambda h, w: torch.diff(h, 0, prepend=h).exp(),
     "the greater of integers": lambda h, w: h * torch.maximum(h.long(), COLUMNS[:1]),
     "integers divided": lambda h, w: (
         h * ((h * 9).long() // 3) + h * ((h * 9).long() // -torch.tensor(4))

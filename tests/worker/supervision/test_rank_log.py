@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, read_json, write_text
+from ortlaunch.worker.supervision import failure
 from tests.makers import host, plan, recipe
 from tests.worker.guarded import guarded, write_plan
 
@@ -168,3 +169,19 @@ def test_an_echo_of_a_cause_that_nobody_tells_speaks_itself(run: RunDir) -> None
     assert ended.record["secondary"]
     assert ended.err.count("RuntimeError: Connection closed by peer") == 1
     assert ended.err.endswith(f"ortlaunch: {ended.record['summary']}\n")
+
+
+def test_a_long_record_fits_the_reserved_space(tmp_path: Path) -> None:
+    """On a full disk, long texts are cut; the end of the traceback stays."""
+    spare = tmp_path / "spare"
+    spare.write_bytes(bytes(32_000))
+    texts = {name: name + "é" * 70_000 for name in ("message", "detail", "folded")}
+    failure._fill(spare, {"rank": 1, **texts, "traceback": "é" * 50_000 + "the last line"}, 32_000)
+    assert spare.stat().st_size <= 32_000
+    record = read_json(spare)
+    assert (record["rank"], record["message"][:8], record["detail"][:7]) == (
+        1,
+        "messageé",
+        "detailé",
+    )
+    assert record["traceback"].endswith("éthe last line")
