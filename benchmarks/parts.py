@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 Step = Callable[[], "float | None"]
-"""One measured act; what it returns is the result in the part's unit, else its wall-clock time is."""
+"""One measured act; the result is its return value in the part's unit, else its time."""
 SECOND = {"ms": 1000.0, "s": 1.0}
 Side = Callable[[], Step]
 """Prepares a side in its process and returns the act."""
@@ -52,7 +52,7 @@ class Part(NamedTuple):
     rounds: int = 5
 
 
-# ------------------------------------------------------------------------------------------------------- set-up
+# ------------------------------------------------------------ set-up
 
 
 def scratch() -> Path:
@@ -131,14 +131,14 @@ def session_of(folder: Path, context: Any, *overrides: str) -> Any:
 
 
 def memory(field: str) -> float:
-    """MiB of this process, of a field of /proc/self/status."""
+    """Return a field of /proc/self/status in MiB."""
     found = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
 
 
 def peak_of(act: Callable[[], object]) -> float:
-    """MiB that an act takes at most beyond what the process has before it."""
+    """Return the peak memory that an act adds to the process, in MiB."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     before = memory("VmRSS")
@@ -146,7 +146,7 @@ def peak_of(act: Callable[[], object]) -> float:
     return memory("VmHWM") - before
 
 
-# ------------------------------------------------------------------------------------- what ranks agree on, heartbeats
+# ------------------------------------------------------------ what ranks agree on, heartbeats
 
 
 def training_step(*, agreed: bool) -> Step:
@@ -207,7 +207,7 @@ def marks(passed: bool) -> Step:
 
 
 def supervisors(count: int) -> Step:
-    """Processor ms a second of so many supervisors of ranks that sleep, ten inspections a second; 0: of the loop."""
+    """Processor ms a second of supervisors of idle ranks, 10 inspections a second; 0: the loop."""
     from ortlaunch.planning.hosts import Host
     from ortlaunch.planning.make_plan import make_plan
     from ortlaunch.planning.workload import workload
@@ -259,7 +259,7 @@ def sleeper() -> int:
 
 
 def beats_of(ranks: int) -> Step:
-    """Rank 0's receipt of the beats of simulated ranks, in percent of a core; none may count as silent."""
+    """CPU use of rank 0 for heartbeats of simulated ranks, in % of a core; none may be silent."""
     from ortlaunch.die_with_parent import die_with_parent
     from ortlaunch.rank import Rank
     from ortlaunch.worker.supervision.exchange import Exchange, beat_seconds
@@ -320,7 +320,7 @@ def beats_of(ranks: int) -> Step:
 
 
 def connections(lazy: str, ranks: int = 32) -> Step:
-    """The most descriptors that two gloo groups of so many ranks add to a rank, in a full mesh or on demand."""
+    """The most descriptors that two gloo groups add to a rank, in a full mesh or on demand."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCH_GLOO_LAZY_INIT=lazy)
     import torch
     import torch.distributed as dist
@@ -362,7 +362,7 @@ def connections(lazy: str, ranks: int = 32) -> Step:
     return step
 
 
-# --------------------------------------------------------------------------------------------------- head and loss
+# ------------------------------------------------------------ head and loss
 
 ROWS = 1024
 WIDTH = 768
@@ -370,7 +370,7 @@ VOCABULARY = 32_000
 
 
 def head(way: str) -> Callable[[], None]:
-    """Forward and backward of a head and its loss: its matmuls alone, on whole logits, in chunks of 160 rows."""
+    """Forward and backward of head and loss: matmuls alone, whole logits, chunks of 160 rows."""
     import torch
     from torch.nn import functional
 
@@ -398,7 +398,7 @@ def head(way: str) -> Callable[[], None]:
 
 
 def minilm_head(engine: str, chunked: bool) -> Step:
-    """Forward and backward of MiniLM's masked-lm head behind 32 x 96 hidden states, 15 % labelled."""
+    """Forward and backward of MiniLM's masked-lm head on 32 x 96 hidden states, 15 % labelled."""
     import torch
     import transformers
 
@@ -447,11 +447,11 @@ def minilm_head(engine: str, chunked: bool) -> Step:
     return step
 
 
-# ----------------------------------------------------------------------------------------------------------- data
+# ------------------------------------------------------------ data
 
 
 def order(computed: bool, samples: int) -> Callable[[list[int]], object]:
-    """The samples at positions of an epoch: of NumPy's permutation in memory, or computed (a Feistel network)."""
+    """Samples at positions of an epoch: NumPy's permutation, or computed (a Feistel network)."""
     import numpy as np
 
     if computed:
@@ -508,7 +508,7 @@ def corpus_in_memory(megabytes: int) -> Step:
 
 
 def fed_step(cached: bool) -> Step:
-    """A step of the tiny BERT on engine ort, on batches that are read, or on one that is always there."""
+    """A step of the tiny BERT on engine ort, on batches that are read, or on one in memory."""
     import torch
 
     from ortlaunch.rank import Rank
@@ -584,11 +584,11 @@ def tokenized_by(way: str) -> Step:
     return step
 
 
-# --------------------------------------------------------------------------------------------- DeepSpeed, the engine
+# ------------------------------------------------------------ DeepSpeed, the engine
 
 
 def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
-    """DeepSpeed's overflow check and gradient norm over BERT-base's shapes on two ranks, its own or ours."""
+    """Overflow check and gradient norm of BERT-base on two ranks, DeepSpeed's or ours."""
     from ortlaunch.worker.engine.allocator import keep_freed_memory
 
     keep_freed_memory(os.environ)
@@ -639,7 +639,7 @@ def network(name: str) -> tuple[Any, Any]:
     from torch import nn
 
     class Squared(nn.Module):
-        """The mean square of what a body returns, or of the sequence of a recurrent one."""
+        """Return the mean square of a body's output, or of a recurrent body's sequence."""
 
         def __init__(self, body: nn.Module) -> None:
             super().__init__()
@@ -691,7 +691,7 @@ def network(name: str) -> tuple[Any, Any]:
 
 
 def torch_in_graph(name: str, way: str) -> Step:
-    """Forward and backward on one thread: eager, or engine ort with `torch_operators` auto or off."""
+    """Forward and backward on one thread: eager, or ort with `torch_operators` auto or off."""
     import torch
 
     from ortlaunch.ortmodule import ORTModule, Settings
@@ -707,7 +707,7 @@ def torch_in_graph(name: str, way: str) -> Step:
     return lambda: module(batch).backward()
 
 
-# -------------------------------------------------------------------------------------------------- whole commands
+# ------------------------------------------------------------ whole commands
 
 
 def recomputed(engine: str, again: bool, unit: str) -> Step:
@@ -747,7 +747,7 @@ def recomputed(engine: str, again: bool, unit: str) -> Step:
 
 
 def last_loss(recipe: str, precision: str) -> Step:
-    """The last of 200 losses on engine eager; `highest` without oneDNN, whose products are those of medium on AMD."""
+    """The last of 200 losses on engine eager; `highest` without oneDNN."""
     how = (
         {"engine.matmul_precision": "medium"}
         if precision == "medium"
@@ -897,7 +897,7 @@ def devices(way: str, rounds: int = 5, steps: int = 20, batch: int = 16) -> Step
 
 
 def on_hosts(way: str, hosts: int = 10, names: int = 10) -> Step:
-    """`ortlaunch doctor --hostfile`, or `ssh HOST true` in parallel, to 100 names of a lab's hosts (root)."""
+    """`ortlaunch doctor --hostfile`, or parallel `ssh HOST true`, to 100 names of a lab (root)."""
     from tests.cluster.lab import LOGIN, Lab, lacking
 
     if lack := lacking():
@@ -921,7 +921,7 @@ def on_hosts(way: str, hosts: int = 10, names: int = 10) -> Step:
     return step
 
 
-# ----------------------------------------------------------------------------------------------------------- table
+# ------------------------------------------------------------ table
 
 
 def of(side: Callable[..., Step], /, *arguments: Any, **named: Any) -> Side:
@@ -1018,7 +1018,7 @@ PARTS: dict[str, Part] = {
 
 
 def be_side(part: Part, name: str) -> None:
-    """Prepare a side, then act whenever it is its turn, without end; a second rank acts along."""
+    """Prepare a side, then act at each of its turns, without end; a second rank acts, too."""
     act = part.sides[name]()
     gate = Gate(1) if os.environ.get("RANK", "0") == "0" else None
     value = None
@@ -1033,7 +1033,7 @@ def be_side(part: Part, name: str) -> None:
 
 
 def measure(name: str, rounds: int | None) -> str:
-    """The table of a part."""
+    """Print the table of a part."""
     part = PARTS[name]
     with tempfile.TemporaryDirectory() as folder:
         sides = {side: [sys.executable, __file__, name, "--side", side] for side in part.sides}

@@ -56,7 +56,7 @@ RACES = {  # contestants, whom they are measured against, shapes, LoRA
 def at_precisions(
     contestants: dict[str, dict[str, Any]], words: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """Ours once at each precision; what others run is PyTorch's default, highest."""
+    """Return our loop at each precision; the others use PyTorch's default, highest."""
     found = {}
     for name, options in contestants.items():
         for word in words if options["loop"] == "ours" else ["highest"]:
@@ -65,7 +65,7 @@ def at_precisions(
 
 
 def rates(words: list[str], vocabulary: int) -> str:
-    """GFLOP/s of an MLP's and the head's product at each precision, and what this processor has for the lower ones."""
+    """Print GFLOP/s of matmuls of MLP and head at each precision, and the processor's units."""
     import torch
 
     from ortlaunch.machine import without_matrix_unit

@@ -45,7 +45,7 @@ ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTHOND
 
 
 def seconds(command: list[str], folder: Path) -> float:
-    """Wall-clock of one whole command."""
+    """Return the wall-clock time of one whole command."""
     started = time.perf_counter()
     result = subprocess.run(
         command, cwd=folder, env=ENVIRON, capture_output=True, text=True, check=False
@@ -57,7 +57,7 @@ def seconds(command: list[str], folder: Path) -> float:
 
 
 def medians(commands: dict[str, list[str]], folder: Path, runs: int) -> dict[str, float]:
-    """Median seconds of each command; the commands take turns, so that a busy moment hits all of them."""
+    """Return median seconds of commands, in turns, so that a busy moment affects all of them."""
     took: dict[str, list[float]] = {name: [] for name in commands}
     for number in range(runs + 1):
         for name, command in commands.items():
@@ -68,7 +68,7 @@ def medians(commands: dict[str, list[str]], folder: Path, runs: int) -> dict[str
 
 
 def comes_back(folder: Path, command: list[str]) -> bool:
-    """Whether `--json` gives a plan that reads back as itself, to the byte."""
+    """Return whether a plan from `--json` can be read and written again without a change."""
     from ortlaunch.plan import Plan
 
     text = subprocess.run(

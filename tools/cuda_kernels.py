@@ -1,13 +1,16 @@
-"""The kernels of ONNX Runtime's CUDA provider, read on a machine without a GPU, and where ORT places a graph's nodes.
+"""List the kernels of ONNX Runtime's CUDA provider, and ORT's placement of nodes, without a GPU.
 
-    tools/cuda_kernels.py WHEEL                            writes ortlaunch/ortmodule/build/cuda_kernels.txt
-    tools/cuda_kernels.py WHEEL --place GRAPH.onnx ...     nodes on the CPU and copies, by ORT's own decision
+    tools/cuda_kernels.py WHEEL
+        writes ortlaunch/ortmodule/build/cuda_kernels.txt
+    tools/cuda_kernels.py WHEEL --place GRAPH.onnx ...
+        prints nodes on the CPU and copies, by ORT's own decision
 
-WHEEL: a file of `pip download onnxruntime-training==1.19.2 --no-deps`, for this Python. The provider is started on
-libraries of CUDA that this script compiles (a C compiler and readelf are needed): each function does nothing, memory
-of the GPU is memory of the host. No kernel can run so, but ORT registers all of them, and assigns and optimizes graphs
-as it would on a GPU. The registry is then read from the process's own memory: its hash map has nodes of (next, key,
-KernelDef*), with keys "NAME DOMAIN CUDAExecutionProvider" (onnxruntime 1.19.2, core/framework/kernel_registry.h and
+WHEEL: a file of `pip download onnxruntime-training==1.19.2 --no-deps`, for this Python. The
+provider is started with stubs of CUDA's libraries that this script compiles (a C compiler and
+readelf are needed): each function does nothing, and GPU memory is host memory. No kernel can run
+so, but ORT registers all of them, and assigns and optimizes graphs as on a GPU. The registry is
+then read from the process's own memory: its hash map has nodes of (next, key, KernelDef*), with
+keys "NAME DOMAIN CUDAExecutionProvider" (onnxruntime 1.19.2, core/framework/kernel_registry.h and
 kernel_def_builder.h, libstdc++).
 """
 
@@ -95,7 +98,7 @@ def main() -> int:
 
 
 def _build_libraries(provider: Path, folder: Path) -> None:
-    """Compile a library for each one of CUDA that the provider is linked to, with the versions of its symbols."""
+    """Compile a stub of each CUDA library of the provider, with the versions of its symbols."""
     listed = subprocess.run(
         ["readelf", "--dyn-syms", "-W", str(provider)], capture_output=True, text=True, check=True
     )
@@ -129,7 +132,7 @@ def _build_libraries(provider: Path, folder: Path) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------- the table
+# ------------------------------------------------------------ the table
 
 
 def _write_table(wheel: Path) -> int:
@@ -158,7 +161,7 @@ def _write_table(wheel: Path) -> int:
 
 
 def _last(domain: str, name: str, first: int) -> int:
-    """The last version of a kernel without one: ORT takes it for nodes of its first version only."""
+    """Return the last version of a kernel that has none: ORT uses it only for its first version."""
     from onnx import defs
 
     later = [
@@ -171,7 +174,7 @@ def _last(domain: str, name: str, first: int) -> int:
 
 
 def _in_one(kernels: set[str]) -> str:
-    """Kernels one after another; those that differ in one constraint alone are one with several types."""
+    """Return kernels as text; those that differ in one constraint are one with several types."""
     kept = [
         dict(words.split("=") for words in one.split())
         for one in sorted(kernels)
@@ -193,7 +196,7 @@ def _in_one(kernels: set[str]) -> str:
 
 
 class _Memory:
-    """This process's own."""
+    """The memory of this process, read by address."""
 
     def __init__(self) -> None:
         self._file = open("/proc/self/mem", "rb", 0)  # noqa: SIM115  (as long as the process)
@@ -216,7 +219,7 @@ class _Memory:
         return struct.unpack(f"<{count}Q", self.read(address, 8 * count))
 
     def string(self, address: int) -> str:
-        """A std::string."""
+        """Return the std::string at an address."""
         begin, size = self.words(address, 2)
         return self.read(begin, size).decode()
 
@@ -238,7 +241,7 @@ def _kernels(memory: _Memory) -> Iterator[tuple[str, str, int, int, str]]:
 
 
 def _kernel(memory: _Memory, at: int) -> tuple[str, str, int, int, str]:
-    """Domain, name, first and last version, and constraints of a KernelDef; it must be at least of CUDA."""
+    """Return domain, name, first and last version, and constraints of a CUDA KernelDef."""
     assert memory.string(at + 72) == PROVIDER
     first, last = struct.unpack("<ii", memory.read(at + 32, 8))
     types = {}
@@ -253,7 +256,7 @@ def _kernel(memory: _Memory, at: int) -> tuple[str, str, int, int, str]:
 
 
 def _type(memory: _Memory, at: int) -> str:
-    """Of an onnxruntime::DataTypeImpl, by the name in its RTTI."""
+    """Return the type of an onnxruntime::DataTypeImpl, by the name in its RTTI."""
     name = (
         memory.read(memory.words(memory.words(memory.words(at)[0] - 8)[0] + 8)[0], 200)
         .partition(b"\0")[0]
@@ -263,7 +266,7 @@ def _type(memory: _Memory, at: int) -> str:
     return _TYPES.get(found[1], found[1]) if found else name
 
 
-# ---------------------------------------------------------------------------------------------------- the placement
+# ------------------------------------------------------------ the placement
 
 
 def _session(model: Any, executed: str = "", severity: int = 3) -> Any:
@@ -287,7 +290,7 @@ def _session(model: Any, executed: str = "", severity: int = 3) -> Any:
 
 
 def _place(graphs: list[Path]) -> int:
-    """Print, for each graph, the nodes that ORT assigns to the CPU and the copies that it inserts."""
+    """Print, for each graph, the nodes that ORT assigns to the CPU and the copies it inserts."""
     import onnx
 
     for path in graphs:

@@ -1,12 +1,12 @@
-"""Nodes without a CUDA kernel in the training graphs of families of transformers, in fp32, fp16 and bf16; no GPU.
+"""List nodes without a CUDA kernel in training graphs of transformers, in fp32, fp16 and bf16.
 
     tools/cuda_zoo.py [TASK:FAMILY ...] [--save FOLDER] [--precisions ...]
 
-Models are the zoo's toys (tests/zoo/families.py), with all weights in the precision, as under ZeRO. A graph is built as
-for a GPU and stopped before its session; in bf16 it is completed as there
-(ortlaunch/ortmodule/graph_repairs/bfloat16.py). Prints, for each family, what bf16 takes from torch or computes in
-float32, and in each precision the nodes that have no CUDA kernel by the table. `--save` keeps the graphs for
-`tools/cuda_kernels.py --place`.
+It needs no GPU. Models are the small ones of the zoo (tests/zoo/families.py), with all weights in
+the precision, as under ZeRO. A graph is built as for a GPU and stopped before its session; in bf16
+the repairs of ortlaunch/ortmodule/graph_repairs/bfloat16.py are applied. The output has, for each
+family, operators that bf16 takes from torch or computes in float32, and in each precision the nodes
+without a CUDA kernel by the table. `--save` keeps the graphs for `tools/cuda_kernels.py --place`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PRECISIONS = ("float32", "float16", "bfloat16")
 
 
 class Stopped(RuntimeError):
-    """A graph is built."""
+    """Raised when a graph is built, to stop before its session."""
 
 
 def main() -> int:

@@ -1,10 +1,11 @@
-"""Small programs drawn by chance, on engine ort against eager PyTorch in float64: outputs and every gradient.
+"""Compare random small programs on engine ort with eager PyTorch in float64: outputs, gradients.
 
 python tools/fuzz_gradients.py --minutes 30 [--first SEED] [--only SEED...] [--cache FOLDER]
 
-A program is a line or a few of fuzz_operators.py behind trained layers, in three batches of changing sizes, a size of 1
-among them. Its seed says it all. Results are kept by seed, and a later call goes on after them; every difference is
-printed with the shortest program that has it. Exit status 1 if there is one.
+A program is one or a few lines of fuzz_operators.py after trained layers, in three batches with
+different sizes, among them a size of 1. Its seed determines it completely. Results are kept by
+seed, and a later call continues after them. Every difference is printed with the shortest program
+that has it. Exit status 1 if there is one.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ DRAWN: dict[str, Callable[[random.Random, int], Any]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """Its forms, as they are in the table, and as lines of Python."""
+    """A program: its forms, as in the table, and its lines of Python."""
 
     seed: int
     start: tuple[str, str]
@@ -85,7 +86,7 @@ class Program:
     inside: bool
 
     def source(self) -> str:
-        """A class Net, whole."""
+        """Return the source of the whole class Net."""
         layers: list[str] = []
 
         def layer(found: re.Match[str]) -> str:
@@ -107,7 +108,7 @@ class Program:
         return net
 
     def batches(self) -> list[Batch]:
-        """Three, of other sizes each; y has sizes of 1 here and there, in all of them or in one."""
+        """Return three batches with different sizes; y has sizes of 1 in all of them or in one."""
         rng = random.Random(self.seed + 1)
         torch.manual_seed(self.seed)
         sizes = [{letter: rng.choice(pool) for letter, pool in POOLS.items()} for _ in range(3)]
@@ -126,7 +127,7 @@ class Program:
 
 
 def program(seed: int) -> Program | None:
-    """The form of this seed, each in its turn, and up to two more behind it; None where eager does not run it."""
+    """Return the program of a seed: its form and up to two more; None if eager cannot run it."""
     rows = [line.split(" | ", 1) for line in FORMS.splitlines() if " | " in line]
     for attempt in range(20):
         rng = random.Random(seed * 1000 + attempt)
@@ -168,7 +169,7 @@ def _rank(made: Program) -> int:
     return max(replace(made, inside=False).net()(*batch).dim() for batch in made.batches())
 
 
-# ------------------------------------------------------------------------------------------------ both sides
+# ------------------------------------------------------------ both sides
 
 
 def eager(net: nn.Module) -> Any:
@@ -184,7 +185,7 @@ def on_ort(net: nn.Module) -> Any:
 def trained(
     made: Program, engine: Callable[[nn.Module], Any], exact: bool = False
 ) -> list[torch.Tensor]:
-    """What comes out, and every gradient, in each batch."""
+    """Return the outputs and every gradient, for each batch."""
     net = made.net().train()
     for layer in net.children():
         if isinstance(layer, nn.BatchNorm1d) and ".eval()" in made.source():
@@ -207,7 +208,7 @@ def trained(
 
 
 def verdict(made: Program) -> tuple[str, str]:
-    """same, differs or refused, and what is to be said of it."""
+    """Return `same`, `differs` or `refused`, with a description."""
     theirs = trained(made, eager)
     try:
         exact = trained(made, eager, exact=True)
@@ -226,7 +227,7 @@ def verdict(made: Program) -> tuple[str, str]:
 
 
 def _difference(mine: torch.Tensor, other: torch.Tensor, true: torch.Tensor) -> str:
-    """Where ours is neither near to float64 nor as near to it as eager's; empty where it is."""
+    """Return where ort is neither close to float64 nor as close as eager; "" if nowhere."""
     if mine.shape != other.shape:
         return f"shape {tuple(mine.shape)}, eager {tuple(other.shape)}"
     if not mine.numel():
@@ -245,7 +246,7 @@ def _difference(mine: torch.Tensor, other: torch.Tensor, true: torch.Tensor) -> 
 
 
 def shortest(made: Program) -> Program:
-    """The least of its lines that still differ."""
+    """Return the smallest program of its lines that still differs."""
     for number in range(len(made.lines)):
         for kept in itertools.combinations(range(len(made.lines)), number):
             less = replace(made, lines=tuple(made.lines[i] for i in kept))
@@ -257,11 +258,11 @@ def shortest(made: Program) -> Program:
     return made
 
 
-# --------------------------------------------------------------------------------------------------- the run
+# ------------------------------------------------------------ the run
 
 
 def main() -> int:
-    """Run programs until the time is over, each in a child of its own, and tell."""
+    """Run programs until the time is over, each in a child process, and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -313,7 +314,7 @@ def _prepare() -> None:
 
 
 def _child(seed: int) -> dict[str, Any]:
-    """A result, also where the process ends."""
+    """Return the result of a program, even if it crashes its process."""
     made = program(seed)
     if made is None:
         return {"seed": seed, "state": "no case", "why": "", "forms": [], "source": ""}
@@ -341,7 +342,7 @@ def _told(made: Program) -> str:
 
 
 def _table(results: Sequence[dict[str, Any]]) -> None:
-    """By form: each result counts for the first one; and all of them together."""
+    """Return counts of results by the first form of the program, and their total."""
     rows: dict[str, Counter[str]] = defaultdict(Counter)
     for one in results:
         if one["forms"]:

@@ -1,9 +1,10 @@
-"""What fuzz_gradients.py builds its programs of: a line for each form, as people write them.
+"""The building blocks of programs in fuzz_gradients.py: a line for each form, as people write them.
 
-Ranks that `h` may have, then Python. `h` is the value so far, `other` one that broadcasts with it, `row` and `number`
-are trained, `fixed` is a buffer, `mask` and `ids` are inputs with a value for each row. In braces, what is drawn:
-{d} a dimension, {ds} several, {b} a truth, {k} 1 to 3, {a} a number, {p} a positive one, {e} an exponent, {i} 0 or -1,
-{L:...} a layer of the model's.
+A line has the ranks that `h` may have, then Python. `h` is the value so far, `other` one that
+broadcasts with it, `row` and `number` are trained, `fixed` is a buffer, `mask` and `ids` are inputs
+with a value for each row. Braces mark random parts: {d} a dimension, {ds} several, {b} a boolean,
+{k} 1 to 3, {a} a number, {p} a positive one, {e} an exponent, {i} 0 or -1, {L:...} a layer of the
+model.
 """
 
 FORMS = """

@@ -1,14 +1,17 @@
-"""A folder of wheels with which a machine that reaches no package registry runs ortlaunch and tests/gpu.
+"""Collect the wheels for ortlaunch and tests/gpu on a machine without access to a package registry.
 
-    python tools/gpu_wheels.py --out wheels                                      for the python3 on this machine's PATH
-    python tools/gpu_wheels.py --out wheels --python 3.12 --torch 2.11.0 --have installed.txt      for one elsewhere
+    python tools/gpu_wheels.py --out wheels
+        for the python3 on this machine's PATH
+    python tools/gpu_wheels.py --out wheels --python 3.12 --torch 2.11.0 --have installed.txt
+        for a Python elsewhere
 
-torch is the target's own and never among them. `installed.txt` is what `python3 -m pip list --format=freeze` prints
-there: none of it is carried, and what is carried fits to it. On the target then:
+torch is the target's own and never included. `installed.txt` is the output of `python3 -m pip list
+--format=freeze` there: none of these packages is included, and all others fit them. Then, on the
+target:
 
     python3 -m pip install --no-index --no-deps wheels/*.whl
 
-Exit status 1 where they are larger than the limit.
+Exit status 1 if the wheels are larger than the limit.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ print(json.dumps({"python": "%d.%d" % sys.version_info[:2], "machine": platform.
 
 
 def main() -> int:
-    """Make the folder."""
+    """Create the folder of wheels; return the exit status."""
     options = _options()
     target = _target(options)
     if options.out.exists() and any(options.out.iterdir()):
@@ -83,11 +86,11 @@ def _refuse(problem: str, status: int = 2) -> int:
     return status
 
 
-# --------------------------------------------------------------------------------------------- what the target is
+# ------------------------------------------------------------ the target
 
 
 def _target(options: argparse.Namespace) -> dict[str, Any]:
-    """Python, glibc, machine and packages with versions: as given, else as its Python answers."""
+    """Return Python, glibc, machine and packages of the target, from options or its Python."""
     if options.python is None:
         asked: dict[str, Any] = json.loads(
             subprocess.run(
@@ -130,17 +133,17 @@ def _pins(lines: Iterable[str], file: Path) -> Iterable[tuple[str, str]]:
 
 
 def platforms(machine: str, glibc: str) -> list[str]:
-    """Every tag of a wheel that runs on this glibc; pip matches tags exactly."""
+    """Return every platform tag of a wheel that runs on this glibc; pip matches tags exactly."""
     newest = int(glibc.partition(".")[2])
     return [*(f"manylinux_2_{minor}_{machine}" for minor in range(newest, 4, -1)),
             *(f"manylinux{year}_{machine}" for year in ("2014", "2010", "1"))]  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------- what is carried
+# ------------------------------------------------------------ the wheels
 
 
 def _collect(target: dict[str, Any], options: argparse.Namespace, scratch: Path) -> str:
-    """Fill the folder; why that failed, or an empty text."""
+    """Fill the folder; return the reason of a failure, else ""."""
     stand_ins = scratch / "there"
     built = scratch / "built"
     stand_ins.mkdir()
@@ -165,7 +168,7 @@ def _collect(target: dict[str, Any], options: argparse.Namespace, scratch: Path)
 
 
 def stand_in(folder: Path, name: str, version: str) -> str:
-    """An empty wheel, which needs nothing, of a package that is on the target; its version, which no registry has."""
+    """Write an empty wheel for a package of the target; return its version, which no registry has."""
     module = re.sub(r"[-_.]+", "_", name)
     version = version.partition("+")[0] + THERE
     info = f"{module}-{version}.dist-info"
@@ -181,7 +184,7 @@ def stand_in(folder: Path, name: str, version: str) -> str:
 
 
 def _tested_beside(there: Iterable[str]) -> list[str]:
-    """Tested versions of everything that is not there."""
+    """Return tested versions of all packages that the target lacks."""
     named = {_canonical(name) for name in there}
     tested = [
         line
@@ -196,7 +199,7 @@ def _canonical(name: str) -> str:
 
 
 def _build(built: Path, extras: list[str], there: Iterable[str], scratch: Path) -> str:
-    """Wheels of what has none: ortlaunch from a copy of this tree, and DeepSpeed without operators."""
+    """Build missing wheels: ortlaunch from a copy of this tree, DeepSpeed without operators."""
     copy = scratch / "ortlaunch"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
     problem = _pip("wheel", "--no-deps", "--wheel-dir", str(built), str(copy))
@@ -210,7 +213,7 @@ def _build(built: Path, extras: list[str], there: Iterable[str], scratch: Path) 
 
 
 def _pip(*words: str) -> str:
-    """Run pip; the errors that it printed, or an empty text."""
+    """Run pip; return the errors that it printed, else ""."""
     command = [
         sys.executable,
         "-m",
@@ -225,7 +228,7 @@ def _pip(*words: str) -> str:
     return "" if done.returncode == 0 else " / ".join(errors) or done.stderr[-500:]
 
 
-# --------------------------------------------------------------------------------------------------- conclusion
+# ------------------------------------------------------------ conclusion
 
 
 def _conclusion(options: argparse.Namespace, target: dict[str, Any]) -> int:

@@ -1,8 +1,9 @@
-"""Which torch and transformers engine ort runs on: every pair installed, trained against eager, and written down.
+"""Test which versions of torch and transformers engine ort runs on; write docs/matrix.md.
 
-`make matrix`, or `python tools/matrix.py --torch 2.8.0` for one row. One environment per torch, made in the cache
-folder, transformers exchanged in it, and deleted when its row is done (torch with CUDA's libraries is 3-6 GB); what is
-done is kept in results.json there, and a later call goes on after it. Standard library only. Writes docs/matrix.md.
+`make matrix`, or `python tools/matrix.py --torch 2.8.0` for one row. Every pair is installed and
+trained against eager. There is one environment for each torch in the cache folder, deleted when its
+row is done (torch with CUDA's libraries is 3-6 GB); transformers is exchanged in it. Results are
+kept in results.json there, and a later call continues after them. Standard library only.
 """
 
 from __future__ import annotations
@@ -96,13 +97,13 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# ------------------------------------------------------------------------------------------------------- one row
+# ------------------------------------------------------------ one row
 
 
 def _row(
     torch: str, wanted: list[str], results: dict[str, Any], options: argparse.Namespace
 ) -> None:
-    """One environment for one torch: install it, build ORT's extensions, try each transformers in it."""
+    """Test one torch: install it, build ORT's extensions, try each transformers with it."""
     row = results[torch] = {"cells": {}, **results.get(torch, {})}
     environment = options.cache / f"torch-{torch}"
     try:
@@ -118,7 +119,7 @@ def _row(
 
 
 def _install_torch(environment: Path, torch: str, row: dict[str, Any]) -> str:
-    """Why torch and what goes with it do not install, or an empty text."""
+    """Install torch and its companions; return the reason of a failure, else ""."""
     if not (environment / "bin" / "python").exists():
         free = shutil.disk_usage(environment.parent).free
         if free < ENOUGH_DISK:
@@ -138,7 +139,7 @@ def _install_torch(environment: Path, torch: str, row: dict[str, Any]) -> str:
 
 
 def _set_up(environment: Path, row: dict[str, Any]) -> str:
-    """Build ORT's torch extensions; why that failed, or an empty text."""
+    """Build ORT's torch extensions; return the reason of a failure, else ""."""
     start = time.monotonic()
     module = "ortlaunch.ortmodule.build.extensions"
     code = (
@@ -154,7 +155,7 @@ def _set_up(environment: Path, row: dict[str, Any]) -> str:
 
 
 def _cell(environment: Path, transformers: str) -> dict[str, Any]:
-    """Every check's answer with this transformers."""
+    """Return the result of every check with this transformers."""
     problem = _pip(environment, f"transformers=={transformers}", *_pins(), "peft")
     if problem:
         return {"error": problem}
@@ -173,7 +174,7 @@ def _check(environment: Path, check: str) -> dict[str, Any]:
     return answer
 
 
-# --------------------------------------------------------------------------------------------- its environment
+# ------------------------------------------------------------ its environment
 
 
 def _python() -> str:
@@ -188,7 +189,7 @@ def _pins() -> list[str]:
 
 
 def _pip(environment: Path, *requirements: str) -> str:
-    """Install; why it failed, or an empty text."""
+    """Install packages; return the reason of a failure, else ""."""
     command = [
         environment / "bin" / "python",
         "-m",
@@ -204,7 +205,7 @@ def _pip(environment: Path, *requirements: str) -> str:
 
 
 def _newest_patch(torch: str, problem: str) -> str:
-    """The newest patch of the same minor version that pip names where it has not this one, or an empty text."""
+    """Return the newest patch of the same minor version that pip suggests, else ""."""
     minor = torch.rpartition(".")[0]
     patches = re.findall(
         rf"(?<![\d.]){re.escape(minor)}\.(\d+)(?![\w.])", problem.partition("from versions:")[2]
@@ -234,7 +235,7 @@ def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["no message"])[-1][:300]
 
 
-# ------------------------------------------------------------------------------------------- what is written down
+# ------------------------------------------------------------ the table
 
 
 def _read(cache: Path) -> dict[str, Any]:
@@ -254,7 +255,7 @@ def _passed(answer: dict[str, Any]) -> bool:
 
 
 def _told(row: dict[str, Any], transformers: str) -> str:
-    """A cell in one line: what is ok and how far from eager, then what is not and why."""
+    """Return a cell as one line: checks that pass with their difference, then failures."""
     cell = row["cells"].get(transformers)
     if cell is None:
         return "not run"

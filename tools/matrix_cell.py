@@ -1,4 +1,4 @@
-"""One check of one cell of tools/matrix.py: a small model trained on ORT and in eager PyTorch; prints what came out.
+"""One check of a cell of tools/matrix.py: train a small model on ORT and in eager PyTorch, compare.
 
 Runs in the cell's own environment, one process per check: `python tools/matrix_cell.py CHECK`.
 """
@@ -26,7 +26,7 @@ SIZES = {
 
 
 def main(check: str) -> int:
-    """Print, as JSON, the largest differences of losses and gradients, or why ORT refused the model."""
+    """Print, as JSON, the largest differences of losses and gradients, or ORT's error."""
     from ortlaunch.ortmodule.repaired import import_ortmodule
 
     import_ortmodule()  # before transformers, as the worker does
@@ -40,7 +40,7 @@ def main(check: str) -> int:
 
 
 def compare(model: nn.Module, batch: Batch) -> dict[str, float]:
-    """Largest relative differences over a few AdamW steps: of the losses, and of the first step's gradients."""
+    """Return the largest relative differences of AdamW steps' losses and first gradients."""
     from ortlaunch.ortmodule import ORTModule, Settings
 
     ours = ORTModule(copy.deepcopy(model), Settings(threads=1))
@@ -55,7 +55,7 @@ def compare(model: nn.Module, batch: Batch) -> dict[str, float]:
 
 
 def trained(module: Any, batch: Batch) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of every step, gradients of the first."""
+    """Return the losses of every step and the gradients of the first."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     losses = []
@@ -72,11 +72,11 @@ def trained(module: Any, batch: Batch) -> tuple[list[float], dict[str, torch.Ten
     return losses, gradients
 
 
-# ------------------------------------------------------------------------------------------------ the models
+# ------------------------------------------------------------ the models
 
 
 def bert() -> tuple[nn.Module, Batch]:
-    """A two-layer BERT for masked language modelling, written-out attention."""
+    """Return a two-layer BERT for masked language modelling with eager attention."""
     import transformers
 
     config = transformers.BertConfig(
@@ -86,7 +86,7 @@ def bert() -> tuple[nn.Module, Batch]:
 
 
 def llama() -> tuple[nn.Module, Batch]:
-    """A two-layer Llama with grouped keys and torch's fused attention."""
+    """Return a two-layer Llama with grouped keys and torch's fused attention."""
     import transformers
 
     config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, use_cache=False)
@@ -94,7 +94,7 @@ def llama() -> tuple[nn.Module, Batch]:
 
 
 def lora() -> tuple[nn.Module, Batch]:
-    """The same Llama with adapters on queries and values, and all else frozen."""
+    """Return the same Llama with adapters on queries and values, and all else frozen."""
     import peft
 
     module, batch = llama()
@@ -111,7 +111,7 @@ def lora() -> tuple[nn.Module, Batch]:
 
 
 class Doubled(torch.autograd.Function):
-    """A backward twice the derivative of its forward, from what the forward saved."""
+    """A function whose backward is twice the derivative, from tensors that the forward saved."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Custom(nn.Module):
-    """Two layers with the function between them."""
+    """Two layers with that function between them."""
 
     def __init__(self) -> None:
         super().__init__()

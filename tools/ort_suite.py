@@ -1,10 +1,11 @@
-"""ONNX Runtime's own ORTModule tests, adapted to a CPU, on ORTModule as ortlaunch repairs it.
+"""Run ONNX Runtime's own ORTModule tests on a CPU, with ORTModule as ortlaunch repairs it.
 
 python tools/ort_suite.py FOLDER [FILE]... [--timeout SECONDS]
 
-FOLDER has the files of orttraining/orttraining/test/python of github.com/microsoft/onnxruntime at tag v1.19.2 (this
-fetches nothing). Adapted copies and results go to FOLDER/cpu. A failure is expected where a reason below fits it; exit
-status 1 if one has none. An hour on two cores.
+FOLDER has the files of orttraining/orttraining/test/python of github.com/microsoft/onnxruntime at
+tag v1.19.2 (nothing is downloaded). Adapted copies and results are written to FOLDER/cpu. A failure
+is expected if a reason below matches it; exit status 1 if one has none. Takes an hour on two
+cores.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def main() -> int:
 
 
 def adapt(originals: Path, work: Path) -> None:
-    """Copies that run on a CPU."""
+    """Write copies of the tests that run on a CPU."""
     work.mkdir(exist_ok=True)
     for file in originals.glob("*.*"):
         text = file.read_text()
@@ -172,7 +173,7 @@ def run(work: Path, name: str, timeout: int) -> list[str]:
 
 
 def reason(text: str) -> str:
-    """Why a failure is expected, or a question mark."""
+    """Return why a failure is expected; "?" if it is not."""
     return next((why for found, why in REASONS if re.search(found, text, re.DOTALL)), "?")
 
 

@@ -1,6 +1,6 @@
-"""pytest plugin of tools/ort_suite.py: ORTModule in ONNX Runtime's own tests gets what ortlaunch's gives it.
+"""The pytest plugin of tools/ort_suite.py: apply ortlaunch's settings to ORTModule in ORT's tests.
 
-Variables and DebugOptions that a test sets stay the test's; the rest is `Settings`.
+Variables and DebugOptions that a test sets stay as the test sets them; the rest is `Settings`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LARGEST = 160_000  # numbers in a transposed tensor: others have up to 1 GB, fo
 
 
 def pytest_configure() -> None:
-    """Before the tests' files import ORTModule."""
+    """Patch ORTModule before the tests' files import it."""
     options.prepare(_SETTINGS)
     ortmodule: Any = module.import_repaired()
     ortmodule.ORTModule.__init__ = _as_wrapped(ortmodule.ORTModule.__init__)
@@ -52,7 +52,7 @@ def _as_wrapped(init: Any) -> Any:
 
 
 def _without_hub() -> None:
-    """bert-base-uncased is its architecture with random weights."""
+    """Replace bert-base-uncased by its architecture with random weights."""
     asked = transformers.AutoConfig.from_pretrained
 
     def config(name: str, *args: Any, cache_dir: Any = None, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def _shape(item: Any) -> tuple[int, ...]:
 
 @pytest.fixture(autouse=True)
 def _variables_as_before() -> Iterator[None]:
-    """A test that fails before it removes its variables must not fail the next ones."""
+    """Restore variables after a test, so that a failed one does not affect the next ones."""
     before = {name: value for name, value in os.environ.items() if name.startswith("ORTMODULE")}
     yield
     for name in [name for name in os.environ if name.startswith("ORTMODULE")]:
