@@ -43,6 +43,11 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type and arguments if it has none."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 class OrtlaunchError(Exception):
     """The base class; ``str(error)`` is the whole message for the user."""
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from ortlaunch.errors import first_line
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.reading import (
     LONGEST_TEXT,
@@ -114,9 +115,7 @@ def _of_the_hub(source: Corpus) -> Iterator[Row]:
         raise DataError(f"{named(source)}: has no rows") from None
     # The errors of pyarrow and of the hub are subclasses of these.
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{named(source)}: cannot be read: {(str(error) or repr(error)).splitlines()[0]}"
-        ) from error
+        raise DataError(f"{named(source)}: cannot be read: {first_line(error)}") from error
 
 
 def files(source: Corpus) -> list[str]:
@@ -195,7 +194,7 @@ def _commit(source: Corpus) -> str:
             source.name, source.subset, revision=source.revision
         ).hash
     except (OSError, ValueError) as error:
-        reason = (str(error) or repr(error)).splitlines()[0]
+        reason = first_line(error)
         mend = "to train offline, give the commit as data.*.revision"
         raise DataError(f"{named(source)}: cannot be read: {reason}; {mend}") from error
     return found

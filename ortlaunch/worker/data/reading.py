@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from ortlaunch.cause import Cause
-from ortlaunch.errors import InputError
+from ortlaunch.errors import InputError, first_line
 from ortlaunch.json_types import Json
 
 _OPENED: dict[str, Callable[[BinaryIO], Any]] = {
@@ -103,7 +103,7 @@ def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row
         ) from None
     # The errors of pyarrow are subclasses of these.
     except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", None) or (str(error) or repr(error)).splitlines()[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise DataError(f"{path}: cannot be read as {form}: {reason}") from error
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from ortlaunch.cache import cache_folder, renew
-from ortlaunch.errors import InputError
+from ortlaunch.errors import InputError, first_line
 from ortlaunch.recipe.fields.data import Data, TokenizerTraining, is_chat
 from ortlaunch.worker.data.chat_rows import chat_texts
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
@@ -74,7 +74,7 @@ def _loaded(data: Data, kept: Path | None) -> Any:
         return AutoTokenizer.from_pretrained(kept or data.tokenizer)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"data.tokenizer: cannot load {data.tokenizer!r}: {str(error).splitlines()[0]}; "
+            f"data.tokenizer: cannot load {data.tokenizer!r}: {first_line(error)}; "
             "give a local folder, a hub id you can reach, or {train: wordpiece, vocab_size: 30522}"
         ) from None
 

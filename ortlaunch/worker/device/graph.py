@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError, InputError
+from ortlaunch.errors import EngineError, InputError, first_line
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, stack_of
@@ -136,7 +136,7 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
         # The exporter raises many classes of errors; each of them is reported.
         except Exception as error:
             raise EngineError(
-                f"--format ondevice: the model does not export: {str(error).splitlines()[0]}"
+                f"--format ondevice: the model does not export: {first_line(error)}"
             ) from error
     _write_sizes(path, batches)
     return _sorted(module, Forward(path, inputs, outputs, [], [], [], {}))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError, MissingDependency
+from ortlaunch.errors import InputError, MissingDependency, first_line
 from ortlaunch.json_types import Json
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.memory import padded_vocabulary
@@ -222,7 +222,7 @@ def _transformers_model(recipe: Recipe, data: LoadedData) -> tuple[nn.Module, Lo
             partial=recipe.model.allow_partial, attn_implementation=attention, torch_dtype=torch.float32,
         )  # fmt: skip
     except (OSError, ValueError) as error:
-        raise InputError(f"model: {str(error).splitlines()[0]}") from error
+        raise InputError(f"model: {first_line(error)}") from error
     # The config's class accepts some wrong values, which then fail in the model's constructor.
     except (TypeError, KeyError, AttributeError) as error:
         raise InputError(f"model.config: {type(error).__name__}: {error}") from error
@@ -246,7 +246,7 @@ def config_of(recipe: Recipe, data: LoadedData) -> Any:
     except (OSError, ValueError) as error:
         if source is None:
             raise InputError(f"model.config.model_type: transformers knows no {kind!r}") from None
-        raise InputError(f"model.pretrained: got {source}: {str(error).splitlines()[0]}") from None
+        raise InputError(f"model.pretrained: got {source}: {first_line(error)}") from None
     if kind not in (None, config.model_type):
         raise InputError(
             f"model.config.model_type: got {kind}, and model.pretrained is of type "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError, InputError, MissingDependency
+from ortlaunch.errors import EngineError, InputError, MissingDependency, first_line
 from ortlaunch.ortmodule.torch_in_graph.operator_table import with_forms
 from ortlaunch.ortmodule.tracing.tracing import with_autocasts_cache
 from ortlaunch.recipe import Recipe
@@ -223,7 +223,7 @@ def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) ->
         # The exporter raises many classes of errors; each of them is reported.
         except Exception as error:
             raise EngineError(
-                f"--format onnx: the model does not export: {_first_line(error)}"
+                f"--format onnx: the model does not export: {first_line(error)}"
             ) from error
     # The exporter sets every module to the mode of the outermost one.
     _require_evaluation(whole)
@@ -248,10 +248,6 @@ def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) ->
 def _require_evaluation(module: nn.Module) -> None:
     training = [name for name, part in module.named_modules() if part.training]
     assert not training, f"not in evaluation mode: {training[:3]}"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _inputs_of_graph(path: Path, inputs: list[str]) -> list[str]:
@@ -287,7 +283,7 @@ def difference(whole: Logits | Outputs, batch: Batch, path: Path) -> float:
     # onnxruntime has a class of its own for each type of error.
     except Exception as error:
         raise EngineError(
-            f"--format onnx: ONNX Runtime cannot run it: {_first_line(error)}"
+            f"--format onnx: ONNX Runtime cannot run it: {first_line(error)}"
         ) from error
     return largest(
         _apart(torch.from_numpy(one), other) for one, other in zip(found, whole(*batch.values()))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ortlaunch.errors import InputError, MissingDependency
+from ortlaunch.errors import InputError, MissingDependency, first_line
 from ortlaunch.json_types import Json
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.worker.data import IGNORED
@@ -83,9 +83,7 @@ def _session(path: Path) -> Any:
         return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     # onnxruntime has a class of its own for each type of error.
     except Exception as error:
-        raise InputError(
-            f"{path}: onnxruntime cannot load it: {str(error).splitlines()[0]}"
-        ) from None
+        raise InputError(f"{path}: onnxruntime cannot load it: {first_line(error)}") from None
 
 
 def loss(task: str, output: Batch, batch: Batch) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ortlaunch.errors import LaunchError, MissingDependency, WorldError
+from ortlaunch.errors import LaunchError, MissingDependency, WorldError, first_line
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank, detect
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
@@ -82,7 +82,7 @@ def join(plan: Plan, rank: Rank, run: RunDir, backend: Mapping[str, Any]) -> Non
     except dist.DistNetworkError as error:
         if store is not None:
             raise
-        raise cannot_meet(os.environ, str(error).splitlines()[0]) from None
+        raise cannot_meet(os.environ, first_line(error)) from None
 
 
 def uses_mpi(launcher: str) -> bool:

@@ -153,7 +153,9 @@ class Account:
 def _fill(spare: Path, record: Json, size: int) -> None:
     """Write the record into the reserved space; keep only the end of a long traceback."""
     if len(json.dumps(record)) > size:
-        texts: Json = {name: record[name][:1000] for name in ("message", "detail") if name in record}
+        texts: Json = {
+            name: record[name][:1000] for name in ("message", "detail") if name in record
+        }
         record = {**record, **texts, "folded": "", "traceback": record["traceback"][-size:]}
         # A character takes up to six bytes in JSON.
         while record["traceback"] and (much := len(json.dumps(record)) - size) > 0:

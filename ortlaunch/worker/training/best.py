@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ortlaunch.errors import HookError, InputError
+from ortlaunch.errors import HookError, InputError, first_line
 from ortlaunch.evaluation_metrics import metrics_of
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
@@ -73,7 +73,7 @@ def require_metrics(session: Session) -> None:
         except HookError as error:
             if session.group.rank == 0:
                 print(
-                    f"train.metric cannot be tried before step 1: {str(error).splitlines()[0]}",
+                    f"train.metric cannot be tried before step 1: {first_line(error)}",
                     flush=True,
                 )
             return
