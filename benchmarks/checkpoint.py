@@ -1,11 +1,13 @@
-"""Checkpoints of two ranks under ZeRO 1: save, load and bytes beside DeepSpeed's and torch.save; async beside sync.
+"""Compare checkpoints of two ranks under ZeRO 1 with DeepSpeed's and torch.save; async with sync.
 
     python benchmarks/checkpoint.py [--parameters 300e6] [--rounds 3] [--steps 4] [--folder .]
 
-All ways take turns in the same two processes, on the disk of --folder. DeepSpeed and torch.save leave their bytes in
-the disk's cache; they are timed without and with the flush that ours always has. Loads are from that cache. Then steps
-of training alone, with one save that they wait for, and with one written beside them; the disk's rate is `dd` with
-fsync, the memory's a copy of the same size. Needs about 60 bytes of memory and 20 of disk for each parameter.
+All ways run in turns in the same two processes, on the disk of --folder. DeepSpeed and torch.save
+leave their bytes in the disk's cache; they are timed without and with the flush that ours always
+has. Loads are from that cache. Then steps of training are timed alone, with one save that they wait
+for, and with one that is written beside them. The disk's rate is that of `dd` with fsync, the
+memory's that of a copy of the same size. Needs about 60 bytes of memory and 20 of disk for each
+parameter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Training loops that take turns: A B C A B C ..., each in a process of its own that sleeps while others run.
+"""Run training loops in turns: A B C A B C ..., each in a process that sleeps while others run.
 
-A contestant calls `Gate.step` at the beginning of every training step. `race` starts them, gives out the turns and
-returns the seconds per step of every turn; the first turn, with export or compilation in it, is a warm-up.
+A contestant calls `Gate.step` at the beginning of every training step. `race` starts them, assigns
+the turns and returns the seconds per step of every turn; the first turn, which includes export or
+compilation, is a warm-up.
 """
 
 from __future__ import annotations

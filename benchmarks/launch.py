@@ -1,12 +1,14 @@
-"""From the command to the first line of the ranks' program: ortlaunch, torchrun, accelerate, deepspeed; 2 processes.
+"""Time the start of 2 processes: ortlaunch, torchrun, accelerate, deepspeed.
 
     python benchmarks/launch.py [--rounds N] [--hosts]
 
---hosts: on two hosts of a lab of its own (tests/cluster/lab.py: root, Debian's packages), beside mpirun, and torchrun
-started by hand through ssh on each. ortlaunch looks at the hosts first (launch.preflight).
+--hosts: on two hosts of a lab of its own (tests/cluster/lab.py: root, Debian's packages), beside
+mpirun, and torchrun started by hand through ssh on each. ortlaunch checks the hosts first
+(launch.preflight).
 
-The peers start a script that imports nothing heavy and writes the time. ortlaunch starts its real worker, whose first
-act is to open the rank's logs. Each time is that of the later of the two ranks; interleaved, medians.
+The time is from the command to the first line of the ranks' program. The peers start a script that
+imports nothing heavy and writes the time. ortlaunch starts its real worker, whose first act is to
+open the rank's logs. Each time is that of the later of the two ranks; interleaved, medians.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""One training loop of the contest: ours on any engine, bare loops, Hugging Face Trainer, accelerate with DeepSpeed.
+"""One training loop of the contest: ours on any engine, bare loops, Trainer, accelerate + DeepSpeed.
 
-python benchmarks/loops.py CONTESTANT SHAPE STEPS_A_TURN ['{"lora": true}']     (benchmarks/peers.py starts these)
+python benchmarks/loops.py CONTESTANT SHAPE STEPS_A_TURN ['{"lora": true}']
+    (benchmarks/peers.py starts these)
 
-All train the same model from the same weights' seed on the same batches with the same optimizer and clipping.
+All train the same model from the same seed on the same batches with the same optimizer and
+clipping.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every engine x launch x ZeRO stage against plain PyTorch: the largest relative difference of the loss, as a table.
+"""Compare every engine x launch x ZeRO stage with plain PyTorch: largest relative loss difference.
 
 python benchmarks/parity.py [--engines eager,inductor,ort] [--keep FOLDER]
 """

@@ -1,10 +1,11 @@
-"""What one part of ortlaunch costs or saves: two or more ways to do the same work, in turns A B A B, medians.
+"""Measure the cost or gain of single parts: two or more ways to do the same work, in turns, medians.
 
     python benchmarks/parts.py                       list the parts
     python benchmarks/parts.py NAME... [--rounds 5]  measure some; `all` measures every one
 
-Each side is a process of its own that sleeps during the turns of the others (contest.py). Sides of two ranks fork the
-second rank. The first side of a part is the one that the others are compared with. Not all units are better when small.
+Each side is a process of its own that sleeps during the turns of the others (contest.py). Sides of
+two ranks fork the second rank. The first side of a part is the one that the others are compared
+with. Not every unit is better when smaller.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Part(NamedTuple):
 
 
 def scratch() -> Path:
-    """A new folder, which is deleted after the race."""
+    """Return a new folder, which is deleted after the race."""
     return Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]))
 
 
@@ -79,7 +80,10 @@ def train(recipe: Path, folder: Path, **settings: Any) -> list[dict[str, Any]]:
 
 
 def two_ranks() -> Any:
-    """The distributed context of this process and of a fork, on gloo; both have the same scratch folder."""
+    """Return the distributed context of this process and of a fork, on gloo.
+
+    Both have the same scratch folder.
+    """
     meeting = scratch() / "meeting"
     rank = int(os.fork() == 0)
     for name, value in (
@@ -96,7 +100,7 @@ def two_ranks() -> Any:
     from ortlaunch.rank import Rank
     from ortlaunch.worker.process_group.distributed import DistributedContext
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # two ranks share two cores
     dist.init_process_group("gloo", store=dist.FileStore(str(meeting), 2), rank=rank, world_size=2)
     return DistributedContext(Rank(rank, 2, rank, 2), torch.device("cpu"))
 
@@ -146,7 +150,7 @@ def peak_of(act: Callable[[], object]) -> float:
     return memory("VmHWM") - before
 
 
-# ------------------------------------------------------------ what ranks agree on, heartbeats
+# ------------------------------------------------------------ agreement of ranks, heartbeats
 
 
 def training_step(*, agreed: bool) -> Step:
@@ -201,6 +205,7 @@ def marks(passed: bool) -> Step:
                 pulse.at(stage)
             if passed:
                 pulse.step()
+        # Seconds of 10,000 steps in microseconds a step.
         return (time.process_time() - began) * 100
 
     return step
@@ -240,6 +245,7 @@ def supervisors(count: int) -> Step:
             for dog, child in zip(dogs, children):
                 dog.look(child)
             time.sleep(0.1)
+        # 50 rounds of 0.1 s are 5 s.
         return (time.process_time() - began) / 5 * 1000
 
     return step
@@ -713,8 +719,8 @@ def torch_in_graph(name: str, way: str) -> Step:
 def recomputed(engine: str, again: bool, unit: str) -> Step:
     """A Llama of 12 layers of 256: MiB that activations of 8 samples take, or seconds of a step.
 
-    Activations are the peak of a run with a full micro batch less that of a run with one sample, as much larger as the
-    batch: what a process holds anyway is in both.
+    Activations are the peak of a run with a full micro batch less that of a run with one sample,
+    scaled to the whole batch: both include the memory of the process itself.
     """
     micro = 8
     sizes = {"hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4, "intermediate_size": 704,
@@ -751,6 +757,7 @@ def last_loss(recipe: str, precision: str) -> Step:
     how = (
         {"engine.matmul_precision": "medium"}
         if precision == "medium"
+        # On AMD oneDNN computes the matmuls of `highest` in the same way as those of `medium`.
         else {"engine.onednn": "false"}
     )
 
@@ -766,8 +773,8 @@ def last_loss(recipe: str, precision: str) -> Step:
 def held_out(way: str, steps: int = 2000) -> Step:
     """Nats for each masked word of held-out pages: of the tiny BERT, or of counts in its own tokens.
 
-    `pairs` is Kneser and Ney's smoothing of the word before, which it always knows, at the discount that is best on the
-    held-out text itself.
+    `pairs` is Kneser-Ney smoothing by the previous word, which it always knows, at the discount
+    that is best on the held-out text itself.
     """
     from pydoc_data.topics import topics
 
@@ -851,10 +858,11 @@ train: {max_steps: 60}
 
 
 def devices(way: str, rounds: int = 5, steps: int = 20, batch: int = 16) -> Step:
-    """The held-out loss of four clients with topics of their own that are averaged five times, by `ortlaunch device`.
+    """Held-out loss of four `ortlaunch device` clients with topics of their own, averaged 5 times.
 
-    Beside it one device trains on the topics of all: in as many steps of four times the batch, as data parallel ranks
-    do (`one place`), or in four times the steps (`in turn`). All start at a checkpoint of 60 steps on public topics.
+    For comparison one device trains on the topics of all: in as many steps of four times the batch,
+    as data-parallel ranks do (`one place`), or in four times the steps (`in turn`). All start at a
+    checkpoint of 60 steps on public topics.
     """
     from pydoc_data.topics import topics
 

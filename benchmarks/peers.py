@@ -1,12 +1,13 @@
-"""ortlaunch against its peers on the same model, batches and optimizer, side by side in one run.
+"""Compare ortlaunch with its peers on the same model, batches and optimizer, in one run.
 
 python benchmarks/peers.py full       our engines, Hugging Face Trainer (eager, torch.compile), bare loops
 python benchmarks/peers.py lora       the same Llama with adapters: eager, stock ORTModule, ours
 python benchmarks/peers.py deepspeed  ZeRO 1: accelerate with DeepSpeed, ours on eager and ort
 
-In full and lora our engines run twice, at `engine.matmul_precision: highest` and `medium` (--precisions); the rates of
-two products at each are printed first. Every contestant lives in its own process and takes turns: A B C A B C ...,
-medians. Needs the extra `lora` (peft and accelerate) and nothing else from outside.
+In full and lora our engines run twice, at `engine.matmul_precision: highest` and `medium`
+(--precisions); the rates of two matmuls at each are printed first. Every contestant is a process of
+its own and runs in turns: A B C A B C ..., medians. Needs only the extra `lora` (peft and
+accelerate).
 """
 
 from __future__ import annotations

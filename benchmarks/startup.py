@@ -1,9 +1,9 @@
-"""How long the command takes to answer: medians of whole commands, interleaved, beside `torchrun --help`.
+"""Time short commands: medians of whole commands, interleaved, beside `torchrun --help`.
 
     python benchmarks/startup.py [--runs 7]
 
-Status 1 where a verb is above 0.20 s, `submit --dry-run` of 1,024 nodes x 8 above 1 s, 10,000 hosts above 1.5 s, or
-their plan does not come back out of its JSON.
+Status 1 if a verb takes more than 0.20 s, `submit --dry-run` of 1,024 nodes x 8 more than 1 s,
+10,000 hosts more than 1.5 s, or if their plan changes when it is read from its JSON.
 """
 
 from __future__ import annotations

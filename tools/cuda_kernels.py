@@ -45,7 +45,8 @@ _SET = "int %s(void *to, int value, size_t n) { memset(to, value, n); return 0; 
 _HANDLE = "int %s(void **p) { *p = (void *)1; return 0; }"
 _FREE = "int %s(void *p) { free(p); return 0; }"
 _NAME = 'char *%s() { return "no error"; }'
-# Offsets in CUDA 11.8's cudaDeviceProp: totalGlobalMem, warpSize, maxThreadsPerBlock, major, multiProcessorCount.
+# Offsets in CUDA 11.8's cudaDeviceProp: totalGlobalMem, warpSize, maxThreadsPerBlock, major,
+# multiProcessorCount.
 _PROPERTIES = """int %s(char *p) { memset(p, 0, 640); *(long *)(p + 288) = 80L << 30; *(int *)(p + 308) = 32;
 *(int *)(p + 320) = 1024; *(int *)(p + 360) = 8; *(int *)(p + 388) = 108; return 0; }"""
 _FUNCTIONS = {
@@ -64,7 +65,7 @@ _FUNCTIONS = {
         ("cudaEventCreate", "cudaEventCreateWithFlags", "cudaStreamCreateWithFlags"), _HANDLE
     ),
 }
-# What the provider looks up in the driver by name.
+# Functions that the provider looks up in the driver by name.
 _DRIVER = (
     "cuDeviceGetAttribute", "cuFuncSetAttribute", "cuFuncSetCacheConfig", "cuGetErrorName",
     "cuLaunchCooperativeKernel", "cuLaunchKernel", "cuLinkAddData_v2", "cuLinkAddFile_v2", "cuLinkComplete",

@@ -48,7 +48,8 @@ class Net(nn.Module):
         {body}
         return {result}
 """
-# By rank of the value that a program begins with: sizes of x, in letters where they change, and its first lines.
+# By rank of the value that a program begins with: sizes of x, as letters if they change, and its
+# first lines.
 STARTS: dict[int, list[tuple[str, str]]] = {
     0: [("B6", "h, other = h.mean(), other.mean()")],
     1: [("B6", "h, other = h[:, 1], other[:, 1]"), ("B6", "h, other = h.mean(0), other.mean(0)")],

@@ -168,7 +168,10 @@ def _collect(target: dict[str, Any], options: argparse.Namespace, scratch: Path)
 
 
 def stand_in(folder: Path, name: str, version: str) -> str:
-    """Write an empty wheel for a package of the target; return its version, which no registry has."""
+    """Write an empty wheel for a package of the target; return its version.
+
+    No registry has that version, so pip takes the wheel.
+    """
     module = re.sub(r"[-_.]+", "_", name)
     version = version.partition("+")[0] + THERE
     info = f"{module}-{version}.dist-info"

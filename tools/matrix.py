@@ -32,7 +32,7 @@ CHECKS = {
 }
 LIMITS = {"loss": 1e-5, "gradient": 1e-4}
 ENOUGH_DISK = 9e9
-# Pinned by the constraints of the default set, whatever torch and transformers are.
+# Pinned by the constraints of the default set, for every torch and transformers.
 PINNED = (
     "onnx",
     "onnxruntime-training-cpu",

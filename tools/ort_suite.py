@@ -60,7 +60,7 @@ TO_CPU = (
         "from torch.optim import AdamW\nfrom transformers import ",
     ),
 )
-# What a failure's message or test name says -> why it is none of ortlaunch's.
+# Pattern of a failure's message or test name -> why ortlaunch does not cause it.
 REASONS = (
     (r"Timeout", "too slow for the limit"),
     (r"not compiled with CUDA|Found no NVIDIA|cuda|padding_elimination", "needs CUDA"),

@@ -29,7 +29,7 @@ FOLDERS = ("ortlaunch", "tests", "tools", "benchmarks")
 
 
 class Counts(NamedTuple):
-    """Of one folder."""
+    """The counts of one folder."""
 
     lines: int = 0
     words: int = 0
@@ -46,7 +46,7 @@ class Counts(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """The most, or the least, of a rate."""
+    """A rate with its upper or lower limit."""
 
     name: str
     rate: float
