@@ -100,7 +100,7 @@ def measure(
     """
     begun = time.time()
     load = os.getloadavg()
-    _say_busy(say, load)
+    _report_busy(say, load)
     players = [VariantJob(v, RunDir(folder / v.slug)) for v in found if v.resolved is not None]
     length = _that_fits(length, players, say)
     for variant in found:
@@ -112,7 +112,7 @@ def measure(
         finally:
             for player in players:
                 player.cancel()
-    _say_spinning(players, say)
+    _report_spinning(players, say)
     world = resolved.world
     return {
         "format": 1,
@@ -231,7 +231,7 @@ def _that_fits(length: Length, players: Sequence[VariantJob], say: Say) -> Lengt
     return length._replace(one_at_a_time=True)
 
 
-def _say_busy(say: Say, load: Sequence[float]) -> None:
+def _report_busy(say: Say, load: Sequence[float]) -> None:
     """Warn if other processes make the figures noisy."""
     others = machine.others_at_work()
     cores = machine.hardware()["cores"] or 1
@@ -243,7 +243,7 @@ def _say_busy(say: Say, load: Sequence[float]) -> None:
         )
 
 
-def _say_spinning(players: Sequence[VariantJob], say: Say) -> None:
+def _report_spinning(players: Sequence[VariantJob], say: Say) -> None:
     """Warn of a job that works while it waits: it takes time from the others."""
     for player in players:
         waits = [turn["waited"] for turn in player.turns]

@@ -113,19 +113,19 @@ def main() -> None:
             print(error, file=sys.stderr)
             sys.exit(error.exit_status)
         except OrtlaunchError as error:
-            sys.exit(_told(error))
+            sys.exit(_print_error(error))
         except OSError as error:
             told = explained(error, _PLACES.get("".join(sys.argv[1:2]), "--run-dir"))
             # An unknown error is a bug, so its traceback is needed.
             if told is None:
                 raise
-            sys.exit(_told(told))
+            sys.exit(_print_error(told))
         finally:
             # Then the interpreter's last collections have no objects to visit.
             gc.freeze()
 
 
-def _told(error: OrtlaunchError) -> int:
+def _print_error(error: OrtlaunchError) -> int:
     print(f"ortlaunch: {error}", file=sys.stderr)
     return error.exit_status
 

@@ -126,7 +126,7 @@ def _unheard(run: RunDir, records: list[Json], stopped_by: int | None) -> set[in
     but wrote none. Or the rank never began.
     """
     began = ranks_that_began(run)
-    told = {record["rank"] for record in records} | set(_asked(run))
+    told = {record["rank"] for record in records} | set(_exit_requests(run))
     killed = {rank for rank in began - told if run.spare(rank).exists()}
     asked_for = stopped_by is not None or run.stop_request.exists()
     return killed if asked_for else killed | set(range(Plan.read(run.plan).world_size)) - began
@@ -155,7 +155,7 @@ def _without_cause(
 ) -> End:
     """Return the end of a run in which no rank recorded a failure of its own."""
     plan = Plan.read(run.plan)
-    asked = _asked(run)
+    asked = _exit_requests(run)
     # A rank's EXIT_SAVED counts only with the record of the stop, and there is none.
     status = 1 if status == EXIT_SAVED else status
     if ended_by is not None and plan.started_by.program:
@@ -242,7 +242,7 @@ def ranks_that_began(run: RunDir) -> set[int]:
     return {int(path.stem[len("rank_") :]) for path in logs}
 
 
-def _asked(run: RunDir) -> dict[int, tuple[int, float]]:
+def _exit_requests(run: RunDir) -> dict[int, tuple[int, float]]:
     """Return (signal, time) for each rank that was requested to end by a signal."""
     found = {}
     for path in run.errors.glob("asked_*"):

@@ -221,7 +221,7 @@ def _forwarding(job: Job) -> Iterator[None]:
     if job.stop is not None or job.notice_ends:
         handlers[signal.SIGUSR1] = lambda number, frame: _end(job, number)
     if job.stop is not None:
-        # The interval timer that `_ask` sets raises SIGALRM when the grace is over.
+        # The interval timer that `_request_stop` sets raises SIGALRM when the grace is over.
         handlers[signal.SIGALRM] = lambda number, frame: _kill(job)
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -241,7 +241,7 @@ def _end(job: Job, number: int) -> None:
     job.signal = job.signal or number
     if job.stop is not None and not job.stop.is_cancelled:
         if not asked:
-            _ask(job, job.stop, number)
+            _request_stop(job, job.stop, number)
         elif number == signal.SIGINT:
             _kill(job)
     elif job.is_ended:
@@ -253,11 +253,11 @@ def _end(job: Job, number: int) -> None:
         _signal_group(job, signal.SIGCONT)
 
 
-def _ask(job: Job, stop: Stop, number: int) -> None:
+def _request_stop(job: Job, stop: Stop, number: int) -> None:
     """Request the ranks to save and stop; the timer kills all of them after their grace."""
     name = signal.Signals(number).name
     grace = stop.grace_seconds
-    _say(
+    _print_line(
         f"{name}: saves after this step, stops within {grace} s (launch.grace_seconds); Ctrl-C: now"
     )
     stop.ask(name)
@@ -279,7 +279,7 @@ def _notify(job: Job, number: int) -> None:
     saves = job.stop is not None and number == signal.SIGUSR2
     name = signal.Signals(number).name
     if not job.is_quiet:
-        _say(f"checkpoint requested ({name}): the ranks save after this step" if saves else
+        _print_line(f"checkpoint requested ({name}): the ranks save after this step" if saves else
              f"{name} is forwarded to the ranks, which continue unless they handle it")  # fmt: skip
     _wake(job, number)
 
@@ -290,7 +290,7 @@ def _wake(job: Job, number: int) -> None:
         send(pid, number)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     # Called in signal handlers: print is not reentrant, os.write is.
     with contextlib.suppress(OSError):
         # Clear the line: the terminal's ^C follows the progress line.

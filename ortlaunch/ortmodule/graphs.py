@@ -29,7 +29,7 @@ from ortlaunch.ortmodule.base.settings import settings_of
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
 from ortlaunch.ortmodule.graph_repairs import broadcasts
 from ortlaunch.ortmodule.state.model_state import TracedState
-from ortlaunch.ortmodule.state.python_values import fixed_buffers, fixed_sizes, tell_again
+from ortlaunch.ortmodule.state.python_values import fixed_buffers, fixed_sizes, report_again
 from ortlaunch.ortmodule.tracing import escapes, grad_mode
 from ortlaunch.ortmodule.tracing.grad_mode import tensors
 
@@ -182,7 +182,7 @@ class _Key:
         if self._sizes != fixed_sizes(
             manager, (call.args, call.kwargs)
         ) or self._buffers != fixed_buffers(manager):
-            tell_again(manager._graph_transition_manager)
+            report_again(manager._graph_transition_manager)
             return "a size or buffer"
         if broadcasts.apart(manager, call.args, call.kwargs):
             return "a size that is now 1"

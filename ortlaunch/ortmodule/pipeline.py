@@ -92,7 +92,7 @@ _GRADIENTS: tuple[tuple[str, Callable[[Export, onnx.ModelProto, list[str]], list
 # 5. Consequences of the trace: reported, stored in options, or an error.
 _VERDICTS: tuple[tuple[str, Callable[[Export], None]], ...] = (
     ("map_gradient_checkpointing", checkpointing.recompute),
-    ("skip_ignored_labels", cross_entropy.tell_density),
+    ("skip_ignored_labels", cross_entropy.report_density),
     ("detect_traced_values", values.judge),
 )
 

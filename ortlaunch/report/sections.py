@@ -131,7 +131,7 @@ def _values(records: Sequence[Record], name: str) -> list[Curve]:
     ]
 
 
-def _asked(choice: Any, why: str) -> str | None:
+def _requested(choice: Any, why: str) -> str | None:
     """Return the choice in use; if it replaces the requested one, also that one and the reason."""
     if not choice:
         return None
@@ -325,11 +325,11 @@ _OVERVIEW: tuple[Fact, ...] = (
     ("cannot be read", lambda one: Markup().join(map(warning, one.unreadable)) or None),
 )
 _ENGINE: tuple[Fact, ...] = (
-    ("engine", lambda one: _asked(one.engine.get("engine"), "fallback_reason")),
+    ("engine", lambda one: _requested(one.engine.get("engine"), "fallback_reason")),
     ("chosen by measurement", lambda one: (one.engine.get("engine") or {}).get("why")),
     ("device", lambda one: one.engine.get("device")),
     ("precision", _precision),
-    ("optimizer", lambda one: _asked(one.engine.get("optimizer"), "why")),
+    ("optimizer", lambda one: _requested(one.engine.get("optimizer"), "why")),
     ("sharding", lambda one: one.engine.get("sharding")),
     ("threads of a rank", lambda one: one.engine.get("threads_per_rank")),
     (

@@ -41,7 +41,7 @@ def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
         return f"nothing to stop, for it has ended\n{status}", 0
     if status.state is JobState.RUNNING:
         _require_training(run, "stop")
-        _ask(run, status, "stop")
+        _write_request(run, status, "stop")
     elif is_queued(status.job):
         saved = (
             f"it is saved after step {step}" if (step := _newest(run)) else "it has nothing to save"
@@ -73,7 +73,7 @@ def checkpoint(run: RunDir) -> str:
         raise InputError(f"{run}: {status.state.value}; only a run whose ranks train can save")
     _require_training(run, "checkpoint")
     before = _newest(run)
-    _ask(run, status, "checkpoint")
+    _write_request(run, status, "checkpoint")
     # Rank 0 removes the request once it has saved, or failed to save.
     while run.save_request.exists():
         if look(run).state.is_end:
@@ -122,7 +122,7 @@ def restart(run: RunDir) -> str:
     return f"started again after step {_newest(run)} on {counted(len(nodes), 'host')}: {hosts}"
 
 
-def _ask(run: RunDir, status: Status, verb: str) -> None:
+def _write_request(run: RunDir, status: Status, verb: str) -> None:
     """Write the request, and send a signal to the run's command if it is on this host."""
     # Without the signal, rank 0 reads the request within half a second.
     path = run.stop_request if verb == "stop" else run.save_request

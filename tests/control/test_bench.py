@@ -242,13 +242,13 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             busy.kill()
     said: list[str] = []
     monkeypatch.setattr(machine, "others_at_work", list)
-    measure._say_busy(said.append, (0.0, 0.0, 0.0))
+    measure._report_busy(said.append, (0.0, 0.0, 0.0))
     # No other process and no load: no warning.
     assert said == []
-    measure._say_busy(said.append, (1000.0, 0.0, 0.0))
+    measure._report_busy(said.append, (1000.0, 0.0, 0.0))
     assert said[0].startswith("WARNING: this machine is busy (load 1000.0 on ")
     monkeypatch.setattr(machine, "others_at_work", lambda: ["python (12468): 32% of a core"] * 9)
-    measure._say_busy(said.append, (10.0, 0.0, 0.0))
+    measure._report_busy(said.append, (10.0, 0.0, 0.0))
     assert max(map(len, said[1].splitlines())) <= 100
 
 
@@ -258,7 +258,7 @@ def test_a_job_that_works_while_it_waits_is_told() -> None:
     said = []
     # Its work slows the other variants' turns.
     made.turns[0]["waited"] = {"seconds": 10.0, "processor_seconds": 5.0}
-    measure._say_spinning([made], said.append)
+    measure._report_spinning([made], said.append)
     assert said[0].startswith("WARNING: ort used 5.0 s of processor time in 10.0 s of waiting")
 
 

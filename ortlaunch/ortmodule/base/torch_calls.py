@@ -105,7 +105,7 @@ _errors: list[Exception] = []
 
 
 @contextlib.contextmanager
-def telling_errors() -> Iterator[None]:
+def with_errors_named() -> Iterator[None]:
     """Add the cause to the error of a failed call of torch during a pass of ORT's graph.
 
     ORT reports that the call failed, without the reason.

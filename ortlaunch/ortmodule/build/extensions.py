@@ -161,14 +161,14 @@ def build() -> list[str]:
 def main() -> int:
     """Run the build of `ortlaunch setup`, in a process of its own; return the exit status."""
     try:
-        _say_and_build()
+        _announce_and_build()
     except OrtlaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     return 0
 
 
-def _say_and_build() -> None:
+def _announce_and_build() -> None:
     names = _unbuilt()
     folder = cache_dir()
     start = time.monotonic()

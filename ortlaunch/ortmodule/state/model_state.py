@@ -74,7 +74,7 @@ def _refuse_memory(module: nn.Module, reads: Reads, inputs: Any) -> None:
     for place in after.changed():
         if place in changed:
             raise RuntimeError(
-                f"a forward pass reads and changes {_told(*place)}, and ONNX Runtime's graph would "
+                f"a forward pass reads and changes {_described(*place)}, and ONNX Runtime's graph would "
                 "hold its first value; give such a value to the forward pass as an argument"
             )
 
@@ -109,7 +109,7 @@ def _nothing_drawn() -> Iterator[None]:
         )
 
 
-def _told(holder: str, name: str) -> str:
+def _described(holder: str, name: str) -> str:
     """Return a place of Python state as a name for messages."""
     if holder.startswith(GLOBAL):
         return f"{holder.removeprefix(GLOBAL)}.{name}"
@@ -152,4 +152,4 @@ class TracedState:
 
     def changed(self) -> str:
         """Return the name of a value that a pass reads and that has changed, or an empty string."""
-        return next((_told(*place) for place in self._values.changed()), "")
+        return next((_described(*place) for place in self._values.changed()), "")

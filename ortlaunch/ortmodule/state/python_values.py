@@ -331,7 +331,7 @@ def fixed_buffers(manager: Manager) -> list[tuple[int, int]] | None:
     return [(id(b), b._version) for layer in layers for b in layer.buffers(recurse=False)]
 
 
-def tell_again(transition: Transition) -> None:
+def report_again(transition: Transition) -> None:
     """Add a note why a batch of other sizes, or a changed buffer, causes another export."""
     seen = seen_of(transition)
     places = _listed(

@@ -68,7 +68,7 @@ def install() -> None:
         ("Training", "backward"),
         ("Inference", "forward"),
     ):
-        wrap_method(owner(f"_execution_agent:{agent}Agent"), f"run_{step}", _telling_errors)
+        wrap_method(owner(f"_execution_agent:{agent}Agent"), f"run_{step}", _with_errors_named)
 
 
 @contextlib.contextmanager
@@ -287,8 +287,8 @@ def _forgetting_call(original: AnyFunction, manager: Manager) -> Any:
     return original(manager)
 
 
-def _telling_errors(original: AnyFunction, agent: Any, *args: Any) -> Any:
-    with torch_calls.telling_errors():
+def _with_errors_named(original: AnyFunction, agent: Any, *args: Any) -> Any:
+    with torch_calls.with_errors_named():
         return original(agent, *args)
 
 

@@ -55,7 +55,7 @@ def ignored_labels_left_out(export: Export) -> Iterator[None]:
         yield
 
 
-def tell_density(export: Export) -> None:
+def report_density(export: Export) -> None:
     """Record the share of labels that are not ignored, for engine.json."""
     tally.label_density = export.seen.get("label_density", tally.label_density)
 

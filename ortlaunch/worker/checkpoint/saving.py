@@ -70,9 +70,9 @@ class Saving:
         self.background: tuple[int, float, Background] | None = None
         self.by_clock = False
         if group.rank == 0:
-            self._tell_untold()
+            self._report_unreported()
 
-    def _tell_untold(self) -> None:
+    def _report_unreported(self) -> None:
         """Report checkpoints whose writer died before it added their line to saves.jsonl."""
         for step in saves.untold(self.run):
             saves.record(self.run, SaveLine(step, None))
@@ -86,7 +86,7 @@ class Saving:
         every = self.policy.every_steps
         return step == self.last_step or (every is not None and step % every == 0)
 
-    def ask_in_time(self, agreed: Agreement) -> None:
+    def request_when_due(self, agreed: Agreement) -> None:
         """Request a save from all ranks, on rank 0, when checkpoint.every_minutes have passed."""
         minutes = self.policy.every_minutes
         if (

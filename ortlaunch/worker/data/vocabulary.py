@@ -69,7 +69,7 @@ def goes_on_with(run: RunDir, recipe: Recipe) -> Vocabulary | None:
         return None
     # A kept tokenizer is used only if the recipe trains the same one. A tokenizer that the recipe
     # names is loaded by its name, as it was for the data's identity in the checkpoint.
-    same = read_json(source.vocabulary)["trained_tokenizer"] == _asked(recipe.data) is not None
+    same = read_json(source.vocabulary)["trained_tokenizer"] == _requested(recipe.data) is not None
     return found if same else found._replace(tokenizer=None)
 
 
@@ -96,7 +96,9 @@ def keep(
     run: RunDir, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, labels: list[str], classes: int
 ) -> None:
     """Write the vocabulary of the training into the run's folder (rank 0)."""
-    record = VocabularyRecord(trained_tokenizer=_asked(recipe.data), labels=labels, classes=classes)
+    record = VocabularyRecord(
+        trained_tokenizer=_requested(recipe.data), labels=labels, classes=classes
+    )
     # The vocabulary that the checkpoints were written with stays if it is the same.
     if (
         run.complete_checkpoints()
@@ -110,7 +112,7 @@ def keep(
     write_json(run.vocabulary, as_json(record))
 
 
-def _asked(data: Fields) -> Json | None:
+def _requested(data: Fields) -> Json | None:
     """Return the settings of a tokenizer that is trained on the corpus; None for any other one."""
     if not isinstance(data.tokenizer, TokenizerTraining):
         return None

@@ -74,7 +74,7 @@ def bind(asked: str, plan: Plan, rank: Rank, environ: MutableMapping[str, str]) 
     found = choose(asked, cpus_of(allowed), rank, gpu_nodes(plan, rank, environ))
     if found.threads is None:
         return found
-    threads = _asked_threads(plan, environ) or found.threads
+    threads = _requested_threads(plan, environ) or found.threads
     if threads > len(found.cpus):
         why = f"{_THREADS} is {threads}, and a rank would have {len(found.cpus)} cores"
         if asked != "auto":
@@ -88,7 +88,7 @@ def bind(asked: str, plan: Plan, rank: Rank, environ: MutableMapping[str, str]) 
     return found._replace(threads=threads)
 
 
-def _asked_threads(plan: Plan, environ: Mapping[str, str]) -> int | None:
+def _requested_threads(plan: Plan, environ: Mapping[str, str]) -> int | None:
     """Return the user's number of threads, or None."""
     # The variable may also be ours, because torchrun is started with it: only values that the plan
     # forwards or sets come from the user.

@@ -68,7 +68,7 @@ class OwnMetric:
         if group.rank == 0:
             try:
                 told = {
-                    "found": self._asked(
+                    "found": self._values(
                         sorted(itertools.chain(*pieces), key=lambda piece: piece.first), taken
                     )
                 }
@@ -81,7 +81,7 @@ class OwnMetric:
         found: dict[str, float] = told["found"]
         return found
 
-    def _asked(self, pieces: list[Piece], taken: Mapping[str, float]) -> dict[str, float]:
+    def _values(self, pieces: list[Piece], taken: Mapping[str, float]) -> dict[str, float]:
         own = find("train.metric", str(self.name))
         outputs, batch = (
             _joined([getattr(piece, side) for piece in pieces]) for side in ("outputs", "batch")

@@ -60,14 +60,14 @@ def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> No
         shutil.rmtree(partial, ignore_errors=True)
         raise
     partial.replace(folder)
-    _tell(
+    _print_line(
         run,
         ExportLine(
             step, form, str(folder.absolute()), found if isinstance(found, OnnxCheck) else None
         ),
     )
     if isinstance(found, DeviceArtifacts):
-        tell_device(found)
+        print_device_artifacts(found)
 
 
 def trained(
@@ -160,7 +160,7 @@ def require_same_frozen(folder: Path, now: str | None) -> None:
         )
 
 
-def _tell(run: RunDir, line: ExportLine) -> None:
+def _print_line(run: RunDir, line: ExportLine) -> None:
     """Append the export to exports.jsonl, and print the comparison with PyTorch."""
     append_line(run.exports, as_json(line))
     if line.onnx is not None:
@@ -173,7 +173,7 @@ def _tell(run: RunDir, line: ExportLine) -> None:
         )
 
 
-def tell_device(found: DeviceArtifacts) -> None:
+def print_device_artifacts(found: DeviceArtifacts) -> None:
     """Print the comparison with PyTorch, the trained weights, and differences from the recipe."""
     trained = sum(each.trained for each in found.parameters)
     difference = found.largest_difference

@@ -95,7 +95,7 @@ class Exchange:
         elif self.has_met:
             self._send({"say": "beat", "beat": beat})
 
-    def tell_stacks(self, text: str) -> None:
+    def send_stacks(self, text: str) -> None:
         """Send the stacks of this rank's threads."""
         self.stacks[self.rank.rank] = text
         if not self.is_hub and self.has_met:

@@ -53,13 +53,13 @@ class Progress:
         self._turn_to(what)
         self.pulse.doing(what)
         if self.width is not None:
-            _say(f"{what} ...")
+            _print(f"{what} ...")
 
     def tell(self, text: str) -> None:
         """Show how far the current activity is."""
         self.pulse.alive()
         if self.width is not None:
-            _say(text)
+            _print(text)
 
     def begin(self, done: int, steps: int) -> None:
         """Count steps from now on; `done` of them are complete."""
@@ -134,12 +134,12 @@ class _ProgressBarFile:
     def write(self, text: str) -> None:
         shown = text.strip("\r\n ")
         if shown:
-            _say(shown)
+            _print(shown)
 
     def flush(self) -> None:
         """Do nothing: each write is shown at once."""
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(LIVE.decode() % text)
     sys.stdout.flush()

@@ -27,7 +27,7 @@ class RankLog:
             # Opening an existing file does not change its time, which shows that this rank began.
             os.utime(self._path)
         except OSError as error:
-            self._say(error)
+            self._report_gap(error)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -40,9 +40,9 @@ class RankLog:
             while self._file and data:
                 data = data[self._file.write(data) :]
         except OSError as error:
-            self._say(error)
+            self._report_gap(error)
 
-    def _say(self, error: OSError) -> None:
+    def _report_gap(self, error: OSError) -> None:
         if not self._said:
             self._said = True
             print(

@@ -203,7 +203,7 @@ def _relay(
         RankLog(run.log(rank.rank, "err")) as err,
         selectors.DefaultSelector() as selector,
     ):
-        # The reason of the rank's end goes to its log only: the command, or `_tell`, prints it.
+        # The reason of the rank's end goes to its log only: the command, or `_record_account`, prints it.
         sinks = {"out": (Stream(), out), "err": (Stream(), err), "last": (Stream(), err)}
         for name, end in ends.items():
             os.set_blocking(end, False)
@@ -320,7 +320,7 @@ def _conclude(
     # A failure recorded before the request to end is a cause of its own.
     elif echo and account.read()["time"] > child.asked_at:
         account.is_an_echo()
-    _tell(account, child)
+    _record_account(account, child)
     return -number if number else code
 
 
@@ -348,7 +348,7 @@ def _conclude_stall(account: Account, child: Child, watchdog: Watchdog) -> int:
             "secondary": True,
         }
         account.of_end(child.pid, f"was ended, for {what}", record)
-    _tell(account, child)
+    _record_account(account, child)
     return status
 
 
@@ -368,7 +368,7 @@ def _was_stopped(account: Account, child: Child, number: int) -> int:
               "secondary": False, "traceback": ""}  # fmt: skip
     if not account.is_written:
         account.of_end(child.pid, what, record)
-    _tell(account, child)
+    _record_account(account, child)
     return code
 
 
@@ -388,7 +388,7 @@ def _goes_on(account: Account, child: Child, what: str, number: int) -> int:
             what,
             {**record, "type": "Outlived", "cause": Cause.OUTLIVED, "secondary": True},
         )
-    _tell(account, child)
+    _record_account(account, child)
     return EXIT_SAVED
 
 
@@ -427,7 +427,7 @@ def _end_alike(code: int) -> int:
     return abs(code)
 
 
-def _tell(account: Account, child: Child) -> None:
+def _record_account(account: Account, child: Child) -> None:
     """Print why this rank failed, under a launcher of the user's own, where nobody else would.
 
     The rank with the cause prints first.

@@ -82,13 +82,13 @@ class Requests:
         for number in heeded(ASKS):
             self._before[number] = signal.signal(number, self._handler(signal.getsignal(number)))
         os.register_at_fork(after_in_child=self._be_deaf)
-        self._tell(LISTENING)
+        self._send(LISTENING)
 
     def close(self) -> None:
         """Restore the former signal handlers."""
         if not self._before:
             return
-        self._tell(DEAF)
+        self._send(DEAF)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -123,7 +123,7 @@ class Requests:
         for number in self._before:
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
 
-    def _tell(self, word: bytes) -> None:
+    def _send(self, word: bytes) -> None:
         if self.guardian is not None:
             # The supervisor has ended, and this process ends with it.
             with contextlib.suppress(OSError):

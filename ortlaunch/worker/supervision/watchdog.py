@@ -180,9 +180,9 @@ class Watchdog:
     def _begin_ending(self, verdict: Verdict, child: Child) -> None:
         self.verdict = verdict
         self.exchange.order("stacks")
-        self._ask(child)
+        self._request_stacks(child)
 
-    def _ask(self, child: Child) -> None:
+    def _request_stacks(self, child: Child) -> None:
         """Get the stacks of the rank, and send them."""
         self._asked_at = time.monotonic()
         text = _py_spy(child.pid)
@@ -194,12 +194,12 @@ class Watchdog:
             time.sleep(0.05)
         # The file grows while faulthandler writes it.
         time.sleep(0.05)
-        self.exchange.tell_stacks(self._shown() + text or "it shows no stack\n")
+        self.exchange.send_stacks(self._shown() + text or "it shows no stack\n")
 
     def _go_on_ending(self, child: Child) -> None:
         """After a verdict, kill the rank once all reachable ranks have sent their stacks."""
         if self._asked_at is None:
-            self._ask(child)
+            self._request_stacks(child)
         passed = time.monotonic() - (self._asked_at or 0.0)
         if self.verdict is None:
             over = "end" in self.exchange.orders or passed > _ORDER_SECONDS
@@ -212,11 +212,11 @@ class Watchdog:
             )
         if over and not self.ended_it:
             self.ended_it = True
-            self._say()
+            self._print_verdict()
             self.exchange.order("end") if self.exchange.is_hub else None
             child.send(signal.SIGKILL)
 
-    def _say(self) -> None:
+    def _print_verdict(self) -> None:
         if self.verdict is not None:
             print(f"ortlaunch: {self.summary}", file=sys.stderr, flush=True)
 

@@ -168,7 +168,7 @@ def parity(session: Session) -> Json:
     if is_plain(session.engine):
         return {"verdict": "reference"}
     try:
-        mine = _told(
+        mine = _as_json(
             _compared(session),
             session.recipe.engine.parity_tolerance or session.recipe.format.tolerance,
         )
@@ -222,7 +222,7 @@ def _compared(session: Session) -> Comparison:
         )
 
 
-def _told(found: Comparison, tolerance: float) -> Json:
+def _as_json(found: Comparison, tolerance: float) -> Json:
     told = {
         "verdict": "passes" if found.largest <= tolerance else "differs",
         # null if a value is not finite, because JSON has no name for such values.

@@ -6,7 +6,7 @@ from ortlaunch.errors import ParityError
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train_step
 from ortlaunch.worker.training.parity_steps import ParitySteps, is_plain
-from ortlaunch.worker.training.summary import announce, say_outcome
+from ortlaunch.worker.training.summary import announce, print_outcome
 
 
 def run(session: Session) -> None:
@@ -29,4 +29,4 @@ def run(session: Session) -> None:
         if state.step + 1 < compared.end:
             train_step(session, state)
         state.step += 1
-    say_outcome(session)
+    print_outcome(session)

@@ -37,7 +37,7 @@ from ortlaunch.worker.training.hooks import Hook
 from ortlaunch.worker.training.meter import Meter, sum_of
 from ortlaunch.worker.training.metrics import Metrics, records
 from ortlaunch.worker.training.parity_steps import parity_steps
-from ortlaunch.worker.training.rebuilding import tell_rebuilding
+from ortlaunch.worker.training.rebuilding import report_rebuilding
 from ortlaunch.worker.training.stopping import saved_for, stop
 from ortlaunch.worker.training.summary import announce
 
@@ -116,7 +116,7 @@ def _train(
     bad_steps.begin(saving, state)
     progress = session.progress
     progress.watch(engine.stepper.module, forward_timer(group.device)) if group.size > 1 else None
-    tell_rebuilding(engine.record.engine.used, progress.pulse)
+    report_rebuilding(engine.record.engine.used, progress.pulse)
     progress.begin(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
         progress.doing("compiling in the first step")
@@ -124,7 +124,7 @@ def _train(
         if parity is not None:
             with meter.paused():
                 parity.check(state.step)
-        saving.ask_in_time(agreed)
+        saving.request_when_due(agreed)
         loss, stepped, rate = _step(session, state, agreed, bad_steps)
         state.step += 1
         state.samples = batches.seen(state.step)

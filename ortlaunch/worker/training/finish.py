@@ -23,7 +23,7 @@ from ortlaunch.worker.export.export import export
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.training import best
 from ortlaunch.worker.training.metrics import EVALUATION, own_names, records
-from ortlaunch.worker.training.summary import say_outcome
+from ortlaunch.worker.training.summary import print_outcome
 
 
 def finish(session: Session, step: int, memory: best.Memory) -> None:
@@ -60,7 +60,7 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
                 f"export: {run.export}",
                 f"  {loaded_by}",
             ]
-    say_outcome(session, lines)
+    print_outcome(session, lines)
 
 
 def export_unsaved(session: Session, error: LastSaveError) -> NoReturn:

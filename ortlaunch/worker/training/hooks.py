@@ -39,17 +39,17 @@ class Hook:
 
     def on_step(self, step: int, values: dict[str, object]) -> None:
         """Call the hook for a logged step, with its line of metrics.jsonl."""
-        self._tell("on_step", step, dict(values))
+        self._call("on_step", step, dict(values))
 
     def on_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Call the hook for an evaluation, with the loss and the task's metrics."""
-        self._tell("on_evaluation", step, dict(values))
+        self._call("on_evaluation", step, dict(values))
 
     def on_checkpoint(self, step: int) -> None:
         """Call the hook for a complete checkpoint, with its folder."""
-        self._tell("on_checkpoint", step, str(self.run.checkpoint(step)))
+        self._call("on_checkpoint", step, str(self.run.checkpoint(step)))
 
-    def _tell(self, method: str, step: int, what: object) -> None:
+    def _call(self, method: str, step: int, what: object) -> None:
         # A hook may define any of the three methods.
         own = getattr(self.own, method, None)
         if own is None:

@@ -91,19 +91,19 @@ class ParitySteps:
             write_text(self.run.parity, "".join(json_text(each) + "\n" for each in self.records))
             write_json(self.run.engine, self.engine.report().to_json())
         if not record["passed"]:
-            raise ParityError(self._told(record))
-        _say(self.group, self._automatic(record) if self.why else _line(record))
+            raise ParityError(self._described(record))
+        _print_once(self.group, self._automatic(record) if self.why else _line(record))
         if step + 1 == self.end:
             # These are separate graphs; their memory is needed no more.
             self.module = self.replayed = None
             if not self.why:
-                _say(self.group, self._verdict())
+                _print_once(self.group, self._verdict())
 
     def _leave_out(self, why: str) -> None:
         self.end = 0
         self.module = None
         self.engine.record.parity = Parity("not compared", why)
-        _say(self.group, f"parity: not compared: {why}")
+        _print_once(self.group, f"parity: not compared: {why}")
 
     def compared(self, step: int) -> Record:
         """Return this rank's record of the step, or the error that prevented it."""
@@ -183,7 +183,7 @@ class ParitySteps:
             verdict="passed" if all(record["passed"] for record in self.records) else "failed",
         )
 
-    def _told(self, record: Record) -> str:
+    def _described(self, record: Record) -> str:
         used = self.engine.record.engine.used
         return (
             f"engine {used} and plain PyTorch differ by more than {self.tolerance:g} "
@@ -311,6 +311,6 @@ def _records_until(run: RunDir, step: int) -> list[Record]:
     return [record for record in records if record["step"] <= step]
 
 
-def _say(group: DistributedContext, text: str) -> None:
+def _print_once(group: DistributedContext, text: str) -> None:
     if group.rank == 0:
         print(text, flush=True)

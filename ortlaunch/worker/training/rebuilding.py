@@ -13,7 +13,7 @@ EXPORTING = "exporting to ONNX Runtime"
 COMPILING = "compiling"
 
 
-def tell_rebuilding(used: str, pulse: Pulse) -> None:
+def report_rebuilding(used: str, pulse: Pulse) -> None:
     """Let the pulse show when engine `used` builds again, for example for another batch shape."""
     if used == "ort":
         # Imported late: the other engines do not need this module.
@@ -21,10 +21,10 @@ def tell_rebuilding(used: str, pulse: Pulse) -> None:
 
         counters.while_building = lambda: pulse.aside(EXPORTING)
     if used == "inductor":
-        _tell_compiling(pulse)
+        _report_compiling(pulse)
 
 
-def _tell_compiling(pulse: Pulse) -> None:
+def _report_compiling(pulse: Pulse) -> None:
     # Imported late: only engine inductor needs torch._dynamo.
     from torch._dynamo.callback import on_compile_end, on_compile_start
 

@@ -28,7 +28,7 @@ def announce(session: Session) -> None:
         print(*lines, sep="\n", flush=True)
 
 
-def say_outcome(session: Session, lines: Sequence[str] = ()) -> None:
+def print_outcome(session: Session, lines: Sequence[str] = ()) -> None:
     """After the last step, print on rank 0 late notes, the outcome and further lines."""
     if session.group.rank == 0:
         report = session.engine.report()

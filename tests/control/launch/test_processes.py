@@ -142,7 +142,7 @@ def test_a_signals_line_on_a_terminal(
     monkeypatch.setattr(processes.signal, "setitimer", lambda *_: None)
     stop: Any = SimpleNamespace(grace_seconds=120, ask=lambda name: None)
     job: Any = SimpleNamespace()
-    processes._ask(job, stop, signal.SIGTERM)
+    processes._request_stop(job, stop, signal.SIGTERM)
     erased, line = capfd.readouterr().err.split("\x1b[K")
     assert (erased, line[:20]) == ("\r", "ortlaunch: SIGTERM: ")
     assert len(line) < 100

@@ -90,14 +90,14 @@ def test_the_time_asks_for_one(
         # A minute a step.
         clock.now += 60
         agreed = SimpleNamespace(ask=lambda what, step=step: asked.append((step, what)))
-        saver.ask_in_time(agreed)  # type: ignore[arg-type]
+        saver.request_when_due(agreed)  # type: ignore[arg-type]
         if asked and asked[-1][0] == step:
             saver.save(step, {"step": step, "samples": 8 * step})
     assert asked == [(step, Ask.SAVE) for step in saved]
     # Another rank's clock requests nothing.
     saver.group = DistributedContext(Rank(1, 2, 1, 2), torch.device("cpu"))
     clock.now = 1e9
-    saver.ask_in_time(agreed)  # type: ignore[arg-type]
+    saver.request_when_due(agreed)  # type: ignore[arg-type]
     assert len(asked) == len(saved)
 
 
@@ -124,7 +124,7 @@ def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
     writer = Slow()
     saver = saving(run, stepper=writer, every_steps=40, **{"async": True})
     assert save_all(saver, range(1, 51)) == [40]
-    saver.ask_in_time(None)  # type: ignore[arg-type]
+    saver.request_when_due(None)  # type: ignore[arg-type]
     # A checkpoint exists only once it is complete.
     assert (kept(run), records(run)) == ([], [])
     threading.Timer(0.3, writer.may.set).start()
@@ -142,7 +142,7 @@ def test_what_is_asked_for_is_complete(asked: Ask, tmp_path: Path) -> None:
     saver = saving(run, stepper=writer, every_minutes=1, **{"async": True})
     # The last save seems to be a minute ago.
     saver.tried -= 61
-    saver.ask_in_time(clock)  # type: ignore[arg-type]
+    saver.request_when_due(clock)  # type: ignore[arg-type]
     saver.save(3, {"step": 3, "samples": 24}, Ask.SAVE)
     assert kept(run) == []
     writer.may.set()

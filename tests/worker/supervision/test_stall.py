@@ -27,7 +27,7 @@ from ortlaunch.worker.supervision.pulse import (
 from ortlaunch.worker.supervision.slow import SlowRanks
 from ortlaunch.worker.supervision.stall import MEETING, Beat, behind, judge, limits
 from ortlaunch.worker.supervision.watchdog import Watchdog, _first_lines
-from ortlaunch.worker.training.rebuilding import COMPILING, tell_rebuilding
+from ortlaunch.worker.training.rebuilding import COMPILING, report_rebuilding
 from tests.makers import plan, recipe
 
 
@@ -211,7 +211,7 @@ def test_beats_reach_rank_0_and_its_word_the_others() -> None:
     assert [one.rank for one in hub.beats(beat(0)) or []] == [0, 1]
     other.receive()
     assert other.beats(beat(1)) is None
-    other.tell_stacks("where it is")
+    other.send_stacks("where it is")
     hub.order("stacks")
     for end in (hub, other):
         end.receive()
@@ -293,7 +293,7 @@ def test_torch_tells_of_a_later_compilation() -> None:
     """torch's own callbacks report a later compilation, forward and backward alike."""
     pulse = Pulse()
     seen = []
-    tell_rebuilding("inductor", pulse)
+    report_rebuilding("inductor", pulse)
 
     def backend(graph: torch.fx.GraphModule, _: object) -> object:
         seen.append(pulse.read().phase)
