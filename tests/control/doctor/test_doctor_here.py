@@ -1,4 +1,4 @@
-"""What is said of this machine, and of what ranks measured (`ortlaunch selftest`)."""
+"""Findings on this machine, and on the measurements of ranks (`ortlaunch selftest`)."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run.checkup import CheckupOptions, checkup
 from tests.makers import recipe, world_of
 
+# Host, slots, first rank, devices: three hosts form a ring, so that each has two links.
 NODES = (Node("a", 2, 0, (0, 1)), Node("b", 2, 2, (0, 1)), Node("c", 2, 4, (0, 1)))
 
 
 def verdicts(**asked: Any) -> dict[str, tuple[str, str, str]]:
+    """Return (verdict, finding, remedy) of each check of this machine, by the name of the check."""
     found = here.look(HostRequirements((), "cpu", None)._replace(**asked))
     return {one.check: (one.verdict, one.what, one.mend) for one in found}
 
 
 def test_each_part_has_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is absent is said with what installs it."""
+    """Every part has a finding; the finding on an absent package has the command to install it."""
     monkeypatch.setattr(doctor, "lacking_for_ort", lambda on_gpu: [("no wheel", "pip install it")])
     assert set(verdicts()) == {
         "python", "torch", "ort", "deepspeed", "mpi", "gpus", "cache", "disk", "/dev/shm", "open files", "stale",
     }  # fmt: skip
     assert verdicts()["ort"] == (WARNING, "no wheel", "pip install it")
+    # The probe reads package metadata here; with an empty result no package is installed.
     monkeypatch.setattr(probe, "versions", lambda *_: {})
     found = verdicts()
     assert found["torch"][0] == FAILED
@@ -44,7 +47,8 @@ def test_each_part_has_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cache_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A home folder that is not writable fails every run, so that the doctor does, too."""
+    """A cache folder that cannot be created is a failure, because every run needs it."""
+    # A file in place of the parent folder: also root cannot create a folder in it.
     (tmp_path / "file").touch()
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "file/cache"))
     verdict, what, mend = verdicts()["cache"]
@@ -58,13 +62,13 @@ def test_a_cache_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     ids=["with wheels", "without wheels"],
 )
 def test_python(version: tuple[int, int], verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engine ort has none for a newer one."""
+    """A Python version for which engine ort has no wheels is a warning."""
     monkeypatch.setattr(sys, "version_info", version)
     assert verdicts()["python"][0] == verdict
 
 
 def test_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hint is find_mpirun's own."""
+    """Without mpirun the finding and its remedy are those of the error of `find_mpirun`."""
 
     def absent() -> str:
         raise MissingDependency("no mpirun here: load your module")
@@ -74,11 +78,12 @@ def test_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus_and_a_torch_that_cannot_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel for the CPU, or no NCCL."""
+    """GPUs with a CPU wheel of torch are a warning; fewer GPUs than slots are a failure."""
     monkeypatch.setattr(machine, "hardware", lambda: {"gpus": ["NVIDIA H200", "NVIDIA H200"]})
     monkeypatch.setattr(probe, "gpus", lambda: 2)
     monkeypatch.setattr(probe, "busy_gpus", lambda: ["7, 30 MiB"])
     monkeypatch.setattr(probe, "versions", lambda *_: {"torch": "2.13.0+cpu"})
+    # Four slots, and the probe above counts two GPUs.
     found = verdicts(device="cuda", nodes=(Node("localhost", 4, 0, (0, 1, 2, 3)),))
     assert found["nccl"][0] == WARNING
     assert found["gpus"][:2] == (FAILED, "2 for 4 slots")
@@ -86,9 +91,10 @@ def test_gpus_and_a_torch_that_cannot_use_them(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_a_recipe_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With what installs it; room for its checkpoints, too."""
+    """An absent package and too little disk for checkpoints fail, each with its remedy."""
     monkeypatch.setattr(doctor, "_installed", lambda package: package != "tensorboard")
     made = recipe(log={"trackers": ["tensorboard"]})
+    # 1 << 60 bytes (1 EiB) fit on no disk.
     found = here.look(
         HostRequirements((), "cpu", tmp_path, bytes_needed=1 << 60), made, world_of(made)
     )
@@ -98,6 +104,8 @@ def test_what_a_recipe_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def measured(**other: Any) -> dict[str, Any]:
+    """Return equal measurements of all ranks and links, with `other` in place of some of them."""
+    # Seconds, bytes and FLOP/s: each link has 1 GB/s, each of the six ranks 100 GFLOP/s.
     links = [
         {"hosts": [first, (first + 1) % 3], "latency": 5e-5, "bytes": 1e6, "seconds": 1e-3}
         for first in range(3)
@@ -107,24 +115,27 @@ def measured(**other: Any) -> dict[str, Any]:
 
 
 def slow(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the host and the check of each finding that is not ok."""
     return [(one.host, one.check) for one in judge(found, NODES) if one.verdict != OK]
 
 
 def test_a_slow_device_and_a_slow_host_are_named() -> None:
-    """The host of the device; of links the host that both slow ones share, in rate or in latency."""
+    """A slow device names its host; two slow links name the host that both of them share."""
     assert slow(measured()) == []
     assert slow(measured(flops=[1e11, 1e11, 1e11, 6e10, 1e11, 1e11])) == [("b", "matrix rate")]
     assert "(rank 3)" in judge(measured(flops=[1e11, 1e11, 1e11, 6e10, 1e11, 1e11]), NODES)[1].what
+    # A hundredth of the rate, then 200 times the latency. Both links below are those of host b.
     for wrong in ({"seconds": 1e-1}, {"latency": 1e-2}):
         links = measured()["links"]
         assert slow(measured(links=[{**links[0], **wrong}, {**links[1], **wrong}, links[2]])) == [
             ("b", "link")
         ]
+        # One slow link may be the fault of either host, so it names none.
         assert slow(measured(links=[{**links[0], **wrong}, *links[1:]])) == []
 
 
 def test_one_rank_has_no_links() -> None:
-    """Only its matrix rate is told."""
+    """A single rank has a finding on its matmul rate only."""
     found = judge({"dtype": "bfloat16", "flops": [7e14]}, [Node("a", 1, 0, (0,))])
     assert [(one.check, one.what, one.figures) for one in found] == [
         (
@@ -136,7 +147,8 @@ def test_one_rank_has_no_links() -> None:
 
 
 def test_a_port_and_an_interface_that_were_asked_for() -> None:
-    """Of this machine alone, too."""
+    """A requested port or interface that cannot be used is a failure, also on a single machine."""
+    # Port 0: the kernel chooses a free port, which stays in use until `close`.
     doors = probe.Doors("127.0.0.1", (0,))
     port = doors.ports[0][0]
     assert verdicts(port=port)["port"][:2] == (
@@ -156,7 +168,7 @@ def test_a_port_and_an_interface_that_were_asked_for() -> None:
     ],
 )
 def test_options_that_would_do_nothing(options: dict[str, Any], message: str) -> None:
-    """They are refused."""
+    """An option that has no effect without a recipe or a host file is refused."""
     with pytest.raises(PlanError, match=message):
         checkup(None, (), LaunchOptions(**options), CheckupOptions(), {})
 
@@ -164,7 +176,8 @@ def test_options_that_would_do_nothing(options: dict[str, Any], message: str) ->
 def test_ranks_of_this_user_alone_are_stale(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Ranks that are alive are listed by run folder; to another user they are not listed."""
+    """The user's living ranks are listed by run folder; those of other users are not listed."""
+    # The probe knows a rank by the argument ortlaunch.worker; its last argument is the run folder.
     command = [
         sys.executable,
         "-c",
@@ -176,11 +189,13 @@ def test_ranks_of_this_user_alone_are_stale(
         pipes: Any = {"cwd": tmp_path, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         ranks = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(2)]
         for rank in ranks:
+            # Wait until the process runs: it prints a line at its start.
             rank.stdout.readline()
         numbers = ", ".join(str(number) for number in sorted(rank.pid for rank in ranks))
         mine = f"{tmp_path}/runs/x ({numbers})"
         assert mine in probe.stale()
         monkeypatch.setattr(os, "getuid", lambda: 4711)
         assert mine not in probe.stale()
+        # The end of its input ends a rank.
         for rank in ranks:
             rank.stdin.close()

@@ -1,4 +1,4 @@
-"""What is said of hosts before a run, out of what each of them tells."""
+"""Findings on the hosts of a run before it starts, from the answers of their probes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from ortlaunch.doctor.hosts import HostRequirements, look
 from ortlaunch.errors import InputError
 from ortlaunch.plan import Node
 
+# Host, slots, first rank, devices.
 NODES = (Node("a", 2, 0, (0, 1)), Node("b", 1, 2, (0,)))
+# A probe's answer that leads to no warning. Sizes are in bytes; memlock -1 is "no limit".
 GOOD: dict[str, Any] = {
     "hostname": "a", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "address": "10.0.0.1", "gpus": 2,
     "busy_gpus": [], "interfaces": ["lo", "eth0"], "listens": 4000, "infiniband": True,
@@ -30,18 +32,20 @@ WELL = Answer(GOOD, 0.1, skew=1.0, doubt=0.1, reached=(TRIED,))
 
 
 def tried(**found: Any) -> Answer:
-    """Host b's answer, where it found this of host a's ports."""
+    """Return the answer of host b with this result of its connection to host a."""
     return WELL._replace(reached=(TRIED._replace(**found),))
 
 
 @pytest.fixture
 def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Host b tells this beside what a good host does."""
+    """A function that sets the answer of host b: a good one, with some values replaced."""
     monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
+    # This host's own values: equal to those in GOOD.
     monkeypatch.setattr(probe, "sources", lambda: 7)
 
     def tell(answer: Answer = WELL, **told: Any) -> None:
         def ask(question: asking.Question) -> tuple[list[Answer], str]:
+            # `look` has just written the token; a host that shares the folder answers with it.
             seen = probe.token(str(question.folder)) if question.folder else None
             first = WELL._replace(told={**GOOD, "token": seen, "machine": "m"}, reached=())
             return [first, answer._replace(told={**GOOD, "token": seen, **told})], "a"
@@ -99,7 +103,7 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_what_is_wrong(
     told: dict[str, Any], check: str, verdict: str, what: str, tells: Any, tmp_path: Path
 ) -> None:
-    """One finding, of that host, with what mends it; before a run only what would fail it ends it."""
+    """A wrong value gives one finding, on host b, with a remedy; a quick check has failures only."""
     tells(**told)
     asked = HostRequirements(NODES, "cuda", tmp_path, 1024, interface="eth0")
     wrong = [finding for finding in look(asked) if finding.verdict != "ok"]
@@ -108,11 +112,15 @@ def test_what_is_wrong(
     assert wrong[0].mend
     quick = look(asked._replace(quick=True))
     assert any(finding.verdict == FAILED for finding in quick) == (verdict == FAILED)
+    # The token file is removed.
     assert list(tmp_path.iterdir()) == []
 
 
 def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that nobody reaches is its own host's finding; one that some reach is that of those who do not."""
+    """A port that no host reaches is a finding on its own host.
+
+    A port that some hosts reach is a finding on the hosts that do not.
+    """
     monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
     monkeypatch.setattr(probe, "sources", lambda: 7)
     shut = TRIED._replace(host="b", port=4001, error="timed out")
@@ -131,7 +139,7 @@ def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_good_hosts(tells: Any, tmp_path: Path) -> None:
-    """Nothing to say but that they are ready."""
+    """Good hosts have no warnings, and the printed result ends with "ready"."""
     tells()
     found = look(HostRequirements(NODES, "cuda", tmp_path))
     assert {finding.verdict for finding in found} == {"ok"}
@@ -139,13 +147,16 @@ def test_good_hosts(tells: Any, tmp_path: Path) -> None:
 
 
 def test_a_clock_that_is_read_late_is_not_wrong(tells: Any, tmp_path: Path) -> None:
-    """What a busy host takes to answer is no skew."""
+    """A slow answer of a busy host is not reported as clock skew."""
+    # Seconds: 7 of skew with a possible error of 3 is below the limit of 5.
     tells(WELL._replace(skew=7.0, doubt=3.0))
     assert {finding.verdict for finding in look(HostRequirements(NODES, "cuda", tmp_path))} == {
         "ok"
     }
 
 
+# `shift 5` drops the options of ssh before the host name. One line of output before the command
+# stands for the greeting of a login shell.
 SSH = """\
 #!/bin/sh
 shift 5
@@ -160,16 +171,21 @@ esac
 
 @pytest.fixture
 def ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One that stays on this machine."""
+    """Put an `ssh` first on PATH that runs the command on this machine."""
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    # In a Slurm job the hosts would not be reached by ssh.
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    # Instead of 12 seconds, which the host that hangs would take.
     monkeypatch.setattr(asking, "_SECONDS", 3.0)
 
 
 def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
-    """A good one behind a shell that greets; one that refuses, by ssh's own last words; no Python; no answer."""
+    """A login shell's greeting is skipped; each host that fails has its reason.
+
+    The reasons: the last line of ssh's error output, no Python, and no answer in time.
+    """
     (tmp_path / probe.TOKEN).write_text("word")
     question = asking.Question(("good", "refuses", "bare", "hangs"), tmp_path, None, False, 0)
     (good, refuses, bare, hangs), meeting = asking.ask(question)
@@ -185,16 +201,17 @@ def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
     )
     assert bare[:2] == ("interpreter", f"no {sys.executable} there (bash: python: not found)")
     assert hangs[:2] == ("reached", "no answer within 3 s")
-    assert meeting is None  # none of these names leads anywhere
+    assert meeting is None  # none of these names resolves to an address
 
 
 def test_a_port_that_is_taken() -> None:
-    """It is left out of those that are opened; of two hosts on loopback each reaches the other, until it is gone."""
+    """A port in use is not opened; two hosts on loopback reach each other until one closes."""
     here = probe.Doors("127.0.0.1", (0,))
     there = probe.Doors("127.0.0.1", (0, 0))
     taken = probe.Doors("127.0.0.1", (here.ports[0][0],))
     assert (taken.ports, taken.error) == ([], "Address already in use")
     peers = [("127.0.0.1", *ports, 1500) for ports in there.ports]
+    # Both sides run at once, because a host answers others while it is inside `reach`.
     answering = threading.Thread(target=there.reach, args=([("127.0.0.1", *here.ports[0], 1500)],))
     answering.start()
     assert here.reach(peers) == [("", True, True)] * 2
@@ -204,7 +221,7 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_which_hosts_try_which() -> None:
-    """Each pair of a small group; of 128 hosts a few of each, in both directions, and the first one all."""
+    """In a small group each host tries all others; of 128 hosts each but the first tries a few."""
     few = range(5)
     many = range(128)
     assert {at: asking._others(at, [*few]) for at in few} == {
@@ -213,11 +230,16 @@ def test_which_hosts_try_which() -> None:
     chosen: Any = {at: asking._others(at, [*many]) for at in many}  # type: ignore[arg-type, type-var]
     assert len(chosen[0]) == 127
     assert max(len(chosen[at]) for at in many[1:]) <= 15
+    # Each pair is tried in both directions: a firewall may block one of them.
     assert all(at in chosen[other] for at in many for other in chosen[at])
 
 
 class SimulatedCall:
-    """A host that answers at once, or whose name begins with "dead": once all others have been asked, it is silent."""
+    """The probe of a host that answers at once.
+
+    A host whose name begins with "dead" does not answer; its call ends after all living hosts
+    have been queried.
+    """
 
     living = 0
     everyone_asked = threading.Event()
@@ -239,16 +261,20 @@ class SimulatedCall:
             assert kind.everyone_asked.wait(20), "a dead host delays the others"
 
     def second(self, group: list[SimulatedCall]) -> None:
-        """One of the group keeps who is in it."""
+        """Record the members of the group."""
+        # One member of the group does it, so that each group is recorded once.
         self.groups.append([one.host for one in group]) if self is group[-1] else None
 
     def close(self) -> None:
-        """Free its place."""
+        """Count this connection as closed."""
         self.open_now.discard(self.host)
 
 
 def test_dead_hosts_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1,024 hosts 64 never answer: all others are asked first, within 128 connections, and each is in a group."""
+    """64 of 1,024 hosts never answer: the others are queried meanwhile, each in a group.
+
+    At most 128 connections are used.
+    """
     names = tuple(f"dead{at}" if at % 16 == 1 else f"host{at}" for at in range(1024))
     monkeypatch.setattr(asking, "_ProbeCall", SimulatedCall)
     monkeypatch.setattr(SimulatedCall, "living", 960)
@@ -257,9 +283,8 @@ def test_dead_hosts_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
         not name.startswith("dead") for name in names
     ]
     assert meeting == "host0"
-    assert (
-        SimulatedCall.most_open <= 129
-    )  # a silent host's connection ends just after its thread does
+    # 128 and one more: a silent host's connection ends just after its thread does.
+    assert SimulatedCall.most_open <= 129
     assert SimulatedCall.open_now == set()
     assert {one for group in SimulatedCall.groups for one in group} == {
         name for name in names if "host" in name
@@ -270,7 +295,7 @@ def test_dead_hosts_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_whose_port_is_taken(
     host: int, verdicts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the first host has to listen."""
+    """A port in use is a failure on the first host only, because ranks meet there."""
     answers = [WELL._replace(reached=()), WELL._replace(reached=())]
     answers[host] = WELL._replace(told={**GOOD, "listens": "Address already in use"}, reached=())
     monkeypatch.setattr(asking, "ask", lambda question: (answers, None))
@@ -287,7 +312,8 @@ def test_whose_port_is_taken(
 
 
 def test_versions_are_those_of_the_metadata() -> None:
-    """Read without importlib.metadata, which takes longer than all else."""
+    """The probe's versions are those of importlib.metadata, although the probe does not use it."""
+    # The probe avoids this import, because it takes longer than everything else in the probe.
     from importlib import metadata
 
     installed = {name: metadata.version(name) for name in ("torch", "numpy", "ortlaunch", "onnxruntime-training-cpu")
@@ -296,7 +322,7 @@ def test_versions_are_those_of_the_metadata() -> None:
 
 
 def test_no_ssh_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """That, and a folder that is not there, is said without a traceback."""
+    """An absent ssh is a finding, and an absent folder an error of ours: no traceback."""
     monkeypatch.setenv("PATH", "/nowhere")
     found = look(HostRequirements(NODES, "cpu", tmp_path))
     assert {(one.verdict, one.what) for one in found} == {

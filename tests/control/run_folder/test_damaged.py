@@ -1,4 +1,7 @@
-"""Files of a run folder that are cut, empty, binary or of another version: each verb says which, and reads the rest."""
+"""Damaged files of a run folder: each command names the file and reads the rest.
+
+A file may be cut, empty, binary or of another version.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from ortlaunch.tasks import GenerationRequest
 from tests.control.test_report import made, steps
 from tests.makers import recipe
 
-MOST = 3  # of a file; all of them, some 450, take minutes
+MOST = 3  # damages tried on each file; all of them, some 450, take minutes
 VERBS: dict[str, Callable[[RunDir], Any]] = {
     "status": lambda run: f"{status.look(run)}",
     "report": lambda run: report([run.path], run.path / "page.html", "now"),
@@ -43,7 +46,7 @@ VERBS: dict[str, Callable[[RunDir], Any]] = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that failed, with a file of each kind."""
+    """The folder of a failed run, with a file of each kind."""
     folder = made(
         tmp_path_factory.mktemp("whole") / "run",
         steps(3.0, 2.0, 1.0),
@@ -77,12 +80,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_json(run.evaluation_of(20).evaluation, {"step": 20, "loss": 1.0})
     write_text(run.log(0, "out"), "said\n")
     (run.checkpoint(20)).mkdir(parents=True)
+    # The last file of a checkpoint: without it the folder does not count as one.
     (run.checkpoint(20) / "COMPLETE").touch()
     return folder
 
 
 def damages(path: Path) -> Iterator[tuple[str, bytes]]:
-    """What may have become of a file."""
+    """Yield the ways in which a file may be damaged: a name and the contents."""
     content = path.read_bytes()
     yield from (
         ("empty", b""),
@@ -98,21 +102,24 @@ def damages(path: Path) -> Iterator[tuple[str, bytes]]:
     yield from (("no field", b"{}\n"), ("a word", b'"x"\n'), ("deep", b"[" * 20 + b"\n"))
     if path.suffix not in (".json", ".jsonl"):
         return
+    # A file of JSON lines is replaced by one changed line, its first one.
     values = json.loads(content if path.suffix == ".json" else content.splitlines()[0])
     for name in values:
         rest = {other: value for other, value in values.items() if other != name}
         yield f"without {name}", json.dumps(rest).encode() + b"\n"
         for value in (None, "?", [1], {"a": 1}):
             yield f"{name}: {value}", json.dumps({**rest, name: value}).encode() + b"\n"
+    # A later version of ortlaunch may write further keys.
     yield "with more", json.dumps({**values, "later": 1}).encode() + b"\n"
 
 
 def test_no_verb_ends_in_a_traceback(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file, damaged in ways that are drawn: a result, or a sentence of ours."""
+    """With any file damaged, each command returns a result or raises an error of ours."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(lock, "alive_at", lambda run: [])  # looks at every process here
+    monkeypatch.setattr(lock, "alive_at", lambda run: [])  # slow: it reads every process here
+    # A fixed seed: a failure can be repeated.
     drawn = random.Random(7)
     run = RunDir(shutil.copytree(whole, tmp_path / "run"))
     wrong = []
@@ -130,6 +137,7 @@ def test_no_verb_ends_in_a_traceback(
                     act(run)
                 except OrtlaunchError:
                     pass
+                # Any other type would reach the user as a traceback.
                 except Exception as error:
                     wrong.append(f"{verb}, {path.name} {how}: {type(error).__name__}: {error}")
         path.write_bytes(content)
@@ -137,9 +145,10 @@ def test_no_verb_ends_in_a_traceback(
 
 
 def test_status_reads_the_rest_and_says_what_it_left_out(whole: Path, tmp_path: Path) -> None:
-    """A line that a crash cut, with the next start's after it; a plan and a recipe that are none."""
+    """`status` leaves out an unreadable line, plan and recipe, reports each, and reads the rest."""
     run = RunDir(shutil.copytree(whole, tmp_path / "run"))
     lines = run.metrics.read_text().splitlines(keepends=True)
+    # A crash cut the second line, and the next start wrote its own lines directly after it.
     run.metrics.write_text("".join([lines[0], lines[1][:9], lines[0], lines[2]]))
     run.plan.write_text("")
     run.recipe.write_text("model: [")
@@ -156,15 +165,16 @@ def test_status_reads_the_rest_and_says_what_it_left_out(whole: Path, tmp_path: 
 
 
 def test_the_number_of_a_line_in_a_long_file(whole: Path, tmp_path: Path) -> None:
-    """It is the file's, though its end alone is read."""
+    """The reported line number counts from the beginning of the file, although its end is read."""
     run = RunDir(shutil.copytree(whole, tmp_path / "run"))
     good = run.metrics.read_bytes().splitlines(keepends=True)[0]
+    # Longer than the part that `status` reads from the end.
     run.metrics.write_bytes(good * 3000 + b"\xff{\n" + good)
     assert status.look(run).unreadable == ("metrics.jsonl:3001 is left out: no whole line of JSON",)
 
 
 def test_a_line_after_half_a_one_is_not_lost(tmp_path: Path) -> None:
-    """A killed process leaves half a line, and the next start adds its own."""
+    """After half a line of a killed process, the next start writes on a new line."""
     path = tmp_path / "lines.jsonl"
     append_line(path, {"step": 1})
     path.write_bytes(path.read_bytes() + b'{"step": 2, "lo')
@@ -186,7 +196,7 @@ def test_a_line_after_half_a_one_is_not_lost(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_a_file(content: bytes, said: str, tmp_path: Path) -> None:
-    """Its name and why; nothing was started."""
+    """A damaged file ends a command with status 2, the name of the file and the reason."""
     path = tmp_path / "summary.json"
     path.write_bytes(content)
     with pytest.raises(DamagedFile, match=rf"summary\.json: {said}") as error:

@@ -1,4 +1,4 @@
-"""commands.jsonl: the typed command and the recipe's commit."""
+"""Test commands.jsonl: the typed command and the recipe's commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ortlaunch.run_folder.folder import RunDir
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """Git's answer, by somebody."""
+    """Run git in a folder, with an author set, and return its output."""
+    # The machine may have no git configuration, and the user's own must not change the test.
     who = {
         f"GIT_{role}_{what}": "a@b"
         for role in ("AUTHOR", "COMMITTER")
@@ -27,7 +28,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def test_every_start_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second start in the folder adds its command; the first one's stays."""
+    """Each start in the folder appends a line with its command; earlier lines stay."""
     run = RunDir(tmp_path)
     monkeypatch.chdir(tmp_path)
     for step in (1, 2):
@@ -41,7 +42,7 @@ def test_every_start_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_commit_of_the_recipes_folder(tmp_path: Path) -> None:
-    """The commit, and whether files differ from it or are not in it."""
+    """The commit is recorded; changed or untracked files make it dirty."""
     assert provenance.commit(tmp_path) is None
     git(tmp_path, "init", "-q")
     assert provenance.commit(tmp_path) is None  # nothing was committed yet
@@ -55,17 +56,19 @@ def test_the_commit_of_the_recipes_folder(tmp_path: Path) -> None:
 
 
 def test_a_repository_starts_no_program_of_its_own(tmp_path: Path) -> None:
-    """Looking at a folder runs nothing that its configuration names."""
+    """Reading the commit of a repository runs no program named in the repository's configuration."""
     git(tmp_path, "init", "-q")
     (tmp_path / "a.yaml").write_text("name: a\n")
     git(tmp_path, "add", "a.yaml")
     git(tmp_path, "commit", "-qm", "first")
+    # `git status` runs the program in core.fsmonitor, so a foreign repository could run anything.
     git(tmp_path, "config", "core.fsmonitor", f"touch {tmp_path}/ran; false")
     assert provenance.commit(tmp_path) is not None
     assert not (tmp_path / "ran").exists()
 
 
 def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without git has no commit to tell."""
+    """Without git the commit is None."""
+    # PATH has only an empty folder. This file's own folder may be in a repository.
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance.commit(Path(__file__).parent) is None

@@ -1,4 +1,4 @@
-"""One run at a time in a run folder: who holds it, until when, and what a second one is told."""
+"""Test the lock of a run folder: one run at a time, its holder, and the refusal of a second."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from ortlaunch.run_folder import lock as run_lock
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lock import RunLock
 
+# A command that locks the folder given as its first argument, prints "begun" and sleeps. Second
+# argument: "alone", "with a rank" (a fork that shares the lock) or "becomes another" (an `exec`,
+# as with a launcher's rank).
 COMMAND = """
 import os, sys, time
 from ortlaunch.run_folder.lock import RunLock, share
@@ -41,14 +44,15 @@ time.sleep(60)
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run folder that is not there yet."""
+    """A run folder that does not exist yet."""
     return RunDir(tmp_path / "run")
 
 
 @contextlib.contextmanager
 def command(run: RunDir, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
-    """Another command that has begun a run there."""
+    """Start another command that holds the lock of the folder; kill it at the end."""
     words = [sys.executable, "-c", COMMAND, str(run), how]
+    # A session of its own, so that `killpg` below also ends the fork.
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
@@ -63,11 +67,15 @@ def command(run: RunDir, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("how", ["alone", "becomes another"])
 def test_a_second_run_is_refused(how: str, run: RunDir) -> None:
-    """While the first lives, also as what a launcher's rank becomes; it is named: process, host and since when."""
+    """A second run is refused while the first one lives, and the message names the first one.
+
+    The message has the process, the host and the start time. The lock also survives an `exec`.
+    """
     with command(run, how) as first:
         begun = time.monotonic()
         with pytest.raises(PlanError) as caught, RunLock() as lock:
             lock.take(run)
+        # Seconds: a living holder is refused at once, without the wait for ranks.
         assert time.monotonic() - begun < 1
         since = json.loads(run.lock.read_text())["since"]
         holder = f"process {first.pid} on host {socket.gethostname()} (since {since})"
@@ -79,7 +87,7 @@ def test_a_second_run_is_refused(how: str, run: RunDir) -> None:
 
 
 def test_a_killed_command_frees_it(run: RunDir) -> None:
-    """The kernel frees the lock also after kill -9, whatever the file says."""
+    """The lock is free after kill -9, although the file still names the killed process."""
     with command(run) as first:
         first.kill()
         first.wait()
@@ -91,7 +99,8 @@ def test_a_killed_command_frees_it(run: RunDir) -> None:
 def test_ranks_hold_it_too(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ranks that outlive a killed command are waited for, and after their grace the folder is refused."""
+    """A new run waits for ranks of a killed command, and is refused if they stay alive."""
+    # Seconds: without these two lines the test would wait for the real limits.
     monkeypatch.setattr(run_lock, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(run_lock, "_MORE_SECONDS", 0.0)
     with command(run, "with a rank") as first:
@@ -101,12 +110,13 @@ def test_ranks_hold_it_too(
             lock.take(run)
         assert "has ended, but ranks of it are still alive; end them" in str(caught.value)
         assert f"waiting for the ranks of process {first.pid} on host" in capsys.readouterr().out
+    # The rank has been killed with its process group, so the folder is free.
     with RunLock() as lock:
         lock.take(run)
 
 
 def test_ranks_of_the_run_share_it(run: RunDir) -> None:
-    """A rank joins its own command's lock, and a freed folder is taken again by this process."""
+    """A rank shares its own command's lock, and the same process can lock a freed folder again."""
     for _ in range(2):
         with RunLock() as lock:
             lock.take(run)
@@ -122,7 +132,7 @@ def test_ranks_of_the_run_share_it(run: RunDir) -> None:
 def test_a_disk_without_locks_is_told(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Some network disks have none: the run goes on, and says what is not watched."""
+    """On a disk without file locks (some network disks) the run continues and prints a notice."""
 
     def flock(*_: int) -> None:
         raise OSError(errno.ENOTSUP, "Operation not supported")
@@ -131,5 +141,8 @@ def test_a_disk_without_locks_is_told(
     with RunLock() as lock:
         lock.take(run)
     run_lock.share(run)
-    said = f"{run}: no file locks here (Operation not supported): a second run in it would not be seen\n"
+    said = (
+        f"{run}: no file locks here (Operation not supported): "
+        "a second run in it would not be seen\n"
+    )
     assert capsys.readouterr().out == said

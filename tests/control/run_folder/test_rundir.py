@@ -1,4 +1,4 @@
-"""The run folder: its paths, whole files or none, checkpoints that were written to their end."""
+"""Test the run folder: its paths, atomic writes of files, and complete checkpoints."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_tex
 from ortlaunch.run_folder.reference import markdown
 from tests.makers import engine_report
 
+# Attribute of RunDir -> path in the run folder. Written out, so that a renamed file
+# fails the test.
 PATHS = {
     "recipe": "recipe.yaml",
     "plan": "plan.json",
@@ -80,7 +82,7 @@ PATHS = {
 
 
 def test_paths() -> None:
-    """Every path of a run is where ARCHITECTURE.md says."""
+    """Every path of a run is the one documented in ARCHITECTURE.md."""
     run = RunDir("runs/x")
     found = {
         name: str(getattr(run, name))
@@ -96,7 +98,7 @@ def test_paths() -> None:
 
 
 def test_complete_checkpoints(tmp_path: Path) -> None:
-    """Only folders with their last file count, by step and not by name."""
+    """Only folders with the file COMPLETE count, sorted by step and not by name."""
     run = RunDir(tmp_path)
     assert run.complete_checkpoints() == []
     for name in (
@@ -108,6 +110,7 @@ def test_complete_checkpoints(tmp_path: Path) -> None:
         "step_00000001.tmp",
     ):
         write_text(run.checkpoints / name / "COMPLETE", "")
+    # Without the file COMPLETE, which is written last.
     (run.checkpoints / "step_00000400").mkdir()
     assert run.complete_checkpoints() == [
         (20, run.checkpoint(20)),
@@ -117,7 +120,7 @@ def test_complete_checkpoints(tmp_path: Path) -> None:
 
 
 def test_write_text(tmp_path: Path) -> None:
-    """A file is written with its folders, in UTF-8, over an older one; nothing else stays."""
+    """A file is written in UTF-8, with its folders, over an older one; no temporary file stays."""
     path = tmp_path / "a" / "b" / "file.txt"
     write_text(path, "old and longer")
     write_text(path, "né\nw\n")
@@ -127,7 +130,8 @@ def test_write_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
 def test_files_follow_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
-    """Who may read a run is the user's choice, as for every file that the user makes."""
+    """The mode of a file follows the user's umask, as for every file that the user creates."""
+    # The umask belongs to the whole process, so it is restored.
     before = os.umask(umask)
     try:
         write_text(tmp_path / "file", "text")
@@ -140,11 +144,12 @@ def test_files_follow_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
 def test_a_broken_write_leaves_the_old_file(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that fills up in the middle leaves what was there, and no piece of the new."""
+    """A write that fails on a full disk keeps the old file and leaves no part of the new one."""
     path = tmp_path / "file.json"
     write_text(path, "old")
 
     def full(*arguments: object) -> None:
+        # ENOSPC
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, step, full)
@@ -156,21 +161,22 @@ def test_a_broken_write_leaves_the_old_file(
 
 @pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True], "é": {"b": "x"}}, [], "text", 0])
 def test_json(value: Any, tmp_path: Path) -> None:
-    """What is written as JSON reads back as itself, and the file ends in a line end."""
+    """A value written as JSON is read back unchanged, and the file ends with a newline."""
     write_json(tmp_path / "x.json", value)
     assert read_json(tmp_path / "x.json", type(value)) == value
     assert (tmp_path / "x.json").read_text().endswith("\n")
 
 
 def test_json_that_cannot_be_written(tmp_path: Path) -> None:
-    """A value that JSON does not know leaves no file."""
+    """A value that JSON cannot represent raises TypeError and leaves no file."""
     with pytest.raises(TypeError):
         write_json(tmp_path / "x.json", {"a": object()})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_json_has_no_infinity(tmp_path: Path) -> None:
-    """What is not finite becomes a word that float() reads, however deep it lies, for JSON has no number for it."""
+    """Infinity and NaN are written, at any depth, as text that float() accepts."""
+    # JSON has no number for them.
     inf = float("inf")
     nan = float("nan")
     write_json(tmp_path / "x.json", {"a": [inf, 1.0], "b": {"c": (-inf, nan)}})
@@ -178,13 +184,15 @@ def test_json_has_no_infinity(tmp_path: Path) -> None:
 
 
 def test_the_page_of_the_run_folder_is_current() -> None:
-    """`ortlaunch schema --run-folder > docs/run-folder.md` after every change of what a run tells."""
+    """docs/run-folder.md is current: `ortlaunch schema --run-folder` prints the same page."""
+    # To be regenerated, with `> docs/run-folder.md`, after every change of a run's files.
     page = Path(__file__).parents[3] / "docs" / "run-folder.md"
     assert page.read_text(encoding="utf-8") == markdown()
 
 
 def test_a_field_without_a_value_is_null_empty_or_left_out() -> None:
-    """As the page says: a default is left out, and a reader may ask `onnxruntime` for names on any engine."""
+    """A field without a value is null, empty or absent, as docs/run-folder.md documents it."""
+    # `onnxruntime` is present for every engine, so that a reader can look up keys in it.
     written = engine_report("eager").to_json()
     assert (written["attention"], written["onnxruntime"], written["unused_parameters"]) == (
         None,
