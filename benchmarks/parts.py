@@ -100,7 +100,7 @@ def two_ranks() -> Any:
     from ortlaunch.rank import Rank
     from ortlaunch.worker.process_group.distributed import DistributedContext
 
-    torch.set_num_threads(1)  # two ranks share two cores
+    torch.set_num_threads(1)  # so that the two ranks do not compete for cores
     dist.init_process_group("gloo", store=dist.FileStore(str(meeting), 2), rank=rank, world_size=2)
     return DistributedContext(Rank(rank, 2, rank, 2), torch.device("cpu"))
 

@@ -1,1 +1,1 @@
-"""Tests on hosts of their own: network namespaces with ssh between them, and Slurm (`make lab` opens such a lab)."""
+"""Tests on simulated hosts: network namespaces with ssh and Slurm (`make lab` opens such a lab)."""

@@ -106,7 +106,7 @@ PartitionName=urgent Nodes=ALL MaxTime=1:00:00 State=UP PriorityTier=10 PreemptM
 
 
 def lacking() -> str:
-    """What keeps this machine from having a lab, or nothing."""
+    """Return why this machine cannot have a lab; "" if it can."""
     if os.geteuid() != 0:
         return "a lab takes root"
     absent = [name for name in NEEDED if shutil.which(name, path=_TOOLS) is None]
@@ -157,14 +157,14 @@ class Lab:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _last_words(self) -> str:
-        """What the daemons said last."""
+        """Return the last output of the daemons."""
         logs = sorted((*self.folder.glob("*.log"), *self.folder.glob("*.out")))
         return "\n".join(
             f"{path.name}: {line}" for path in logs for line in path.read_text().splitlines()[-3:]
         )
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """What runs a command on a host from outside the lab, in the folder where it is typed."""
+        """Return the command that runs another one on a host, in the current folder."""
         enter = [
             "nsenter",
             "--target",
@@ -277,7 +277,7 @@ class Lab:
         key.chmod(0o400)
 
     def aliases_of(self, name: str) -> list[str]:
-        """Further names of a host, so that a hundred can be asked on ten."""
+        """Add names of a host, so that ten hosts can have a hundred names."""
         if name == LOGIN:
             return []
         return [f"{name}-{number}" for number in range(1, self.aliases + 1)]
@@ -388,7 +388,7 @@ def _clean_stale() -> None:
 
 @contextlib.contextmanager
 def shell(hosts: int) -> Iterator[Lab]:
-    """A lab, and what there is to type in it."""
+    """Print a lab with the commands that can be used in it."""
     began = time.monotonic()
     with Lab(hosts) as lab:
         print(

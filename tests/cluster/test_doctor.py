@@ -68,7 +68,7 @@ def test_a_port_that_is_taken(lab: Lab, folder: Path) -> None:
 
 
 HIGH = "meta l4proto tcp tcp dport 1024-65535 ct state new"
-NETWORKS = {  # packets that one host drops: what doctor finds, and where
+NETWORKS = {  # packets that one host drops: the findings of doctor, by host
     "tcp": (HIGH, (), [("host2", "port", "failed", "no other host reaches its port ")]),
     "udp": ("meta l4proto udp", (), [("host1", "udp", "warning", "no datagram to host2 is answered"),
                                      ("host2", "udp", "warning", "no datagram to host1, host3 is answered"),

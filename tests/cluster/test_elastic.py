@@ -1,4 +1,4 @@
-"""launch.nodes: {min, max}: a host is lost in training, the run goes on without it, and takes it back when asked."""
+"""launch.nodes: {min, max}: a run continues without a lost host, and uses it again on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends over hosts: a link that is lost in training, and a run in Slurm's queue that is asked to save and to stop."""
+"""Ends over hosts: a link lost in training, and a requested save and stop in Slurm's queue."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _nothing(lab: Lab, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _another_torch(lab: Lab, folder: Path) -> Iterator[None]:
-    """What pip wrote about torch, as host2 sees it."""
+    """pip's metadata of torch, as host2 has it."""
     found = next(file for file in metadata.files("torch") or () if file.name == "METADATA").locate()
     text = Path(str(found)).read_text(encoding="utf-8")
     (folder / "METADATA").write_text(
@@ -58,7 +58,7 @@ def _link_down(lab: Lab, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _ssh_refused(lab: Lab, folder: Path) -> Iterator[None]:
-    """Nobody listens at the port where ssh asks."""
+    """No program listens on the port to which ssh connects."""
     config = lab.folder / "ssh_config"
     text = config.read_text()
     config.write_text(f"{text}Host host2\n  Port 23\n")  # in place: hosts have this very file
@@ -69,7 +69,7 @@ def _ssh_refused(lab: Lab, folder: Path) -> Iterator[None]:
 
 
 class Case(NamedTuple):
-    """A fault, and what is said of it."""
+    """A fault, and the message about it."""
 
     said: str
     fault: Callable[[Lab, Path], AbstractContextManager[None]] = _nothing
@@ -104,7 +104,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_host_that_is_not_fit(case: Case, lab: Lab, tmp_path: Path) -> None:
-    """`train` says which and why within 15 s, and leaves no rank; `doctor --json` says the same, in its schema."""
+    """`train` names host and reason within 15 s and leaves no rank; so does `doctor --json`."""
     (tmp_path / "hosts").write_text(case.hosts)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     with case.fault(lab, tmp_path):
@@ -135,7 +135,7 @@ SQUATTER = (
 
 
 def test_a_port_that_is_taken(lab: Lab, tmp_path: Path) -> None:
-    """Only a launcher of another's names one (here that of pods): rank 0 says which, and nobody waits."""
+    """Only a foreign launcher (here that of pods) names a bad host: rank 0 prints it at once."""
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
     squatter = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The lab itself: what hosts share and what they do not, Slurm's ranks, and that nothing outlives it."""
+"""The lab itself: shared and private folders, Slurm's ranks, and no process that outlives it."""
 
 from __future__ import annotations
 

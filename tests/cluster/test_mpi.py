@@ -20,7 +20,7 @@ from tests.launch.tiny import MODULE
 from tests.makers import CUSTOM
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(120)]
-MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's; mpi4py asks for libmpi.so.12
+MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's; mpi4py loads libmpi.so.12
 HERE = Path(sys.executable)
 
 

@@ -1,4 +1,4 @@
-"""A queued run that is asked to make room saves, goes back into the queue and ends as one that nobody disturbed."""
+"""A queued run saves on request, is queued again and ends like an undisturbed run."""
 
 from __future__ import annotations
 

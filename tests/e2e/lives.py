@@ -1,4 +1,4 @@
-"""A run that is started again and again in one folder, and what two such runs have in common, bit for bit."""
+"""Start a run repeatedly in one folder, and compare two such runs bit for bit."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _lives(pid: int) -> bool:
 
 
 def differences(one: RunDir, other: RunDir) -> list[str]:
-    """What is not the same, bit for bit, as in the `one` that nobody stopped."""
+    """Return the differences, bit for bit, from `one`, the run without a stop."""
     last = one.complete_checkpoints()[-1][1].name
     names = [path.relative_to(one.path) for path in (one.checkpoints / last).glob("*.safetensors")]
     names.append(Path("export/model.safetensors"))

@@ -1,4 +1,4 @@
-"""What every rank needs, loaded by importing this; nothing that starts a thread, CUDA, or reads a run's settings."""
+"""Import the libraries of every rank, without a thread, CUDA or a run's settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ for name in (
     importlib.import_module(name)
 importlib.import_module("ortlaunch.worker.tasks.train")
 
-if DEVICE == "cpu":  # elsewhere a step asks whether a CUDA graph is captured, which may start CUDA
+if DEVICE == "cpu":  # elsewhere a step checks for a captured CUDA graph, which may start CUDA
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
     torch.optim.AdamW([weight]).step()  # loads half of torch

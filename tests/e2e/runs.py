@@ -1,4 +1,4 @@
-"""What tests of whole runs share: a toy model, a small BERT, and a run that ended."""
+"""Shared fixtures of tests of whole runs: a toy model, a small BERT, and a run that ended."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def data(samples=256, seed=0, nan_at=None):
     return [{"x": row, "y": row.sum().reshape(1)} for row in x]
 '''
 
-# Beside TOYS; while there is a file `slow` a run of it can be asked for something at a step.
+# Beside TOYS. While the file `slow` exists, its steps are slow enough for a request.
 SLOW = """
 import os, time
 from toys import Net, data
@@ -255,7 +255,7 @@ def exported_evaluation(run: Run, home: Path) -> float:
 
 
 def exported_again(run: Run, home: Path) -> bool:
-    """Whether `ortlaunch export` writes from the newest checkpoint what the end of the run wrote, byte for byte."""
+    """Return whether `ortlaunch export` of the newest checkpoint equals the run's own export."""
     again = home / f"{run.folder.name}-again"
     command = [str(COMMAND), "export", run.folder.name, f"--to={again.name}"]
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""What runs a model, in every precision and batch: engines and their fallback, fp16 and bf16, accumulation."""
+"""Engines and their fallback, fp16 and bf16, and accumulation, in whole runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from tests.e2e.runs import EAGER, FULL, TOY, Train, ended_well, merged
 from tests.ort import needs_ort
 
-# ----------------------------------------------------------------------------------------------------- engine truth
+# ------------------------------------------------------------ engine truth
 
 
 @needs_ort
 def test_a_model_that_onnx_runtime_cannot_run(train: Train) -> None:
-    """It ends before step 1, with a status, the reason and what to try; nothing was trained."""
+    """A run ends before step 1, with a status, the reason and advice; nothing is trained."""
     without = {"model": {"factory": "toys:attending"}, "engine": {"torch_operators": "off"}}
     run = train("attending", merged(TOY, without))
     assert run.status == 1
@@ -31,7 +31,7 @@ def test_a_model_that_onnx_runtime_cannot_run(train: Train) -> None:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_fallback_that_is_allowed_is_told(train: Train) -> None:
-    """With allow_fallback it trains in eager PyTorch; the output and engine.json say so, with the reason."""
+    """With allow_fallback a run trains in eager PyTorch; output and engine.json have the reason."""
     engine = {"name": "ort", "allow_fallback": True, "torch_operators": "off"}
     fallback = {"model": {"factory": "toys:attending"}, "engine": engine}
     run = ended_well(train("fallback", merged(TOY, fallback)))
@@ -46,7 +46,7 @@ def test_a_fallback_that_is_allowed_is_told(train: Train) -> None:
     assert "ran on engine eager" in run.out
 
 
-# -------------------------------------------------------------------------------------------- precision, batches
+# ------------------------------------------------------------ precision, batches
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_one_large_or_four_small_batches(
 
 @pytest.mark.slow
 def test_inductor(train: Train) -> None:
-    """torch.compile trains the same curve as eager, without and with ZeRO 1, and says that it ran."""
+    """torch.compile gives the same curve as eager, without and with ZeRO 1, and is recorded."""
     plain = merged(TOY, EAGER)
     expected = ended_well(train("for-inductor", plain)).losses()
     for zero in (None, {"stage": 1}):

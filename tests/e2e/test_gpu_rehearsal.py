@@ -1,4 +1,4 @@
-"""tests/gpu whole, in its form for a CPU: every part, the page, and what a wrong curve comes to."""
+"""The whole of tests/gpu in its form for a CPU: every part, the page, and a wrong curve."""
 
 from __future__ import annotations
 

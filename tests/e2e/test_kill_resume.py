@@ -1,4 +1,4 @@
-"""Runs whose machine fails: killed as a whole again and again, and a rank that dies while a checkpoint is written."""
+"""Runs whose processes are all killed repeatedly, or whose rank dies during a checkpoint."""
 
 from __future__ import annotations
 

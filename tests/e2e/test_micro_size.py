@@ -1,4 +1,4 @@
-"""`micro_size: auto` under limits set here, held against what trains and what does not under the same limit."""
+"""`micro_size: auto` under memory limits, compared with trainings under the same limit."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def limited(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Limited]
 
 
 def _address_space_of_torch() -> int:
-    """What a process that has trained something small has reserved at most."""
+    """Return the peak reserved memory of a process that has trained a small model."""
     code = "import torch; torch.nn.Linear(4, 4)(torch.ones(1, 4)).sum().backward(); "
     code += "print(open('/proc/self/status').read())"
     told = subprocess.run(

@@ -1,4 +1,7 @@
-"""Every engine, launch and sharding gives the loss curve of plain PyTorch; the whole table is benchmarks/parity.py."""
+"""Every engine, launch and sharding gives the loss curve of plain PyTorch.
+
+The whole table is benchmarks/parity.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`engine.parity_steps` and `ortlaunch parity`: real runs on one rank and two, that pass and that are stopped."""
+"""`engine.parity_steps` and `ortlaunch parity` in runs on one and two ranks, good and bad."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def ended_well(run: Run) -> Run:
 
 
 def counted(truth: dict[str, Any]) -> dict[str, Any]:
-    """What ONNX Runtime ran; exports, time and free memory are not the training's."""
+    """Return ONNX Runtime's counts, without exports, time and free memory."""
     others = ("exports", "export_seconds", "deepcopy_before_export", "settings")
     return {name: value for name, value in truth["onnxruntime"].items() if name not in others}
 
@@ -221,7 +221,7 @@ def test_two_ranks_compare_each_its_own_batch(start: Start, zero: int | None) ->
     ],
 )
 def test_a_wrong_operator_stops_the_run(start: Start, arguments: tuple[str, ...]) -> None:
-    """Before step 1, by itself, with status 1, the layer before the operator named, both values, and what to try."""
+    """A run ends before step 1 with status 1, the layer, both values and advice."""
     wrong = {"model": {"arguments": {"wrong": True, "dropout": 0.0}}}
     run = start("train", f"wrong-{len(arguments)}", wrong, *arguments)
     assert run.status == 1
@@ -246,7 +246,7 @@ def test_a_wrong_operator_stops_the_run(start: Start, arguments: tuple[str, ...]
 @needs_ort
 @pytest.mark.slow
 def test_the_tolerance_is_the_recipes(start: Start) -> None:
-    """Above what a wrong operator makes, it passes; below what rounding makes, nothing does."""
+    """A tolerance above a wrong operator's error passes; one below rounding never does."""
     wrong = {"model": {"arguments": {"wrong": True}}, "engine": {"parity_tolerance": 1e9}}
     loose = ended_well(start("parity", "loose", wrong, "--steps=1"))
     assert "tolerance 1e+09" in loose.out
@@ -258,7 +258,7 @@ def test_the_tolerance_is_the_recipes(start: Start) -> None:
 @needs_ort
 @pytest.mark.slow
 def test_what_cannot_be_compared_is_said(start: Start) -> None:
-    """Random numbers are given to both passes; a fallback goes on and says that nothing was compared."""
+    """Both passes get the same random numbers; a fallback continues and records no comparison."""
     noisy = {"model": {"arguments": {"noise": 0.1}}}
     drawn = ended_well(start("parity", "noisy", noisy))
     assert PASSED.findall(drawn.out) == ["3"]
@@ -289,7 +289,7 @@ def test_what_cannot_be_compared_is_said(start: Start) -> None:
     ],
 )
 def test_a_program_is_eagers_or_ends(start: Start, verb: str, name: str, status: int) -> None:
-    """What once trained another model without a word is equal to PyTorch, or the run ends with a cause."""
+    """Models that once trained silently wrong equal PyTorch, or the run ends with a cause."""
     run = start(
         verb,
         f"program-{verb}-{name}",

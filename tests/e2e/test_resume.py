@@ -143,7 +143,7 @@ def train(
 
 
 def _taken(path: Path, ranks: int, count: int) -> Iterator[int]:
-    """Of what each rank read its last share: a rank reads a batch more when its engine is built."""
+    """Return the last samples that each rank read, without the batch for building its engine."""
     read = [
         path.with_name(f"{path.name}.{rank}").read_text().split()[-count // ranks :]
         for rank in range(ranks)
@@ -153,7 +153,7 @@ def _taken(path: Path, ranks: int, count: int) -> Iterator[int]:
             yield from map(int, samples[first : first + MICRO])
 
 
-# ---------------------------------------------------------------------------------------------------- the same world
+# ------------------------------------------------------------ the same world
 
 # 96 of 100 samples are taken then, and the next step goes on into another epoch
 STEPS = 5
@@ -213,7 +213,7 @@ def _forget_the_end(run: RunDir) -> None:
     shutil.rmtree(run.checkpoint(STEPS))
 
 
-# ------------------------------------------------------------------------------------------------------ other worlds
+# ------------------------------------------------------------ other worlds
 
 LIVES = ((2, 2), (1, 4), (3, 6))  # ranks, and the step that they end after
 GLOBAL = 48

@@ -1,4 +1,4 @@
-"""Whole runs of `ortlaunch train`: what lies in the run folder, what a second start does, what really ran."""
+"""Whole runs of `ortlaunch train`: the run folder, a second start, and the engine in use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.ort import needs_ort
 
 SHARD = "rank_00000.safetensors"
 
-# --------------------------------------------------------------------------------- one run, looked at from all sides
+# ------------------------------------------------------------ one run, looked at from all sides
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def full(train: Train) -> Run:
 
 
 def test_the_run_folder(full: Run) -> None:
-    """A run leaves what README lists, and nothing else."""
+    """A run folder has exactly the files that README lists."""
     board = {name for name in full.files() if name.startswith("tensorboard/")}
     assert len(board) == 1
     assert full.files() - board == {
@@ -95,7 +95,7 @@ def test_only_the_newest_checkpoints_are_kept(full: Run) -> None:
 
 
 def test_metrics_are_of_their_declared_forms(full: Run) -> None:
-    """Every line is one of a step or one of an evaluation, as docs/run-folder.md says."""
+    """Every line is one of a step or of an evaluation, as in docs/run-folder.md."""
     metrics = {f"evaluation_{name}" for name in METRICS if name != "loss"}
     for record in full.records():
         if "evaluation_loss" in record:
@@ -119,7 +119,7 @@ def test_metrics_of_every_step(full: Run) -> None:
 
 
 def test_evaluation_is_of_the_model_without_dropout(full: Run, home: Path) -> None:
-    """Every 4 steps and at the end; the last is what the exported weights give on all samples."""
+    """Evaluations run every 4 steps and at the end; the last equals that of exported weights."""
     assert [step for step, _ in full.values("evaluation_loss")] == [4, 8, 10]
     expected = exported_evaluation(full, home)
     assert full.values("evaluation_loss")[-1][1] == pytest.approx(expected, rel=1e-5)
@@ -144,7 +144,7 @@ def test_tensorboard_has_the_same_numbers(full: Run) -> None:
 
 
 def test_a_finished_run_started_again_trains_nothing(full: Run, train: Train, home: Path) -> None:
-    """It says so and ends well, also with fewer steps asked for; every file stays as it was, but for who was here."""
+    """A finished run reports its end, also with fewer steps requested; its files stay equal."""
     shutil.copytree(full.folder, home / "again")
     for asked in (10, 6):
         again = ended_well(train("again", FULL, f"train.max_steps={asked}"))
@@ -187,7 +187,7 @@ def test_a_checkpoint_is_evaluated(full: Run, home: Path) -> None:
 def test_an_export_that_was_taken_away_is_written_again(
     full: Run, train: Train, home: Path
 ) -> None:
-    """A finished run without its export makes it from the last checkpoint; what was measured of training stays."""
+    """A finished run without export creates it from the last checkpoint; its records stay."""
     shutil.copytree(full.folder, home / "exported-again")
     shutil.rmtree(home / "exported-again/export")
     again = ended_well(train("exported-again", FULL))
@@ -199,7 +199,7 @@ def test_an_export_that_was_taken_away_is_written_again(
 
 
 def test_the_end_says_what_came_out(full: Run) -> None:
-    """Steps, samples, epochs, time, losses, where the export lies and how to load it, and what to type next."""
+    """The end of a run has steps, samples, epochs, time, losses, the export and next commands."""
     summary = json.loads((full.folder / "summary.json").read_text())
     loss = full.values("loss")[-1][1]
     evaluation = full.values("evaluation_loss")[-1][1]
@@ -224,7 +224,7 @@ def test_the_end_says_what_came_out(full: Run) -> None:
     assert lines[-1] == "to continue: ortlaunch train full.yaml --run-dir=full train.max_steps=20"
 
 
-# --------------------------------------------------------------------------------------------------------- resuming
+# ------------------------------------------------------------ resuming
 
 
 def test_a_resumed_run_is_the_same_run(full: Run, train: Train, home: Path) -> None:
@@ -317,7 +317,7 @@ def test_epochs_in_place_of_steps(train: Train) -> None:
     assert json.loads((run.folder / "steps.json").read_text())["max_steps"] == 8
 
 
-# --------------------------------------------------------------------------------------------------- transformers
+# ------------------------------------------------------------ transformers
 
 
 @pytest.fixture(scope="module")
@@ -398,7 +398,7 @@ def test_classes_on_onnx_runtime(train: Train) -> None:
     assert run.truth()["engine"]["used"] == "ort"
 
 
-# ---------------------------------------------------------------------------------------------------------- README
+# ------------------------------------------------------------ README
 
 COMPARED = re.compile(r"^parity: step 1 in plain PyTorch: loss within \S+, gradients within \S+; "
                       r"took \d+\.\d s, once$", re.MULTILINE)  # fmt: skip

@@ -1,4 +1,4 @@
-"""A run of two ranks that is asked for a checkpoint and to stop while it trains: saved at once, and nothing is lost."""
+"""A run of two ranks saves at once on request of a checkpoint and a stop; nothing is lost."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def begun(home: Path, recipe: dict[str, Any]) -> subprocess.Popen[str]:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_run_that_is_asked_to_save_and_to_stop(train: Train, home: Path) -> None:
-    """A checkpoint within two steps, then a stop with status 85; run again, it is a run that was never asked."""
+    """A run saves within two steps, stops with 85, and run again equals an undisturbed run."""
     (home / "slow_toys.py").write_text(SLOW)
     whole = ended_well(train("whole", RECIPE, *TWO_RANKS))
     (home / "slow").touch()

@@ -1,6 +1,6 @@
-"""Runs that are ended by every signal, at every moment, under every launcher: as docs/ends.md says.
+"""Runs that are ended by every signal, at every moment, under every launcher, as in docs/ends.md.
 
-A case is one run: the signal goes to its target at its moment; then what became of it. Lost are steps that were taken
+A case is one run: the signal goes to its target at its moment; then its end is checked. Lost are steps that were taken
 before the signal and are not in the newest checkpoint. KILL goes also to what started ranks that ignore SIGTERM, a
 stopped rank, or a rank whose supervisor is stopped. srun's runs are in a lab.
 """
@@ -112,12 +112,12 @@ class Case(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Of its signal; what `ortlaunch stop` leaves wakes as SIGUSR1 does."""
+        """The name of the case's signal; a request by `ortlaunch stop` wakes as SIGUSR1 does."""
         return int(getattr(signal, f"SIG{self.signal}", signal.SIGUSR1))
 
     @property
     def dies(self) -> bool:
-        """Whether nothing is saved: SIGKILL, or mpirun itself is told to end, which kills its ranks."""
+        """Whether nothing is saved: SIGKILL, or a signal to mpirun itself, which kills its ranks."""
         to_mpirun = (
             self.launcher == "mpi" and self.target == "launcher" and self.signal in ("TERM", "INT")
         )
@@ -242,7 +242,7 @@ def test_a_signal(
 
 
 def judge(run: Victim, case: Case, record: Callable[[str, object], None]) -> None:
-    """Send the signal, and inspect what becomes of the run."""
+    """Send the signal, and inspect the end of the run."""
     before = run.steps()
     sent = time.time()
     send(run, case)

@@ -113,7 +113,7 @@ class Run(Victim):
         return -1 if status is None else status
 
     def left(self, seconds: float = 10.0) -> list[int]:
-        """What is alive after so long, and ends it."""
+        """Return processes that are alive after this time, and end them."""
         wait(lambda: not processes(self.run), seconds, 0.2)
         there = list(processes(self.run))
         self.end()

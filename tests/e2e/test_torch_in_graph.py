@@ -64,7 +64,7 @@ def layers(home: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [None, {"stage": 1}, {"stage": 2}], ids=["ddp", "zero1", "zero2"])
 def test_two_ranks_with_a_layer_in_torch(train: Train, zero: Any) -> None:
-    """Losses are those of eager under DistributedDataParallel; engine.json and the end of the run say what is torch's.
+    """Losses equal eager's under DistributedDataParallel; engine.json and output name torch's parts.
 
     Eager ZeRO 2 of such a model differs: its ranks take other branches, and with them another order of gradients.
     """
@@ -85,7 +85,7 @@ def test_two_ranks_with_a_layer_in_torch(train: Train, zero: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_wrong_derivative_is_found_by_the_parity_step(train: Train) -> None:
-    """One per cent too much, in the gradients of what runs as torch."""
+    """Make gradients of operators that run as torch too large by one per cent."""
     planted = {
         "model": {"factory": "layers:wrong_in_graphs"},
         "engine": {"parity_steps": 1, "parity_tolerance": 1e-3},

@@ -1,4 +1,4 @@
-"""What is made of a run that was trained: `ortlaunch export --format onnx` and `ortlaunch evaluate`."""
+"""`ortlaunch export --format onnx` and `ortlaunch evaluate` of a trained run."""
 
 from __future__ import annotations
 

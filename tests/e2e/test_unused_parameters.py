@@ -44,7 +44,7 @@ def same(run: Run, expected: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "micro"), CASES)
 def test_parameters_that_no_loss_uses(train: Train, engine: str, micro: int) -> None:
-    """Two ranks, with and without accumulation, and what is left out is printed once and recorded."""
+    """Two ranks, with and without accumulation, print and record unused parameters once."""
     settings = recipe(engine, micro)
     one = ended_well(train(f"one-{engine}-{micro}", settings))
     two = ended_well(train(f"two-{engine}-{micro}", settings, *TWO_RANKS))
@@ -88,7 +88,7 @@ def test_averaging_by_hand_is_that_of_distributed_data_parallel(train: Train) ->
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_parameter_that_is_used_no_more_ends_the_run(train: Train) -> None:
-    """The run ends in that step, before its weights change, with the parameter and what to do."""
+    """The run ends in that step, before its weights change, with the parameter and advice."""
     ended = train("no-more", recipe(until=4), *TWO_RANKS)  # two passes a step
     assert ended.status == 1
     assert "EngineError" in ended.err

@@ -20,7 +20,7 @@ _LAUNCHER = re.compile(r"torch\.distributed\.run|mpirun |prterun |^srun ")
 
 
 class Process(NamedTuple):
-    """What /proc says of one."""
+    """The state of a process in /proc."""
 
     pid: int
     parent: int
@@ -54,7 +54,7 @@ def wait(condition: Callable[[], object], seconds: float, every: float = 0.02) -
 
 
 class Victim:
-    """One run in a folder, which holds its recipe; `before` is what its command is started by."""
+    """One run in a folder with its recipe; `before` is the program that starts its command."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Victim:
         return self.ranks()[-1].pid if target == "rank" else self.ranks()[-1].parent
 
     def steps(self) -> int:
-        """Steps that its metrics tell of."""
+        """The steps in its metrics."""
         metrics = self.run / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
