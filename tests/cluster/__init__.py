@@ -1,1 +1,4 @@
-"""Tests on simulated hosts: network namespaces with ssh and Slurm (`make lab` opens such a lab)."""
+"""Tests on several hosts: network namespaces with ssh between them, and Slurm.
+
+`make lab` opens a shell in such a lab.
+"""

@@ -1,4 +1,4 @@
-"""One lab for all tests of this folder, and a user's folder on its shared disk."""
+"""Fixtures: one lab for all tests of this folder, and a user's folder on its shared disk."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from tests.cluster.lab import Lab, lacking
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:
-    """Three hosts, a login node and Slurm."""
+    """A lab of three hosts, a login node and Slurm."""
     lack = lacking()
     if lack:
         labs.skip(lack)
+    # # The alias lets a test list one machine under two names.
     with Lab(hosts=3, aliases=1) as running:
         yield running
 
 
 @pytest.fixture
 def home(lab: Lab, tmp_path: Path) -> Home:
-    """A folder with a recipe that takes its time."""
+    """A user's folder with a recipe that trains slowly."""
     return Home(lab, tmp_path)

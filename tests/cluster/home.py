@@ -1,4 +1,4 @@
-"""A user's folder on the lab's shared disk, and a toy run that takes its time."""
+"""A user's folder on the lab's shared disk, with the recipe of a slow toy run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ RECIPE = merged(
         **EAGER,
         "model": {"factory": "slow_toys:net"},
         "batch": {"micro_size": 8},
+        # # Never reached: each test stops the run or sets a smaller number.
         "train": {"max_steps": 100_000},
     },
 )
 
 
 class Home:
-    """A user's folder, and a command that is typed in it on the login node."""
+    """A user's folder, with methods that run commands in it on the login node."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab = lab
         self.folder = folder
+        # # A space in the name, so that commands that do not quote it fail.
         self.run = folder / "my run"
+        # # The lab's PATH includes /usr/sbin; environment() would replace it.
         self.env = {**lab.environ, **environment(folder), "PATH": lab.environ["PATH"]}
         for name, text in (
             ("toys.py", TOYS),
@@ -39,10 +42,11 @@ class Home:
             (folder / name).write_text(text)
         (folder / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
         (folder / "cache").mkdir()
+        # # While this file exists, each pass of the slow toy sleeps.
         (folder / "slow").touch()
 
     def losses(self) -> dict[int, float]:
-        """By step; of a step that was done again, as it was the last time."""
+        """Return the loss of each step; for a repeated step, the last one."""
         records = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
         return {record["step"]: record["loss"] for record in records if "loss" in record}
 
@@ -58,5 +62,5 @@ class Home:
         return ended.stdout
 
     def reach(self, step: int) -> None:
-        """Wait until it was done."""
+        """Wait until the run has logged this step."""
         reach(RunDir(self.run), step)

@@ -1,8 +1,11 @@
-"""A cluster on one machine: hosts with a network, a name, processes, an sshd and a private disk each, and Slurm.
+"""A cluster on one machine: hosts with their own network, name, processes, sshd and disk, and Slurm.
 
-Every host is a set of namespaces that lives as long as its first process, and that dies with whoever made the lab: a
-crash leaves nothing but a folder, which the next lab takes away. All addresses are inside these namespaces. Takes root
-and Debian's iproute2, openssh-server, slurm-wlm and munge. By hand: `make lab`.
+Every host is a set of namespaces. The namespaces exist as long as the host's first process, which
+ends when the process that made the lab ends. A crash leaves only a folder, which the next lab
+removes. All addresses are inside these namespaces.
+
+The lab needs root and Debian's iproute2, nftables, openssh-server, slurm-wlm and munge. `make lab`
+opens one by hand.
 """
 
 from __future__ import annotations
@@ -33,9 +36,12 @@ NEEDED = (
 )
 LOGIN = "login"
 _NAME = "ortlaunch-lab"
+# # sshd and slurmd are in /usr/sbin, which a user's PATH may lack.
 _SYSTEM = "/usr/sbin:/usr/bin:/sbin:/bin"
 _TOOLS = f"{os.environ.get('PATH', '')}:{_SYSTEM}"
 _NETWORK = "10.77.0"
+# # The host's first process. The private mounts are invisible outside its mount namespace.
+# /root/.bashrc is hidden since ssh reads it, and it may be slow.
 _INIT = """\
 set -e
 hostname "$1"
@@ -49,6 +55,7 @@ ip link set lo up
 echo ready > "$2/$1.ready"
 while :; do sleep 3600 & wait; done
 """
+# # MaxStartups: tests open many connections at once, and sshd's default drops some.
 _SSHD = """\
 Port 22
 HostKey {folder}/{name}.key
@@ -67,8 +74,8 @@ Host *
   GlobalKnownHostsFile /dev/null
   LogLevel ERROR
 """
-# JobAcctGather and accounting are off, as on many small clusters: there is no sacct. A job that is requeued waits for
-# cred_expire, 120 s by default.
+# JobAcctGather and accounting are off, as on many small clusters, so that sacct does not work.
+# A requeued job waits for cred_expire, 120 s by default.
 _SLURM = """\
 ClusterName=lab
 SlurmctldHost=login({network}.1)
@@ -106,7 +113,7 @@ PartitionName=urgent Nodes=ALL MaxTime=1:00:00 State=UP PriorityTier=10 PreemptM
 
 
 def lacking() -> str:
-    """Return why this machine cannot have a lab; "" if it can."""
+    """Return the reason why this machine cannot run a lab; empty if it can."""
     if os.geteuid() != 0:
         return "a lab takes root"
     absent = [name for name in NEEDED if shutil.which(name, path=_TOOLS) is None]
@@ -121,12 +128,16 @@ def lacking() -> str:
 
 
 class Lab:
-    """Running hosts: `login`, with the controller, and `host1` to `hostN`; they share this machine's disk."""
+    """A running cluster: `login`, with Slurm's controller, and `host1` to `hostN`.
+
+    The hosts share this machine's disk.
+    """
 
     def __init__(self, hosts: int = 3, cpus: int = 4, aliases: int = 0) -> None:
         self.names = [f"host{number}" for number in range(1, hosts + 1)]
         self.cpus = cpus
         self.aliases = aliases
+        # # One lab for each process of tests, so that parallel test runs do not collide.
         self.folder = Path(tempfile.gettempdir()) / f"{_NAME}-{os.getpid()}"
         self._inits: dict[str, int] = {}
         self._started: list[subprocess.Popen[bytes]] = []
@@ -140,6 +151,7 @@ class Lab:
             self._connect()
             self._start_daemons()
         except BaseException as error:
+            # # The logs are in the lab's folder, which close() removes.
             told = self._last_words()
             self.close()
             raise RuntimeError(f"no lab: {error}\n{told}") from error
@@ -149,7 +161,8 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """End everything: with its first process the kernel ends all of a host."""
+        """End all hosts: the kernel ends a host's processes together with its first one."""
+        # # The daemons end before the namespaces that contain them.
         for process in reversed(self._started):
             process.kill()
         for process in self._started:
@@ -157,14 +170,14 @@ class Lab:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _last_words(self) -> str:
-        """Return the last output of the daemons."""
+        """Return the last three lines of each daemon's log."""
         logs = sorted((*self.folder.glob("*.log"), *self.folder.glob("*.out")))
         return "\n".join(
             f"{path.name}: {line}" for path in logs for line in path.read_text().splitlines()[-3:]
         )
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """Return the command that runs another one on a host, in the current folder."""
+        """Return the command line that runs `argv` on a host in the current folder."""
         enter = [
             "nsenter",
             "--target",
@@ -174,11 +187,12 @@ class Lab:
             "--mount",
             "--pid",
         ]
+        # # pdeathsig: the command ends with the process that started it.
         return [*enter, "env", "--chdir", os.getcwd(), "setpriv", "--pdeathsig", "KILL", *argv]
 
     @property
     def environ(self) -> dict[str, str]:
-        """The environment of a shell on any of its hosts."""
+        """The environment of a shell on any of the hosts."""
         return {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": _TOOLS}
 
     def run(
@@ -189,9 +203,16 @@ class Lab:
         env: dict[str, str] | None = None,
         timeout: float = 120,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host to its end; when the time is over all that it started on `host` is killed."""
+        """Run a command on a host to its end.
+
+        After `timeout` seconds, the command and the processes of its group are killed.
+
+        Raises:
+            subprocess.TimeoutExpired: the command ran longer than `timeout`.
+        """
         command = self.command(host, ["env", "--chdir", str(cwd or os.getcwd()), *argv])
         environ = self.environ if env is None else env
+        # # A process group of its own, so that killpg reaches all that the command started.
         process = subprocess.Popen(
             command,
             env=environ,
@@ -204,17 +225,18 @@ class Lab:
             out, err = process.communicate(timeout=timeout)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
+            # # Reap the process and close its pipes.
             process.communicate()
             raise
         return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
     def link(self, host: str, up: bool) -> None:
-        """Take a host off the network, or back."""
+        """Connect a host to the network, or disconnect it."""
         self._outside("ip", "link", "set", f"to-{host}", "up" if up else "down")
 
     @contextlib.contextmanager
     def firewall(self, rule: str, *hosts: str) -> Iterator[None]:
-        """Drop packets that come in to these hosts from the others, as a rule of nftables selects them."""
+        """Drop incoming packets that an nftables rule selects on these hosts."""
         chain = "add chain inet lab in { type filter hook input priority 0 ; }"
         for host in hosts:
             for words in (
@@ -231,17 +253,18 @@ class Lab:
                 self.run(host, "nft", "delete table inet lab")
 
     def processes(self, host: str) -> list[str]:
-        """Command lines of the living processes on a host, without its daemons."""
+        """Return the command lines of ortlaunch's living processes on a host."""
         words = self.run(host, "ps", "-eo", "args=").stdout.splitlines()
         return [line.strip() for line in words if "ortlaunch" in line and "bash -c" not in line]
 
     def _write(self) -> None:
-        """Keys, and the files that all hosts have."""
+        """Write the keys and the configuration files that all hosts share."""
         for name in ("user", LOGIN, *self.names):
             subprocess.run(
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{self.folder}/{name}.key"],
                 check=True,
             )
+        # # Numbers are the last part of the addresses: the login node's .1, the hosts' from .10.
         numbers = {LOGIN: 1, **{name: 10 + number for number, name in enumerate(self.names)}}
         also = {name: self.aliases_of(name) for name in numbers}
         lines = [
@@ -256,7 +279,7 @@ class Lab:
         )
         self._file("ssh_config", _SSH.format(folder=self.folder))
         for name in numbers:
-            # The package that is tested may be that of another folder than the environment's.
+            # The tested package may be in another folder than the one installed here.
             path = os.environ.get("PYTHONPATH")
             shared = f"SetEnv PYTHONPATH={path}\n" if path else ""
             self._file(f"{name}.sshd", _SSHD.format(folder=self.folder, name=name) + shared)
@@ -268,16 +291,18 @@ class Lab:
             ),
         )
         self._file("gres.conf", f"AutoDetect=off\nName=gpu File={self.folder}/gpu[0-1]\n")
-        for number in range(2):  # Slurm counts them, and nothing opens them
+        # Slurm only counts these files; nothing opens them.
+        for number in range(2):
             self._file(f"gpu{number}", "")
         self._file("cgroup.conf", "CgroupPlugin=cgroup/v1\n")
         self._file("munge.key", "")
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
+        # # munged refuses a key that others can read.
         key.chmod(0o400)
 
     def aliases_of(self, name: str) -> list[str]:
-        """Add names of a host, so that ten hosts can have a hundred names."""
+        """Return further names of a host, so that few hosts can act as many."""
         if name == LOGIN:
             return []
         return [f"{name}-{number}" for number in range(1, self.aliases + 1)]
@@ -286,6 +311,7 @@ class Lab:
         (self.folder / name).write_text(text)
 
     def _start_hosts(self) -> None:
+        # # Hosts start in parallel; the loop below waits for each one.
         for name in (LOGIN, *self.names):
             self._spawn(
                 "setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "--pid", "--fork",
@@ -293,11 +319,12 @@ class Lab:
             )  # fmt: skip
         for name, process in zip((LOGIN, *self.names), self._started):
             _wait_for(lambda name=name: (self.folder / f"{name}.ready").exists(), f"host {name}")
+            # # unshare forks the host's first process; nsenter needs that child's id.
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             self._inits[name] = int(children[0])
 
     def _connect(self) -> None:
-        """A bridge on the login node, and a cable from it to each host."""
+        """Create a bridge on the login node, and a virtual cable (veth) from it to each host."""
         self._outside("ip", "link", "add", "eth0", "type", "bridge")
         self._outside("ip", "address", "add", f"{_NETWORK}.1/24", "dev", "eth0")
         self._outside("ip", "link", "set", "eth0", "up")
@@ -313,18 +340,20 @@ class Lab:
             _do(*inside, "link", "set", "eth0", "up")
 
     def _outside(self, *argv: str) -> None:
-        """In the login node's network, with this machine's processes and files."""
+        """Run a command in the login node's network, with this machine's processes and files."""
         _do("nsenter", "--target", str(self._inits[LOGIN]), "--net", *argv)
 
     def _start_daemons(self) -> None:
         munge = ("--key-file", "--pid-file", "--seed-file", "--log-file", "--socket")
         files = (f"{option}={self.folder}/munge.{option[2:].partition('-')[0]}" for option in munge)
         self._daemon(LOGIN, "munged", "--foreground", "--force", *files)
+        # # slurmctld and slurmd authenticate through munged's socket from their start.
         _wait_for((self.folder / "munge.socket").exists, "munged")
         self._daemon(LOGIN, "slurmctld", "-D")
         for name in (LOGIN, *self.names):
             self._daemon(
                 name,
+                # # sshd re-executes itself, so it must be started by its absolute path.
                 shutil.which("sshd", path=_TOOLS) or "sshd",
                 "-D",
                 "-f",
@@ -342,6 +371,7 @@ class Lab:
         )
 
     def _daemon(self, host: str, *argv: str) -> None:
+        # # Nothing of the user's environment reaches the daemons.
         clean = {"PATH": _SYSTEM, "SLURM_CONF": f"{self.folder}/slurm.conf", "LANG": "C.UTF-8"}
         with open(self.folder / f"{host}.{Path(argv[0]).name}.out", "ab") as log:
             self._started.append(
@@ -377,9 +407,10 @@ def _wait_for(there: object, what: str, seconds: float = 30) -> None:
 
 
 def _clean_stale() -> None:
-    """Take away folders of labs whose maker is dead; their hosts died with it."""
+    """Remove the folders of labs whose maker has ended; their hosts ended with it."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_NAME}-*"):
         number = folder.name.rpartition("-")[2]
+        # # A folder with this process's id is from an earlier process that had the same id.
         if number.isdecimal() and (
             int(number) == os.getpid() or not Path(f"/proc/{number}").exists()
         ):
@@ -388,7 +419,7 @@ def _clean_stale() -> None:
 
 @contextlib.contextmanager
 def shell(hosts: int) -> Iterator[Lab]:
-    """Print a lab with the commands that can be used in it."""
+    """Run a lab, and print some commands to try in it."""
     began = time.monotonic()
     with Lab(hosts) as lab:
         print(
@@ -399,7 +430,10 @@ def shell(hosts: int) -> Iterator[Lab]:
 
 
 def main() -> int:
-    """`python -m tests.cluster.lab [HOSTS [COMMAND...]]`: a shell, or one command, on the login node."""
+    """Run a shell, or one command, on a lab's login node.
+
+    python -m tests.cluster.lab [HOSTS [COMMAND...]]
+    """
     lack = lacking()
     if lack:
         print(f"no lab: {lack}", file=sys.stderr)
@@ -408,7 +442,10 @@ def main() -> int:
     hosts = int(words.pop(0)) if words else 2
     with shell(hosts) as lab:
         return subprocess.run(
-            lab.command(LOGIN, words or ["bash", "--norc"]), env=lab.environ, check=False
+            # # --norc: the user's startup file could change PATH.
+            lab.command(LOGIN, words or ["bash", "--norc"]),
+            env=lab.environ,
+            check=False,
         ).returncode
 
 

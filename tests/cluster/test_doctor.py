@@ -1,4 +1,4 @@
-"""`ortlaunch doctor` over the lab's hosts, beside the faults that `train` meets, too (test_faults.py)."""
+"""`ortlaunch doctor` over the lab's hosts; test_faults.py has the faults that `train` detects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(180)]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a host file and a recipe."""
+    """A folder with a host file and a recipe."""
     (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     return tmp_path
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 def wrong(
     lab: Lab, folder: Path, *words: str, before: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Findings that are not ok; all of them must fit the schema."""
+    """Return the findings that are not ok, and check that all findings fit the schema."""
     ended = lab.run(
         LOGIN, *before, str(COMMAND), "doctor", *words, "--json", cwd=folder, timeout=60
     )
@@ -50,6 +50,7 @@ def _taken_port(lab: Lab) -> Iterator[None]:
         lab.command("host1", [sys.executable, "-c", SQUATTER]), stdout=subprocess.PIPE
     )
     assert squatter.stdout is not None
+    # # The line that it prints comes after it listens.
     squatter.stdout.readline()
     try:
         yield
@@ -59,7 +60,7 @@ def _taken_port(lab: Lab) -> Iterator[None]:
 
 
 def test_a_port_that_is_taken(lab: Lab, folder: Path) -> None:
-    """The one that a launcher of another's would use, on the first host."""
+    """A port that is in use on the first host is a failed check."""
     with _taken_port(lab):
         found = wrong(lab, folder, "--hostfile", "hosts", "--port", "29500")
     assert [(one["host"], one["check"], one["what"]) for one in found] == [
@@ -67,6 +68,7 @@ def test_a_port_that_is_taken(lab: Lab, folder: Path) -> None:
     ]
 
 
+# # New TCP connections to unprivileged ports; ssh, on port 22, still works.
 HIGH = "meta l4proto tcp tcp dport 1024-65535 ct state new"
 NETWORKS = {  # packets that one host drops: the findings of doctor, by host
     "tcp": (HIGH, (), [("host2", "port", "failed", "no other host reaches its port ")]),
@@ -81,7 +83,7 @@ NETWORKS = {  # packets that one host drops: the findings of doctor, by host
 
 @pytest.mark.parametrize("case", NETWORKS)
 def test_a_firewall_of_any_host(case: str, lab: Lab, folder: Path) -> None:
-    """Each pair is tried in both directions, by TCP and UDP; a range of ports at its ends."""
+    """Each pair of hosts is tested both ways, by TCP and UDP; a port range at its two ends."""
     rule, words, expected = NETWORKS[case]
     (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in lab.names))
     with lab.firewall(rule, "host2"):
@@ -93,7 +95,8 @@ def test_a_firewall_of_any_host(case: str, lab: Lab, folder: Path) -> None:
 
 
 def test_a_path_that_is_narrower_than_its_ends(lab: Lab, folder: Path) -> None:
-    """Both interfaces have an MTU of 9000 and the bridge's end of a cable 1500: long packets vanish."""
+    """Packets of the interfaces' MTU, 9000, that a link of MTU 1500 drops are a failed check."""
+    # # The bridge's ends of the cables keep an MTU of 1500.
     ends = [(name, "eth0") for name in ("host1", "host2")]
     for host, interface in ends:
         lab.run(host, "ip", "link", "set", interface, "mtu", "9000")
@@ -114,14 +117,16 @@ def test_a_path_that_is_narrower_than_its_ends(lab: Lab, folder: Path) -> None:
 def test_a_folder_that_one_host_cannot_write_and_a_host_with_two_names(
     lab: Lab, folder: Path
 ) -> None:
-    """Both are found before ranks are started."""
+    """An unwritable folder and a host that is listed twice are both reported."""
     (folder / "hosts").write_text("host1 slots=1\nhost2 slots=1\nhost2-1 slots=1\n")
+    # # Two steps, since a bind mount accepts `ro` only when it is remounted.
     mount = f"mount --bind '{folder}' '{folder}' && mount -o remount,ro,bind '{folder}'"
     assert lab.run("host2", "sh", "-c", mount, cwd=Path("/")).returncode == 0
     try:
         found = wrong(lab, folder, "--hostfile", "hosts", "--device", "cuda")
     finally:
         lab.run("host2", "umount", str(folder), cwd=Path("/"))
+    # # The lab has no GPU, so that check always fails.
     said = [(one["host"], one["check"], one["what"]) for one in found if one["check"] != "gpus"]
     assert said == [
         ("host2", "run folder", f"{folder} cannot be written there"),
@@ -131,14 +136,15 @@ def test_a_folder_that_one_host_cannot_write_and_a_host_with_two_names(
 
 
 def test_a_disk_that_a_recipe_fills(lab: Lab, folder: Path) -> None:
-    """Room is compared with the checkpoints of the plan, on every host."""
+    """Free disk space is compared with the plan's checkpoints on every host."""
+    # # More checkpoints than any disk holds.
     found = wrong(lab, folder, "recipe.yaml", "checkpoint.keep=100000000", "--hostfile", "hosts")
     assert [(one["host"], one["check"]) for one in found] == [("host1", "disk"), ("host2", "disk")]
     assert "free, and checkpoints take " in found[0]["what"]
 
 
 def test_inside_a_job_of_slurm(lab: Lab, folder: Path) -> None:
-    """Its nodes are looked at through srun, with and without a recipe."""
+    """Inside a Slurm job, its nodes are checked through srun, with and without a recipe."""
     salloc = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1")
     assert wrong(lab, folder, before=salloc) == []
     found = wrong(lab, folder, "recipe.yaml", "checkpoint.keep=100000000", before=salloc)

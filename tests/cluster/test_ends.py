@@ -1,4 +1,4 @@
-"""Ends over hosts: a link lost in training, and a requested save and stop in Slurm's queue."""
+"""Ends of runs over hosts: a link lost in training, and requests to a run in Slurm's queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(200)]
     ("launcher", "lost"), [("torchrun", "host2"), ("mpi", "host2"), ("mpi", "host1")]
 )
 def test_a_link_that_is_lost(launcher: str, lost: str, home: Home) -> None:
-    """Named within 15 s, with a status that is restarted from; nothing of the run is left on either side."""
+    """A lost host is named within 15 s, with status 1, and no process of the run remains."""
     words = [
         "train",
         "recipe.yaml",
@@ -31,10 +31,12 @@ def test_a_link_that_is_lost(launcher: str, lost: str, home: Home) -> None:
         home.run.name,
     ]
     command = home.lab.command(LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words])
+    # # Processes that other tests left are not this run's.
     before = {host: set(everything(home, host)) for host in ("host1", "host2")}
     train = subprocess.Popen(
         command, env=home.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
+    # # Three logged steps: the run trains, and start-up is over.
     reach(RunDir(home.run), 3, train)
     home.lab.link(lost, up=False)
     began = time.monotonic()
@@ -58,11 +60,12 @@ def test_a_link_that_is_lost(launcher: str, lost: str, home: Home) -> None:
 
 
 def test_ranks_that_cannot_join(home: Home) -> None:
-    """Where nobody looked at the hosts before, rank 0 prints after seconds that connections are missing."""
+    """Without a preflight check, rank 0 reports after 20 s that connections are missing."""
     (home.folder / "hosts").write_text("host1 slots=1\nhost2 slots=1\nhost3 slots=1\n")
     words = [
         "train",
         "recipe.yaml",
+        # # Preflight would detect the firewall first.
         "launch.preflight=false",
         "batch.micro_size=8",
         "batch.accumulation_steps=1",
@@ -77,6 +80,7 @@ def test_ranks_that_cannot_join(home: Home) -> None:
         "my run",
     ]
     command = home.lab.command(LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words])
+    # # Only host2 refuses connections, so that every rank still reaches rank 0 on host1.
     with home.lab.firewall("meta l4proto tcp tcp dport 1024-65535 ct state new", "host2"):
         train = subprocess.Popen(
             command, env=home.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -97,7 +101,8 @@ def test_ranks_that_cannot_join(home: Home) -> None:
 
 
 def test_mpirun_starts_beside_the_files_of_a_killed_one(home: Home) -> None:
-    """Open MPI names a folder by its process id; a new container gives the same ids again."""
+    """mpirun starts beside the session folders that a killed one with the same process id left."""
+    # # Open MPI names its session folder by process id, and a new container repeats the ids.
     for pid in range(2, 300):
         stale = home.folder / "tmp" / f"ompi.{pid}"
         stale.mkdir(parents=True)
@@ -127,7 +132,7 @@ def test_mpirun_starts_beside_the_files_of_a_killed_one(home: Home) -> None:
 
 @pytest.mark.long
 def test_a_stalled_run_whose_guardians_hear_nothing_of_each_other(home: Home) -> None:
-    """UDP closed between hosts is printed; a link that is lost then is a stall, and no launcher outlives it."""
+    """Blocked UDP is reported; a link lost after that ends the run as a stall, status 124."""
     words = [
         "train",
         "recipe.yaml",
@@ -141,6 +146,7 @@ def test_a_stalled_run_whose_guardians_hear_nothing_of_each_other(home: Home) ->
         LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words, "--run-dir", "my run"]
     )
     before = {host: set(everything(home, host)) for host in ("host1", "host2")}
+    # # Heartbeats of the rank supervisors are UDP datagrams.
     with home.lab.firewall("meta l4proto udp", "host1", "host2"):
         train = subprocess.Popen(
             command, env=home.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -171,13 +177,14 @@ def test_a_stalled_run_whose_guardians_hear_nothing_of_each_other(home: Home) ->
 
 
 def everything(home: Home, host: str) -> list[str]:
-    """Processes of a host, its own daemons and this look apart; sshd itself notices a dead link after minutes."""
+    """Return the processes of a host, without its daemons and this command."""
     lines = home.lab.run(host, "ps", "-eo", "pid=,args=").stdout.splitlines()
+    # # sshd is left out, too: it detects a dead link only after minutes.
     return [line for line in lines if not any(word in line for word in ("ps -eo", "sleep", "sshd"))]
 
 
 def test_a_queued_run_that_is_asked(home: Home) -> None:
-    """From the login node: a checkpoint, then a stop after which it is not queued again."""
+    """A queued run obeys `checkpoint` and then `stop` from the login node, and is not requeued."""
     home.well(
         "submit",
         "recipe.yaml",
@@ -189,6 +196,7 @@ def test_a_queued_run_that_is_asked(home: Home) -> None:
     home.reach(3)
     assert home.well("checkpoint", home.run.name).startswith("saved after step ")
     assert f"{home.run.name}: preempted" in home.well("stop", home.run.name)
+    # # Time for Slurm to requeue the job, if it wrongly did.
     time.sleep(3)
     status = home.status()
     assert (status["state"], status["job"]["exit_status"]) == ("preempted", 85)

@@ -1,4 +1,4 @@
-"""Hosts that are not fit: each fault is named with its host in seconds, and nothing is started."""
+"""Unfit hosts: each fault is named with its host within seconds, and no rank is started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _nothing(lab: Lab, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _another_torch(lab: Lab, folder: Path) -> Iterator[None]:
-    """pip's metadata of torch, as host2 has it."""
+    """Make host2 see another torch version, by a bind mount over pip's METADATA file."""
     found = next(file for file in metadata.files("torch") or () if file.name == "METADATA").locate()
     text = Path(str(found)).read_text(encoding="utf-8")
     (folder / "METADATA").write_text(
@@ -58,10 +58,11 @@ def _link_down(lab: Lab, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _ssh_refused(lab: Lab, folder: Path) -> Iterator[None]:
-    """No program listens on the port to which ssh connects."""
+    """Make ssh connect to a port of host2 at which nothing listens."""
     config = lab.folder / "ssh_config"
     text = config.read_text()
-    config.write_text(f"{text}Host host2\n  Port 23\n")  # in place: hosts have this very file
+    # Written in place: a new file would not be the one that is bind-mounted on the hosts.
+    config.write_text(f"{text}Host host2\n  Port 23\n")
     try:
         yield
     finally:
@@ -69,14 +70,15 @@ def _ssh_refused(lab: Lab, folder: Path) -> Iterator[None]:
 
 
 class Case(NamedTuple):
-    """A fault, and the message about it."""
+    """A fault, and the text that reports it."""
 
     said: str
     fault: Callable[[Lab, Path], AbstractContextManager[None]] = _nothing
     hosts: str = HOSTS
     run_dir: str = "run"
     words: tuple[str, ...] = ()
-    doctor: tuple[str, ...] | None = ()  # None: it knows no run's checkpoints
+    # None: `doctor` without a recipe knows no checkpoints, and cannot detect the fault.
+    doctor: tuple[str, ...] | None = ()
 
 
 CASES = {
@@ -92,6 +94,7 @@ CASES = {
     ("wrong "
     "interface"): Case("host2                interface    failed   no eth9 there; it has lo, eth0",
                             words=("launch.interface=eth9",), doctor=("--interface", "eth9")),
+    # # /mnt is each host's own disk.
     ("folder "
     "not shared"): Case(("host2                run folder   failed   /mnt/run there is "
                         "another folder than here"),
@@ -104,7 +107,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_host_that_is_not_fit(case: Case, lab: Lab, tmp_path: Path) -> None:
-    """`train` names host and reason within 15 s and leaves no rank; so does `doctor --json`."""
+    """`train` names the host and the cause within 15 s; `doctor --json` reports the same fault."""
     (tmp_path / "hosts").write_text(case.hosts)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     with case.fault(lab, tmp_path):
@@ -122,12 +125,14 @@ def test_a_host_that_is_not_fit(case: Case, lab: Lab, tmp_path: Path) -> None:
     findings = json.loads(seen.stdout)
     jsonschema.validate(findings, json.loads(json_schema()))
     if case.doctor is not None:
+        # # Columns 23 to 36 of a line of `train` contain the name of the check.
         assert {one["check"] for one in findings if one["verdict"] == "failed"} == {
             said[23:36].strip()
         }
         assert seen.returncode == 1
 
 
+# # A process that occupies torch's default rendezvous port.
 SQUATTER = (
     "import socket, time; s = socket.create_server(('', 29500)); print('up', "
     "flush=True); time.sleep(1000)"
@@ -135,13 +140,14 @@ SQUATTER = (
 
 
 def test_a_port_that_is_taken(lab: Lab, tmp_path: Path) -> None:
-    """Only a foreign launcher (here that of pods) names a bad host: rank 0 prints it at once."""
+    """A launcher of a Kubernetes job names a port that is in use: rank 0 reports it at once."""
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
     squatter = subprocess.Popen(
         lab.command("host1", [sys.executable, "-c", SQUATTER]), stdout=subprocess.PIPE
     )
     assert squatter.stdout is not None
+    # # The line that it prints comes after it listens.
     squatter.stdout.readline()
     node = [
         sys.executable,

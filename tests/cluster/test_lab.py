@@ -1,4 +1,4 @@
-"""The lab itself: shared and private folders, Slurm's ranks, and no process that outlives it."""
+"""The lab itself: shared and private folders, links, Slurm's ranks, and clean-up after a crash."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 
 def test_hosts_reach_each_other_and_share_one_disk_of_two(lab: Lab, tmp_path: Path) -> None:
-    """ssh by name from any to any; /mnt and processes are a host's own, all other folders are the same."""
+    """Hosts reach each other by ssh; only /mnt and the processes are private to a host."""
     (tmp_path / "shared").write_text("seen\n")
     lab.run("host1", "touch", "/mnt/mine")
     there = f"hostname; cat {tmp_path}/shared; ls /mnt; ps -e | grep -c slurmd"
@@ -24,7 +24,7 @@ def test_hosts_reach_each_other_and_share_one_disk_of_two(lab: Lab, tmp_path: Pa
 
 
 def test_a_link_can_be_taken_down(lab: Lab) -> None:
-    """The host is gone for the others, and there again."""
+    """A host whose link is down is unreachable, and reachable again when it is up."""
     ping = ("timeout", "2", "ssh", "-o", "ConnectTimeout=1", "host3", "true")
     lab.link("host3", up=False)
     try:
@@ -35,7 +35,7 @@ def test_a_link_can_be_taken_down(lab: Lab) -> None:
 
 
 def test_slurm_starts_ranks_on_its_hosts(lab: Lab) -> None:
-    """Two tasks on the first and one on the second."""
+    """srun starts two of three tasks on the first host and one on the second."""
     told = "echo $SLURM_PROCID $SLURM_LOCALID $SLURM_NODEID $(hostname) $SLURM_STEP_TASKS_PER_NODE"
     ended = lab.run(LOGIN, "srun", "--nodes=2", "--ntasks=3", "sh", "-c", told)
     assert sorted(ended.stdout.splitlines()) == [
@@ -46,7 +46,7 @@ def test_slurm_starts_ranks_on_its_hosts(lab: Lab) -> None:
 
 
 def test_a_lab_that_crashes_leaves_no_process(lab: Lab) -> None:
-    """SIGKILL to its maker ends its hosts; the next lab takes its folder away."""
+    """SIGKILL to a lab's maker ends its hosts; the next lab removes its folder."""
     command = [sys.executable, "-m", "tests.cluster.lab", "1", "sh", "-c", "echo up; sleep 1000"]
     maker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert maker.stdout is not None
@@ -55,16 +55,18 @@ def test_a_lab_that_crashes_leaves_no_process(lab: Lab) -> None:
     folder = lab.folder.with_name(f"ortlaunch-lab-{maker.pid}")
     maker.kill()
     maker.wait()
+    # # The kernel ends the hosts asynchronously.
     deadline = time.monotonic() + 5
     while left := _mentioning(str(folder)):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+    # # Another lab removes stale folders when it starts.
     subprocess.run([*command[:-3], "true"], check=True, timeout=30, capture_output=True)
     assert not folder.exists()
 
 
 def _mentioning(text: str) -> list[str]:
-    """Command lines of living processes that name it."""
+    """Return the command lines of living processes that contain the text."""
     lines = subprocess.run(
         ["ps", "-eo", "args="], capture_output=True, text=True, check=True
     ).stdout.splitlines()

@@ -1,4 +1,4 @@
-"""Each MPI that a cluster may have starts ranks on two hosts: the environment's own Open MPI 5, Debian's 4, MPICH."""
+"""Each common MPI starts ranks on two hosts: the own Open MPI 5, Debian's 4, and MPICH."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ from tests.launch.tiny import MODULE
 from tests.makers import CUSTOM
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(120)]
-MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's; mpi4py loads libmpi.so.12
+# Debian's file name; mpi4py loads libmpi.so.12.
+MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")
 HERE = Path(sys.executable)
 
 
 def _with(mpirun: str, folder: Path) -> tuple[Path, dict[str, str]]:
-    """A virtual environment with this one's packages and without its mpirun; on its PATH is the other as `mpirun`."""
+    """Make a virtual environment with this one's packages and another `mpirun`.
+
+    Returns:
+        Its Python, and the environment variables that select the MPI.
+    """
     program = shutil.which(mpirun)
     if program is None:
         labs.skip(f"no {mpirun} here: apt-get install openmpi-bin mpich")
@@ -33,6 +38,7 @@ def _with(mpirun: str, folder: Path) -> tuple[Path, dict[str, str]]:
     tools = folder / "tools"
     subprocess.run([HERE, "-m", "venv", "--without-pip", venv], check=True)
     packages = next(venv.glob("lib/python*/site-packages"))
+    # # A .pth file shares the installed packages without this environment's bin folder.
     (packages / "all.pth").write_text(
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     )
@@ -42,26 +48,28 @@ def _with(mpirun: str, folder: Path) -> tuple[Path, dict[str, str]]:
     if MPICH.exists():
         (tools / "libmpi.so.12").symlink_to(MPICH)
     path = os.pathsep.join([str(tools), "/usr/bin", "/bin"])
-    # UCX takes the lab's hosts for one machine, for they have one kernel.
+    # All hosts have one kernel, so UCX would use shared memory between them.
     own = {"PATH": path, "LD_LIBRARY_PATH": str(tools), "TOOLS": str(tools), "UCX_TLS": "tcp,self"}
     return venv / "bin" / "python", own
 
 
 @pytest.mark.parametrize("mpirun", ["own", "mpirun.openmpi", "mpirun.mpich"])
 def test_two_hosts(mpirun: str, lab: Lab, tmp_path: Path) -> None:
-    """Ranks of both hosts meet through this MPI and train."""
+    """Ranks of both hosts connect through this MPI and train."""
     python, own = (HERE, {}) if mpirun == "own" else _with(mpirun, tmp_path)
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
     (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
     words = ("train", "recipe.yaml", "--hostfile", "hosts", "--run-dir", "run", "log.every_steps=1")
     env = {**lab.environ, **environment(tmp_path), "PATH": lab.environ["PATH"], **own}
+    # # As in Debian's /etc/hosts, a host's own name is 127.0.0.1. On a rank's host, the name of the
+    # launching host then resolves to the rank's host.
     names = (lab.folder / "hosts").read_text().replace("10.77.0.1 login", "127.0.0.1 login")
     (tmp_path / "etc_hosts").write_text(names)
     for name in (
         "host1",
         "host2",
-    ):  # Debian's own; there the launching host's name leads to the host that asks
+    ):
         lab.run(name, "mount", "--bind", str(tmp_path / "etc_hosts"), "/etc/hosts")
     try:
         ended = lab.run(

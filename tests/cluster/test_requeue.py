@@ -1,4 +1,4 @@
-"""A queued run saves on request, is queued again and ends like an undisturbed run."""
+"""A preempted Slurm run saves, is requeued, and ends with the losses of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from tests.cluster.home import Home
 from tests.cluster.lab import LOGIN, Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(280)]
-CONSTANT = "schedule.name=constant"  # the first steps are then the same in a run of any length
+# With a constant rate, the first steps are the same in runs of any length.
+CONSTANT = "schedule.name=constant"
+# Steps of the longest run, which takes several turns under a time limit of one minute.
 LONG = 200
 
 
 @pytest.fixture(scope="module")
 def undisturbed(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of one process that trains to the end at once."""
+    """The losses of one process that trains to the end without interruption."""
     home = Home(lab, tmp_path_factory.mktemp("undisturbed"))
+    # # toys:net has no sleep; one process with micro batches of 16 has the same global batch.
     words = ("model.factory=toys:net", "batch.micro_size=16", f"train.max_steps={LONG}", CONSTANT)
     home.well("train", "recipe.yaml", "--run-dir", home.run.name, *words)
     return home.losses()
 
 
 def submitted(home: Home, steps: int, *more: str) -> str:
-    """The id of its job: two ranks on two nodes."""
+    """Submit a run of two ranks on two nodes, and return its job id."""
     words = (
         "launch.nodes=2",
         "launch.processes_per_node=1",
@@ -34,8 +37,9 @@ def submitted(home: Home, steps: int, *more: str) -> str:
 
 
 def check(home: Home, job: str, losses: dict[int, float], steps: int) -> None:
-    """It ends well, after another turn, with the same losses."""
+    """Check that the run succeeds after at least one restart, with the undisturbed losses."""
     home.well("status", home.run.name, "--wait", timeout=220)
+    # # Two ranks add gradients in another order than one process.
     assert home.losses() == pytest.approx(
         {step: losses[step] for step in range(1, steps + 1)}, abs=1e-5
     )
@@ -49,7 +53,7 @@ def check(home: Home, job: str, losses: dict[int, float], steps: int) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_signal(nodes: int, home: Home, undisturbed: dict[int, float]) -> None:
-    """`scancel --signal`, as a person or a site's script sends it; the command of one rank gets it itself."""
+    """A run that receives SIGUSR1 by `scancel --signal` saves and is requeued."""
     job = submitted(home, 12, f"launch.nodes={nodes}")
     home.reach(3)
     home.lab.run(LOGIN, "scancel", "--signal=USR1", job)
@@ -57,7 +61,7 @@ def test_a_signal(nodes: int, home: Home, undisturbed: dict[int, float]) -> None
 
 
 def test_preemption(home: Home, undisturbed: dict[int, float]) -> None:
-    """A job of a partition of higher priority takes the nodes."""
+    """A run that an urgent job preempts is requeued and continues."""
     job = submitted(home, 12, "submit.partition=main")
     home.reach(3)
     urgent = (
@@ -73,7 +77,7 @@ def test_preemption(home: Home, undisturbed: dict[int, float]) -> None:
 
 
 def test_a_rank_that_was_killed(home: Home, undisturbed: dict[int, float]) -> None:
-    """`launch.max_restarts` requeues the job after a fault, and the run continues from its newest checkpoint."""
+    """With `launch.max_restarts`, a job with a killed rank is requeued and continues."""
     job = submitted(home, 12, "launch.max_restarts=1", "checkpoint.every_steps=2")
     home.reach(5)
     assert home.lab.run("host2", "pkill", "-KILL", "-f", "ortlaunch.worker.*my run").returncode == 0
@@ -83,11 +87,13 @@ def test_a_rank_that_was_killed(home: Home, undisturbed: dict[int, float]) -> No
     )
     said = (home.run / "logs" / f"slurm-{job}.out").read_text()
     assert "attempt 1 failed; the job is queued again (restart 1 of 1 without progress)" in said
+    # # 128 + SIGKILL.
     assert home.status()["job"]["attempts"][0]["exit_status"] == 137
 
 
 @pytest.mark.long
 def test_a_time_limit(home: Home, undisturbed: dict[int, float]) -> None:
-    """The signal before it, which Slurm sends half a minute early: turns of half a minute to one make a longer run."""
+    """A run longer than its time limit is requeued until it is finished."""
+    # # Slurm may send the signal up to 30 s early, so a turn trains for 30 to 60 s.
     job = submitted(home, LONG, "submit.time='1:00'", "submit.signal_seconds=1")
     check(home, job, undisturbed, LONG)

@@ -1,4 +1,4 @@
-"""Whole runs over hosts of the lab: by mpirun, torchrun and through Slurm's queue, beside one on a single machine."""
+"""Whole runs over the lab's hosts, by mpirun, torchrun and Slurm, against one process."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.e2e.runs import BERT, COMMAND, environment, merged
 from tests.ort import INSTALLED, build, share_extensions
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(280)]
+# # Dropout draws differ between numbers of ranks, so the curves would, too.
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 RECIPE = merged(
     BERT,
@@ -29,11 +30,12 @@ RECIPE = merged(
         "launch": {"forward": ["WANDB_API_KEY"]},
     },
 )
+# # Its value must reach the ranks without appearing in files or command lines.
 SECRET = "s3cret-of-the-tests"
 
 
 class Site:
-    """A user's folder on the shared disk, and commands in it on the login node."""
+    """A user's folder on the shared disk, with methods that run commands in it on the login node."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab = lab
@@ -52,7 +54,7 @@ class Site:
             )
 
     def well(self, *words: str) -> str:
-        """Its output; it must end well."""
+        """Run a command that must succeed, and return its output."""
         ended = self.ortlaunch(*words)
         assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
         return ended.stdout
@@ -64,7 +66,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """With a recipe, its text and a cache that has the built extensions."""
+    """A folder with a recipe, its texts and a cache with the built extensions."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "cache").mkdir()
     if INSTALLED:
@@ -79,7 +81,7 @@ def site(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.fixture(scope="module")
 def curve(site: Site) -> list[float]:
-    """Losses of one process on one machine."""
+    """The losses of one process on one machine."""
     site.well("train", "recipe.yaml", "--run-dir", "alone")
     return site.losses("alone")
 
@@ -92,7 +94,7 @@ def curve(site: Site) -> list[float]:
 def test_hosts_of_a_file_train_as_one_machine(
     launcher: str, slots: tuple[int, ...], site: Site, curve: list[float]
 ) -> None:
-    """The same losses; hosts are named; no forwarded value is anywhere in the run folder."""
+    """Runs over hosts have one machine's losses, and no forwarded value is in the run folder."""
     lines = [f"host{number} slots={count}" for number, count in enumerate(slots, 1)]
     (site.folder / "hosts").write_text("\n".join(lines) + "\n")
     out = site.well(
@@ -105,7 +107,7 @@ def test_hosts_of_a_file_train_as_one_machine(
 
 
 def test_a_queued_run_trains_as_one_machine(site: Site, curve: list[float]) -> None:
-    """The id alone, logs to the end, and the truth about it; unequal tasks of a job of one's own, too."""
+    """A submitted run prints only its job id, trains as one machine, and reports its state."""
     out = site.well(
         "submit",
         "recipe.yaml",
@@ -132,7 +134,8 @@ def test_a_queued_run_trains_as_one_machine(site: Site, curve: list[float]) -> N
 def test_a_job_of_ones_own_has_unequal_tasks_and_no_forgotten_srun(
     site: Site, curve: list[float]
 ) -> None:
-    """Tasks 2 + 1 train, on hosts with Slurm's names; a batch script without srun is refused."""
+    """Two tasks and one task on two hosts train; a batch script without srun is refused."""
+    # # The global batch must be a multiple of 3 ranks x micro_size 4.
     batch = ("launch.forward=[]", "batch.global_size=12", "batch.micro_size=4", "train.max_steps=2")
     words = [str(COMMAND), "train", "recipe.yaml", *batch, "--run-dir", "uneven"]
     ended = site.lab.run(
@@ -149,12 +152,13 @@ def test_a_job_of_ones_own_has_unequal_tasks_and_no_forgotten_srun(
 
 @contextmanager
 def no_secret_on_a_command_line() -> Iterator[None]:
-    """Of any process of any host while this is open: this machine sees them all."""
+    """Check that no process of any host has the secret in its command line while this is open."""
     found = set[str]()
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.2):
+            # # Hosts' process namespaces are below this machine's, so one ps lists all processes.
             listed = subprocess.run(
                 ["ps", "-eo", "args="], capture_output=True, text=True, check=False
             ).stdout
@@ -171,7 +175,7 @@ def no_secret_on_a_command_line() -> Iterator[None]:
 
 
 def leaking(folder: Path) -> list[str]:
-    """Files of a run that hold the secret."""
+    """Return the files of a run that contain the secret."""
     return [
         str(path)
         for path in folder.rglob("*")

@@ -1,4 +1,4 @@
-"""`ortlaunch selftest` on a login node: every backend of the lab, and a slow host."""
+"""`ortlaunch selftest` on a login node: every backend of the lab, and a host with a slow link."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from tests.e2e.runs import COMMAND, environment
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
+# # Token bucket filter; it shapes only the packets that host2 sends.
 SHAPED = "tc qdisc add dev eth0 root tbf rate 40mbit burst 32kbit latency 400ms"
 
 
 def selftest(lab: Lab, folder: Path, *words: str, hosts: int = 2) -> list[dict[str, Any]]:
-    """Findings of some hosts, which must fit the schema."""
+    """Run the self-test over some hosts, and return its findings, which must fit the schema."""
     (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in lab.names[:hosts]))
     env = {**lab.environ, **environment(folder), "PATH": lab.environ["PATH"]}
     typed = ("selftest", "--hostfile", "hosts", "--dir", "st", "--json", *words)
@@ -35,20 +36,20 @@ def selftest(lab: Lab, folder: Path, *words: str, hosts: int = 2) -> list[dict[s
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_backend_is_equal(lab: Lab, tmp_path: Path) -> None:
-    """One process, two ranks here, two hosts by ssh, two nodes of Slurm; the hosts are measured, too."""
+    """Every backend trains equally: local, torchrun, mpirun, both over hosts, and Slurm."""
     found = {one["check"]: one for one in selftest(lab, tmp_path, "--yes")}
     trained = {check: one for check, one in found.items() if check.startswith("train ")}
     names = ["local", "torchrun", "mpi", "torchrun, hosts", "mpi, hosts", "slurm"]
     assert list(trained) == [f"train {name}" for name in names]
     assert {one["what"].split(":")[0] for one in trained.values()} == {"equal"}
     assert {"reached", "run folder", "port", "matrix rate", "link", "all-reduce"} <= set(found)
-    # The hosts share this machine's cores: their rates are not judged.
+    # The hosts share this machine's cores, so their rates may differ.
     assert {check for check, one in found.items() if one["verdict"] == "failed"} <= {"matrix rate"}
 
 
 @pytest.fixture
 def slow_host(lab: Lab) -> Iterator[None]:
-    """The cable of host2 carries 40 Mbit/s."""
+    """Limit host2's link to 40 Mbit/s during a test."""
     assert lab.run("host2", *SHAPED.split()).returncode == 0
     yield
     lab.run("host2", "tc", "qdisc", "del", "dev", "eth0", "root")
@@ -56,13 +57,12 @@ def slow_host(lab: Lab) -> Iterator[None]:
 
 @pytest.mark.timeout(400)
 def test_a_slow_host_is_named(lab: Lab, tmp_path: Path, slow_host: None) -> None:
-    """Links are measured, and the host whose cable is slow is distinguished from its neighbours; nothing is queued."""
+    """The host with the slow link is named, its neighbours are not, and no job is queued."""
     found = selftest(lab, tmp_path, "--launcher", "torchrun", hosts=3)
     links = [one for one in found if one["check"] == "link" and one["verdict"] != "ok"]
     assert [(one["host"], one["verdict"], one["what"][:5]) for one in links] == [
         ("host2", "failed", "SLOW:")
     ]
-    assert (
-        links[0]["figures"]["bytes_per_second"] < 2e7
-    )  # one way at 5e6, the other at what this machine can
+    # 40 Mbit/s is 5e6 bytes/s; the other direction is not limited.
+    assert links[0]["figures"]["bytes_per_second"] < 2e7
     assert found[-1]["what"] == "not tested: it queues a job"
