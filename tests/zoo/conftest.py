@@ -1,4 +1,4 @@
-"""Collecting the zoo imports transformers: only where its mark is asked for."""
+"""Collect the zoo only if its mark is requested, because that imports transformers."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import pytest
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The default expression of marks leaves the zoo out."""
+    """Leave the zoo out under the default mark expression."""
     return True if "not zoo" in config.option.markexpr else None

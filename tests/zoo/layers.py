@@ -1,7 +1,7 @@
-"""Every layer, loss and activation of torch.nn with a gradient, each with the shapes of what it is given.
+"""Every layer, loss and activation of torch.nn that has a gradient, each with its inputs.
 
-A case is a function that makes (module, inputs): floats get a gradient. Names that torch.nn has and that are not here
-fail a test, so that none is forgotten.
+A case is a function that returns (module, inputs). A class of torch.nn that is neither a case nor in
+NO_CASE fails a test.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 Case = tuple[nn.Module, list[Any]]
-# Bases, containers, old names of others, and what needs several GPUs.
+# Base classes, containers, old names of other classes, and classes for several GPUs.
 NO_CASE = {
     "Container", "DataParallel", "Module", "ModuleDict", "ModuleList", "NLLLoss2d", "ParameterDict", "ParameterList",
     "RNNBase", "RNNCellBase", "Sequential", "SyncBatchNorm",
 }  # fmt: skip
+# Batch, channels and positions, by the number of spatial axes.
 _SIZES = {1: (3, 4, 12), 2: (3, 4, 8, 8), 3: (2, 4, 6, 6, 6)}
 
 
@@ -33,7 +34,7 @@ def x(*sizes: int) -> torch.Tensor:
 
 
 def cases() -> dict[str, Callable[[], Case]]:
-    """By name of the class, with a word behind it where a class has several."""
+    """Return the cases by class name, followed by a variant where a class has several."""
     found: dict[str, Callable[[], Case]] = {}
     for name in _PLAIN.split():
         found[name] = _plain(name)
@@ -48,8 +49,10 @@ def cases() -> dict[str, Callable[[], Case]]:
 def _plain(name: str) -> Callable[[], Case]:
     settings: dict[str, Any] = {"dim": -1} if name in ("LogSoftmax", "Softmax", "Softmin") else {}
     if "Dropout" in name:
-        settings = {"p": 0.0}  # with numbers drawn there is nothing to compare
+        # Random values could not be compared with eager's.
+        settings = {"p": 0.0}
     if name == "RReLU":
+        # Equal bounds: RReLU draws its slope between them.
         settings = {"lower": 0.2, "upper": 0.2}
     return lambda: (getattr(nn, name)(**settings), [x(3, 6)])
 
@@ -65,6 +68,7 @@ def _spatial(dims: int, sizes: tuple[int, ...]) -> dict[str, Callable[[], Case]]
         f"AdaptiveAvgPool{n}": layer(f"AdaptiveAvgPool{n}", 3),
         f"AdaptiveMaxPool{n}": layer(f"AdaptiveMaxPool{n}", 3),
     }
+    # No size is a multiple of 5: the windows differ in length.
     found[f"AdaptiveAvgPool{n} uneven"] = layer(f"AdaptiveAvgPool{n}", 5)
     for pool in ("AvgPool", "MaxPool"):
         found[f"{pool}{n}"] = layer(f"{pool}{n}", 2)
@@ -87,6 +91,7 @@ def _spatial(dims: int, sizes: tuple[int, ...]) -> dict[str, Callable[[], Case]]
     found[f"MaxUnpool{n}"] = lambda: (_Unpool(dims), [x(*sizes)])
     if dims > 1:
         found[f"FractionalMaxPool{n}"] = lambda: (
+            # Fixed samples: the pooling regions would otherwise be random.
             getattr(nn, f"FractionalMaxPool{n}")(
                 2, output_size=4, _random_samples=torch.rand(sizes[0], 4, dims)
             ),
@@ -95,6 +100,7 @@ def _spatial(dims: int, sizes: tuple[int, ...]) -> dict[str, Callable[[], Case]]
     return found
 
 
+# MaxUnpool needs the indices that MaxPool returns.
 class _Unpool(nn.Module):
     def __init__(self, dims: int) -> None:
         super().__init__()
@@ -183,6 +189,7 @@ def _transformer(kind: Any, *args: Any) -> nn.Module:
 def _losses() -> dict[str, Callable[[], Case]]:
     classes = torch.tensor([1, 0, 3, 2])
     signs = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    # MultiLabelMarginLoss reads the classes of a row up to the first -1.
     many = torch.tensor([[3, 0, -1, 1, 2, 4]] * 4)
     binary = (torch.arange(24).reshape(4, 6) % 2).float()
     found: dict[str, Callable[[], Case]] = {
@@ -236,9 +243,11 @@ def _losses() -> dict[str, Callable[[], Case]]:
             [x(), x(), x()],
         ),
     }
+    # A release of torch may lack one of these classes.
     return {name: case for name, case in found.items() if hasattr(nn, name.split()[0])}
 
 
+# A loss behind a function that brings its first input into the range that the loss requires.
 class _First(nn.Module):
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
@@ -261,11 +270,13 @@ class _Sigmoid(_First):
         return given.sigmoid()
 
 
+# AdaptiveLogSoftmaxWithLoss returns (output, loss).
 class _Second(_First):
     def forward(self, given: torch.Tensor, *rest: Any) -> Any:
         return self.loss(given, *rest).loss
 
 
+# GaussianNLLLoss requires variances above zero.
 class _Variance(_First):
     def forward(self, given: torch.Tensor, *rest: Any) -> Any:
         return self.loss(given, rest[0], rest[1].square() + 0.1)
@@ -275,6 +286,7 @@ def _recurrent() -> dict[str, Callable[[], Case]]:
     found: dict[str, Callable[[], Case]] = {}
     for name in ("RNN", "LSTM", "GRU"):
         kind = getattr(nn, name)
+        # The default argument keeps this pass's class: a lambda reads names when called.
         found[name] = lambda kind=kind: (kind(4, 5, batch_first=True), [x(2, 6, 4)])
         found[f"{name} two layers"] = lambda kind=kind: (
             kind(4, 5, 2, batch_first=True),

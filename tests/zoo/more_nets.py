@@ -1,4 +1,7 @@
-"""More nets written out, with forms of which gradients have been wrong or are easily so: cases as in nets.py."""
+"""More nets written by hand, with operations whose gradients were wrong or are error-prone.
+
+The cases have the form of those in nets.py.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def ids(most: int, *sizes: int) -> torch.Tensor:
 
 
 def cases() -> dict[str, Callable[[], Case]]:
-    """By name."""
+    """Return the cases by name."""
     return {
         "graph attention: two heads, scatter": lambda: (GraphAttention(), [x(9, 6), ids(9, 2, 20)]),
         "VAE: convolutions, reparametrized, BCE": lambda: (PictureVAE(), [torch.rand(4, 1, 8, 8), x(4, 3)]),
@@ -58,6 +61,8 @@ class GraphAttention(nn.Module):
         total = torch.zeros(len(nodes), 2).scatter_add(0, spots, weights)
         weights = weights / total.gather(0, spots).clamp(min=1e-9)
         out = torch.zeros_like(h).index_add(0, target, h[source] * weights.unsqueeze(-1))
+        # The maximum cancels in the softmax: only this term gives scatter_reduce a gradient. Nodes
+        # without an edge keep -1e9, which the clamp removes.
         return (
             functional.elu(out.flatten(1)).square().mean()
             + 0.01 * most.clamp(min=-9).square().mean()
@@ -76,9 +81,11 @@ class PictureVAE(nn.Module):
 
     def forward(self, picture: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         mean, wide = self.down(picture).chunk(2, -1)
+        # The noise is an input, so that both engines use the same.
         seen = self.up(mean + noise * (0.5 * wide).exp())
         gap = -0.5 * (1 + wide - mean.pow(2) - wide.exp()).sum(-1)
         return (
+            # Large logits: a sigmoid computed before the log would lose precision.
             functional.binary_cross_entropy_with_logits(seen * 30, picture, reduction="sum")
             / len(picture)
             + gap.mean()
@@ -92,8 +99,10 @@ class Triplets(nn.Module):
 
     def forward(self, given: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
         h = functional.normalize(self.layers(given))
+        # The diagonal is 0, where a square root has no finite gradient.
         far = torch.cdist(h, h)
         same = kind[:, None] == kind[None]
+        # 9 is above every distance of unit vectors.
         hardest = far.masked_fill(~same, 0).amax(1) - far.masked_fill(same, 9.0).amin(1)
         plain = functional.pairwise_distance(h[::2], h[1::2]) + functional.cosine_similarity(
             h[::2], h[1::2]
@@ -114,6 +123,7 @@ class Halves(nn.Module):
 
     def forward(self, picture: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
         high = functional.relu6(self.one(picture))
+        # Odd sizes are rounded down here, so the way back needs the exact size.
         low = self.two(functional.interpolate(high, scale_factor=0.5, mode="nearest"))
         wide = functional.interpolate(low, size=high.shape[-2:], mode="nearest")
         return functional.cross_entropy(
@@ -133,8 +143,10 @@ class Routed(nn.Module):
         best = best / best.sum(-1, keepdim=True)
         out = torch.zeros_like(given)
         for number, expert in enumerate(self.experts):
+            # The number of rows of an expert depends on values.
             row, place = torch.where(chosen == number)
             out = out.index_add(0, row, expert(given[row]).relu() * best[row, place].unsqueeze(-1))
+        # Without a gradient: the balance term trains the gate through `shares`.
         used = functional.one_hot(chosen, 4).float().mean((0, 1))
         return (out - given).square().mean() + 0.1 * (used * shares.mean(0)).sum() * 4
 
@@ -145,6 +157,7 @@ class Rotary(nn.Module):
         self.words = nn.Embedding(20, 16)
         self.scale = nn.Parameter(torch.ones(16))
         self.query = nn.Linear(16, 16, bias=False)
+        # One key and one value head, shared by the four query heads.
         self.key_value = nn.Linear(16, 8, bias=False)
         self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(4, 1, 1))
 
@@ -186,6 +199,7 @@ class Coupling(nn.Module):
         volume = torch.zeros(len(given))
         for net in self.nets:
             scale, shift = net(one).split(2, -1)
+            # Bounds the exponent below.
             scale = scale.tanh()
             one, two, volume = two * scale.exp() + shift, one, volume + scale.sum(-1)
         z = torch.cat([one, two], -1)
@@ -207,6 +221,7 @@ class Tags(nn.Module):
         alpha = self.first + scores[:, 0]
         for place in range(1, 6):
             later = (alpha[:, :, None] + self.steps).logsumexp(1) + scores[:, place]
+            # Past the end of a sentence alpha stays as it is.
             alpha = torch.where(inside[:, place, None], later, alpha)
         gold = (
             scores.gather(-1, tags[..., None]).squeeze(-1).masked_fill(~inside, 0).sum(-1)
@@ -224,6 +239,7 @@ class Ode(nn.Module):
 
     def forward(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
         h = start
+        # exp keeps the learned step positive.
         step = self.time.exp() / 4
         for _ in range(4):
             one = self.layers(h)
@@ -244,6 +260,7 @@ class Sets(nn.Module):
         h = self.one(given).relu()
         weight = inside.unsqueeze(-1)
         mean = (h * weight).sum(1) / weight.sum(1).clamp(min=1)
+        # Clamped above 0: the gradient by the power contains log(h).
         general = (
             (h.clamp(min=1e-6).pow(self.power) * weight).mean(1).clamp(min=1e-6).pow(1 / self.power)
         )
@@ -275,6 +292,7 @@ class Table(nn.Module):
         count = torch.arange(1, h.shape[-1] + 1)
         sums = ordered.cumsum(-1) - 1
         size = (ordered * count > sums).sum(-1, keepdim=True)
+        # `size` is at least 1: the largest entry always satisfies the condition.
         return (h - sums.gather(-1, size - 1) / size).clamp(min=0)
 
 
@@ -283,6 +301,7 @@ class Clip(nn.Module):
         super().__init__()
         self.one = nn.Linear(8, 4)
         self.two = nn.Linear(6, 4, bias=False)
+        # About log(1 / 0.07), the initial value of CLIP.
         self.scale = nn.Parameter(torch.tensor(2.6))
 
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -300,6 +319,7 @@ class Dlrm(nn.Module):
         super().__init__()
         self.bags = nn.ModuleList(nn.EmbeddingBag(30, 4, mode="sum") for _ in range(3))
         self.dense = nn.Linear(4, 4)
+        # Four dense values and the six pairs of four vectors.
         self.out = nn.Linear(10, 1)
 
     def forward(
@@ -335,6 +355,7 @@ class Pointers(nn.Module):
             scores = (self.key(seen) + self.query(state).unsqueeze(1)).tanh() @ self.score
             shares = scores.masked_fill(taken, float("-inf")).log_softmax(-1)
             loss = loss - shares[:, place].mean()
+            # A point can be chosen only once.
             taken = taken | (torch.arange(5) == place)
             given = (shares.exp().unsqueeze(-1) * points).sum(1)
         return loss
@@ -352,6 +373,7 @@ class Byol(nn.Module):
             target = self.one(second)[:, :4]
         near = functional.cosine_similarity(self.guess(query), target, dim=-1)
         spread = (1 - query.std(0)).relu().mean()
+        # The detached factor gives a gradient to one half of the layer only.
         return 2 - 2 * near.mean() + spread + (query * key.detach()).mean()
 
 
@@ -373,6 +395,7 @@ class Codes(nn.Module):
         loss = functional.mse_loss(chosen, h.detach()) + 0.25 * functional.mse_loss(
             h, chosen.detach()
         )
+        # Straight through: the value is `chosen`, the gradient goes to `h`.
         return functional.mse_loss(self.out(h + (chosen - h).detach()), given) + loss
 
 

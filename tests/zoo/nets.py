@@ -1,4 +1,4 @@
-"""Nets written out, as people make them of torch. Each case gives (module, inputs); the loss is its result."""
+"""Nets written by hand, as users write them. A case is (module, inputs); the module returns its loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ x = torch.randn
 
 
 def cases() -> dict[str, Callable[[], Case]]:
-    """By name."""
+    """Return the cases by name."""
     return {
         "tagger: bidirectional LSTM, packed": lambda: (Tagger(), [torch.arange(14).view(2, 7), torch.tensor([7, 5])]),
         "speech: convolutions, GRU both ways, CTC": lambda: (Speech(), [x(2, 8, 40), torch.randint(1, 9, (2, 5))]),
@@ -56,6 +56,7 @@ class Tagger(nn.Module):
         )
 
 
+# A separate module, so that `torch_modules` can name it alone.
 class PackedLSTM(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -63,6 +64,7 @@ class PackedLSTM(nn.Module):
 
     def forward(self, given: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         packed = rnn.pack_padded_sequence(given, lengths, batch_first=True)
+        # Without total_length the result's length would depend on the values of `lengths`.
         return rnn.pad_packed_sequence(
             self.lstm(packed)[0], batch_first=True, total_length=given.shape[1]
         )[0]
@@ -79,6 +81,7 @@ class Speech(nn.Module):
         logs = (
             self.out(self.gru(self.first(sound).transpose(1, 2))[0]).log_softmax(-1).transpose(0, 1)
         )
+        # The convolution's stride of 2 leaves 20 of 40 frames.
         lengths = torch.full((2,), 20), torch.full((2,), 5)
         return functional.ctc_loss(logs, words, *lengths)
 
@@ -89,6 +92,7 @@ class Picture(nn.Module):
         self.layers = nn.Sequential(
             nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Mish(), nn.Conv2d(8, 8, 3, groups=4)
         )
+        # Each of 8 channels gives four averages and one maximum.
         self.out = nn.Linear(8 * 5, 5)
 
     def forward(self, picture: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
@@ -108,6 +112,7 @@ class UNet(nn.Module):
         )
         self.up = nn.ConvTranspose2d(8, 8, 2, 2)
         self.skip = nn.Conv2d(3, 8, 1)
+        # Three branches of 8 channels are concatenated.
         self.out = nn.Conv2d(24, 1, 1)
 
     def forward(self, picture: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -127,6 +132,7 @@ class Experts(nn.Module):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         h = self.norm(given)
         best, places = self.gate(h).topk(2)
+        # Experts outside the best two get a share of zero.
         shares = torch.zeros(h.shape[0], 4).scatter(1, places, best.softmax(-1))
         mixed = torch.stack([expert(h) for expert in self.experts], 1)
         return (mixed * shares.unsqueeze(-1)).sum(1).square().mean()
@@ -136,6 +142,7 @@ class Spectral(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
+        # 16 real values have 9 frequencies; the last axis is real and imaginary part.
         self.filter = nn.Parameter(x(9, 8, 2))
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
@@ -166,6 +173,7 @@ class Graph(nn.Module):
             self.score(torch.cat([h[source], h[target]], -1)).squeeze(-1), 0.2
         )
         most = torch.full((len(nodes),), -1e9).scatter_reduce(0, target, scores, "amax")
+        # Softmax over the edges of each target; the maximum keeps exp from overflowing.
         weights = (scores - most[target]).exp()
         total = torch.zeros(len(nodes)).index_add(0, target, weights)
         mixed = torch.zeros_like(h).index_add(
@@ -181,6 +189,7 @@ class Spatial(nn.Module):
         self.what = nn.Conv2d(3, 4, 3)
 
     def forward(self, picture: torch.Tensor) -> torch.Tensor:
+        # An offset from the identity transform.
         turn = self.where(picture.mean((2, 3))).view(-1, 2, 3) + torch.eye(2, 3)
         grid = functional.affine_grid(turn, list(picture.shape), align_corners=False)
         return self.what(functional.grid_sample(picture, grid, align_corners=False)).square().mean()
@@ -189,10 +198,12 @@ class Spatial(nn.Module):
 class Flow(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        # Near the identity, so that the determinant is not zero.
         self.mix = nn.Parameter(torch.eye(4) + 0.1 * x(4, 4))
         self.scale = nn.Parameter(x(4, 4))
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
+        # A large diagonal keeps the triangular solve well conditioned.
         low = self.scale.tril() + 3 * torch.eye(4)
         z = torch.linalg.solve_triangular(low, (given @ self.mix).T, upper=False).T
         return (
@@ -209,6 +220,7 @@ class Filter(nn.Module):
         self.noise = nn.Parameter(x(3, 3))
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        # Positive definite, as Cholesky requires.
         noise = self.noise @ self.noise.T + torch.eye(3)
         spread = torch.eye(3)
         mean = torch.zeros(seen.shape[0], 3)
@@ -250,6 +262,7 @@ class Pondering(nn.Module):
         return self.loop(self.first(given)).square().mean()
 
 
+# The number of passes depends on a tensor's value. A separate module, as PackedLSTM.
 class Loop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -298,6 +311,7 @@ class Wave(nn.Module):
     def forward(self, sound: torch.Tensor) -> torch.Tensor:
         h = sound
         for i, layer in enumerate(self.layers):
+            # Padding on the left only: no output depends on later samples.
             one, two = layer(functional.pad(h, (2**i, 0))).chunk(2, 1)
             h = h + one.tanh() * two.sigmoid()
         return functional.smooth_l1_loss(self.out(h)[..., :-1], sound[..., 1:])
@@ -329,4 +343,5 @@ class Variational(nn.Module):
             .sum(-1)
             .mean()
         )
+        # Decode the mean: a random sample could not be compared with eager's.
         return functional.mse_loss(self.out(mean), given) + 0.1 * gap

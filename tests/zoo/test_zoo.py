@@ -1,10 +1,12 @@
-"""Which layers and models train on engine ort as in eager PyTorch: `make zoo` writes the page of them (docs/models.md).
+"""Layers and models that train on engine ort as in eager PyTorch.
 
-Each case takes three steps of SGD on engine `ort` and in eager PyTorch, of the same weights on the
-same values, on a CPU: losses and all gradients of each step, and buffers at the end, are equal to
-1e-5 (norm of the difference / norm), or as near to those in float64 as eager's (4 times as far at
-most, in each step). A case is a child process with limits of time and memory. 2 to 40 s each; an
-hour of one core in all.
+`make zoo` writes the page of results (docs/models.md).
+
+Each case runs three steps of SGD on a CPU, on engine `ort` and in eager PyTorch, with the same
+weights and inputs. Losses and all gradients of each step, and buffers at the end, are equal to 1e-5
+(norm of the difference / norm). If not, they must be at most 4 times as far from float64's values as
+eager's, in each step. A case is a child process with limits of time and memory. A case takes 2 to
+40 s; all of them take an hour of one core.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import nn
 from tests.ort import needs_ort
 from tests.zoo import families, layers, nets, training
 
+# Limits of one case; GIB is of RLIMIT_DATA.
 SECONDS = 240
 GIB = 6.0
 TITLES = {
@@ -36,7 +39,7 @@ TITLES = {
     "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
     "ctc": "AutoModelForCTC",
 }
-# Families that do not train on engine ort today (docs/models.md: why).
+# Families that do not train on engine ort today (docs/models.md gives the reasons).
 KNOWN = {
     *((task, "reformer") for task in ("masked-lm", "causal-lm", "sequence-classification")),
     *((task, "phimoe") for task in ("causal-lm", "sequence-classification")),
@@ -53,14 +56,14 @@ pytestmark = [pytest.mark.zoo, pytest.mark.timeout(SECONDS + 120), needs_ort]
 
 
 def made(kind: str) -> dict[str, Callable[[], Any]]:
-    """What builds model and inputs of each case, by name."""
+    """Return the function that builds model and inputs of each case, by name."""
     if kind == "layers":
         return {name: partial(training.layer_net, make) for name, make in layers.cases().items()}
     return nets.cases() if kind == "nets" else families.cases(kind)
 
 
 def parameters() -> list[Any]:
-    """Every case, those that are known to fail marked so."""
+    """Return every case; those that are known to fail carry the mark xfail."""
     known = pytest.mark.xfail(reason="docs/models.md")
     return [
         pytest.param(kind, name, id=f"{kind}: {name}", marks=known if (kind, name) in KNOWN else ())
@@ -71,10 +74,11 @@ def parameters() -> list[Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
-    """Repairs are made once for all; no graph is, for a child cannot go on with its threads."""
+    """Apply the repairs once for all cases, before they are forked."""
     from ortlaunch.ortmodule import ORTModule
 
     torch.set_num_threads(1)
+    # No graph is built here: a forked child cannot use its parent's threads.
     ORTModule(nn.Linear(1, 1))
 
 
@@ -83,7 +87,7 @@ def _imported() -> None:
 def test_it_trains_as_in_eager(
     kind: str, name: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Losses, gradients and buffers of three steps."""
+    """A case gives the losses, gradients and buffers of eager PyTorch over three steps."""
     record_property("part", TITLES[kind])
     record_property("case", name)
     found = in_child(made(kind)[name])
@@ -98,7 +102,7 @@ def test_it_trains_as_in_eager(
 
 
 def test_no_layer_is_forgotten() -> None:
-    """Every class of torch.nn is a case, or is listed as none."""
+    """Every class of torch.nn is a case or is listed in NO_CASE."""
     classes = {
         name
         for name in dir(nn)
@@ -109,14 +113,16 @@ def test_no_layer_is_forgotten() -> None:
 
 
 def in_child(make: Callable[[], Any]) -> dict[str, Any]:
-    """The result of one case, also where its process ends."""
+    """Return the result of one case, also if its process dies."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
         signal.alarm(SECONDS)
         resource.setrlimit(resource.RLIMIT_DATA, (int(GIB * 2**30),) * 2)
         os.write(write, json.dumps(training.tried(make)).encode())
+        # Not sys.exit: the child must not run pytest's own cleanup.
         os._exit(0)
+    # Without this the read below would never see the end of the pipe.
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
         text = pipe.read()

@@ -1,4 +1,4 @@
-"""What single families of transformers want to be toys: settings of their configs, and the batches they are given."""
+"""Settings that single families of transformers need at toy size, and the batches of each task."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _PYRAMID = {
 }
 _GEMMA = {"layer_types": ["sliding_attention", "full_attention"]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Any id below the vocabulary's size of 99 that _ids never draws (it draws 3 to 89).
 _AUDIO_TOKEN = {"audio_token_id": 97}
 _WAVES = {
     "hidden_size": 16,
@@ -40,21 +41,22 @@ _PARAKEET = {"model_type": "parakeet_encoder", "hidden_size": 32, "num_hidden_la
              "intermediate_size": 64, "num_mel_bins": 16, "subsampling_conv_channels": 16,
              "max_position_embeddings": 64}  # fmt: skip
 
-# What a config cannot be made without.
+# Arguments without which a config cannot be created.
 NEEDED: dict[str, dict[str, Any]] = {
     "speech-encoder-decoder": {
         "encoder": {"model_type": "wav2vec2"},
         "decoder": {"model_type": "bert"},
     },
 }
-# Why a class cannot be trained as it is, where its error would not say it.
+# Reasons why a class cannot be trained, where its own error would not name them.
 UNTRAINED = {"shieldgemma2": "the class computes no loss"}
-# What single families want beside the sizes that all have.
+# Settings of single families, in addition to the sizes that all families have.
 OWN: dict[str, dict[str, Any]] = {
     **{key: {"rotary_dim": 4} for key in ("codegen", "gptj")},
     **{key: {"mamba_n_heads": 8, "mamba_n_groups": 1} for key in ("bamba", "granitemoehybrid")},
     **{key: {"patch_size": 4, "image_size": 64, **_STAGES} for key in ("convnext", "convnextv2")},
-    # Without kinks, of which a net of so many normalizations over few numbers has one at every rounding error.
+    # A smooth activation: near the kink of a ReLU, a rounding error would change gradients, and
+    # many normalizations over few values bring activations there.
     **{key: {"image_size": 64, "depth_multiplier": 0.25, "hidden_act": "silu"}
        for key in ("mobilenet_v1", "mobilenet_v2")},
     **dict.fromkeys(("swin", "swinv2", "donut-swin"), _SWIN),
@@ -130,7 +132,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def batch(task: str, family: str, config: Any, model: nn.Module) -> Batch:
-    """What a model is given in a step: labels as it names them, and a mask of what is padded where it takes one."""
+    """Return the inputs of one step: the model's labels, and a padding mask if it accepts one."""
     takes = set(inspect.signature(model.forward).parameters)
     if family in _OWN_BATCHES.get(task, {}):
         return _OWN_BATCHES[task][family](config, model)
@@ -148,13 +150,16 @@ def _ids(*sizes: int) -> torch.Tensor:
 
 
 def _text(task: str, takes: set[str]) -> Batch:
-    """The last row is shorter: its end is padded."""
+    """Return a text batch whose last row is shorter and padded at its end."""
     rows = 8 if task == "sequence-classification" else 2
     ids = _ids(rows, 12)
     mask = torch.ones(rows, 12, dtype=torch.long)
-    ids[:, -1] = 2  # the end, by which some find the sentence
+    # The end token: some classes pool the sequence at its position.
+    ids[:, -1] = 2
+    # One end token and three padding tokens; the mask leaves out the latter.
     ids[-1, -4:] = torch.tensor([2, 0, 0, 0])
     mask[-1, -3:] = 0
+    # -100 is the label that cross_entropy ignores.
     labels = (
         torch.arange(rows) % 3
         if task == "sequence-classification"
@@ -165,6 +170,7 @@ def _text(task: str, takes: set[str]) -> Batch:
 
 
 def _images(family: str, config: Any) -> Batch:
+    # Classes for images and text keep the image sizes in an inner config.
     inner = getattr(config, "vision_config", config)
     side = OWN.get(family, {}).get("image_size", getattr(inner, "image_size", 32))
     sides = side if isinstance(side, (list, tuple)) else (side, side)
@@ -173,10 +179,11 @@ def _images(family: str, config: Any) -> Batch:
 
 
 def _sound(takes: set[str], config: Any, frames: int) -> Batch:
-    """A wave, or its spectrum over time with the mask that goes with it."""
+    """Return a waveform, or its spectrogram over time with an attention mask."""
     if "input_values" in takes:
         return {"input_values": torch.randn(2, 4000)}
     inner = getattr(config, "encoder_config", config)
+    # Names that configs use for the number of frequency bins; the first that exists counts.
     sizes = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "d_model")
     bins = next(getattr(inner, size) for size in sizes if hasattr(inner, size))
     given = {"input_features": torch.randn(2, frames, bins)}
@@ -192,21 +199,23 @@ def _speech(takes: set[str], config: Any, model: nn.Module) -> Batch:
 
 
 def _spectrum_first(config: Any, model: nn.Module) -> Batch:
-    """Whisper's order: what is heard, then time."""
+    """Return a batch in Whisper's layout: frequency bins first, then time."""
     return {"input_features": torch.randn(2, 16, 48), "labels": _ids(2, 6)}
 
 
 def _with_sound(sound: Callable[[Any], Batch]) -> Callable[[Any, nn.Module], Batch]:
-    """A text that has a place for each piece of sound, as many as the model makes of it."""
+    """Return a batch function whose text has one placeholder token for each audio embedding."""
 
     def given(config: Any, model: Any) -> Batch:
         heard = sound(config)
         with torch.no_grad():
             hears = model if hasattr(model, "get_audio_features") else model.model
             pieces = hears.get_audio_features(**heard, return_dict=True).pooler_output
+        # Embeddings of one of the two samples: the model decides how many it makes.
         count = pieces.numel() // pieces.shape[-1] // 2
         ids = _ids(2, count + 8)
         ids[:, 1 : 1 + count] = config.audio_token_id
+        # Placeholders are no text to predict.
         labels = ids.masked_fill(ids == config.audio_token_id, -100)
         return {**heard, "input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
@@ -222,25 +231,27 @@ def _masked(order: str, frames: int, bins: int) -> Callable[[Any], Batch]:
 
 
 def _wave(config: Any) -> Batch:
-    """Without the noise that a model adds to what it hears, which is drawn."""
+    """Return a waveform batch with sampling switched off."""
+    # The model would add random noise, which differs between the engines.
     mask = torch.ones(2, 640, dtype=torch.long)
     return {"input_values": torch.randn(2, 1, 640), "padding_mask": mask, "sample": False}
 
 
 def _delayed(config: Any, model: Any) -> Batch:
-    """A text that goes along with the sound, a token for so many moments of it."""
+    """Return a text that runs along with the audio: one token for a fixed number of frames."""
     ids = _ids(2, 64 // config.audio_length_per_tok)
     return {"input_ids": ids, "input_features": torch.randn(2, 16, 64), "labels": ids}
 
 
 def _dia(config: Any, model: nn.Module) -> Batch:
+    # Dia reads the labels of all channels as rows of one batch.
     codes = _ids(2, 7, config.decoder_config.num_channels)
     labels = codes.transpose(1, 2).reshape(-1, 7).contiguous()
     return {"input_ids": _ids(2, 12), "decoder_input_ids": codes, "labels": labels}
 
 
 def _codes(config: Any, model: nn.Module) -> Batch:
-    """Several codes for each moment, and the text's."""
+    """Return several audio codes and one text token for each moment."""
     ids = _ids(2, 12, config.num_codebooks + 1)
     return {
         "input_ids": ids,
@@ -250,6 +261,7 @@ def _codes(config: Any, model: nn.Module) -> Batch:
 
 
 def _musicgen(config: Any, model: nn.Module) -> Batch:
+    # MusicGen reads codebooks as rows of the batch; its labels have them as the last axis.
     ids = _ids(2 * config.num_codebooks, 12)
     return {
         "input_ids": ids,
@@ -272,7 +284,7 @@ def _patches(config: Any, model: nn.Module) -> Batch:
 
 
 def _stacked(config: Any, model: nn.Module) -> Batch:
-    """Several moments in one."""
+    """Return a spectrogram that stacks four frames in one."""
     return {
         "input_features": torch.randn(2, 40, 4 * config.encoder_config.num_mel_bins),
         "labels": _ids(2, 4),

@@ -1,4 +1,7 @@
-"""A case of the zoo on ONNX Runtime and in eager, three steps each; every function runs in the child of a case."""
+"""Train a case of the zoo on ONNX Runtime and in eager PyTorch, three steps each.
+
+Every function runs in the child process of a case.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 STEPS = 3
+# Of the norm of the difference divided by the norm of eager's values.
 LIMIT = 1e-5
 
 
 class Net(nn.Module):
-    """A layer between weights, so that gradients go through it to what it is given and to what it has."""
+    """A layer between weights, so that gradients reach its inputs and its own weights."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -25,7 +29,7 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.1))
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        # Sizes as they are: what is a label stays what it is, and only the first number gets a gradient.
+        # Scale the first floating-point input only: labels and lengths must stay as they are.
         given = [
             v * self.scale if not i and v.is_floating_point() else v for i, v in enumerate(inputs)
         ]
@@ -39,10 +43,11 @@ class Net(nn.Module):
 
 
 def layer_net(make: Callable[[], Any]) -> tuple[nn.Module, list[Any]]:
-    """A layer between weights, and its inputs; statistics begin anew."""
+    """Return a layer between weights and its inputs, with running statistics reset."""
     layer, inputs = make()
     with torch.no_grad():
-        layer(*inputs)  # for lazy ones
+        # Lazy layers create their weights in the first pass.
+        layer(*inputs)
     for module in layer.modules():
         if hasattr(module, "reset_running_stats"):
             module.reset_running_stats()
@@ -50,12 +55,16 @@ def layer_net(make: Callable[[], Any]) -> tuple[nn.Module, list[Any]]:
 
 
 def tried(make: Callable[[], Any]) -> dict[str, Any]:
-    """What became of one case: trains, differs, refused, or is no case at all (eager does not run it)."""
+    """Return the result of one case.
+
+    Its `state` is trains, differs, refused, or no case (eager PyTorch does not run it).
+    """
     from ortlaunch.ortmodule.base import torch_calls
 
     torch.manual_seed(0)
     try:
         model, inputs = make()
+        # Training changes the weights: each side needs its own copy.
         eager = copy.deepcopy(model)
         theirs = steps(eager, eager, inputs)
     except Exception as error:
@@ -66,10 +75,12 @@ def tried(make: Callable[[], Any]) -> dict[str, Any]:
     except Exception as error:
         return {"state": "refused", "why": brief(error), "trace": traceback.format_exc()[-3000:]}
     worst = max(difference(a, b) for a, b in zip(ours, theirs))
+    # Rounding may separate two correct results: float64 then decides which of them is off.
     exact = bound(model, inputs, ours, theirs) if worst > LIMIT else []
     operators = {name: found.forward for name, found in torch_calls.made().items()}
     near = exact and all(mine <= max(LIMIT, 4 * eager) for mine, eager in exact)
     state = "trains" if worst <= LIMIT or near else "differs"
+    # Only the written nets record whether they would train without torch operators.
     before = (
         plain_export(model, inputs) if operators and type(model).__module__.endswith("nets") else ""
     )
@@ -88,7 +99,7 @@ def tried(make: Callable[[], Any]) -> dict[str, Any]:
 
 
 def plain_export(model: nn.Module, inputs: Any) -> str:
-    """Why the model is refused where nothing may be torch's; empty where it trains so, too."""
+    """Return the error of a run with torch_operators off; an empty text if it trains."""
     from ortlaunch.ortmodule import ORTModule, Settings
 
     tried = copy.deepcopy(model)
@@ -100,10 +111,14 @@ def plain_export(model: nn.Module, inputs: Any) -> str:
 
 
 def advised(model: nn.Module, inputs: Any) -> tuple[list[torch.Tensor], list[str]]:
-    """What a run gives, as it is or with the layers that its error says can run as torch; and these layers."""
+    """Return the values of a run, and the layers that it runs as torch modules.
+
+    A failed export suggests layers for `torch_modules`; the next attempt uses them.
+    """
     from ortlaunch.ortmodule import ORTModule, Settings
 
     named: list[str] = []
+    # Each error names only the layers of one failed export.
     for _ in range(12):
         try:
             tried = copy.deepcopy(model)
@@ -118,11 +133,12 @@ def advised(model: nn.Module, inputs: Any) -> tuple[list[torch.Tensor], list[str
 
 
 def steps(model: nn.Module, module: Any, inputs: Any) -> list[torch.Tensor]:
-    """The losses, and the gradients and buffers at the end, of so many steps of SGD."""
+    """Return the loss and gradients of each step of SGD, and the buffers at the end."""
     model.train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
     found: list[torch.Tensor] = []
     for step in range(STEPS):
+        # Both sides begin each step with the same random state.
         torch.manual_seed(step)
         optimizer.zero_grad()
         loss = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
@@ -136,7 +152,8 @@ def steps(model: nn.Module, module: Any, inputs: Any) -> list[torch.Tensor]:
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Relative, by norm; of what is almost nothing, absolute."""
+    """Return the relative difference by norm; an absolute one for values near zero."""
+    # Infinite values must be at the same positions; then only finite ones are compared.
     if not torch.equal(ours.isfinite(), theirs.isfinite()):
         return float("inf")
     ours = ours.nan_to_num(0.0, 0.0, 0.0)
@@ -147,8 +164,9 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def bound(
     model: nn.Module, inputs: Any, ours: Sequence[Any], theirs: Sequence[Any]
 ) -> list[tuple[float, float]]:
-    """How far ours and eager's are from float64, one after the other; nothing where that does not run."""
-    for module in model.modules():  # torch has no grouped products of such numbers
+    """Return the distances of our values and eager's from float64's; empty if float64 fails."""
+    # torch has no grouped matmul in float64.
+    for module in model.modules():
         if hasattr(getattr(module, "config", None), "_experts_implementation"):
             module.config._experts_implementation = "eager"
     wide = tree_map(
@@ -162,6 +180,7 @@ def bound(
 
 
 def brief(error: Exception) -> str:
+    # The last line carries the cause; torch appends C++ frames below it.
     lines = [
         line.strip()
         for line in str(error).splitlines()
