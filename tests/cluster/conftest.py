@@ -18,7 +18,7 @@ def lab() -> Iterator[Lab]:
     lack = lacking()
     if lack:
         labs.skip(lack)
-    # # The alias lets a test list one machine under two names.
+    # The alias lets a test list one machine under two names.
     with Lab(hosts=3, aliases=1) as running:
         yield running
 

@@ -18,7 +18,7 @@ RECIPE = merged(
         **EAGER,
         "model": {"factory": "slow_toys:net"},
         "batch": {"micro_size": 8},
-        # # Never reached: each test stops the run or sets a smaller number.
+        # Never reached: each test stops the run or sets a smaller number.
         "train": {"max_steps": 100_000},
     },
 )
@@ -30,9 +30,9 @@ class Home:
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab = lab
         self.folder = folder
-        # # A space in the name, so that commands that do not quote it fail.
+        # A space in the name, so that commands that do not quote it fail.
         self.run = folder / "my run"
-        # # The lab's PATH includes /usr/sbin; environment() would replace it.
+        # The lab's PATH includes /usr/sbin; environment() would replace it.
         self.env = {**lab.environ, **environment(folder), "PATH": lab.environ["PATH"]}
         for name, text in (
             ("toys.py", TOYS),
@@ -42,7 +42,7 @@ class Home:
             (folder / name).write_text(text)
         (folder / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
         (folder / "cache").mkdir()
-        # # While this file exists, each pass of the slow toy sleeps.
+        # While this file exists, each pass of the slow toy sleeps.
         (folder / "slow").touch()
 
     def losses(self) -> dict[int, float]:

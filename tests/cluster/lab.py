@@ -36,11 +36,11 @@ NEEDED = (
 )
 LOGIN = "login"
 _NAME = "ortlaunch-lab"
-# # sshd and slurmd are in /usr/sbin, which a user's PATH may lack.
+# sshd and slurmd are in /usr/sbin, which a user's PATH may lack.
 _SYSTEM = "/usr/sbin:/usr/bin:/sbin:/bin"
 _TOOLS = f"{os.environ.get('PATH', '')}:{_SYSTEM}"
 _NETWORK = "10.77.0"
-# # The host's first process. The private mounts are invisible outside its mount namespace.
+# The host's first process. The private mounts are invisible outside its mount namespace.
 # /root/.bashrc is hidden since ssh reads it, and it may be slow.
 _INIT = """\
 set -e
@@ -55,7 +55,7 @@ ip link set lo up
 echo ready > "$2/$1.ready"
 while :; do sleep 3600 & wait; done
 """
-# # MaxStartups: tests open many connections at once, and sshd's default drops some.
+# MaxStartups: tests open many connections at once, and sshd's default drops some.
 _SSHD = """\
 Port 22
 HostKey {folder}/{name}.key
@@ -137,7 +137,7 @@ class Lab:
         self.names = [f"host{number}" for number in range(1, hosts + 1)]
         self.cpus = cpus
         self.aliases = aliases
-        # # One lab for each process of tests, so that parallel test runs do not collide.
+        # One lab for each process of tests, so that parallel test runs do not collide.
         self.folder = Path(tempfile.gettempdir()) / f"{_NAME}-{os.getpid()}"
         self._inits: dict[str, int] = {}
         self._started: list[subprocess.Popen[bytes]] = []
@@ -151,7 +151,7 @@ class Lab:
             self._connect()
             self._start_daemons()
         except BaseException as error:
-            # # The logs are in the lab's folder, which close() removes.
+            # The logs are in the lab's folder, which close() removes.
             told = self._last_words()
             self.close()
             raise RuntimeError(f"no lab: {error}\n{told}") from error
@@ -162,7 +162,7 @@ class Lab:
 
     def close(self) -> None:
         """End all hosts: the kernel ends a host's processes together with its first one."""
-        # # The daemons end before the namespaces that contain them.
+        # The daemons end before the namespaces that contain them.
         for process in reversed(self._started):
             process.kill()
         for process in self._started:
@@ -187,7 +187,7 @@ class Lab:
             "--mount",
             "--pid",
         ]
-        # # pdeathsig: the command ends with the process that started it.
+        # pdeathsig: the command ends with the process that started it.
         return [*enter, "env", "--chdir", os.getcwd(), "setpriv", "--pdeathsig", "KILL", *argv]
 
     @property
@@ -212,7 +212,7 @@ class Lab:
         """
         command = self.command(host, ["env", "--chdir", str(cwd or os.getcwd()), *argv])
         environ = self.environ if env is None else env
-        # # A process group of its own, so that killpg reaches all that the command started.
+        # A process group of its own, so that killpg reaches all that the command started.
         process = subprocess.Popen(
             command,
             env=environ,
@@ -225,7 +225,7 @@ class Lab:
             out, err = process.communicate(timeout=timeout)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
-            # # Reap the process and close its pipes.
+            # Reap the process and close its pipes.
             process.communicate()
             raise
         return subprocess.CompletedProcess(argv, process.returncode, out, err)
@@ -264,7 +264,7 @@ class Lab:
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{self.folder}/{name}.key"],
                 check=True,
             )
-        # # Numbers are the last part of the addresses: the login node's .1, the hosts' from .10.
+        # Numbers are the last part of the addresses: the login node's .1, the hosts' from .10.
         numbers = {LOGIN: 1, **{name: 10 + number for number, name in enumerate(self.names)}}
         also = {name: self.aliases_of(name) for name in numbers}
         lines = [
@@ -298,7 +298,7 @@ class Lab:
         self._file("munge.key", "")
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
-        # # munged refuses a key that others can read.
+        # munged refuses a key that others can read.
         key.chmod(0o400)
 
     def aliases_of(self, name: str) -> list[str]:
@@ -311,7 +311,7 @@ class Lab:
         (self.folder / name).write_text(text)
 
     def _start_hosts(self) -> None:
-        # # Hosts start in parallel; the loop below waits for each one.
+        # Hosts start in parallel; the loop below waits for each one.
         for name in (LOGIN, *self.names):
             self._spawn(
                 "setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "--pid", "--fork",
@@ -319,7 +319,7 @@ class Lab:
             )  # fmt: skip
         for name, process in zip((LOGIN, *self.names), self._started):
             _wait_for(lambda name=name: (self.folder / f"{name}.ready").exists(), f"host {name}")
-            # # unshare forks the host's first process; nsenter needs that child's id.
+            # unshare forks the host's first process; nsenter needs that child's id.
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             self._inits[name] = int(children[0])
 
@@ -347,13 +347,13 @@ class Lab:
         munge = ("--key-file", "--pid-file", "--seed-file", "--log-file", "--socket")
         files = (f"{option}={self.folder}/munge.{option[2:].partition('-')[0]}" for option in munge)
         self._daemon(LOGIN, "munged", "--foreground", "--force", *files)
-        # # slurmctld and slurmd authenticate through munged's socket from their start.
+        # slurmctld and slurmd authenticate through munged's socket from their start.
         _wait_for((self.folder / "munge.socket").exists, "munged")
         self._daemon(LOGIN, "slurmctld", "-D")
         for name in (LOGIN, *self.names):
             self._daemon(
                 name,
-                # # sshd re-executes itself, so it must be started by its absolute path.
+                # sshd re-executes itself, so it must be started by its absolute path.
                 shutil.which("sshd", path=_TOOLS) or "sshd",
                 "-D",
                 "-f",
@@ -371,7 +371,7 @@ class Lab:
         )
 
     def _daemon(self, host: str, *argv: str) -> None:
-        # # Nothing of the user's environment reaches the daemons.
+        # Nothing of the user's environment reaches the daemons.
         clean = {"PATH": _SYSTEM, "SLURM_CONF": f"{self.folder}/slurm.conf", "LANG": "C.UTF-8"}
         with open(self.folder / f"{host}.{Path(argv[0]).name}.out", "ab") as log:
             self._started.append(
@@ -410,7 +410,7 @@ def _clean_stale() -> None:
     """Remove the folders of labs whose maker has ended; their hosts ended with it."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_NAME}-*"):
         number = folder.name.rpartition("-")[2]
-        # # A folder with this process's id is from an earlier process that had the same id.
+        # A folder with this process's id is from an earlier process that had the same id.
         if number.isdecimal() and (
             int(number) == os.getpid() or not Path(f"/proc/{number}").exists()
         ):
@@ -442,7 +442,7 @@ def main() -> int:
     hosts = int(words.pop(0)) if words else 2
     with shell(hosts) as lab:
         return subprocess.run(
-            # # --norc: the user's startup file could change PATH.
+            # --norc: the user's startup file could change PATH.
             lab.command(LOGIN, words or ["bash", "--norc"]),
             env=lab.environ,
             check=False,

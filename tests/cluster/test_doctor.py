@@ -50,7 +50,7 @@ def _taken_port(lab: Lab) -> Iterator[None]:
         lab.command("host1", [sys.executable, "-c", SQUATTER]), stdout=subprocess.PIPE
     )
     assert squatter.stdout is not None
-    # # The line that it prints comes after it listens.
+    # The line that it prints comes after it listens.
     squatter.stdout.readline()
     try:
         yield
@@ -68,7 +68,7 @@ def test_a_port_that_is_taken(lab: Lab, folder: Path) -> None:
     ]
 
 
-# # New TCP connections to unprivileged ports; ssh, on port 22, still works.
+# New TCP connections to unprivileged ports; ssh, on port 22, still works.
 HIGH = "meta l4proto tcp tcp dport 1024-65535 ct state new"
 NETWORKS = {  # packets that one host drops: the findings of doctor, by host
     "tcp": (HIGH, (), [("host2", "port", "failed", "no other host reaches its port ")]),
@@ -96,7 +96,7 @@ def test_a_firewall_of_any_host(case: str, lab: Lab, folder: Path) -> None:
 
 def test_a_path_that_is_narrower_than_its_ends(lab: Lab, folder: Path) -> None:
     """Packets of the interfaces' MTU, 9000, that a link of MTU 1500 drops are a failed check."""
-    # # The bridge's ends of the cables keep an MTU of 1500.
+    # The bridge's ends of the cables keep an MTU of 1500.
     ends = [(name, "eth0") for name in ("host1", "host2")]
     for host, interface in ends:
         lab.run(host, "ip", "link", "set", interface, "mtu", "9000")
@@ -119,14 +119,14 @@ def test_a_folder_that_one_host_cannot_write_and_a_host_with_two_names(
 ) -> None:
     """An unwritable folder and a host that is listed twice are both reported."""
     (folder / "hosts").write_text("host1 slots=1\nhost2 slots=1\nhost2-1 slots=1\n")
-    # # Two steps, since a bind mount accepts `ro` only when it is remounted.
+    # Two steps, since a bind mount accepts `ro` only when it is remounted.
     mount = f"mount --bind '{folder}' '{folder}' && mount -o remount,ro,bind '{folder}'"
     assert lab.run("host2", "sh", "-c", mount, cwd=Path("/")).returncode == 0
     try:
         found = wrong(lab, folder, "--hostfile", "hosts", "--device", "cuda")
     finally:
         lab.run("host2", "umount", str(folder), cwd=Path("/"))
-    # # The lab has no GPU, so that check always fails.
+    # The lab has no GPU, so that check always fails.
     said = [(one["host"], one["check"], one["what"]) for one in found if one["check"] != "gpus"]
     assert said == [
         ("host2", "run folder", f"{folder} cannot be written there"),
@@ -137,7 +137,7 @@ def test_a_folder_that_one_host_cannot_write_and_a_host_with_two_names(
 
 def test_a_disk_that_a_recipe_fills(lab: Lab, folder: Path) -> None:
     """Free disk space is compared with the plan's checkpoints on every host."""
-    # # More checkpoints than any disk holds.
+    # More checkpoints than any disk holds.
     found = wrong(lab, folder, "recipe.yaml", "checkpoint.keep=100000000", "--hostfile", "hosts")
     assert [(one["host"], one["check"]) for one in found] == [("host1", "disk"), ("host2", "disk")]
     assert "free, and checkpoints take " in found[0]["what"]

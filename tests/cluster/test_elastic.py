@@ -14,7 +14,7 @@ from tests.e2e.runs import COMMAND, merged
 
 pytestmark = [pytest.mark.lab, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(200)]
 STEPS = 40
-# # Two ranks with micro batches of 8: one line a rank for each step.
+# Two ranks with micro batches of 8: one line a rank for each step.
 SAMPLES = 16
 # Each rank's process records, for each pass, the indices of the samples that it trains on.
 SEEN = """
@@ -53,7 +53,7 @@ def test_a_host_is_lost_and_taken_back(home: Home) -> None:
     """Each sample is trained on once, and the losses are those of one undisturbed process."""
     (home.folder / "seen_toys.py").write_text(SEEN)
     (home.folder / "recipe.yaml").write_text(yaml.safe_dump(ELASTIC))
-    # # Without `mark` the model neither records samples nor sleeps.
+    # Without `mark` the model neither records samples nor sleeps.
     alone = ("launch.nodes=1", "model.arguments={mark: ''}")
     home.well("train", "recipe.yaml", "--run-dir", home.run.name, *alone)
     undisturbed = home.losses()
@@ -76,15 +76,15 @@ def test_a_host_is_lost_and_taken_back(home: Home) -> None:
         "left out:   host2                reached      failed" in (home.folder / "said").read_text()
     )
     assert back.endswith(" on 2 hosts: host1, host2\n")
-    # # Steps after the checkpoint were lost with the host, and are trained again.
+    # Steps after the checkpoint were lost with the host, and are trained again.
     first = json.loads((home.run / "job.json").read_text())["attempts"][0]["checkpoint"]
     second = int(back.split()[4])
-    # # File names begin with the start time: two ranks, then one, then two again.
+    # File names begin with the start time: two ranks, then one, then two again.
     files = [path.read_text().splitlines() for path in sorted(home.folder.glob("*.seen"))]
     both = files[:2]
     one = files[2]
     again = files[3:]
-    # # The single rank has two lines a step: its two accumulation passes.
+    # The single rank has two lines a step: its two accumulation passes.
     trained = [
         *both[0][:first],
         *both[1][:first],

@@ -31,12 +31,12 @@ def test_a_link_that_is_lost(launcher: str, lost: str, home: Home) -> None:
         home.run.name,
     ]
     command = home.lab.command(LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words])
-    # # Processes that other tests left are not this run's.
+    # Processes that other tests left are not this run's.
     before = {host: set(everything(home, host)) for host in ("host1", "host2")}
     train = subprocess.Popen(
         command, env=home.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    # # Three logged steps: the run trains, and start-up is over.
+    # Three logged steps: the run trains, and start-up is over.
     reach(RunDir(home.run), 3, train)
     home.lab.link(lost, up=False)
     began = time.monotonic()
@@ -65,7 +65,7 @@ def test_ranks_that_cannot_join(home: Home) -> None:
     words = [
         "train",
         "recipe.yaml",
-        # # Preflight would detect the firewall first.
+        # Preflight would detect the firewall first.
         "launch.preflight=false",
         "batch.micro_size=8",
         "batch.accumulation_steps=1",
@@ -80,7 +80,7 @@ def test_ranks_that_cannot_join(home: Home) -> None:
         "my run",
     ]
     command = home.lab.command(LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words])
-    # # Only host2 refuses connections, so that every rank still reaches rank 0 on host1.
+    # Only host2 refuses connections, so that every rank still reaches rank 0 on host1.
     with home.lab.firewall("meta l4proto tcp tcp dport 1024-65535 ct state new", "host2"):
         train = subprocess.Popen(
             command, env=home.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -102,7 +102,7 @@ def test_ranks_that_cannot_join(home: Home) -> None:
 
 def test_mpirun_starts_beside_the_files_of_a_killed_one(home: Home) -> None:
     """mpirun starts beside the session folders that a killed one with the same process id left."""
-    # # Open MPI names its session folder by process id, and a new container repeats the ids.
+    # Open MPI names its session folder by process id, and a new container repeats the ids.
     for pid in range(2, 300):
         stale = home.folder / "tmp" / f"ompi.{pid}"
         stale.mkdir(parents=True)
@@ -146,7 +146,7 @@ def test_a_stalled_run_whose_guardians_hear_nothing_of_each_other(home: Home) ->
         LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words, "--run-dir", "my run"]
     )
     before = {host: set(everything(home, host)) for host in ("host1", "host2")}
-    # # Heartbeats of the rank supervisors are UDP datagrams.
+    # Heartbeats of the rank supervisors are UDP datagrams.
     with home.lab.firewall("meta l4proto udp", "host1", "host2"):
         train = subprocess.Popen(
             command, env=home.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -179,7 +179,7 @@ def test_a_stalled_run_whose_guardians_hear_nothing_of_each_other(home: Home) ->
 def everything(home: Home, host: str) -> list[str]:
     """Return the processes of a host, without its daemons and this command."""
     lines = home.lab.run(host, "ps", "-eo", "pid=,args=").stdout.splitlines()
-    # # sshd is left out, too: it detects a dead link only after minutes.
+    # sshd is left out, too: it detects a dead link only after minutes.
     return [line for line in lines if not any(word in line for word in ("ps -eo", "sleep", "sshd"))]
 
 
@@ -196,7 +196,7 @@ def test_a_queued_run_that_is_asked(home: Home) -> None:
     home.reach(3)
     assert home.well("checkpoint", home.run.name).startswith("saved after step ")
     assert f"{home.run.name}: preempted" in home.well("stop", home.run.name)
-    # # Time for Slurm to requeue the job, if it wrongly did.
+    # Time for Slurm to requeue the job, if it wrongly did.
     time.sleep(3)
     status = home.status()
     assert (status["state"], status["job"]["exit_status"]) == ("preempted", 85)

@@ -94,7 +94,7 @@ CASES = {
     ("wrong "
     "interface"): Case("host2                interface    failed   no eth9 there; it has lo, eth0",
                             words=("launch.interface=eth9",), doctor=("--interface", "eth9")),
-    # # /mnt is each host's own disk.
+    # /mnt is each host's own disk.
     ("folder "
     "not shared"): Case(("host2                run folder   failed   /mnt/run there is "
                         "another folder than here"),
@@ -125,14 +125,14 @@ def test_a_host_that_is_not_fit(case: Case, lab: Lab, tmp_path: Path) -> None:
     findings = json.loads(seen.stdout)
     jsonschema.validate(findings, json.loads(json_schema()))
     if case.doctor is not None:
-        # # Columns 23 to 36 of a line of `train` contain the name of the check.
+        # Columns 23 to 36 of a line of `train` contain the name of the check.
         assert {one["check"] for one in findings if one["verdict"] == "failed"} == {
             said[23:36].strip()
         }
         assert seen.returncode == 1
 
 
-# # A process that occupies torch's default rendezvous port.
+# A process that occupies torch's default rendezvous port.
 SQUATTER = (
     "import socket, time; s = socket.create_server(('', 29500)); print('up', "
     "flush=True); time.sleep(1000)"
@@ -147,7 +147,7 @@ def test_a_port_that_is_taken(lab: Lab, tmp_path: Path) -> None:
         lab.command("host1", [sys.executable, "-c", SQUATTER]), stdout=subprocess.PIPE
     )
     assert squatter.stdout is not None
-    # # The line that it prints comes after it listens.
+    # The line that it prints comes after it listens.
     squatter.stdout.readline()
     node = [
         sys.executable,

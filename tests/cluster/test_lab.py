@@ -55,12 +55,12 @@ def test_a_lab_that_crashes_leaves_no_process(lab: Lab) -> None:
     folder = lab.folder.with_name(f"ortlaunch-lab-{maker.pid}")
     maker.kill()
     maker.wait()
-    # # The kernel ends the hosts asynchronously.
+    # The kernel ends the hosts asynchronously.
     deadline = time.monotonic() + 5
     while left := _mentioning(str(folder)):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
-    # # Another lab removes stale folders when it starts.
+    # Another lab removes stale folders when it starts.
     subprocess.run([*command[:-3], "true"], check=True, timeout=30, capture_output=True)
     assert not folder.exists()
 

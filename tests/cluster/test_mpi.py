@@ -38,7 +38,7 @@ def _with(mpirun: str, folder: Path) -> tuple[Path, dict[str, str]]:
     tools = folder / "tools"
     subprocess.run([HERE, "-m", "venv", "--without-pip", venv], check=True)
     packages = next(venv.glob("lib/python*/site-packages"))
-    # # A .pth file shares the installed packages without this environment's bin folder.
+    # A .pth file shares the installed packages without this environment's bin folder.
     (packages / "all.pth").write_text(
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     )
@@ -62,7 +62,7 @@ def test_two_hosts(mpirun: str, lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
     words = ("train", "recipe.yaml", "--hostfile", "hosts", "--run-dir", "run", "log.every_steps=1")
     env = {**lab.environ, **environment(tmp_path), "PATH": lab.environ["PATH"], **own}
-    # # As in Debian's /etc/hosts, a host's own name is 127.0.0.1. On a rank's host, the name of the
+    # As in Debian's /etc/hosts, a host's own name is 127.0.0.1. On a rank's host, the name of the
     # launching host then resolves to the rank's host.
     names = (lab.folder / "hosts").read_text().replace("10.77.0.1 login", "127.0.0.1 login")
     (tmp_path / "etc_hosts").write_text(names)

@@ -18,7 +18,7 @@ LONG = 200
 def undisturbed(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of one process that trains to the end without interruption."""
     home = Home(lab, tmp_path_factory.mktemp("undisturbed"))
-    # # toys:net has no sleep; one process with micro batches of 16 has the same global batch.
+    # toys:net has no sleep; one process with micro batches of 16 has the same global batch.
     words = ("model.factory=toys:net", "batch.micro_size=16", f"train.max_steps={LONG}", CONSTANT)
     home.well("train", "recipe.yaml", "--run-dir", home.run.name, *words)
     return home.losses()
@@ -39,7 +39,7 @@ def submitted(home: Home, steps: int, *more: str) -> str:
 def check(home: Home, job: str, losses: dict[int, float], steps: int) -> None:
     """Check that the run succeeds after at least one restart, with the undisturbed losses."""
     home.well("status", home.run.name, "--wait", timeout=220)
-    # # Two ranks add gradients in another order than one process.
+    # Two ranks add gradients in another order than one process.
     assert home.losses() == pytest.approx(
         {step: losses[step] for step in range(1, steps + 1)}, abs=1e-5
     )
@@ -87,13 +87,13 @@ def test_a_rank_that_was_killed(home: Home, undisturbed: dict[int, float]) -> No
     )
     said = (home.run / "logs" / f"slurm-{job}.out").read_text()
     assert "attempt 1 failed; the job is queued again (restart 1 of 1 without progress)" in said
-    # # 128 + SIGKILL.
+    # 128 + SIGKILL.
     assert home.status()["job"]["attempts"][0]["exit_status"] == 137
 
 
 @pytest.mark.long
 def test_a_time_limit(home: Home, undisturbed: dict[int, float]) -> None:
     """A run longer than its time limit is requeued until it is finished."""
-    # # Slurm may send the signal up to 30 s early, so a turn trains for 30 to 60 s.
+    # Slurm may send the signal up to 30 s early, so a turn trains for 30 to 60 s.
     job = submitted(home, LONG, "submit.time='1:00'", "submit.signal_seconds=1")
     check(home, job, undisturbed, LONG)

@@ -17,7 +17,7 @@ from tests.e2e.runs import BERT, COMMAND, environment, merged
 from tests.ort import INSTALLED, build, share_extensions
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(280)]
-# # Dropout draws differ between numbers of ranks, so the curves would, too.
+# Dropout draws differ between numbers of ranks, so the curves would, too.
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 RECIPE = merged(
     BERT,
@@ -30,7 +30,7 @@ RECIPE = merged(
         "launch": {"forward": ["WANDB_API_KEY"]},
     },
 )
-# # Its value must reach the ranks without appearing in files or command lines.
+# Its value must reach the ranks without appearing in files or command lines.
 SECRET = "s3cret-of-the-tests"
 
 
@@ -135,7 +135,7 @@ def test_a_job_of_ones_own_has_unequal_tasks_and_no_forgotten_srun(
     site: Site, curve: list[float]
 ) -> None:
     """Two tasks and one task on two hosts train; a batch script without srun is refused."""
-    # # The global batch must be a multiple of 3 ranks x micro_size 4.
+    # The global batch must be a multiple of 3 ranks x micro_size 4.
     batch = ("launch.forward=[]", "batch.global_size=12", "batch.micro_size=4", "train.max_steps=2")
     words = [str(COMMAND), "train", "recipe.yaml", *batch, "--run-dir", "uneven"]
     ended = site.lab.run(
@@ -158,7 +158,7 @@ def no_secret_on_a_command_line() -> Iterator[None]:
 
     def watch() -> None:
         while not over.wait(0.2):
-            # # Hosts' process namespaces are below this machine's, so one ps lists all processes.
+            # Hosts' process namespaces are below this machine's, so one ps lists all processes.
             listed = subprocess.run(
                 ["ps", "-eo", "args="], capture_output=True, text=True, check=False
             ).stdout

@@ -16,7 +16,7 @@ from tests.e2e.runs import COMMAND, environment
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
-# # Token bucket filter; it shapes only the packets that host2 sends.
+# Token bucket filter; it shapes only the packets that host2 sends.
 SHAPED = "tc qdisc add dev eth0 root tbf rate 40mbit burst 32kbit latency 400ms"
 
 
