@@ -85,6 +85,7 @@ def main() -> int:
         "--place", type=Path, nargs="+", default=[], help="graphs of which to print the placement"
     )
     options = parser.parse_args()
+    # The second call: this process has been started with the stubs on its library path.
     if _FOLDER in os.environ:
         sys.path.insert(0, os.environ[_FOLDER])
         return _place(options.place) if options.place else _write_table(options.wheel)
@@ -92,6 +93,7 @@ def main() -> int:
         zipfile.ZipFile(options.wheel).extractall(name)
         provider = Path(name, "onnxruntime/capi/libonnxruntime_providers_cuda.so")
         _build_libraries(provider, Path(name))
+        # The loader reads LD_LIBRARY_PATH only at the start of a process, hence a second one.
         environment = {**os.environ, _FOLDER: name, "LD_LIBRARY_PATH": name}
         if options.place:
             environment[_EXECUTOR] = str(extensions.cache_dir() / "aten_op_executor.so")
@@ -103,6 +105,8 @@ def _build_libraries(provider: Path, folder: Path) -> None:
     listed = subprocess.run(
         ["readelf", "--dyn-syms", "-W", str(provider)], capture_output=True, text=True, check=True
     )
+    # These two have no versioned symbols in the list: curand is only linked to, and functions of the
+    # driver are looked up by name.
     libraries = collections.defaultdict(
         set, {"libcurand.so.10": set(), "libcuda.so.1": set(_DRIVER)}
     )
@@ -144,6 +148,7 @@ def _write_table(wheel: Path) -> int:
     operators: dict[tuple[str, ...], set[str]] = {}
     for domain, name, first, stated, types in _kernels(_Memory()):
         last = _last(domain, name, first) if stated == _LAST else stated
+        # Kernels of older operator versions are never used.
         if last >= _OLDEST:
             versions = f"{first}{'+' if last == _LAST else f'-{last}'}"
             operators.setdefault((domain or "-", name, versions), set()).add(types)
@@ -170,6 +175,7 @@ def _last(domain: str, name: str, first: int) -> int:
         for schema in defs.get_all_schemas_with_history()
         if schema.name == name
     ]
+    # The next version of the operator ends the range; only ONNX's own domain has versions.
     newer = [version for version in later if not domain and version > first]
     return min(newer) - 1 if newer else _LAST
 
@@ -179,7 +185,7 @@ def _in_one(kernels: set[str]) -> str:
     kept = [
         dict(words.split("=") for words in one.split())
         for one in sorted(kernels)
-        if "Float8" not in one
+        if "Float8" not in one  # no training graph has it
     ]
     for name in sorted({name for one in kept for name in one}):
         groups: dict[str, dict[str, str]] = {}
@@ -204,6 +210,8 @@ class _Memory:
         lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
         self.parts = []
         for words in lines:
+            # The heap and anonymous mappings, where the registry's objects are; mappings of more
+            # than 1 GiB cannot hold it and would take long to search.
             low, high = (int(number, 16) for number in words[0].split("-"))
             if (
                 words[1].startswith("rw")
@@ -221,6 +229,7 @@ class _Memory:
 
     def string(self, address: int) -> str:
         """Return the std::string at an address."""
+        # libstdc++: pointer to the characters, then their number.
         begin, size = self.words(address, 2)
         return self.read(begin, size).decode()
 
@@ -233,20 +242,25 @@ def _kernels(memory: _Memory) -> Iterator[tuple[str, str, int, int, str]]:
         for low, held in memory.parts
         for found in re.finditer(rb"\w+ [\w.]* CUDAExecutionProvider\0", held)
     }
+    # First the texts of all keys, then the places in memory that point to one of them.
     addresses = numpy.array(sorted(keys), numpy.uint64)
     for low, held in memory.parts:
         words = numpy.frombuffer(held[: len(held) // 8 * 8], numpy.uint64)
         for place in numpy.nonzero(numpy.isin(words, addresses))[0]:
-            if words[place + 1] == keys[int(words[place])]:  # a std::string: its address, its size
+            # A std::string has the address and then the size; after its 32 bytes follows the value
+            # of the map's node, a KernelDef*.
+            if words[place + 1] == keys[int(words[place])]:
                 yield _kernel(memory, memory.words(low + int(place) * 8 + 32)[0])
 
 
 def _kernel(memory: _Memory, at: int) -> tuple[str, str, int, int, str]:
     """Return domain, name, first and last version, and constraints of a CUDA KernelDef."""
+    # Offsets of the fields of KernelDef in onnxruntime 1.19.2.
     assert memory.string(at + 72) == PROVIDER
     first, last = struct.unpack("<ii", memory.read(at + 32, 8))
     types = {}
     node = memory.words(at + 120)[0]
+    # The type constraints: a std::unordered_map from name to a std::vector of types.
     while node:
         begin, end = memory.words(node + 40, 2)
         names = [_type(memory, kind) for kind in memory.words(begin, (end - begin) // 8)]
@@ -274,7 +288,8 @@ def _session(model: Any, executed: str = "", severity: int = 3) -> Any:
     import onnxruntime
     import onnxruntime.capi._pybind_state as state
 
-    if _EXECUTOR in os.environ:  # by which ORT reads which arguments of ATen nodes are tensors
+    # With it ORT determines which arguments of ATen nodes are tensors.
+    if _EXECUTOR in os.environ:
         import torch  # noqa: F401  (its libraries)
 
         spec: Any = importlib.util.spec_from_file_location(
@@ -297,6 +312,7 @@ def _place(graphs: list[Path]) -> int:
     for path in graphs:
         with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+") as log:
             executed = str(Path(folder, "executed.onnx"))
+            # ORT logs the placement from C++ to the process's standard error.
             kept = os.dup(2)
             os.dup2(log.fileno(), 2)
             try:
@@ -334,7 +350,7 @@ def _place(graphs: list[Path]) -> int:
 def _try_session(model: str, executed: str) -> str:
     try:
         _session(model, executed, 0)
-    except Exception as error:  # ORT's own sentence
+    except Exception as error:  # ORT's message is the result for this graph
         return str(error)
     return ""
 

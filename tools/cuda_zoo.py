@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # nothing is computed; more threads only take memory
     import_repaired()
     for name in options.families:
         for precision in options.precisions:
@@ -65,6 +65,7 @@ def main() -> int:
             torch.manual_seed(0)
             try:
                 found = _tried(name, precision, options.save)
+            # One family that cannot be built must not end the list.
             except Exception as error:
                 found = (
                     f"not built: {type(error).__name__}: "
@@ -83,6 +84,7 @@ def _tried(name: str, precision: str, folder: Path | None) -> str:
         key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()
     }
     graph = _built(model.train(), batch)
+    # The difference of the two counts is the work of the repair.
     before = _without_kernel(graph)
     if precision == "bfloat16":
         bfloat16.complete(graph)
@@ -103,7 +105,7 @@ def _built(model: Any, batch: dict[str, torch.Tensor]) -> onnx.ModelProto:
     module = ORTModule(model, Settings(threads=1))
     with (
         contextlib.suppress(Stopped),
-        mock.patch.object(torch_kernels, "replace"),  # a CPU's
+        mock.patch.object(torch_kernels, "replace"),  # a repair for CPUs only
         mock.patch.object(owner(TRAINING), "_create_execution_agent", stop),
     ):
         module(**batch)

@@ -33,10 +33,11 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTED = ROOT / "constraints" / "torch-2.13.txt"
 TOOLS = ("pytest>=8", "pytest-timeout")  # for the tests marked gpu
 THERE = "+there"  # the local version of a stand-in for what the target has
-SOURCES_ONLY = (
-    "deepspeed",
-)  # no wheel of its own in the registry; pure Python without its compiled operators
+# No wheel in the registry. Without its compiled operators it is pure Python.
+SOURCES_ONLY = ("deepspeed",)
+# Parts of this tree that a wheel of ortlaunch does not need.
 NOT_COPIED = (".*", "build", "dist", "*.egg-info", "__pycache__", "runs", "bench", "tests", "docs")
+# Runs in the target's Python, which may lack every package.
 _ASKS = """
 import importlib.metadata as m, json, platform, sys
 print(json.dumps({"python": "%d.%d" % sys.version_info[:2], "machine": platform.machine(),
@@ -48,6 +49,7 @@ def main() -> int:
     """Create the folder of wheels; return the exit status."""
     options = _options()
     target = _target(options)
+    # `pip install wheels/*.whl` would install old wheels, too.
     if options.out.exists() and any(options.out.iterdir()):
         return _refuse(f"{options.out}: has files in it; give a new folder")
     with tempfile.TemporaryDirectory(prefix="gpu-wheels-") as scratch:
@@ -91,6 +93,7 @@ def _refuse(problem: str, status: int = 2) -> int:
 
 def _target(options: argparse.Namespace) -> dict[str, Any]:
     """Return Python, glibc, machine and packages of the target, from options or its Python."""
+    # Without --python the target is a Python of this machine and can report on itself.
     if options.python is None:
         asked: dict[str, Any] = json.loads(
             subprocess.run(
@@ -101,14 +104,16 @@ def _target(options: argparse.Namespace) -> dict[str, Any]:
         asked = {
             "python": options.python,
             "machine": platform.machine(),
-            "glibc": "2.28",
+            "glibc": "2.28",  # of manylinux_2_28: most systems have it or a newer one
             "packages": {},
         }
+    # Options win over the report.
     if options.have:
         asked["packages"] = dict(_pins(options.have.read_text().splitlines(), options.have))
     if options.torch:
         asked["packages"]["torch"] = options.torch
     asked["glibc"] = options.glibc or asked["glibc"]
+    # Always rebuilt from this tree.
     asked["packages"].pop("ortlaunch", None)
     if "torch" not in asked["packages"]:
         raise SystemExit(

@@ -30,8 +30,9 @@ CHECKS = {
     "custom": "custom autograd function",
     "attention": "nn.TransformerEncoderLayer",
 }
+# Largest relative differences from eager that count as equal, in float32.
 LIMITS = {"loss": 1e-5, "gradient": 1e-4}
-ENOUGH_DISK = 9e9
+ENOUGH_DISK = 9e9  # bytes; a torch with CUDA's libraries takes 6-9 GB while it is installed
 # Pinned by the constraints of the default set, for every torch and transformers.
 PINNED = (
     "onnx",
@@ -44,6 +45,7 @@ PINNED = (
     "wheel",
     "numpy",
 )
+# ortlaunch's other dependencies, in any version that pip selects.
 OTHERS = ("peft", "pydantic", "pyyaml", "typer", "filelock", "datasets")
 
 
@@ -112,6 +114,7 @@ def _row(
             row["cells"][transformers] = (
                 {"error": problem} if problem else _cell(environment, transformers)
             )
+            # After each cell, so that an interrupted run loses at most one.
             _write(options.cache, results)
     finally:
         if not options.keep:
@@ -130,6 +133,7 @@ def _install_torch(environment: Path, torch: str, row: dict[str, Any]) -> str:
         subprocess.run([_python(), "-m", "venv", environment], check=True)
     requirements = [*_pins(), *OTHERS]
     problem = _pip(environment, f"torch=={torch}", *requirements)
+    # The exact patch may not exist for this Python or platform; pip's message has those that do.
     newest = _newest_patch(torch, problem)
     if newest:
         problem = _pip(environment, f"torch=={newest}", *requirements)
@@ -147,9 +151,8 @@ def _set_up(environment: Path, row: dict[str, Any]) -> str:
         "SystemExit(s)"
     )
     done = _run(environment, "-c", code, timeout=900)
-    row["setup_seconds"] = max(
-        round(time.monotonic() - start), row.get("setup_seconds", 0)
-    )  # none where it is built
+    # With --keep the extensions may be built already, which takes no time: the longest one counts.
+    row["setup_seconds"] = max(round(time.monotonic() - start), row.get("setup_seconds", 0))
     row["setup"] = done.stdout.strip().splitlines()[-1:] if "without" in done.stdout else []
     return "" if done.returncode == 0 else f"setup: {_last_line(done.stderr)}"
 
@@ -167,6 +170,7 @@ def _check(environment: Path, check: str) -> dict[str, Any]:
         done = _run(environment, str(ROOT / "tools" / "matrix_cell.py"), check, timeout=300)
     except subprocess.TimeoutExpired:
         return {"refused": "no answer within 300 s"}
+    # Libraries may print other lines before the result.
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not answers:
         return {"refused": f"exit status {done.returncode}: {_last_line(done.stderr)}"}
@@ -185,6 +189,7 @@ def _python() -> str:
 
 def _pins() -> list[str]:
     lines = (ROOT / "constraints" / "torch-2.13.txt").read_text().splitlines()
+    # Not torch, transformers and their dependencies, which are the axes of the table.
     return [line for line in lines if line.partition("==")[0] in PINNED]
 
 
@@ -196,7 +201,7 @@ def _pip(environment: Path, *requirements: str) -> str:
         "pip",
         "install",
         "--quiet",
-        "--no-cache-dir",
+        "--no-cache-dir",  # several torches of gigabytes would stay in it
         *requirements,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -217,6 +222,7 @@ def _run(environment: Path, *arguments: str, timeout: float) -> subprocess.Compl
     values = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
+        # Extensions are built for one torch, so each environment has its own cache.
         "ORTLAUNCH_CACHE": str(environment / "ortlaunch"),
     }
     command = [str(environment / "bin" / "python"), *arguments]
@@ -245,6 +251,7 @@ def _read(cache: Path) -> dict[str, Any]:
 
 
 def _write(cache: Path, results: dict[str, Any]) -> None:
+    # Replaced atomically: hours of results must survive an interruption.
     arriving = cache / "results.json.new"
     arriving.write_text(json.dumps(results, indent=1))
     arriving.replace(cache / "results.json")

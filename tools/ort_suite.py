@@ -144,12 +144,13 @@ def run(work: Path, name: str, timeout: int) -> list[str]:
         "--rootdir",
         ".",
         "-c",
-        os.devnull,
+        os.devnull,  # not the configuration of this repository's own tests
         "--timeout",
         str(timeout),
         "--junitxml",
         report.name,
     ]
+    # No downloads, and no GPU even if there is one.
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     environ["PYTHONPATH"] = f"{TOOLS}{os.pathsep}{TOOLS.parent}"
     with (work / f"{name}.log").open("w") as log:
@@ -158,6 +159,7 @@ def run(work: Path, name: str, timeout: int) -> list[str]:
     told = []
     for case in ElementTree.parse(report).iter("testcase"):
         outcome = next((part for part in case if part.tag in ("failure", "error", "skipped")), None)
+        # JUnit's XML has no element for a test that passed.
         if outcome is None or outcome.tag == "skipped":
             counts["passed" if outcome is None else "skipped"] += 1
             continue
@@ -174,6 +176,7 @@ def run(work: Path, name: str, timeout: int) -> list[str]:
 
 def reason(text: str) -> str:
     """Return why a failure is expected; "?" if it is not."""
+    # The first matching row wins.
     return next((why for found, why in REASONS if re.search(found, text, re.DOTALL)), "?")
 
 
