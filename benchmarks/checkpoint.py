@@ -40,6 +40,7 @@ class Turn:
         self.seconds: dict[str, list[float]] = {}
 
     def time(self, name: str, act: Callable[[], Any]) -> None:
+        # Between two barriers the time is that of the slowest rank.
         self.group.barrier()
         started = time.perf_counter()
         act()
@@ -55,6 +56,7 @@ def build(parameters: int, group: Any) -> Any:
     from ortlaunch.worker.engine.stepping import DeepSpeedStepper
 
     torch.manual_seed(0)
+    # At least four layers, as far as the width allows, of width * width weights and width biases.
     width = min(WIDTH, max(8, int((parameters / 4) ** 0.5)))
     count = max(1, round(parameters / (width * width + width)))
 
@@ -92,7 +94,7 @@ def size_of(folder: Path) -> int:
 
 
 def ours(turn: Turn, stepper: Any, folder: Path) -> int:
-    """Save, check against the manifest, load."""
+    """Time ortlaunch's save, its check against the manifest, and its load; return the bytes."""
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker import checkpoint
     from ortlaunch.worker.checkpoint.damage import damage
@@ -177,6 +179,7 @@ def trained(
                 )
                 written = Background(functools.partial(whole, taken))
 
+    # A save that is still being written at the end would be missing in the time of the steps.
     forget_peak()
     turn.time(f"steps, {way}", act)
     if written is not None:
@@ -185,13 +188,14 @@ def trained(
 
 
 def forget_peak() -> None:
+    # Linux: 5 resets VmHWM to the present size.
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak() -> float:
     """Return the peak memory of this process since then, in GB."""
     found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-    return int(found[1]) / 1e6 if found else 0.0
+    return int(found[1]) / 1e6 if found else 0.0  # from kB
 
 
 def rates(turn: Turn, folder: Path, size: int) -> None:
@@ -289,7 +293,7 @@ def launched(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def told(found: dict[str, Any]) -> list[str]:
-    """Print the table, and the cost of asynchronous saves."""
+    """Return the lines of the table, and of the cost of asynchronous saves."""
     median = {name: statistics.median(values) for name, values in found["ranks"][0].items()}
     size = found["bytes"]["ours"]
     lines = [f"{found['parameters']:,} parameters, ZeRO 1, {RANKS} ranks; seconds, medians"]
@@ -300,8 +304,7 @@ def told(found: dict[str, Any]) -> list[str]:
             if key.startswith(f"{name}:")
         }
         lines.append(f"  {name:10}  {found['bytes'][name] / 1e9:6.3f} GB  "
-                     + ", ".join((f"{part} "
-                                 f"{value:.3f}") for part, value in parts.items()))  # fmt: skip
+                     + ", ".join(f"{part} {value:.3f}" for part, value in parts.items()))  # fmt: skip
     alone = median["steps, alone"]
     both = {
         way: median[f"steps, {way}"] - alone + median.get(f"{way}: wait at the end", 0)

@@ -29,12 +29,14 @@ class Gate:
 
     def step(self, value: float | None = None) -> None:
         """Mark the beginning of a step; a `value` is reported instead of the last step's time."""
+        # The first call has no step before it, so counting begins at -1.
         self.done += 1
         if self.done % self.steps:
             return
         now = time.perf_counter()
         seconds = (now - self.started) / self.steps if self.done else None
         print(json.dumps({"seconds": seconds if value is None else value}), flush=True)
+        # Waits here until the race gives the next turn.
         if not sys.stdin.readline():
             os._exit(0)  # the race is over
         self.started = time.perf_counter()
@@ -63,6 +65,7 @@ def race(
     try:
         for name, command in commands.items():
             runners[name] = _start(command, logs[name], environ)
+            # Started one after another: a start in parallel would slow the others' imports.
             _wait(name, runners[name], logs[name])
         times: dict[str, list[float]] = {name: [] for name in commands}
         for _ in range(warm_up + rounds):
@@ -73,6 +76,7 @@ def race(
                 times[name].append(_wait(name, runner, logs[name])["seconds"])
         return {name: Times(turns[warm_up:], turns[0]) for name, turns in times.items()}
     finally:
+        # The whole group, because some contestants fork further ranks.
         for runner in runners.values():
             os.killpg(runner.pid, signal.SIGKILL)
             runner.wait()

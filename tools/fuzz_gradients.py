@@ -57,7 +57,9 @@ STARTS: dict[int, list[tuple[str, str]]] = {
     3: [("BT6", ""), ("BT6", "other = other[:, :1]"), ("BT6", "other = other[0]")],
     4: [("B4H6", ""), ("B4H6", "other = other.mean((2, 3), keepdim=True)"), ("B2T6", "")],
 }
+# Sizes of each letter. H is larger: its form must survive convolutions and pooling.
 POOLS = {"B": (1, 2, 3, 4, 5), "T": (1, 2, 3, 5, 7), "H": (5, 6, 7, 8)}
+# Letters in braces of a form -> how the value is drawn, given the rank of `h`.
 DRAWN: dict[str, Callable[[random.Random, int], Any]] = {
     "d": lambda r, rank: r.randrange(-rank, rank) if rank else 0,
     "ds": lambda r, rank: tuple(r.sample(range(rank), r.randint(1, max(1, rank)))) if rank else (),
@@ -98,6 +100,7 @@ class Program:
             re.sub(r"\{L:(.*?)\}\(", lambda found: layer(found) + "(", line) for line in self.lines
         ]
         body = "\n        ".join(line for line in (self.start[1], *lines) if line)
+        # Half of the programs compute their loss inside the exported graph.
         result = "(h - 0.3).square().mean()" if self.inside else "h"
         return TEMPLATE.format(layers="".join(layers), body=body or "pass", result=result)
 
@@ -113,6 +116,7 @@ class Program:
         rng = random.Random(self.seed + 1)
         torch.manual_seed(self.seed)
         sizes = [{letter: rng.choice(pool) for letter, pool in POOLS.items()} for _ in range(3)]
+        # Broadcasting in all batches, and in some only: an export must not fix either.
         always = {letter for letter in POOLS if rng.random() < 0.15}
         made = []
         for at in sizes:
@@ -130,6 +134,7 @@ class Program:
 def program(seed: int) -> Program | None:
     """Return the program of a seed: its form and up to two more; None if eager cannot run it."""
     rows = [line.split(" | ", 1) for line in FORMS.splitlines() if " | " in line]
+    # Forms are drawn until eager runs the program with finite gradients.
     for attempt in range(20):
         rng = random.Random(seed * 1000 + attempt)
         ranks, form = rows[seed % len(rows)]
@@ -153,6 +158,7 @@ def _may(ranks: str, rank: int) -> bool:
 
 
 def _longer(before: Program, form: str, rank: int, rng: random.Random) -> Program | None:
+    # A form is an expression, or statements that assign `h` themselves.
     text = re.sub(r"\{(\w+)\}", lambda found: str(DRAWN[found[1]](rng, rank)), form)
     lines = [*text.split("; ")] if "h = " in text else [f"h = {text}"]
     after = replace(before, forms=(*before.forms, form), lines=(*before.lines, *lines))
@@ -162,6 +168,7 @@ def _longer(before: Program, form: str, rank: int, rng: random.Random) -> Progra
             if _rank(after) <= 4 and all(g.isfinite().all() for g in trained(after, eager))
             else None
         )
+    # Most combinations of forms do not fit together.
     except Exception:
         return None
 
@@ -195,9 +202,11 @@ def trained(
     found = []
     for batch in made.batches():
         wide = [value.double() if exact and value.is_floating_point() else value for value in batch]
+        # A third of the programs also compare the gradient of the input.
         wide[0] = wide[0].requires_grad_(bool(made.seed % 3 == 0))
         net.zero_grad()
         out = module(*wide)
+        # Random weights of the outputs, so that errors do not cancel in the sum.
         torch.manual_seed(0)
         (out * torch.randn(out.shape, dtype=torch.float64).to(out.dtype)).sum().backward()
         of = [*net.parameters(), *wide[:1]]
@@ -214,7 +223,7 @@ def verdict(made: Program) -> tuple[str, str]:
     try:
         exact = trained(made, eager, exact=True)
     except Exception:
-        exact = theirs  # it names a type
+        exact = theirs  # a program that names a dtype does not run in float64
     try:
         ours = trained(made, on_ort)
     except Exception as error:
@@ -237,6 +246,7 @@ def _difference(mine: torch.Tensor, other: torch.Tensor, true: torch.Tensor) -> 
         return f"{mine.flatten()[:4].tolist()}, eager {other.flatten()[:4].tolist()}"
     mine, other, true = (value.double().nan_to_num(0.0, 0.0, 0.0) for value in (mine, other, true))
     far = min(float((mine - true).abs().max()), float((mine - other).abs().max()))
+    # Up to 20 times eager's own rounding, or 1e-4 of the largest value.
     bound = 20 * float((other - true).abs().max()) + 1e-4 * max(float(true.abs().max()), 1e-2)
     worst = int((mine - other).abs().argmax())
     return (
@@ -248,6 +258,7 @@ def _difference(mine: torch.Tensor, other: torch.Tensor, true: torch.Tensor) -> 
 
 def shortest(made: Program) -> Program:
     """Return the smallest program of its lines that still differs."""
+    # Fewest lines first.
     for number in range(len(made.lines)):
         for kept in itertools.combinations(range(len(made.lines)), number):
             less = replace(made, lines=tuple(made.lines[i] for i in kept))
@@ -323,12 +334,13 @@ def _child(seed: int) -> dict[str, Any]:
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        signal.alarm(SECONDS)
+        signal.alarm(SECONDS)  # ends a program that hangs, with SIGALRM as its status
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         state, why = verdict(made)
         less = shortest(made) if state == "differs" else made
         os.write(write, json.dumps({"state": state, "why": why, "source": _told(less)}).encode())
         os._exit(0)
+    # Otherwise the read below would never end.
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
         text = pipe.read()
@@ -343,13 +355,14 @@ def _told(made: Program) -> str:
 
 
 def _table(results: Sequence[dict[str, Any]]) -> None:
-    """Return counts of results by the first form of the program, and their total."""
+    """Print counts of results by the first form of the program, and their total."""
     rows: dict[str, Counter[str]] = defaultdict(Counter)
     for one in results:
         if one["forms"]:
             rows[one["forms"][0]][one["state"]] += 1
     print("| form | same | differs | refused | ended |\n|---|---|---|---|---|")
     for form, counts in sorted(rows.items()):
+        # Only forms with a problem: hundreds of others are the same.
         if set(counts) != {"same"}:
             cells = (str(counts[state]) for state in ("same", "differs", "refused", "ended"))
             print(f"| `{form.replace('|', '/')}` | {' | '.join(cells)} |")
