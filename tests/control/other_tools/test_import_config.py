@@ -1,4 +1,4 @@
-"""`ortlaunch import`: configs of other tools, what becomes of each key, and what is refused."""
+"""Test `ortlaunch import`: configs of other tools, the report on each key, and refusals."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ from tests.control.typed import Run
 
 CONFIGS = Path(__file__).parents[2] / "foreign_configs"
 SHIPPED = Path(__file__).parents[3] / "recipes"
-# file -> whose it is, and what it does not say.
+# File -> its tool, and the overrides that make the result a valid recipe.
 FILES: dict[str, tuple[str, tuple[str, ...]]] = {
     "axolotl.yml": ("axolotl", ()),
     "llama_factory.yaml": ("llama-factory", ("data.train=python-docs",)),
     "deepspeed.json": ("deepspeed", ("schedule.warmup_steps=10",)),
     "run_mlm.json": ("hf-trainer", ()),
 }
-AXOLOTL = {"base_model": "here", "datasets": [{"path": "a/b", "type": "chat_template"}], "sequence_len": 64,
-           "micro_batch_size": 2, "num_epochs": 1, "learning_rate": 0.1}  # fmt: skip
+# A short config of Axolotl that becomes a valid recipe.
+AXOLOTL = {"base_model": "here", "datasets": [{"path": "a/b", "type": "chat_template"}],
+           "sequence_len": 64, "micro_batch_size": 2, "num_epochs": 1, "learning_rate": 0.1}  # fmt: skip
+# Lists of the report. Each key of a config is in one of them, or in `empty`.
 ACCOUNT = ("taken", "changed", "dropped", "needless")
 
 
 def imported(name: str, *more: str) -> Imported:
+    """Import one of FILES, with its overrides and `more`."""
+    # A DeepSpeed config has no model and no data, so they come from a recipe.
     base = SHIPPED / "llama2-7b/tiny.yaml" if name == "deepspeed.json" else None
     return import_config(CONFIGS / name, None, base, (*FILES[name][1], *more))
 
 
 def recipe(found: Imported, folder: Path) -> Recipe:
-    """What its file says to `load`."""
+    """Write an imported recipe to a file and load it, which also validates it."""
     (folder / "made.yaml").write_text(found.file(), encoding="utf-8")
     return load(folder / "made.yaml").recipe
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_key_is_accounted_for(name: str, tmp_path: Path) -> None:
-    """Whose it is, is guessed; the recipe is valid; no key of the config is missing in the account."""
+    """The tool is detected, the recipe is valid, and each key of the config is in the report."""
     found = imported(name)
     assert found.tool == FILES[name][0]
     recipe(found, tmp_path)
@@ -63,7 +67,7 @@ def test_every_key_is_accounted_for(name: str, tmp_path: Path) -> None:
 
 
 def test_what_the_recipes_hold(tmp_path: Path) -> None:
-    """Sizes, rates, adapters, schedules and DeepSpeed's settings are where they belong."""
+    """Sizes, rates, adapters, schedules and DeepSpeed's settings have their values in the recipe."""
     one = recipe(imported("axolotl.yml"), tmp_path)
     assert one.model.lora is not None
     assert (one.model.lora.r, one.model.lora.alpha, one.model.lora.target_modules) == (
@@ -92,6 +96,7 @@ def test_what_the_recipes_hold(tmp_path: Path) -> None:
     assert one.zero is not None
     assert (one.batch.global_size, one.batch.micro_size, one.zero.stage) == (4, None, 2)
     assert one.zero.deepspeed["zero_optimization"] == {"overlap_comm": True}
+    # The config has cpu_offload, an older key for the optimizer state alone.
     assert one.zero.offload is not None
     assert (one.zero.offload.optimizer, one.zero.offload.parameters) == ("cpu", None)
     assert one.zero.deepspeed["fp16"]["initial_scale_power"] == 15
@@ -156,44 +161,52 @@ def test_what_the_recipes_hold(tmp_path: Path) -> None:
 def test_what_changes_its_meaning_is_named(
     keys: dict[str, Any], where: str, key: str, text: str, tmp_path: Path
 ) -> None:
-    """Each value that Trainer takes otherwise, or that has no place here."""
+    """A key that Trainer interprets differently, or that has no counterpart, is in the report."""
     found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
     assert text in said(found, where)[key]
+    # The recipe file has the report as comments.
     assert f"{key}: " in found.file()
 
 
 @pytest.mark.parametrize(
     ("keys", "values"),
     [
+        # Trainer's default: no limit.
         ({"max_steps": -1}, {"train": {"epochs": 3, "max_grad_norm": 1.0}}),
+        # Below 1 it is a share of all steps.
         ({"warmup_steps": 0.1}, {"schedule": {"warmup_ratio": 0.1}}),
         (
             {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.01}},
             {"schedule": {"name": "cosine", "minimum_ratio": 0.1}},
         ),
+        # 1e-6 is 0.02 of Trainer's default learning rate, 5e-5.
         (
             {"lr_scheduler_kwargs": {"min_lr": 1e-6}, "learning_rate": "absent"},
             {"schedule": {"minimum_ratio": 0.02}, "optimizer": {"learning_rate": 5e-05}},
         ),
         ({"warmup_steps": 100.0}, {"schedule": {"warmup_steps": 100}}),
+        # 0 switches clipping off.
         ({"max_grad_norm": 0.0}, {"train": {"epochs": 3, "max_grad_norm": None}}),
         ({"torch_dtype": "bfloat16"}, {"precision": "bf16", "engine": {"name": "eager"}}),
         ({"bf16": True}, {"precision": "bf16", "engine": {"name": "eager"}}),
         ({"learning_rate": "absent"}, {"optimizer": {"learning_rate": 5e-05}}),
-        ({"adam_beta1": 0.0, "adam_beta2": 0.99}, {"optimizer": {"learning_rate": 0.1, "betas": [0.0, 0.99]}}),
-        ({"model_name_or_path": "absent", "tokenizer_name": "t", "model_type": "gpt2", "config_overrides": "n_embd=8"},
+        ({"adam_beta1": 0.0, "adam_beta2": 0.99},
+         {"optimizer": {"learning_rate": 0.1, "betas": [0.0, 0.99]}}),
+        # A model that is trained from scratch: its configuration instead of its weights.
+        ({"model_name_or_path": "absent", "tokenizer_name": "t", "model_type": "gpt2",
+          "config_overrides": "n_embd=8"},
          {"model": {"config": {"model_type": "gpt2", "n_embd": 8}, "task": "causal-lm"}}),
     ],
 )  # fmt: skip
 def test_trainers_own_ways(keys: dict[str, Any], values: dict[str, Any], tmp_path: Path) -> None:
-    """Numbers that stand for none, shares, a least rate, defaults."""
+    """Trainer's special values (-1, 0), shares, least learning rate and defaults are converted."""
     found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
     made = yaml.safe_load(found.recipe)
     assert {name: made.get(name) for name in values} == values
 
 
 def test_trls_sft(tmp_path: Path) -> None:
-    """Chats of the hub with their splits and template, LoRA with TRL's defaults; and what is not as there."""
+    """TRL's SFT: datasets with splits and template, LoRA with TRL's defaults, and differences."""
     absent = dict.fromkeys(("block_size", "train_file"), "absent")
     chats = {
         "dataset_name": "a/b",
@@ -219,6 +232,7 @@ def test_trls_sft(tmp_path: Path) -> None:
         {"r": 4, "alpha": 32, "dropout": 0.05},
         "causal-lm",
     )
+    # alpha and dropout above are TRL's defaults; the config gives r alone.
     assert (made["data"]["chat_template"], "engine" in made) == ("{{ messages }}", False)
     assert (
         "TRL's without assistant_only_loss in the whole" in said(found, "changed")["dataset_name"]
@@ -231,27 +245,34 @@ def test_trls_sft(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "where", "key", "text"),
     [
-        ({"chat_template": "llama3"}, "dropped", "chat_template", "can be given as data.chat_template"),
-        ({"chat_template": "tokenizer_default"}, "needless", "chat_template", "the tokenizer's own"),
+        ({"chat_template": "llama3"}, "dropped", "chat_template",
+         "can be given as data.chat_template"),
+        ({"chat_template": "tokenizer_default"}, "needless", "chat_template",
+         "the tokenizer's own"),
         ({"chat_template_jinja": "a.jinja"}, "taken", "chat_template_jinja", "data.chat_template"),
         ({"sample_packing": True}, "dropped", "sample_packing", "a sample of its own"),
         ({"sample_packing": False}, "needless", "sample_packing", "a sample of its own"),
-        ({"datasets": [{"path": "a/b", "type": "completion"}], "sample_packing": True}, "needless", "sample_packing",
-         "always packed"),
-        ({"datasets": [{"path": "a/b", "type": "sharegpt"}]}, "dropped", "datasets.type", "not from and value"),
-        ({"special_tokens": {"pad_token": "<pad>"}}, "dropped", "special_tokens", "nearest: data.tokenizer"),
-        ({"datasets": [{"path": "a/b", "type": "alpaca"}]}, "taken", "datasets", "data.train: {format: hub, name: a/b"),
+        # Plain text has no samples of its own: it is packed with or without the key.
+        ({"datasets": [{"path": "a/b", "type": "completion"}], "sample_packing": True},
+         "needless", "sample_packing", "always packed"),
+        ({"datasets": [{"path": "a/b", "type": "sharegpt"}]}, "dropped", "datasets.type",
+         "not from and value"),
+        ({"special_tokens": {"pad_token": "<pad>"}}, "dropped", "special_tokens",
+         "nearest: data.tokenizer"),
+        ({"datasets": [{"path": "a/b", "type": "alpaca"}]}, "taken", "datasets",
+         "data.train: {format: hub, name: a/b"),
         ({"tf32": True}, "taken", "tf32", "engine.matmul_precision: high"),
         ({"tf32": True, "bf16": True}, "needless", "tf32", "the precision of the passes"),
         ({"dataloader_num_workers": 4}, "taken", "dataloader_num_workers", "data.workers"),
-        ({"datasets": [{"path": "a.csv", "ds_type": "csv", "type": "completion"}]}, "dropped", "datasets.ds_type",
-         "no counterpart"),
+        ({"datasets": [{"path": "a.csv", "ds_type": "csv", "type": "completion"}]},
+         "dropped", "datasets.ds_type", "no counterpart"),
     ],
 )  # fmt: skip
 def test_axolotls_own_ways(
     keys: dict[str, Any], where: str, key: str, text: str, tmp_path: Path
 ) -> None:
-    """What becomes of its words for chats, packing and products."""
+    """Axolotl's keys for chats, packing, datasets and matmul precision are reported."""
+    # JSON is YAML, too.
     path = tmp_path / "c.yml"
     path.write_text(json.dumps({**AXOLOTL, **keys}))
     assert text in said(import_config(path, "axolotl", None, ()), where)[key]
@@ -260,6 +281,7 @@ def test_axolotls_own_ways(
 @pytest.mark.parametrize(
     ("keys", "values"),
     [
+        # Without keys: Axolotl's defaults.
         ({}, {"schedule": {"warmup_ratio": 0.03, "name": "cosine"}}),
         ({"lr_scheduler": "linear", "warmup_steps": 0}, {"schedule": {"name": "linear"}}),
         ({"lr_scheduler": "constant"}, {"schedule": {"name": "constant"}}),
@@ -268,7 +290,7 @@ def test_axolotls_own_ways(
     ],
 )  # fmt: skip
 def test_axolotls_schedule(keys: dict[str, Any], values: dict[str, Any], tmp_path: Path) -> None:
-    """Its defaults are not Trainer's."""
+    """Axolotl's schedule is converted with Axolotl's own defaults, not with Trainer's."""
     path = tmp_path / "c.yml"
     path.write_text(json.dumps({**AXOLOTL, **keys}))
     made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe)
@@ -278,16 +300,19 @@ def test_axolotls_schedule(keys: dict[str, Any], values: dict[str, Any], tmp_pat
 @pytest.mark.parametrize(
     ("keys", "tool"),
     [
-        ({"stage": "sft", "finetuning_type": "full", "lora_rank": 8, "lora_alpha": 16, "lora_target": "all"},
+        ({"stage": "sft", "finetuning_type": "full", "lora_rank": 8, "lora_alpha": 16,
+          "lora_target": "all"},
          "llama-factory"),
-        ({**AXOLOTL, "adapter": None, "lora_r": 32, "lora_alpha": 16, "lora_target_linear": True}, "axolotl"),
-        ({"use_peft": False, "packing": True, "lora_r": 32, "lora_target_modules": ["q_proj"]}, "hf-trainer"),
+        ({**AXOLOTL, "adapter": None, "lora_r": 32, "lora_alpha": 16, "lora_target_linear": True},
+         "axolotl"),
+        ({"use_peft": False, "packing": True, "lora_r": 32, "lora_target_modules": ["q_proj"]},
+         "hf-trainer"),
     ],
 )  # fmt: skip
 def test_without_adapters_their_keys_have_no_effect(
     keys: dict[str, Any], tool: str, tmp_path: Path
 ) -> None:
-    """All weights are trained, whatever is said of LoRA beside."""
+    """Without an adapter all weights are trained, and keys of LoRA are reported as needless."""
     path = tmp_path / "c.yml"
     path.write_text(json.dumps(keys))
     found = import_config(path, tool, SHIPPED / "llama2-7b/tiny.yaml", ("data.sequence_length=64",))
@@ -296,7 +321,7 @@ def test_without_adapters_their_keys_have_no_effect(
 
 
 def test_full_over_a_base_with_adapters(tmp_path: Path) -> None:
-    """What the config says holds, whatever the base has."""
+    """A config of full training removes the adapters of the base recipe."""
     (tmp_path / "c.yml").write_text("model_name_or_path: here\nfinetuning_type: full\n")
     base = SHIPPED / "llama2-7b/lora-instruct.yaml"
     assert (
@@ -306,7 +331,7 @@ def test_full_over_a_base_with_adapters(tmp_path: Path) -> None:
 
 
 def test_axolotls_text(tmp_path: Path) -> None:
-    """Plain text of the hub, and files behind a loader's name."""
+    """Axolotl's plain text of the hub, and files with a loader's name as path, are converted."""
     path = tmp_path / "c.yml"
     text = [{"path": "a/b", "name": "en", "text_column": "body"}]
     path.write_text(json.dumps({**AXOLOTL, "datasets": None, "pretraining_dataset": text}))
@@ -317,6 +342,7 @@ def test_axolotls_text(tmp_path: Path) -> None:
         "subset": "en",
         "text_column": "body",
     }
+    # `path` may name a loader of the datasets library instead of a data set.
     files = [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "type": "chat_template"}]
     path.write_text(json.dumps({**AXOLOTL, "datasets": files}))
     made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe)
@@ -325,22 +351,25 @@ def test_axolotls_text(tmp_path: Path) -> None:
 
 
 def test_a_value_of_several_lines(tmp_path: Path) -> None:
-    """The account keeps to a line a key."""
+    """The report has one line per key, also for a value of several lines."""
     found = import_config(
         config(tmp_path, neftune_noise_alpha="a\n b" * 60), "hf-trainer", None, ()
     )
     (line,) = [line for line in str(found).splitlines() if "neftune" in line]
     assert "a ba ba" in line
+    # The value itself is cut after 80 characters.
     assert len(line) < 160
 
 
 def test_deepspeeds_own_ways(tmp_path: Path) -> None:
-    """Of three sizes two decide; L2 is not decoupled decay; what it has no more is dropped."""
+    """DeepSpeed's third batch size is left out; L2 and settings of older versions are dropped."""
+    # Two of the three sizes decide the third.
     sizes = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
     }
+    # adam_w_mode: false is L2 regularization, which is not AdamW's decoupled weight decay.
     optimizer = {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}
     fp16 = {"enabled": True, "fp16_master_weights_and_grads": True}
     text = json.dumps({**sizes, "optimizer": optimizer, "fp16": fp16, "zero_allow_it": True})
@@ -357,7 +386,10 @@ def test_deepspeeds_own_ways(tmp_path: Path) -> None:
 
 
 def test_deepspeeds_older_forms(tmp_path: Path) -> None:
-    """`zero_optimization: true` is stage 1; trackers other than TensorBoard; what stands beside type and params."""
+    """DeepSpeed's older forms, its trackers, and a key beside `type` and `params` are converted.
+
+    `zero_optimization: true` is stage 1. A key beside `type` and `params` is dropped.
+    """
     optimizer = {"type": "OneBitAdam", "params": {"lr": 0.1}, "legacy_fusion": True}
     older = {
         "zero_optimization": True,
@@ -377,7 +409,8 @@ def test_deepspeeds_older_forms(tmp_path: Path) -> None:
 
 
 def test_a_token_is_not_shown(tmp_path: Path) -> None:
-    """The account stands in the recipe, which is shared."""
+    """The value of a secret key is not shown in the report."""
+    # The report is part of the recipe file, and users share recipes.
     found = import_config(
         config(tmp_path, hub_token="hf_secret", swanlab={"api_key": "1a"}), "hf-trainer", None, ()
     )
@@ -386,11 +419,13 @@ def test_a_token_is_not_shown(tmp_path: Path) -> None:
 
 
 def test_deepspeeds_config_beside_another(tmp_path: Path) -> None:
-    """It is read from where the config names it; what Trainer fills in is not taken."""
+    """DeepSpeed's config is read from the path in the config; values of "auto" are needless."""
+    # Trainer fills in "auto".
     deepspeed = {
         "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"},
         "train_batch_size": "auto",
     }
+    # YAML allows no tabs as indentation, JSON does.
     (tmp_path / "ds.json").write_text(json.dumps(deepspeed, indent="\t"))
     found = import_config(config(tmp_path, deepspeed="ds.json"), "hf-trainer", None, ())
     made = yaml.safe_load(found.recipe)
@@ -401,12 +436,16 @@ def test_deepspeeds_config_beside_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "tool", "error"),
     [
-        ("learning_rate: fast\nblock_size: 64\nmodel_name_or_path: a\ntrain_file: a.txt\n", "hf-trainer",
+        ("learning_rate: fast\nblock_size: 64\nmodel_name_or_path: a\ntrain_file: a.txt\n",
+         "hf-trainer",
          r"c.yaml:1:1: optimizer.learning_rate: got fast; it must be a number"),
-        ("output_dir: a\nblock_size: 8\n", None, r"(?s)data.train: is missing.*give what is missing behind the config"),
+        ("output_dir: a\nblock_size: 8\n", None,
+         r"(?s)data.train: is missing.*give what is missing behind the config"),
         ("stage: dpo\nfinetuning_type: lora\n", None, "c.yaml:1:1: stage: dpo: only pt and sft"),
         ("base_model: a\nrl: dpo\n", None, "rl: dpo: there is no preference training"),
-        ("base_model: a\nstage: sft\n", None, "whose config is it.*keys of axolotl and of llama-factory"),
+        # One key of each tool: neither can be preferred.
+        ("base_model: a\nstage: sft\n", None,
+         "whose config is it.*keys of axolotl and of llama-factory"),
         ("colour: red\n", None, "none of its keys"),
         ("a: [1\n", "axolotl", r"c.yaml:1:4: is not YAML"),
         ("seed: 1\nseed: 2\n", "axolotl", "already given in line 1"),
@@ -415,14 +454,17 @@ def test_deepspeeds_config_beside_another(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_imported(text: str, tool: str | None, error: str, tmp_path: Path) -> None:
-    """With its place, and before anything is written."""
+    """A config that cannot be imported is refused before anything is written.
+
+    The message has the location of the error.
+    """
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(InputError, match=error):
         import_config(tmp_path / "c.yaml", tool, None, ())
 
 
 def test_several_problems_at_once(tmp_path: Path) -> None:
-    """Wrong values and what is missing, together."""
+    """Wrong and missing values are reported together."""
     path = config(tmp_path, learning_rate="fast", weight_decay=-1, train_file="absent")
     with pytest.raises(RecipeError, match=r"(?s)learning_rate.*weight_decay.*data.train") as raised:
         import_config(path, "hf-trainer", None, ())
@@ -430,7 +472,10 @@ def test_several_problems_at_once(tmp_path: Path) -> None:
 
 
 def test_the_command(ortlaunch: Run) -> None:
-    """It writes the recipe with the account as comments, prints the same, and writes over nothing."""
+    """The command writes the recipe with the report as comments, and prints the same report.
+
+    It replaces no file.
+    """
     words = (
         "import",
         str(CONFIGS / "llama_factory.yaml"),
@@ -449,28 +494,31 @@ def test_the_command(ortlaunch: Run) -> None:
 @pytest.mark.parametrize(
     ("keys", "where", "text"),
     [
-        ({"task_name": "sst2", "block_size": "absent", "max_seq_length": 64, "train_file": "a.jsonl"}, "changed",
-         "data.padding: longest"),
+        ({"task_name": "sst2", "block_size": "absent", "max_seq_length": 64,
+          "train_file": "a.jsonl"}, "changed", "data.padding: longest"),
+        # Blocks of packed text all have the same length.
         ({}, "needless", "without padding"),
-        ({"task_name": "sst2", "block_size": "absent", "max_seq_length": 64, "train_file": "a.jsonl",
-          "torch_compile": True}, "dropped", "data.bucket_lengths, up to three"),
+        # Compiled engines get a few fixed lengths instead.
+        ({"task_name": "sst2", "block_size": "absent", "max_seq_length": 64,
+          "train_file": "a.jsonl", "torch_compile": True}, "dropped",
+         "data.bucket_lengths, up to three"),
     ],
 )  # fmt: skip
 def test_grouping_by_length(keys: dict[str, Any], where: str, text: str, tmp_path: Path) -> None:
-    """group_by_length: true becomes padding to the longest sample where samples have padding."""
+    """group_by_length: true becomes padding to the longest sample, if samples are padded."""
     found = import_config(config(tmp_path, group_by_length=True, **keys), None, None, ())
     assert text in said(found, where)["group_by_length"]
     recipe(found, tmp_path)
 
 
 def test_torch_compile(tmp_path: Path) -> None:
-    """torch_compile: true is engine inductor, with bf16 as well."""
+    """torch_compile: true becomes engine inductor, also with bf16."""
     found = import_config(config(tmp_path, torch_compile=True, bf16=True), None, None, ())
     assert recipe(found, tmp_path).engine.name == "inductor"
 
 
 def test_the_words_of_a_tokenizer_are_no_secrets(tmp_path: Path) -> None:
-    """pad_token is shown, hub_token is not."""
+    """The report shows pad_token, and does not show hub_token."""
     found = import_config(
         config(tmp_path, special_tokens={"pad_token": "<p>"}, hub_token="s3cret"), None, None, ()
     )
@@ -479,7 +527,7 @@ def test_the_words_of_a_tokenizer_are_no_secrets(tmp_path: Path) -> None:
 
 
 def test_a_program_is_no_config(tmp_path: Path, ortlaunch: Run) -> None:
-    """A Python file is refused with the way to write its arguments as JSON."""
+    """A Python file is refused; the message explains how to write its arguments as JSON."""
     (tmp_path / "train_hf.py").write_text("x: int = 1\n")
     ended = ortlaunch("import", "train_hf.py")
     assert ended.status == 2

@@ -1,4 +1,7 @@
-"""`ortlaunch import`: how often Trainer logs, evaluates and saves, and what follows its evaluations."""
+"""Test `ortlaunch import`: Trainer's intervals of logs, evaluations and saves.
+
+Also the best checkpoint and early stopping, which depend on evaluations.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from tests.control.foreign import config, said
 
 HELD_OUT = {"validation_file": "b.txt"}
 STEPS = {**HELD_OUT, "eval_strategy": "steps", "eval_steps": 9}
-LABELS = {"block_size": "absent", "max_seq_length": 64, "task_name": "sst2", "train_file": "a.jsonl", **STEPS,
-          "validation_file": "b.jsonl"}  # fmt: skip
+# A classification config; `config` leaves out keys whose value is "absent".
+LABELS = {"block_size": "absent", "max_seq_length": 64, "task_name": "sst2",
+          "train_file": "a.jsonl", **STEPS, "validation_file": "b.jsonl"}  # fmt: skip
 
 
 def made(folder: Path, **keys: Any) -> dict[str, dict[str, Any]]:
-    """The recipe of such a config."""
+    """Return the recipe of a config with these keys."""
     found: dict[str, dict[str, Any]] = yaml.safe_load(
         import_config(config(folder, **keys), None, None, ()).recipe
     )
@@ -45,7 +49,8 @@ def made(folder: Path, **keys: Any) -> dict[str, dict[str, Any]]:
 def test_an_evaluation_each_epoch(
     keys: dict[str, Any], key: str, text: str, tmp_path: Path
 ) -> None:
-    """Steps are not counted by epochs here: what would follow such evaluations is dropped by name."""
+    """Keys that need an evaluation per epoch are reported as dropped."""
+    # Intervals of a recipe are counted in steps only.
     path = config(tmp_path, **HELD_OUT, eval_strategy="epoch", save_strategy="epoch", **keys)
     assert text in said(import_config(path, "hf-trainer", None, ()), "dropped")[key]
 
@@ -53,9 +58,11 @@ def test_an_evaluation_each_epoch(
 @pytest.mark.parametrize(
     ("keys", "section", "expected"),
     [
+        # 9.5 steps, rounded up.
         ({**HELD_OUT, "eval_steps": 0.1, "max_steps": 95}, "train", 10),
         ({**HELD_OUT, "eval_steps": 200.0}, "train", 200),
         ({**HELD_OUT, "eval_steps": 0.1}, "train", None),
+        # Trainer then evaluates every logging_steps, whose default is 500.
         ({**HELD_OUT, "eval_strategy": "steps"}, "train", 500),
         ({**HELD_OUT, "eval_strategy": "steps", "logging_steps": 20}, "train", 20),
         ({**HELD_OUT, "eval_strategy": "no", "eval_steps": 20}, "train", None),
@@ -69,7 +76,10 @@ def test_an_evaluation_each_epoch(
 def test_intervals(
     keys: dict[str, Any], section: str, expected: int | None, tmp_path: Path
 ) -> None:
-    """Below 1 they are a share of max_steps, as in Trainer; without that they are dropped, and so said."""
+    """An interval below 1 is a share of max_steps, as in Trainer; without max_steps it is dropped.
+
+    Every key of the config is in the report.
+    """
     found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
     name = "evaluate_every_steps" if section == "train" else "every_steps"
     assert yaml.safe_load(found.recipe).get(section, {}).get(name) == expected
@@ -95,7 +105,7 @@ def test_intervals(
     ],
 )  # fmt: skip
 def test_the_best_by_a_metric(keys: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    """With eval_ before it or not, by the task's own name of it."""
+    """Trainer's metric, with or without the prefix eval_, becomes the task's own metric."""
     found = made(tmp_path, load_best_model_at_end=True, early_stopping_patience=3, **keys)
     assert found["checkpoint"]["keep_best"] == {"metric": expected, "export": True}
     assert found["train"]["stop_after"] == {"metric": expected, "evaluations": 3}
@@ -103,7 +113,7 @@ def test_the_best_by_a_metric(keys: dict[str, Any], expected: str, tmp_path: Pat
 
 @pytest.mark.parametrize("metric", ["eval_bleu", "eval_accuracy"])
 def test_a_metric_that_the_task_has_not(metric: str, tmp_path: Path) -> None:
-    """It is dropped, with what there is in its place."""
+    """A metric that the task lacks is dropped; the report names the available metrics."""
     path = config(tmp_path, **STEPS, load_best_model_at_end=True, metric_for_best_model=metric)
     dropped = said(import_config(path, "hf-trainer", None, ()), "dropped")
     assert dropped["load_best_model_at_end"].endswith(
@@ -114,7 +124,10 @@ def test_a_metric_that_the_task_has_not(metric: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["command", "base"])
 def test_evaluation_data_beside_the_config(way: str, tmp_path: Path) -> None:
-    """Evaluation data of the command line or of --base keep the config's evaluations and its best checkpoint."""
+    """With evaluation data of the command line or of --base, the config's evaluations are kept.
+
+    The same holds for its best checkpoint.
+    """
     keys: dict[str, Any] = {**LABELS, "validation_file": "absent", "load_best_model_at_end": True}
     path = config(tmp_path, **keys, metric_for_best_model="accuracy")
     base = tmp_path / "base.yaml"

@@ -1,4 +1,4 @@
-"""tools/gpu_wheels.py: which wheels a target takes, and what it says where it cannot make the folder."""
+"""Test tools/gpu_wheels.py: the wheels for a target, and the messages of failures."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from pathlib import Path
 import pytest
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "gpu_wheels.py"
+# Packages that the simulated target lacks: these have to be carried.
 NOT_THERE = ("pydantic", "pydantic_core", "annotated-types", "ortlaunch")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _tools() -> Iterator[None]:
+    """Make the script importable as a module."""
+    # Not `monkeypatch`: that fixture has function scope.
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(TOOL.parent))
         yield
 
 
 def wheels(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    """The command's end."""
+    """Run the script and return the ended process; `timeout` is in seconds."""
     command = [sys.executable, str(TOOL), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def test_every_tag_that_a_glibc_runs() -> None:
-    """pip matches tags exactly: each minor version up to the target's, and the years."""
+    """The tags are those of every glibc up to the target's, and the older names by year."""
+    # pip matches tags exactly, so a newer glibc does not imply the older tags.
     from gpu_wheels import platforms
 
     tags = platforms("x86_64", "2.28")
@@ -38,7 +42,8 @@ def test_every_tag_that_a_glibc_runs() -> None:
 
 
 def test_a_stand_in_is_a_wheel_that_pip_installs(tmp_path: Path) -> None:
-    """Of the target's version, with a local part that no registry has, in place of torch's gigabytes."""
+    """pip installs the stand-in for torch: an empty wheel of the target's version."""
+    # torch itself has gigabytes. No registry has the local part "+there", so pip takes this wheel.
     from gpu_wheels import stand_in
 
     assert stand_in(tmp_path, "torch", "2.11.0+cu130") == "2.11.0+there"
@@ -65,10 +70,11 @@ def test_a_stand_in_is_a_wheel_that_pip_installs(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_missing_is_named(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    """Status 2, before anything is fetched."""
+    """A missing or wrong option ends the script with status 2, before any download."""
     (tmp_path / "LIST").write_text("torch==2.11.0\nnumpy\n")
     (tmp_path / "FULL").mkdir()
     (tmp_path / "FULL" / "thesis.tex").write_text("")
+    # LIST and FULL stand for paths in the temporary folder.
     done = wheels(
         *(
             word.replace("LIST", str(tmp_path / "LIST")).replace("FULL", str(tmp_path / "FULL"))
@@ -81,7 +87,8 @@ def test_what_is_missing_is_named(words: tuple[str, ...], said: str, tmp_path: P
 
 @pytest.mark.slow
 def test_what_this_python_lacks_is_carried_and_enough(tmp_path: Path) -> None:
-    """For one with all but pydantic: four wheels; installed without a registry, they are what ortlaunch runs on."""
+    """A target with all packages but pydantic gets four wheels, and ortlaunch runs with them."""
+    # ortlaunch itself, and pydantic with two of its dependencies.
     have = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     lines = [f"{name}=={version}" for name, version in have.items() if name not in NOT_THERE]
     (tmp_path / "have.txt").write_text("\n".join(lines))
@@ -105,11 +112,13 @@ def test_what_this_python_lacks_is_carried_and_enough(tmp_path: Path) -> None:
     ]
     subprocess.run([*pip, *map(str, out.iterdir())], check=True)
     code = "import ortlaunch, pydantic; print(ortlaunch.__file__, pydantic.__file__)"
+    # In another folder than the checkout, whose ortlaunch would be imported first.
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True,
-        text=True, check=True,
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert all(path.startswith(str(site)) for path in found.stdout.split())
+    # The limit is in MiB; pydantic_core alone has 2.
     small = wheels(
         python,
         f"--have={tmp_path / 'have.txt'}",

@@ -1,4 +1,4 @@
-"""tools/ort_suite.py: what it says without ONNX Runtime's files, and what it makes of them."""
+"""Test tools/ort_suite.py: its message without ONNX Runtime's files, and its adapted copies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ TOOL = Path(__file__).resolve().parents[3] / "tools" / "ort_suite.py"
 
 @pytest.fixture(scope="module")
 def tool() -> dict[str, Any]:
-    """The script's functions."""
+    """The functions of the script, by name."""
     return runpy.run_path(str(TOOL))
 
 
 def test_missing_files_are_named_with_their_place(tmp_path: Path) -> None:
-    """It fetches nothing: it ends with 2 and says which files go where."""
+    """Without the files the script ends with status 2 and names the files and their source."""
+    # The script downloads nothing.
     done = subprocess.run(
         [sys.executable, str(TOOL), str(tmp_path)], capture_output=True, text=True, check=False
     )
@@ -45,20 +46,21 @@ def test_missing_files_are_named_with_their_place(tmp_path: Path) -> None:
             "from transformers import AdamW, AutoConfig",
             "from torch.optim import AdamW\nfrom transformers import AutoConfig",
         ),
+        # A test about two devices has no meaning on one, so it stays as it is.
         ('(["cuda", "cpu"], ["cpu", "cuda"])', '(["cuda", "cpu"], ["cpu", "cuda"])'),
     ],
 )
 def test_a_test_of_cuda_becomes_one_of_a_cpu(
     source: str, adapted: str, tool: dict[str, Any], tmp_path: Path
 ) -> None:
-    """But for those that are about two devices."""
+    """A test on CUDA is rewritten for a CPU, except a test about two devices."""
     (tmp_path / "test_it.py").write_text(source)
     tool["adapt"](tmp_path, tmp_path / "cpu")
     assert (tmp_path / "cpu" / "test_it.py").read_text() == adapted
 
 
 def test_a_failure_without_a_reason_is_told_apart(tool: dict[str, Any]) -> None:
-    """A known reason is given; anything else has a question mark, which ends the tool with 1."""
+    """A failure has its known reason, or "?", with which the script ends with status 1."""
     assert (
         tool["reason"]("test_a: AssertionError: Torch not compiled with CUDA enabled")
         == "needs CUDA"

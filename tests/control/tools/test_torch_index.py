@@ -1,4 +1,4 @@
-"""tools/torch-index: the index of torch builds that `make train` gives to pip."""
+"""Test tools/torch-index, the index of torch builds that `make train` passes to pip."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ TOOL = Path(__file__).parents[3] / "tools/torch-index"
 
 @pytest.mark.parametrize("there", [True, False])
 def test_the_index_of_torch_builds(there: bool, tmp_path: Path) -> None:
-    """An index that answers becomes pip's option; one that does not is reported, and pip gets none."""
+    """A reachable index is printed as pip's option; an unreachable one is reported on stderr."""
     (tmp_path / "torch").mkdir()
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    # Port 0: the kernel chooses a free port. A closed server refuses connections there.
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         url = f"http://127.0.0.1:{server.server_port}"
         if there:
@@ -31,6 +32,7 @@ def test_the_index_of_torch_builds(there: bool, tmp_path: Path) -> None:
             text=True,
             timeout=60,
             check=True,
+            # The variables of a proxy are left out: it may not reach this machine's own address.
             env={"no_proxy": "*"},
         )
         if there:
