@@ -228,6 +228,7 @@ def test_which_hosts_try_which() -> None:
         at: [one for one in few if one != at] for at in few
     }  # type: ignore[arg-type, type-var]
     chosen: Any = {at: asking._others(at, [*many]) for at in many}  # type: ignore[arg-type, type-var]
+    # The first host tries all others.
     assert len(chosen[0]) == 127
     assert max(len(chosen[at]) for at in many[1:]) <= 15
     # Each pair is tried in both directions: a firewall may block one of them.

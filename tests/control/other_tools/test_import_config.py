@@ -498,7 +498,7 @@ def test_the_command(ortlaunch: Run) -> None:
           "train_file": "a.jsonl"}, "changed", "data.padding: longest"),
         # Blocks of packed text all have the same length.
         ({}, "needless", "without padding"),
-        # Compiled engines get a few fixed lengths instead.
+        # inductor compiles each length, so a few fixed lengths are recommended instead.
         ({"task_name": "sst2", "block_size": "absent", "max_seq_length": 64,
           "train_file": "a.jsonl", "torch_compile": True}, "dropped",
          "data.bucket_lengths, up to three"),

@@ -43,7 +43,7 @@ def test_every_tag_that_a_glibc_runs() -> None:
 
 def test_a_stand_in_is_a_wheel_that_pip_installs(tmp_path: Path) -> None:
     """pip installs the stand-in for torch: an empty wheel of the target's version."""
-    # torch itself has gigabytes. No registry has the local part "+there", so pip takes this wheel.
+    # torch itself has gigabytes. No registry has the local part "+there", so pip uses this wheel.
     from gpu_wheels import stand_in
 
     assert stand_in(tmp_path, "torch", "2.11.0+cu130") == "2.11.0+there"
