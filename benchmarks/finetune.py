@@ -41,6 +41,7 @@ PACKAGES = (
     "sympy",
     "torch",
 )
+# The same for all contestants.
 BATCH = 32
 LENGTH = 96
 SEED = 7
@@ -48,13 +49,11 @@ RATE = 3e-4
 WARM_UP = 0.1
 NORM = 1.0
 PARTS = (
-    ("loading "
-    "libraries"), ("reading "
-                  "checkpoints"), "reading data", "building the model", "building the engine",
-    ("exporting to "
-    "ONNX Runtime"), "compiling in the first step", "training", "evaluating", "saving a checkpoint",
-    "writing the export",
+    "loading libraries", "reading checkpoints", "reading data", "building the model",
+    "building the engine", "exporting to ONNX Runtime", "compiling in the first step", "training",
+    "evaluating", "saving a checkpoint", "writing the export",
 )  # fmt: skip
+# Of every contestant's process: no network, and no warnings in the logs.
 SETTINGS = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 
 
@@ -93,12 +92,13 @@ def write_data(folder: Path, training: int, evaluation: int) -> None:
 
 
 def docstrings(package: str, wanted: int) -> list[str]:
-    """Yield distinct docstrings of 80 characters or more, from a package's files in order."""
+    """Return distinct docstrings of 80 characters or more, from a package's files in order."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.origin is not None
     files = sorted(Path(spec.origin).parent.rglob("*.py"))
     random.Random(SEED).shuffle(files)
+    # A dict keeps the order and drops duplicates, which could be in both parts of the data.
     found: dict[str, None] = {}
     for file in files:
         found.update(dict.fromkeys(_long_docstrings(file)))
@@ -143,8 +143,10 @@ def ours(
     folder: Path, steps: int, contestant: str, overrides: Sequence[str]
 ) -> tuple[Path, dict[str, float]]:
     """Run `ortlaunch train`, as `ort` or on two ranks `ort-2`; return export and times."""
+    # `ort-2`: engine ort on two ranks.
     engine, _, ranks = contestant.partition("-")
     path = folder / "recipe.yaml"
+    # A new folder each time: an existing run would be continued.
     run = folder / f"run-{contestant}-{time.time_ns()}"
     path.write_text(json.dumps(recipe(folder, steps)))
     command = [
@@ -212,6 +214,7 @@ def train_with_trainer(folder: Path, steps: int) -> None:
     classifier = auto.from_pretrained(model, num_labels=len(PACKAGES))
 
     class Timed(transformers.Trainer):
+        # The order of ortlaunch's runs.
         def _get_train_sampler(self, *_: Any) -> Any:
             return [int(place) for place in order]
 
@@ -293,6 +296,7 @@ def frozen(folder: Path) -> dict[str, float]:
     (x, y), (held_out, truth) = (_features(folder, name) for name in ("train", "evaluation"))
     mean = x.mean(0)
     deviation = x.std(0)
+    # The held-out samples are scaled by the statistics of the training samples.
     x = (x - mean) / deviation
     held_out = (held_out - mean) / deviation
     found = []

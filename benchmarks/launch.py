@@ -132,7 +132,8 @@ def measure(rounds: int, run: Run, ours: dict[str, list[str]], peers: dict[str, 
                     if name in ours
                     else peer(run, peers[name], folder)
                 )
-                if turn:  # the first one reads from disk
+                # The first turn reads from disk, the others from its cache.
+                if turn:
                     found.append(seconds)
     report(times, statistics.median(times["torchrun"]))
     return 0
@@ -166,8 +167,8 @@ def peers_on_hosts() -> dict[str, list[str]]:
         "none",
     ]
     options = "--nnodes=2 --nproc-per-node=1 --master-addr=host1 --master-port=29511"
-    torchrun = [(f'ssh host{1 + rank} "cd $PWD && {BIN}/torchrun {options} '
-                f'--node-rank={rank} script.py times"')
+    torchrun = [f'ssh host{1 + rank} "cd $PWD && {BIN}/torchrun {options} '
+                f'--node-rank={rank} script.py times"'
                 for rank in (0, 1)]  # fmt: skip
     return {
         "torchrun": ["sh", "-c", f"{torchrun[0]} & {torchrun[1]}; wait $!"],
@@ -177,6 +178,7 @@ def peers_on_hosts() -> dict[str, list[str]]:
 
 def first_line(run: Run, options: list[str], folder: Path) -> float:
     """Return the seconds of an `ortlaunch train` to the later rank's first line."""
+    # Otherwise the run would be continued.
     shutil.rmtree(folder / "run", ignore_errors=True)
     started = timed(
         run, [str(BIN / "ortlaunch"), "train", "recipe.yaml", *options, "--run-dir=run"], folder
@@ -191,6 +193,7 @@ def born(path: Path) -> float:
     ).stdout
     if told.startswith("-"):
         raise SystemExit(f"{path}: this file system does not tell when a file was made")
+    # stat prints nanoseconds, and a zone such as +0200; fromisoformat of Python 3.10 reads neither.
     day, clock, zone = told.split()
     return datetime.fromisoformat(f"{day} {clock[:15]}{zone[:3]}:{zone[3:]}").timestamp()
 
@@ -205,6 +208,7 @@ def peer(run: Run, command: list[str], folder: Path) -> float:
 
 def timed(run: Run, command: list[str], folder: Path) -> float:
     """Run a command, which must succeed, and return its start time."""
+    # Wall-clock time, because files and scripts of other processes are compared with it.
     started = time.time()
     ended = run(command, folder)
     if ended.returncode:

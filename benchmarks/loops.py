@@ -23,7 +23,7 @@ LENGTH = 128
 SEED = 7
 RATE = 1e-4
 NORM = 1.0
-NEVER = 10**6
+NEVER = 10**6  # steps; the race ends the process before
 LORA = {"r": 8, "alpha": 32, "target_modules": ["q_proj", "v_proj"]}
 
 
@@ -39,6 +39,7 @@ def samples(shape: str, vocabulary: int, count: int = 512) -> list[dict[str, Any
     """Return random tokens; BERT predicts 15 % of them, Llama all."""
     import torch
 
+    # Every contestant gets the same tokens.
     generator = torch.Generator().manual_seed(SEED)
     found = []
     for _ in range(count):
@@ -46,6 +47,7 @@ def samples(shape: str, vocabulary: int, count: int = 512) -> list[dict[str, Any
         labels = (
             ids
             if shape == "llama"
+            # -100: cross entropy ignores the label.
             else ids.where(torch.rand(LENGTH, generator=generator) < 0.15, -100)
         )
         found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
@@ -63,6 +65,7 @@ def model(options: dict[str, Any]) -> Any:
     auto = (
         transformers.AutoModelForMaskedLM if shape == "bert" else transformers.AutoModelForCausalLM
     )
+    # The same initial weights for every contestant.
     torch.manual_seed(SEED)
     made = auto.from_config(config).train()
     if options["lora"]:
@@ -143,9 +146,8 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     }  # fmt: skip
     if options["lora"]:
         recipe["model"]["lora"] = LORA
-    path = (
-        Path(__file__).parent / f".contest-{os.getpid()}.yaml"
-    )  # beside this module, which it names
+    # Beside this module, which the recipe names as the factory of its data.
+    path = Path(__file__).parent / f".contest-{os.getpid()}.yaml"
     path.write_text(json.dumps(recipe))
     try:
         resolved = resolve(path, (), LaunchOptions("local", 1, None, None, None), os.environ)
@@ -153,6 +155,7 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
         path.unlink()
     run = RunDir(folder / "run")
     preparation.prepare(resolved, run)
+    # The worker's own loop, with a gate before each step.
     step = loop.train_step
 
     def gated(*arguments: Any) -> Any:
@@ -195,7 +198,8 @@ def accelerate(gate: Gate, options: dict[str, Any]) -> None:
 
     from ortlaunch.worker.engine.stepping import _only_what_training_needs
 
-    _only_what_training_needs(deepspeed)  # no half minute of compiling: not what is measured
+    # Without it DeepSpeed compiles operators for half a minute, which is not measured here.
+    _only_what_training_needs(deepspeed)
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -203,6 +207,7 @@ def accelerate(gate: Gate, options: dict[str, Any]) -> None:
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
     }
+    # accelerate with DeepSpeed requires a launcher's variables even for one process.
     os.environ.update(alone, MASTER_PORT=str(_free_port()))
     config = {
         "train_micro_batch_size_per_gpu": options["batch"], "gradient_accumulation_steps": 1,

@@ -370,6 +370,7 @@ def connections(lazy: str, ranks: int = 32) -> Step:
 
 # ------------------------------------------------------------ head and loss
 
+# A head of the size of Llama's, on one short batch.
 ROWS = 1024
 WIDTH = 768
 VOCABULARY = 32_000
@@ -387,6 +388,7 @@ def head(way: str) -> Callable[[], None]:
     weight = (torch.randn(VOCABULARY, WIDTH) * 0.02).requires_grad_()
     labels = torch.randint(VOCABULARY, (ROWS,))
 
+    # The lower bound of both other ways: one matmul forward, two backward.
     def matmuls() -> None:
         with torch.no_grad():
             logits = hidden @ weight.t()
@@ -464,6 +466,7 @@ def order(computed: bool, samples: int) -> Callable[[list[int]], object]:
         from ortlaunch.worker.data.order import Order
 
         return Order(samples, 7).at
+    # Drawn once, before the turns; the permutation is kept in memory.
     held = np.random.Generator(np.random.Philox([7, 0])).permutation(samples)
     return lambda places: [(int(held[place]), 0) for place in places]
 
@@ -502,6 +505,7 @@ def corpus_in_memory(megabytes: int) -> Step:
         shards.write(generator.integers(0, 30_000, (1 << 20) // 4, dtype=np.uint32))
     shards.close()
     batches = Batches(Blocks(joined(path), 512, with_mask=True), BatchPlan(32, 32, 1, 1, None), 7)
+    # Anonymous memory only: pages of the mapped file belong to the kernel's cache.
     before = memory("RssAnon")
 
     def step() -> float:
@@ -572,6 +576,7 @@ def tokenized_by(way: str) -> Step:
 
     def step() -> None:
         if way == "ortlaunch":
+            # An empty cache in each turn, otherwise the second one would find the tokens.
             os.environ["ORTLAUNCH_CACHE"] = str(scratch())
             tokenized(Corpus(format="text", path=(str(path),)), words, end_of_text=False)
         else:
@@ -605,9 +610,9 @@ def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
 
     from ortlaunch.worker.deepspeed.gradient_norm import fuse_gradient_norm
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-        False  # else half a minute of compiling
-    )
+    # Otherwise DeepSpeed compiles this operator for half a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Only the shapes of BERT-base are needed, not its weights.
     with torch.device("meta"):
         shapes = transformers.BertForPreTraining(transformers.BertConfig())
     module = torch.nn.Module()

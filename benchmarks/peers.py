@@ -66,7 +66,7 @@ def at_precisions(
 
 
 def rates(words: list[str], vocabulary: int) -> str:
-    """Print GFLOP/s of matmuls of MLP and head at each precision, and the processor's units."""
+    """Return GFLOP/s of matmuls of MLP and head at each precision, and ineffective precisions."""
     import torch
 
     from ortlaunch.machine import without_matrix_unit
@@ -78,8 +78,10 @@ def rates(words: list[str], vocabulary: int) -> str:
         for word in words:
             torch.set_float32_matmul_precision(word)
             seconds = min(_timed(lambda a=left, b=right: a @ b) for _ in range(9))
+            # A matmul of n x k by k x m has 2 n k m operations.
             rate = 2e-9 * left.numel() * columns / seconds
             lines.append(f"1024 x 768 x {columns:,} at {word}: {rate:.0f} GFLOP/s")
+    # PyTorch's default, for all that follows in this process.
     torch.set_float32_matmul_precision("highest")
     missing = [
         f"{word} gains nothing: {why}"
@@ -119,6 +121,7 @@ def main() -> int:
     contestants = at_precisions(contestants, words)
     print(rates(words, options.vocabulary), flush=True)
     names = options.only.split(";") if options.only else list(contestants)
+    # --only may leave out the contestant that the others are compared with.
     against = against if against in names else names[0]
     for shape in options.shapes.split(",") if options.shapes else shapes:
         base = {

@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ORTLAUNCH = str(Path(sys.executable).with_name("ortlaunch"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+# Seconds; above them the exit status is 1.
 LIMIT = 0.20
 SUBMIT_LIMIT = 1.0
 MANY_HOSTS_LIMIT = 1.5
@@ -40,7 +41,7 @@ launch: {{processes_per_node: {SLOTS}, device: cpu}}
 """
 
 
-# As installed, which is compiled once, whatever this shell says.
+# Bytecode is cached as in an installed package, even if this shell turns that off.
 ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -62,7 +63,8 @@ def medians(commands: dict[str, list[str]], folder: Path, runs: int) -> dict[str
     for number in range(runs + 1):
         for name, command in commands.items():
             once = seconds(command, folder)
-            if number:  # the first turn warms the file cache
+            # The first turn fills the file cache.
+            if number:
                 took[name].append(once)
     return {name: statistics.median(times) for name, times in took.items()}
 

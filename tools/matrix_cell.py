@@ -33,6 +33,7 @@ def main(check: str) -> int:
     model, batch = CHECKS[check]()
     try:
         print(json.dumps(compare(model, batch)))
+    # A refusal is a result, so the exit status stays 0.
     except Exception as error:  # any error of ORT or the exporter is the cell's result
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         print(json.dumps({"refused": f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]}))
