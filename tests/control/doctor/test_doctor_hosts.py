@@ -103,7 +103,10 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_what_is_wrong(
     told: dict[str, Any], check: str, verdict: str, what: str, tells: Any, tmp_path: Path
 ) -> None:
-    """A wrong value gives one finding, on host b, with a remedy; a quick check has failures only."""
+    """A wrong value gives one finding, on host b, with a remedy.
+
+    A quick check, as before a run, has a failure only where the full check has one.
+    """
     tells(**told)
     asked = HostRequirements(NODES, "cuda", tmp_path, 1024, interface="eth0")
     wrong = [finding for finding in look(asked) if finding.verdict != "ok"]
