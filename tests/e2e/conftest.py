@@ -16,10 +16,11 @@ from tests.ort import INSTALLED, build, share_extensions
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the toys, texts and a cache of its own that shares the built extensions."""
+    """A folder with the toys, texts and a private cache that shares the built extensions."""
     home = tmp_path_factory.mktemp("home")
     (home / "toys.py").write_text(TOYS)
     (home / "cache").mkdir()
+    # The extensions are built once and linked, since a build takes minutes.
     if INSTALLED:
         build()
         share_extensions(home / "cache")
@@ -40,7 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(home: Path) -> Train:
-    """Starts `ortlaunch train` on a recipe given as a mapping, in the home folder, and waits for its end."""
+    """A function that runs `ortlaunch train` on a recipe, given as a mapping, to its end."""
 
     def start(folder: str, recipe: dict[str, Any], *arguments: str, timeout: float = 120) -> Run:
         path = home / f"{folder}.yaml"

@@ -14,11 +14,12 @@ from ortlaunch.process import descendants_of, read_stat
 from ortlaunch.run_folder.folder import RunDir
 from tests.e2e import forked
 
+# In seconds, for one start of a tiny run on a busy machine.
 TIMEOUT = 300
 
 
 class Life:
-    """One start of a run."""
+    """One start of a run, from its launch to its end or its kill."""
 
     def __init__(
         self, home: Path, name: str, recipe: str = "killed.yaml", ranks: int = 2, *words: str
@@ -36,7 +37,7 @@ class Life:
         return [step for step, _ in self.run.complete_checkpoints()]
 
     def wait_for(self, what: str) -> None:
-        """Until there is a new checkpoint, or one that is being written."""
+        """Wait until there is a new checkpoint, or, for "partial", one that is being written."""
         while self.process.exitcode is None and time.monotonic() < self.deadline:
             if (
                 any(self.run.checkpoints.glob("step_*.partial"))
@@ -44,6 +45,7 @@ class Life:
                 else self.advanced()
             ):
                 return
+            # A toy's checkpoint is written within milliseconds.
             time.sleep(0.0005)
         raise AssertionError(f"waited in vain for {what}:\n{self.log.read_text()[-3000:]}")
 
@@ -52,27 +54,30 @@ class Life:
         return bool(found) and found[-1] > self.newest
 
     def look(self) -> list[int]:
-        """All of its processes."""
+        """Read and return the ids of all processes of the run."""
         self.family = [self.process.pid, *descendants_of(self.process.pid)]
         return self.family
 
     def kill(self) -> None:
-        """All of its processes, at once; none is left."""
+        """Kill all processes of the run, and wait until none is left."""
         pids = self.family or self.look()
-        for pid in pids:  # without looking again, which would take longer than a checkpoint
+        # The list is not read again, which would take longer than a checkpoint.
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.join(TIMEOUT)
+        # Orphans are not this process's children, so their end must be polled.
         while any(_lives(pid) for pid in pids) and time.monotonic() < self.deadline:
             time.sleep(0.01)
 
     def end(self) -> None:
-        """Run to its end."""
+        """Wait until the run ends, and check that it succeeded."""
+        # Half an hour more, for a run of hundreds of steps.
         self.process.join(TIMEOUT + 30 * 60)
         assert self.process.exitcode == 0, f"the run failed:\n{self.log.read_text()[-3000:]}"
 
     def resumed_after(self) -> int:
-        """The step that it went on from, by its own words; 0: it began."""
+        """Return the step after which the run resumed, by its output; 0 if it began anew."""
         found = re.search(r"^resumed after step (\d+) from", self.log.read_text(), re.MULTILINE)
         return int(found[1]) if found else 0
 
@@ -83,7 +88,7 @@ def _lives(pid: int) -> bool:
 
 
 def differences(one: RunDir, other: RunDir) -> list[str]:
-    """Return the differences, bit for bit, from `one`, the run without a stop."""
+    """Return the names of files, and "losses", that differ from `one`, the undisturbed run."""
     last = one.complete_checkpoints()[-1][1].name
     names = [path.relative_to(one.path) for path in (one.checkpoints / last).glob("*.safetensors")]
     names.append(Path("export/model.safetensors"))
@@ -96,6 +101,6 @@ def differences(one: RunDir, other: RunDir) -> list[str]:
 
 
 def losses(run: RunDir) -> list[tuple[int, float]]:
-    """(step, loss) of every step."""
+    """Return (step, loss) of every step."""
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     return [(record["step"], record["loss"]) for record in records]

@@ -1,7 +1,7 @@
-"""Loss curves of ortlaunch against plain PyTorch: the reference loop, the cases, and the largest difference.
+"""Loss curves of ortlaunch against plain PyTorch: the reference loop, the cases, the comparison.
 
-The reference shares with ortlaunch the batches and nothing else: model, optimizer, schedule, clipping and the loop
-are written here by hand, in one process, with transformers and torch alone.
+The reference shares only the batches with ortlaunch. Model, optimizer, schedule, clipping and the
+loop are written here by hand, in one process, with transformers and torch alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NO_DROPOUT = (
 
 
 class Case(NamedTuple):
-    """One way to train a recipe."""
+    """A recipe, and the engine, launch and sharding that train it."""
 
     recipe: str
     engine: str
@@ -43,25 +43,27 @@ class Case(NamedTuple):
 
 
 def cases(engines: tuple[str, ...] = ("eager", "inductor", "ort")) -> Iterator[Case]:
-    """Every recipe, engine, launch and sharding that must give the same curve; eager also with ZeRO 3."""
+    """Yield every case that must give the plain curve; ZeRO 3 only on eager."""
     for recipe, engine, launch in itertools.product(RECIPES, engines, LAUNCHES):
         for zero in (None, 1, 2, *((3,) if engine == "eager" else ())):
             yield Case(recipe, engine, launch, zero)
 
 
 def overrides(recipe: str) -> list[str]:
-    """Settings of all runs of a recipe: short, every step logged, no dropout."""
+    """Return the settings of all runs of a recipe: short, every step logged, no dropout."""
+    # 16 and 4 divide over one and two ranks, with accumulation in both.
     short = [
         f"train.max_steps={STEPS}",
         "log.every_steps=1",
         "batch.global_size=16",
         "batch.micro_size=4",
     ]
+    # Llama has no dropout.
     return [*short, *(NO_DROPOUT if recipe.startswith("bert") else ())]
 
 
 def train(case: Case, run_dir: Path, *more: str, timeout: float = 400) -> list[float]:
-    """Losses of `ortlaunch train` by step; the run folder stays for a closer look."""
+    """Return the losses of `ortlaunch train` by step; the run folder is kept."""
     zero = "null" if case.zero is None else f"{{stage: {case.zero}}}"
     settings = [*overrides(case.recipe), f"engine={{name: {case.engine}}}", f"zero={zero}", *more]
     recipe = str(ROOT / "recipes" / f"{case.recipe}.yaml")
@@ -74,7 +76,8 @@ def train(case: Case, run_dir: Path, *more: str, timeout: float = 400) -> list[f
 
 
 def reference(recipe_name: str, device: str = "cpu") -> list[float]:
-    """Losses of the plain PyTorch loop by step, in this process, in float32."""
+    """Return the losses of the plain PyTorch loop by step, in this process, in float32."""
+    # Imported here, so that a test's collection does not load torch and transformers.
     import torch
     import transformers
 
@@ -89,11 +92,13 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
     batches = Batches(data.train, BatchPlan(total, micro, total // micro, 1, None), recipe.seed)
 
     fields = dict(recipe.model.config)
+    # ortlaunch rounds the vocabulary up to a multiple of 8.
     vocabulary = -(-len(data.tokenizer) // 8) * 8
     config = transformers.AutoConfig.for_model(
         fields.pop("model_type"), **{"vocab_size": vocabulary, **fields}
     )
     config.pad_token_id = data.tokenizer.pad_token_id
+    # The same seed at the same point as in ortlaunch gives the same initial weights.
     torch.manual_seed(recipe.seed)
     auto = {
         "pretraining": transformers.AutoModelForPreTraining,
@@ -104,6 +109,7 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
     )
 
     o = recipe.optimizer
+    # Biases and norms have no decay, as the recipe's list of names states.
     decayed = [p for n, p in model.named_parameters() if not any(word in n for word in o.no_decay)]
     spared = [p for n, p in model.named_parameters() if any(word in n for word in o.no_decay)]
     groups = [
@@ -118,9 +124,8 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
             group["lr"] = o.learning_rate * _factor(recipe, step)
         passes = []
         taken = [batches.micro_batch(step, i, 0) for i in range(total // micro)]
-        counts = [
-            int((batch["labels"] != -100).sum()) for batch in taken
-        ]  # a short document has fewer masked words
+        # The mean is over the step's labels, and a short document has fewer masked words.
+        counts = [int((batch["labels"] != -100).sum()) for batch in taken]
         for batch, count in zip(taken, counts):
             loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss * (
                 count / sum(counts)
@@ -136,7 +141,7 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
 
 
 def _factor(recipe, step: int) -> float:
-    """The tiny recipes' schedules, written out again."""
+    """Return the factor of the learning rate at a step, for the tiny recipes' schedules."""
     schedule = recipe.schedule
     warmup = (
         schedule.warmup_steps
@@ -155,6 +160,6 @@ def _factor(recipe, step: int) -> float:
 
 
 def largest_difference(losses: list[float], expected: list[float]) -> float:
-    """Largest relative difference of two curves of the same length."""
+    """Return the largest relative difference of two curves of the same length."""
     assert len(losses) == len(expected), f"{len(losses)} steps, not {len(expected)}"
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected))

@@ -1,4 +1,7 @@
-"""Import the libraries of every rank, without a thread, CUDA or a run's settings."""
+"""Import the libraries that every rank needs.
+
+The import starts no thread, does not initialize CUDA, and reads no run's settings.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import importlib
 import os
 
 DEVICE = os.environ.get("ORTLAUNCH_PRELOADED_FOR", "cpu")
+# A forked process cannot use OpenMP threads of its parent.
 os.environ.update(
     OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", DS_ACCELERATOR=DEVICE, HF_HUB_OFFLINE="1"
 )
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-    "1"  # torch.cuda.is_available() would start CUDA for all forks
-)
+# Without it, torch.cuda.is_available() would initialize CUDA, which no fork could use then.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
+# After the environment: the libraries read it when they are loaded.
 import torch  # noqa: E402
 
 for optional in (
@@ -33,7 +37,9 @@ for name in (
     importlib.import_module(name)
 importlib.import_module("ortlaunch.worker.tasks.train")
 
-if DEVICE == "cpu":  # elsewhere a step checks for a captured CUDA graph, which may start CUDA
+# On a GPU, a step checks for a captured CUDA graph, which may initialize CUDA.
+if DEVICE == "cpu":
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
-    torch.optim.AdamW([weight]).step()  # loads half of torch
+    # The first step imports many modules of torch.
+    torch.optim.AdamW([weight]).step()

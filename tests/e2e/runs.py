@@ -1,4 +1,4 @@
-"""Shared fixtures of tests of whole runs: a toy model, a small BERT, and a run that ended."""
+"""Shared parts of the tests of whole runs: a toy model, a small BERT, and a finished run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def data(samples=256, seed=0, nan_at=None):
     return [{"x": row, "y": row.sum().reshape(1)} for row in x]
 '''
 
-# Beside TOYS. While the file `slow` exists, its steps are slow enough for a request.
+# A module beside TOYS. While the file `slow` exists, a pass takes 0.25 s more, so that a test can
+# send a request at a chosen step.
 SLOW = """
 import os, time
 from toys import Net, data
@@ -123,7 +124,7 @@ TOY: dict[str, Any] = {
 
 
 class Run(NamedTuple):
-    """A run that ended: its folder, exit status and words."""
+    """A finished run: its folder, exit status and output."""
 
     folder: Path
     status: int
@@ -136,11 +137,11 @@ class Run(NamedTuple):
         ]
 
     def values(self, name: str) -> list[tuple[int, Any]]:
-        """(step, value) of every record that has it."""
+        """Return (step, value) of every record that has the value."""
         return [(record["step"], record[name]) for record in self.records() if name in record]
 
     def losses(self) -> list[float]:
-        """Loss by step; every step must be there once."""
+        """Return the losses by step, and check that every step is recorded once."""
         steps, losses = zip(*self.values("loss"))
         assert steps == tuple(range(1, len(steps) + 1))
         return list(losses)
@@ -166,7 +167,7 @@ def merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return {**base, **top, **both}
 
 
-# Every kind of record that a run leaves.
+# A recipe whose run writes every type of record.
 FULL = merged(
     TOY,
     {
@@ -187,13 +188,13 @@ FULL = merged(
 
 
 def step_of(run: RunDir) -> int:
-    """The newest that is logged; 0: none."""
+    """Return the newest logged step; 0 if none is logged."""
     lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
     return max((json.loads(line)["step"] for line in lines), default=0)
 
 
 def reach(run: RunDir, step: int, command: subprocess.Popen[str] | None = None) -> None:
-    """Wait until it has trained so far."""
+    """Wait until the run has logged this step; `command` must still run."""
     deadline = time.monotonic() + 90
     while step_of(run) < step:
         assert command is None or command.poll() is None, command.communicate()
@@ -202,7 +203,8 @@ def reach(run: RunDir, step: int, command: subprocess.Popen[str] | None = None) 
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Tiny models on a shared machine: threads that wait quietly, no network, the cache of these tests."""
+    """Return environment variables for tiny models: one thread, no network, the tests' cache."""
+    # Waiting threads that spin would slow the other processes of a shared machine.
     quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     return {**os.environ, **quiet, "ORTLAUNCH_CACHE": str(home / "cache")}
 
@@ -215,7 +217,8 @@ def ended_well(run: Run) -> Run:
 def interrupted(
     train: Train, home: Path, name: str, recipe: dict[str, Any], *arguments: str
 ) -> Run:
-    """The run fails at step 7 and is started again."""
+    """Run a recipe that fails at step 7, start it again, and return the second run."""
+    # The first pass of step 7, whose number depends on the ranks: two if there are arguments.
     fails = {
         "model": {
             "arguments": {"dropout": 0.3, "fail_at": 1 + 6 * 16 // 4 // (1 + len(arguments) // 2)}
@@ -228,21 +231,20 @@ def interrupted(
     assert failed.status == 1
     assert "as a machine that fails" in failed.err
     assert [step for step, _ in failed.values("loss")] == [1, 2, 3, 4, 5, 6]
-    (
-        failed.folder / "checkpoints/step_00000006"
-    ).mkdir()  # as left by a machine that failed while it saved
+    # An incomplete checkpoint, as a machine leaves it that fails during a save.
+    (failed.folder / "checkpoints/step_00000006").mkdir()
     (failed.folder / "checkpoints/step_00000006/manifest.json").write_text("{}")
     return ended_well(train(name, recipe, *arguments))
 
 
 def exported_evaluation(run: Run, home: Path) -> float:
-    """Loss of the exported weights on the 17 evaluation samples, in plain PyTorch without dropout."""
+    """Return the exported weights' loss on the 17 evaluation samples, in plain PyTorch."""
     import torch
     from safetensors.torch import load_model
 
-    toys = runpy.run_path(
-        str(home / "toys.py")
-    )  # not imported: no export of a later test is to be of this file
+    # Not imported: a later test's export would find this file's module in sys.modules.
+    toys = runpy.run_path(str(home / "toys.py"))
+    # eval() switches the dropout off.
     model = toys["net"](dropout=0.3).eval()
     load_model(model, str(run.folder / "export/model.safetensors"))
     samples = toys["data"](samples=17, seed=1)

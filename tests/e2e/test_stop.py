@@ -1,4 +1,4 @@
-"""A run of two ranks saves at once on request of a checkpoint and a stop; nothing is lost."""
+"""A run of two ranks that is requested to save and to stop saves at once and loses no step."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ RECIPE = merged(
         "model": {"factory": "slow_toys:net", "arguments": {"dropout": 0.3}},
         "batch": {"micro_size": 8},
         "train": {"max_steps": 60},
+        # Both requested checkpoints are kept.
         "checkpoint": {"keep": None},
     },
 )
@@ -44,18 +45,18 @@ WEIGHTS = ("export/model.safetensors", "checkpoints/step_00000060/*.safetensors"
 
 
 def asked(verb: str, run: RunDir) -> Result:
-    """The verb as a user types it, without the second that a process takes to begin."""
+    """Run the verb in this process, which saves the second that a new process takes to start."""
     return CliRunner().invoke(app, [verb, str(run)])
 
 
 def bits(run: Run) -> dict[str, bytes]:
-    """Of the weights, and of all else that the last checkpoint holds as tensors."""
+    """Return the bytes of the exported weights and of the last checkpoint's tensors."""
     found = [path for pattern in WEIGHTS for path in run.folder.glob(pattern)]
     return {str(path.relative_to(run.folder)): path.read_bytes() for path in found}
 
 
 def begun(home: Path, recipe: dict[str, Any]) -> subprocess.Popen[str]:
-    """`ortlaunch train` into the folder `stopped`, with all that it starts in a group of its own."""
+    """Start `ortlaunch train` into the folder `stopped`, in a process group of its own."""
     (home / "stopped.yaml").write_text(yaml.safe_dump(recipe))
     return subprocess.Popen(
         [str(COMMAND), "train", "stopped.yaml", *TWO_RANKS, "--run-dir=stopped"], cwd=home, env=environment(home),
@@ -66,9 +67,10 @@ def begun(home: Path, recipe: dict[str, Any]) -> subprocess.Popen[str]:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_run_that_is_asked_to_save_and_to_stop(train: Train, home: Path) -> None:
-    """A run saves within two steps, stops with 85, and run again equals an undisturbed run."""
+    """A run saves on request, stops with status 85, and when resumed equals an undisturbed run."""
     (home / "slow_toys.py").write_text(SLOW)
     whole = ended_well(train("whole", RECIPE, *TWO_RANKS))
+    # While this file exists, a pass takes 0.25 s more.
     (home / "slow").touch()
     run = RunDir(home / "stopped")
     command = begun(home, RECIPE)
@@ -79,9 +81,8 @@ def test_a_run_that_is_asked_to_save_and_to_stop(train: Train, home: Path) -> No
         assert said.exit_code == 0, said.output
         saved = run.complete_checkpoints()[-1][0]
         assert said.output == f"saved after step {saved}: {run.checkpoint(saved)}\n"
-        assert (
-            before < saved <= before + 3
-        )  # the step that was logged last, the one in hand, two more
+        # The step that was logged last, the current one, and two more.
+        assert before < saved <= before + 3
         reach(run, saved + 2, command)
         assert [step for step, _ in run.complete_checkpoints()] == [saved]
 
@@ -90,6 +91,7 @@ def test_a_run_that_is_asked_to_save_and_to_stop(train: Train, home: Path) -> No
         assert (said.exit_code, command.returncode) == (0, 85), said.output + out
     finally:
         if command.poll() is None:
+            # A failed test must not leave ranks behind.
             os.killpg(command.pid, signal.SIGKILL)
     job = json.loads(run.job.read_text())
     stopped = step_of(run)

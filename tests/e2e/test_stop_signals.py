@@ -1,8 +1,9 @@
 """Runs that are ended by every signal, at every moment, under every launcher, as in docs/ends.md.
 
-A case is one run: the signal goes to its target at its moment; then its end is checked. Lost are steps that were taken
-before the signal and are not in the newest checkpoint. KILL goes also to what started ranks that ignore SIGTERM, a
-stopped rank, or a rank whose supervisor is stopped. srun's runs are in a lab.
+A case is one run: the signal is sent to its target at its moment, then the run's end is checked.
+Lost steps are those that were done before the signal and are not in the newest checkpoint. KILL is
+also sent to the command or launcher of ranks that ignore SIGTERM, of a stopped rank, or of a rank
+whose supervisor is stopped. srun's runs need a lab.
 """
 
 from __future__ import annotations
@@ -71,17 +72,21 @@ train: {{max_steps: 100000, evaluate_every_steps: {evaluate}}}
 checkpoint: {{every_steps: {every}}}
 log: {{every_steps: 1}}
 """
+# At these moments no step is done, so there is nothing to save.
 EARLY = ("import", "tokenizing", "export")
 MOMENTS = (*EARLY, "step", "accumulation", "save", "evaluation")
-STATES = ("ranks ignore TERM", "rank stopped", "guardian stopped")  # in a step
+# These moments are states of the ranks during a step.
+STATES = ("ranks ignore TERM", "rank stopped", "guardian stopped")
 TARGETS = ("command", "launcher", "guardian", "rank")
+# Limit in seconds from SIGKILL until no process of the run is left.
 GONE_SECONDS = 10.0
 LAUNCHERS = ("local", "torchrun", "mpi", "srun")
+# `stop` is the command `ortlaunch stop`; all others are signals.
 SIGNALS = ("TERM", "INT", "USR1", "stop", "KILL")
 
 
 class Case(NamedTuple):
-    """One run to end."""
+    """A launcher, a signal, its target and its moment."""
 
     launcher: str
     signal: str
@@ -90,9 +95,10 @@ class Case(NamedTuple):
 
     @property
     def exists(self) -> bool:
-        """Whether it makes sense: `stop` has no target, local no launcher, srun's ranks no command.
+        """Whether the case is possible.
 
-        srun handles TERM and INT itself, torchrun ignores USR1.
+        `stop` has no target, a local run has no launcher, and srun's ranks have no command. srun
+        handles TERM and INT itself, and torchrun ignores USR1.
         """
         if self.target == "command" and self.launcher == "srun" and self.signal != "stop":
             return False
@@ -107,12 +113,12 @@ class Case(NamedTuple):
 
     @property
     def is_kill_in_a_step(self) -> bool:
-        """Whether no other case stands for it."""
+        """Whether no other case can represent this one."""
         return self.signal == "KILL" and self.moment in ("step", *STATES)
 
     @property
     def number(self) -> int:
-        """The name of the case's signal; a request by `ortlaunch stop` wakes as SIGUSR1 does."""
+        """The number of the case's signal; `ortlaunch stop` has the effect of SIGUSR1."""
         return int(getattr(signal, f"SIG{self.signal}", signal.SIGUSR1))
 
     @property
@@ -125,21 +131,19 @@ class Case(NamedTuple):
 
     @property
     def expected(self) -> tuple[int, ...]:
-        """The exit statuses that are right."""
+        """The exit statuses that are accepted."""
         if self.signal == "KILL":
+            # 137 is 128 + SIGKILL; -9 is Popen's status for a killed command.
             return (-9,) if self.target == "command" else (137,)
         if self.dies:
-            return (
-                143,
-                85,
-                130,
-            )  # mpirun sends its ranks SIGTERM for both; they may end by themselves in time
+            # mpirun sends SIGTERM to its ranks for both signals, and they may end before it.
+            return (143, 85, 130)
         return (130,) if self.signal == "INT" else (85,)
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """Two hosts, where srun's runs are started."""
+    """A lab of two hosts for srun's runs."""
     if lack := lacking():
         labs.skip(lack)
     with Lab(hosts=2) as running:
@@ -147,8 +151,9 @@ def lab() -> Iterator[Lab]:
 
 
 def start(folder: Path, case: Case, lab: Lab | None) -> Victim:
-    """The case's run."""
+    """Start the run of a case."""
     (folder / "stop_model.py").write_text(MODULE)
+    # Values that make the wanted moment long or frequent, and the others rare.
     values = {
         "ignores": str(case.moment == STATES[0]).lower(),
         "reading": 30 if case.moment == "tokenizing" else 0,
@@ -169,17 +174,19 @@ def start(folder: Path, case: Case, lab: Lab | None) -> Victim:
 
 
 def is_at(run: Victim, case: Case) -> bool:
-    """Whether it is at the case's moment now."""
+    """Return whether the run is at the case's moment."""
+    # Processes exist before their libraries are loaded.
     if case.moment == "import":
         return len(run.ranks()) >= (1 if case.launcher == "local" else 2)
     if case.moment == "save":
         return any((run.run / "checkpoints").glob("*.partial"))
+    # The export follows the model's construction; the caller waits a little more.
     moment = {"export": "build"}.get(case.moment, "step" if case.moment in STATES else case.moment)
     return (run.folder / f"at_{moment}").exists()
 
 
 def send(run: Victim, case: Case) -> None:
-    """The signal, or the words of the verb."""
+    """Send the case's signal, or run `ortlaunch stop`."""
     if case.signal == "stop":
         subprocess.run(
             [*TRAIN[:3], "stop", "--no-wait", str(run.run)], check=True, capture_output=True
@@ -192,7 +199,10 @@ def send(run: Victim, case: Case) -> None:
 
 
 def covering(size: int) -> list[Case]:
-    """As few as have each so many of their four words together that any has, and each SIGKILL in a step; greedy."""
+    """Return a small set of cases that covers every possible combination of `size` parts.
+
+    Every SIGKILL in a step is included. The selection is greedy.
+    """
     every = itertools.product(LAUNCHERS, SIGNALS, TARGETS, (*MOMENTS, *STATES))
     cases = [case for case in itertools.starmap(Case, every) if case.exists]
     parts = {
@@ -209,7 +219,7 @@ def covering(size: int) -> list[Case]:
 
 
 def parameters() -> list[Any]:
-    """Each three of launcher, signal, target and moment once; srun's need a lab."""
+    """Return cases that cover each triple of launcher, signal, target and moment."""
     return [
         pytest.param(
             case, id="-".join(case), marks=[pytest.mark.lab] if case.launcher == "srun" else []
@@ -227,14 +237,16 @@ def test_a_signal(
     request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """The exit status, the checkpoint, and that no process is left, in time."""
+    """A signalled run has the right status and checkpoint, and leaves no process."""
     lab = request.getfixturevalue("lab") if case.launcher == "srun" else None
     run = start(tmp_path, case, lab)
     try:
+        # A checkpoint's partial folder exists only for milliseconds.
         often = 0.005 if case.moment == "save" else 0.02
         wait(lambda: is_at(run, case) or run.command.poll() is not None, 240, often)
         assert run.command.poll() is None, f"never came to that moment: {run.said()}"
         assert is_at(run, case), f"never came to that moment: {run.said()}"
+        # A process that starts to import, or to export, needs a moment to be in the middle of it.
         time.sleep(0.3 if case.moment in ("import", "export") else 0)
         judge(run, case, record_property)
     finally:
@@ -243,6 +255,7 @@ def test_a_signal(
 
 def judge(run: Victim, case: Case, record: Callable[[str, object], None]) -> None:
     """Send the signal, and inspect the end of the run."""
+    # Steps are read before the signal: steps after it need not be saved.
     before = run.steps()
     sent = time.time()
     send(run, case)

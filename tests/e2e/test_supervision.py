@@ -1,4 +1,4 @@
-"""Whole runs that stand still, are killed and go on by themselves, or fail the same way twice."""
+"""Whole runs that stall, that are killed and restart by themselves, or that fail twice alike."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import yaml
 
 from tests.e2e.victim import Victim, processes, wait
 
+# In seconds: `train.stall_seconds`, and the time that the report of a stall may take more.
 STALL_SECONDS = 5
 MORE_SECONDS = 5.0
+# Rank 1 misbehaves, and writes the time of that to the file `began`.
 MODULE = """
 import os, signal, time, torch, torch.distributed as dist
 
@@ -81,12 +83,13 @@ RECIPE: dict[str, Any] = {
     "log": {"every_steps": 1},
     "checkpoint": {"every_steps": 4},
 }
+# These stalls happen in the data set, the others in the model.
 IN_DATA = ("factory", "sample")
 STALLS = ("stop", "guardian", "sleep", "collective", *IN_DATA)
 
 
 class Run(Victim):
-    """One command in a folder of its own."""
+    """One command in a folder of its own; `how` is the way in which rank 1 fails."""
 
     def __init__(self, folder: Path, launcher: str, **arguments: object) -> None:
         folder.mkdir(parents=True)
@@ -107,13 +110,13 @@ class Run(Victim):
         return (self.folder / "output").read_text(errors="replace").splitlines()
 
     def finish(self, seconds: float) -> int:
-        """Its status, or -1."""
+        """Return the exit status, or -1 if the run has not ended after `seconds`."""
         wait(lambda: self.command.poll() is not None, seconds)
         status = self.command.poll()
         return -1 if status is None else status
 
     def left(self, seconds: float = 10.0) -> list[int]:
-        """Return processes that are alive after this time, and end them."""
+        """Return the processes that are still alive after `seconds`, and end them."""
         wait(lambda: not processes(self.run), seconds, 0.2)
         there = list(processes(self.run))
         self.end()
@@ -136,9 +139,10 @@ CI = [pytest.mark.slow, pytest.mark.ci]
     ],
 )
 def test_a_rank_that_stands_still(launcher: str, how: str, tmp_path: Path) -> None:
-    """Stopped ranks and supervisors, a sleep, a collective of its own, data that hang: named in time, with a stack.
+    """A rank that stalls in any way is named in time, with its stack; status 124, no process left.
 
-    Within `train.stall_seconds` and a little; status 124, and no process stays.
+    The rank or its supervisor is stopped, the model sleeps or calls a collective alone, or the
+    data hang. The report comes within `train.stall_seconds` and 5 s.
     """
     run = Run(tmp_path / how, launcher, how=how)
     verdict = _wait_for_verdict(run, 150)
@@ -149,6 +153,7 @@ def test_a_rank_that_stands_still(launcher: str, how: str, tmp_path: Path) -> No
     assert took <= STALL_SECONDS + MORE_SECONDS
     assert status == 124
     assert not left
+    # A stopped supervisor cannot record its rank's stack.
     if how != "guardian":
         assert '"traceback": ""' not in (run.run / "errors" / "stall.json").read_text()
 
@@ -171,8 +176,10 @@ def _wait_for_verdict(run: Run, seconds: float) -> str:
 )
 @pytest.mark.timeout(900)
 def test_a_run_that_is_killed_finishes_by_itself(launcher: str, kills: int, tmp_path: Path) -> None:
-    """kill -9 of a rank at random moments under launch.max_restarts: the weights of a run that was never killed."""
+    """A run whose ranks are killed at random moments restarts and ends with the undisturbed weights."""
+    # A fixed seed repeats the moments.
     chance = random.Random(1)
+    # 0.5 s for each pass, so that a kill comes during training.
     model: dict[str, Any] = {**RECIPE["model"], "arguments": {"pause": 0.5}}
     whole = Run(tmp_path / "whole", launcher)
     assert whole.finish(200) == 0
@@ -193,12 +200,13 @@ def test_a_run_that_is_killed_finishes_by_itself(launcher: str, kills: int, tmp_
     "launcher", [pytest.param("torchrun", marks=CI), pytest.param("mpi", marks=pytest.mark.nightly)]
 )
 def test_a_failure_that_repeats_stops_the_second_time(launcher: str, tmp_path: Path) -> None:
-    """A rank that raises in step 7, always, under `launch.max_restarts: 3`."""
+    """A run that fails twice in the same step ends, although more restarts are allowed."""
     run = Run(
         tmp_path / "twice",
         launcher,
         how="raise",
         launch={"max_restarts": 3},
+        # No checkpoint before step 7, so that the restart repeats the same steps.
         checkpoint={"every_steps": 100},
     )
     status = run.finish(200)

@@ -1,4 +1,4 @@
-"""A run that a tool stops or kills: started as a user does, and who is who among its processes (Linux)."""
+"""A run that a test stops or kills, and the roles of its processes (Linux only)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LAUNCHER = re.compile(r"torch\.distributed\.run|mpirun |prterun |^srun ")
 
 
 class Process(NamedTuple):
-    """The state of a process in /proc."""
+    """A process, as /proc describes it."""
 
     pid: int
     parent: int
@@ -28,23 +28,26 @@ class Process(NamedTuple):
 
 
 def processes(folder: Path) -> dict[int, Process]:
-    """Living processes with the folder in their command line, by id."""
+    """Return the living processes whose command line contains the folder, by process id."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             if str(folder) not in words:
                 continue
+            # A command may contain spaces and brackets; the state comes after the last bracket.
             state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+        # The process may end between the listing and the reading.
         except (OSError, ValueError):
             continue
+        # A zombie has ended, and only waits for its parent.
         if state != "Z":
             found[int(path.name)] = Process(int(path.name), int(parent), words)
     return found
 
 
 def wait(condition: Callable[[], object], seconds: float, every: float = 0.02) -> bool:
-    """Whether it comes true within so long."""
+    """Wait for a condition; return whether it became true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -54,7 +57,7 @@ def wait(condition: Callable[[], object], seconds: float, every: float = 0.02) -
 
 
 class Victim:
-    """One run in a folder with its recipe; `before` is the program that starts its command."""
+    """One run in a folder that contains its recipe; `before` is a command that starts the run's."""
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class Victim:
     ) -> None:
         self.folder = folder
         self.run = folder / "run"
+        # Kept open while the command writes to it; end() closes it.
         self.output = open(folder / "output", "wb")  # noqa: SIM115
         self.command = subprocess.Popen(
             [*before, *TRAIN, *words, "--run-dir", str(self.run)], cwd=folder, stdin=subprocess.DEVNULL,
@@ -73,15 +77,17 @@ class Victim:
         )  # fmt: skip
 
     def ranks(self) -> list[Process]:
-        """Processes of ranks, below their guardians; in the order of their ids."""
+        """Return the ranks' processes, in the order of their ids."""
         workers = {
             pid: one for pid, one in processes(self.folder).items() if _WORKER.search(one.words)
         }
+        # The launcher's own command line contains the ranks' command line.
         workers = {pid: one for pid, one in workers.items() if not _LAUNCHER.search(one.words)}
+        # A supervisor's command line matches as well; a rank's parent is its supervisor.
         return [workers[pid] for pid in sorted(workers) if workers[pid].parent in workers]
 
     def who(self, target: str) -> int:
-        """The process that a word names; of ranks and guardians the last."""
+        """Return the process id of a target; of ranks and rank supervisors, the last one's."""
         if target == "command":
             return self.command.pid
         if target == "launcher":
@@ -91,23 +97,24 @@ class Victim:
         return self.ranks()[-1].pid if target == "rank" else self.ranks()[-1].parent
 
     def steps(self) -> int:
-        """The steps in its metrics."""
+        """Return the number of steps that metrics.jsonl records."""
         metrics = self.run / "metrics.jsonl"
+        # The last line may be incomplete while it is written.
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
     def saved(self) -> tuple[int, float]:
-        """Step and time of the newest complete checkpoint."""
+        """Return step and time of the newest complete checkpoint; zeros if there is none."""
         marks = sorted((self.run / "checkpoints").glob("step_*/COMPLETE"))
         return (int(marks[-1].parent.name[5:]), marks[-1].stat().st_mtime) if marks else (0, 0.0)
 
     def said(self) -> str:
-        """The last line of the command's own."""
+        """Return the last line that ortlaunch itself printed."""
         text = (self.folder / "output").read_text(errors="replace")
         return (re.findall("ortlaunch: .*", text) or text.splitlines() or ["(nothing)"])[-1]
 
     def end(self) -> None:
-        """Leave nothing."""
+        """Kill all processes of the run."""
         self.command.kill()
         for pid in processes(self.folder):
             with contextlib.suppress(ProcessLookupError):
