@@ -144,7 +144,7 @@ def memory(field: str) -> float:
 def peak_of(act: Callable[[], object]) -> float:
     """Return the peak memory that an act adds to the process, in MiB."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present size
     before = memory("VmRSS")
     act()
     return memory("VmHWM") - before
@@ -160,6 +160,7 @@ def training_step(*, agreed: bool) -> Step:
     from ortlaunch.worker.process_group.agreement import agreement
     from ortlaunch.worker.tasks.train import TrainState, train_step
 
+    # Eager, because the agreement does not depend on the engine and ort's start takes longer.
     session = session_of(folder, context, "engine.name=eager")
     state = TrainState()
     manager = agreement(context)
@@ -169,6 +170,7 @@ def training_step(*, agreed: bool) -> Step:
         train_step(session, state, edge if agreed else None)
         if agreed:
             edge.end()
+        # The race has no fixed number of steps, so the steps of the recipe are repeated.
         state.step = (state.step + 1) % session.recipe.train.steps
 
     step.manager = manager  # type: ignore[attr-defined]  # else it closes
@@ -714,6 +716,7 @@ def torch_in_graph(name: str, way: str) -> Step:
     if way != "eager":
         Witness().install()
         module = ORTModule(module, Settings(torch_operators=way))  # type: ignore[arg-type]
+    # The first pass includes the export.
     module(batch).backward()
     return lambda: module(batch).backward()
 
@@ -938,7 +941,7 @@ def on_hosts(way: str, hosts: int = 10, names: int = 10) -> Step:
 
 
 def of(side: Callable[..., Step], /, *arguments: Any, **named: Any) -> Side:
-    """A side with its arguments."""
+    """Return a side with its arguments."""
     return functools.partial(side, *arguments, **named)
 
 
@@ -948,15 +951,14 @@ def peak(way: str) -> Step:
     return lambda: peak_of(act)
 
 
+# Name -> the compared work, its sides, and the unit; the first side is the base of the ratios.
 PARTS: dict[str, Part] = {
     "agreement": Part(
-        ("a step of bert-large/tiny on 2 ranks without and with the ranks' agreement, and "
-        "the agreement alone"),
+        "a step of bert-large/tiny on 2 ranks without and with the ranks' agreement, and the agreement alone",
         {"without": of(training_step, agreed=False), "with": of(training_step, agreed=True),
          "agreement alone": agreement_alone}, steps=20),
     "marks": Part(
-        ("a rank's heartbeat marks "
-        "of a step"), {"bare loop": of(marks, False), "marks": of(marks, True)}, "us"),
+        "a rank's heartbeat marks of a step", {"bare loop": of(marks, False), "marks": of(marks, True)}, "us"),
     "supervisors": Part(
         "processor time of the supervisors of 2 ranks, a second",
         {"bare loop": of(supervisors, 0), "2 supervisors": of(supervisors, 2)}, "ms", rounds=3),
@@ -978,15 +980,12 @@ PARTS: dict[str, Part] = {
          for engine in ("eager", "ort") for chunked in (False, True)}),
     "data_order": Part(
         "200 micro batches of 64 samples from all over an epoch",
-        {("permutation "
-         "in memory"): of(batches_of_order, False), "computed": of(batches_of_order, True)}),
+        {"permutation in memory": of(batches_of_order, False), "computed": of(batches_of_order, True)}),
     "data_order_memory": Part(
         "the order of 500 million samples: memory at its peak",
-        {("permutation "
-         "in memory"): of(first_batch, False), "computed": of(first_batch, True)}, "MiB", rounds=1),
+        {"permutation in memory": of(first_batch, False), "computed": of(first_batch, True)}, "MiB", rounds=1),
     "data_memory": Part(
-        ("memory of a process that reads all over a corpus (without mapped pages, which the "
-        "kernel takes back)"),
+        "memory of a process that reads all over a corpus (without mapped pages, which the kernel takes back)",
         {"100 MiB": of(corpus_in_memory, 100), "3,000 MiB": of(corpus_in_memory, 3000)}, "MiB", rounds=3),
     "data_speed": Part(
         "a step of bert-large/tiny on engine ort on one cached batch and on read ones",
@@ -995,13 +994,11 @@ PARTS: dict[str, Part] = {
         "tokenizing 20 MB", {"datasets.map": of(tokenized_by, "datasets"), "ortlaunch": of(tokenized_by, "ortlaunch")},
         rounds=3),
     **{f"gradient_norm_zero_{stage}_{precision}": Part(
-        ("DeepSpeed's overflow check and gradient norm of BERT-base on 2 ranks, ZeRO "
-        f"{stage}, {precision}"),
+        f"DeepSpeed's overflow check and gradient norm of BERT-base on 2 ranks, ZeRO {stage}, {precision}",
         {"DeepSpeed's": of(norm_of_gradients, False, stage, precision),
          "ours": of(norm_of_gradients, True, stage, precision)}) for stage in (1, 2) for precision in ("fp32", "bf16")},
     **{f"torch_in_graph_{name}": Part(
-        (f"forward and backward of {name} on engine ort with torch inside the graph where it "
-        "takes it"),
+        f"forward and backward of {name} on engine ort with torch inside the graph where it takes it",
         {base: of(torch_in_graph, name, base), "ort, auto": of(torch_in_graph, name, "auto")}, steps=5)
        for name, base in (("bert", "off"), ("llama", "off"), ("convolutions", "eager"), ("LSTM", "eager"),
                           ("GRU", "eager"))},
@@ -1011,13 +1008,11 @@ PARTS: dict[str, Part] = {
          for engine in ("eager", "inductor", "ort") for again in (False, True)}, unit, rounds=1)
        for unit, shown in (("MiB", "memory of activations"), ("s", "time of a step"))},
     **{f"precision_{family}": Part(
-        (f"the last loss of the tiny recipe of {family} at `engine.matmul_precision` highest "
-        "and medium"),
+        f"the last loss of the tiny recipe of {family} at `engine.matmul_precision` highest and medium",
         {word: of(last_loss, recipe, word) for word in ("highest", "medium")}, "nats", rounds=1)
        for family, recipe in (("bert", "recipes/bert-large/tiny.yaml"), ("llama", "recipes/llama2-7b/tiny.yaml"))},
     "learns": Part(
-        ("guesses of held-out masked words: counts of words and of pairs, and "
-        "bert-large/tiny after 2,000 steps"),
+        "guesses of held-out masked words: counts of words and of pairs, and bert-large/tiny after 2,000 steps",
         {"word pairs": of(held_out, "pairs"), "frequency": of(held_out, "frequency"), "model": of(held_out, "model")},
         "nats", rounds=1),
     "federated": Part(
@@ -1025,14 +1020,14 @@ PARTS: dict[str, Part] = {
         {way: of(devices, way) for way in ("one place", "in turn", "federated")}, "nats", rounds=1),
     "doctor": Part(
         "a look at 100 names of hosts (a lab; root)",
-        {("ssh "
-         "HOST true"): of(on_hosts, "ssh"), "ortlaunch doctor --hostfile": of(on_hosts, "doctor")}),
+        {"ssh HOST true": of(on_hosts, "ssh"), "ortlaunch doctor --hostfile": of(on_hosts, "doctor")}),
 }  # fmt: skip
 
 
 def be_side(part: Part, name: str) -> None:
     """Prepare a side, then act at each of its turns, without end; a second rank acts, too."""
     act = part.sides[name]()
+    # Only rank 0 takes turns; a forked second rank follows it through their collectives.
     gate = Gate(1) if os.environ.get("RANK", "0") == "0" else None
     value = None
     while True:
@@ -1041,6 +1036,7 @@ def be_side(part: Part, name: str) -> None:
         began = time.perf_counter()
         for _ in range(part.steps):
             value = act()
+        # An act without a result is measured by its time.
         if value is None:
             value = (time.perf_counter() - began) / part.steps * SECOND[part.unit]
 
@@ -1057,7 +1053,8 @@ def measure(name: str, rounds: int | None) -> str:
             "DS_ACCELERATOR": "cpu",
             "HF_HUB_OFFLINE": "1",
         }
-        is_long = part.rounds == 1  # whole commands and the like: no turn to warm up
+        # Such as whole commands: they need no turn to warm up.
+        is_long = part.rounds == 1
         times = race(sides, rounds or part.rounds, {**os.environ, **own}, warm_up=int(not is_long))
     base = times[next(iter(sides))].median
     lines = [
@@ -1068,6 +1065,7 @@ def measure(name: str, rounds: int | None) -> str:
     for side, found in times.items():
         least = min(found.turns)
         most = max(found.turns)
+        # The base may be 0, such as of memory that an act adds.
         ratio = f"{found.median / base:.2f}" if base else ""
         lines.append(f"| {side} | {found.median:.4g} ({least:.4g} - {most:.4g}) | {ratio} |")
     return "\n".join(lines)
