@@ -1,7 +1,7 @@
-"""The GPU cases by part: what is run, at full size on CUDA and tiny on a CPU, and what judges it.
+"""The GPU cases by part: commands at full size on CUDA or tiny on a CPU, each with its judge.
 
-Every case is one command in a process of its own, nearly all of them `ortlaunch train` or `ortlaunch bench`; those of
-parts `smoke` and `functions` are copies of a loaded process.
+A case is one command in its own process, usually `ortlaunch train` or `ortlaunch bench`. The cases
+of parts `smoke` and `functions` run as forked copies of a process that has loaded the libraries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tests.gpu import functions, smoke, verdicts
 from tests.gpu.verdicts import Ended, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = "{folder}"  # stands in a command for the case's own folder
+# Placeholder in a command; test_gpu.py replaces it by the case's own folder.
+FOLDER = "{folder}"
 STEPS = 20
 PLAIN_CURVE = (
     "import json; from tests.e2e.parity import reference; print(json.dumps(reference({!r}, {!r})))"
@@ -25,17 +26,18 @@ PLAIN_CURVE = (
 
 
 class Case(NamedTuple):
-    """One command, what judges its end, and what must be true before it is started."""
+    """One command, its judge, and the conditions for starting it."""
 
     part: str
     name: str
     command: tuple[str, ...]
     judge: Callable[[Ended], Verdict]
-    recipe: tuple[str, ...] = ()  # recipe and overrides: must fit into the card's memory
-    forked: tuple[
-        smoke.Command, ...
-    ] = ()  # several commands of ortlaunch, copies of a loaded process, instead
-    reference: str = ""  # `smoke`, or a recipe whose curve of plain PyTorch it is compared with
+    # Recipe and overrides whose plan must fit into the card's memory; empty: no check.
+    recipe: tuple[str, ...] = ()
+    # Commands of ortlaunch to run in forked processes, in place of `command`.
+    forked: tuple[smoke.Command, ...] = ()
+    # `smoke`, or the recipe whose losses in plain PyTorch are the reference.
+    reference: str = ""
 
     @property
     def key(self) -> str:
@@ -43,7 +45,7 @@ class Case(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Sizes: what is trained where, and for how long."""
+    """The sizes of all cases: device, ranks, recipes and steps."""
 
     device: str
     ranks: int
@@ -52,10 +54,11 @@ class Form(NamedTuple):
     precisions: dict[str, tuple[str, ...]]  # of each engine
     bert: tuple[str, ...]  # recipe and overrides
     llama: tuple[str, ...]
-    few_layers: str  # the Llama shape where its head is what counts
-    varied: str  # engines where a key is varied, too
+    few_layers: str  # an override for Llama where the head dominates memory and time
+    varied: str  # engines of a bench that also varies a key
     matmul: str  # values of engine.matmul_precision
-    chunks: str  # and of engine.chunked_loss; `auto` leaves small logits whole
+    # Values of engine.chunked_loss; `auto` does not split small logits.
+    chunks: str
     steps: int  # measured in a bench
 
     @property
@@ -68,35 +71,41 @@ _ENGINES = ("ort", "inductor", "eager")
 
 
 def form(device: str, ranks: int) -> Form:
-    """Full size for `cuda`; for `cpu` the same at a size that takes minutes on two cores."""
+    """Return full sizes for `cuda`, and for `cpu` sizes that take minutes on two cores."""
     if device == "cpu":
         both = ("bf16",)
         return Form(
-            device, ranks, ("llama2-7b/tiny",), (1, 2, 3), {"eager": both, "inductor": both, "ort": ("fp32", "bf16")},
+            device, ranks, ("llama2-7b/tiny",), (1, 2, 3),
+            {"eager": both, "inductor": both, "ort": ("fp32", "bf16")},
             bert=("bert-large/tiny", "precision=fp32"), llama=("llama2-7b/tiny", "precision=fp32"),
-            few_layers="model.config.num_hidden_layers=1", varied="ort,eager", matmul="highest,medium",
+            few_layers="model.config.num_hidden_layers=1", varied="ort,eager",
+            matmul="highest,medium",
             chunks="off,256", steps=2,
         )  # fmt: skip
     both = ("fp16", "bf16")
     bert = 64 * ranks
     llama = 2 * ranks
     return Form(
-        device, ranks, ("bert-large/tiny", "llama2-7b/tiny"), (None, 1, 2, 3), dict.fromkeys(_ENGINES, both),
-        bert=("bert-large/phase1", "data.train=python-docs", f"batch.global_size={bert}", "batch.micro_size=64"),
-        llama=("llama2-7b/pretrain", "data.train=python-docs", "data.tokenizer={train: bpe, vocab_size: 32000}",
-               "data.sequence_length=2048", f"batch.global_size={llama}", "batch.micro_size=2", "train.max_steps=100"),
-        few_layers="model.config.num_hidden_layers=4", varied=",".join(_ENGINES), matmul="highest,high",
+        device, ranks, ("bert-large/tiny", "llama2-7b/tiny"), (None, 1, 2, 3),
+        dict.fromkeys(_ENGINES, both),
+        bert=("bert-large/phase1", "data.train=python-docs", f"batch.global_size={bert}",
+              "batch.micro_size=64"),
+        llama=("llama2-7b/pretrain", "data.train=python-docs",
+               "data.tokenizer={train: bpe, vocab_size: 32000}", "data.sequence_length=2048",
+               f"batch.global_size={llama}", "batch.micro_size=2", "train.max_steps=100"),
+        few_layers="model.config.num_hidden_layers=4", varied=",".join(_ENGINES),
+        matmul="highest,high",
         chunks="off,auto", steps=8,
     )  # fmt: skip
 
 
 def cases(part: str, form: Form) -> list[Case]:
-    """The cases of one part, in order."""
+    """Return the cases of one part, in order."""
     return list(PARTS[part](part, form))
 
 
 def plain_curve(recipe: str, device: str) -> tuple[str, ...]:
-    """The command that prints the losses of plain PyTorch, a JSON list on the last line."""
+    """Return the command that prints plain PyTorch's losses as a JSON list on the last line."""
     return sys.executable, "-c", PLAIN_CURVE.format(recipe, device)
 
 
@@ -108,7 +117,7 @@ def _ortlaunch(verb: str, form: Form, *words: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "ortlaunch.cli", verb, *words, *form.launch)
 
 
-# ------------------------------------------------------------------------------------ copies of a loaded process
+# ----------------------------------------------------------------------- copies of a loaded process
 
 
 def _forked(part: str, form: Form) -> Iterator[Case]:
@@ -118,11 +127,11 @@ def _forked(part: str, form: Form) -> Iterator[Case]:
         yield Case(part, name, (), judge, forked=commands, reference=reference)
 
 
-# ----------------------------------------------------------------------- loss curves beside those of plain PyTorch
+# -------------------------------------------------------- loss curves beside those of plain PyTorch
 
 
 def _engine(part: str, form: Form) -> Iterator[Case]:
-    """The part's name is the engine's."""
+    """Yield the loss curves of one engine, whose name is the part's."""
     for recipe in form.curves:
         for stage in form.stages:
             for precision in form.precisions[part]:
@@ -135,6 +144,7 @@ def _curve(
     from tests.e2e.parity import overrides
 
     zero = "zero=null" if stage is None else f"zero={{stage: {stage}}}"
+    # See LOW_SCALE: DeepSpeed's own first scale would skip steps.
     scale = (smoke.LOW_SCALE,) if stage is not None and precision == "fp16" else ()
     settings = (
         *overrides(recipe),
@@ -151,14 +161,14 @@ def _curve(
     return Case(part, name, command, partial(verdicts.curve, engine, precision), reference=recipe)
 
 
-# ------------------------------------------------------------------------------------------ measured side by side
+# ---------------------------------------------------------------------------- measured side by side
 
 
 def _bench(
     case: tuple[str, str], form: Form, recipe: tuple[str, ...], check: verdicts.Check, *, engines: str = "",
     vary: str = "",
 ) -> Case:  # fmt: skip
-    """One `ortlaunch bench`: variants one after the other, each alone on the card."""
+    """Return a case of `ortlaunch bench` that measures its variants one by one on the card."""
     recipe = _recipe(recipe[0]), *recipe[1:]
     engines = engines or (form.varied if vary else ",".join(_ENGINES))
     length = (
@@ -174,7 +184,7 @@ def _bench(
 
 
 def _deepspeed(part: str, form: Form) -> Iterator[Case]:
-    """DeepSpeed's gradient norm and ours: the same curve, and what each costs."""
+    """Yield curves and a bench that compare DeepSpeed's gradient norm with ours."""
     recipe = form.curves[-1]
     for precision in form.precisions["eager"]:
         for fused in ("true", "false"):
@@ -200,7 +210,8 @@ def _bert(part: str, form: Form) -> Iterator[Case]:
 
 
 def _llama(part: str, form: Form) -> Iterator[Case]:
-    """One engine at a time: ZeRO's states of seven billion weights leave no room for two."""
+    """Yield one bench for each engine."""
+    # ZeRO's optimizer states of seven billion weights leave no memory for a second engine.
     what = (_LORA,) if part == "lora" else ("model.gradient_checkpointing=true",)
     for engine in _ENGINES:
         precision = "fp32" if form.device == "cpu" else "fp16" if engine == "ort" else "bf16"
@@ -242,14 +253,15 @@ def _recompute(part: str, form: Form) -> Iterator[Case]:
     yield _bench((part, f"{form.bert[0]}, fp32"), form, settings, verdicts.recomputed, vary=vary)
 
 
-# --------------------------------------------------------------------------------------- memory beside the plan
+# --------------------------------------------------------------------------- memory beside the plan
 
 
 def _memory(part: str, form: Form) -> Iterator[Case]:
     for stage in form.stages:
         precision = "bf16"
         zero = "null" if stage is None else f"{{stage: {stage}}}"
-        optimizer = "optimizer.name=fused_adam"  # LAMB is not for ZeRO
+        # In place of the recipe's LAMB, which does not work with ZeRO.
+        optimizer = "optimizer.name=fused_adam"
         settings = (
             *form.bert[1:],
             "engine={name: eager}",
@@ -265,9 +277,8 @@ def _memory(part: str, form: Form) -> Iterator[Case]:
         yield Case(part, name, command, verdicts.memory, recipe)
 
 
-PARTS: dict[
-    str, Callable[[str, Form], Iterator[Case]]
-] = {  # in the order of value: a borrowed GPU may be taken back
+# The most valuable parts first: a borrowed GPU may have to be returned before the end.
+PARTS: dict[str, Callable[[str, Form], Iterator[Case]]] = {
     "smoke": _forked,
     "eager": _engine,
     "deepspeed": _deepspeed,
@@ -285,11 +296,11 @@ PARTS: dict[
 
 
 def plan_command(case: Case, form: Form) -> tuple[str, ...]:
-    """The command that says what the case's recipe takes of a card."""
+    """Return the command that prints the planned GPU memory of the case's recipe."""
     return _ortlaunch("plan", form, *case.recipe, "--json")
 
 
 def planned_bytes(plan: str) -> int | None:
-    """Bytes of a rank in what `ortlaunch plan --json` printed, or None where it does not know."""
+    """Return the bytes of a rank from the output of `ortlaunch plan --json`; None if unknown."""
     memory = json.loads(plan)["memory"]
     return memory and int(memory["by_stage"][memory["chosen"]]["total"])

@@ -1,4 +1,4 @@
-"""What tests/gpu shares: its place in a session, references, and an end by SIGTERM that leaves no run behind."""
+"""Fixtures and hooks of tests/gpu: order of tests, reference losses, a clean end by SIGTERM."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ HERE = Path(__file__).parent
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The default expression of marks leaves these out."""
+    """Leave the GPU tests out under the default mark expression."""
     return True if "not gpu" in config.option.markexpr else None
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Other tests marked gpu come after part `ort`."""
+    """Order the GPU cases by part; other tests marked gpu follow part `ort`."""
     parts = [*cases.PARTS]
     order = {part: place for place, part in enumerate(parts)}
 
     def place(item: pytest.Item) -> float:
         case = item.callspec.params["case"] if HERE in item.path.parents else None  # type: ignore[attr-defined]
+        # A half keeps the other tests between part `ort` and the next one.
         return order[case.part] if case else order["ort"] + 0.5
 
     items.sort(key=place)
@@ -41,7 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _ended_by_sigterm() -> Iterator[None]:
-    """So that a case under way is ended first."""
+    """Turn SIGTERM into the end of the session."""
+    # The default handler would kill pytest and leave the processes of the current case running.
 
     def stop(number: int, frame: FrameType | None) -> None:
         pytest.exit("SIGTERM", returncode=128 + number)
@@ -53,14 +55,14 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def results(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """The results and the time of this call; of a call without --page too."""
+    """Return the results and time limit of this call, also without --page."""
     found: Results | None = pytestconfig.pluginmanager.get_plugin("results of long tests")
     return found or Results(pytestconfig, tmp_path_factory.mktemp("page"))
 
 
 @pytest.fixture(scope="session")
 def device(pytestconfig: pytest.Config, results: Results) -> str:
-    """The one of --device, which must be here."""
+    """Return the device of --device; end the session if this machine has none."""
     device: str = pytestconfig.getoption("--device")
     if device == "cuda" and results.machine["memory"] is None:
         pytest.exit(
@@ -71,13 +73,14 @@ def device(pytestconfig: pytest.Config, results: Results) -> str:
 
 @pytest.fixture(scope="session")
 def cold(device: str) -> bool:
-    """Load what all copies share; whether they cannot use the GPU, so that each rank loads it itself."""
+    """Preload the shared libraries; return True if forked ranks must load them themselves."""
     return not forked.preload(device)
 
 
 @pytest.fixture(scope="session")
 def extensions(results: Results) -> None:
-    """ONNX Runtime's torch extensions, which engine ort needs."""
+    """Build ONNX Runtime's torch extensions, which engine ort needs."""
+    # Workers of pytest-xdist share the folder: one of them builds, the others wait.
     results.folder.mkdir(parents=True, exist_ok=True)
     with FileLock(results.folder / "references.lock"):
         if INSTALLED:
@@ -88,7 +91,7 @@ def extensions(results: Results) -> None:
 def losses_of(
     results: Results, device: str, cold: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], list[float]]:
-    """The losses of a reference, computed once for a folder of results."""
+    """Return a function that gives a reference's losses, computed once for each results folder."""
 
     @functools.cache
     def losses(name: str) -> list[float]:

@@ -1,6 +1,7 @@
-"""Part `functions`: single functions that a matrix of engines and precisions does not touch.
+"""Part `functions`: functions that the matrix of engines and precisions does not cover.
 
-Copies of a loaded process as part `smoke`, but for commands that start their ranks themselves (0 ranks).
+The commands run as forked copies, as in part `smoke`. A command with 0 ranks starts its ranks
+itself.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from tests.gpu.smoke import LOW_SCALE, Command, differences, failed, losses_of
 from tests.gpu.verdicts import SKIPPED, Ended, Verdict, difference, judged
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of the first loss at 2,048 positions beside float32's: on a CPU 8e-5 with float16 weights were seen, and 1.3e-3 with
-# float16 rotary frequencies, too. Wide weights let attention depend on positions, as trained ones do.
+# _FIRST_LOSS limits the relative difference of the first loss from float32's. Measured on a CPU:
+# 8e-5 with float16 weights, 1.3e-3 if the rotary frequencies are float16, too. The wide initial weights
+# (initializer_range) make attention depend on positions, as trained weights do.
 _POSITIONS = 2048
 _FIRST_LOSS = 4e-4
 _LONG = (
     f"model.config.max_position_embeddings={_POSITIONS}", "model.config.initializer_range=0.6",
-    f"data.sequence_length={_POSITIONS}", "batch={global_size: 2, micro_size: 1}", "train.max_steps=1",
-    "data.evaluation=null",
+    f"data.sequence_length={_POSITIONS}", "batch={global_size: 2, micro_size: 1}",
+    "train.max_steps=1", "data.evaluation=null",
 )  # fmt: skip
 _PRODUCTS = ("MatMul", "FusedMatMul", "Gemm")
 _FLOAT = 1  # onnx.TensorProto.FLOAT
@@ -30,8 +32,9 @@ _RESUME = ("--run-dir=again", "--resume=run/checkpoints/step_00000003")
 
 
 def commands(device: str) -> Iterator[tuple[str, tuple[Command, ...], Any]]:
-    """Name, commands and judge of each case."""
-    half = "fp16" if device == "cuda" else "fp32"  # which DeepSpeed refuses on a CPU
+    """Yield name, commands and judge of each case."""
+    # DeepSpeed refuses fp16 on a CPU.
+    half = "fp16" if device == "cuda" else "fp32"
     for engine in ("eager", "ort"):
         zero = ("zero={stage: 2}", LOW_SCALE, f"precision={half}", f"engine={{name: {engine}}}")
         graphs = ("engine.save_onnx=graphs",) if engine == "ort" else ()
@@ -76,7 +79,8 @@ def _train(device: str, *words: str) -> Command:
 
 
 def _largest_batch(device: str) -> Command:
-    """On a GPU of a model that runs out of memory; a CPU's memory is not ours to fill."""
+    """Return the command that searches the largest micro batch."""
+    # On a GPU the search must run out of memory once. Other processes need the CPU's memory.
     auto = ("batch.micro_size=auto", "engine={name: eager}", "train.max_steps=1", "--run-dir=run")
     if device == "cpu":
         return 0, ("train", "smoke.yaml", f"launch.device={device}", *auto)
@@ -90,16 +94,16 @@ def _largest_batch(device: str) -> Command:
     return 0, ("train", recipe, *settings, *auto)
 
 
-# ---------------------------------------------------------------------------------------------------------- judges
+# ------------------------------------------------------------------------------------------- judges
 
 
 def ends_well(ended: Ended) -> Verdict:
-    """Exit status 0."""
+    """Check that the exit status is 0."""
     return failed(ended) if ended.status else judged([], [])
 
 
 def resumed(ended: Ended) -> Verdict:
-    """The last steps after a resume are the same, bit for bit."""
+    """Check that the steps after a resume are equal bit for bit."""
     if ended.status == 2 and "engine ort" in ended.stderr:
         return Verdict(SKIPPED, (ended.last_words,))
     if ended.status:
@@ -110,7 +114,7 @@ def resumed(ended: Ended) -> Verdict:
 
 
 def positions(engine: str, precision: str, ended: Ended) -> Verdict:
-    """The first loss at all positions is float32's, and no product of a float16 graph is float32."""
+    """Check that the first loss is near float32's and that no matmul of a fp16 graph is float32."""
     if ended.status == 2 and engine == "ort" and "engine ort" in ended.stderr:
         return Verdict(SKIPPED, (ended.last_words,))
     if ended.status:
@@ -126,7 +130,7 @@ def positions(engine: str, precision: str, ended: Ended) -> Verdict:
 
 
 def _products(folder: Path, precision: str) -> Iterator[str]:
-    """Products of the graph that ran, by the types of what goes in and comes out."""
+    """Yield complaints about the input and output types of the graph's matmuls."""
     import onnx
 
     graph = onnx.load(
@@ -136,6 +140,7 @@ def _products(folder: Path, precision: str) -> Iterator[str]:
         value.name: value.type.tensor_type.elem_type
         for value in (*graph.input, *graph.value_info, *graph.output)
     }
+    # Weights are initializers, which the lists of graph values leave out.
     types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
     products = [node for node in graph.node if node.op_type in _PRODUCTS]
     exact = [
@@ -150,7 +155,7 @@ def _products(folder: Path, precision: str) -> Iterator[str]:
 
 
 def largest_batch(ended: Ended) -> Verdict:
-    """A size was found by trying; on a GPU, below one that ran out of memory."""
+    """Check that the search found a size; on a GPU, that a larger one ran out of memory."""
     if ended.status:
         return failed(ended)
     record = json.loads((ended.folder / "run/micro_size.json").read_text())

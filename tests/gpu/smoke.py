@@ -1,7 +1,8 @@
-"""Part `smoke`: short whole runs, copies of one process that has loaded the libraries.
+"""Part `smoke`: short complete runs, forked from one process that has loaded the libraries.
 
-Each case trains a small Llama for six steps, compares its losses with those of a CPU, trains the last three again from
-a checkpoint and compares every byte. On two ranks both share one device over gloo (ORTLAUNCH_SHARE_GPUS).
+Each case trains a small Llama for six steps and compares its losses with a CPU's. It then repeats
+the last three steps from a checkpoint and compares every byte. Two ranks share one device over gloo
+(ORTLAUNCH_SHARE_GPUS).
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ STEPS = 6
 SAVED = 3
 _LAST = f"checkpoints/step_{STEPS:08}"
 _MIDDLE = f"checkpoints/step_{SAVED:08}"
-# The loss of half a vocabulary's entropy times DeepSpeed's first scale of 65536 is inf in fp16: steps would be skipped.
+# An untrained model's loss times DeepSpeed's first scale of 65536 is inf in fp16: steps would be
+# skipped.
 LOW_SCALE = "zero.deepspeed={fp16: {initial_scale_power: 10}}"
-_OTHER_WORLD = 1e-4  # of a loss, summed in another order
+# Relative difference of losses that another number of ranks sums in another order.
+_OTHER_WORLD = 1e-4
 RECIPE: dict[str, Any] = {
     "name": "smoke",
     "seed": 42,
     "model": {
         "task": "causal-lm",
-        "config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-                   "intermediate_size": 172, "max_position_embeddings": 64, "tie_word_embeddings": False},
+        "config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
+                   "num_attention_heads": 2, "intermediate_size": 172,
+                   "max_position_embeddings": 64, "tie_word_embeddings": False},
     },
     "data": {
         "train": {"format": "text", "path": ["train.txt"]},
@@ -50,16 +54,15 @@ RECIPE: dict[str, Any] = {
     "log": {"every_steps": 1},
 }  # fmt: skip
 
-Command = tuple[
-    int, tuple[str, ...]
-]  # ranks (0: it starts them itself) and the words of one `ortlaunch`
+# Ranks (0: the command starts them itself) and the arguments of one `ortlaunch`.
+Command = tuple[int, tuple[str, ...]]
 
 
-# ------------------------------------------------------------------------------------------------------- commands
+# ----------------------------------------------------------------------------------------- commands
 
 
 def commands(device: str) -> Iterator[tuple[str, tuple[Command, ...], Any]]:
-    """Name, commands and judge of each case."""
+    """Yield name, commands and judge of each case."""
     yield from _cells(device, "eager")
     for stage in (None, 1, 2, 3):
         yield _two_ranks(device, stage)
@@ -68,7 +71,7 @@ def commands(device: str) -> Iterator[tuple[str, tuple[Command, ...], Any]]:
 
 
 def reference() -> tuple[Command, ...]:
-    """What all are compared with: plain PyTorch in float32 on a CPU."""
+    """Return the reference run of all cases: plain PyTorch in float32 on a CPU."""
     return (_train("cpu", "eager", "fp32", None),)
 
 
@@ -81,14 +84,16 @@ def _cells(device: str, engine: str) -> Iterator[tuple[str, tuple[Command, ...],
 
 
 def _precisions(device: str, engine: str) -> tuple[str, ...]:
-    """DeepSpeed refuses fp16 on a CPU, and engine ort is fp32 there."""
+    """Return the precisions that an engine supports on a device."""
+    # On a CPU, DeepSpeed refuses fp16, and only eager is tested in bf16 here.
     if device == "cuda":
         return ("fp32", "fp16", "bf16")
     return ("fp32", "bf16") if engine == "eager" else ("fp32",)
 
 
 def _stages(device: str, engine: str) -> tuple[int | None, ...]:
-    """A CPU compiles inductor's graph for half a minute, and engine ort does not take ZeRO 3."""
+    """Return the ZeRO stages to test; None is without DeepSpeed."""
+    # A CPU compiles inductor's graph for half a minute, and engine ort does not support ZeRO 3.
     if engine == "eager" or device == "cuda":
         return (None, 2, 3)
     return (None,) if engine == "inductor" else (None, 2)
@@ -105,14 +110,15 @@ def _one_rank(
             (1, ("export", "run", "--to=exported")),
             (1, ("generate", "run", "The value of", "--max-new-tokens=5")),
         ]
-        if engine == "ort":  # whose packages the comparison with PyTorch takes
+        # The export to ONNX compares with PyTorch by packages that come with engine ort.
+        if engine == "ort":
             found.append((1, ("export", "run", "--to=onnx", "--format=onnx")))
     name = f"{engine}, {precision}, {_sharding(stage, 1)}"
     return name, tuple(found), partial(trained, engine, precision, first)
 
 
 def _two_ranks(device: str, stage: int | None) -> tuple[str, tuple[Command, ...], Any]:
-    """Both on one device; ZeRO 2 goes on with one rank, too."""
+    """Return a case of two ranks on one device; ZeRO 2 also resumes on one rank."""
     settings = device, "eager", "fp32", stage
     found = [_train(*settings, ranks=2), _again(*settings, ranks=2)]
     if stage == 2:
@@ -145,27 +151,29 @@ def _train(
 
 
 def _again(*settings: Any, name: str = "again", ranks: int = 1) -> Command:
-    """The last steps, from the checkpoint of `run`."""
+    """Return the command that repeats the last steps from the checkpoint of `run`."""
     return _train(*settings, f"--run-dir={name}", f"--resume=run/{_MIDDLE}", ranks=ranks)
 
 
-# ------------------------------------------------------------------------------------------------------------ runs
+# --------------------------------------------------------------------------------------------- runs
 
 
 def run(
     sequence: tuple[Command, ...], folder: Path, seconds: float, cold: bool
 ) -> tuple[int, str, str]:
-    """Run the commands, one after another, in a folder: the first failing one's status, and all output.
+    """Run commands one after another in a new folder.
+
+    Returns:
+        Status of the first command that fails (else 0), stdout and stderr. After a failure stderr
+        has the output of all commands, else stdout has it.
 
     Raises:
-        TimeoutExpired: they were not done in so many seconds.
+        TimeoutExpired: the commands took more than `seconds` together.
     """
     deadline = time.monotonic() + seconds
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    one = {
-        "ORTLAUNCH_SHARE_GPUS": "1",
-        "CUDA_VISIBLE_DEVICES": gpu,
-    }  # two ranks share it where there are more, too
+    # Two ranks share one GPU also on a machine with several.
+    one = {"ORTLAUNCH_SHARE_GPUS": "1", "CUDA_VISIBLE_DEVICES": gpu}
     folder.mkdir()
     write_inputs(folder)
     log = ""
@@ -185,7 +193,8 @@ def run(
 
 
 def _end(started: Any) -> None:
-    """Ends what is left of a command, its ranks' supervisors first."""
+    """End the remaining processes of a command."""
+    # SIGTERM first, so that the supervisors can end their ranks.
     for number in (signal.SIGTERM, signal.SIGKILL):
         if started.exitcode is None:
             os.killpg(started.pid, number)
@@ -193,7 +202,7 @@ def _end(started: Any) -> None:
 
 
 def write_inputs(folder: Path) -> None:
-    """The recipe, and some of the language reference that every CPython carries."""
+    """Write the recipe, and training text from the language reference inside CPython."""
     from pydoc_data.topics import topics
 
     (folder / "smoke.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -202,11 +211,11 @@ def write_inputs(folder: Path) -> None:
     (folder / "held-out.txt").write_text(topics["yield"])
 
 
-# ---------------------------------------------------------------------------------------------------------- judges
+# ------------------------------------------------------------------------------------------- judges
 
 
 def trained(engine: str, precision: str, first: bool, ended: Ended) -> Verdict:
-    """A curve near the CPU's, on the requested engine and device; resumed bit for bit; outputs of the other verbs."""
+    """Check losses, engine, device, the resumed run and, for the first case, the other commands."""
     if ended.status == 2 and engine == "ort" and "engine ort" in ended.stderr:
         return Verdict(SKIPPED, (ended.last_words,))
     if ended.status:
@@ -239,7 +248,7 @@ def trained(engine: str, precision: str, first: bool, ended: Ended) -> Verdict:
 
 
 def failed(ended: Ended) -> Verdict:
-    """With the last lines of the command's output."""
+    """Return a failure with the last lines of the command's output."""
     return Verdict(FAILED, (f"exit status {ended.status}: {ended.last_words}",))
 
 
@@ -248,12 +257,12 @@ def _records(run: Path) -> list[dict[str, Any]]:
 
 
 def losses_of(run: Path) -> list[float]:
-    """By step."""
+    """Return the losses in the order of the steps."""
     return [record["loss"] for record in _records(run)]
 
 
 def _wrong_device(report: dict[str, Any], cuda: bool) -> Iterator[str]:
-    """The run was on the GPU, and ONNX Runtime's nodes are, too."""
+    """Yield complaints if the run or ONNX Runtime's nodes were on another device."""
     if report["device"] != ("cuda" if cuda else "cpu"):
         yield f"ran on {report['device']}"
     graph = (report["onnxruntime"] or {}).get("training_graph")
@@ -262,12 +271,16 @@ def _wrong_device(report: dict[str, Any], cuda: bool) -> Iterator[str]:
 
 
 def _rounding(engine: str, precision: str, ended: Ended) -> float:
-    """What losses may differ by after a resume: Triton's kernels add an embedding's gradients in any order."""
+    """Return the relative difference that losses may have after a resume; 0: equal bit for bit."""
+    # Triton's kernels add an embedding's gradients in any order.
     return TOLERANCE[precision] if engine == "inductor" and ended.capability is not None else 0.0
 
 
 def differences(run: Path, again: Path, rounding: float = 0.0) -> list[str]:
-    """What is not the same, bit for bit, in a run that went on from a checkpoint; or losses alone, where they round."""
+    """Return the differences between a run and its resumed copy.
+
+    Without `rounding` losses and tensors must be equal bit for bit; else only losses are compared.
+    """
     largest = difference(losses_of(again)[-SAVED:], losses_of(run)[SAVED:])
     if rounding:
         return [f"a loss differs by {largest:.1e}"] if largest > rounding else []
@@ -291,7 +304,7 @@ def _other_world(run: Path, one: Path) -> Iterator[str]:
 
 
 def _wrong_outputs(ended: Ended) -> Iterator[str]:
-    """Of evaluate, export and generate."""
+    """Yield complaints about the outputs of evaluate, export and generate."""
     run = ended.folder / "run"
     (at_end,) = (
         line["evaluation_loss"]

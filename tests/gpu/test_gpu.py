@@ -1,6 +1,6 @@
-"""Whether ortlaunch works on a GPU, in parts in the order of their value: `make gpu` (docs/gpu.md).
+"""Tests of ortlaunch on a GPU, the most valuable parts first: `make gpu` (docs/gpu.md).
 
-`--device cpu` rehearses every part at a tiny size. A case is one command, or a few; what judges it is its own.
+`--device cpu` rehearses every part at a tiny size. A case is one or more commands with a judge.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from tests.gpu.smoke import run
 from tests.gpu.verdicts import FAILED, SKIPPED, Ended, Verdict
 from tests.page import CASE_SECONDS, Results
 
+# Figures that judges use and the page of results leaves out.
 NOT_SHOWN = {"varied", "samples_per_second", "why", "used", "matmul"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The cases of the device and of so many ranks."""
+    """Add the cases of the options --device and --ranks."""
     shape = form(metafunc.config.getoption("--device"), metafunc.config.getoption("--ranks"))
     made = [case for part in PARTS for case in cases(part, shape)]
     metafunc.parametrize("case", [pytest.param(case, id=case.key) for case in made])
@@ -51,7 +52,7 @@ def test_gpu(
     request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """The case's commands end as its judge wants them to."""
+    """The commands of a case satisfy its judge."""
     record_property("part", case.part)
     record_property("case", case.name)
     if refused := refusal(
@@ -75,7 +76,8 @@ def test_gpu(
     except subprocess.TimeoutExpired:
         results.out_of_time(f"was not done in {seconds:.0f} s")
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # checkpoints of a BERT-large are gigabytes
+        # The checkpoints of a BERT-large are gigabytes.
+        shutil.rmtree(folder, ignore_errors=True)
     for row in verdict.rows:
         record_property(
             "row", {name: value for name, value in row.items() if name not in NOT_SHOWN}
@@ -89,7 +91,7 @@ def test_gpu(
 
 
 def judged(case: Case, ended: Ended) -> Verdict:
-    """The case's own verdict; failed where what it reads is not there."""
+    """Return the judge's verdict; failed if a file or a field that it reads is missing."""
     try:
         return case.judge(ended)
     except (OSError, KeyError, IndexError, ValueError) as error:
@@ -97,12 +99,11 @@ def judged(case: Case, ended: Ended) -> Verdict:
 
 
 def refusal(case: Case, shape: Form, memory: int | None) -> str:
-    """Why a case is not started: a card that is too small; else an empty text."""
+    """Return the reason not to start a case (the card is too small), or an empty text."""
     if case.recipe and memory is not None:
         status, stdout, _ = in_process(plan_command(case, shape), ROOT, 60)
-        planned = (
-            planned_bytes(stdout) if status == 0 else None
-        )  # what is wrong with it, its own run will say
+        # A recipe that cannot be planned is started: its run reports the error.
+        planned = planned_bytes(stdout) if status == 0 else None
         if planned is not None and planned > memory:
             return f"the plan takes {human(planned)} of a card, and this one has {human(memory)}"
     return ""
@@ -111,7 +112,11 @@ def refusal(case: Case, shape: Form, memory: int | None) -> str:
 def in_process(
     command: list[str] | tuple[str, ...], folder: Path, seconds: float
 ) -> tuple[int, str, str]:
-    """Exit status and output; a command that is late is ended as by a launcher, so that its ranks end with it."""
+    """Run a command in a folder; return its exit status, stdout and stderr.
+
+    Raises:
+        TimeoutExpired: it took more than `seconds`; the command was ended.
+    """
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(
@@ -121,6 +126,7 @@ def in_process(
     try:
         stdout, stderr = process.communicate(timeout=seconds)
     except BaseException:
+        # As a launcher does: ortlaunch ends its ranks on SIGTERM; SIGKILL could leave them running.
         process.send_signal(signal.SIGTERM)
         try:
             process.communicate(timeout=20)

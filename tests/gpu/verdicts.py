@@ -1,4 +1,8 @@
-"""Judges of the GPU tests: what a command left -> passed, failed or skipped, why, and its figures. Pure."""
+"""Judges of the GPU tests.
+
+A judge reads the output and files of a command and returns passed, failed or skipped, with reasons
+and figures. It changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +15,41 @@ from typing import Any, NamedTuple
 PASSED = "passed"
 FAILED = "failed"
 SKIPPED = "skipped"
-# Largest relative difference of a loss from float32's in plain PyTorch, over 20 steps.
+# Largest relative difference of a loss from plain PyTorch's in float32, over 20 steps.
 TOLERANCE = {"fp32": 1e-3, "fp16": 2e-3, "bf16": 5e-3}
+# Relative difference of a loss after a skipped step, which shifts all later steps.
 AFTER_SKIP = 0.1
+# In fp16: GradScaler lowers its scale by skipping steps.
 MOST_SKIPPED = 3
+# Relative difference of the measured bytes from the planned ones.
 MEMORY_TOLERANCE = 0.1
-# on cards from Ampere on
+# Least speed-up of a matmul by TF32, which exists from compute capability 8.0 (Ampere) on.
 TF32_GAIN = 1.5
 TF32_CAPABILITY = 8.0
 Row = dict[str, Any]
 
 
 class Ended(NamedTuple):
-    """A command that came to its end, and what was known before."""
+    """A command that has ended, with facts that were known before it started."""
 
     status: int
     stdout: str
     stderr: str
     folder: Path
-    reference: list[float]  # losses to compare with, where the case has a reference
-    capability: float | None  # of the CUDA device
+    # Losses to compare with; empty if the case has no reference.
+    reference: list[float]
+    # Compute capability of the CUDA device; None on a CPU.
+    capability: float | None
 
     @property
     def last_words(self) -> str:
-        """The last lines of the error, or of the output."""
+        """The last three lines of stderr, or of stdout if stderr is empty."""
         lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
         return " / ".join(line.strip() for line in lines[-3:]) or "no message"
 
 
 class Verdict(NamedTuple):
-    """`why`: reasons of a failure or a skip; `rows`: figures, a table's rows."""
+    """A judge's result: status, reasons of a failure or skip (`why`), and rows of figures."""
 
     status: str
     why: tuple[str, ...] = ()
@@ -59,15 +68,16 @@ def _ended_badly(ended: Ended) -> Verdict:
 
 
 def _refused_for_ort(ended: Ended) -> bool:
-    """Engine ort is refused with status 2 where it is not installed, or does not know what is asked."""
+    """Return whether the command refused engine ort: not installed, or request not supported."""
+    # Status 2 has other causes, too: the message decides.
     return ended.status == 2 and "engine ort" in ended.stderr
 
 
-# --------------------------------------------------------------------------------------------------- loss curves
+# -------------------------------------------------------------------------------------- loss curves
 
 
 def curve(engine: str, precision: str, ended: Ended) -> Verdict:
-    """Every loss of a training near plain PyTorch's float32, on the engine that was asked for."""
+    """Check that every loss is near plain PyTorch's in float32, on the requested engine."""
     if engine == "ort" and _refused_for_ort(ended):
         return Verdict(SKIPPED, (ended.last_words,))
     if ended.status:
@@ -77,6 +87,7 @@ def curve(engine: str, precision: str, ended: Ended) -> Verdict:
     complaints, row, notes = near(
         [record for record in records if "loss" in record], precision, ended
     )
+    # engine.json records the engine that trained, which may differ from the requested one.
     used = json.loads((run / "engine.json").read_text())["engine"]["used"]
     return judged([*complaints, *([f"ran on {used}"] if used != engine else [])], [row], notes)
 
@@ -84,14 +95,13 @@ def curve(engine: str, precision: str, ended: Ended) -> Verdict:
 def near(
     records: list[Row], precision: str, ended: Ended
 ) -> tuple[list[str], Row, tuple[str, ...]]:
-    """Complaints, figures and notes of a curve beside the reference's.
-
-    GradScaler begins at 65,536 and skips a step or two in fp16, which moves what follows: that is compared coarsely.
-    """
+    """Return complaints, figures and notes of a loss curve compared with the reference."""
     losses = [record["loss"] for record in records]
     skips = [record.get("skipped_steps", 0) for record in records]
     plain = ended.reference
     tolerance = TOLERANCE[precision]
+    # GradScaler begins at 65,536 and skips a step or two in fp16. That shifts the later steps, so
+    # their losses are compared coarsely.
     exact = next((place for place, count in enumerate(skips, 1) if count), len(losses))
     largest = difference(losses[:exact], plain[:exact]) if len(losses) == len(plain) else math.inf
     rest = difference(losses[exact:], plain[exact : len(losses)])
@@ -122,17 +132,20 @@ def near(
 
 
 def difference(losses: list[float], plain: list[float]) -> float:
-    """Largest relative one; infinite where the curves are not of one length, or a loss is not finite."""
+    """Return the largest relative difference; inf for unequal lengths or a non-finite loss."""
     if len(losses) != len(plain) or not all(map(math.isfinite, losses)):
         return math.inf
     return max((abs(a - b) / abs(b) for a, b in zip(losses, plain)), default=0.0)
 
 
-# ------------------------------------------------------------------------------------------------------- benches
+# ------------------------------------------------------------------------------------------ benches
 
 
 def bench(check: Check, ended: Ended) -> Verdict:
-    """Every variant measured and equal to plain PyTorch, but for what engine ort refuses; and the part's check."""
+    """Check that every variant was measured and equals plain PyTorch; then apply the part's check.
+
+    Variants that engine ort refuses become notes.
+    """
     report = ended.folder / "bench" / "bench.json"
     if not report.exists():
         return (
@@ -167,17 +180,19 @@ def _differs(row: Row) -> bool:
 
 
 def _had_no_room(row: Row) -> bool:
-    """Parity takes a second set of gradients, which a model that fills the card leaves no room for."""
+    """Return whether parity was not compared for lack of memory."""
+    # The comparison needs a second set of gradients; a model that fills the card leaves no memory.
     return row["verdict"] == "not compared" and "out of memory" in row["why"].lower()
 
 
 def _short(reason: str) -> str:
+    # A traceback carries its error on the last line; other reasons begin with the main sentence.
     lines = [line for line in reason.strip().splitlines() if line.strip()] or ["no reason"]
     return (lines[-1] if lines[0].startswith("Traceback") else lines[0])[:500]
 
 
 def _row(variant: Row, folder: Path) -> Row:
-    """The figures of one variant, and what the plan said of its memory."""
+    """Return the figures of one variant, with its planned memory in bytes."""
     parity = variant["parity"]
     truth = variant["truth"]
     plan = json.loads((folder.parent / variant["folder"] / "plan.json").read_text())["memory"]
@@ -207,14 +222,15 @@ def _row(variant: Row, folder: Path) -> Row:
 
 
 def nothing_more(ended: Ended, rows: list[Row]) -> list[str]:
-    """Each variant ran on its own engine."""
+    """Check that each variant ran on its own engine."""
     return [
-        f"{row['variant']}: ran on {row['used']}" for row in rows if not row["variant"].startswith(row["used"])
+        f"{row['variant']}: ran on {row['used']}"
+        for row in rows if not row["variant"].startswith(row["used"])
     ]  # fmt: skip
 
 
 def modifier_as_asked(ended: Ended, rows: list[Row]) -> list[str]:
-    """Our gradient norm is in force where it is asked for, and DeepSpeed's where it is not."""
+    """Check that our gradient norm is used where it is requested, and DeepSpeed's elsewhere."""
     complaints = []
     for row in rows:
         asked = "fused_gradient_norm=true" in row["variant"]
@@ -224,7 +240,10 @@ def modifier_as_asked(ended: Ended, rows: list[Row]) -> list[str]:
 
 
 def precision_in_force(ended: Ended, rows: list[Row]) -> list[str]:
-    """What is asked is in force, and TF32 is faster than float32 where the card has it."""
+    """Check that the requested precision is in force, and that TF32 is faster than float32.
+
+    The speed is checked only on cards that have TF32.
+    """
     complaints = [
         f"{row['variant']}: {row['matmul']} is in force"
         for row in rows if not row["variant"].endswith(f"matmul_precision={row['matmul']}")
@@ -238,7 +257,8 @@ def precision_in_force(ended: Ended, rows: list[Row]) -> list[str]:
         fast = rates.get("high", 0)
         if fast < TF32_GAIN * exact:
             complaints.append(
-                f"a matrix product at high runs at {fast / 1e12:.0f} TFLOP/s, {exact / 1e12:.0f} without"
+                f"a matrix product at high runs at {fast / 1e12:.0f} TFLOP/s, "
+                f"{exact / 1e12:.0f} without"
             )
     return [*nothing_more(ended, rows), *complaints]
 
@@ -248,8 +268,9 @@ def _words(rows: list[Row]) -> set[str]:
 
 
 def less_memory(ended: Ended, rows: list[Row]) -> list[str]:
-    """The second of an engine's two variants takes less of the card than the first; a CPU's peak is too coarse."""
+    """Check that the second of an engine's two variants needs less GPU memory than the first."""
     complaints = nothing_more(ended, rows)
+    # Only on a GPU: the measured peak of a CPU process is too coarse.
     for engine in (
         dict.fromkeys(row["used"] for row in rows) if ended.capability is not None else ()
     ):
@@ -262,7 +283,7 @@ def less_memory(ended: Ended, rows: list[Row]) -> list[str]:
 
 
 def loss_in_chunks(ended: Ended, rows: list[Row]) -> list[str]:
-    """The loss is made in chunks unless it is asked not to be, and that saves memory."""
+    """Check that the loss is computed in chunks unless switched off, and that this saves memory."""
     complaints = [
         f"{row['variant']}: chunks of {row['chunk_rows']} rows"
         for row in rows if bool(row["chunk_rows"]) == row["variant"].endswith("chunked_loss=off")
@@ -271,7 +292,7 @@ def loss_in_chunks(ended: Ended, rows: list[Row]) -> list[str]:
 
 
 def recomputed(ended: Ended, rows: list[Row]) -> list[str]:
-    """Layers are computed again where it is asked, and that saves memory."""
+    """Check that layers are recomputed where requested, and that this saves memory."""
     complaints = [
         f"{row['variant']}: recomputed by {row['recomputed_by']}"
         for row in rows if bool(row["recomputed_by"]) != row["variant"].endswith("true")
@@ -279,11 +300,14 @@ def recomputed(ended: Ended, rows: list[Row]) -> list[str]:
     return [*complaints, *less_memory(ended, rows)]
 
 
-# --------------------------------------------------------------------------------------- memory beside the plan
+# --------------------------------------------------------------------------- memory beside the plan
 
 
 def memory(ended: Ended) -> Verdict:
-    """Weights, gradients and optimizer state within a tenth of the plan; the peak is for the reader."""
+    """Check that weights, gradients and optimizer state are within a tenth of the plan.
+
+    The peak is reported without a check.
+    """
     if ended.status:
         return _ended_badly(ended)
     record = json.loads((ended.folder / "run" / "memory.json").read_text())
@@ -292,8 +316,8 @@ def memory(ended: Ended) -> Verdict:
     ratio = measured["model"] / planned["model"]
     wrong = abs(ratio - 1) > MEMORY_TOLERANCE
     row = {
-        "planned_model": planned["model"], "model": measured["model"], "ratio": ratio, "planned": planned["peak"],
-        "memory": measured["peak"],
+        "planned_model": planned["model"], "model": measured["model"], "ratio": ratio,
+        "planned": planned["peak"], "memory": measured["peak"],
     }  # fmt: skip
     return judged(
         [f"weights, gradients and optimizer are {ratio:.2f} x the plan"] if wrong else [], [row]

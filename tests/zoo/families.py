@@ -24,19 +24,20 @@ _TASKS = {
 }
 # Names that configs use for sizes, with the value at toy size.
 _SIZES: dict[str, Any] = {
-    "vocab_size": 99, "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embedding_size":
-    32, "emb_dim": 32, "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2,
-    "encoder_layers": 2, "decoder_layers": 2, "num_attention_heads": 4, "n_head": 4, "n_heads": 4,
-    "num_heads": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 64, "n_inner": 64, "ffn_dim": 64, "hidden_dim":
-    64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "d_ff": 64, "d_kv": 8, "head_dim": 8,
-    "max_position_embeddings": 64, "n_positions": 64, "n_ctx": 64, "image_size": 32, "patch_size":
-    8, "num_channels": 3, "moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4,
-    "num_experts_per_tok": 2, "n_routed_experts": 4, "num_labels": 3, "attn_implementation":
-    "sdpa", "max_source_positions": 24, "max_target_positions": 24, "num_mel_bins": 16,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
-    "use_cache": False, "apply_spec_augment": False, "chunk_size": 8, "mamba_chunk_size": 8,
-    "entity_vocab_size": 50, "entity_emb_size": 8,
+    "vocab_size": 99, "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32,
+    "embedding_size": 32, "emb_dim": 32, "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2,
+    "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "num_attention_heads": 4,
+    "n_head": 4, "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+    "n_inner": 64, "ffn_dim": 64, "hidden_dim": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "d_ff": 64, "d_kv": 8, "head_dim": 8, "max_position_embeddings": 64, "n_positions": 64,
+    "n_ctx": 64, "image_size": 32, "patch_size": 8, "num_channels": 3,
+    "moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "n_routed_experts": 4, "num_labels": 3,
+    "attn_implementation": "sdpa", "max_source_positions": 24, "max_target_positions": 24,
+    "num_mel_bins": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1, "use_cache": False, "apply_spec_augment": False, "chunk_size": 8,
+    "mamba_chunk_size": 8, "entity_vocab_size": 50, "entity_emb_size": 8,
 }  # fmt: skip
 # More names, of single kinds of models; a second attempt leaves them out.
 _MORE: dict[str, Any] = {
@@ -48,10 +49,10 @@ _MORE: dict[str, Any] = {
     "projection_dim": 32, "shared_expert_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 16, "ssm_state_size": 8, "mamba_num_heads": 8,
     "mamba_head_dim": 8, "n_groups": 1, "sliding_window": 8, "output_dim": 32,
-    "encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2, "encoder_num_attention_heads":
-    4, "decoder_num_attention_heads": 4, "num_decoder_layers": 2, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "intermediate_size_mlp": 64, "vision_use_head": True,
-    "num_conv_pos_embeddings": 16,
+    "encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2,
+    "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4, "num_decoder_layers": 2,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "intermediate_size_mlp": 64,
+    "vision_use_head": True, "num_conv_pos_embeddings": 16,
 }  # fmt: skip
 # Sizes that some configs derive from others or define differently: left out one set after the other.
 _LEFT_OUT: tuple[tuple[str, ...], ...] = (
