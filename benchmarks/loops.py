@@ -1,4 +1,5 @@
-"""One training loop of the contest: ours on any engine, bare loops, Trainer, accelerate + DeepSpeed.
+"""One training loop of the contest: ours on any engine, bare loops, Trainer, accelerate +
+DeepSpeed.
 
 python benchmarks/loops.py CONTESTANT SHAPE STEPS_A_TURN ['{"lora": true}']
     (benchmarks/peers.py starts these)

@@ -1,4 +1,5 @@
-"""Measure the cost or gain of single parts: two or more ways to do the same work, in turns, medians.
+"""Measure the cost or gain of single parts: two or more ways to do the same work, in turns,
+medians.
 
     python benchmarks/parts.py                       list the parts
     python benchmarks/parts.py NAME... [--rounds 5]  measure some; `all` measures every one
@@ -779,7 +780,8 @@ def last_loss(recipe: str, precision: str) -> Step:
 
 
 def held_out(way: str, steps: int = 2000) -> Step:
-    """Nats for each masked word of held-out pages: of the tiny BERT, or of counts in its own tokens.
+    """Nats for each masked word of held-out pages: of the tiny BERT, or of counts in its own
+    tokens.
 
     `pairs` is Kneser-Ney smoothing by the previous word, which it always knows, at the discount
     that is best on the held-out text itself.

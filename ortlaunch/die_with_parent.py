@@ -29,7 +29,8 @@ def die_with_parent(number: int, parent: int) -> None:
 
 
 def main(parent: str, variable: str, space: str, *command: str) -> None:
-    """Execute the command, which gets SIGTERM when the parent ends, and its process id in a variable.
+    """Execute the command, which gets SIGTERM when the parent ends, and its process id in a
+    variable.
 
     Args:
         parent: the process id of the parent.

@@ -1,4 +1,5 @@
-"""The table of an evaluation's metrics: the class that measures each, its format, and its direction.
+"""The table of an evaluation's metrics: the class that measures each, its format, and its
+direction.
 
 Standard library only, for every side. A new metric is one row here, and the class that measures it.
 """

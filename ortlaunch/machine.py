@@ -150,7 +150,8 @@ class MemoryLimit(NamedTuple):
 
 
 def memory_limits() -> list[MemoryLimit]:
-    """Return the machine's memory, then the limits of this process's control groups, innermost first.
+    """Return the machine's memory, then the limits of this process's control groups, innermost
+    first.
 
     The only source of these numbers: for plans, for `micro_size: auto` and for copies in an export.
     """

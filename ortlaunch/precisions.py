@@ -18,9 +18,11 @@ class Precision(NamedTuple):
     tolerance: float
     """Largest relative difference that counts as rounding without a check in float64."""
     # Some gradients are zero except for rounding, such as those of attention's key biases. Relative
-    # to their own norm, rounding would be a difference of 100 %. The error of terms that cancel is a
+    # to their own norm, rounding would be a difference of 100 %. The error of terms that cancel is
+    # a
     # few roundings of those terms, which are at most as large as the whole gradient. So tolerance x
-    # floor is about ten roundings in fp32 (1e-6), two in fp16 (2e-3) and one in bf16 (1e-2). A wrong
+    # floor is about ten roundings in fp32 (1e-6), two in fp16 (2e-3) and one in bf16 (1e-2). A
+    # wrong
     # gradient below that share of the whole is not detected.
     floor: float
     """Least norm that a gradient's difference is divided by, as a share of the norm of all

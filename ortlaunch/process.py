@@ -48,7 +48,8 @@ def read_stat(pid: int) -> ProcessStat | None:
     # The last parenthesis, because a name may contain one.
     head, _, tail = text.rpartition(")")
     fields = tail.split()
-    # man proc: after the name come state (0), parent (1), ... utime to cstime (11 to 14), start (19).
+    # man proc: after the name come state (0), parent (1), ... utime to cstime (11 to 14), start
+    # (19).
     user, system, children_user, children_system = map(int, fields[11:15])
     return ProcessStat(
         pid=pid,

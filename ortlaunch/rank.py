@@ -1,4 +1,5 @@
-"""Determine the rank of this process from the complete variables of one launcher, or raise an error.
+"""Determine the rank of this process from the complete variables of one launcher, or raise an
+error.
 
 Launchers set variables for their processes, shells keep old ones, and one launcher may start
 another. So nothing is guessed: an incomplete set is refused, and two sets that disagree are refused,
@@ -38,7 +39,8 @@ _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _SLURM_LAYOUTS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _SLURM_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 
-# Every variable read here: a launcher that starts ranks itself removes them first, then sets its own.
+# Every variable read here: a launcher that starts ranks itself removes them first, then sets its
+# own.
 VARIABLES = frozenset(
     _OPEN_MPI_NAMES + _MVAPICH_NAMES + _HYDRA_NAMES + _PALS_NAMES + _TORCH_NAMES
 ).union(_SLURM_NAMES, _SLURM_SIZES, _SLURM_LAYOUTS, (_STEP, _ELASTIC))

@@ -105,7 +105,8 @@ def _build_libraries(provider: Path, folder: Path) -> None:
     listed = subprocess.run(
         ["readelf", "--dyn-syms", "-W", str(provider)], capture_output=True, text=True, check=True
     )
-    # These two have no versioned symbols in the list: curand is only linked to, and functions of the
+    # These two have no versioned symbols in the list: curand is only linked to, and functions of
+    # the
     # driver are looked up by name.
     libraries = collections.defaultdict(
         set, {"libcurand.so.10": set(), "libcuda.so.1": set(_DRIVER)}

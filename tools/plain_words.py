@@ -24,7 +24,7 @@ TELLING = re.compile(
 )
 WHAT = re.compile(r"\bwhat(?:ever)?\b", re.I)
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
-COLUMNS = 100
+COLUMNS = 100  # ruff's line-length
 FOLDERS = ("ortlaunch", "tests", "tools", "benchmarks")
 
 
@@ -78,6 +78,7 @@ def count(text: str) -> Counts:
 
 def limits(counts: Counts) -> list[Limit]:
     """Return the rates of a folder with their limits."""
+    # A folder without words or lines has no rates above 0.
     words = max(counts.words, 1) / 1000
     lines = max(counts.lines, 1)
     return [
@@ -108,6 +109,7 @@ def _is_pair(node: ast.AST) -> bool:
     """Whether it assigns several values to as many names at once; an exchange of values is none."""
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
         return False
+    # Of `first = second = 1, 2` only the first target is checked.
     target = node.targets[0]
     if not isinstance(target, ast.Tuple) or len(target.elts) != len(node.value.elts):
         return False

@@ -269,7 +269,8 @@ class Parity:
     gradient_difference: float | None = None
     """Largest relative difference of a gradient."""
     state_difference: float | None = None
-    """Largest relative difference of a weight or buffer that a forward and backward pass changed."""
+    """Largest relative difference of a weight or buffer that a forward and backward pass changed.
+    """
     rounding: list[str] | None = None
     """Tensors that differ by more than the tolerance only by rounding, as a pass in float64
     shows."""

@@ -1,4 +1,5 @@
-"""A cluster on one machine: hosts with their own network, name, processes, sshd and disk, and Slurm.
+"""A cluster on one machine: hosts with their own network, name, processes, sshd and disk, and
+Slurm.
 
 Every host is a set of namespaces. The namespaces exist as long as the host's first process, which
 ends when the process that made the lab ends. A crash leaves only a folder, which the next lab

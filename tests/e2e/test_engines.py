@@ -86,7 +86,8 @@ def test_lower_precision(
 @pytest.mark.slow
 @pytest.mark.ci
 def test_fp16_skips_steps_that_overflow(train: Train) -> None:
-    """A loss too large for the first scales is skipped until one fits; a resumed run knows scale and count."""
+    """A loss too large for the first scales is skipped until one fits; a resumed run knows scale
+    and count."""
     recipe = merged(TOY, {**EAGER, "precision": "fp16", "model": {"arguments": {"scale": 3.0}}})
     recipe["schedule"] = {"name": "constant"}
     run = ended_well(train("skips", recipe))
@@ -111,7 +112,8 @@ def test_fp16_skips_steps_that_overflow(train: Train) -> None:
 def test_one_large_or_four_small_batches(
     clip: float | None, others: tuple[Any, ...], train: Train
 ) -> None:
-    """The same global batch at once or in four passes, with DeepSpeed or without: one curve and one norm."""
+    """The same global batch at once or in four passes, with DeepSpeed or without: one curve and one
+    norm."""
     recipe = merged(TOY, {**EAGER, "train": {"max_grad_norm": clip, "max_steps": 8}})
     at_once = ended_well(train(f"once-{clip}", recipe, "batch.micro_size=16"))
     norms = [norm for _, norm in at_once.values("gradient_norm")]

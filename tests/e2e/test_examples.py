@@ -35,7 +35,8 @@ def test_each_example_is_held_to_its_loss() -> None:
     [pytest.param(name, marks=[] if name == "own-module" else pytest.mark.slow) for name in OWN],
 )
 def test_the_modules_of_an_example_fit_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its model takes its samples, as a batch, and every weight gets a gradient; a sample is the same each time."""
+    """Its model takes its samples, as a batch, and every weight gets a gradient; a sample is the
+    same each time."""
     path = shipped.find(f"examples/{name}")
     recipe = load(path).recipe
 

@@ -1,4 +1,5 @@
-"""The shipped tiny recipes as a newcomer runs them: lines that fit a terminal, and memory near its plan."""
+"""The shipped tiny recipes as a newcomer runs them: lines that fit a terminal, and memory near its
+plan."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ COLUMNS = 100
     ],
 )
 def test_a_shipped_recipe(recipe: str, more: list[str], home: Path, tmp_path: Path) -> None:
-    """No printed line is wider than 100 columns, and the plan is near the peak, which varies by 15 % between runs."""
+    """No printed line is wider than 100 columns, and the plan is near the peak, which varies by 15
+    % between runs."""
     command = [
         str(COMMAND),
         "train",

@@ -41,7 +41,8 @@ def proof(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.ci
 @needs_ort
 def test_the_smoke_part(tmp_path: Path) -> None:
-    """Train, resume bit for bit, evaluate, export, generate; ort with ZeRO; two ranks on one device."""
+    """Train, resume bit for bit, evaluate, export, generate; ort with ZeRO; two ranks on one
+    device."""
     words = "eager and fp32 and deepspeed or ort and fp32 and zero or two and not (ddp or 1 or 3)"
     ended = proof(tmp_path, "-k", f"smoke: and ({words})")
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
@@ -87,7 +88,8 @@ def test_the_page(done: Path) -> None:
 
 
 def test_a_curve_that_is_wrong_fails_the_proof(done: Path, tmp_path: Path) -> None:
-    """With plain PyTorch's curve moved by 2 %, a training that is as it was fails; the others are not run again."""
+    """With plain PyTorch's curve moved by 2 %, a training that is as it was fails; the others are
+    not run again."""
     out = tmp_path / "proof"
     shutil.copytree(done, out)
     results = json.loads((out / "results.json").read_text())

@@ -15,7 +15,8 @@ CONFIG = Path(__file__).parents[1] / "foreign_configs/axolotl.yml"
 
 
 def test_an_imported_config_trains(train: Train) -> None:
-    """Axolotl's LoRA example, whose model and data are of the hub, on a model and text of this machine: adapters on all
+    """Axolotl's LoRA example, whose model and data are of the hub, on a model and text of this
+    machine: adapters on all
     linear layers, its batch, schedule and recomputation."""
     made = yaml.safe_load(import_config(CONFIG, None, None, ("data.train=python-docs",)).recipe)
     made["model"].update(

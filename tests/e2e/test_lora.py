@@ -1,4 +1,5 @@
-"""Low-rank adapters: only they are trained and saved, on every engine and under DeepSpeed; merged on export."""
+"""Low-rank adapters: only they are trained and saved, on every engine and under DeepSpeed; merged
+on export."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def adapters(run: Run) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_low_rank_adapters(train: Train, eager: Run) -> None:
-    """LoRA on Llama: ONNX Runtime's curve is eager's; adapters alone are trained, saved and exported."""
+    """LoRA on Llama: ONNX Runtime's curve is eager's; adapters alone are trained, saved and
+    exported."""
     ort = ended_well(train("lora-ort", LORA))
     assert ort.losses() == pytest.approx(eager.losses(), rel=1e-4)
     assert ort.losses()[-1] < ort.losses()[0]
@@ -111,7 +113,8 @@ def saved_names(folder: Path) -> set[str]:
     ],
 )
 def test_adapters_under_deepspeed(train: Train, eager: Run, engine: str, stage: int) -> None:
-    """Two ranks: eager's curve, checkpoints of adapters only, and a run that goes on from them as if never stopped."""
+    """Two ranks: eager's curve, checkpoints of adapters only, and a run that goes on from them as
+    if never stopped."""
     sharded = merged(
         LORA,
         {"engine": {"name": engine}, "zero": {"stage": stage}, "checkpoint": {"every_steps": 3}},
@@ -132,7 +135,8 @@ def test_adapters_under_deepspeed(train: Train, eager: Run, engine: str, stage: 
 @pytest.mark.ci
 @needs_ort
 def test_a_new_head_is_trained_with_the_adapters(train: Train) -> None:
-    """For sequence-classification the random head is trained, saved and exported, on ONNX Runtime as in eager."""
+    """For sequence-classification the random head is trained, saved and exported, on ONNX Runtime
+    as in eager."""
     recipe = merged(
         LORA,
         {

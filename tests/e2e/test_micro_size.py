@@ -19,7 +19,8 @@ from tests.launch.tiny import needs_mpi
 
 MiB = 1 << 20
 GROUPS = Path("/sys/fs/cgroup/memory")
-# A sample keeps 8 MiB from the forward pass to the backward pass, and as much again is needed to compute them.
+# A sample keeps 8 MiB from the forward pass to the backward pass, and as much again is needed to
+# compute them.
 MODULE = """
 import torch
 
@@ -112,7 +113,8 @@ def _address_space_of_torch() -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_size_found_is_within_one_doubling_of_the_limit(limited: Limited) -> None:
-    """The run with the size found ends well; by hand, four times the size does not under the same limit."""
+    """The run with the size found ends well; by hand, four times the size does not under the same
+    limit."""
     done = limited("--run-dir=found")
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((limited.folder / "found/micro_size.json").read_text())

@@ -29,7 +29,8 @@ WAYS = [
 def test_a_loss_that_is_not_finite_ends_the_run(
     engine: str, zero: dict[str, Any], train: Train
 ) -> None:
-    """Status 1 and one error with the rank whose sample is bad; no export, and metrics that are JSON."""
+    """Status 1 and one error with the rank whose sample is bad; no export, and metrics that are
+    JSON."""
     order = Batches(OwnSamples(range(256)), BatchPlan(16, 4, 2, 2, None), 42)
     samples = order.indices(2, 1, 1)
     data = {
@@ -81,7 +82,8 @@ def test_training_without_the_bad_batch(
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two ranks that leave a batch out end with the weights of plain PyTorch without it; the bad sample is named."""
+    """Two ranks that leave a batch out end with the weights of plain PyTorch without it; the bad
+    sample is named."""
     bad = ORDER.indices(2, 1, 1)[2]
     data = {"train": {"format": "custom", "factory": "toys:data", "arguments": {"nan_at": bad}}}
     sections = {

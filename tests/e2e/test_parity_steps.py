@@ -175,7 +175,8 @@ def counted(truth: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_training_is_what_it_is_without(start: Start) -> None:
-    """Losses, gradient norms and passes of a run with dropout and batch statistics, bit for bit; two steps compared."""
+    """Losses, gradient norms and passes of a run with dropout and batch statistics, bit for bit;
+    two steps compared."""
     without = ended_well(start("train", "without", {"engine": {"parity_steps": 0}}))
     compared = ended_well(start("train", "compared", {"engine": {"parity_steps": 2}}))
     assert compared.curve() == without.curve()
@@ -199,7 +200,8 @@ def test_training_is_what_it_is_without(start: Start) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [None, 1, 2])
 def test_two_ranks_compare_each_its_own_batch(start: Start, zero: int | None) -> None:
-    """`ortlaunch parity` under DistributedDataParallel and ZeRO; nothing is saved, and the optimizer steps between."""
+    """`ortlaunch parity` under DistributedDataParallel and ZeRO; nothing is saved, and the
+    optimizer steps between."""
     sharding = {"zero": None if zero is None else {"stage": zero}}
     run = ended_well(start("parity", f"two-{zero}", sharding, *TWO_RANKS))
     assert PASSED.findall(run.out) == ["3"]

@@ -1,4 +1,5 @@
-"""Runs that are stopped and go on, in the same world and in others, beside runs that nobody stopped.
+"""Runs that are stopped and go on, in the same world and in others, beside runs that nobody
+stopped.
 
 Same world, stopped in mid-epoch: weights, optimizer state, export and losses are equal bit for bit. Other worlds (2
 ranks, then 1, then 3; any ZeRO stage and engine): the loss is within 1e-5 of the uninterrupted curve, and the samples
@@ -173,7 +174,8 @@ SAME = [
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The toy, texts, and a cache that shares the built extensions; chains share their first lives in it."""
+    """The toy, texts, and a cache that shares the built extensions; chains share their first lives
+    in it."""
     home = tmp_path_factory.mktemp("resumed")
     (home / "resumed_toy.py").write_text(MODULE)
     words = (f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(400))

@@ -72,7 +72,8 @@ def test_the_run_folder(full: Run) -> None:
 
 
 def test_where_the_run_came_from(full: Run, home: Path) -> None:
-    """The folder has the command, where it was typed, and the user's module as it was; outside git no commit."""
+    """The folder has the command, where it was typed, and the user's module as it was; outside git
+    no commit."""
     (line,) = [
         json.loads(text) for text in (full.folder / "commands.jsonl").read_text().splitlines()
     ]
@@ -105,7 +106,8 @@ def test_metrics_are_of_their_declared_forms(full: Run) -> None:
 
 
 def test_metrics_of_every_step(full: Run) -> None:
-    """Loss, rate, gradient norm before clipping, samples, skipped steps and time, of every logged step."""
+    """Loss, rate, gradient norm before clipping, samples, skipped steps and time, of every logged
+    step."""
     records = [record for record in full.records() if "loss" in record]
     assert [record["learning_rate"] for record in records] == pytest.approx(
         [1e-2 * (1 - i / 10) for i in range(10)]
@@ -166,7 +168,8 @@ def test_a_finished_run_started_again_trains_nothing(full: Run, train: Train, ho
 
 
 def test_a_checkpoint_is_evaluated(full: Run, home: Path) -> None:
-    """`ortlaunch evaluate` finds the training's own last evaluation, dropout off, and leaves the run as it was."""
+    """`ortlaunch evaluate` finds the training's own last evaluation, dropout off, and leaves the
+    run as it was."""
     shutil.copytree(full.folder, home / "evaluated")
     before = {name: (home / "evaluated" / name).read_bytes() for name in full.files()}
     command = [str(COMMAND), "evaluate", "evaluated"]
@@ -228,7 +231,8 @@ def test_the_end_says_what_came_out(full: Run) -> None:
 
 
 def test_a_resumed_run_is_the_same_run(full: Run, train: Train, home: Path) -> None:
-    """Failed at step 7, resumed from step 5: losses with dropout, evaluation and weights are those of one run."""
+    """Failed at step 7, resumed from step 5: losses with dropout, evaluation and weights are those
+    of one run."""
     resumed = interrupted(train, home, "resumed", FULL)
     assert "resumed after step 5 from" in resumed.out
     assert resumed.losses() == full.losses()
@@ -248,7 +252,8 @@ def test_a_checkpoint_as_a_model(full: Run, home: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_run_on_onnx_runtime_goes_on(train: Train) -> None:
-    """Resumed after step 5, with dropout inside ONNX Runtime's graph, a run is the same; each start exports once."""
+    """Resumed after step 5, with dropout inside ONNX Runtime's graph, a run is the same; each start
+    exports once."""
     recipe = merged(
         TOY,
         {
@@ -274,7 +279,8 @@ def test_a_run_on_onnx_runtime_goes_on(train: Train) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [None, {"stage": 1}], ids=["plain", "zero 1"])
 def test_names_are_the_users_models(zero: dict[str, Any] | None, train: Train) -> None:
-    """Around the model stand ORTModule and DeepSpeed, and checkpoint and export have none of their names."""
+    """Around the model stand ORTModule and DeepSpeed, and checkpoint and export have none of their
+    names."""
     saved = {}
     for engine in ("ort", "eager"):
         held_out = {
@@ -303,7 +309,8 @@ def test_names_are_the_users_models(zero: dict[str, Any] | None, train: Train) -
 @pytest.mark.slow
 @pytest.mark.ci
 def test_epochs_in_place_of_steps(train: Train) -> None:
-    """Half an epoch of 256 samples in steps of 16 is 8 steps, over which the learning rate falls to nothing."""
+    """Half an epoch of 256 samples in steps of 16 is 8 steps, over which the learning rate falls to
+    nothing."""
     recipe = merged(
         TOY, {**EAGER, "train": {"max_steps": None, "epochs": 0.5}, "batch": {"micro_size": None}}
     )
@@ -328,7 +335,8 @@ def bert(train: Train) -> Run:
 
 @needs_ort
 def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
-    """The loss falls, every training pass and every evaluation pass is ONNX Runtime's, and nothing fell back."""
+    """The loss falls, every training pass and every evaluation pass is ONNX Runtime's, and nothing
+    fell back."""
     losses = bert.losses()
     assert sum(losses[-3:]) < sum(losses[:3]) - 1.0
     truth = bert.truth()
@@ -336,7 +344,8 @@ def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
     ort = truth["onnxruntime"]
     assert (ort["forward_passes"], ort["backward_passes"], ort["fallbacks"]) == (24, 24, 0)
     assert ort["evaluation_passes"] > 0
-    # One graph to train and one to evaluate; the engine's trial and all that follows share the first.
+    # One graph to train and one to evaluate; the engine's trial and all that follows share the
+    # first.
     assert (ort["exports"], ort["re_exports"]) == (2, 0)
     assert ort["repairs_not_applied"] == {}
     assert truth["optimizer"]["used"] == "torch.optim.AdamW(fused=True)"
@@ -348,7 +357,8 @@ def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
 def test_the_export_is_the_trained_model(
     bert: Run, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers loads model and tokenizer from export/, and without dropout finds the run's last evaluation loss."""
+    """transformers loads model and tokenizer from export/, and without dropout finds the run's last
+    evaluation loss."""
     import transformers
 
     from ortlaunch.recipe import parse_resolved
@@ -372,7 +382,8 @@ def test_the_export_is_the_trained_model(
 @pytest.mark.slow
 @pytest.mark.ci
 def test_classes_on_onnx_runtime(train: Train) -> None:
-    """Labelled JSON lines and a tokenizer trained on them: three classes are learnt, through sdpa with a mask."""
+    """Labelled JSON lines and a tokenizer trained on them: three classes are learnt, through sdpa
+    with a mask."""
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     recipe = merged(
         BERT,
@@ -406,7 +417,8 @@ COMPARED = re.compile(r"^parity: step 1 in plain PyTorch: loss within \S+, gradi
 
 @needs_ort
 def test_a_model_of_your_own(home: Path, tmp_path: Path) -> None:
-    """README's example, started by README's command in an empty folder, trains; its first step is compared."""
+    """README's example, started by README's command in an empty folder, trains; its first step is
+    compared."""
     section = (ROOT / "README.md").read_text().split("## A model of your own")[1].split("\n## ")[0]
     files = dict(re.findall(r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", section, re.DOTALL))
     assert files.keys() == {"my_model.py", "my_recipe.yaml"}

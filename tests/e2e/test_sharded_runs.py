@@ -49,7 +49,8 @@ def test_a_resumed_sharded_run_is_the_same_run(sharded: Run, train: Train, home:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_shards_are_whole_in_evaluation_and_export(sharded: Run, train: Train, home: Path) -> None:
-    """With ZeRO 1 and 3, and evaluation samples for one rank only in the last turn, export and evaluation agree."""
+    """With ZeRO 1 and 3, and evaluation samples for one rank only in the last turn, export and
+    evaluation agree."""
     assert {
         f"logs/rank_0000{rank}.{stream}" for rank in (0, 1) for stream in ("out", "err")
     } <= sharded.files()

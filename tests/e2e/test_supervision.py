@@ -176,7 +176,8 @@ def _wait_for_verdict(run: Run, seconds: float) -> str:
 )
 @pytest.mark.timeout(900)
 def test_a_run_that_is_killed_finishes_by_itself(launcher: str, kills: int, tmp_path: Path) -> None:
-    """A run whose ranks are killed at random moments restarts and ends with the undisturbed weights."""
+    """A run whose ranks are killed at random moments restarts and ends with the undisturbed
+    weights."""
     # A fixed seed repeats the moments.
     chance = random.Random(1)
     # 0.5 s for each pass, so that a kill comes during training.

@@ -1,4 +1,5 @@
-"""Whole runs with operators and layers of torch inside ONNX Runtime's graph: ranks, ZeRO, parity, the report."""
+"""Whole runs with operators and layers of torch inside ONNX Runtime's graph: ranks, ZeRO, parity,
+the report."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def layers(home: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [None, {"stage": 1}, {"stage": 2}], ids=["ddp", "zero1", "zero2"])
 def test_two_ranks_with_a_layer_in_torch(train: Train, zero: Any) -> None:
-    """Losses equal eager's under DistributedDataParallel; engine.json and output name torch's parts.
+    """Losses equal eager's under DistributedDataParallel; engine.json and output name torch's
+    parts.
 
     Eager ZeRO 2 of such a model differs: its ranks take other branches, and with them another order of gradients.
     """

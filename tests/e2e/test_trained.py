@@ -88,7 +88,8 @@ WORLDS = [(*TWO_RANKS, "engine.name=ort"), ("engine.name=inductor",)]
 def test_one_number(
     trained: Run, exported: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines on one and two ranks, model.onnx and plain transformers: one loss, perplexity and accuracy."""
+    """Engines on one and two ranks, model.onnx and plain transformers: one loss, perplexity and
+    accuracy."""
     from transformers import BertForMaskedLM
 
     found = evaluated(home)
@@ -121,7 +122,8 @@ def test_one_number(
 def test_an_export_of_each_stage(
     stage: int, train: Train, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks of ZeRO 0 to 3: the run's export, the checkpoint's and model.onnx have the checkpoint's logits."""
+    """Two ranks of ZeRO 0 to 3: the run's export, the checkpoint's and model.onnx have the
+    checkpoint's logits."""
     from transformers import AutoModelForMaskedLM
 
     sharded = merged(
@@ -156,7 +158,8 @@ def test_an_export_of_each_stage(
 
 @pytest.mark.ci
 def test_adapters_alone_and_merged(train: Train, home: Path) -> None:
-    """LoRA of ZeRO 2: adapters on their base have the logits of the merged model, and of model.onnx to 1e-4."""
+    """LoRA of ZeRO 2: adapters on their base have the logits of the merged model, and of model.onnx
+    to 1e-4."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForMaskedLM
 
@@ -196,7 +199,8 @@ def test_adapters_alone_and_merged(train: Train, home: Path) -> None:
 
 @pytest.mark.ci
 def test_a_device_goes_on(trained: Run, home: Path) -> None:
-    """Export, train, evaluate, average and export again, by the command line: a lower loss, one number."""
+    """Export, train, evaluate, average and export again, by the command line: a lower loss, one
+    number."""
     for words in (
         ("export", "trained", "--format=ondevice", "--to=artifacts"),
         ("device", "train", "artifacts", "data.train.path=[train.txt]", "--steps=4", "--to=one"),
@@ -222,7 +226,8 @@ def test_a_device_goes_on(trained: Run, home: Path) -> None:
 
 @pytest.mark.ci
 def test_a_corpus_that_changed(train: Train, home: Path) -> None:
-    """Export, evaluation and a run that goes on keep the words that were trained with; without the corpus, too."""
+    """Export, evaluation and a run that goes on keep the words that were trained with; without the
+    corpus, too."""
     (home / "moving.txt").write_text((home / "train.txt").read_text())
     corpus = {"data": {"train": {"format": "text", "path": ["moving.txt"]}, "evaluation": None}}
     recipe = merged(

@@ -1,4 +1,5 @@
-"""Trained parameters that the loss leaves out, on two ranks without DeepSpeed: the run is that of one process."""
+"""Trained parameters that the loss leaves out, on two ranks without DeepSpeed: the run is that of
+one process."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def test_parameters_that_some_batches_use(train: Train, micro: int) -> None:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_averaging_by_hand_is_that_of_distributed_data_parallel(train: Train) -> None:
-    """With the unused parameters frozen, torch averages: the same losses, and evaluations with each rank's buffers."""
+    """With the unused parameters frozen, torch averages: the same losses, and evaluations with each
+    rank's buffers."""
     more = {"data": {"evaluation": TOY["data"]["train"]}, "train": {"evaluate_every_steps": 5}}
     by_hand = ended_well(train("by-hand", merged(recipe(), more), *TWO_RANKS))
     by_torch = ended_well(train("by-torch", merged(recipe(freeze=True), more), *TWO_RANKS))
