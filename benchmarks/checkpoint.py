@@ -245,6 +245,7 @@ def rank(arguments: argparse.Namespace) -> None:
         for name in ("alone", "sync", "async"):
             trained(turn, stepper, width, arguments.steps, name, folder, apart)
             _clear(turn, folder)
+    # Peaks and times of writing differ between ranks.
     every = [json.loads(text) for text in group.gather(json.dumps(turn.seconds))]
     if me == 0:
         parameters = sum(p.numel() for p in stepper.model.parameters())

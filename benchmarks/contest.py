@@ -33,6 +33,7 @@ class Gate:
         self.done += 1
         if self.done % self.steps:
             return
+        # A turn ends here: the time of all its steps, divided by their number.
         now = time.perf_counter()
         seconds = (now - self.started) / self.steps if self.done else None
         print(json.dumps({"seconds": seconds if value is None else value}), flush=True)

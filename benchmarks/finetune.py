@@ -181,6 +181,7 @@ def _timed(command: list[str], log: Path) -> float:
     with log.open("w") as file:
         ended = subprocess.run(command, check=False, env={**os.environ, **SETTINGS},
                                stdout=file, stderr=subprocess.STDOUT)  # fmt: skip
+    # A contestant that fails has no time.
     if ended.returncode:
         raise SystemExit(
             f"{' '.join(command)} ended with {ended.returncode}:\n{log.read_text()[-3000:]}"
@@ -300,6 +301,7 @@ def frozen(folder: Path) -> dict[str, float]:
     x = (x - mean) / deviation
     held_out = (held_out - mean) / deviation
     found = []
+    # The best of these on the held-out samples is taken, which favours the frozen weights.
     for decay in (1e-4, 1e-3, 1e-2, 1e-1, 1.0):
         weights = torch.zeros(x.size(1) + 1, len(PACKAGES), requires_grad=True)
         solver = torch.optim.LBFGS([weights], max_iter=300, line_search_fn="strong_wolfe")

@@ -105,6 +105,7 @@ def main() -> int:
         return measure(
             asked.rounds, here, OURS, {name: list(command) for name, command in PEERS.items()}
         )
+    # A lab needs root and Debian's packages.
     lack = lacking()
     if lack:
         raise SystemExit(f"no lab: {lack}")

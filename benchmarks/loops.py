@@ -223,6 +223,7 @@ def accelerate(gate: Gate, options: dict[str, Any]) -> None:
         samples(options["shape"], options["vocabulary"]), batch_size=options["batch"]
     )
     module, optimizer, loader = accelerator.prepare(module, optimizer, loader)
+    # The race ends the process.
     while True:
         for batch in loader:
             gate.step()

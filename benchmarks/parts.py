@@ -443,6 +443,7 @@ def minilm_head(engine: str, chunked: bool) -> Step:
     torch.manual_seed(0)
     hidden = torch.randn(32, 96, 384, requires_grad=True)
     labels = torch.randint(30_522, (32, 96))
+    # Masked language models predict 15 % of the tokens; the loss ignores -100.
     labels[torch.rand(32, 96) > 0.15] = -100
     module: Any = LossModule(Head().train())
     if chunked:
@@ -506,6 +507,7 @@ def corpus_in_memory(megabytes: int) -> Step:
     shards = ShardWriter(path, 0)
     for _ in range(megabytes):
         shards.write(generator.integers(0, 30_000, (1 << 20) // 4, dtype=np.uint32))
+    # One micro batch a step on one rank: 32 samples of 512 tokens.
     shards.close()
     batches = Batches(Blocks(joined(path), 512, with_mask=True), BatchPlan(32, 32, 1, 1, None), 7)
     # Anonymous memory only: pages of the mapped file belong to the kernel's cache.
@@ -532,6 +534,7 @@ def fed_step(cached: bool) -> Step:
     class Cached(Batches):
         """One batch for every position."""
 
+        # Takes over the other's fields instead of reading the data again.
         def __init__(self, of: Batches) -> None:
             vars(self).update(vars(of))
             self.only = of.micro_batch(0, 0, 0)
@@ -562,6 +565,7 @@ def tokenized_by(way: str) -> Step:
     from ortlaunch.worker.data.tokenizer import load_tokenizer
     from ortlaunch.worker.data.tokens import tokenized
 
+    # Text that every Python installation has: manuals and the standard library's sources.
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [
         *topics.values(),
@@ -569,6 +573,7 @@ def tokenized_by(way: str) -> Step:
     ]
     whole = "\n\n".join(texts) + "\n\n"
     path = scratch() / "corpus.txt"
+    # Repeated up to 20 MB.
     path.write_text(whole * math.ceil(20e6 / len(whole)), encoding="utf-8")
     data = {
         "train": "python-docs",
@@ -622,6 +627,7 @@ def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
     module.weights = torch.nn.ParameterList(
         0.02 * torch.randn(each.shape) for each in shapes.parameters()
     )
+    # The simplest loss with a gradient for every weight.
     module.forward = lambda: sum((each * each.detach()).sum() for each in module.weights)
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "steps_per_print": 10**9,
@@ -636,9 +642,11 @@ def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
     if ours:
         applied = fuse_gradient_norm(optimizer)
         assert applied.applied, applied.why
+    # One backward pass fills the gradients; each act then reads them again.
     engine.backward(engine())
 
     def step() -> None:
+        # So that no rank's time includes the wait for the other's last act.
         torch.distributed.barrier()
         optimizer.check_overflow(partition_gradients=optimizer.partition_gradients)
         optimizer.scaled_global_norm()
@@ -918,6 +926,7 @@ def on_hosts(way: str, hosts: int = 10, names: int = 10) -> Step:
     """`ortlaunch doctor --hostfile`, or parallel `ssh HOST true`, to 100 names of a lab (root)."""
     from tests.cluster.lab import LOGIN, Lab, lacking
 
+    # A lab needs root and Debian's packages.
     if lack := lacking():
         raise SystemExit(f"no lab: {lack}")
     lab = Lab(hosts, aliases=names).__enter__()
@@ -925,6 +934,7 @@ def on_hosts(way: str, hosts: int = 10, names: int = 10) -> Step:
     targets = [alias for name in lab.names for alias in lab.aliases_of(name)]
     (folder / "names").write_text("".join(f"{name}\n" for name in targets))
     (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in targets))
+    # The lower bound of a check: nothing but the connections.
     argv = ["xargs", "-a", "names", "-P", str(len(targets)), "-I{}", "ssh", "{}", "true"]
     if way == "doctor":
         argv = [str(Path(sys.executable).with_name("ortlaunch")), "doctor", "--hostfile", "hosts"]
@@ -1036,6 +1046,7 @@ def be_side(part: Part, name: str) -> None:
         if gate is not None:
             gate.step(value)
         began = time.perf_counter()
+        # Of acts with a result, the last one counts.
         for _ in range(part.steps):
             value = act()
         # An act without a result is measured by its time.

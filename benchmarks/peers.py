@@ -77,6 +77,7 @@ def rates(words: list[str], vocabulary: int) -> str:
         right = torch.randn(768, columns)
         for word in words:
             torch.set_float32_matmul_precision(word)
+            # The least of 9, because other processes only add time.
             seconds = min(_timed(lambda a=left, b=right: a @ b) for _ in range(9))
             # A matmul of n x k by k x m has 2 n k m operations.
             rate = 2e-9 * left.numel() * columns / seconds
@@ -140,6 +141,7 @@ def main() -> int:
             ]
             for name in names
         }
+        # Run folders and logs of the contestants are removed after each race.
         with tempfile.TemporaryDirectory() as folder:
             times = race(
                 commands, options.rounds, {**os.environ, **SETTINGS, "CONTEST_FOLDER": folder}

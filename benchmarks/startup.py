@@ -88,6 +88,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=7)
     runs = parser.parse_args().runs
     with tempfile.TemporaryDirectory() as name:
+        # Host names that do not exist: a plan never connects to its hosts.
         folder = Path(name)
         (folder / "recipe.yaml").write_text(RECIPE)
         (folder / "hosts").write_text("".join(f"node{i:05} slots={SLOTS}\n" for i in range(HOSTS)))
