@@ -16,26 +16,24 @@ from tests.makers import OWN_MODULE
 
 pytest_plugins = ["tests.page"]
 
-# Each process of ours that a test starts would compile the package anew.
+# Without bytecode files, each process that a test starts would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# What launchers, schedulers and shells leave: a test that starts under one of them must not become its rank.
+# Variables that launchers, schedulers and shells set. A test that runs under one of them must not
+# act as its rank.
 _LEFT_BY_LAUNCHERS = (
-    "OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_", "HYDI_", "MV2_", "PALS_", "SLURM_", "TORCHELASTIC_", "MASTER_", "GROUP_",
-    "ROLE_", "CUDA_VISIBLE_DEVICES", "ORTLAUNCH_PROGRESS",
+    "OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_", "HYDI_", "MV2_", "PALS_", "SLURM_", "TORCHELASTIC_",
+    "MASTER_", "GROUP_", "ROLE_", "CUDA_VISIBLE_DEVICES", "ORTLAUNCH_PROGRESS",
 )  # fmt: skip
 
-_LONGEST_FIRST = (
-    "e2e",
-    "launch",
-    "worker",
-    "ortmodule",
-)  # and the others, whose files are short, at the end
+# Folders with long files; the files of the other folders are short and run at the end.
+_LONGEST_FIRST = ("e2e", "launch", "worker", "ortmodule")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start whole runs first, so that no process of `make test` is left alone with one at the end."""
+    """Order the folders of tests: those that start complete runs come first."""
+    # Otherwise one process of `make test` would run a long file alone at the end.
     folders = {name: place for place, name in enumerate(_LONGEST_FIRST)}
     root = Path(__file__).parent
     items.sort(key=lambda item: folders.get(item.path.relative_to(root).parts[0], len(folders)))
@@ -49,13 +47,18 @@ def _leave_out_of_collections(modules: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _libraries_are_no_garbage() -> None:
-    """Garbage is not looked for in what was loaded: each of ORT's exports asks for a collection, over all of torch."""
+    """Keep loaded libraries out of garbage collections."""
+    # Every export of ONNX Runtime starts a collection, which would visit all objects of torch. The
+    # cache repeats the freeze for each 50 newly loaded modules.
     _leave_out_of_collections(len(sys.modules) // 50)
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes launchers' variables, and GPUs but for tests marked gpu, from this process and what it starts."""
+    """Remove launchers' variables, and hide GPUs except from tests marked gpu.
+
+    This applies to this process and its children.
+    """
     for name in list(os.environ):
         if name in VARIABLES or name.startswith(_LEFT_BY_LAUNCHERS):
             monkeypatch.delenv(name)
@@ -65,9 +68,10 @@ def _no_launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def workbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder, a cache and a shell of the test's own, where any engine may be asked for."""
+    """Give the test its own working folder and cache, in which any engine may be requested."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(OWN_MODULE)
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(doctor, "require", lambda *_: None)  # whatever is installed here
+    # The plan must not depend on the packages that are installed here.
+    monkeypatch.setattr(doctor, "require", lambda *_: None)

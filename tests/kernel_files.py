@@ -1,4 +1,4 @@
-"""The kernel's files about memory and control groups, made for a test."""
+"""Files of the kernel about memory and control groups, written by a test."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 from ortlaunch import machine
 
 GiB = 1 << 30
+# By version of control groups: limit, usage, and the field of reclaimable page cache.
 NAMES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
          2: ("memory.max", "memory.current", "inactive_file")}  # fmt: skip
+# Text in the limit's file of a group without a limit.
 NO_LIMIT = {1: str((1 << 63) - 4096), 2: "max"}
 
 
 class KernelFiles:
-    """/proc and /sys/fs/cgroup of a machine of 24 GiB, 16 of them available, in a folder."""
+    """A folder with /proc and /sys/fs/cgroup of a machine with 24 GiB, 16 of them available."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.groups = folder / "sys"
@@ -29,11 +31,11 @@ class KernelFiles:
         monkeypatch.setattr(machine, "CONTROL_GROUPS", self.groups)
 
     def process_in(self, line: str) -> None:
-        """Put this process into a group: a line of /proc/self/cgroup."""
+        """Put this process into a control group by a line of /proc/self/cgroup."""
         self.cgroup.write_text(f"3:devices:/\n{line.strip()}\n")
 
     def memory(self, path: str, version: int, limit: int | None, used: int, cache: int = 0) -> None:
-        """A group's files; no limit is what that version writes for none."""
+        """Write the files of a control group; sizes in bytes, None is no limit."""
         folder = self.groups / path
         folder.mkdir(parents=True, exist_ok=True)
         most, usage, inactive = NAMES[version]

@@ -1,4 +1,4 @@
-"""What a test marked `lab` does where this machine cannot have what it takes."""
+"""The skip of a test marked `lab` on a machine that lacks its tools."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import NoReturn
 
 import pytest
 
+# Set on machines where a skipped lab test would be an error.
 REQUIRED = os.environ.get("ORTLAUNCH_REQUIRE_LAB") == "1"
 
 
 def skip(reason: str) -> NoReturn:
-    """Skip the test; fail it where ORTLAUNCH_REQUIRE_LAB=1 says that this machine must have all of it."""
+    """Skip the test; fail it if ORTLAUNCH_REQUIRE_LAB=1 requires all lab tests to run."""
     if REQUIRED:
         pytest.fail(f"ORTLAUNCH_REQUIRE_LAB=1: {reason}")
     pytest.skip(reason)

@@ -1,4 +1,4 @@
-"""Recipes and plans for tests, from the sections that matter to them."""
+"""Recipes, plans and records for tests, made from the sections that matter to a test."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ CUSTOM: dict[str, Any] = {
     "engine": {"name": "eager"},
     "train": {"max_steps": 3},
 }
-OWN_MODULE = "def model(**arguments): ...\n\n\ndef data(**arguments): ...\n"  # mine.py, for plans that never run it
+# The text of mine.py, for plans that are never run.
+OWN_MODULE = "def model(**arguments): ...\n\n\ndef data(**arguments): ...\n"
 WORDS = {"train": "python-docs", "tokenizer": "here", "sequence_length": 128}
 
 
 def recipe(**sections: Any) -> Recipe:
-    """A custom model's recipe, with these sections in place of its own."""
+    """Return the recipe of a custom model; `sections` replace its own."""
     return Recipe.model_validate({**CUSTOM, **sections})
 
 
 def bert(**sections: Any) -> Recipe:
-    """A small BERT's recipe, with these sections in place of its own."""
+    """Return the recipe of a small BERT; `sections` replace its own."""
     return recipe(**{"model": {"task": "masked-lm", "config": BERT}, "data": WORDS, **sections})
 
 
 def host(name: str, slots: int, max_slots: int | None = None) -> Host:
-    """A host whose devices are all of its slots."""
+    """Return a host with one device for each slot."""
     return Host(name, slots, tuple(range(slots)), max_slots)
 
 
@@ -61,7 +62,10 @@ def plan(
     worker: Sequence[str] = ("python", "-m", "ortlaunch.worker"),
     environ: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan of a recipe on hosts, on the CPU, two threads a rank, in a shell without variables."""
+    """Return the plan of a recipe on CPU hosts, with two threads for each rank.
+
+    `environ` is the environment of the shell; it is empty by default.
+    """
     world = world_of(made, hosts, launcher, environ)
     return make_plan(made, world, workload(made, world), modules="here", worker=worker)
 
@@ -72,30 +76,32 @@ def world_of(
     launcher: str = "local",
     environ: Mapping[str, str] | None = None,
 ) -> World:
-    """Hosts with a CPU, two threads a rank, in a shell without variables."""
+    """Return CPU hosts with two threads for each rank; the environment is empty by default."""
     forward = forwarded(made, environ or {}, secret=launcher == "inside")
     return World(tuple(hosts), launcher, "cpu", None, (), threads=2, forward=forward)
 
 
 def engine_report(used: str = "eager", **changes: Any) -> EngineReport:
-    """The record of a run of one rank on the CPU, with these fields."""
+    """Return the record of a run of one rank on the CPU; `changes` replace fields."""
     record = EngineReport(
         engine=EngineChoice(used, used, None), device="cpu", precision="fp32",
-        matmul_precision=MatmulPrecision("highest", "highest", 23, "float32", None), ranks=1, threads_per_rank=2,
-        parameters=2, trained_parameters=1, sharding="none", optimizer=OptimizerChoice("adamw", "AdamW", None),
-        chunked_loss=ChunkedLoss("auto", None, "off"), attention=None, pretrained=None, gradient_checkpointing=None,
-        onnxruntime=onnxruntime() if used == "ort" else None, versions={}, fp16_optimizer=FusedNorm(False, None, ""),
-        freed_memory=None,
+        matmul_precision=MatmulPrecision("highest", "highest", 23, "float32", None), ranks=1,
+        threads_per_rank=2, parameters=2, trained_parameters=1, sharding="none",
+        optimizer=OptimizerChoice("adamw", "AdamW", None),
+        chunked_loss=ChunkedLoss("auto", None, "off"), attention=None, pretrained=None,
+        gradient_checkpointing=None, onnxruntime=onnxruntime() if used == "ort" else None,
+        versions={}, fp16_optimizer=FusedNorm(False, None, ""), freed_memory=None,
     )  # fmt: skip
     return replace(record, **changes)
 
 
 def onnxruntime(**changes: Any) -> OnnxRuntime:
-    """ONNX Runtime's part after four passes, with these fields."""
+    """Return ONNX Runtime's part of the record after four passes; `changes` replace fields."""
     graph = GraphReport(105, {"Gemm": 9}, {"embedding": 3, "mm": 1}, {"F": 2}, {}, 122, {"Sum": 7})
     record = OnnxRuntime(
-        repairs=[], repairs_not_applied={}, settings={}, variables={}, forward_passes=4, backward_passes=4,
-        evaluation_passes=0, fallbacks=0, fallback_reasons=[], graphs_built=1, nodes_run=908, training_graph=graph,
-        evaluation_graph=None, exports=1, re_exports=0, export_seconds=0.1, label_density=None, notes=[],
+        repairs=[], repairs_not_applied={}, settings={}, variables={}, forward_passes=4,
+        backward_passes=4, evaluation_passes=0, fallbacks=0, fallback_reasons=[], graphs_built=1,
+        nodes_run=908, training_graph=graph, evaluation_graph=None, exports=1, re_exports=0,
+        export_seconds=0.1, label_density=None, notes=[],
     )  # fmt: skip
     return replace(record, **changes)

@@ -1,4 +1,4 @@
-"""Whether ONNX Runtime Training is here, and its torch extensions."""
+"""ONNX Runtime Training and its torch extensions, for tests that need them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ needs_ort = pytest.mark.skipif(
 
 
 def build() -> None:
-    """The extensions, built once per stack by the command that `ortlaunch setup` runs."""
+    """Build the extensions, once for each stack of packages."""
+    # The same command as `ortlaunch setup` runs.
     if extensions.missing():
         subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
 
 
 def share_extensions(cache: Path) -> None:
-    """Give another cache folder the built extensions."""
+    """Link the built extensions into another cache folder."""
     cache.mkdir(exist_ok=True)
     (cache / "extensions").symlink_to(extensions.cache_dir().parent.resolve())

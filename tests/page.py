@@ -1,9 +1,12 @@
-"""`pytest --page FOLDER`: the result of each long test at once in results.json, and a page of Markdown made of it.
+"""Results of long tests: `pytest --page FOLDER` writes results.json and a page of Markdown.
 
-A test gives figures by `record_property(name, value)`: `part` and `case` are its location on the page, `note` is a
-remark, `row` a mapping where a case has several rows, and each other name is a column. Tests that have a result in the
-folder are not run again (`--again`), so a call that was stopped, or whose `--minutes` are over (exit status 3), is
-given again. A folder holds the results of one machine.
+Each result is written as soon as its test ends. A test gives figures by `record_property(name,
+value)`: `part` and `case` are its location on the page, `note` is a remark, `row` is a mapping (one
+for each row of a case with several rows), and every other name is a column.
+
+Tests that have a result in the folder are not run again, unless `--again` is set. To resume a call
+that was stopped, or whose `--minutes` are over (exit status 3), repeat it. A folder holds the
+results of one machine.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ import pytest
 from ortlaunch.resolve import provenance
 from ortlaunch.units import human
 
-LEFT = 3  # exit status: call again
-CASE_SECONDS = 600.0  # no test may take longer, whatever the call has
+# Exit status while tests are left: repeat the call.
+LEFT = 3
+# The limit of one test, also if the call has more time left.
+CASE_SECONDS = 600.0
 PASSED, FAILED, SKIPPED, KNOWN = STATUSES = ("passed", "failed", "skipped", "known to fail")
 _LOCATION = ("part", "case", "note", "row")
 _ROOT = Path(__file__).resolve().parents[1]
@@ -37,15 +42,15 @@ _PACKAGES = (
     "onnxruntime-training-cpu",
     "numpy",
 )
+# Runs in a child process, so that pytest's own process does not initialize CUDA.
 _ASK_TORCH = """
 import json, torch
 device = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
 print(json.dumps(device and {"name": device.name, "memory": device.total_memory, "cuda": torch.version.cuda,
     "capability": float(f"{device.major}.{device.minor}")}))
 """
-FORMATS: dict[
-    str, tuple[str, Callable[[Any], str]]
-] = {  # column: title, text of a value; others as they are
+# Of a column: its title and the format of its values. Other columns are shown by str().
+FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "difference": ("largest difference", "{:.1e}".format),
     "tolerance": ("allowed", "{:g}".format),
     "last_loss": ("last loss", "{:.4f}".format),
@@ -73,7 +78,7 @@ FORMATS: dict[
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of long tests."""
+    """Add the options of long tests."""
     group = parser.getgroup("long tests (marks nightly, zoo, gpu)")
     group.addoption(
         "--page", metavar="FOLDER", help="write results.json and page.md there, and resume"
@@ -97,7 +102,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep results where a folder is given."""
+    """Register the plugin that keeps results, if --page gives a folder."""
     if config.getoption("--page") is not None:
         results = Results(config, Path(config.getoption("--page")).absolute())
         results.read()
@@ -105,21 +110,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Results:
-    """Results so far, by node id, and the time of this call."""
+    """The results so far, by node id, and the time limit of this call."""
 
     def __init__(self, config: pytest.Config, folder: Path) -> None:
         self.folder = folder
         self.again = config.getoption("--again")
+        # In a worker of pytest-xdist; only the main process writes files.
         self.is_worker = hasattr(config, "workerinput")
         self.deadline = time.monotonic() + 60 * config.getoption("--minutes")
         self.machine = machine(config.getoption("--device"))
+        # Seconds of the longest test of this call, as an estimate for the next one.
         self.longest = 0.0
         self.cases: dict[str, dict[str, Any]] = {}
         self.pending: dict[str, None] = {}
         self.is_first = True
 
     def read(self) -> None:
-        """Take up the results of earlier calls; ends pytest where they are another machine's."""
+        """Load the results of earlier calls; end pytest if they are from another machine."""
         if not (self.folder / "results.json").exists():
             return
         results = json.loads((self.folder / "results.json").read_text())
@@ -136,12 +143,13 @@ class Results:
 
     @property
     def remaining(self) -> float:
-        """Seconds that a test may take now."""
+        """Seconds that the next test may take."""
         return min(self.deadline - time.monotonic(), CASE_SECONDS)
 
     def out_of_time(self, why: str) -> None:
-        """End the test that takes longer than is left: as failed where it had all the time there is."""
+        """End a test that ran out of time: leave it for another call, or fail it."""
         self.deadline = min(self.deadline, time.monotonic())
+        # The first test of a call had all the time there is: another call would not help.
         if self.is_first:
             pytest.fail(why, pytrace=False)
         pytest.skip("left for another call")
@@ -150,7 +158,7 @@ class Results:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Leave out what has a result."""
+        """Deselect tests that have a result."""
         done = [item for item in items if item.nodeid in self.cases and not self.again]
         config.hook.pytest_deselected(items=done)
         items[:] = [item for item in items if item not in done]
@@ -158,12 +166,13 @@ class Results:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """What the workers of pytest-xdist run."""
+        """Record the tests that the workers of pytest-xdist run."""
         self.pending = dict.fromkeys(ids)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """Begin no test that would not come to its end; the first one always, so that each call gets further."""
+        """Skip a test that would probably not finish in the time left."""
+        # The first test always starts, so that every call makes progress.
         if self.is_first:
             return None
         return True if self.remaining < min(self.longest, CASE_SECONDS) else None
@@ -189,13 +198,14 @@ class Results:
             ("results.json", json.dumps(results, indent=1)),
             ("page.md", page(results)),
         ):
+            # Renamed when complete: a stopped call leaves no half-written file.
             arriving = self.folder / f"{name}.new"
             arriving.write_text(text)
             arriving.replace(self.folder / name)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Exit status: 1 where an earlier call's test failed or none passed, 3 where tests are left."""
+        """Set the exit status: 1 if any call's test failed or none passed, 3 if tests are left."""
         if (
             not self.is_worker
             and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
@@ -206,10 +216,11 @@ class Results:
             session.exitstatus = 1 if is_wrong else LEFT if self.pending else 0
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Counts of all calls."""
+        """Print the counts of all calls."""
         counts = Counter(case["status"] for case in self.cases.values())
         terminalreporter.line(
-            f"{', '.join(f'{count} {name}' for name, count in counts.items())}: {self.folder}/page.md"
+            f"{', '.join(f'{count} {name}' for name, count in counts.items())}: "
+            f"{self.folder}/page.md"
         )
         if self.pending:
             terminalreporter.line(
@@ -218,7 +229,7 @@ class Results:
 
 
 def result_of(report: pytest.TestReport) -> dict[str, Any]:
-    """A case of results.json."""
+    """Return the entry of results.json for a test's report."""
     given = list(report.user_properties)
     location = {name: value for name, value in given if name in ("part", "case")}
     columns: dict[str, Any] = {name: value for name, value in given if name not in _LOCATION}
@@ -237,13 +248,13 @@ def result_of(report: pytest.TestReport) -> dict[str, Any]:
     file, _, name = report.nodeid.rpartition("::")
     part = location.get("part", Path(file).stem.removeprefix("test_"))
     case = location.get("case", name)
-    return {"part": part, "case": case, "status": status, "seconds": round(report.duration, 1), "why": why,
-            "rows": rows or [columns]}  # fmt: skip
+    return {"part": part, "case": case, "status": status, "seconds": round(report.duration, 1),
+            "why": why, "rows": rows or [columns]}  # fmt: skip
 
 
 @functools.cache
 def machine(device: str) -> dict[str, Any]:
-    """What the results are of; ends pytest where it has not the device."""
+    """Return the machine, packages and commit of the results; `memory` is None without a GPU."""
     gpu = None
     if device == "cuda":
         done = subprocess.run(
@@ -274,7 +285,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def page(results: dict[str, Any]) -> str:
-    """Markdown of results.json: a summary and a section for each part."""
+    """Return results.json as Markdown: a summary and a section for each part."""
     parts: dict[str, list[dict[str, Any]]] = {}
     for case in results["cases"].values():
         parts.setdefault(case["part"], []).append(case)
@@ -284,7 +295,10 @@ def page(results: dict[str, Any]) -> str:
 def _head(machine: dict[str, Any]) -> list[str]:
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     commit = f", commit {machine['commit']}" if machine["commit"] else ""
-    made = f"Written by `pytest --page` on {machine['date']}{commit}; Python {machine['python']}, {packages}."
+    made = (
+        f"Written by `pytest --page` on {machine['date']}{commit}; "
+        f"Python {machine['python']}, {packages}."
+    )
     return [f"# {machine['name']}: results", "", made, ""]
 
 
@@ -302,9 +316,8 @@ def _sections(parts: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
         rows = [
             (f"{case['case']} | {case['status']}", row) for case in cases for row in case["rows"]
         ]
-        measured = [
-            pair for pair in rows if "variant" in pair[1]
-        ]  # of a bench: other columns than a curve's
+        # Rows of a bench have other columns than rows of a loss curve: a table of their own.
+        measured = [pair for pair in rows if "variant" in pair[1]]
         tables = [*_table([pair for pair in rows if pair not in measured]), *_table(measured)]
         reasons = [
             f"- {case['case']}: {case['status']}: {_cell(why)}"
@@ -316,7 +329,7 @@ def _sections(parts: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
 
 
 def _table(rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """A line for each row; columns without a value are left out."""
+    """Return a table with a line for each row; columns without a value are left out."""
     given = dict.fromkeys(
         name for _, row in rows for name, value in row.items() if value not in (None, "", [])
     )

@@ -1,4 +1,4 @@
-"""Ranks of a test's own, by torchrun: one group of processes, of which nothing is left when they take too long."""
+"""Ranks that a test starts by torchrun; torchrun is killed when they take too long."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ ROOT = Path(__file__).parents[1]
 
 
 def torchrun(ranks: int, *command: str, timeout: float, cwd: Path = ROOT) -> None:
-    """Run `-m MODULE ARGUMENT...` or a script on so many ranks of one thread; a failure shows what they said."""
+    """Run `-m MODULE ARGUMENT...` or a script on `ranks` ranks of one thread each.
+
+    Raises:
+        AssertionError: a rank failed; the message is the end of the output.
+        TimeoutExpired: the ranks took more than `timeout` seconds.
+    """
     launcher = [
         sys.executable,
         "-m",
@@ -34,5 +39,7 @@ def torchrun(ranks: int, *command: str, timeout: float, cwd: Path = ROOT) -> Non
         said, _ = process.communicate(timeout=timeout)
     finally:
         if process.poll() is None:
+            # Reaches torchrun only: torch starts each rank in a session of its own, so a rank that
+            # hangs can survive.
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, said[-4000:]

@@ -1,4 +1,4 @@
-"""A whole training in this process, for tests of the loop: one rank, a model and samples of the test's own."""
+"""A complete training of one rank in this process, on a test's own model and samples."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train
 from tests.makers import plan, recipe
 
-# Stage 3 takes a buffer of its bucket's size at once, 2 GB by default, and the engine may live until the process of the
-# tests ends. The kernel refuses to fork a process that has more in one piece than the machine has memory.
+# Stage 3 allocates a buffer of its bucket's size at once, 2 GB by default, and the engine may live
+# until the test process ends. The kernel refuses to fork a process with more memory in one piece
+# than the machine has.
 ZERO_3 = {"stage": 3, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 10_000}}}
 SHARDINGS = [None, *({"stage": stage} for stage in range(3)), ZERO_3]
 
 
 class Trained(NamedTuple):
-    """What a training left."""
+    """The result of a training: run folder, model and final state."""
 
     run: RunDir
     model: nn.Module
     state: TrainState
 
     def values(self, name: str) -> list[tuple[int, Any]]:
-        """(step, value) of every record that has it."""
+        """Return (step, value) of every record that has the field `name`."""
         return [(record["step"], record[name]) for record in records(self.run) if name in record]
 
 
 def records(run: RunDir) -> list[dict[str, Any]]:
-    """metrics.jsonl, which is JSON: without words that Python alone reads."""
+    """Return the records of metrics.jsonl."""
+    # Python's parser also accepts NaN and Infinity, which are not JSON.
     return [
         json.loads(line, parse_constant=_refuse) for line in run.metrics.read_text().splitlines()
     ]
@@ -57,7 +59,7 @@ def train_here(
     folder: Path, model: nn.Module, samples: Sequence[Mapping[str, Any]], *,
     evaluation: Sequence[Mapping[str, Any]] | None = None, **sections: Any,
 ) -> Trained:  # fmt: skip
-    """Train `model` on `samples` by a recipe with these sections, eager on the CPU."""
+    """Train `model` on `samples` on the eager engine and the CPU; `sections` are the recipe's."""
     session = session_here(folder, model, samples, evaluation=evaluation, **sections)
     with agreement(session.group) as agreed:
         return Trained(session.run, model, train(session, agreed))
@@ -67,7 +69,7 @@ def session_here(
     folder: Path, model: nn.Module, samples: Sequence[Mapping[str, Any]], *,
     evaluation: Sequence[Mapping[str, Any]] | None = None, **sections: Any,
 ) -> Session:  # fmt: skip
-    """What the one rank of such a training has."""
+    """Return the session of the only rank of such a training."""
     made = recipe(**sections)
     run = RunDir(folder)
     folder.mkdir(parents=True, exist_ok=True)
