@@ -59,7 +59,13 @@ class RunLock:
             with contextlib.suppress(OSError):
                 os.pwrite(self._file, json.dumps(here).encode(), 0)
             # Shared from now on, so that the ranks can hold it beside the command.
-            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # The kernel drops the lock and takes it again, so that another command can come between.
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise PlanError(
+                    f"--run-dir {run}: another command took its lock in this moment; start again"
+                ) from None
         os.set_inheritable(self._file, keep)
 
 

@@ -146,3 +146,19 @@ def test_a_disk_without_locks_is_told(
         "a second run in it would not be seen\n"
     )
     assert capsys.readouterr().out == said
+
+
+def test_a_lock_that_is_lost_when_it_becomes_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another command that takes the lock between the two is reported, not overlooked."""
+    real = fcntl.flock
+
+    def flock(file: int, operation: int) -> None:
+        if operation & fcntl.LOCK_SH:
+            raise BlockingIOError(errno.EWOULDBLOCK, "taken")
+        real(file, operation)
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    with RunLock() as lock, pytest.raises(PlanError, match="another command took its lock"):
+        lock.take(RunDir(tmp_path / "run"))
