@@ -1,7 +1,8 @@
-"""What each launcher leaves in a rank's environment.
+"""The environment variables that each launcher sets for a rank.
 
-Those marked "seen" are what the launchers really set on this project's machines: Open MPI 5.0.11, MPICH 5.0.2,
-Intel MPI (PyPI's impi-rt), torchrun 2.x and DeepSpeed 0.19, cut to the variables about ranks.
+Environments marked "seen" were recorded on this project's machines with Open MPI 5.0.11,
+MPICH 5.0.2, Intel MPI (PyPI's impi-rt), torchrun 2.x and DeepSpeed 0.19. Only the variables about
+ranks are kept.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 MPICH = "MPICH / Intel MPI / PALS"
 Env = dict[str, str]
 
-# Seen: rank 1 of `mpirun -n 3 --oversubscribe` on two cores: it maps by core, which mixes the local ranks.
+# Seen: rank 1 of `mpirun -n 3 --oversubscribe` on two cores. Open MPI maps by core, so the local
+# rank differs from the rank.
 OPEN_MPI: Env = {
     "PMIX_RANK": "1",
     "PMIX_NAMESPACE": "prterun-vm-3307@1",
@@ -129,6 +131,6 @@ MASTER: Env = {"MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "29500"}
 
 
 def but(env: Env, **changes: str | None) -> Env:
-    """``env`` with some variables changed; None removes one."""
+    """Return a copy of ``env`` with some variables changed; None removes a variable."""
     merged = {**env, **changes}
     return {name: value for name, value in merged.items() if value is not None}

@@ -1,4 +1,7 @@
-"""Who imports whom: the control side stays light, and nothing but the run folder crosses to the worker."""
+"""The imports between the packages of ortlaunch follow one table.
+
+The control side stays light, and it shares little more than the run folder with the worker.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,18 @@ from tests.control.test_package import DISTRIBUTIONS, OPTIONAL, requirements
 ROOT = Path(__file__).parents[2] / "ortlaunch"
 ANY = None
 
-# What both sides and every package may import: the ground floor.
+# The ground floor: modules that both sides and every package may import.
 GROUND = {"__init__", "cause", "errors", "json_types", "rank", "process", "machine", "units", "launchers",
           "evaluation_metrics", "model_tasks", "optimizers", "precisions", "start", "tasks",
           "die_with_parent"}  # fmt: skip
-# What the worker may import beside itself and ortmodule: the ground floor, and what crosses to it.
+# Modules that the worker may import beside itself and ortmodule: the ground floor, and the modules
+# that both sides use.
 SHARED = {*GROUND, "cache", "file_errors", "user_modules", "plan", "recipe", "run_folder", "planning.memory",
           "ortmodule.build.extensions"}  # fmt: skip
 CONTROL = {"output", "planning", "launch", "schedulers", "resolve", "bench", "doctor", "diagnose", "report",
            "other_tools", "run", "runs", "commands"}  # fmt: skip
-# What a module or package may import: of ortlaunch, and outside the standard library. The longest name holds.
+# The imports allowed to a module or package: names in ortlaunch, then third-party packages.
+# For a module, the line with the longest matching name counts.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
     "__main__": ({"cli"}, set()),
@@ -67,14 +72,15 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "planning.startup": ({"recipe", "plan"}, set()),
     "planning.activations": ({"recipe", "json_types", "machine"}, set()),
     "launch": ({*GROUND, "plan", "run_folder", "launch"}, set()),
-    "schedulers": ({*GROUND, "plan", "run_folder", "launch", "schedulers"}, {"yaml"}),  # which manifests are
+    "schedulers": ({*GROUND, "plan", "run_folder", "launch", "schedulers"}, {"yaml"}),  # manifests are YAML
     "resolve": ({*GROUND, "user_modules", "recipe", "plan", "planning", "launch", "run_folder", "resolve"}, set()),
     "doctor": (
         {*GROUND, "cache", "recipe", "plan", "planning", "launch", "doctor", "ortmodule.build.extensions",
          "ortmodule.build.cuda_libraries"},
         set(),
     ),
-    "doctor.probe": ({"json_types"}, set()),  # for type checkers alone: its source is sent to the hosts
+    # The source of this module is sent to the hosts: it imports json_types for type checkers only.
+    "doctor.probe": ({"json_types"}, set()),
     "doctor.schema": ({"doctor"}, {"pydantic"}),
     "bench": (
         {*GROUND, "cache", "ortmodule.build.extensions", "recipe", "plan", "launch", "doctor", "run_folder", "resolve",
@@ -100,7 +106,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "report": ({*GROUND, "recipe", "run_folder", "runs", "report"}, {"yaml", "jinja2", "markupsafe"}),
     "cli": ({*SHARED, *CONTROL, "cli"}, {"typer"}),
     "ortmodule": ({"errors", "json_types", "cache", "machine", "ortmodule"}, ANY),
-    # What importing any part of the package runs, and the parts that the control side asks.
+    # Importing any part of the package runs its __init__; the control side uses the build modules.
+    # Both must stay light.
     "ortmodule.__init__": ({"ortmodule"}, set()),
     "ortmodule.base.settings": ({"errors"}, set()),
     "ortmodule.build.extensions": (
@@ -111,8 +118,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "ortmodule.build.cuda_libraries": ({"start"}, {"numpy", "onnx", "onnxruntime"}),
     "worker": ({*SHARED, "worker", "ortmodule"}, ANY),
 }  # fmt: skip
-# Rooms of a package, low to high: a module imports from its own and lower ones. The package's own modules are its
-# face, above all rooms, but for those that are named here.
+# Layers (sub-packages) of a package, low to high: a module imports from its own layer and lower
+# ones. Modules directly in the package are above all layers, except those that are named here.
 FLOORS = {
     "recipe": ("text", "fields", "rules", "hints", "manual"),
     "ortmodule": ("build", "base", "tracing", "torch_in_graph", "state", "graph_repairs"),
@@ -122,20 +129,22 @@ FLOORS = {
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 
-parsed = functools.cache(ast.parse)  # several tests read each module; nobody changes what it gives
+# Cached because several tests parse each module. The trees are shared: do not change them.
+parsed = functools.cache(ast.parse)
 
 
 @functools.cache
 def is_module(name: str) -> bool:
-    """Whether a dotted name is a module or package of ours."""
+    """Return whether a dotted name is a module or package of this repository."""
     path = ROOT.parent.joinpath(*name.split("."))
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
-    """Dotted names of everything that a module imports, wherever in it and however; relative ones made absolute.
+    """Yield the dotted names of all imports of a module; relative names are made absolute.
 
-    Those of `if TYPE_CHECKING:` and texts given to `import_module` are among them.
+    Imports inside functions, imports under `if TYPE_CHECKING:` and string arguments of
+    `import_module` are included.
     """
     for node in ast.walk(tree):
         if (
@@ -154,13 +163,14 @@ def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
                 ("ortlaunch", *package)[: 1 + len(package) - (node.level - 1)] if node.level else ()
             )
             module = ".".join((*above, *([node.module] if node.module else [])))
-            # `from ortlaunch import plan` imports a module, `from ortlaunch import __version__` the package.
+            # `from ortlaunch import plan` imports a module;
+            # `from ortlaunch import __version__` imports the package.
             yield from (f"{module}.{name}" if is_module(f"{module}.{name}") else module
                         for name in (alias.name for alias in node.names))  # fmt: skip
 
 
 def statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    """Every statement, without a look into the many expressions."""
+    """Yield every statement of a tree; expressions are skipped because they are many."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.stmt):
             yield node
@@ -169,7 +179,7 @@ def statements(tree: ast.AST) -> Iterator[ast.stmt]:
 
 
 def floor(name: str) -> tuple[str, int]:
-    """The package with rooms that a dotted name is in, and how high its room is; ("", 0): in none."""
+    """Return the layered package of a dotted name and the height of its layer, or ("", 0)."""
     parts = name.split(".")[1:]
     if not parts or parts[0] not in FLOORS:
         return "", 0
@@ -178,7 +188,7 @@ def floor(name: str) -> tuple[str, int]:
 
 
 def upwards(module: Path, source: str) -> set[str]:
-    """Modules of higher rooms of the same package that a module imports."""
+    """Return the imported modules that are in a higher layer of the same package."""
     package, here = floor(dotted(module))
     names = {name for name in imported(parsed(source), module.parts[:-1]) if package}
     names -= {f"ortlaunch.{package}"}  # the package's own names
@@ -187,7 +197,7 @@ def upwards(module: Path, source: str) -> set[str]:
 
 @functools.cache
 def group(module: str) -> str:
-    """The line of the table for a name inside ortlaunch, such as launch for ortlaunch.launch.mpi."""
+    """Return the key of ALLOWED or SHARED for a name, such as launch for ortlaunch.launch.mpi."""
     parts = module.split(".")[1:]
     lines = {*ALLOWED, *SHARED}
     return next(
@@ -198,7 +208,7 @@ def group(module: str) -> str:
 
 @functools.cache
 def in_standard_library(name: str) -> bool:
-    """Whether a top-level module comes with Python itself."""
+    """Return whether a top-level module belongs to the standard library."""
     if name in sys.builtin_module_names:
         return True
     spec = importlib.util.find_spec(name)
@@ -209,7 +219,7 @@ def in_standard_library(name: str) -> bool:
 
 
 def forbidden(module: Path, source: str) -> set[str]:
-    """What a module's source imports beside what its line of the table allows and, of others, the standard library."""
+    """Return the imports that neither the module's line of ALLOWED nor the standard library has."""
     ours, theirs = ALLOWED[group(dotted(module))]
     names = set(imported(parsed(source), module.parts[:-1]))
     inside = {name for name in names if name.split(".")[0] == "ortlaunch"}
@@ -223,7 +233,7 @@ def forbidden(module: Path, source: str) -> set[str]:
 
 
 def circle(sources: Mapping[Path, str]) -> list[str]:
-    """Modules that import each other round and round, or []."""
+    """Return the modules of one import cycle, or [] if there is none."""
     graph = {}
     for module, source in sources.items():
         here = dotted(module).removesuffix(".__init__")
@@ -248,36 +258,36 @@ def _imported(source: str, package: tuple[str, ...]) -> frozenset[str]:
 
 
 def dotted(module: Path) -> str:
-    """`launch/mpi.py` -> `ortlaunch.launch.mpi`."""
+    """Return the dotted name of a file: `launch/mpi.py` gives `ortlaunch.launch.mpi`."""
     return ".".join(("ortlaunch", *module.with_suffix("").parts))
 
 
 @pytest.fixture(scope="module")
 def sources() -> dict[Path, str]:
-    """Every module's text."""
+    """The source text of every module of ortlaunch."""
     return {module: (ROOT / module).read_text(encoding="utf-8") for module in MODULES}
 
 
 def test_a_module_imports_only_what_the_table_allows(sources: dict[Path, str]) -> None:
-    """Each import, also one inside a function, is in the module's line of the table or in the standard library."""
+    """Each import, also inside a function, is in the module's line of ALLOWED or the stdlib."""
     found = {str(module): forbidden(module, source) for module, source in sources.items()}
     assert {module: names for module, names in found.items() if names} == {}
 
 
 def test_no_room_imports_a_higher_one(sources: dict[Path, str]) -> None:
-    """Inside recipe, ortmodule and worker."""
+    """In recipe, ortmodule and worker no module imports from a higher layer."""
     found = {str(module): upwards(module, source) for module, source in sources.items()}
     assert {module: names for module, names in found.items() if names} == {}
 
 
 def test_no_room_is_crowded() -> None:
-    """At most 22 modules beside the sub-folders of a folder."""
+    """A folder holds at most 22 modules; those in its sub-folders do not count."""
     counts = Counter(str(module.parent) for module in MODULES)
     assert {folder: count for folder, count in counts.items() if count > 22} == {}
 
 
 def test_no_module_imports_itself_by_way_of_others(sources: dict[Path, str]) -> None:
-    """Neither at the top nor inside functions."""
+    """There is no import cycle, neither at module level nor inside functions."""
     assert circle(sources) == []
 
 
@@ -319,7 +329,7 @@ def test_no_module_imports_itself_by_way_of_others(sources: dict[Path, str]) -> 
     ],
 )
 def test_a_planted_import_is_found(module: str, source: str) -> None:
-    """Each arrow that must not be, as somebody might write it."""
+    """Each forbidden direction of import is found in a planted statement."""
     assert len(forbidden(Path(module), source)) == 1
 
 
@@ -352,14 +362,14 @@ def test_a_planted_import_is_found(module: str, source: str) -> None:
 def test_a_planted_circle_is_found(
     module: str, planted: str, found: set[str], sources: dict[Path, str]
 ) -> None:
-    """Of two modules, by way of others, for type checkers alone, or by a text."""
+    """A cycle is found: direct, through other modules, for type checkers only, or from a string."""
     around = circle({**sources, Path(module): f"{sources[Path(module)]}\n{planted}"})
     assert {f"ortlaunch.{name}" for name in found} <= set(around)
     assert bool(around) == bool(found)
 
 
 def test_every_imported_package_is_declared(sources: dict[Path, str]) -> None:
-    """What any module imports is a dependency; what only some runs need, an extra."""
+    """Every imported package is a dependency; packages that only some runs need are extras."""
     found = {
         name.partition(".")[0]
         for source in sources.values()
@@ -373,7 +383,7 @@ def test_every_imported_package_is_declared(sources: dict[Path, str]) -> None:
 
 
 def test_lists_of_parameters_are_short(sources: dict[Path, str]) -> None:
-    """Six at most, but for the verbs, whose parameters are the command line's."""
+    """A function has at most six parameters; commands in cli are exempt."""
     long = {}
     for module, source in sources.items():
         for node in statements(parsed(source)) if module.parts[0] != "cli" else ():
@@ -400,7 +410,7 @@ def test_lists_of_parameters_are_short(sources: dict[Path, str]) -> None:
     ],
 )
 def test_imports_are_found(source: str, package: tuple[str, ...], names: list[str]) -> None:
-    """The reader of imports sees every way to write one."""
+    """`imported` finds every form of import statement."""
     assert list(imported(ast.parse(source), package)) == names
 
 
@@ -430,7 +440,7 @@ def test_only_the_engine_names_ort_classes(sources: dict[Path, str]) -> None:
 
 
 def test_plan_json_is_read_by_its_type_alone(sources: dict[Path, str]) -> None:
-    """Nobody reads plan.json as a mapping, which a renamed field would break in silence."""
+    """No module reads plan.json as a mapping; a renamed field would break that silently."""
     raw = [
         f"{module}:{node.lineno}"
         for module, source in sources.items()

@@ -1,4 +1,4 @@
-"""What a command loads: the control side brings no heavy package with it, its lowest modules not even pydantic."""
+"""The control side imports no heavy package, and its lowest modules not even pydantic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.makers import CUSTOM, OWN_MODULE
 
 HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy", "datasets", "tokenizers", "peft",
          "matplotlib"}  # fmt: skip
-# Reading hosts, ranks and run folders takes the standard library alone.
+# Reading hosts, ranks and run folders needs only the standard library.
 LOWEST = ("ortlaunch.errors", "ortlaunch.rank", "ortlaunch.plan", "ortlaunch.cache", "ortlaunch.start",
           "ortlaunch.run_folder.folder", "ortlaunch.run_folder.engine_report", "ortlaunch.planning.hosts",
           "ortlaunch.ortmodule.build.extensions", "ortlaunch.worker.supervision.rank_supervisor")  # fmt: skip
@@ -37,15 +37,17 @@ ANSWERS = (
     "parity recipe.json --dry-run engine.name=inductor",
     "train recipe.json --dry-run --nproc-per-node=2",
 )
-# One fresh interpreter: what is loaded can only grow, so that those who may load least come first.
+# All stages run in one fresh interpreter. Loaded modules can only grow, so the stages that may load
+# least come first.
 STAGES = (
     ("importing", LOWEST, {"pydantic", "yaml", "filelock", *HEAVY}),
-    # `pip install --no-deps ortlaunch` and typer (which may bring pydantic) are enough to ask for tested versions.
+    # `pip install --no-deps ortlaunch` and typer (which may import pydantic) are enough to print the
+    # tested versions.
     ("typing", ("constraints",), {"yaml", "filelock", *HEAVY}),
     ("importing", CONTROL_SIDE, HEAVY),
     ("typing", ANSWERS, HEAVY),
 )
-# Takes one after the other, and ends at the first after which one of `kept` is loaded.
+# Runs the steps in order, and fails at the first step after which a package of `kept` is loaded.
 ONE_BY_ONE = """
 import importlib, sys
 
@@ -68,7 +70,7 @@ print("all is light")
 
 
 def brought(stages: Any, folder: Path) -> str:
-    """What a stage brings that it must not; empty where all is light."""
+    """Return the error output of the first step that loads a forbidden package, or an empty text."""
     command = [sys.executable, "-c", ONE_BY_ONE.format(stages=stages)]
     ended = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=60, check=False
@@ -77,13 +79,13 @@ def brought(stages: Any, folder: Path) -> str:
 
 
 def test_the_control_side_is_light(tmp_path: Path) -> None:
-    """Its modules, and every verb that only answers; the module or the verb that is not would be named."""
+    """No control-side module and no command that only prints loads a heavy package."""
     (tmp_path / "recipe.json").write_text(json.dumps(CUSTOM))
     (tmp_path / "mine.py").write_text(OWN_MODULE)
     assert brought(STAGES, tmp_path) == ""
 
 
 def test_what_brings_a_package_is_found(tmp_path: Path) -> None:
-    """Its name is in the failure."""
+    """The failure names the step and the forbidden package."""
     stages = [("importing", ("json", "yaml"), {"yaml", "torch"})]
     assert "importing yaml brings {'yaml'}" in brought(stages, tmp_path)

@@ -1,4 +1,4 @@
-"""What the kernel tells of this machine, read from files as it writes them."""
+"""Memory limits, cores, GPUs and kills of this machine, read from files as the kernel writes them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 from ortlaunch import machine
 from tests.kernel_files import GiB, KernelFiles
 
+# memory.oom_control of control groups version 1, and memory.events of version 2.
 V1 = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
 V2 = "low 0\nhigh 0\nmax 5\noom 2\noom_kill {}\noom_group_kill 0\n"
 
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelFiles:
-    """A machine of 24 GiB, without control groups yet."""
+    """A machine with 24 GiB of memory and no control groups yet."""
     return KernelFiles(tmp_path, monkeypatch)
 
 
@@ -34,7 +35,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelFiles:
 def test_the_kernels_count_of_kills_for_memory(
     groups: str, file: str, text: str, kernel: KernelFiles
 ) -> None:
-    """This control group's own count, version 1 and 2, and in a container, whose root is the group."""
+    """The count comes from this process's own group, also in a container, where it is the root."""
     kernel.cgroup.write_text(groups)
     assert machine.oom_kills() is None
     path = kernel.groups / file
@@ -44,12 +45,12 @@ def test_the_kernels_count_of_kills_for_memory(
 
 
 def groups() -> list[int]:
-    """Bytes left by every control group that limits this process."""
+    """Return the free bytes of every control group that limits this process."""
     return [limit.free for limit in machine.memory_limits()[1:]]
 
 
 def test_version_2_and_every_group_above(kernel: KernelFiles) -> None:
-    """A limit of a parent counts too; `max` is none; page cache can be dropped."""
+    """A parent's limit counts, `max` is no limit, and page cache counts as free."""
     kernel.memory("job/step", 2, 4 * GiB, 1 * GiB, GiB // 2)
     kernel.memory("job", 2, 8 * GiB, 6 * GiB)
     kernel.memory("", 2, None, 6 * GiB)
@@ -58,7 +59,7 @@ def test_version_2_and_every_group_above(kernel: KernelFiles) -> None:
 
 
 def test_version_1(kernel: KernelFiles) -> None:
-    """Version 1 writes nearly 2^63 where there is no limit."""
+    """A value near 2^63, which version 1 writes for no limit, is ignored."""
     kernel.memory("memory/job", 1, 4 * GiB, 1 * GiB)
     kernel.memory("memory", 1, None, 1 * GiB)
     kernel.process_in("4:memory:/job")
@@ -66,14 +67,14 @@ def test_version_1(kernel: KernelFiles) -> None:
 
 
 def test_a_container_sees_its_own_group_as_the_root(kernel: KernelFiles) -> None:
-    """The path in /proc may be the host's, which is not there."""
+    """The root group is used where the path in /proc is the host's and does not exist here."""
     kernel.memory("", 2, 2 * GiB, 1 * GiB)
     kernel.process_in("0::/docker/0123")
     assert groups() == [1 * GiB]
 
 
 def test_a_full_group_has_nothing_left(kernel: KernelFiles) -> None:
-    """Usage can stand above the limit for a moment."""
+    """Free memory is 0, not negative, while usage is above the limit."""
     kernel.memory("", 2, GiB, 2 * GiB)
     kernel.process_in("0::/")
     assert groups() == [0]
@@ -86,7 +87,7 @@ def test_a_full_group_has_nothing_left(kernel: KernelFiles) -> None:
 def test_the_tightest_limit_is_a_group_above(
     version: int, folder: str, line: str, kernel: KernelFiles
 ) -> None:
-    """Slurm limits a job, and the process is in a group of its step below, which has no limit."""
+    """The limit of a Slurm job applies to a process in its step's group, which has no limit."""
     kernel.memory(f"{folder}/step", version, None, 0)
     kernel.memory(folder, version, 2 * GiB, GiB // 2)
     kernel.process_in(line)
@@ -95,7 +96,7 @@ def test_the_tightest_limit_is_a_group_above(
 
 
 def test_a_busy_machine_leaves_less_than_a_group(kernel: KernelFiles) -> None:
-    """The smallest limit and the one that leaves the least need not be the same."""
+    """The smallest limit and the limit with the least free memory can differ."""
     kernel.memory("job", 2, 20 * GiB, 0)
     kernel.process_in("0::/job")
     assert machine.tightest_limit().size == 20 * GiB
@@ -105,10 +106,11 @@ def test_a_busy_machine_leaves_less_than_a_group(kernel: KernelFiles) -> None:
 
 
 def test_a_machine_without_control_groups(kernel: KernelFiles) -> None:
-    """Its memory is the only limit."""
+    """Without control groups the memory of the machine is the only limit."""
     assert [limit.size for limit in machine.memory_limits()] == [24 * GiB]
 
 
+# (device files, CUDA_VISIBLE_DEVICES, GPUs that CUDA shows)
 GPU_CASES = [
     (0, None, 0),
     (2, None, 2),
@@ -130,7 +132,7 @@ GPU_CASES = [
 def test_visible_gpus(
     present: int, chosen: str | None, visible: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPUs are the driver's device files, as far as CUDA_VISIBLE_DEVICES shows them, up to the first wrong name."""
+    """GPUs are the device files that CUDA_VISIBLE_DEVICES shows, up to its first wrong name."""
     for name in (
         *(f"nvidia{i}" for i in range(present)),
         "nvidiactl",
@@ -173,7 +175,7 @@ def test_cores_are_what_a_control_group_gives_time_for(
     kernel: KernelFiles,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a machine with eight: a quota of this group or one above, versions 1 and 2; half a core is rounded up."""
+    """A quota of this group or a parent limits the eight cores; half a core is rounded up."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     kernel.process_in(line)
     for name, text in files.items():
@@ -187,9 +189,10 @@ def test_cores_are_what_a_control_group_gives_time_for(
 def test_the_kernels_log_names_who_was_ended_for_memory(
     age: float, pid: int, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line about this process, and not about another, nor about one that had its number long ago."""
+    """The log line is found for this process only, and not if it is old."""
     said = "Memory cgroup out of memory: Killed process 77 (python) total-vm:1kB"
     log = tmp_path / "kmsg"
+    # A process number is reused: an old line can be about an earlier process.
     log.write_text(f"3,1,{int((time.monotonic() - age) * 1e6)},-;{said}\n SUBSYSTEM=memory\n")
     monkeypatch.setattr(machine, "KERNEL_LOG", log)
     assert machine.memory_kill_in_log(pid) == (said if found else None)
