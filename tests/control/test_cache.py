@@ -1,4 +1,4 @@
-"""The cache folder: whom it is taken from, and whether what lies in it is what was written."""
+"""The cache folder: which owners are accepted, and how changed files are found."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from ortlaunch.errors import FileError
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of this test's own, not yet there."""
+    """The path of a cache folder for this test alone; it does not exist yet."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Make the file another user's than the one who runs; the other's number."""
+    """Make a file belong to another user than the current one, and return that user's id."""
+    # Only root can change an owner; for other users the test changes the current user instead.
     if os.geteuid() == 0:
         os.chown(path, 54321, -1)
     else:
@@ -31,7 +32,10 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_folders_of_the_cache_are_the_users_alone(cache: Path) -> None:
-    """Whatever the umask says, nobody else may write where programs are loaded from."""
+    """Folders of the cache are writable by their owner only, for any umask.
+
+    Compiled extensions are loaded from there.
+    """
     before = os.umask(0)
     try:
         folder = cache_folder("a", "b")
@@ -47,33 +51,39 @@ def test_folders_of_the_cache_are_the_users_alone(cache: Path) -> None:
 def test_a_folder_of_another_user_is_refused(
     names: tuple[str, ...], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every folder from the cache folder down is looked at; the message says what would be right."""
+    """Every folder from the cache folder down is checked, and the message gives the remedy."""
     cache_folder("a", "b")
     wrong = cache.joinpath(*names)
     other = give_away(wrong, monkeypatch)
     with pytest.raises(FileError) as caught:
         cache_folder("a", "b")
+    # Without root every folder seems to belong to another user, so the topmost one is reported.
     first = wrong if os.getuid() == 0 else cache
     assert str(caught.value) == (
-        f"{first}: belongs to user {other}, who could put programs there that this user ({os.geteuid()}) runs; "
+        f"{first}: belongs to user {other}, who could put programs there "
+        f"that this user ({os.geteuid()}) runs; "
         "set ORTLAUNCH_CACHE to a folder of your own"
     )
     assert caught.value.exit_status == 2
 
 
 def test_a_folder_that_others_write_to_is_refused(cache: Path) -> None:
-    """A folder that anybody may write to holds anybody's files."""
+    """A folder that all users may write to is refused, with the command that removes it."""
     cache_folder("a").chmod(0o757)
     with pytest.raises(FileError) as caught:
         cache_folder("a")
     assert str(caught.value) == (
-        f"{cache / 'a'}: is writable by others, who could put programs there that this user ({os.geteuid()}) runs; "
+        f"{cache / 'a'}: is writable by others, who could put programs there "
+        f"that this user ({os.geteuid()}) runs; "
         f"type: rm -r {cache / 'a'} (what it holds is made again)"
     )
 
 
 def test_a_private_group_may_write(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group that bears the user's name and is the user's first is the user alone, as umask 002 takes it; no other."""
+    """Only the user's primary group, if it has the user's name, may write to the folder.
+
+    Systems with umask 002 give each user such a private group.
+    """
     user = pwd.getpwuid(os.geteuid())
     folder = cache_folder("a")
     os.chown(folder, -1, user.pw_gid)
@@ -86,7 +96,7 @@ def test_a_private_group_may_write(cache: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def sealed(cache: Path, text: str = "content") -> tuple[Path, Path]:
-    """A file in the cache and its seal."""
+    """Write a file and its seal in the cache, and return both paths."""
     folder = cache_folder("files")
     file = folder / "x.bin"
     record = folder / "x.seal"
@@ -96,10 +106,11 @@ def sealed(cache: Path, text: str = "content") -> tuple[Path, Path]:
 
 
 def test_what_was_sealed_is_unchanged(cache: Path) -> None:
-    """A file is taken as long as it is what was written, also with another date."""
+    """A file with its original content is accepted, also with another modification time."""
     file, record = sealed(cache)
     assert changed(record) == ""
     os.utime(file, (1, 1))
+    # Two calls: the first one may record the new time.
     assert [changed(record), changed(record)] == ["", ""]
 
 
@@ -108,14 +119,14 @@ def test_what_was_sealed_is_unchanged(cache: Path) -> None:
     [("cont", "has 4 bytes, and had 7"), ("contenT", "is not what was written"), (None, "is gone")],
 )
 def test_another_content_is_seen(text: str | None, reason: str, cache: Path) -> None:
-    """A file that was cut, changed or removed is named with what is wrong."""
+    """A file that was cut, changed or removed is reported with the difference."""
     file, record = sealed(cache)
     file.write_text(text) if text is not None else file.unlink()
     assert changed(record) == f"{file}: {reason}"
 
 
 def test_a_file_of_another_user_is_seen(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that another user owns can change at any time."""
+    """A sealed file is refused if another user owns it, since that user can change it any time."""
     file, record = sealed(cache)
     other = give_away(file, monkeypatch)
     assert changed(record) in (
@@ -126,14 +137,14 @@ def test_a_file_of_another_user_is_seen(cache: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"x.bin": 1}', '{"x.bin": {}}'])
 def test_without_a_seal_nothing_is_taken(text: str | None, cache: Path) -> None:
-    """A record that is absent or unreadable says nothing of its files."""
+    """Files without a readable seal are refused."""
     _, record = sealed(cache)
     record.write_text(text) if text is not None else record.unlink()
     assert changed(record) == f"{record}: {'is gone' if text is None else 'is no seal'}"
 
 
 def test_sealed_files_are_the_users_alone(cache: Path) -> None:
-    """A file that was written under umask 000 is not left writable by all."""
+    """Sealing makes a file writable by its owner only, also under umask 000."""
     before = os.umask(0)
     try:
         file, record = sealed(cache)
@@ -145,7 +156,7 @@ def test_sealed_files_are_the_users_alone(cache: Path) -> None:
 def test_a_folder_that_cannot_be_made_where_its_parent_is_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in a file system that takes none."""
+    """The error is reported if the file system allows no new folder, as /proc does."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", "/proc/nocache")
     with pytest.raises(
         FileError, match=r"^/proc/nocache: cannot be made: .*; ORTLAUNCH_CACHE names another place$"
@@ -154,7 +165,10 @@ def test_a_folder_that_cannot_be_made_where_its_parent_is_is_told(
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose user has no entry in /etc/passwd: the cache needs a place, and the error says which."""
+    """A user without a home folder gets an error that names ORTLAUNCH_CACHE.
+
+    An example is a container whose user has no entry in /etc/passwd.
+    """
     for name in ("HOME", "XDG_CACHE_HOME", "ORTLAUNCH_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(
@@ -168,8 +182,11 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a user whose HOME is none."""
+    """The error is reported for a home folder that is no folder, such as /dev/null."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", "/dev/null/home/cache")
-    mend = "/dev/null/home/cache: cannot be made: Not a directory: /dev/null/home; ORTLAUNCH_CACHE names another place"
+    mend = (
+        "/dev/null/home/cache: cannot be made: Not a directory: /dev/null/home; "
+        "ORTLAUNCH_CACHE names another place"
+    )
     with pytest.raises(FileError, match=f"^{mend}$"):
         cache_folder("tokens")

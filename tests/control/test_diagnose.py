@@ -1,4 +1,4 @@
-"""What `ortlaunch diagnose` says of recorded run folders: the verdict, what it rests on, and what to try."""
+"""`ortlaunch diagnose` on recorded run folders: the verdict, its evidence and the advice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ FIRST = "ortlaunch: rank 1 failed; log: x"
 
 
 def made(folder: Path, made_recipe: Any = None, **ranks: Any) -> RunDir:
-    """A run folder of 2 ranks, one of which, 1, left this account; and the job of a command that has ended."""
+    """Write a run folder of 2 ranks, with a failed job and the error record of rank 1.
+
+    Args:
+        ranks: Fields of the error record of rank 1. Without them no error records are written.
+            "text" is the verdict of the job.
+    """
     run = RunDir(folder / "run")
     chosen = made_recipe or recipe()
     write_text(run.plan, plan(chosen, [host("a", 2)], "torchrun").to_json())
@@ -42,6 +47,7 @@ def made(folder: Path, made_recipe: Any = None, **ranks: Any) -> RunDir:
                    "traceback": "", "summary": "rank 1 on host a failed", "secondary": False, "time": 2.0,
                    "cause": "raised", "detail": "x"}  # fmt: skip
         write_json(run.error(1), {**account, **ranks})
+        # Rank 0 failed earlier but only because it lost rank 1 (secondary): the time must not decide.
         write_json(
             run.error(0),
             {**account, "rank": 0, "secondary": True, "time": 1.0, "type": "RuntimeError"},
@@ -65,6 +71,7 @@ def ended(
 
 KILLED = {"type": "Signal", "signal": 9, "exit_status": 137}
 NAN = "step 3: the loss is nan on rank 1, samples 4, 5 of x"
+# Cause -> fields of the error record of rank 1, and the verdict.
 RANKS: dict[str, tuple[dict[str, Any], str]] = {
     "left-early": (
         {"exit_status": 7},
@@ -85,7 +92,8 @@ RANKS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "killed": (
         KILLED,
-        "rank 1 on host a was killed (SIGKILL), and not for memory as far as its control group counts",
+        "rank 1 on host a was killed (SIGKILL), "
+        "and not for memory as far as its control group counts",
     ),
     "out-of-memory": (
         {"detail": "RuntimeError: can't allocate"},
@@ -105,7 +113,7 @@ RANKS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("kind", RANKS)
 def test_the_account_of_a_rank(kind: str, tmp_path: Path) -> None:
-    """The cause of the first failure is named, and not that of the ranks that lost it."""
+    """The verdict names the first failure, not the failures of ranks that lost that rank."""
     account, said = RANKS[kind]
     found = diagnose(made(tmp_path, cause=kind, **account))
     assert (found.kind, found.verdict) == (kind, said)
@@ -114,7 +122,7 @@ def test_the_account_of_a_rank(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_the_kernel_ended(tmp_path: Path) -> None:
-    """Its record says so; the verdict names the kernel."""
+    """A rank whose record counts a kill for memory gets a verdict that names the kernel."""
     found = diagnose(made(tmp_path, **KILLED, cause="out-of-memory", memory_kills=1))
     assert (found.kind, found.verdict) == (
         "out-of-memory",
@@ -126,12 +134,13 @@ def test_a_rank_that_the_kernel_ended(tmp_path: Path) -> None:
     ("precision", "kind"), [("fp16", "loss-scale-collapse"), ("fp32", "not-finite")]
 )
 def test_a_gradient_that_is_not_finite(precision: str, kind: str, tmp_path: Path) -> None:
-    """Beside finite losses it is fp16's loss scale, where that is the precision."""
+    """A non-finite gradient with finite losses is a loss scale collapse if the precision is fp16."""
     chosen = recipe(engine={"name": "eager"}, precision=precision, launch={"device": "cuda"})
     assert diagnose(made(tmp_path, chosen, cause="gradient-not-finite", detail="x")).kind == kind
 
 
 WHO = "rank 1 on host a"
+# Causes that the command records itself because no rank left an error record.
 ENDS = {
     "launcher-killed": Failure(Cause.LAUNCHER_KILLED, who="mpirun", signal=9),
     "no-locks": Failure(Cause.NO_LOCKS, "DistError: flock: No locks available", who="torchrun"),
@@ -148,14 +157,14 @@ ENDS = {
 
 @pytest.mark.parametrize("kind", ENDS)
 def test_ends_of_which_no_rank_tells(kind: str, tmp_path: Path) -> None:
-    """What the command recorded is the verdict, in the words that it printed."""
+    """The verdict is the failure that the command recorded, in the same sentence."""
     run = made(tmp_path)
     ended(run, "x", failure=ENDS[kind])
     assert (diagnose(run).kind, diagnose(run).verdict) == (kind, sentence(ENDS[kind]))
 
 
 def test_processes_that_the_kernel_ended(tmp_path: Path) -> None:
-    """Where nothing but its count tells why a rank is gone, memory is the cause."""
+    """Memory is the cause if only the kernel's count of kills explains a vanished rank."""
     run = made(tmp_path)
     ended(run, "x", failure=Failure(Cause.RANK_VANISHED, who=WHO, memory_kills=1))
     assert diagnose(run).kind == "out-of-memory"
@@ -166,13 +175,17 @@ def test_processes_that_the_kernel_ended(tmp_path: Path) -> None:
 
 
 def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
-    """The plan's table, and settings that take less, beside the limit where the rank died."""
+    """The evidence compares the plan, and settings that need less memory, with the rank's limit."""
     big = {"batch": {"global_size": 64, "micro_size": 32}}
+    # Two ranks share the limit of the host: 224 MiB for each.
     limit = {"memory_limit": {"name": "control group", "bytes": 2 * (224 << 20)}}
     found = diagnose(made(tmp_path, bert(**big, zero=None), cause="out-of-memory", **limit))
     rows = [line.strip() for line in found.evidence]
     assert any(line.startswith("->DDP") for line in rows)
-    head = "what would fit, by the plan with its process (200.0 MiB): 224.0 MiB a rank is the limit there"
+    head = (
+        "what would fit, by the plan with its process (200.0 MiB): "
+        "224.0 MiB a rank is the limit there"
+    )
     assert head in rows
     fits = {
         line.partition("  ")[0]: line.rpartition(", ")[2]
@@ -182,11 +195,12 @@ def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
     assert fits["as it is"] == "does not fit"
     assert fits["batch.micro_size: 1"] == "fits"
     assert "model.gradient_checkpointing: true" in fits
-    assert "zero.stage: 3" not in fits  # of so small a model its buckets take more
+    # The buckets of ZeRO 3 need more memory than they save in such a small model.
+    assert "zero.stage: 3" not in fits
 
 
 def test_out_of_memory_never_says_that_it_fits(tmp_path: Path) -> None:
-    """Where the plan is below the limit that the run reached, it is scaled to it."""
+    """A plan below the limit that the run reached is scaled up to that limit."""
     limit = {"memory_limit": {"name": "control group", "bytes": 2 * (1 << 30)}}
     asked = bert(batch={"global_size": 64, "micro_size": 32})
     rows = [
@@ -204,7 +218,7 @@ def test_out_of_memory_never_says_that_it_fits(tmp_path: Path) -> None:
 
 
 def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
-    """The last line stays what it was; an end that nobody has to explain gets none."""
+    """The last line of train stays the same; an end by a signal from outside gets no verdict."""
     run = made(
         tmp_path, cause="index-out-of-range", detail="IndexError: Target 7 is out of bounds."
     )
@@ -228,7 +242,7 @@ def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["not-finite", "loss-spike"])
 def test_a_message_is_printed_once(kind: str, tmp_path: Path) -> None:
-    """Of a non-finite loss and of a loss spike the command prints each sentence and each advice once."""
+    """Each sentence and each advice is printed once for a non-finite loss and for a loss spike."""
     message = f"{NAN}\nThe run ends here."
     run = made(tmp_path, cause=kind, detail=NAN)
     lines = with_verdict(
@@ -240,9 +254,10 @@ def test_a_message_is_printed_once(kind: str, tmp_path: Path) -> None:
 
 
 def test_numbers_beside_the_verdict(tmp_path: Path) -> None:
-    """Last step, bad steps, failed saves, NCCL's recorder, and an fp16 loss scale that finds no place."""
+    """The evidence has the last step, skipped and bad steps, failed saves and NCCL's recorder."""
     run = made(tmp_path, type="ValueError", message="x")
     lines = [{"step": step, "loss": 2.0, "skipped_steps": step} for step in (1, 5, 9)]
+    # The last line is cut, as after a kill in the middle of a write.
     write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 10, "lo')
     write_text(
         run.bad_steps,
@@ -259,7 +274,7 @@ def test_numbers_beside_the_verdict(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_and_one_that_ended_well(tmp_path: Path) -> None:
-    """There is nothing to explain; a folder that is none is refused."""
+    """A running or successful run has no failure; a folder that is no run is refused."""
     run = RunDir(tmp_path)
     ended(run, "done: run, in 0:09\nto continue: ortlaunch train x.yaml", 0, JobState.SUCCEEDED)
     assert diagnose(run).kind == "ended-well"
@@ -271,7 +286,7 @@ def test_a_run_that_goes_on_and_one_that_ended_well(tmp_path: Path) -> None:
 
 
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Verdict first; --json has all of it."""
+    """The verdict is printed first; --json prints all fields."""
     run = made(tmp_path, cause="crash", signal=int(signal.SIGSEGV))
     for arguments in ([], ["--json"]):
         with pytest.raises(SystemExit) as end:
@@ -283,7 +298,11 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_stop_is_the_cause_where_the_command_says_so(tmp_path: Path) -> None:
-    """Before its first step a rank stops at once, also where its launcher asked because it had lost another one."""
+    """A rank that was stopped is the cause only if the command recorded that too.
+
+    Before its first step a rank stops at once, also when the launcher stops it because another rank
+    was lost. Then that other rank is the cause.
+    """
     detail = "was stopped by SIGTERM before its first"
     run = made(tmp_path, cause="stopped", signal=15, exit_status=85, detail=detail)
     stop = Failure(Cause.STOPPED, detail, 1, "a")

@@ -1,4 +1,4 @@
-"""What is installed: declared dependencies and their floors, and a real wheel with everything that users need of it."""
+"""The declared dependencies with their lowest versions, and the contents of a real wheel."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import pytest
 from ortlaunch.recipe.manual.schema import json_schema
 
 ROOT = Path(__file__).parents[2]
-# Modules whose distribution has another name.
+# Import name -> distribution name, where they differ.
 DISTRIBUTIONS = {
     "yaml": "pyyaml", "onnxruntime": "onnxruntime-training-cpu", "pydantic_core": "pydantic-core",
     "mlflow": "mlflow-skinny", "huggingface_hub": "huggingface-hub",
 }  # fmt: skip
-# Imported only where a recipe, a launcher or a verb asks for them; everything else must come with a bare install.
+# Distributions imported only for some recipes, launchers or commands. All others must come with a
+# bare install.
 OPTIONAL = {
     "deepspeed", "matplotlib", "mpi4py", "onnx", "onnxruntime-training-cpu", "peft", "tensorboard", "wandb",
     "mlflow-skinny",
@@ -29,7 +30,11 @@ OPTIONAL = {
 
 
 def requirements(*extras: str) -> dict[str, str]:
-    """Name -> versions of what a bare install, or some extras, or ("*") everything at once asks for."""
+    """Return the version bounds of the required distributions by name.
+
+    Args:
+        extras: Extras to read; none means a bare install, "*" means everything.
+    """
     project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
     asked: dict[str, list[str]] = {}
@@ -46,13 +51,14 @@ def _name(line: str) -> str:
 
 
 def pins(file: str) -> dict[str, str]:
-    """Name -> version of a constraints file."""
+    """Return the pinned versions of a constraints file by name."""
     lines = (ROOT / "constraints" / file).read_text().splitlines()
     return {_name(line): line.partition("==")[2] for line in lines if "==" in line}
 
 
 def test_floors_are_what_was_run() -> None:
-    """constraints/floors.txt, on which the tiny recipes were run, pins each dependency's floor."""
+    """constraints/floors.txt, used to run the tiny recipes, pins the lowest allowed versions."""
+    # Compared as versions, because 1.2 and 1.2.0 are the same.
     version = pytest.importorskip("packaging.version").Version
     asked = requirements("*")
     floors = {name: floor[1] for name in asked if (floor := re.search(r">=([\d.]+)", asked[name]))}
@@ -66,7 +72,7 @@ def test_floors_are_what_was_run() -> None:
 
 @pytest.mark.parametrize("file", ["floors.txt", "torch-2.6.txt", "torch-2.13.txt"])
 def test_constraints_are_within_the_bounds(file: str) -> None:
-    """No tested set contradicts pyproject.toml."""
+    """Every tested set of versions is within the bounds of pyproject.toml."""
     specifiers = pytest.importorskip("packaging.specifiers")
     asked = requirements("*")
     outside = {
@@ -80,7 +86,8 @@ def test_constraints_are_within_the_bounds(file: str) -> None:
 # ------------------------------------------------------------------------------------------------------- the wheel
 
 
-# Several verbs in one process of the installed Python: the words, and what each prints.
+# Runs several commands in one process of the installed Python, because each start takes time, and
+# prints the output of each as JSON.
 TYPED = """
 import contextlib, io, json, sys
 from ortlaunch.cli import main
@@ -98,14 +105,18 @@ WORDS = ("recipes copy llama2-7b/tiny mine.yaml", "validate mine.yaml", "schema"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh environment with our wheel in it, built from a copy; its dependencies are this environment's."""
+    """A fresh environment with the wheel, built from a copy of the sources.
+
+    The dependencies are those of the current environment.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for name in ("ortlaunch", "recipes", "constraints", "hostfiles"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    # By pyproject.toml's own backend, as `pip wheel --no-build-isolation` would, but for pip's start.
+    # The backend of pyproject.toml builds the wheel, as in `pip wheel --no-build-isolation`, but
+    # without the time that pip needs to start.
     _run(
         [sys.executable, "-c", "from setuptools.build_meta import build_wheel; build_wheel('..')"],
         source,
@@ -116,18 +127,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
     _run([*pip, "install", "--no-deps", "--no-index", "--no-compile", wheel], folder)
     packages = folder / "venv" / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    # A .pth file adds a folder to sys.path: nothing has to be downloaded.
     (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     return folder
 
 
 @pytest.fixture(scope="module")
 def said(installed: Path) -> dict[str, str]:
-    """What the verbs of the installed package print."""
+    """The standard output of commands of the installed package, by their arguments."""
     python = installed / "venv" / "bin" / "python"
     return dict(json.loads(_run([python, "-c", TYPED, *WORDS], installed)))
 
 
 def _run(command: list[str | Path], folder: Path) -> str:
+    # PYTHONPATH could lead to the sources instead of the installed package.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         command,
@@ -143,7 +156,7 @@ def _run(command: list[str | Path], folder: Path) -> str:
 
 
 def test_the_installed_package_is_typed(installed: Path) -> None:
-    """Type checkers read our annotations from a wheel, and it is the wheel that is asked here."""
+    """The package imported from the wheel has py.typed, which type checkers need."""
     python = installed / "venv" / "bin" / "python"
     package = Path(
         _run([python, "-c", "import ortlaunch; print(ortlaunch.__file__)"], installed)
@@ -164,14 +177,14 @@ def test_the_wheel_says_what_it_is(installed: Path) -> None:
 
 
 def test_the_installed_command_and_recipes(installed: Path) -> None:
-    """Recipes are listed."""
+    """The installed command lists all shipped recipes."""
     names = _run([installed / "venv" / "bin" / "ortlaunch", "recipes", "list"], installed).split()
     assert names == sorted(str(path.relative_to(ROOT / "recipes").with_suffix("")) for path in
                            (ROOT / "recipes").rglob("*.yaml"))  # fmt: skip
 
 
 def test_a_copy_of_an_installed_recipe(said: dict[str, str], installed: Path) -> None:
-    """It is valid, and its schema is the package's."""
+    """The copy is valid, and it refers to the schema in the installed package."""
     assert said["recipes copy llama2-7b/tiny mine.yaml"] == "mine.yaml\n"
     assert "valid" in said["validate mine.yaml"]
     schema = re.search(r"\$schema=(\S+)", (installed / "mine.yaml").read_text())
@@ -180,7 +193,7 @@ def test_a_copy_of_an_installed_recipe(said: dict[str, str], installed: Path) ->
 
 
 def test_the_installed_texts(said: dict[str, str]) -> None:
-    """Constraints and example host files are printed as they lie in the repository."""
+    """The constraints and example host files are printed unchanged."""
     for words, file in (
         ("constraints", "constraints/torch-2.13.txt"),
         ("constraints torch-2.6", "constraints/torch-2.6.txt"),
@@ -191,7 +204,10 @@ def test_the_installed_texts(said: dict[str, str]) -> None:
 
 
 def test_the_repository_holds_texts_alone() -> None:
-    """A `git add -A` beside `pip download` once put 26 MB of wheels into it."""
+    """The repository has no binary file, except one recipe of the tests.
+
+    A `git add -A` after a `pip download` once added 26 MB of wheels.
+    """
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     listed = subprocess.run(
