@@ -115,7 +115,7 @@ class Results:
     def __init__(self, config: pytest.Config, folder: Path) -> None:
         self.folder = folder
         self.again = config.getoption("--again")
-        # In a worker of pytest-xdist; only the main process writes files.
+        # True in a worker of pytest-xdist: only the main process writes files.
         self.is_worker = hasattr(config, "workerinput")
         self.deadline = time.monotonic() + 60 * config.getoption("--minutes")
         self.machine = machine(config.getoption("--device"))
@@ -149,7 +149,7 @@ class Results:
     def out_of_time(self, why: str) -> None:
         """End a test that ran out of time: leave it for another call, or fail it."""
         self.deadline = min(self.deadline, time.monotonic())
-        # The first test of a call had all the time there is: another call would not help.
+        # The first test had all the time of its call: another such call would not help.
         if self.is_first:
             pytest.fail(why, pytrace=False)
         pytest.skip("left for another call")
@@ -171,7 +171,7 @@ class Results:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """Skip a test that would probably not finish in the time left."""
+        """Do not start a test that would probably not finish in the time left."""
         # The first test always starts, so that every call makes progress.
         if self.is_first:
             return None

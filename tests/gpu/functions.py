@@ -17,8 +17,8 @@ from tests.gpu.verdicts import SKIPPED, Ended, Verdict, difference, judged
 
 ROOT = Path(__file__).resolve().parents[2]
 # _FIRST_LOSS limits the relative difference of the first loss from float32's. Measured on a CPU:
-# 8e-5 with float16 weights, 1.3e-3 if the rotary frequencies are float16, too. The wide initial weights
-# (initializer_range) make attention depend on positions, as trained weights do.
+# 8e-5 with float16 weights, 1.3e-3 if the rotary frequencies are float16, too. The wide initial
+# weights (initializer_range) make attention depend on positions, as trained weights do.
 _POSITIONS = 2048
 _FIRST_LOSS = 4e-4
 _LONG = (
