@@ -20,7 +20,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     (home / "toys.py").write_text(TOYS)
     (home / "cache").mkdir()
-    # The extensions are built once and linked, since a build takes minutes.
+    # The build is slow, so that all modules of tests share it.
     if INSTALLED:
         build()
         share_extensions(home / "cache")

@@ -14,7 +14,8 @@ from tests.ort import needs_ort
 
 @needs_ort
 def test_a_model_that_onnx_runtime_cannot_run(train: Train) -> None:
-    """A run ends before step 1, with a status, the reason and advice; nothing is trained."""
+    """A model that ONNX Runtime cannot run ends the run before step 1, with reason and advice."""
+    # With torch's operators allowed inside the graph, the model would run.
     without = {"model": {"factory": "toys:attending"}, "engine": {"torch_operators": "off"}}
     run = train("attending", merged(TOY, without))
     assert run.status == 1
@@ -38,6 +39,7 @@ def test_a_fallback_that_is_allowed_is_told(train: Train) -> None:
     assert run.losses()[-1] < run.losses()[0]
     engine = run.truth()["engine"]
     assert (engine["asked"], engine["used"]) == ("ort", "eager")
+    # A reason of a sentence, not only an error's class.
     assert len(engine["fallback_reason"]) > 20
     assert run.truth()["onnxruntime"]["forward_passes"] == 0
     assert (
@@ -55,7 +57,7 @@ def bf16(train: Train) -> list[float]:
 
 
 def precise_curve(train: Train, precision: str, zero: dict[str, int] | None) -> list[float]:
-    """Losses of training and evaluation, clipped."""
+    """Return the losses of training and evaluation of a run with clipping."""
     batch = {"global_size": 64, "micro_size": 16}
     rate = {"learning_rate": 3e-2}
     recipe = merged(FULL, {"precision": precision, "zero": zero, "batch": batch, "optimizer": rate})
@@ -80,14 +82,15 @@ def test_lower_precision(
     assert sum(bf16[7:10]) < 0.7 * sum(bf16[:3])
     other = precise_curve(train, precision, zero)
     assert other == pytest.approx(bf16, rel=0.02)
+    # Otherwise fp16 or ZeRO had no effect.
     assert other != bf16
 
 
 @pytest.mark.slow
 @pytest.mark.ci
 def test_fp16_skips_steps_that_overflow(train: Train) -> None:
-    """A loss too large for the first scales is skipped until one fits; a resumed run knows scale
-    and count."""
+    """fp16 skips steps until its loss scale fits; a resumed run restores scale and count."""
+    # A loss of 3 times the size overflows fp16 at the first loss scales.
     recipe = merged(TOY, {**EAGER, "precision": "fp16", "model": {"arguments": {"scale": 3.0}}})
     recipe["schedule"] = {"name": "constant"}
     run = ended_well(train("skips", recipe))
@@ -112,8 +115,7 @@ def test_fp16_skips_steps_that_overflow(train: Train) -> None:
 def test_one_large_or_four_small_batches(
     clip: float | None, others: tuple[Any, ...], train: Train
 ) -> None:
-    """The same global batch at once or in four passes, with DeepSpeed or without: one curve and one
-    norm."""
+    """One large batch and four small ones give one curve, with DeepSpeed and without."""
     recipe = merged(TOY, {**EAGER, "train": {"max_grad_norm": clip, "max_steps": 8}})
     at_once = ended_well(train(f"once-{clip}", recipe, "batch.micro_size=16"))
     norms = [norm for _, norm in at_once.values("gradient_norm")]
@@ -122,7 +124,8 @@ def test_one_large_or_four_small_batches(
         assert in_four.losses() == pytest.approx(at_once.losses(), rel=1e-5)
         found = [norm for _, norm in in_four.values("gradient_norm")]
         assert found == pytest.approx(norms, rel=1e-4)
-        assert min(found) > (clip or 0)  # so that every step was clipped
+        # Every step was clipped, so the test covers clipping.
+        assert min(found) > (clip or 0)
 
 
 @pytest.mark.slow

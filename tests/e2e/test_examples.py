@@ -18,13 +18,13 @@ from ortlaunch.worker.model.model import loss_of
 from tests.e2e.runs import COMMAND, environment
 from tests.ort import needs_ort
 
-# The loss of a uniform guess for each example; the loss after training is far below it.
+# The loss that each example must be below after training; a uniform guess has a far higher one.
 LEARNED = {"own-module": 0.05, "vit": 0.9, "whisper": 1.2, "text-classification": 1.1, "gpt2": 5.9}
 OWN = [name for name in LEARNED if load(shipped.find(f"examples/{name}")).recipe.model.factory]
 
 
 def test_each_example_is_held_to_its_loss() -> None:
-    """None is left out here."""
+    """Every shipped example has a limit for its loss."""
     assert {f"examples/{name}" for name in LEARNED} == {
         name for name in shipped.names() if name.startswith("examples")
     }
@@ -35,8 +35,7 @@ def test_each_example_is_held_to_its_loss() -> None:
     [pytest.param(name, marks=[] if name == "own-module" else pytest.mark.slow) for name in OWN],
 )
 def test_the_modules_of_an_example_fit_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its model takes its samples, as a batch, and every weight gets a gradient; a sample is the
-    same each time."""
+    """An example's model trains on a batch of its samples, and its samples are reproducible."""
     path = shipped.find(f"examples/{name}")
     recipe = load(path).recipe
 
@@ -67,9 +66,10 @@ def test_the_modules_of_an_example_fit_together(name: str, monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNED)
 def test_an_example_learns(name: str, home: Path, tmp_path: Path) -> None:
-    """An example, copied to an empty folder with its data, trains to a loss far below chance."""
+    """An example, copied as a user copies it, trains to a loss far below chance."""
     env = environment(home)
     run(COMMAND, "recipes", "copy", f"examples/{name}", ".", cwd=tmp_path, env=env)
+    # One example has a script that makes its data.
     if (tmp_path / "docstrings.py").exists():
         run(sys.executable, "docstrings.py", cwd=tmp_path, env=env)
     run(COMMAND, "train", f"{name}.yaml", "--run-dir=run", cwd=tmp_path, env=env)

@@ -1,5 +1,4 @@
-"""The shipped tiny recipes as a newcomer runs them: lines that fit a terminal, and memory near its
-plan."""
+"""The shipped tiny recipes as a new user runs them: output width, and memory against its plan."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ COLUMNS = 100
     ],
 )
 def test_a_shipped_recipe(recipe: str, more: list[str], home: Path, tmp_path: Path) -> None:
-    """No printed line is wider than 100 columns, and the plan is near the peak, which varies by 15
-    % between runs."""
+    """A run prints no line over 100 columns, and its memory peak is near the plan."""
     command = [
         str(COMMAND),
         "train",
@@ -55,6 +53,7 @@ def test_a_shipped_recipe(recipe: str, more: list[str], home: Path, tmp_path: Pa
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    # Commands and paths are not wrapped.
     lines = [
         line
         for line in done.stdout.splitlines()
@@ -67,4 +66,5 @@ def test_a_shipped_recipe(recipe: str, more: list[str], home: Path, tmp_path: Pa
         "step 6/6",
     ]
     memory = json.loads((tmp_path / "run/memory.json").read_text())
+    # The measured peak varies by 15 % between runs.
     assert 0.75 <= memory["planned"]["peak"] / memory["measured"]["peak"] <= 1.25, memory

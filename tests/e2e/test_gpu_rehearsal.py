@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def proof(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command's end."""
+    """Run tests/gpu on the CPU, with its results in `out`."""
     command = [
         sys.executable,
         "-m",
@@ -41,8 +41,7 @@ def proof(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.ci
 @needs_ort
 def test_the_smoke_part(tmp_path: Path) -> None:
-    """Train, resume bit for bit, evaluate, export, generate; ort with ZeRO; two ranks on one
-    device."""
+    """The smoke part passes for eager, for ort with ZeRO, and for two ranks on one device."""
     words = "eager and fp32 and deepspeed or ort and fp32 and zero or two and not (ddp or 1 or 3)"
     ended = proof(tmp_path, "-k", f"smoke: and ({words})")
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
@@ -53,7 +52,7 @@ def test_the_smoke_part(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with every part's results."""
+    """The folder with the results of all parts."""
     out = tmp_path_factory.mktemp("proof")
     ended = proof(out, "--minutes=55")
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
@@ -66,7 +65,7 @@ def cases_of(out: Path) -> dict[str, Any]:
 
 
 def test_every_part_passes(done: Path) -> None:
-    """Curves, benches and memory of small models; ort may be absent."""
+    """Every part has a passed case; ort only where it is installed."""
     passed: dict[str, int] = dict.fromkeys(PARTS, 0)
     for case in cases_of(done).values():
         passed[case["part"]] += case["status"] == "passed"
@@ -76,7 +75,7 @@ def test_every_part_passes(done: Path) -> None:
 
 
 def test_the_page(done: Path) -> None:
-    """A section a part, and figures and parity of a bench."""
+    """The page has a section for each part, and each benchmark's figures and parity."""
     page = (done / "page.md").read_text()
     assert all(f"## {part}\n" in page for part in PARTS)
     row = next(
@@ -88,14 +87,14 @@ def test_the_page(done: Path) -> None:
 
 
 def test_a_curve_that_is_wrong_fails_the_proof(done: Path, tmp_path: Path) -> None:
-    """With plain PyTorch's curve moved by 2 %, a training that is as it was fails; the others are
-    not run again."""
+    """A training against a reference moved by 2 % fails, and finished cases are not run again."""
     out = tmp_path / "proof"
     shutil.copytree(done, out)
     results = json.loads((out / "results.json").read_text())
     (again,) = (key for key in results["cases"] if "eager: llama2-7b/tiny, ZeRO 1, bf16" in key)
     file = out / "reference-llama2-7b-tiny.json"
     file.write_text(json.dumps([1.02 * loss for loss in json.loads(file.read_text())]))
+    # Only a case without a result is run again.
     before = results["cases"].pop(again)
     (out / "results.json").write_text(json.dumps(results))
     ended = proof(out, "-k", "eager:")

@@ -1,4 +1,4 @@
-"""A config of another tool, imported, trains at a tiny size."""
+"""An imported config of another tool trains at a tiny size."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ CONFIG = Path(__file__).parents[1] / "foreign_configs/axolotl.yml"
 
 
 def test_an_imported_config_trains(train: Train) -> None:
-    """Axolotl's LoRA example, whose model and data are of the hub, on a model and text of this
-    machine: adapters on all
-    linear layers, its batch, schedule and recomputation."""
+    """Axolotl's LoRA example trains with its batch, schedule and recomputation."""
+    # Its model and data are on the hub; a tiny model and local text replace them.
     made = yaml.safe_load(import_config(CONFIG, None, None, ("data.train=python-docs",)).recipe)
     made["model"].update(
         pretrained=None, config={"model_type": "llama", **SMALL, "max_position_embeddings": 32}

@@ -56,13 +56,12 @@ def net():
 def data():
     return Data()
 '''
-STEPS_A_KILL = (
-    6  # more than a life makes on average, so that the run does not end before its last kill
-)
+# More steps than a start does on average, so that the run does not end before its last kill.
+STEPS_A_KILL = 6
 
 
 def recipe(engine: str, kills: int) -> dict[str, Any]:
-    """The toy's."""
+    """Return the recipe of the toy."""
     return {
         "name": "killed",
         "model": {"task": "custom", "factory": "killed_toy:net"},
@@ -78,7 +77,7 @@ def recipe(engine: str, kills: int) -> dict[str, Any]:
 
 
 def one_kill(home: Path, number: int, chance: random.Random) -> dict[str, Any]:
-    """A life that ends by SIGKILL: while a checkpoint is written, between two, or while it starts."""
+    """Start the run and kill it during a save, between two saves, or while it starts."""
     how = ["partial", "between", "partial", "between", "partial", "partial", "between", "starting"][
         number % 8
     ]
@@ -87,7 +86,9 @@ def one_kill(home: Path, number: int, chance: random.Random) -> dict[str, Any]:
     if how == "starting":
         time.sleep(chance.uniform(0.1, 4.0))
     else:
-        life.wait_for("complete")  # so that each life gets on
+        # Each such start makes progress.
+        life.wait_for("complete")
+        # Listed before the moment: listing takes longer than a checkpoint.
         life.look()
         if how == "partial":
             life.wait_for("partial")
@@ -98,6 +99,7 @@ def one_kill(home: Path, number: int, chance: random.Random) -> dict[str, Any]:
             f"kill {number}: the run had ended with {life.process.exitcode} before it was killed"
         )
     resumed = life.resumed_after()
+    # A start that was killed early may not have printed from which step it resumes.
     expected = before[-1][0] if before else 0
     if resumed != expected and not (how == "starting" and resumed == 0):
         pytest.fail(
@@ -130,9 +132,9 @@ def test_a_run_that_is_killed_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """SIGKILL to all processes while a checkpoint is written and between two: as if nothing had been.
+    """A run that is killed repeatedly, also during saves, equals an undisturbed run bit for bit.
 
-    Each restart takes the newest complete checkpoint; final weights, checkpoint and losses are equal bit for bit.
+    Each restart loads the newest complete checkpoint.
     """
     build()
     share_extensions(tmp_path / "cache")
@@ -140,6 +142,7 @@ def test_a_run_that_is_killed_again_and_again(
     (tmp_path / "killed_toy.py").write_text(MODULE)
     (tmp_path / "killed.yaml").write_text(yaml.safe_dump(recipe(engine, kills)))
     forked.preload()
+    # A fixed seed for each test, though the moments still depend on the machine.
     chance = random.Random(kills)
     seen = [one_kill(tmp_path, number, chance) for number in range(kills)]
     partial = sum(each["partial"] for each in seen)
@@ -148,6 +151,7 @@ def test_a_run_that_is_killed_again_and_again(
     Life(tmp_path, "straight").end()
     assert "is damaged" not in (tmp_path / "killed.log").read_text()
     assert differences(RunDir(tmp_path / "straight"), RunDir(tmp_path / "killed")) == []
+    # Fewer would mean that saves were hardly tested.
     assert partial >= 0.3 * kills, seen
 
 
@@ -174,7 +178,7 @@ def net(folder):
 
 @pytest.mark.slow
 def test_a_save_whose_rank_dies(train: Train, home: Path) -> None:
-    """The run ends, names the rank, and leaves the older checkpoint whole; the next start goes on from that."""
+    """A run names a rank that dies in a save, and the next start uses the older checkpoint."""
     (home / "dies.py").write_text(DIES)
     arguments = {"folder": str(home / "dies")}
     recipe = merged(

@@ -1,5 +1,4 @@
-"""Low-rank adapters: only they are trained and saved, on every engine and under DeepSpeed; merged
-on export."""
+"""Low-rank adapters on every engine and under DeepSpeed: training, saving and merged export."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def eager(train: Train) -> Run:
 
 
 def adapters(run: Run) -> dict[str, torch.Tensor]:
-    """The model in the last checkpoint of a run of one rank, as safetensors reads it."""
+    """Return the model's tensors in the last checkpoint of a run of one rank."""
     saved = load_file(run.folder / "checkpoints/step_00000006/rank_00000.safetensors")
     names = {
         key.partition(":")[2].partition("@")[0]: key
@@ -51,11 +50,11 @@ def adapters(run: Run) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_low_rank_adapters(train: Train, eager: Run) -> None:
-    """LoRA on Llama: ONNX Runtime's curve is eager's; adapters alone are trained, saved and
-    exported."""
+    """Adapters of a Llama train on ONNX Runtime as on eager, and are saved and exported alone."""
     ort = ended_well(train("lora-ort", LORA))
     assert ort.losses() == pytest.approx(eager.losses(), rel=1e-4)
     assert ort.losses()[-1] < ort.losses()[0]
+    # Two passes a step, 6 steps.
     assert ort.truth()["onnxruntime"]["backward_passes"] == 12
     for run in (ort, eager):
         assert run.truth()["trained_parameters"] == TRAINED < run.truth()["parameters"]
@@ -86,12 +85,13 @@ def test_adapters_are_merged_on_export(
         for side in "qv":
             a, b = (adapters(eager)[MODEL.format(layer, side, part)] for part in "AB")
             name = f"model.layers.{layer}.self_attn.{side}_proj.weight"
+            # alpha / r = 8 / 4.
             torch.testing.assert_close(weights[name], start[name] + 8 / 4 * b @ a)
 
 
 @pytest.mark.slow
 def test_adapters_on_inductor(train: Train, eager: Run) -> None:
-    """torch.compile trains adapters along eager's curve."""
+    """torch.compile trains adapters with eager's losses."""
     run = ended_well(
         train("lora-inductor", merged(LORA, {"engine": {"name": "inductor"}}), timeout=300)
     )
@@ -99,7 +99,7 @@ def test_adapters_on_inductor(train: Train, eager: Run) -> None:
 
 
 def saved_names(folder: Path) -> set[str]:
-    """Names of every weight and buffer in the files of all ranks."""
+    """Return the names of all weights and buffers in the files of all ranks."""
     keys = {key for path in folder.glob("rank_*.safetensors") for key in load_file(path)}
     return {key.partition(":")[2].partition("@")[0] for key in keys}
 
@@ -113,8 +113,7 @@ def saved_names(folder: Path) -> set[str]:
     ],
 )
 def test_adapters_under_deepspeed(train: Train, eager: Run, engine: str, stage: int) -> None:
-    """Two ranks: eager's curve, checkpoints of adapters only, and a run that goes on from them as
-    if never stopped."""
+    """Two ranks with ZeRO train and save only adapters, with eager's losses, and resume."""
     sharded = merged(
         LORA,
         {"engine": {"name": engine}, "zero": {"stage": stage}, "checkpoint": {"every_steps": 3}},
@@ -125,6 +124,7 @@ def test_adapters_under_deepspeed(train: Train, eager: Run, engine: str, stage: 
     names = saved_names(run.folder / "checkpoints/step_00000003")
     assert names
     assert all("lora_" in name for name in names)
+    # Without its mark, the last checkpoint is incomplete.
     (run.folder / "checkpoints/step_00000006/COMPLETE").unlink()
     resumed = ended_well(train(folder, sharded, *TWO_RANKS))
     assert "resumed after step 3" in resumed.out
@@ -135,8 +135,7 @@ def test_adapters_under_deepspeed(train: Train, eager: Run, engine: str, stage: 
 @pytest.mark.ci
 @needs_ort
 def test_a_new_head_is_trained_with_the_adapters(train: Train) -> None:
-    """For sequence-classification the random head is trained, saved and exported, on ONNX Runtime
-    as in eager."""
+    """A new classification head is trained, saved and exported with the adapters."""
     recipe = merged(
         LORA,
         {

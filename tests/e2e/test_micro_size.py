@@ -18,9 +18,9 @@ import yaml
 from tests.launch.tiny import needs_mpi
 
 MiB = 1 << 20
+# Where version 1 of control groups is mounted.
 GROUPS = Path("/sys/fs/cgroup/memory")
-# A sample keeps 8 MiB from the forward pass to the backward pass, and as much again is needed to
-# compute them.
+# A sample keeps 8 MiB from the forward to the backward pass, and needs as much again to compute.
 MODULE = """
 import torch
 
@@ -51,7 +51,7 @@ RECIPE: dict[str, Any] = {
 
 
 class Limited:
-    """The command, with a limit of address space or of a control group."""
+    """`ortlaunch train` under a limit of address space or of a control group."""
 
     def __init__(
         self, folder: Path, address_space: int | None = None, group: Path | None = None
@@ -64,7 +64,7 @@ class Limited:
 
     def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "ortlaunch.cli", "train", "recipe.yaml", *words]
-        # In the group from the start, and not the first to be killed in it.
+        # The shell joins the group before it becomes the command, so that all memory counts.
         script = 'test -z "$0" || echo $$ > "$0/cgroup.procs"; exec "$@"'
         return subprocess.run(
             ["/bin/sh", "-c", script, str(self.group or ""), *command],
@@ -79,8 +79,9 @@ class Limited:
 
 @pytest.fixture(params=["address space", "control group"])
 def limited(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Limited]:
-    """A rank may take about 1 GiB beside Python and torch."""
+    """A command whose ranks may use about 1 GiB beside Python and torch."""
     if request.param == "address space":
+        # The address space includes mapped libraries, so the limit is above theirs.
         yield Limited(tmp_path, address_space=_address_space_of_torch() + 1500 * MiB)
         return
     group = GROUPS / f"ortlaunch-test-{os.getpid()}"
@@ -94,12 +95,13 @@ def limited(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Limited]
     while group.exists() and time.monotonic() < deadline:
         try:
             group.rmdir()
-        except OSError:  # a process of it is still going
+        except OSError:
+            # A process of the group has not ended yet.
             time.sleep(0.1)
 
 
 def _address_space_of_torch() -> int:
-    """Return the peak reserved memory of a process that has trained a small model."""
+    """Return the peak address space, in bytes, of a process that trained a small model."""
     code = "import torch; torch.nn.Linear(4, 4)(torch.ones(1, 4)).sum().backward(); "
     code += "print(open('/proc/self/status').read())"
     told = subprocess.run(
@@ -113,8 +115,7 @@ def _address_space_of_torch() -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_size_found_is_within_one_doubling_of_the_limit(limited: Limited) -> None:
-    """The run with the size found ends well; by hand, four times the size does not under the same
-    limit."""
+    """The size that was found trains under the limit; four times the size does not."""
     done = limited("--run-dir=found")
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((limited.folder / "found/micro_size.json").read_text())
@@ -142,7 +143,7 @@ def test_the_size_found_is_within_one_doubling_of_the_limit(limited: Limited) ->
 @needs_mpi
 @pytest.mark.parametrize("launcher", ["torchrun", "mpi"])
 def test_two_ranks_try_together(launcher: str, tmp_path: Path) -> None:
-    """Trials start the ranks of the run; a global batch of 4 is all that there is to find."""
+    """Two ranks with a global batch of 4 find a micro size of 2 together."""
     run = Limited(tmp_path)
     done = run(
         f"--launcher={launcher}",
@@ -154,5 +155,6 @@ def test_two_ranks_try_together(launcher: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "run/micro_size.json").read_text())["found"] == 2
     measured = json.loads((tmp_path / "run/memory.json").read_text())["measured"]
+    # 4 bytes for each of the 4 x 2^20 weights.
     assert measured["weights"] == 4 * 4 * MiB
     assert "memory a rank:" in done.stdout

@@ -1,4 +1,4 @@
-"""A run whose loss is not finite on one of two ranks: it ends, or goes on without that batch."""
+"""Runs whose loss is not finite on one of two ranks: they end, or continue without the batch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ WAYS = [
 def test_a_loss_that_is_not_finite_ends_the_run(
     engine: str, zero: dict[str, Any], train: Train
 ) -> None:
-    """Status 1 and one error with the rank whose sample is bad; no export, and metrics that are
-    JSON."""
+    """A run whose loss is nan ends with status 1 and names rank, samples and parameter."""
     order = Batches(OwnSamples(range(256)), BatchPlan(16, 4, 2, 2, None), 42)
+    # Step 3 (index 2), rank 1, second pass (index 1).
     samples = order.indices(2, 1, 1)
     data = {
         "train": {"format": "custom", "factory": "toys:data", "arguments": {"nan_at": samples[2]}}
@@ -51,6 +51,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(
         sorted(path.name for path in (run.folder / "checkpoints").glob("step_*"))[-1]
         == "step_00000002"
     )
+    # JSON has no NaN, though Python's parser accepts it.
     for line in (run.folder / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
@@ -82,8 +83,7 @@ def test_training_without_the_bad_batch(
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two ranks that leave a batch out end with the weights of plain PyTorch without it; the bad
-    sample is named."""
+    """A run that leaves a bad batch out ends with plain PyTorch's weights without that batch."""
     bad = ORDER.indices(2, 1, 1)[2]
     data = {"train": {"format": "custom", "factory": "toys:data", "arguments": {"nan_at": bad}}}
     sections = {
@@ -102,6 +102,7 @@ def test_training_without_the_bad_batch(
         in run.out
     )
     assert json.loads((run.folder / "summary.json").read_text())["bad_steps"] == {action: 1}
+    # `skip` omits the step; `rollback` uses the next batch in its place.
     taken = [0, 1, None, 3, 4] if action == "skip" else [0, 1, 3, 4, 5]
     expected = _plain(taken, home, monkeypatch)
     for name, value in load_file(run.folder / "export" / "model.safetensors").items():
@@ -111,7 +112,7 @@ def test_training_without_the_bad_batch(
 def _plain(
     steps: list[int | None], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, torch.Tensor]:
-    """The weights after these batches, by plain PyTorch in this process."""
+    """Return plain PyTorch's weights after these steps; None is a step without a batch."""
     monkeypatch.syspath_prepend(str(home))
     import toys
 

@@ -21,6 +21,7 @@ CASES = [
     pytest.param(case, id=str(case), marks=[pytest.mark.ci] if case in IN_CI else [])
     for case in cases()
 ]
+# A reference takes as long as a run, and serves all cases of its recipe.
 _references: dict[str, list[float]] = {}
 
 
@@ -28,7 +29,7 @@ _references: dict[str, list[float]] = {}
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CASES)
 def test_the_loss_curve_is_plain_pytorchs(case: Case, tmp_path):
-    """Twenty steps stay within 1e-3 of the reference, and engine ort ran every pass itself."""
+    """Twenty steps are within 1e-3 of the reference, and engine ort runs every pass itself."""
     if case.recipe not in _references:
         _references[case.recipe] = reference(case.recipe)
     losses = train(case, tmp_path / "run")

@@ -17,6 +17,7 @@ from ortlaunch.ortmodule.build import extensions
 from tests.e2e.runs import COMMAND, TWO_RANKS, environment, merged
 from tests.ort import needs_ort
 
+# The toys' failures: a wrong operator, and programs that an export could change silently.
 TOYS = '''
 import torch
 from torch import nn
@@ -135,10 +136,11 @@ Start = Callable[..., Run]
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Runs a verb on the toy recipe with changes, in a folder that shares the built extensions."""
+    """A function that runs a verb on the changed toy recipe, with built extensions."""
     home = tmp_path_factory.mktemp("parity")
     (home / "parity_toys.py").write_text(TOYS)
     (home / "cache").mkdir()
+    # The build is slow, so that all tests share it.
     if extensions.missing():
         subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
     (home / "cache" / "extensions").symlink_to(extensions.cache_dir().parent.resolve())
@@ -175,8 +177,7 @@ def counted(truth: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_training_is_what_it_is_without(start: Start) -> None:
-    """Losses, gradient norms and passes of a run with dropout and batch statistics, bit for bit;
-    two steps compared."""
+    """A training whose first two steps are compared equals, bit for bit, one without comparison."""
     without = ended_well(start("train", "without", {"engine": {"parity_steps": 0}}))
     compared = ended_well(start("train", "compared", {"engine": {"parity_steps": 2}}))
     assert compared.curve() == without.curve()
@@ -188,10 +189,12 @@ def test_training_is_what_it_is_without(start: Start) -> None:
     assert "parity" not in without.truth()
     parity = truth["parity"]
     assert (parity["verdict"], parity["steps"], parity["tolerance"]) == ("passed", [1, 2], 1e-4)
+    # The module's and the functional dropout.
     assert parity["dropouts_switched_off"] == 2
     assert parity["gradient_difference"] < 1e-4
     assert parity["worst"][0][1] == parity["gradient_difference"]
     losses = [line["loss"] for line in compared.lines("parity.jsonl")]
+    # The optimizer stepped between the compared steps.
     assert losses[0] != losses[1]
     assert (compared.folder / "export").exists()
 
@@ -200,12 +203,12 @@ def test_training_is_what_it_is_without(start: Start) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [None, 1, 2])
 def test_two_ranks_compare_each_its_own_batch(start: Start, zero: int | None) -> None:
-    """`ortlaunch parity` under DistributedDataParallel and ZeRO; nothing is saved, and the
-    optimizer steps between."""
+    """`ortlaunch parity` compares each rank's batch, steps the optimizer, and saves nothing."""
     sharding = {"zero": None if zero is None else {"stage": zero}}
     run = ended_well(start("parity", f"two-{zero}", sharding, *TWO_RANKS))
     assert PASSED.findall(run.out) == ["3"]
     assert "largest relative differences of 6 gradients:" in run.out
+    # Three steps have three batches, and so three losses.
     records = run.lines("parity.jsonl")
     assert len({record["loss"] for record in records}) == 3
     assert run.truth()["parity"]["gradient_difference"] < 1e-4
@@ -223,7 +226,7 @@ def test_two_ranks_compare_each_its_own_batch(start: Start, zero: int | None) ->
     ],
 )
 def test_a_wrong_operator_stops_the_run(start: Start, arguments: tuple[str, ...]) -> None:
-    """A run ends before step 1 with status 1, the layer, both values and advice."""
+    """A run with a wrong operator ends before step 1, with the layer, both values and advice."""
     wrong = {"model": {"arguments": {"wrong": True, "dropout": 0.0}}}
     run = start("train", f"wrong-{len(arguments)}", wrong, *arguments)
     assert run.status == 1
@@ -236,7 +239,8 @@ def test_a_wrong_operator_stops_the_run(start: Start, arguments: tuple[str, ...]
     )
     assert "engine.name=inductor or eager" in run.err
     assert "engine.parity_steps=0 trains without a comparison" in run.err
-    assert arguments or "Traceback" not in run.err  # torchrun adds its own
+    # torchrun prints a traceback of its own.
+    assert arguments or "Traceback" not in run.err
     parity = run.truth()["parity"]
     assert parity["verdict"] == "failed"
     assert parity["gradient_difference"] > 0.1
@@ -248,7 +252,7 @@ def test_a_wrong_operator_stops_the_run(start: Start, arguments: tuple[str, ...]
 @needs_ort
 @pytest.mark.slow
 def test_the_tolerance_is_the_recipes(start: Start) -> None:
-    """A tolerance above a wrong operator's error passes; one below rounding never does."""
+    """A tolerance above a wrong operator's error passes; one below rounding errors fails."""
     wrong = {"model": {"arguments": {"wrong": True}}, "engine": {"parity_tolerance": 1e9}}
     loose = ended_well(start("parity", "loose", wrong, "--steps=1"))
     assert "tolerance 1e+09" in loose.out
@@ -260,12 +264,13 @@ def test_the_tolerance_is_the_recipes(start: Start) -> None:
 @needs_ort
 @pytest.mark.slow
 def test_what_cannot_be_compared_is_said(start: Start) -> None:
-    """Both passes get the same random numbers; a fallback continues and records no comparison."""
+    """Both passes get the same random numbers; a fallback is recorded as not compared."""
     noisy = {"model": {"arguments": {"noise": 0.1}}}
     drawn = ended_well(start("parity", "noisy", noisy))
     assert PASSED.findall(drawn.out) == ["3"]
     assert "both were given the same random numbers, which training draws itself" in drawn.out
     assert [line["draws"] for line in drawn.lines("parity.jsonl")] == [1, 1, 1]
+    # The shared random numbers must not hide a wrong operator.
     wrong = start("train", "noisy-wrong", merged(noisy, {"model": {"arguments": {"wrong": True}}}))
     assert wrong.status == 1
     assert "differ by more than 0.0001 in step 1" in wrong.err
@@ -274,6 +279,7 @@ def test_what_cannot_be_compared_is_said(start: Start) -> None:
     run = ended_well(start("train", "fallback", merged(fallback, engine)))
     assert "parity: not compared: plain PyTorch itself runs" in run.out
     assert run.truth()["parity"]["verdict"] == "not compared"
+    # The verb without anything to compare is a failure; training is not.
     only = start("parity", "fallback-only", merged(fallback, engine))
     assert only.status == 1
     assert "nothing to compare" in only.err
@@ -291,7 +297,7 @@ def test_what_cannot_be_compared_is_said(start: Start) -> None:
     ],
 )
 def test_a_program_is_eagers_or_ends(start: Start, verb: str, name: str, status: int) -> None:
-    """Models that once trained silently wrong equal PyTorch, or the run ends with a cause."""
+    """A model that once trained silently wrong equals PyTorch, or its run ends with a cause."""
     run = start(
         verb,
         f"program-{verb}-{name}",
@@ -307,7 +313,7 @@ def test_a_program_is_eagers_or_ends(start: Start, verb: str, name: str, status:
 
 @pytest.mark.slow
 def test_a_compiled_model_passes(start: Start) -> None:
-    """Engine inductor in bf16 and fp32, with dropout; its count of graphs is that of a run without."""
+    """Engine inductor passes in bf16 and fp32; a comparison changes neither losses nor graphs."""
     engine = {"engine": {"name": "inductor"}}
     without = ended_well(start("train", "inductor-without", engine))
     run = ended_well(start("train", "inductor", merged(engine, {"engine": {"parity_steps": 2}})))
@@ -315,4 +321,5 @@ def test_a_compiled_model_passes(start: Start) -> None:
     assert run.truth()["inductor"] == without.truth()["inductor"]
     assert run.truth()["parity"]["gradient_difference"] < 1e-4
     half = ended_well(start("parity", "inductor-bf16", merged(engine, {"precision": "bf16"})))
+    # bf16 has 8 bits of precision, so the tolerance is wider.
     assert half.truth()["parity"]["tolerance"] == 0.2

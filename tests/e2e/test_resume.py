@@ -1,9 +1,9 @@
-"""Runs that are stopped and go on, in the same world and in others, beside runs that nobody
-stopped.
+"""Runs that are stopped and resumed, in the same world and in others, against undisturbed runs.
 
-Same world, stopped in mid-epoch: weights, optimizer state, export and losses are equal bit for bit. Other worlds (2
-ranks, then 1, then 3; any ZeRO stage and engine): the loss is within 1e-5 of the uninterrupted curve, and the samples
-that the ranks read, as their data set wrote down, are the same in the same order. Each is a whole `ortlaunch train`.
+In the same world, a run that is stopped in mid-epoch has the same weights, optimizer state, export
+and losses, bit for bit. In other worlds (2 ranks, then 1, then 3, with any ZeRO stage and engine),
+the loss is within 1e-5 of the undisturbed curve, and the ranks read the same samples in the same
+order, as their data set records. Each run is a whole `ortlaunch train`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ class Data:
 def data(samples):
     return Data(samples)
 '''
+# Not a multiple of the global batches, so that steps cross the end of an epoch.
 SAMPLES = 100
 MICRO = 8
+# Of the relative difference: other worlds add gradients in another order.
 LIMIT = 1e-5
 SMALL = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "intermediate_size": 64, "max_position_embeddings": 32}  # fmt: skip
@@ -78,21 +80,21 @@ LORA: dict[str, Any] = {
 
 
 class Way(NamedTuple):
-    """How a run trains."""
+    """The engine, sharding, optimizer and extras of a run."""
 
     engine: str
     stage: int | None = None
-    """ZeRO's; None: without DeepSpeed."""
+    """ZeRO's stage; None: without DeepSpeed."""
     optimizer: str = "adamw"
     beside: str = ""
-    """`bf16` or `lora`."""
+    """`bf16`, `lora` or nothing."""
 
     def __str__(self) -> str:
         stage = "none" if self.stage is None else f"zero {self.stage}"
         return " ".join(filter(None, [self.engine, stage, self.optimizer, self.beside]))
 
     def recipe(self, size: int, dropout: float) -> dict[str, Any]:
-        """Of a toy, or of a small Llama with adapters, in steps of so many samples."""
+        """Return the recipe of a toy or a small Llama with LoRA, with steps of `size` samples."""
         toy = {
             "model": {
                 "task": "custom",
@@ -127,8 +129,9 @@ class Way(NamedTuple):
 def train(
     home: Path, name: str, way: Way, ranks: int, steps: int, *words: str, size: int, dropout: float
 ) -> list[int]:
-    """One life of a run, up to its end; the samples of its steps, in the order of the global batch."""
+    """Run one start to its end; return its steps' samples, in the order of the global batch."""
     (home / f"{name}.yaml").write_text(yaml.safe_dump(way.recipe(size, dropout)))
+    # The data set writes each index to this file; `launch.forward` passes the name to the ranks.
     os.environ["TAKEN"] = str(home / f"{name}.{steps}.taken")
     before = RunDir(home / name).complete_checkpoints()
     life = Life(home, name, f"{name}.yaml", ranks, f"train.max_steps={steps}", *words)
@@ -149,6 +152,7 @@ def _taken(path: Path, ranks: int, count: int) -> Iterator[int]:
         path.with_name(f"{path.name}.{rank}").read_text().split()[-count // ranks :]
         for rank in range(ranks)
     ]
+    # A global batch has the first micro batch of each rank, then the second of each.
     for first in range(0, count // ranks, MICRO):
         for samples in read:
             yield from map(int, samples[first : first + MICRO])
@@ -156,7 +160,7 @@ def _taken(path: Path, ranks: int, count: int) -> Iterator[int]:
 
 # ------------------------------------------------------------ the same world
 
-# 96 of 100 samples are taken then, and the next step goes on into another epoch
+# After step 3, 96 of 100 samples are used; step 4 continues into the next epoch.
 STEPS = 5
 SAVED = 3
 SIZE = 32
@@ -174,8 +178,7 @@ SAME = [
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The toy, texts, and a cache that shares the built extensions; chains share their first lives
-    in it."""
+    """A folder with the toy, texts and built extensions; chains share their first starts in it."""
     home = tmp_path_factory.mktemp("resumed")
     (home / "resumed_toy.py").write_text(MODULE)
     words = (f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(400))
@@ -194,12 +197,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_the_same_world(
     way: Way, home: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Two ranks end after the save of step 3 and start again."""
+    """Two ranks that resume after step 3 equal the undisturbed run, bit for bit."""
     every = f"checkpoint.every_steps={SAVED}"
     name = str(way).replace(" ", "-")
     whole = train(home, name, way, 2, STEPS, every, size=SIZE, dropout=0.2)
     one = RunDir(home / name)
     other = RunDir(home / f"{name}-resumed")
+    # The copy is resumed, and the original stays undisturbed.
     shutil.copytree(one.path, other.path)
     _forget_the_end(other)
     rest = train(home, other.path.name, way, 2, STEPS, every, size=SIZE, dropout=0.2)
@@ -209,7 +213,7 @@ def test_the_same_world(
 
 
 def _forget_the_end(run: RunDir) -> None:
-    """As SIGKILL leaves a run in its last step: more metrics than checkpoints."""
+    """Change a run's folder into that of a run killed in its last step."""
     shutil.rmtree(run.export)
     run.summary.unlink()
     shutil.rmtree(run.checkpoint(STEPS))
@@ -217,8 +221,11 @@ def _forget_the_end(run: RunDir) -> None:
 
 # ------------------------------------------------------------ other worlds
 
-LIVES = ((2, 2), (1, 4), (3, 6))  # ranks, and the step that they end after
+# The ranks of each start, and the step after which it ends.
+LIVES = ((2, 2), (1, 4), (3, 6))
+# Divides into micro batches of 8 for one, two and three ranks.
 GLOBAL = 48
+# Each line is a chain of three starts, each with an engine and a ZeRO stage.
 OTHER = """
 eager none > eager 1 > eager 2
 eager none > eager 2 > eager 1
@@ -261,7 +268,7 @@ IN_CI = "ort none > eager 1 > ort 2"
 def test_other_worlds(
     chain: str, home: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """2 ranks, 1 and 3, each with an engine and a stage: beside two ranks that nobody stopped."""
+    """A run on 2, 1 and 3 ranks, with changing engines, equals one undisturbed run on two ranks."""
     whole, ids = _lives(home, [])
     run, taken = _lives(home, [_way(text) for text in chain.split(" > ")])
     pairs = list(zip(losses(whole), losses(run)))
@@ -275,14 +282,16 @@ def test_other_worlds(
     assert worst <= LIMIT
     assert taken == ids
     assert len(taken) == GLOBAL * LIVES[-1][1]
+    # Each epoch has every sample once.
     assert all(sorted(ids[at : at + SAMPLES]) == list(range(SAMPLES)) for at in (0, SAMPLES))
 
 
 def _lives(home: Path, chain: list[Way]) -> tuple[RunDir, list[int]]:
-    """The run of a chain and its samples; lives that chains begin alike with are lived once."""
+    """Return the run of a chain and its samples; chains share the starts of a common beginning."""
     name = "-".join(str(way).replace(" ", "-") for way in chain) or "straight"
     run = RunDir(home / name)
     ids = home / f"{name}.ids"
+    # Written last: a folder without this file is of a failed attempt.
     if not ids.exists():
         shutil.rmtree(run.path, ignore_errors=True)
         if not chain:

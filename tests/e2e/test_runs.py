@@ -46,13 +46,14 @@ SHARD = "rank_00000.safetensors"
 
 @pytest.fixture(scope="module")
 def full(train: Train) -> Run:
-    """Ten steps with dropout, evaluation, clipping, checkpoints and TensorBoard."""
+    """A run of ten steps with dropout, evaluation, clipping, checkpoints and TensorBoard."""
     return ended_well(train("full", FULL))
 
 
 def test_the_run_folder(full: Run) -> None:
     """A run folder has exactly the files that README lists."""
     board = {name for name in full.files() if name.startswith("tensorboard/")}
+    # TensorBoard's event file has time and host in its name.
     assert len(board) == 1
     assert full.files() - board == {
         "recipe.yaml", "plan.json", "environment.json", "request.sh", "metrics.jsonl", "engine.json", "memory.json",
@@ -68,22 +69,23 @@ def test_the_run_folder(full: Run) -> None:
         for line in (full.folder / "logs/rank_00000.out").read_text().splitlines()
         if line in shown
     ]
+    # Ten steps and three evaluations.
     assert len(shown) == 13
 
 
 def test_where_the_run_came_from(full: Run, home: Path) -> None:
-    """The folder has the command, where it was typed, and the user's module as it was; outside git
-    no commit."""
+    """The run folder records the command, its folder and the user's module."""
     (line,) = [
         json.loads(text) for text in (full.folder / "commands.jsonl").read_text().splitlines()
     ]
     assert line["argv"][1:] == ["train", "full.yaml", "--run-dir=full"]
+    # Outside git no commit is recorded.
     assert (line["cwd"], line["recipe"], line["git"]) == (str(home), str(home / "full.yaml"), None)
     assert (full.folder / "modules/toys.py").read_text() == TOYS
 
 
 def test_only_the_newest_checkpoints_are_kept(full: Run) -> None:
-    """keep: 1 leaves the last; its manifest names every file with size and sum."""
+    """With keep: 1 only the last checkpoint stays; its manifest has sizes and checksums."""
     folder = full.folder / "checkpoints/step_00000010"
     manifest = json.loads((folder / "manifest.json").read_text())
     contents = {
@@ -97,6 +99,7 @@ def test_only_the_newest_checkpoints_are_kept(full: Run) -> None:
 
 def test_metrics_are_of_their_declared_forms(full: Run) -> None:
     """Every line is one of a step or of an evaluation, as in docs/run-folder.md."""
+    # Names of other metrics depend on the task, and are not fields of the record.
     metrics = {f"evaluation_{name}" for name in METRICS if name != "loss"}
     for record in full.records():
         if "evaluation_loss" in record:
@@ -106,29 +109,30 @@ def test_metrics_are_of_their_declared_forms(full: Run) -> None:
 
 
 def test_metrics_of_every_step(full: Run) -> None:
-    """Loss, rate, gradient norm before clipping, samples, skipped steps and time, of every logged
-    step."""
+    """Every logged step has loss, rate, norm before clipping, samples, skipped steps and time."""
     records = [record for record in full.records() if "loss" in record]
+    # The default schedule is linear, without warmup.
     assert [record["learning_rate"] for record in records] == pytest.approx(
         [1e-2 * (1 - i / 10) for i in range(10)]
     )
     assert [record["samples"] for record in records] == list(range(16, 161, 16))
     assert [record["skipped_steps"] for record in records] == [0] * 10
-    assert all(record["gradient_norm"] > 0.5 for record in records)  # before clipping
+    # Clipped to 0.5; the record is the norm before that.
+    assert all(record["gradient_norm"] > 0.5 for record in records)
     times = [record["elapsed_seconds"] for record in full.records()]
     assert times == sorted(times)
     assert all(record["samples_per_second"] > 0 for record in records)
 
 
 def test_evaluation_is_of_the_model_without_dropout(full: Run, home: Path) -> None:
-    """Evaluations run every 4 steps and at the end; the last equals that of exported weights."""
+    """Evaluations run every 4 steps and at the end; the last one fits the exported weights."""
     assert [step for step, _ in full.values("evaluation_loss")] == [4, 8, 10]
     expected = exported_evaluation(full, home)
     assert full.values("evaluation_loss")[-1][1] == pytest.approx(expected, rel=1e-5)
 
 
 def test_tensorboard_has_the_same_numbers(full: Run) -> None:
-    """TensorBoard reads the losses that metrics.jsonl has."""
+    """TensorBoard's values are those of metrics.jsonl."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(full.folder / "tensorboard"))
@@ -139,6 +143,7 @@ def test_tensorboard_has_the_same_numbers(full: Run) -> None:
         "learning_rate": "train/learning_rate",
     }
     for name, tag in {**tags, "gradient_norm": "train/gradient_norm"}.items():
+        # TensorBoard stores values in 32 bits.
         written = [(event.step, event.value) for event in board.Scalars(tag)]
         assert written == [
             (step, pytest.approx(value, rel=1e-6)) for step, value in full.values(name)
@@ -146,8 +151,9 @@ def test_tensorboard_has_the_same_numbers(full: Run) -> None:
 
 
 def test_a_finished_run_started_again_trains_nothing(full: Run, train: Train, home: Path) -> None:
-    """A finished run reports its end, also with fewer steps requested; its files stay equal."""
+    """A finished run that is started again trains nothing, and changes no file but the lock."""
     shutil.copytree(full.folder, home / "again")
+    # 6 is less than the 10 finished steps.
     for asked in (10, 6):
         again = ended_well(train("again", FULL, f"train.max_steps={asked}"))
         assert f"nothing to train: 10 of {asked} steps are done" in again.out
@@ -163,13 +169,13 @@ def test_a_finished_run_started_again_trains_nothing(full: Run, train: Train, ho
         job,
         {**read_json(job), "state": "running", "ended": None, "exit_status": None, "verdict": None},
     )
-    ended_well(train("again", FULL))  # whose command was killed when its ranks had all but ended
+    # The record is now that of a command that was killed just before its ranks ended.
+    ended_well(train("again", FULL))
     assert (read_json(job)["state"], read_json(job)["exit_status"]) == ("succeeded", 0)
 
 
 def test_a_checkpoint_is_evaluated(full: Run, home: Path) -> None:
-    """`ortlaunch evaluate` finds the training's own last evaluation, dropout off, and leaves the
-    run as it was."""
+    """`ortlaunch evaluate` gives the training's last evaluation, and changes no file of the run."""
     shutil.copytree(full.folder, home / "evaluated")
     before = {name: (home / "evaluated" / name).read_bytes() for name in full.files()}
     command = [str(COMMAND), "evaluate", "evaluated"]
@@ -190,7 +196,7 @@ def test_a_checkpoint_is_evaluated(full: Run, home: Path) -> None:
 def test_an_export_that_was_taken_away_is_written_again(
     full: Run, train: Train, home: Path
 ) -> None:
-    """A finished run without export creates it from the last checkpoint; its records stay."""
+    """A finished run without its export writes it from the last checkpoint; its records stay."""
     shutil.copytree(full.folder, home / "exported-again")
     shutil.rmtree(home / "exported-again/export")
     again = ended_well(train("exported-again", FULL))
@@ -198,11 +204,12 @@ def test_an_export_that_was_taken_away_is_written_again(
     for name in ("export/model.safetensors", "memory.json", "metrics.jsonl"):
         assert (again.folder / name).read_bytes() == (full.folder / name).read_bytes()
     before, after = (json.loads((run.folder / "summary.json").read_text()) for run in (full, again))
-    assert {**after, "seconds": None} == {**before, "seconds": None}  # of each start
+    # Seconds are those of each start.
+    assert {**after, "seconds": None} == {**before, "seconds": None}
 
 
 def test_the_end_says_what_came_out(full: Run) -> None:
-    """The end of a run has steps, samples, epochs, time, losses, the export and next commands."""
+    """A run's last lines have its totals, losses and export, and the next commands."""
     summary = json.loads((full.folder / "summary.json").read_text())
     loss = full.values("loss")[-1][1]
     evaluation = full.values("evaluation_loss")[-1][1]
@@ -231,20 +238,20 @@ def test_the_end_says_what_came_out(full: Run) -> None:
 
 
 def test_a_resumed_run_is_the_same_run(full: Run, train: Train, home: Path) -> None:
-    """Failed at step 7, resumed from step 5: losses with dropout, evaluation and weights are those
-    of one run."""
+    """A run that failed at step 7 and resumed from step 5 equals an undisturbed run."""
     resumed = interrupted(train, home, "resumed", FULL)
     assert "resumed after step 5 from" in resumed.out
     assert resumed.losses() == full.losses()
     assert resumed.values("evaluation_loss") == full.values("evaluation_loss")
     name = "export/model.safetensors"
     assert (resumed.folder / name).read_bytes() == (full.folder / name).read_bytes()
+    # `keep: 1` removed it after the save of step 10.
     assert not (resumed.folder / "checkpoints/step_00000005").exists()
     assert not list((resumed.folder / "errors").glob("*"))
 
 
 def test_a_checkpoint_as_a_model(full: Run, home: Path) -> None:
-    """Without the run: a model of the user's own."""
+    """`ortlaunch export` of a checkpoint equals the run's own export."""
     assert exported_again(full, home)
 
 
@@ -252,8 +259,7 @@ def test_a_checkpoint_as_a_model(full: Run, home: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_run_on_onnx_runtime_goes_on(train: Train) -> None:
-    """Resumed after step 5, with dropout inside ONNX Runtime's graph, a run is the same; each start
-    exports once."""
+    """A resumed run with dropout in ONNX Runtime's graph is the same; each start exports once."""
     recipe = merged(
         TOY,
         {
@@ -265,11 +271,13 @@ def test_a_run_on_onnx_runtime_goes_on(train: Train) -> None:
     run = ended_well(train("ten", recipe))
     losses = run.losses()
     first = run.truth()["onnxruntime"]
+    # Without its mark, the last checkpoint is incomplete, and the one of step 5 is used.
     (run.folder / "checkpoints/step_00000010/COMPLETE").unlink()
     resumed = ended_well(train("ten", recipe))
     assert "resumed after step 5 from" in resumed.out
     assert resumed.losses() == losses
     second = resumed.truth()["onnxruntime"]
+    # Four passes a step: 10 steps, then 5.
     assert [first["forward_passes"], second["forward_passes"]] == [40, 20]
     for counts in (first, second):
         assert [counts[name] for name in ("exports", "re_exports")] == [1, 0]
@@ -279,8 +287,7 @@ def test_a_run_on_onnx_runtime_goes_on(train: Train) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [None, {"stage": 1}], ids=["plain", "zero 1"])
 def test_names_are_the_users_models(zero: dict[str, Any] | None, train: Train) -> None:
-    """Around the model stand ORTModule and DeepSpeed, and checkpoint and export have none of their
-    names."""
+    """Checkpoint and export have the names of the user's model, without those of its wrappers."""
     saved = {}
     for engine in ("ort", "eager"):
         held_out = {
@@ -301,6 +308,7 @@ def test_names_are_the_users_models(zero: dict[str, Any] | None, train: Train) -
         saved[engine] = [*state["weights"], *state["buffers"]], sorted(exported)
         assert run.truth()["engine"]["used"] == engine
         ort = run.truth()["onnxruntime"]
+        # A re-export would mean that the graph did not fit a later batch.
         assert engine == "eager" or ort["re_exports"] == 0
     assert saved["ort"] == saved["eager"]
     assert all(name.startswith("model.") for name in saved["ort"][0])
@@ -309,8 +317,7 @@ def test_names_are_the_users_models(zero: dict[str, Any] | None, train: Train) -
 @pytest.mark.slow
 @pytest.mark.ci
 def test_epochs_in_place_of_steps(train: Train) -> None:
-    """Half an epoch of 256 samples in steps of 16 is 8 steps, over which the learning rate falls to
-    nothing."""
+    """Half an epoch of 256 samples in steps of 16 is 8 steps, and the learning rate falls to 0."""
     recipe = merged(
         TOY, {**EAGER, "train": {"max_steps": None, "epochs": 0.5}, "batch": {"micro_size": None}}
     )
@@ -329,27 +336,27 @@ def test_epochs_in_place_of_steps(train: Train) -> None:
 
 @pytest.fixture(scope="module")
 def bert(train: Train) -> Run:
-    """BERT with dropout on ONNX Runtime, evaluated in the middle and at the end."""
+    """A run of BERT with dropout on ONNX Runtime, evaluated in the middle and at the end."""
     return ended_well(train("bert", BERT))
 
 
 @needs_ort
 def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
-    """The loss falls, every training pass and every evaluation pass is ONNX Runtime's, and nothing
-    fell back."""
+    """BERT's loss falls, and ONNX Runtime runs every pass, without a fallback."""
     losses = bert.losses()
     assert sum(losses[-3:]) < sum(losses[:3]) - 1.0
     truth = bert.truth()
     assert truth["engine"] == {"asked": "ort", "used": "ort", "fallback_reason": None}
     ort = truth["onnxruntime"]
+    # Two passes a step, 12 steps.
     assert (ort["forward_passes"], ort["backward_passes"], ort["fallbacks"]) == (24, 24, 0)
     assert ort["evaluation_passes"] > 0
-    # One graph to train and one to evaluate; the engine's trial and all that follows share the
-    # first.
+    # One graph to train and one to evaluate; the engine's trial pass uses the first one, too.
     assert (ort["exports"], ort["re_exports"]) == (2, 0)
     assert ort["repairs_not_applied"] == {}
     assert truth["optimizer"]["used"] == "torch.optim.AdamW(fused=True)"
     assert truth["attention"] == "sdpa"  # with the model's attention dropout
+    # Only glibc has settings for freed memory.
     assert truth["freed_memory"].startswith(KEPT) or platform.libc_ver()[0] != "glibc"
 
 
@@ -357,8 +364,7 @@ def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
 def test_the_export_is_the_trained_model(
     bert: Run, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers loads model and tokenizer from export/, and without dropout finds the run's last
-    evaluation loss."""
+    """transformers loads the export, and computes the run's last evaluation loss with it."""
     import transformers
 
     from ortlaunch.recipe import parse_resolved
@@ -382,8 +388,7 @@ def test_the_export_is_the_trained_model(
 @pytest.mark.slow
 @pytest.mark.ci
 def test_classes_on_onnx_runtime(train: Train) -> None:
-    """Labelled JSON lines and a tokenizer trained on them: three classes are learnt, through sdpa
-    with a mask."""
+    """A classifier of three classes learns from labelled JSON lines, with masked sdpa attention."""
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     recipe = merged(
         BERT,
@@ -417,14 +422,14 @@ COMPARED = re.compile(r"^parity: step 1 in plain PyTorch: loss within \S+, gradi
 
 @needs_ort
 def test_a_model_of_your_own(home: Path, tmp_path: Path) -> None:
-    """README's example, started by README's command in an empty folder, trains; its first step is
-    compared."""
+    """README's example trains with README's command in an empty folder, and step 1 is compared."""
     section = (ROOT / "README.md").read_text().split("## A model of your own")[1].split("\n## ")[0]
     files = dict(re.findall(r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", section, re.DOTALL))
     assert files.keys() == {"my_model.py", "my_recipe.yaml"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     (command,) = re.findall(r"```sh\n(ortlaunch train .*?)\n```", section)
+    # README's command is `ortlaunch`, which must be the tested one.
     search = f"{COMMAND.parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(
         command.split(), cwd=tmp_path, env={**environment(home), "PATH": search}, capture_output=True, text=True,

@@ -26,13 +26,13 @@ SHARDED = merged(FULL, {"zero": {"stage": 1}, "log": {"trackers": []}})
 
 @pytest.fixture(scope="module")
 def sharded(train: Train) -> Run:
-    """The full run with ZeRO 1 on two ranks."""
+    """The recipe FULL with ZeRO 1 on two ranks."""
     return ended_well(train("sharded", SHARDED, *TWO_RANKS))
 
 
 @pytest.mark.slow
 def test_a_resumed_sharded_run_is_the_same_run(sharded: Run, train: Train, home: Path) -> None:
-    """The same with ZeRO 1 on two ranks, each with its own part of the optimizer's state."""
+    """A resumed run with ZeRO 1, which shards the optimizer state, equals an undisturbed one."""
     resumed = interrupted(train, home, "sharded-resumed", SHARDED, *TWO_RANKS)
     assert "resumed after step 5 from" in resumed.out
     assert resumed.losses() == sharded.losses()
@@ -49,8 +49,7 @@ def test_a_resumed_sharded_run_is_the_same_run(sharded: Run, train: Train, home:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_shards_are_whole_in_evaluation_and_export(sharded: Run, train: Train, home: Path) -> None:
-    """With ZeRO 1 and 3, and evaluation samples for one rank only in the last turn, export and
-    evaluation agree."""
+    """Export and evaluation agree with ZeRO 1 and 3."""
     assert {
         f"logs/rank_0000{rank}.{stream}" for rank in (0, 1) for stream in ("out", "err")
     } <= sharded.files()
@@ -70,6 +69,7 @@ def test_shards_are_whole_in_evaluation_and_export(sharded: Run, train: Train, h
     for name in ("parameters", "trained_parameters"):  # of the whole model, not of a rank's pieces
         assert weights.truth()[name] == sharded.truth()[name]
     assert weights.losses() == pytest.approx(sharded.losses(), rel=1e-4)
+    # 17 evaluation samples: in the last pass only one rank has one.
     for run in (sharded, weights):
         expected = exported_evaluation(run, home)
         assert run.values("evaluation_loss")[-1][1] == pytest.approx(expected, rel=1e-5)
@@ -78,7 +78,7 @@ def test_shards_are_whole_in_evaluation_and_export(sharded: Run, train: Train, h
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_sharded_checkpoint_as_a_model(train: Train, home: Path) -> None:
-    """transformers' folder, tokenizer included, of masters in bf16 under ZeRO 3 on two ranks."""
+    """A bf16 checkpoint of ZeRO 3 on two ranks is exported as the run's own export."""
     changes = {**EAGER, "precision": "bf16", "zero": {"stage": 3}, "train": {"max_steps": 3}}
     assert exported_again(
         ended_well(train("bf16-sharded", merged(BERT, changes), *TWO_RANKS)), home

@@ -123,7 +123,7 @@ class Case(NamedTuple):
 
     @property
     def dies(self) -> bool:
-        """Whether nothing is saved: SIGKILL, or a signal to mpirun itself, which kills its ranks."""
+        """Whether nothing is saved: SIGKILL, or TERM or INT to mpirun, which kills its ranks."""
         to_mpirun = (
             self.launcher == "mpi" and self.target == "launcher" and self.signal in ("TERM", "INT")
         )

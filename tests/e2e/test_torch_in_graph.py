@@ -1,5 +1,4 @@
-"""Whole runs with operators and layers of torch inside ONNX Runtime's graph: ranks, ZeRO, parity,
-the report."""
+"""Whole runs with torch operators and layers inside ONNX Runtime's graph."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from tests.ort import needs_ort
 
 pytestmark = needs_ort
 
+# A layer whose branch depends on the data cannot be exported.
 LAYERS = """
 import torch
 from torch import nn
@@ -65,11 +65,9 @@ def layers(home: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [None, {"stage": 1}, {"stage": 2}], ids=["ddp", "zero1", "zero2"])
 def test_two_ranks_with_a_layer_in_torch(train: Train, zero: Any) -> None:
-    """Losses equal eager's under DistributedDataParallel; engine.json and output name torch's
-    parts.
-
-    Eager ZeRO 2 of such a model differs: its ranks take other branches, and with them another order of gradients.
-    """
+    """Losses equal eager's under DistributedDataParallel, and torch's parts are reported."""
+    # Not compared with eager ZeRO 2: its ranks take different branches of the layer, and reduce
+    # gradients in another order.
     sharded = {"zero": zero} if zero else {}
     name = f"zero{zero['stage']}" if zero else "ddp"
     ours = ended_well(train(f"torch-{name}", merged(RECIPE, sharded), *TWO_RANKS, timeout=300))
@@ -87,7 +85,7 @@ def test_two_ranks_with_a_layer_in_torch(train: Train, zero: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_wrong_derivative_is_found_by_the_parity_step(train: Train) -> None:
-    """Make gradients of operators that run as torch too large by one per cent."""
+    """A parity step detects gradients of torch's operators that are 1 % too large."""
     planted = {
         "model": {"factory": "layers:wrong_in_graphs"},
         "engine": {"parity_steps": 1, "parity_tolerance": 1e-3},

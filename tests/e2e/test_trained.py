@@ -32,7 +32,7 @@ pytestmark = [needs_ort, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def trained(train: Train) -> Run:
-    """A BERT after six steps of masked words."""
+    """A run of BERT with six steps of masked-word training."""
     return ended_well(train("trained", merged(BERT, {**EAGER, "train": {"max_steps": 6}})))
 
 
@@ -51,7 +51,7 @@ def ortlaunch(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def exported(trained: Run, home: Path) -> Path:
-    """The folder of model.onnx."""
+    """The folder with model.onnx."""
     done = ortlaunch(home, "export", "trained", "--format=onnx")
     assert done.returncode == 0, done.stderr
     assert "onnxruntime's outputs differ from PyTorch's by at most" in done.stdout
@@ -60,7 +60,7 @@ def exported(trained: Run, home: Path) -> Path:
 
 @pytest.mark.ci
 def test_an_export_is_told(trained: Run, exported: Path, home: Path) -> None:
-    """exports.jsonl has how far onnxruntime and PyTorch differ; the folder is not written again."""
+    """exports.jsonl records the difference from PyTorch; an existing export is not overwritten."""
     assert {"model.onnx", "config.json", "tokenizer.json"} <= {
         path.name for path in exported.iterdir()
     }
@@ -88,8 +88,7 @@ WORLDS = [(*TWO_RANKS, "engine.name=ort"), ("engine.name=inductor",)]
 def test_one_number(
     trained: Run, exported: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines on one and two ranks, model.onnx and plain transformers: one loss, perplexity and
-    accuracy."""
+    """All engines, model.onnx and plain transformers evaluate to the same numbers."""
     from transformers import BertForMaskedLM
 
     found = evaluated(home)
@@ -101,6 +100,7 @@ def test_one_number(
         done = ortlaunch(home, "evaluate", str(model), "--json")
         assert done.returncode == 0, done.stderr
         by_itself = json.loads(done.stdout)
+        # A model by itself has no step.
         assert by_itself.pop("step") is None
         assert by_itself == pytest.approx({name: found[name] for name in by_itself}, rel=1e-5)
 
@@ -122,8 +122,7 @@ def test_one_number(
 def test_an_export_of_each_stage(
     stage: int, train: Train, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks of ZeRO 0 to 3: the run's export, the checkpoint's and model.onnx have the
-    checkpoint's logits."""
+    """Exports of runs with ZeRO 0 to 3 have the logits of the checkpoint."""
     from transformers import AutoModelForMaskedLM
 
     sharded = merged(
@@ -135,11 +134,12 @@ def test_an_export_of_each_stage(
         },
     )
     run = ended_well(train(f"stage{stage}", sharded, *TWO_RANKS))
+    # `ortlaunch export` itself compares the latter two with PyTorch.
     for form in (
         "huggingface",
         "onnx",
         "ondevice",
-    ):  # the latter two are held against PyTorch as they are written
+    ):
         done = ortlaunch(
             home, "export", run.folder.name, f"--format={form}", f"--to=stage{stage}-{form}"
         )
@@ -158,8 +158,7 @@ def test_an_export_of_each_stage(
 
 @pytest.mark.ci
 def test_adapters_alone_and_merged(train: Train, home: Path) -> None:
-    """LoRA of ZeRO 2: adapters on their base have the logits of the merged model, and of model.onnx
-    to 1e-4."""
+    """Adapters on their base model have the logits of the merged export."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForMaskedLM
 
@@ -188,19 +187,20 @@ def test_adapters_alone_and_merged(train: Train, home: Path) -> None:
     ids = torch.arange(5, 25).reshape(2, 10)
     base = AutoModelForMaskedLM.from_pretrained(home / "base/export").eval()
     with torch.no_grad():
+        # PeftModel changes the base in place, so its own logits are computed first.
         untouched = base(input_ids=ids).logits
         merged_one = (
             AutoModelForMaskedLM.from_pretrained(home / "merged").eval()(input_ids=ids).logits
         )
         alone = peft.PeftModel.from_pretrained(base, home / "alone").eval()(input_ids=ids).logits
     torch.testing.assert_close(alone, merged_one, atol=1e-5, rtol=0)
+    # Otherwise the adapters had no effect.
     assert float((untouched - merged_one).abs().max()) > 1e-4
 
 
 @pytest.mark.ci
 def test_a_device_goes_on(trained: Run, home: Path) -> None:
-    """Export, train, evaluate, average and export again, by the command line: a lower loss, one
-    number."""
+    """An on-device model is trained, averaged and exported by commands, with a lower loss."""
     for words in (
         ("export", "trained", "--format=ondevice", "--to=artifacts"),
         ("device", "train", "artifacts", "data.train.path=[train.txt]", "--steps=4", "--to=one"),
@@ -226,8 +226,7 @@ def test_a_device_goes_on(trained: Run, home: Path) -> None:
 
 @pytest.mark.ci
 def test_a_corpus_that_changed(train: Train, home: Path) -> None:
-    """Export, evaluation and a run that goes on keep the words that were trained with; without the
-    corpus, too."""
+    """Export, evaluation and a resumed run keep the first tokenizer, also without the corpus."""
     (home / "moving.txt").write_text((home / "train.txt").read_text())
     corpus = {"data": {"train": {"format": "text", "path": ["moving.txt"]}, "evaluation": None}}
     recipe = merged(
@@ -235,6 +234,7 @@ def test_a_corpus_that_changed(train: Train, home: Path) -> None:
     )
     run = ended_well(train("moving", recipe))
     (home / "moving.txt").write_text(
+        # A tokenizer trained on this text would contain "quite".
         "quite other words\n\n" * 40 + (home / "train.txt").read_text()
     )
     longer = merged(recipe, {"train": {"max_steps": 4}})
@@ -277,7 +277,7 @@ def data(count, path):
 
 @pytest.mark.ci
 def test_a_custom_run_is_measured_without_its_training_data(home: Path) -> None:
-    """They may be gone, or on another machine; the held-out ones are read."""
+    """`ortlaunch evaluate` does not need the training data, only the held-out data."""
     (home / "own_data.py").write_text(OWN)
     for name in ("seen.txt", "held.txt"):
         (home / name).write_text("")

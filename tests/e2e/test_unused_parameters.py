@@ -1,5 +1,4 @@
-"""Trained parameters that the loss leaves out, on two ranks without DeepSpeed: the run is that of
-one process."""
+"""Trained parameters that the loss does not use: two ranks train as one process does."""
 
 from __future__ import annotations
 
@@ -22,8 +21,9 @@ CASES = [
 
 
 def recipe(engine: str = "eager", micro: int = 4, **arguments: Any) -> dict[str, Any]:
-    """Decay, which would move an unused weight that got a gradient of zeros."""
+    """Return the recipe of a model with unused parameters, with weight decay."""
     model = {"factory": "toys:partial", "arguments": arguments}
+    # Decay would change an unused weight whose gradient is zeros in place of None.
     optimizer = {"weight_decay": 0.5}
     more = {
         "model": model,
@@ -35,7 +35,7 @@ def recipe(engine: str = "eager", micro: int = 4, **arguments: Any) -> dict[str,
 
 
 def same(run: Run, expected: Run) -> None:
-    """Losses, norms and the weights that they come from."""
+    """Check that losses and gradient norms are equal, and with them the weights."""
     for name in ("loss", "gradient_norm"):
         assert [v for _, v in run.values(name)] == pytest.approx(
             [v for _, v in expected.values(name)], rel=1e-4
@@ -45,7 +45,7 @@ def same(run: Run, expected: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "micro"), CASES)
 def test_parameters_that_no_loss_uses(train: Train, engine: str, micro: int) -> None:
-    """Two ranks, with and without accumulation, print and record unused parameters once."""
+    """Two ranks train as one process does, and report unused parameters once."""
     settings = recipe(engine, micro)
     one = ended_well(train(f"one-{engine}-{micro}", settings))
     two = ended_well(train(f"two-{engine}-{micro}", settings, *TWO_RANKS))
@@ -63,7 +63,7 @@ def test_parameters_that_no_loss_uses(train: Train, engine: str, micro: int) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro", [pytest.param(2, marks=pytest.mark.ci), 8])
 def test_parameters_that_some_batches_use(train: Train, micro: int) -> None:
-    """Each micro batch decides, so that ranks and passes of a step differ."""
+    """Parameters that only some micro batches use are averaged correctly."""
     settings = recipe(micro=micro, sometimes=True)
     one = ended_well(train(f"one-sometimes-{micro}", settings))
     two = ended_well(train(f"two-sometimes-{micro}", settings, *TWO_RANKS))
@@ -74,10 +74,10 @@ def test_parameters_that_some_batches_use(train: Train, micro: int) -> None:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_averaging_by_hand_is_that_of_distributed_data_parallel(train: Train) -> None:
-    """With the unused parameters frozen, torch averages: the same losses, and evaluations with each
-    rank's buffers."""
+    """The averaging for unused parameters equals that of DistributedDataParallel."""
     more = {"data": {"evaluation": TOY["data"]["train"]}, "train": {"evaluate_every_steps": 5}}
     by_hand = ended_well(train("by-hand", merged(recipe(), more), *TWO_RANKS))
+    # Without unused parameters, DistributedDataParallel averages.
     by_torch = ended_well(train("by-torch", merged(recipe(freeze=True), more), *TWO_RANKS))
     assert (len(by_hand.truth()["unused_parameters"]), by_torch.truth()["unused_parameters"]) == (
         3,
