@@ -1,4 +1,4 @@
-"""A config of Trainer's to import, and what the account says of a key."""
+"""Configs of the Hugging Face Trainer to import, and the remarks of the report by key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ortlaunch.other_tools import Imported
 
 
 def config(folder: Path, **keys: Any) -> Path:
-    """A config of Trainer's, of these keys beside what a recipe must have."""
+    """Write a Trainer config with these keys and the required ones, and return its path.
+
+    A key with the value "absent" is left out.
+    """
     words = {
         "block_size": 64,
         "model_name_or_path": "here",
@@ -26,5 +29,5 @@ def config(folder: Path, **keys: Any) -> Path:
 
 
 def said(found: Imported, where: str) -> dict[str, str]:
-    """Key -> text, of one list of the account."""
+    """Return the text of each remark by key, of one list of the import report."""
     return {remark.key: remark.text for remark in getattr(found.account, where)}

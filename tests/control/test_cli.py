@@ -1,4 +1,4 @@
-"""The command line: every verb, what goes to which stream, and the exit status."""
+"""The command line: every command with its standard output, standard error and exit status."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.control.typed import Ended, Run
 from tests.makers import CUSTOM, WORDS
 
 ROOT = Path(__file__).parents[2]
+# Command -> text that its help must contain.
 VERBS = {
     "validate": "Check a recipe",
     "plan": "Show ranks, batch, memory",
@@ -58,16 +59,17 @@ VERBS = {
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb: str, flag: str, ortlaunch: Run) -> None:
-    """Help of each verb is on stdout, with its first sentence."""
+    """The help of each command is on stdout and contains its first sentence."""
     ended = ortlaunch(*verb.split(), flag)
     assert (ended.status, ended.err) == (0, "")
     assert f"Usage: ortlaunch {verb}" in ended.out
     assert VERBS[verb] in ended.out
-    assert "..." not in ended.out.partition("Commands:")[2]  # no summary is cut
+    # Typer cuts long summaries and appends "...".
+    assert "..." not in ended.out.partition("Commands:")[2]
 
 
 def test_help_names_every_verb(ortlaunch: Run) -> None:
-    """The front page has every verb and nothing that is not there; no argument at all shows it too."""
+    """The front page lists exactly the existing commands; it is also shown without arguments."""
     ended = ortlaunch("--help")
     listed = [
         line.split()[0]
@@ -80,19 +82,22 @@ def test_help_names_every_verb(ortlaunch: Run) -> None:
 
 
 def test_version(ortlaunch: Run) -> None:
-    """The package's version alone."""
+    """--version prints only the version of the package."""
     assert ortlaunch("--version") == Ended(0, f"{__version__}\n", "")
 
 
 def test_schema(ortlaunch: Run) -> None:
-    """The schema alone; tests/control/recipe/test_shipped_recipes.py holds recipes/schema.json to it."""
+    """`schema` prints only the schema.
+
+    tests/control/recipe/test_shipped_recipes.py compares recipes/schema.json with it.
+    """
     assert ortlaunch("schema") == Ended(0, json_schema(), "")
     assert json.loads(json_schema())["title"] == "ortlaunch recipe"
     assert ortlaunch("schema", "--markdown") == Ended(0, markdown(), "")
 
 
 def test_validate(ortlaunch: Run) -> None:
-    """A good recipe is one line on stdout."""
+    """`validate` prints one line on stdout for a valid recipe."""
     assert ortlaunch("validate", "good.yaml") == Ended(0, "good.yaml: valid (made)\n", "")
     assert ortlaunch("validate", "good.yaml", "name=other") == Ended(
         0, "good.yaml: valid (other)\n", ""
@@ -111,7 +116,10 @@ def test_validate(ortlaunch: Run) -> None:
     ids=" ".join,
 )
 def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
-    """Every verb that reads a recipe gives all errors on stderr, nothing on stdout, status 2, and starts nothing."""
+    """A command that reads a bad recipe prints all errors on stderr, and starts nothing.
+
+    It prints nothing on stdout and ends with status 2.
+    """
     ended = ortlaunch(*arguments)
     assert (ended.status, ended.out) == (2, "")
     lines = ended.err.splitlines()
@@ -163,7 +171,8 @@ def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
         ),
         (
             ["cancel", "."],
-            "ortlaunch: .: holds no job.json: no run was started there, or by an ortlaunch that wrote none",
+            "ortlaunch: .: holds no job.json: no run was started there, "
+            "or by an ortlaunch that wrote none",
         ),
         (["trian"], "there is no verb trian; did you mean train or ranks?"),
         (["recipes", "show", "bert-large/tinny"], "did you mean bert-large/tiny?"),
@@ -172,7 +181,7 @@ def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_the_user_got_wrong(arguments: list[str], said: str, ortlaunch: Run) -> None:
-    """Status 2, the reason on stderr without a traceback, nothing on stdout."""
+    """A user error ends with status 2 and a reason on stderr, without a traceback."""
     ended = ortlaunch(*arguments)
     assert (ended.status, ended.out) == (2, "")
     assert said in ended.err
@@ -180,7 +189,7 @@ def test_what_the_user_got_wrong(arguments: list[str], said: str, ortlaunch: Run
 
 
 def test_plan(ortlaunch: Run) -> None:
-    """The page for a person ends with the command that `train` would run."""
+    """The readable plan ends with the command that `train` would run."""
     ended = ortlaunch("plan", "bert.yaml", "--nproc-per-node", "2")
     assert (ended.status, ended.err) == (0, "")
     lines = ended.out.splitlines()
@@ -195,7 +204,7 @@ def test_plan(ortlaunch: Run) -> None:
 
 @pytest.mark.parametrize("hosts", [None, "a slots=2\nb slots=1\n"])
 def test_plan_json_is_json_only(hosts: str | None, ortlaunch: Run) -> None:
-    """Nothing but the plan, which reads back as itself, also where there are notes for a person."""
+    """`plan --json` prints only the plan, also where there are notes, and it can be read back."""
     more = []
     if hosts:
         Path("hosts").write_text(hosts)
@@ -206,6 +215,7 @@ def test_plan_json_is_json_only(hosts: str | None, ortlaunch: Run) -> None:
     assert Plan.from_json(ended.out).to_json() + "\n" == ended.out
 
 
+# Recipes that need GPUs: bf16 or fp16, which the CPU refuses.
 BIG = ("bert-large/phase1", "llama2-7b/pretrain", "llama2-7b/finetune", "llama2-7b/lora")
 
 
@@ -213,7 +223,7 @@ BIG = ("bert-large/phase1", "llama2-7b/pretrain", "llama2-7b/finetune", "llama2-
 def test_a_big_recipe_on_a_login_node(
     name: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a GPU here launch.device=cuda is what to try first, and it plans; a host file is named."""
+    """Without a local GPU the error suggests launch.device=cuda, and with it the plan succeeds."""
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: 0)
     path = str(ROOT / "recipes" / f"{name}.yaml")
     assert (
@@ -247,7 +257,10 @@ def test_a_big_recipe_on_a_login_node(
 def test_plan_says_why_there_is_no_memory_table(
     arguments: list[str], said: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose model it is, or which config is missing; a copy of the config is enough, also in the hub's cache."""
+    """The plan gives the reason for a missing memory table.
+
+    A copy of the model's config is enough for the table, also in the cache of the hub.
+    """
     monkeypatch.setenv("HF_HOME", str(Path("hub").resolve()))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     Path("here").mkdir()
@@ -261,6 +274,7 @@ def test_plan_says_why_there_is_no_memory_table(
     ended = ortlaunch("plan", *arguments)
     assert ended.status == 0, ended.err
     assert said in ended.out
+    # The layout of the cache of huggingface_hub.
     model = Path("hub/hub/models--meta-llama--Llama-2-7b-hf")
     (model / "refs").mkdir(parents=True)
     (model / "refs/main").write_text("abc123")
@@ -271,7 +285,7 @@ def test_plan_says_why_there_is_no_memory_table(
 
 
 def test_plan_tells_how_a_host_file_was_read(ortlaunch: Run) -> None:
-    """Notes come first."""
+    """The notes about a host file are printed first."""
     Path("hosts").write_text("localhost slots=1\n")
     assert ortlaunch("plan", "good.yaml", "--hostfile", "hosts").out.startswith(
         "hosts: read as DeepSpeed / Open MPI"
@@ -279,7 +293,7 @@ def test_plan_tells_how_a_host_file_was_read(ortlaunch: Run) -> None:
 
 
 def test_ten_thousand_hosts(ortlaunch: Run) -> None:
-    """80,000 ranks plan, print and read back; benchmarks/startup.py takes the time."""
+    """A plan of 80,000 ranks is made, printed and read back; benchmarks/startup.py times it."""
     Path("hosts").write_text("".join(f"node{number} slots=8\n" for number in range(10_000)))
     ended = ortlaunch("plan", "good.yaml", "--hostfile", "hosts", "--json")
     plan = Plan.from_json(ended.out)
@@ -288,7 +302,7 @@ def test_ten_thousand_hosts(ortlaunch: Run) -> None:
 
 
 def test_dry_run(ortlaunch: Run) -> None:
-    """The command alone on standard output, the plan beside it, and nothing written."""
+    """A dry run prints only the command on stdout, the plan on stderr, and writes nothing."""
     ended = ortlaunch("train", "good.yaml", "--dry-run", "--run-dir", "here")
     assert ended[:2] == (0, f"{sys.executable} {start.__file__} ortlaunch.worker here\n")
     assert "1 rank" in ended.err
@@ -298,7 +312,7 @@ def test_dry_run(ortlaunch: Run) -> None:
 def test_a_dry_run_refuses_what_a_run_refuses(
     ortlaunch: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A missing data file, an unknown checkpoint, an unknown name of --allow, a folder without permission."""
+    """A dry run refuses missing data, unknown checkpoints, bad --allow and read-only folders."""
     missing = {**CUSTOM, "model": {"task": "causal-lm", "config": {"model_type": "llama"}},
                "data": {**WORDS, "train": {"format": "text", "path": "none.txt"}}}  # fmt: skip
     Path("missing.yaml").write_text(json.dumps(missing))
@@ -308,14 +322,15 @@ def test_a_dry_run_refuses_what_a_run_refuses(
     dry = ("train", "good.yaml", "--dry-run", "--run-dir", "runs/here")
     assert "--resume" in ortlaunch(*dry, "--resume=last").err
     assert "--allow: got x" in ortlaunch(*dry, "--allow=x").err
-    monkeypatch.setattr(os, "access", lambda _, mode: mode == os.R_OK)  # tests may run as root
+    # Tests may run as root, who can write to any folder.
+    monkeypatch.setattr(os, "access", lambda _, mode: mode == os.R_OK)
     ended = ortlaunch(*dry)
     assert (ended.status, ended.out) == (2, "")
     assert "no permission to write" in ended.err
 
 
 def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipe with the number of steps, three by default, and nothing else changed; eager has nothing to compare."""
+    """`parity` sets only the number of steps, by default 3, and refuses engines eager and auto."""
     asked: list[ResolvedRun] = []
     monkeypatch.setattr(control, "train", lambda resolved, *_: asked.append(resolved) or 0)
     for arguments, steps in (([], 3), (["--steps", "5"], 5)):
@@ -340,7 +355,7 @@ def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyP
     ("options", "status"), [([], 0), (["--json"], 0), (["--wait"], 7), (["--wait", "--json"], 7)]
 )
 def test_status_of_a_run_that_failed(options: list[str], status: int, ortlaunch: Run) -> None:
-    """Its verdict as train said it, or one JSON object; only who waits for its end gets its exit status."""
+    """`status` prints the verdict of train, or JSON; only --wait returns the run's exit status."""
     with JobFile(RunDir("run"), "local") as file:
         file.end(7, "ortlaunch: rank 0 failed")
     ended = ortlaunch("status", "run", *options)
@@ -348,14 +363,13 @@ def test_status_of_a_run_that_failed(options: list[str], status: int, ortlaunch:
     if "--json" in options:
         assert json.loads(ended.out)["job"]["verdict"] == "ortlaunch: rank 0 failed"
     else:
-        assert re.match(
-            r"run: failed after 0:\d\d, exit status 7 \(started ", ended.out
-        )  # a second may begin
+        # Any number of seconds, because a new second may begin during the test.
+        assert re.match(r"run: failed after 0:\d\d, exit status 7 \(started ", ended.out)
         assert ended.out.endswith("\nortlaunch: rank 0 failed\n")
 
 
 def test_recipes_list(ortlaunch: Run) -> None:
-    """One name a line, each of which can be shown."""
+    """`recipes list` prints one name on each line, for every shipped recipe."""
     ended = ortlaunch("recipes", "list")
     names = ended.out.splitlines()
     assert {"bert-large/phase1", "bert-large/phase2", "bert-large/tiny", "llama2-7b/tiny"} <= set(
@@ -365,13 +379,13 @@ def test_recipes_list(ortlaunch: Run) -> None:
 
 
 def test_recipes_show(ortlaunch: Run) -> None:
-    """The file as it is."""
+    """`recipes show` prints the file unchanged."""
     text = (ROOT / "recipes" / "bert-large" / "phase2.yaml").read_text(encoding="utf-8")
     assert ortlaunch("recipes", "show", "bert-large/phase2") == Ended(0, text, "")
 
 
 def test_recipes_copy(ortlaunch: Run) -> None:
-    """What it extends comes along, the copy is valid, and a second copy overwrites nothing."""
+    """A recipe is copied with those that it extends; a second copy overwrites nothing."""
     assert ortlaunch("recipes", "copy", "bert-large/phase2", "mine") == Ended(
         0, "mine/phase2.yaml\nmine/phase1.yaml\n", ""
     )
@@ -387,7 +401,7 @@ def test_recipes_copy(ortlaunch: Run) -> None:
 def test_setup_builds_in_a_process_of_its_own(
     status: int, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The verb ends as the build does, and this process never imports torch for it."""
+    """`setup` returns the status of the build, which runs in another process and imports torch."""
     sent: list[Any] = []
 
     def run(command: list[str], **_: object) -> Any:
@@ -401,7 +415,7 @@ def test_setup_builds_in_a_process_of_its_own(
 
 
 def test_the_installed_command(tmp_path: Path) -> None:
-    """The entry point is this command, with its statuses and streams."""
+    """The installed command has the same exit statuses and streams."""
     (tmp_path / "bad.yaml").write_text("name: [\n")
     command = str(Path(sys.executable).with_name("ortlaunch"))
     good = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
@@ -410,6 +424,7 @@ def test_the_installed_command(tmp_path: Path) -> None:
         [command, "validate", "bad.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert (bad.returncode, bad.stdout, bad.stderr.startswith("bad.yaml:")) == (2, "", True)
+    # runpy warns where the module that it runs was imported already.
     env = {**os.environ, "PYTHONWARNINGS": "error"}
     for name in ("ortlaunch", "ortlaunch.cli"):
         module = [sys.executable, "-m", name, "--version"]

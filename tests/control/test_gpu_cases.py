@@ -1,4 +1,4 @@
-"""tests/gpu: its commands for a GPU are valid today, and its judges fail what is wrong."""
+"""The cases of tests/gpu are valid without a GPU, and its verdicts fail wrong results."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.gpu.verdicts import Ended
 PLAIN = [4.0, 2.0]
 
 
-# --------------------------------------------------------------------------------------- what a GPU would be asked
+# ------------------------------------------------------------------------ commands for a GPU
 
 
 def _words(command: tuple[str, ...]) -> tuple[str, Path, list[str], dict[str, str]]:
-    """Verb, recipe, overrides and options of an `ortlaunch` command."""
+    """Return the verb, recipe, overrides and options of an `ortlaunch` command."""
     _, _, _, verb, recipe, *rest = command
     options = dict(word[2:].split("=", 1) for word in rest if word.startswith("--") and "=" in word)
     return verb, Path(recipe), [word for word in rest if not word.startswith("--")], options
@@ -38,7 +38,7 @@ def _words(command: tuple[str, ...]) -> tuple[str, Path, list[str], dict[str, st
 
 @pytest.mark.parametrize("part", ["eager", "inductor", "ort", "deepspeed", "memory"])
 def test_the_trainings_on_a_gpu_can_be_planned(part: str) -> None:
-    """Every setting is one that the recipe knows and CUDA allows; ort refuses ZeRO 3 by its name."""
+    """Every training of tests/gpu can be planned for CUDA, except ZeRO 3 with engine ort."""
     trainings = [case for case in cases(part, form("cuda", 1)) if "train" in case.command]
     assert len(trainings) >= 4
     for case in trainings:
@@ -51,7 +51,7 @@ def test_the_trainings_on_a_gpu_can_be_planned(part: str) -> None:
 def test_the_smoke_runs_on_a_gpu_can_be_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """27 cells and two ranks on one GPU; ort refuses by its name what it does not know."""
+    """All smoke runs can be planned on one GPU, except settings that engine ort refuses."""
     smoke.write_inputs(tmp_path)
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: 1)
     refused = {}
@@ -77,7 +77,7 @@ def test_the_smoke_runs_on_a_gpu_can_be_planned(
 def test_the_runs_of_single_functions_on_a_gpu_can_be_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long sequences, offload, worker processes, dropout: every setting is one that the recipe knows."""
+    """Runs with long sequences, offload, worker processes and dropout have valid settings."""
     smoke.write_inputs(tmp_path)
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: 1)
     trainings = [
@@ -121,7 +121,7 @@ def test_a_resumed_run_must_be_the_same_bit_for_bit(tmp_path: Path) -> None:
     "part", ["deepspeed", "bert", "lora", "llama", "precision", "chunked_loss", "recompute"]
 )
 def test_the_benches_on_a_gpu_can_be_planned(part: str) -> None:
-    """Full-size models with every engine and every varied value; nothing is refused but what ort cannot do."""
+    """Benches of full-size models can be planned, except settings that engine ort refuses."""
     for case in (case for case in cases(part, form("cuda", 1)) if "bench" in case.command):
         _, recipe, overrides, options = _words(case.command)
         resolved = resolve(recipe, overrides, LaunchOptions(None, 1, planned_only=True), {})
@@ -144,18 +144,18 @@ def _refusal(recipe: Path, overrides: list[str]) -> str:
 
 
 def test_llama_is_the_whole_model_and_too_large_for_a_small_card() -> None:
-    """6.7 billion weights, planned above 100 GiB: a card of 80 skips them and says so."""
+    """Llama with 6.7 billion weights is skipped with a reason on a GPU of 80 GiB."""
     case = next(c for c in cases("llama", form("cuda", 1)) if "eager" in c.name)
     shape = form("cuda", 1)
     assert "of a card, and this one has 80.0 GiB" in refusal(case, shape, 80 * 2**30)
     assert refusal(case, shape, 139 * 2**30) == ""
 
 
-# ------------------------------------------------------------------------------------------------------ verdicts
+# ------------------------------------------------------------------------------- verdicts
 
 
 def ended(folder: Path, status: int = 0, stderr: str = "", capability: float | None = 9.0) -> Any:
-    """A command that came to its end."""
+    """Return the result of a finished command."""
     return Ended(status, "", stderr, folder, PLAIN, capability)
 
 
@@ -199,7 +199,7 @@ def _trained(folder: Path, losses: list[float], used: str = "eager", skipped: in
 def test_a_curve_is_held_to_plain_pytorchs(
     run: dict[str, Any], status: str, why: str, tmp_path: Path
 ) -> None:
-    """Each loss, the engine, and that no step was skipped but by fp16's first loss scale."""
+    """A curve passes with equal losses, the right engine, and skipped steps only in fp16."""
     precision = run.pop("precision", "bf16")
     _trained(tmp_path, **run)
     verdict = verdicts.curve("eager", precision, ended(tmp_path))
@@ -212,14 +212,17 @@ def test_a_curve_is_held_to_plain_pytorchs(
     [("ort", 2, "skipped"), ("eager", 2, "failed"), ("ort", 1, "failed")],
 )
 def test_only_ort_may_be_refused(engine: str, code: int, status: str, tmp_path: Path) -> None:
-    """It is bound to old Pythons and fp16; a run that began and ended badly has failed, and so has any other engine."""
+    """A refused run (status 2) is skipped for engine ort only, and a failed run never.
+
+    Engine ort needs old Python versions and does not support bf16.
+    """
     verdict = verdicts.curve(engine, "bf16", ended(tmp_path, code, "got bf16 with engine ort"))
     assert verdict.status == status
     assert "got bf16 with engine ort" in verdict.why[0]
 
 
 def variant(name: str, **changes: Any) -> dict[str, Any]:
-    """A row of bench.json."""
+    """Return a row of bench.json for an engine and a varied setting."""
     engine, _, varied = name.partition(" ")
     truth = {
         "engine": {"used": engine}, "matmul_precision": {"in_force": varied.rpartition("=")[2] or "highest"},
@@ -239,7 +242,7 @@ def variant(name: str, **changes: Any) -> dict[str, Any]:
 def judged(
     folder: Path, check: str, *variants: dict[str, Any], capability: float | None = 9.0
 ) -> Any:
-    """The verdict on a bench of these variants."""
+    """Return the verdict of a check on a bench with these variants."""
     (folder / "bench" / "one").mkdir(parents=True)
     (folder / "bench" / "one" / "plan.json").write_text('{"memory": null}')
     found = [{**v, "folder": str(folder / v["folder"])} for v in variants]
@@ -342,7 +345,7 @@ def test_tf32_must_be_faster(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("bytes_", "status"), [(105, "passed"), (120, "failed"), (80, "failed")])
 def test_memory_is_within_a_tenth_of_the_plan(bytes_: int, status: str, tmp_path: Path) -> None:
-    """Weights, gradients and optimizer state."""
+    """Memory of weights, gradients and optimizer state may differ by a tenth from the plan."""
     (tmp_path / "run").mkdir()
     record = {"planned": {"model": 100, "peak": 200}, "measured": {"model": bytes_, "peak": 300}}
     (tmp_path / "run" / "memory.json").write_text(json.dumps(record))
@@ -350,14 +353,18 @@ def test_memory_is_within_a_tenth_of_the_plan(bytes_: int, status: str, tmp_path
 
 
 def test_a_stopped_proof_leaves_no_case_behind(tmp_path: Path) -> None:
-    """A signal in the middle of a case ends that first."""
+    """A signal during a case ends the process of the case first."""
     ready = tmp_path / "pid"
-    script = f"import os, pathlib, time; pathlib.Path({str(ready)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    script = (
+        f"import os, pathlib, time; pathlib.Path({str(ready)!r}).write_text(str(os.getpid())); "
+        "time.sleep(60)"
+    )
 
     def stop(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
     def terminate() -> None:
+        # The file exists for a moment before its text is written.
         while not (ready.exists() and ready.read_text()):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGUSR2)

@@ -1,4 +1,4 @@
-"""One row in the table of launchers adds one: the recipe accepts it, the plan has it, and its request is sent."""
+"""One row in the table of launchers adds a launcher to recipes, plans and requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.makers import host, plan, recipe
 
 
 def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its module's request is what starts the ranks."""
+    """The module of a new launcher makes the request that starts the ranks."""
     with pytest.raises(
         ValidationError, match=r"Input should be 'auto', 'local', 'torchrun' or 'mpi'"
     ):

@@ -1,4 +1,4 @@
-"""tests/page.py: results of long tests are written at once, resumed, and make a page and an exit status."""
+"""tests/page.py writes each result of long tests at once, resumes, and makes a page."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from tests import page
 
 ROOT = Path(__file__).resolve().parents[2]
+# A test module with every kind of result: passed, failed, skipped and expected to fail.
 MIXED = """
 import pytest
 
@@ -39,14 +40,14 @@ def test_known():
 
 
 def command(folder: Path, *words: str) -> list[str]:
-    """pytest with the plugin alone, on test_long.py of a folder."""
+    """Return the pytest command for test_long.py of a folder, with only the page plugin."""
     plugins = ["-p", "no:cacheprovider", "-p", "tests.page"]
     return [sys.executable, "-m", "pytest", *plugins, "--page", str(folder / "out"), "--device=cpu", "-q",
             "--rootdir", str(folder), str(folder / "test_long.py"), *words]  # fmt: skip
 
 
 def run(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """One call to its end."""
+    """Write test_long.py, run it and return the finished process."""
     (folder / "test_long.py").write_text(text)
     return subprocess.run(
         command(folder, *words), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
@@ -59,7 +60,7 @@ def cases(folder: Path) -> dict[str, Any]:
 
 
 def test_results_are_kept_and_resumed(tmp_path: Path) -> None:
-    """A failure among others: status 1, its reason on the page; a second call runs nothing, and has status 1 again."""
+    """A failure gives status 1 and its reason on the page; a second call runs no test again."""
     first = run(tmp_path, MIXED)
     text = (tmp_path / "out/page.md").read_text()
     assert first.returncode == 1
@@ -77,7 +78,7 @@ def test_results_are_kept_and_resumed(tmp_path: Path) -> None:
 
 
 def test_tests_without_time_are_left_for_another_call(tmp_path: Path) -> None:
-    """Status 3, and the next call goes on with what has no result."""
+    """A call without enough time ends with status LEFT; the next call runs the other tests."""
     text = "import time\n\n" + "".join(
         f"def test_{name}():\n    time.sleep(0.4)\n\n" for name in "abc"
     )
@@ -91,11 +92,12 @@ def test_tests_without_time_are_left_for_another_call(tmp_path: Path) -> None:
 
 
 def test_a_stopped_call_keeps_its_results(tmp_path: Path) -> None:
-    """SIGINT in the middle of a test: what ended before is there."""
+    """After SIGINT during a test the results of the earlier tests are kept."""
     (tmp_path / "test_long.py").write_text(
         "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n"
     )
-    process = subprocess.Popen(  # which hears SIGINT, also where a shell started the tests in the background
+    # A shell ignores SIGINT for background jobs, and children inherit that: restore the default.
+    process = subprocess.Popen(
         command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )  # fmt: skip
@@ -113,7 +115,7 @@ def test_a_stopped_call_keeps_its_results(tmp_path: Path) -> None:
 
 
 def test_results_of_another_machine_are_not_mixed(tmp_path: Path) -> None:
-    """A folder of another torch is refused with both versions."""
+    """Results of another torch version are refused, and the message names that version."""
     assert run(tmp_path, "def test_a(): pass\n").returncode == 0
     file = tmp_path / "out/results.json"
     results = json.loads(file.read_text())
@@ -126,7 +128,10 @@ def test_results_of_another_machine_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_a_test_that_runs_out_of_time() -> None:
-    """The first of a call had all the time there is, and has failed; another is left for the next call."""
+    """Only the first test of a call fails when time runs out, because it had all of the time.
+
+    A later test is left for the next call.
+    """
     results = object.__new__(page.Results)
     results.deadline = time.monotonic() + 1
     results.is_first = False

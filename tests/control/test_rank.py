@@ -1,4 +1,4 @@
-"""Which rank a process is, from what one launcher or several have left, and how `explain` tells it."""
+"""The rank of a process from the variables of one or several launchers, and `explain`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_one_launcher(env: Env, rank: Rank, launcher: str) -> None:
     ],
 )
 def test_no_launcher(env: Env) -> None:
-    """Addresses, node numbers, batch scripts and interactive steps are not ranks: the world is one."""
+    """Addresses, node numbers, batch scripts and interactive steps give a world of one rank."""
     assert detect(env) is None
     assert Rank.from_environ(env) == Rank(0, 1, 0, 1)
 
@@ -102,7 +102,7 @@ def test_slurm_layouts(changes: dict[str, str | None], rank: Rank) -> None:
     ],
 )
 def test_nested_launchers(env: Env, launcher: str) -> None:
-    """torchrun wins over MPI and Slurm around it, MPI over a Slurm step around it, whatever those say."""
+    """The innermost launcher wins: torchrun before MPI, and MPI before the Slurm step."""
     inner = {"Open MPI": OPEN_MPI, "torchrun": TORCHRUN, "MVAPICH": MVAPICH}
     own = inner.get(launcher, PALS if "PALS_RANKID" in env else HYDRA)
     assert detect(env) == (Rank.from_environ(own), launcher)
@@ -113,7 +113,7 @@ def test_nested_launchers(env: Env, launcher: str) -> None:
     [(OPEN_MPI, "Open MPI"), (HYDRA, MPICH), (MVAPICH, "MVAPICH"), (SLURM, "Slurm")],
 )
 def test_copied_into_torch(outer: Env, launcher: str) -> None:
-    """A wrapper that copies a launcher's set into torch's variables changes nothing, not even the name."""
+    """Copies of a launcher's set in torch's variables change neither rank nor launcher name."""
     rank = Rank.from_environ(outer)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     assert detect({**outer, **dict(zip(names, map(str, rank)))}) == (rank, launcher)
@@ -133,7 +133,10 @@ def test_copied_into_torch(outer: Env, launcher: str) -> None:
     ],
 )
 def test_pmi_beside_a_complete_set(env: Env, rank: Rank, launcher: str) -> None:
-    """PMI variables of srun --mpi=pmi2 and its like are no partial MPI while they agree with a complete set."""
+    """An incomplete PMI set is ignored if it agrees with a complete set.
+
+    `srun --mpi=pmi2` leaves such a set.
+    """
     assert detect(env) == (rank, launcher)
 
 
@@ -163,11 +166,13 @@ READ_OPEN_MPI = (
             {**OPEN_MPI, **TORCHRUN},
             [
                 f"Open MPI: rank 1 of 3, local rank 2 of 3; {READ_OPEN_MPI}",
-                "torchrun: rank 0 of 1, local rank 0 of 1; read RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1",
+                "torchrun: rank 0 of 1, local rank 0 of 1; read RANK=0 WORLD_SIZE=1 "
+                "LOCAL_RANK=0 LOCAL_WORLD_SIZE=1",
                 "used: torchrun",
             ],
         ),
         (
+            # Slurm numbers special steps, such as interactive ones, from the top of 32 bits.
             {"SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"},
             [
                 "Slurm: not a step of ranks: SLURM_STEP_ID is 4294967290",
@@ -185,19 +190,20 @@ READ_OPEN_MPI = (
             {"WORLD_SIZE": "4"},
             [
                 "torchrun: incomplete, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE not set; read WORLD_SIZE=4",
-                "error: torchrun: WORLD_SIZE=4 set, but RANK, LOCAL_RANK, LOCAL_WORLD_SIZE not: a launcher sets all "
+                "error: torchrun: WORLD_SIZE=4 set, but RANK, LOCAL_RANK, LOCAL_WORLD_SIZE not: "
+                "a launcher sets all "
                 "of them; if no launcher started this process, type: unset WORLD_SIZE",
             ],
         ),
     ],
 )
 def test_explain(env: Env, lines: list[str]) -> None:
-    """One line per launcher found, then the one that is used, or the error."""
+    """`explain` prints a line for each launcher, then the used launcher or the error."""
     assert explain(env).split("\n") == lines
 
 
 def test_explain_wrong_value() -> None:
-    """A value that is no number is told, not raised: with it, explain is how to find out."""
+    """`explain` prints an invalid value instead of raising, because it is used to find it."""
     wrong = "OMPI_COMM_WORLD_RANK='x' is not a whole number of 0 or more; unset it or start again"
     read = READ_OPEN_MPI.replace("WORLD_RANK=1", "WORLD_RANK=x")
     lines = explain(but(OPEN_MPI, OMPI_COMM_WORLD_RANK="x")).split("\n")
@@ -208,5 +214,5 @@ def test_explain_wrong_value() -> None:
     "env", [OPEN_MPI, HYDRA, PALS, MVAPICH, TORCHRUN, SLURM, DEEPSPEED, GFORKER]
 )
 def test_variables_are_all_that_is_read(env: Env) -> None:
-    """Without VARIABLES no launcher is left, so a launcher that removes them starts from nothing."""
+    """No launcher is detected without VARIABLES, so removing them gives a clean environment."""
     assert detect({name: value for name, value in env.items() if name not in VARIABLES}) is None

@@ -1,4 +1,4 @@
-"""Partial, contradicting and impossible sets of launchers' variables: each is refused by name."""
+"""Incomplete, contradicting and impossible sets of launcher variables are refused by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.control.environments import (
 
 
 def error(env: Env) -> str:
-    """The message of the RankError that ``env`` raises, the same from both entrances."""
+    """Return the message of the RankError for ``env``; `detect` and `from_environ` agree."""
     with pytest.raises(RankError) as first:
         detect(env)
     with pytest.raises(RankError) as second:
@@ -43,7 +43,8 @@ TORCH_MEND = "a launcher sets all of them; if no launcher started this process, 
     [
         (
             {"WORLD_SIZE": "4", **MASTER},
-            f"torchrun: WORLD_SIZE=4 set, but RANK, LOCAL_RANK, LOCAL_WORLD_SIZE not: {TORCH_MEND} WORLD_SIZE",
+            "torchrun: WORLD_SIZE=4 set, but RANK, LOCAL_RANK, LOCAL_WORLD_SIZE not: "
+            f"{TORCH_MEND} WORLD_SIZE",
         ),
         (
             but(TORCH, LOCAL_WORLD_SIZE=None),
@@ -52,23 +53,29 @@ TORCH_MEND = "a launcher sets all of them; if no launcher started this process, 
         ),
         (
             DEEPSPEED,
-            "torchrun: RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 set, but LOCAL_WORLD_SIZE not: DeepSpeed's launcher calls it "
+            "torchrun: RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 set, but LOCAL_WORLD_SIZE not: "
+            "DeepSpeed's launcher calls it "
             "LOCAL_SIZE; type: export LOCAL_WORLD_SIZE=$LOCAL_SIZE",
         ),
         (
             {"RANK": "1", "WORLD_SIZE": "4", **MASTER},
-            "torchrun: RANK=1 WORLD_SIZE=4 set, but LOCAL_RANK, LOCAL_WORLD_SIZE not: Kubeflow PyTorchJob and Alibaba "
-            "PAI set RANK and WORLD_SIZE to count nodes, not ranks; start torchrun on each node with "
+            "torchrun: RANK=1 WORLD_SIZE=4 set, but LOCAL_RANK, LOCAL_WORLD_SIZE not: Kubeflow "
+            "PyTorchJob and Alibaba "
+            "PAI set RANK and WORLD_SIZE to count nodes, not ranks; start torchrun on each node "
+            "with "
             "--nnodes=$WORLD_SIZE --node-rank=$RANK, which sets all four",
         ),
         (
             but(OPEN_MPI, OMPI_COMM_WORLD_LOCAL_RANK=None, OMPI_COMM_WORLD_SIZE=None),
-            "Open MPI: OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=3 set, but OMPI_COMM_WORLD_SIZE, "
-            f"OMPI_COMM_WORLD_LOCAL_RANK not: {TORCH_MEND} OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+            "Open MPI: OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=3 set, but "
+            "OMPI_COMM_WORLD_SIZE, "
+            f"OMPI_COMM_WORLD_LOCAL_RANK not: {TORCH_MEND} OMPI_COMM_WORLD_RANK "
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
         ),
         (
             {"MV2_COMM_WORLD_LOCAL_RANK": "0"},
-            "MVAPICH: MV2_COMM_WORLD_LOCAL_RANK=0 set, but MV2_COMM_WORLD_RANK, MV2_COMM_WORLD_SIZE, "
+            "MVAPICH: MV2_COMM_WORLD_LOCAL_RANK=0 set, but MV2_COMM_WORLD_RANK, "
+            "MV2_COMM_WORLD_SIZE, "
             f"MV2_COMM_WORLD_LOCAL_SIZE not: {TORCH_MEND} MV2_COMM_WORLD_LOCAL_RANK",
         ),
         (
@@ -93,43 +100,53 @@ TORCH_MEND = "a launcher sets all of them; if no launcher started this process, 
         ),
         (
             {**OPEN_MPI, "RANK": "0"},
-            "torchrun: RANK=0 set, but WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE not, beside the complete set of "
+            "torchrun: RANK=0 set, but WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE not, beside the "
+            "complete set of "
             "Open MPI (OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=3 OMPI_COMM_WORLD_LOCAL_RANK=2 "
             "OMPI_COMM_WORLD_LOCAL_SIZE=3): these are left over or copied, so type: unset RANK",
         ),
         (
             {**HYDRA, "RANK": "2", "WORLD_SIZE": "4"},
-            "torchrun: RANK=2 WORLD_SIZE=4 set, but LOCAL_RANK, LOCAL_WORLD_SIZE not, beside the complete set of "
-            f"{MPICH} (PMI_RANK=2 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2): these are left over or copied, "
+            "torchrun: RANK=2 WORLD_SIZE=4 set, but LOCAL_RANK, LOCAL_WORLD_SIZE not, beside the "
+            "complete set of "
+            f"{MPICH} (PMI_RANK=2 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2): these are "
+            "left over or copied, "
             "so type: unset RANK WORLD_SIZE",
         ),
         (
             {**SLURM, "PMI_RANK": "0", "PMI_SIZE": "1"},
-            f"{MPICH}: PMI_RANK=0 PMI_SIZE=1 set, but MPI_LOCALRANKID, MPI_LOCALNRANKS not, beside the complete set "
-            "of Slurm (SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=7 SLURM_LOCALID=1 SLURM_STEP_TASKS_PER_NODE=2(x3),1 "
-            "SLURM_NODEID=2 SLURM_STEP_ID=0): these are left over or copied, so type: unset PMI_RANK PMI_SIZE",
+            f"{MPICH}: PMI_RANK=0 PMI_SIZE=1 set, but MPI_LOCALRANKID, MPI_LOCALNRANKS not, "
+            "beside the complete set "
+            "of Slurm (SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=7 SLURM_LOCALID=1 "
+            "SLURM_STEP_TASKS_PER_NODE=2(x3),1 "
+            "SLURM_NODEID=2 SLURM_STEP_ID=0): these are left over or copied, so type: unset "
+            "PMI_RANK PMI_SIZE",
         ),
         (
             {**PALS, "MPI_LOCALRANKID": "0"},
-            f"{MPICH}: PMI_RANK=13 PMI_SIZE=24 MPI_LOCALRANKID=0 set, but MPI_LOCALNRANKS not, beside the "
-            f"complete set of {MPICH} (PMI_RANK=13 PMI_SIZE=24 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=12): "
+            f"{MPICH}: PMI_RANK=13 PMI_SIZE=24 MPI_LOCALRANKID=0 set, but MPI_LOCALNRANKS not, "
+            "beside the "
+            f"complete set of {MPICH} (PMI_RANK=13 PMI_SIZE=24 PALS_LOCAL_RANKID=1 "
+            "PALS_LOCAL_SIZE=12): "
             "these are left over or copied, so type: unset MPI_LOCALRANKID",
         ),
         (
             {"RANK": "0", "MV2_COMM_WORLD_RANK": "0"},
-            "MVAPICH: MV2_COMM_WORLD_RANK=0 set, but MV2_COMM_WORLD_SIZE, MV2_COMM_WORLD_LOCAL_RANK, "
+            "MVAPICH: MV2_COMM_WORLD_RANK=0 set, but MV2_COMM_WORLD_SIZE, "
+            "MV2_COMM_WORLD_LOCAL_RANK, "
             f"MV2_COMM_WORLD_LOCAL_SIZE not: {TORCH_MEND} MV2_COMM_WORLD_RANK\n"
-            f"torchrun: RANK=0 set, but WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE not: {TORCH_MEND} RANK",
+            "torchrun: RANK=0 set, but WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE not: "
+            f"{TORCH_MEND} RANK",
         ),
     ],
 )
 def test_partial_set(env: Env, message: str) -> None:
-    """A partial set names what is set, what is missing and what to type."""
+    """The error names the variables that are set, those that are missing, and the remedy."""
     assert error(env) == message
 
 
 def test_pmi_must_agree_wholly() -> None:
-    """A PMI set that shares only its rank with the Slurm step is refused."""
+    """A PMI set that agrees with the Slurm step in the rank only is refused."""
     assert "type: unset PMI_RANK PMI_SIZE" in error({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "1"})
 
 
@@ -148,7 +165,10 @@ def test_pmi_must_agree_wholly() -> None:
     ],
 )
 def test_every_partial_set_is_refused(names: tuple[str, ...]) -> None:
-    """No proper part of any launcher's set is ever taken for a rank; without its step, Slurm's is no set at all."""
+    """No proper subset of a launcher's variables gives a rank.
+
+    Without SLURM_STEP_ID the Slurm variables are ignored.
+    """
     whole = {
         name: "1" if "SIZE" in name or "NRANKS" in name or "TASKS" in name else "0"
         for name in names
@@ -173,8 +193,10 @@ UNSET = "unset the variables of the one that did not start this process"
     [
         (
             {**OPEN_MPI, **HYDRA},
-            f"Open MPI and {MPICH} disagree: OMPI_COMM_WORLD_RANK=1 but PMI_RANK=2, OMPI_COMM_WORLD_SIZE=3 but "
-            "PMI_SIZE=4, OMPI_COMM_WORLD_LOCAL_RANK=2 but MPI_LOCALRANKID=0, OMPI_COMM_WORLD_LOCAL_SIZE=3 but "
+            f"Open MPI and {MPICH} disagree: OMPI_COMM_WORLD_RANK=1 but PMI_RANK=2, "
+            "OMPI_COMM_WORLD_SIZE=3 but "
+            "PMI_SIZE=4, OMPI_COMM_WORLD_LOCAL_RANK=2 but MPI_LOCALRANKID=0, "
+            "OMPI_COMM_WORLD_LOCAL_SIZE=3 but "
             f"MPI_LOCALNRANKS=2; {UNSET}",
         ),
         (
@@ -185,7 +207,8 @@ UNSET = "unset the variables of the one that did not start this process"
                 "LOCAL_RANK": "1",
                 "LOCAL_WORLD_SIZE": "3",
             },
-            f"Open MPI and torchrun disagree: OMPI_COMM_WORLD_LOCAL_RANK=2 but LOCAL_RANK=1; {UNSET}",
+            "Open MPI and torchrun disagree: OMPI_COMM_WORLD_LOCAL_RANK=2 but LOCAL_RANK=1; "
+            f"{UNSET}",
         ),
         (
             {**SLURM, **TORCH},
@@ -194,7 +217,8 @@ UNSET = "unset the variables of the one that did not start this process"
         ),
         (
             {**HYDRA, **MVAPICH},
-            f"MVAPICH and {MPICH} disagree: MV2_COMM_WORLD_RANK=3 but PMI_RANK=2, MV2_COMM_WORLD_LOCAL_RANK=1 but "
+            f"MVAPICH and {MPICH} disagree: MV2_COMM_WORLD_RANK=3 but PMI_RANK=2, "
+            "MV2_COMM_WORLD_LOCAL_RANK=1 but "
             f"MPI_LOCALRANKID=0; {UNSET}",
         ),
         (
@@ -204,7 +228,7 @@ UNSET = "unset the variables of the one that did not start this process"
     ],
 )
 def test_disagreement(env: Env, message: str) -> None:
-    """Two complete sets that disagree name every pair of variables that differ."""
+    """The error for two contradicting sets names every pair of variables that differ."""
     assert error(env) == message
 
 
@@ -237,20 +261,24 @@ NOT_A_NUMBER = "is not a whole number of 0 or more; unset it or start again"
         ),
         (
             but(TORCH, LOCAL_RANK="4"),
-            "LOCAL_RANK=4 is not below LOCAL_WORLD_SIZE=4; ranks count from 0, so one of them is stale",
+            "LOCAL_RANK=4 is not below LOCAL_WORLD_SIZE=4; ranks count from 0, so one of them is "
+            "stale",
         ),
         (
             but(TORCH, LOCAL_WORLD_SIZE="16"),
-            "LOCAL_WORLD_SIZE=16 is more than WORLD_SIZE=8, the ranks of all nodes; one of them is stale",
+            "LOCAL_WORLD_SIZE=16 is more than WORLD_SIZE=8, the ranks of all nodes; one of them "
+            "is stale",
         ),
         (
             but(SLURM, SLURM_LOCALID="2"),
-            "SLURM_LOCALID=2 is not below SLURM_STEP_TASKS_PER_NODE=2(x3),1; ranks count from 0, so one of them is "
+            "SLURM_LOCALID=2 is not below SLURM_STEP_TASKS_PER_NODE=2(x3),1; ranks count from 0, "
+            "so one of them is "
             "stale",
         ),
         (
             but(SLURM, SLURM_STEP_TASKS_PER_NODE="2(x3)"),
-            "SLURM_STEP_TASKS_PER_NODE=2(x3) does not add up to SLURM_STEP_NUM_TASKS=7; one is stale",
+            "SLURM_STEP_TASKS_PER_NODE=2(x3) does not add up to SLURM_STEP_NUM_TASKS=7; one is "
+            "stale",
         ),
         (
             but(SLURM, SLURM_NODEID="4"),
@@ -263,5 +291,5 @@ NOT_A_NUMBER = "is not a whole number of 0 or more; unset it or start again"
     ],
 )
 def test_wrong_values(env: Env, message: str) -> None:
-    """Values that are no numbers or cannot be one process's place name the variable and the value."""
+    """The error for an invalid or impossible value names the variable and the value."""
     assert error(env) == message

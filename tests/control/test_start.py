@@ -1,4 +1,4 @@
-"""Starting a module of ours without the current folder on the path, on every Python."""
+"""Modules are started without the current folder on sys.path, in every Python version."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ MODULE = "import json, sys\nprint(json.dumps([__name__, sys.argv, sys.path]))\n"
 
 
 def test_a_module_is_started_as_by_m(tmp_path: Path) -> None:
-    """It is `__main__`, has its own arguments, and finds what the user's PYTHONPATH names and nothing in the folder."""
+    """A started module is `__main__`, gets its arguments, and sees PYTHONPATH but not the folder."""
     installed = tmp_path / "installed"
     installed.mkdir()
     (installed / "mine.py").write_text(MODULE)
+    # A module of the current folder that would hide the standard one, and end the process.
     (tmp_path / "json.py").write_text("raise SystemExit(77)")
     command = [*start.command("mine"), "one", "--two"]
     environ = {**os.environ, "PYTHONPATH": str(installed)}

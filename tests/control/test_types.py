@@ -1,4 +1,4 @@
-"""How often the type checker is told nothing: `Any` in the package, counted."""
+"""The number of uses of `Any` in the package, where the type checker checks nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2] / "ortlaunch"
 
 
 def names(text: str) -> int:
-    """How often code names `Any`; imports of it do not count."""
+    """Return the number of uses of the name `Any`; imports do not count."""
     return sum(
         isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(text))
     )
@@ -21,7 +21,10 @@ def names(text: str) -> int:
     ("inside", "limit"), [(False, 10), (True, 40)], ids=["outside ortmodule", "ortmodule"]
 )
 def test_any_is_rare(inside: bool, limit: int) -> None:
-    """Of a thousand lines so many at most name Any; ortmodule patches functions of untyped packages."""
+    """At most `limit` uses of Any occur in 1,000 lines.
+
+    The limit of ortmodule is higher because it patches functions of untyped packages.
+    """
     texts = {
         path: path.read_text()
         for path in ROOT.rglob("*.py")
@@ -37,5 +40,5 @@ def test_any_is_rare(inside: bool, limit: int) -> None:
 
 
 def test_imports_are_not_counted() -> None:
-    """An import names nothing that a value has for its type."""
+    """An import of Any is not counted as a use."""
     assert names("from typing import Any\nx: Any = 1\ny: dict[str, Any] = {}\n") == 2

@@ -1,4 +1,4 @@
-"""The command line in this process: what is typed, the exit status, and what it writes."""
+"""Run the command line in this process, and return its exit status and output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.makers import BERT, CUSTOM, OWN_MODULE, WORDS
 
 
 class Ended(NamedTuple):
-    """A command's exit status and what it wrote."""
+    """The exit status, standard output and standard error of a command."""
 
     status: int
     out: str
@@ -30,7 +30,7 @@ Run = Callable[..., Ended]
 def ortlaunch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Run:
-    """Runs the command in a folder with a good recipe and a bad one."""
+    """A function that runs a command in a folder with valid recipes and a bad one."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(OWN_MODULE)
     Path("good.yaml").write_text(yaml.safe_dump(CUSTOM))
@@ -52,6 +52,7 @@ def ortlaunch(
         monkeypatch.setattr(sys, "argv", ["ortlaunch", *arguments])
         with pytest.raises(SystemExit) as caught:
             cli.main()
+        # The command line freezes and disables garbage collection: undo that for the next tests.
         gc.unfreeze()
         gc.enable()
         code = caught.value.code
