@@ -110,7 +110,7 @@ def test_what_was_sealed_is_unchanged(cache: Path) -> None:
     file, record = sealed(cache)
     assert changed(record) == ""
     os.utime(file, (1, 1))
-    # Two calls: the first one may record the new time.
+    # The first call writes the seal anew with the new time, and the second one reads that seal.
     assert [changed(record), changed(record)] == ["", ""]
 
 

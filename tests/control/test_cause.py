@@ -1,4 +1,4 @@
-"""Causes of failure are data: each is rendered in one module, and no other module of ours reads the sentences."""
+"""Causes of failure are data: one module renders them, and no other module parses the text."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from ortlaunch.run_folder.library_messages import cause_in, lost_a_peer
 
 PACKAGE = Path(__file__).parents[2] / "ortlaunch"
 RENDERED_BY = PACKAGE / "run_folder" / "cause_text.py"
+# Modules that read messages of other programs: of libraries, and of `mpirun --version`.
 OF_OTHERS = (
     PACKAGE / "run_folder" / "library_messages.py",
     PACKAGE / "launch" / "mpi.py",
-)  # mpirun --version
+)
+# Packages that find out how a run ended.
 READERS = ("diagnose", "run", "runs", "run_folder", "launch", "bench", "commands", "report", "schedulers",
            "worker/supervision")  # fmt: skip
 # Methods that look for their first argument in a text; functions of re have a pattern there.
@@ -38,7 +40,7 @@ _PATTERNS = ("compile", "search", "match", "fullmatch", "sub", "split", "findall
 
 
 def failures() -> Iterator[Failure]:
-    """Each cause, of a rank and of the command, with all fields and with few."""
+    """Yield a failure of each cause, of a rank and of the command, with all fields and with few."""
     for cause in Cause:
         full = Failure(cause, "DETAIL", 1, "HOST", "WHO", 9, 7, 3, 2, 2, "FILE:1")
         of_command = replace(full, rank=None, memory_kills=None)
@@ -52,12 +54,16 @@ def failures() -> Iterator[Failure]:
 
 
 def rendered() -> set[str]:
-    """Every sentence that a cause has."""
+    """Return every sentence, verdict and advice of all causes."""
     return {text for each in failures() for text in (sentence(each), verdict(each), *advice(each))}
 
 
 def read_texts(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """(line, text, whether it is a pattern) of each literal with which a module looks into a text."""
+    """Yield each literal that a module searches for in a text.
+
+    Yields:
+        The line, the literal, and whether it is a regular expression.
+    """
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             of_re = isinstance(node.func.value, ast.Name) and node.func.value.id == "re"
@@ -72,7 +78,7 @@ def read_texts(path: Path) -> Iterator[tuple[int, str, bool]]:
 
 
 def literals(node: ast.expr) -> Iterator[str]:
-    """Texts of an expression; of an f-string its parts."""
+    """Return the string constants of an expression, including the parts of f-strings."""
     return (
         each.value
         for each in ast.walk(node)
@@ -81,7 +87,7 @@ def literals(node: ast.expr) -> Iterator[str]:
 
 
 def found_in(text: str, is_pattern: bool, messages: set[str]) -> str | None:
-    """A message that the text or pattern is in."""
+    """Return a message that contains the text or matches the pattern, or None."""
     return next(
         (each for each in messages if (re.search(text, each) if is_pattern else text in each)), None
     )
@@ -89,12 +95,12 @@ def found_in(text: str, is_pattern: bool, messages: set[str]) -> str | None:
 
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
-    """A module's syntax tree."""
+    """Return the syntax tree of a module; cached because several tests read it."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def messages() -> dict[str, set[str]]:
-    """Texts of more than one word in each module, docstrings and what looks into a text apart."""
+    """Return the texts of several words by module, without docstrings and searched literals."""
     found: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         tree = tree_of(path)
@@ -113,13 +119,13 @@ def messages() -> dict[str, set[str]]:
 
 
 def modules() -> list[Path]:
-    """Those that learn how a run ended."""
+    """Return the modules of READERS that must not parse rendered sentences."""
     found = [path for room in READERS for path in sorted((PACKAGE / room).rglob("*.py"))]
     return [path for path in found if path not in (RENDERED_BY, *OF_OTHERS)]
 
 
 def test_every_cause_has_words() -> None:
-    """A sentence and a verdict, without a field that nobody filled in."""
+    """Every cause has a sentence and a verdict, and all placeholders are filled in."""
     for each in failures():
         assert sentence(each).strip()
         assert verdict(each).strip()
@@ -127,7 +133,7 @@ def test_every_cause_has_words() -> None:
 
 
 def test_a_cause_of_another_version_is_unknown() -> None:
-    """A record of a later version is read."""
+    """A record of a later version can be read; its unknown causes become UNKNOWN."""
     assert Cause("a later one") is Cause.UNKNOWN
     assert Failure.from_json({"cause": "crash", "signal": 11, "later": 1}) == Failure(
         Cause.CRASH, signal=11
@@ -135,18 +141,19 @@ def test_a_cause_of_another_version_is_unknown() -> None:
 
 
 def test_nobody_matches_a_rendered_sentence() -> None:
-    """Renaming a sentence of cause_text.py can change nobody's decision."""
+    """No decision depends on a sentence of cause_text.py."""
     texts = rendered()
     wrong = []
     for path in modules():
         for line, text, is_pattern in read_texts(path):
+            # Single words are skipped: they occur in sentences by chance.
             if " " in text.strip() and (said := found_in(text, is_pattern, texts)):
                 wrong.append(f"{path}:{line}: {text!r} matches {said!r}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_nobody_matches_another_modules_message() -> None:
-    """A text of two words that a module looks for is in no message of another module of ours."""
+    """No module searches for a text of two words that is in a message of another module."""
     said = messages()
     wrong = []
     for path in modules():
@@ -213,14 +220,14 @@ def test_nobody_matches_another_modules_message() -> None:
     ],
 )
 def test_messages_of_libraries(text: str, cause: Cause, line: str) -> None:
-    """The cause, and the line that shows it."""
+    """A message of a library gives the cause and the line that shows it."""
     found = cause_in(text)
     assert found is not None
     assert (found[0], found[1].startswith(line)) == (cause, True)
 
 
 def test_other_messages_tell_no_cause() -> None:
-    """An exception of the user's own; that of a rank whose peer has gone is an echo."""
+    """The user's own exception gives no cause; a closed connection means a lost peer."""
     assert cause_in("ValueError: planted") is None
     assert lost_a_peer("RuntimeError: [../gloo/x] Connection closed by peer")
     assert not lost_a_peer("ValueError: planted")

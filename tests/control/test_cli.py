@@ -215,7 +215,7 @@ def test_plan_json_is_json_only(hosts: str | None, ortlaunch: Run) -> None:
     assert Plan.from_json(ended.out).to_json() + "\n" == ended.out
 
 
-# Recipes that need GPUs: bf16 or fp16, which the CPU refuses.
+# Recipes with precision fp16, which needs a GPU.
 BIG = ("bert-large/phase1", "llama2-7b/pretrain", "llama2-7b/finetune", "llama2-7b/lora")
 
 

@@ -47,7 +47,7 @@ def made(folder: Path, made_recipe: Any = None, **ranks: Any) -> RunDir:
                    "traceback": "", "summary": "rank 1 on host a failed", "secondary": False, "time": 2.0,
                    "cause": "raised", "detail": "x"}  # fmt: skip
         write_json(run.error(1), {**account, **ranks})
-        # Rank 0 failed earlier but only because it lost rank 1 (secondary): the time must not decide.
+        # Rank 0 has the earlier time, but it failed only because it lost rank 1 (secondary).
         write_json(
             run.error(0),
             {**account, "rank": 0, "secondary": True, "time": 1.0, "type": "RuntimeError"},
@@ -134,7 +134,7 @@ def test_a_rank_that_the_kernel_ended(tmp_path: Path) -> None:
     ("precision", "kind"), [("fp16", "loss-scale-collapse"), ("fp32", "not-finite")]
 )
 def test_a_gradient_that_is_not_finite(precision: str, kind: str, tmp_path: Path) -> None:
-    """A non-finite gradient with finite losses is a loss scale collapse if the precision is fp16."""
+    """A non-finite gradient with finite losses is a loss scale collapse in fp16 only."""
     chosen = recipe(engine={"name": "eager"}, precision=precision, launch={"device": "cuda"})
     assert diagnose(made(tmp_path, chosen, cause="gradient-not-finite", detail="x")).kind == kind
 

@@ -1,4 +1,4 @@
-"""Memory limits, cores, GPUs and kills of this machine, read from files as the kernel writes them."""
+"""Memory limits, cores, GPUs and memory kills, read from files in the kernel's formats."""
 
 from __future__ import annotations
 

@@ -72,6 +72,7 @@ def test_results_are_kept_and_resumed(tmp_path: Path) -> None:
     assert {name: case["status"] for name, case in cases(tmp_path).items() if "good" not in name} == {
         "test_bad": "failed", "test_absent": "skipped", "test_known": "known to fail",
     }  # fmt: skip
+    # The stored result is used, so the changed message must not appear.
     again = run(tmp_path, MIXED.replace("planted", "changed"))
     assert again.returncode == 1
     assert "changed" not in (tmp_path / "out/page.md").read_text()
@@ -132,6 +133,7 @@ def test_a_test_that_runs_out_of_time() -> None:
 
     A later test is left for the next call.
     """
+    # Without __init__, which needs a pytest session.
     results = object.__new__(page.Results)
     results.deadline = time.monotonic() + 1
     results.is_first = False

@@ -13,7 +13,7 @@ from ortlaunch.process import Process, all_processes, descendants_of, family, he
 
 
 def test_a_process_is_more_than_its_id() -> None:
-    """The same id with another beginning is another process, and one that nobody waited for has ended."""
+    """A process id with another start time is another process, and a zombie has ended."""
     me = Process.this()
     assert (me.lives(), me._replace(began="then 1").lives(), me.is_here) == (True, False, True)
     child = subprocess.Popen(["true"])

@@ -82,7 +82,7 @@ def test_no_launcher(env: Env) -> None:
     ],
 )
 def test_slurm_layouts(changes: dict[str, str | None], rank: Rank) -> None:
-    """The local size is read from the layout for this node; the step's variables win over the job's."""
+    """The local size comes from this node's entry of the layout; step variables win."""
     assert detect(but(SLURM, **changes)) == (rank, "Slurm")
 
 
@@ -189,7 +189,8 @@ READ_OPEN_MPI = (
         (
             {"WORLD_SIZE": "4"},
             [
-                "torchrun: incomplete, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE not set; read WORLD_SIZE=4",
+                "torchrun: incomplete, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE not set; "
+                "read WORLD_SIZE=4",
                 "error: torchrun: WORLD_SIZE=4 set, but RANK, LOCAL_RANK, LOCAL_WORLD_SIZE not: "
                 "a launcher sets all "
                 "of them; if no launcher started this process, type: unset WORLD_SIZE",

@@ -78,6 +78,7 @@ TORCH_MEND = "a launcher sets all of them; if no launcher started this process, 
             "MV2_COMM_WORLD_SIZE, "
             f"MV2_COMM_WORLD_LOCAL_SIZE not: {TORCH_MEND} MV2_COMM_WORLD_LOCAL_RANK",
         ),
+        # These launchers set no local rank or no global rank: see environments.py.
         (
             GFORKER,
             f"{MPICH}: PMI_RANK=1 PMI_SIZE=2 set, but MPI_LOCALRANKID, MPI_LOCALNRANKS not: "
@@ -98,6 +99,7 @@ TORCH_MEND = "a launcher sets all of them; if no launcher started this process, 
             "Slurm: SLURM_PROCID=0 SLURM_STEP_ID=0 set, but SLURM_STEP_NUM_TASKS, SLURM_LOCALID, "
             f"SLURM_STEP_TASKS_PER_NODE, SLURM_NODEID not: {TORCH_MEND} SLURM_PROCID SLURM_STEP_ID",
         ),
+        # Part of a set beside the complete set of another launcher.
         (
             {**OPEN_MPI, "RANK": "0"},
             "torchrun: RANK=0 set, but WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE not, beside the "
@@ -178,6 +180,7 @@ def test_every_partial_set_is_refused(names: tuple[str, ...]) -> None:
     for count in range(1, len(names)):
         for chosen in itertools.combinations(names, count):
             part = {name: whole[name] for name in chosen}
+            # Without a step id the variables may be those of a batch script, which is no rank.
             if "SLURM_STEP_ID" in names and "SLURM_STEP_ID" not in part:
                 assert detect(part) is None
             else:
@@ -241,6 +244,7 @@ NOT_A_NUMBER = "is not a whole number of 0 or more; unset it or start again"
         (but(TORCH, RANK="-1"), f"RANK='-1' {NOT_A_NUMBER}"),
         (but(TORCH, RANK=""), f"RANK='' {NOT_A_NUMBER}"),
         (but(TORCH, WORLD_SIZE="8.0"), f"WORLD_SIZE='8.0' {NOT_A_NUMBER}"),
+        # Python's int() would accept an Arabic digit.
         (but(TORCH, WORLD_SIZE="٨"), f"WORLD_SIZE='٨' {NOT_A_NUMBER}"),
         (but(TORCH, WORLD_SIZE="9" * 11), f"WORLD_SIZE='99999999999' {NOT_A_NUMBER}"),
         (but(TORCH, LOCAL_RANK="one"), f"LOCAL_RANK='one' {NOT_A_NUMBER}"),

@@ -1,4 +1,4 @@
-"""Every `ortlaunch` command in README.md and docs/ is run as it stands there, training as a dry run; links lead."""
+"""The commands and links of README.md and docs/ work; training is a dry run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-# Half a minute and more; worker/test_extensions.py and launch/test_bench.py run them for real.
+# They take half a minute or more; worker/test_extensions.py and launch/test_bench.py run them for real.
 NOT_RUN = ("setup", "bench")
 
 
@@ -37,12 +37,12 @@ def _commands() -> list[list[str]]:
 
 
 def _overrides(words: list[str]) -> list[str]:
-    """A variant of a bench: its overrides, but what it varies."""
+    """Return the overrides of a bench command, without the values of --vary."""
     return [word for before, word in zip(words, words[1:]) if "=" in word and before != "--vary"]
 
 
 def test_readme_and_make_train_name_the_activation():
-    """After `make train` the command is found by one line, which README and the last line of `make train` have."""
+    """README and the last line of `make train` both name the command to activate the venv."""
     rule = (
         (ROOT / "Makefile")
         .read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def test_readme_and_make_train_name_the_activation():
 
 
 def test_the_commands_of_the_readme_work(tmp_path):
-    """From copying a recipe to training one's own model, nothing in README is out of date."""
+    """All commands in README and docs/ end with status 0."""
     (tmp_path / "my_model.py").write_text(_blocks("python")[0])
     (tmp_path / "my_recipe.yaml").write_text(_blocks("yaml")[0])
     (tmp_path / "hosts").write_text("localhost slots=1\n")
@@ -72,7 +72,7 @@ def test_the_commands_of_the_readme_work(tmp_path):
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["each was run"]), done.stderr
 
 
-# One process takes all of them: a start of Python for each is most of the time.
+# One process runs all commands, because starting Python would take most of the time.
 ONE_BY_ONE = """
 import json, sys
 from ortlaunch.cli import main
@@ -87,7 +87,7 @@ print("each was run")
 
 
 def test_the_tree_of_contributing_exists() -> None:
-    """Files that the tree in CONTRIBUTING.md names are there."""
+    """All files in the tree in CONTRIBUTING.md exist."""
     tree = (
         (ROOT / "CONTRIBUTING.md")
         .read_text(encoding="utf-8")
@@ -106,9 +106,10 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Each relative link of a page names a file, and a place in it where it says one."""
+    """The file and the anchor of each relative link exist."""
     text = page.read_text(encoding="utf-8")
-    prose = re.sub(r"`[^`\n]*`", "", text)  # a pattern of a field is no link
+    # A pattern of a field in backquotes can look like a link.
+    prose = re.sub(r"`[^`\n]*`", "", text)
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if not target.startswith("http"):
             file, _, place = target.partition("#")
@@ -118,7 +119,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_leads_to_every_page() -> None:
-    """No page of docs/ is out of reach of who begins with README."""
+    """Every page of docs/ can be reached from README by links."""
     seen = set()
     waiting = [ROOT / "README.md"]
     while waiting:
@@ -132,5 +133,5 @@ def test_the_readme_leads_to_every_page() -> None:
 
 
 def test_the_readme_stays_short() -> None:
-    """A newcomer reads README whole; what is more goes to docs/."""
+    """README has at most 230 lines, so that a new user reads all of it."""
     assert len(README.splitlines()) <= 230

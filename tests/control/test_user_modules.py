@@ -18,7 +18,7 @@ DATA = {"train": {"format": "custom", "factory": "pkg_of_mine.models:data"}}
 
 @pytest.fixture
 def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """A path of its own, and a current folder without modules."""
+    """A copy of sys.path for this test, and a current folder without modules."""
     (tmp_path / "here").mkdir()
     (tmp_path / "beside").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -30,6 +30,7 @@ def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 def package(folder: Path, name: str = "pkg_of_mine") -> Path:
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").touch()
+    # The import system caches folder listings, and would miss a package made just now.
     importlib.invalidate_caches()
     return folder / name
 
@@ -53,7 +54,7 @@ def test_the_current_folder_is_for_a_factory_that_lies_there(
 
 
 def test_without_a_factory_nothing_is_added(path: list[str], tmp_path: Path) -> None:
-    """A recipe that names no module of the user's adds no folder, nor does one whose module is installed."""
+    """A recipe with no user module, or with an installed one, adds no folder to sys.path."""
     before = [*path]
     make_importable(bert(), tmp_path / "beside")
     make_importable(recipe(model={**MINE, "factory": "json:loads"}, data=DATA), tmp_path / "beside")
@@ -69,7 +70,8 @@ def test_a_module_that_is_hidden_is_told(path: list[str], tmp_path: Path) -> Non
         )
     json = importlib.import_module("json").__file__
     assert str(caught.value) == (
-        f"model.factory: 'json:loads' is {json}, which comes before your {tmp_path}/beside/json/__init__.py; "
+        f"model.factory: 'json:loads' is {json}, which comes before your "
+        f"{tmp_path}/beside/json/__init__.py; "
         "give your module another name"
     )
 
@@ -77,7 +79,7 @@ def test_a_module_that_is_hidden_is_told(path: list[str], tmp_path: Path) -> Non
 def test_a_module_that_is_installed_from_here_is_not_hidden(
     path: list[str], tmp_path: Path
 ) -> None:
-    """A folder that is on the path already, as after `pip install -e .`, hides nothing from itself."""
+    """A folder that is already on sys.path, as after `pip install -e .`, is no error."""
     package(tmp_path / "beside")
     path.append(str(tmp_path / "beside"))
     before = [*path]
