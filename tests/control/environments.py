@@ -74,7 +74,7 @@ TORCHRUN: Env = {
     "TORCHELASTIC_RUN_ID": "acaaddb9-c3e1-4f79-97fb-afe8ffce509a",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
-# Seen: rank 0 of `deepspeed --num_gpus 1`, which has LOCAL_SIZE where torchrun has LOCAL_WORLD_SIZE.
+# Seen: rank 0 of `deepspeed --num_gpus 1`, which sets LOCAL_SIZE instead of LOCAL_WORLD_SIZE.
 DEEPSPEED: Env = {
     "RANK": "0",
     "WORLD_SIZE": "1",

@@ -112,7 +112,7 @@ def test_a_refused_variant_says_why() -> None:
 
 
 def test_medians_spread_and_ratios() -> None:
-    """Figures are the median of all steps of all turns, and the ratio to eager with the same keys."""
+    """Figures are the median of all steps of all turns, and the ratio to eager at the same keys."""
     ort, eager = rows(
         player("ort", [[1.0, 2.0], [3.0, 4.0]]), player("eager", [[5.0, 5.0], [5.0, 9.0]])
     )

@@ -41,8 +41,8 @@ ANSWERS = (
 # least come first.
 STAGES = (
     ("importing", LOWEST, {"pydantic", "yaml", "filelock", *HEAVY}),
-    # `pip install --no-deps ortlaunch` and typer (which may import pydantic) are enough to print the
-    # tested versions.
+    # `pip install --no-deps ortlaunch` and typer (which may import pydantic) are enough to print
+    # the tested versions.
     ("typing", ("constraints",), {"yaml", "filelock", *HEAVY}),
     ("importing", CONTROL_SIDE, HEAVY),
     ("typing", ANSWERS, HEAVY),
@@ -70,7 +70,7 @@ print("all is light")
 
 
 def brought(stages: Any, folder: Path) -> str:
-    """Return the error output of the first step that loads a forbidden package, or an empty text."""
+    """Return the error of the first step that loads a forbidden package, or an empty text."""
     command = [sys.executable, "-c", ONE_BY_ONE.format(stages=stages)]
     ended = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=60, check=False

@@ -54,7 +54,7 @@ def test_readme_and_make_train_name_the_activation():
 
 
 def test_the_commands_of_the_readme_work(tmp_path):
-    """All commands in README and docs/ end with status 0."""
+    """The commands in README and docs/ end with status 0; a bench is only planned, setup not run."""
     (tmp_path / "my_model.py").write_text(_blocks("python")[0])
     (tmp_path / "my_recipe.yaml").write_text(_blocks("yaml")[0])
     (tmp_path / "hosts").write_text("localhost slots=1\n")

@@ -13,7 +13,7 @@ MODULE = "import json, sys\nprint(json.dumps([__name__, sys.argv, sys.path]))\n"
 
 
 def test_a_module_is_started_as_by_m(tmp_path: Path) -> None:
-    """A started module is `__main__`, gets its arguments, and sees PYTHONPATH but not the folder."""
+    """A started module is `__main__`, gets its arguments, and does not import from the folder."""
     installed = tmp_path / "installed"
     installed.mkdir()
     (installed / "mine.py").write_text(MODULE)
