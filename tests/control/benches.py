@@ -17,7 +17,7 @@ from tests.makers import CUSTOM
 
 
 def resolved(environ: dict[str, str] | None = None, **sections: Any) -> ResolvedRun:
-    """Return a custom recipe with engine auto and these sections, read from a file."""
+    """Return a custom recipe with engine auto and these sections, read from recipe.yaml."""
     path = Path("recipe.yaml")
     path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "auto"}, **sections}))
     return resolve(path, (), LaunchOptions(), environ or {})

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-# They take half a minute or more; worker/test_extensions.py and launch/test_bench.py run them for real.
+# They take half a minute or more. tests/ortmodule/build/test_extensions.py and
+# tests/launch/test_bench.py run them.
 NOT_RUN = ("setup", "bench")
 
 
@@ -54,7 +55,7 @@ def test_readme_and_make_train_name_the_activation():
 
 
 def test_the_commands_of_the_readme_work(tmp_path):
-    """The commands in README and docs/ end with status 0; a bench is only planned, setup not run."""
+    """The commands in README and docs/ end with status 0; setup and bench are not run."""
     (tmp_path / "my_model.py").write_text(_blocks("python")[0])
     (tmp_path / "my_recipe.yaml").write_text(_blocks("yaml")[0])
     (tmp_path / "hosts").write_text("localhost slots=1\n")
