@@ -83,11 +83,15 @@ def _table(
         default = "**required**" if field in required else _default(schema)
         # A section's field may have no text of its own: the section's docstring stands in.
         own = [schema, *(whole["$defs"][name] for name, _ in _references(schema))]
-        manual = next(each["description"] for each in own if "description" in each).replace(
-            "|", "\\|"
-        )
-        lines.append(f"| `{field}` | {_kind(schema, sections)} | {default} | {manual} |")
+        manual = next(each["description"] for each in own if "description" in each)
+        value = _cell(_kind(schema, sections))
+        lines.append(f"| `{field}` | {value} | {default} | {_cell(manual)} |")
     return lines
+
+
+def _cell(text: str) -> str:
+    # A line end or a bar, within backticks too, would end the cell.
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _default(schema: dict[str, Any]) -> str:

@@ -75,7 +75,7 @@ class Shards:
             max(bisect.bisect_right([start for start, _ in pieces], at) - 1, 0) :
         ]:
             # The part is complete, or there is a gap between two pieces.
-            if at >= end or start > at:
+            if at >= end or not start <= at < start + entry.elements:
                 break
             count = min(end, start + entry.elements) - at
             into[at - part.start :][:count].copy_(read_range(entry, at - start, count))

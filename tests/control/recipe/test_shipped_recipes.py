@@ -110,6 +110,13 @@ def test_the_schema_file_is_up_to_date() -> None:
 
 
 @as_newer_pydantic_words_it
+def test_each_row_of_the_manual_has_four_cells() -> None:
+    """A bar in a pattern or a text does not end a cell."""
+    rows = [line for line in page() if line.startswith("| `")]
+    assert rows
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {6}
+
+
 def test_the_reference_is_up_to_date() -> None:
     """docs/recipe.md is the output of `ortlaunch schema --markdown`."""
     assert (RECIPES.parent / "docs" / "recipe.md").read_text(encoding="utf-8") == markdown()

@@ -17,11 +17,11 @@ from torch import nn
 from ortlaunch.errors import CheckpointError
 from ortlaunch.rank import Rank
 from ortlaunch.worker.checkpoint import tensor_file
-from ortlaunch.worker.checkpoint.restore import load
+from ortlaunch.worker.checkpoint.restore import Shards, load
 from ortlaunch.worker.checkpoint.snapshot import file_of, take
 from ortlaunch.worker.engine.lamb import Lamb
 from ortlaunch.worker.engine.stepping import TorchStepper
-from ortlaunch.worker.model.named_state import NamedState
+from ortlaunch.worker.model.named_state import NamedState, ParameterRange
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 ALONE: Any = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
@@ -273,6 +273,20 @@ def test_a_missing_part(tmp_path: Path) -> None:
     os.replace(tmp_path / file_of(1), tmp_path / file_of(0))
     with pytest.raises(CheckpointError, match=r"lacks the weight of \S+ from element \d+ on"):
         load(tmp_path, one.named_state(), ALONE)
+
+
+def test_a_part_that_begins_in_a_gap(tmp_path: Path) -> None:
+    """It is named as missing, too, where the piece before it ends earlier."""
+    one = stepper(net())
+    save(one.named_state(), tmp_path, ranks=2)
+    index = json.loads((tmp_path / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps({**index, "ranks": 1}))
+    shards = Shards(tmp_path)
+    (kind, name), pieces = max(shards.pieces.items(), key=lambda item: item[1][0][0])
+    end = pieces[-1][0] + pieces[-1][1].elements
+    part = ParameterRange(name, end + 3, 2, torch.zeros(2), 0, {})
+    with pytest.raises(CheckpointError, match=f"lacks the {kind} of {name} from element"):
+        shards.read(kind, part, torch.zeros(2))
 
 
 @pytest.mark.parametrize("size", [0, 5, 100])
