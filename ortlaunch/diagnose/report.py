@@ -1,4 +1,7 @@
-"""The diagnosis of a run, as `ortlaunch diagnose` prints it and `train` at its own failure."""
+"""The diagnosis of a run.
+
+`ortlaunch diagnose` prints it. `train` prints a short form after a failure.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from ortlaunch.units import human, number
 
 # Free disk space below this is listed as evidence, in bytes.
 _FEW_BYTES = 1 << 30
-# Share of skipped steps above which fp16's loss scale is listed as evidence.
+# If fp16 skipped more than this share of the last steps, the evidence mentions its loss scale.
 _SKIPPED_OFTEN = 0.5
 _PLAIN = (Cause.ENDED_WELL, Cause.STOPPED, Cause.RUNNING)  # nothing went wrong
 
@@ -78,7 +81,10 @@ def diagnose(run: RunDir) -> Diagnosis:
 
 
 def with_verdict(run: RunDir, end: End) -> str:
-    """Return the last output of a command whose run failed; the verdict precedes its last line."""
+    """Return the final output of a command whose run failed.
+
+    Verdict and advice stand before its last line. If nothing went wrong, the text is unchanged.
+    """
     about = evidence.read(run, "failed", end.status, end.text, end.failure)
     failure = cause_of(about)
     if failure.kind in _PLAIN:
@@ -87,7 +93,7 @@ def with_verdict(run: RunDir, end: End) -> str:
     before = end.before.rstrip("\n")
     more = what_would_fit(about) if failure.kind is Cause.OUT_OF_MEMORY else []
     first = before.partition("\n")[0]
-    # One of the two texts often repeats the other; print it once.
+    # Where one text repeats the start of the other, `before` itself becomes the verdict.
     if first and (before.startswith(what) or what.startswith(first)):
         before, what = "", before
     lines = [f"{VERDICT}{what}", *more, *(f"{TRY}{each}" for each in advice_for(failure, about))]
@@ -97,7 +103,7 @@ def with_verdict(run: RunDir, end: End) -> str:
 def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
     code = found.status
     yield f"  {found.state}" + (f", exit status {code}{_meaning(code)}" if code is not None else "")
-    # Records are sorted, so the first is the cause; the others usually follow from it.
+    # Original failures come first, then by time. The first record is most likely the cause.
     for record in found.records[:1]:
         yield f"  {record.get('summary')}"
         yield from (f"    | {line}" for line in evidence.last_lines(found.run, record["rank"]))

@@ -1,8 +1,8 @@
-"""Start the processes of a plan: each backend builds a Request without side effects.
+"""Start the processes of a plan.
 
-Only `submit`, `state`, `wait` and `cancel` act on processes. Backends are named by string and
-imported on first use, so that an absent one costs nothing. This package may import the plan's
-types, run_folder and errors, but never the recipe or the worker.
+A backend first builds a Request, which has no side effects. Only `submit`, `wait` and `cancel` act
+on processes; `state` only looks at them. A backend is a module path in LAUNCHERS, imported on first
+use. An unused one costs nothing. This package never imports the recipe or the worker.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from ortlaunch.plan import Node, Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
 
-# Seconds that a launcher has to end by itself after the ranks lost a host, or made no progress.
+# Seconds for a launcher to end by itself: after a lost host, and after a stall.
 _LOST_SECONDS = 2.0
 _STALL_SECONDS = 15.0
 
 
 class Request(NamedTuple):
-    """The exact content of a start: files to write, variables for the environment, the command."""
+    """Everything needed to start: command, environment, files, how to signal and stop the ranks."""
 
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str], ...] = ()
-    # Whether SIGUSR1 and SIGUSR2 to the command reach the ranks.
+    # Whether the command forwards SIGUSR1 and SIGUSR2 to the ranks. If not, its children get them
+    # directly.
     tells_ranks: bool = True
-    # Whether SIGUSR1 to the command ends the job, as for a part of a run that is requested to stop.
+    # Whether SIGUSR1 ends the job even without `stop`. Used for trials and the selftest.
     notice_ends: bool = False
     # How the ranks are requested to save and stop; None: they have nothing to save.
     stop: Stop | None = None
     # A folder that only this user can access: new for each start, removed after it.
     private: str | None = None
-    # (file, seconds): once the file exists, the command is ended after so many seconds.
+    # Pairs (file, seconds). Once the file exists, the command has this many seconds before it is
+    # ended.
     given_up: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
@@ -53,7 +55,7 @@ class Request(NamedTuple):
 
 
 def store_file(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, str], ...]:
-    """Return the file through which ranks of one host find each other, or nothing for one rank."""
+    """Return the file by which several ranks on one host find each other. Else return nothing."""
     # Emptied at each start: entries of an earlier start would confuse the ranks.
     return ((str(run_dir.store), ""),) if 1 < plan.world_size == plan.nodes[0].slots else ()
 
@@ -68,9 +70,9 @@ def stop_of(plan: Plan, run_dir: RunDir) -> Stop | None:
 
 
 def given_up_of(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, float], ...]:
-    """Return the files that record a lost host or a stall, with the launcher's remaining seconds.
+    """Return pairs for `Request.given_up`: the file of a lost host or a stall, and its seconds.
 
-    Without such a limit, the launcher of several hosts may wait for ever for a host that is gone.
+    One host: none. Without this limit, a launcher may wait forever for a lost host.
     """
     return (
         ((str(run_dir.lost), _LOST_SECONDS), (str(run_dir.stall), _STALL_SECONDS))
@@ -82,7 +84,7 @@ def given_up_of(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, float], ...]:
 class JobState(Enum):
     """The state of a job."""
 
-    # Queued, or its command prepares: no rank has been started.
+    # Queued, or still preparing. No rank has started.
     PENDING = "pending"
     RUNNING = "running"
     # It saved after a stop request: run it again.
@@ -106,7 +108,7 @@ class JobState(Enum):
 class Backend(Protocol):
     """A module with these functions.
 
-    A job is the result of `submit`, or the JobRecord of a job of another process.
+    A job is what `submit` returned. For a job of another process it is a JobRecord.
     """
 
     def check(self, nodes: Sequence[Node], run_dir: RunDir) -> None:
@@ -122,7 +124,7 @@ class Backend(Protocol):
     def submit(self, request: Request, output: Path | None = None) -> Any:
         """Start the request and return the job.
 
-        The job's `signal` is set if the user stops it with one.
+        If the user stops the job by a signal, the job's `signal` has its number.
 
         Args:
             output: a file for the job's output, instead of this process's own output.

@@ -1,4 +1,7 @@
-"""Ways to change a function of another package in this process. Imports no torch."""
+"""Ways to change functions of other packages, and environment variables, in this process.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def wrap_method(owner: object, method: str, around: AnyFunction) -> None:
-    """Replace a method of a class by `around(original, *args, **kwargs)`."""
+    """Replace a method of a class, or a function of a module.
+
+    Calls go to `around(original, *args, **kwargs)`.
+    """
     original = getattr(owner, method)
 
     @functools.wraps(original)
@@ -40,17 +46,17 @@ def wrap_method(owner: object, method: str, around: AnyFunction) -> None:
 
 
 def replace_ort_export(export: AnyFunction) -> None:
-    """Make `export` ORT's `torch.onnx.export`; all other callers keep torch's own."""
+    """Let ORT call `export` instead of `torch.onnx.export`. Other callers still get torch's own."""
     caller: Any = importlib.import_module(
         "onnxruntime.training.ortmodule._graph_transition_manager"
     )
-    # ORT's transition manager is the only module of ORT that exports, and reads `torch.onnx.export`
-    # through its global `torch`.
+    # Only this module of ORT exports. It finds `torch.onnx.export` through its global `torch`,
+    # replaced here.
     caller.torch = ModuleView(caller.torch, onnx=ModuleView(caller.torch.onnx, export=export))
 
 
 class ModuleView:
-    """A module as one module of ORT sees it: the same names, some of them replaced."""
+    """A stand-in for a module, given to one importing module: the same names, some replaced."""
 
     def __init__(self, module: object, **replaced: object) -> None:
         self.__dict__.update(replaced)

@@ -1,9 +1,9 @@
 """Calls of torch's CPU kernels from a training graph, for operators at which ORT is slow or wrong.
 
-The operators are cross entropy, dropout, GELU, and the gradients of GELU and LayerNorm, which ORT
-computes mostly on one thread. Large matmuls are included if requested, because MKL is faster on
-Intel processors. Sigmoid is included because ORT returns 0 from -18 downwards, so that its
-logarithm is infinite.
+ORT computes these mostly on one thread: cross entropy, dropout, GELU, the gradients of GELU and
+LayerNorm. Large matmuls are included if requested. By default they are included on Intel, where MKL
+is faster. Sigmoid is included because ORT returns 0 from -18 downwards, so that its logarithm is
+infinite.
 
 ORT's nodes are replaced by torch's operators (ATen nodes) with the same inputs and outputs. A node
 in an unexpected form stays ORT's.
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 WIDTH = 256
-"""The least size, in both dimensions, of one matrix of a model whose matmuls are torch's.
+"""The least size of one matrix, in both dimensions, for torch to compute the model's matmuls.
 
-In narrower models a call of torch, some microseconds, costs more than the faster kernel saves.
+A call of torch costs some microseconds. In narrower models the faster kernel saves less.
 """
 # torch's codes of the reductions, and of the type float32.
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -40,9 +40,9 @@ _IGNORED = -100
 
 
 def call_torch_kernels() -> None:
-    """Replace slow CPU kernels of ORT, and its cross entropy.
+    """From now on, replace slow CPU kernels in each graph that ORT builds.
 
-    ORT's cross entropy uses labels that are no class as if they were one.
+    Its cross entropy is replaced too, because it accepts labels outside the classes.
     """
     wrap_method(owner(TRAINING), "_build_graph", _building)
 
@@ -65,7 +65,8 @@ def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
     if manager._device.type != "cpu":
         return
     products = torch_products(settings_of(manager))
-    # torch_products checks the settings; checkpoints of the model also turn recomputation on.
+    # torch_products checks only the settings. Gradient checkpointing in the model also enables
+    # recomputation.
     if products and manager._runtime_options.memory_optimizer_is_enabled():
         tally.note(
             "torch_matmul is off: ONNX Runtime's recomputation knows its own matrix products only"
@@ -81,8 +82,8 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
     Args:
         graph: a graph with a forward and a backward pass; changed in place.
         products: whether matmuls are replaced.
-        recomputes: whether the backward pass recomputes parts of the forward pass. Dropout then
-            stays ORT's.
+        recomputes: whether the backward pass recomputes parts of the forward pass. If so, dropout
+            is not replaced.
     """
     rewriting = Rewriting(graph)
     kernels: dict[str, Callable[[Rewriting, onnx.NodeProto], bool]] = {
@@ -125,7 +126,7 @@ class Rewriting:
         self.nodes: list[onnx.NodeProto] = []
         # The outputs of torch's operators.
         self.made: set[str] = set()
-        # Those of type uint8; all others are float32.
+        # The outputs of type uint8. `unknown_values` gives all others one common type.
         self.masks: set[str] = set()
 
     def call(self, operator: str, inputs: Sequence[object], outputs: Sequence[str]) -> None:
@@ -177,14 +178,14 @@ class Rewriting:
         return len(found.shape.dim)
 
     def living(self) -> list[onnx.NodeProto]:
-        """Return the nodes, without transposes whose output is no longer used."""
+        """Return the nodes, but leave out each Transpose whose output no node uses."""
         used = {name for node in self.nodes for name in node.input} | self.outputs
         return [
             node for node in self.nodes if node.op_type != "Transpose" or node.output[0] in used
         ]
 
     def unknown_values(self, kind: int = 1) -> list[onnx.ValueInfoProto]:
-        """Return the types of the outputs of torch's operators that ORT could not infer.
+        """Return type declarations for outputs of torch's operators whose type the graph lacks.
 
         Args:
             kind: ONNX's code of the type of all outputs but masks (default: float32).
@@ -340,7 +341,7 @@ def _norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
 
 
 def _wide(graph: onnx.GraphProto) -> bool:
-    """Return whether the model has a matrix that is wide enough for a call of torch."""
+    """Return whether a graph input or initializer is a matrix of at least WIDTH x WIDTH."""
     shapes = [[d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input]
     shapes += [list(tensor.dims) for tensor in graph.initializer]
     return any(len(shape) == 2 and min(shape) >= WIDTH for shape in shapes)
@@ -349,8 +350,8 @@ def _wide(graph: onnx.GraphProto) -> bool:
 def _product(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace a matmul op(a) op(b), where op may transpose.
 
-    b must be a matrix; a must be one too if it is transposed. A transpose that alone follows is
-    merged into the call.
+    b must be a matrix. If a is transposed, a must be a matrix too. If a is transposed, and the only
+    user of the result is a Transpose, the call includes that Transpose.
     """
     a, b = node.input[:2]
     settings = _attributes(node)
@@ -377,7 +378,10 @@ def _product(graph: Rewriting, node: onnx.NodeProto) -> bool:
 
 
 def _untransposed(graph: Rewriting, name: str, transposed: int) -> tuple[str, bool]:
-    """Return the matrix before its Transpose nodes, and whether to use it transposed."""
+    """Skip Transpose nodes above a matrix.
+
+    Return the original matrix, and whether the product needs its transpose.
+    """
     over = bool(transposed)
     while (
         name not in graph.made

@@ -1,8 +1,8 @@
-"""Python values that a forward pass reads besides its arguments: their places and state.
+"""Python values that a forward pass reads, other than its arguments: their places and state.
 
-A place is (holder, name). The holder is a layer's path for an attribute of the layer, `global `
-with the module's name for a global of a user's module, or `environment variable`. Variables that a
-function has from an enclosing function are not detected.
+A place is (holder, name). For a layer's attribute, the holder is the layer's path. For a global of
+a user's module, it is `global ` and the module's name. For a variable of the environment, it is
+`environment variable`. Closure variables are not detected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Place = tuple[str, str]
 _NUMBERS = (bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, torch.device)
 _KINDS = (*_NUMBERS, type(None), list, tuple, set, frozenset, dict, torch.Tensor, numpy.ndarray)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-# Immutable values and functions: the same object has the same value.
+# Immutable values, and functions. If the object is the same, its value counts as unchanged.
 _WHOLE = (*_NUMBERS, type(None), *_FUNCTIONS)
 # nn.Module's own containers of parameters, hooks and the like; reads of them are not recorded.
 _KEEPING = {
@@ -53,7 +53,7 @@ _paused: list[None] = []
 
 @contextlib.contextmanager
 def unnoted() -> Iterator[None]:
-    """Pause the recording of reads."""
+    """Pause the recording of reads and writes."""
     tracer = sys.gettrace()
     _paused.append(None)
     sys.settrace(None)
@@ -65,9 +65,11 @@ def unnoted() -> Iterator[None]:
 
 
 class Reads:
-    """The places that passes of a model read before they wrote them, and names in their code.
+    """Places that passes of a model depend on, and names in their code.
 
-    `places` has the value of each place at its first read.
+    A layer's attribute counts if it is read before it is written, a global if the code names it, a
+    variable of the environment if it is read. `places` maps each place to a snapshot (`frozen`) of
+    its value when first recorded.
     """
 
     def __init__(self) -> None:
@@ -78,10 +80,10 @@ class Reads:
 @contextlib.contextmanager
 def noted(module: nn.Module) -> Iterator[Reads]:
     """Record the places that passes of `module` read in the with-block; yield the records."""
-    # The layer without a path is ORT's.
+    # The root module has no path. It is ORT's wrapper, so leave it out.
     paths = {id(layer): path for path, layer in module.named_modules() if path}
     reads = Reads()
-    # The result of a pass does not depend on the earlier value of a place that it writes first.
+    # If a pass writes a place before it reads it, the old value does not matter.
     written: set[Place] = set()
     codes: set[types.CodeType] = set()
     running: list[None] = []
@@ -107,7 +109,7 @@ def noted(module: nn.Module) -> Iterator[Reads]:
 
     def calling(frame: types.FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        # Each code object once, because the trace function runs at every call.
+        # Python calls this function at every call, so look at each code object only once.
         if event != "call" or code in codes:
             return
         codes.add(code)
@@ -133,7 +135,7 @@ def noted(module: nn.Module) -> Iterator[Reads]:
     before: Any = sys.gettrace()
     hooks = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
     layers: Any = nn.Module
-    # On the class, because Python looks these methods up on the type only.
+    # Set on the class: Python ignores such methods on an instance.
     layers.__getattribute__ = getting
     layers.__setattr__ = setting
     try:
@@ -149,7 +151,7 @@ def noted(module: nn.Module) -> Iterator[Reads]:
 
 @contextlib.contextmanager
 def _environment(reads: Reads, running: list[None]) -> Iterator[None]:
-    """Record the environment variables that are read."""
+    """Record the environment variables that a pass reads."""
     environment: Any = type(os.environ)
     read = environment.__getitem__
 
@@ -166,7 +168,7 @@ def _environment(reads: Reads, running: list[None]) -> Iterator[None]:
 def _globals(
     names: Iterable[str], namespace: Mapping[str, object], seen: set[int]
 ) -> Iterator[tuple[Place, object]]:
-    """Yield those of `names` that are globals of the module, or of user modules that it names."""
+    """Yield place and value of each global in `names`, of this module and user modules it names."""
     module = namespace.get("__name__")
     if id(namespace) in seen or vars(sys.modules.get(str(module), object)) is not namespace:
         return
@@ -181,12 +183,13 @@ def _globals(
 
 
 def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
-    """Return a comparable snapshot of the state of a value on which a graph depends.
+    """Return a snapshot of a value. Two snapshots can be compared with `same`.
 
     Args:
         value: the value.
-        names: the attributes of objects to include. None: all attributes, but no tensors in objects
-            and dictionaries, where a pass stores values that are never read again.
+        names: only these attributes of objects; tensors in objects and dictionaries are included.
+            None: all attributes, without those tensors, because a pass may store results there that
+            nothing reads.
         deep: the number of levels of nested values to include.
     """
     if isinstance(value, (*_WHOLE, StaleTensor)) or not deep:
@@ -229,7 +232,8 @@ def drawn(source: random.Random | numpy.random.RandomState | numpy.random.Genera
         state: Mapping[str, object] = source.get_state(legacy=False)
     else:
         state = source.bit_generator.state
-    # str, so that arrays compare as a whole. Of an array with over 1,000 elements it has the ends.
+    # Convert arrays to text, so that they can be compared. str() shortens arrays over 1,000
+    # elements to their ends.
     return repr({name: str(value) for name, value in state.items()})
 
 
@@ -243,7 +247,7 @@ def _is_settings(kind: type) -> bool:
 
 
 def same(one: object, other: object) -> bool:
-    """Return whether two snapshots of `frozen` mean the same graph."""
+    """Return whether two snapshots made by `frozen` are equal."""
     if one is other:
         return True
     if isinstance(one, tuple) and isinstance(other, tuple):
@@ -272,7 +276,7 @@ class Values:
     def changed(self) -> list[Place]:
         """Return the places whose value differs now."""
         found = []
-        # Values that many layers share are compared once.
+        # If many places share one value, compare it only once.
         compared: dict[tuple[int, int], bool] = {}
         for place, own, inherited, value, whole in self._stood:
             new = own.get(place[1], GONE)
@@ -291,7 +295,11 @@ class Values:
 def _holders(
     layers: dict[str, nn.Module], holder: str, name: str
 ) -> tuple[Mapping[str, object], Mapping[str, object]]:
-    """Return the two mappings to search for a place: a layer's own attributes, then its class's."""
+    """Return two mappings to search for a place, in order.
+
+    Layer: its own attributes, then the class that defines `name`. Global or environment: the second
+    is empty.
+    """
     if holder.startswith(GLOBAL):
         module = sys.modules.get(holder.removeprefix(GLOBAL))
         return (vars(module) if module else {}), {}
@@ -315,12 +323,12 @@ def _installed() -> tuple[str, ...]:
 
 @functools.cache
 def _is_users(file: object) -> bool:
-    """Return whether a file belongs to the user's code or to ortlaunch.
+    """Return whether a file is outside the standard library and the installed packages.
 
     Args:
         file: the `__file__` of a module or the file name of a code object.
     """
-    # The file of torch.ops is `_ops.py`, without a folder.
+    # isabs: torch.ops has the file name `_ops.py` without a folder, and is not the user's.
     return (
         isinstance(file, str)
         and os.path.isabs(file)

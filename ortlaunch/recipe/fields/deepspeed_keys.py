@@ -1,7 +1,8 @@
-"""DeepSpeed's JSON names for raw settings under `zero.deepspeed`, and those that fields set.
+"""DeepSpeed's JSON keys.
 
-The names are those of DeepSpeed 0.19.8. DeepSpeed silently ignores an unknown top-level key, and
-refuses an unknown nested key only after every rank has started. Pure.
+Some may be set raw under `zero.deepspeed`. Others are set by recipe fields. The names are those of
+DeepSpeed 0.19.8. DeepSpeed silently ignores an unknown top-level key, and refuses an unknown nested
+key only after every rank has started. Has no side effects.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from ortlaunch.recipe.fields.models import Recipe, Zero
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.recipe.text.words import closest
 
-# DeepSpeed's name -> the recipe's field. A raw setting of the same value would be a second source
-# of truth, which would disagree one day; it is refused.
+# DeepSpeed's name -> the recipe's field. Setting one of these raw is refused, because two places
+# for one value could disagree.
 DEEPSPEED_OWNED = {
     "train_batch_size": "batch.global_size",
     "train_micro_batch_size_per_gpu": "batch.micro_size",
@@ -38,7 +39,8 @@ DEEPSPEED_OWNED = {
     "bfloat16": "precision",
     "tensorboard": "log.trackers",
 }
-# Settings that split the model itself: here every rank trains the whole model on data of its own.
+# Settings for tensor and pipeline parallelism. Here every rank computes the whole model, on its own
+# data.
 _REFUSED = {
     "tensor_parallel": "is not possible: there is no tensor parallelism here; zero.stage shards over the ranks",
     "pipeline": "is not possible: there is no pipeline parallelism here; zero.stage shards over the ranks",
@@ -49,7 +51,8 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
-# Top-level keys of DeepSpeed's JSON that a recipe may set raw, besides those in DEEPSPEED_OWNED.
+# Known top-level keys of DeepSpeed, without the owned ones. A recipe may set them raw, except those
+# in _REFUSED.
 TOP = _words("""
     activation_checkpointing aio amp autotuning bf16 checkpoint comms_logger communication_data_type compile
     compression_training curriculum_learning data_efficiency data_types dataloader_drop_last disable_allgather
@@ -60,7 +63,8 @@ TOP = _words("""
     weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 """)
 
-# Keys of the sections that are checked; keys of any other section are passed on unchecked.
+# The known keys of some sections. In other sections any key is accepted; only the value `auto` is
+# refused.
 NESTED = {
     "fp16": _words("""
         auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power
@@ -94,7 +98,8 @@ NESTED = {
     """),
 }
 
-# Unambiguous names of settings -> their path in DeepSpeed's JSON, for hints about misplaced keys.
+# Name of a setting -> its path in DeepSpeed's JSON, for hints about misplaced keys. Only
+# unambiguous names.
 # A name without an underscore (`stage`, `enabled`) could mean a field of another section.
 SETTINGS = {
     **{name: name for name in TOP if "_" in name},
@@ -139,7 +144,7 @@ def _offloads(zero: Zero) -> Iterator[Problem]:
 
 
 def _settings(settings: dict[str, Any], section: str) -> Iterator[Problem]:
-    # None: a section whose keys are not listed above; no key of it is called unknown.
+    # None: NESTED does not list this section, so no key in it is reported as unknown.
     known = NESTED.get(section) if section else [*TOP, *DEEPSPEED_OWNED]
     for key, value in settings.items():
         name = f"{section}.{key}" if section else key

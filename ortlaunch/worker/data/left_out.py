@@ -1,4 +1,7 @@
-"""Ranges in the endless order of samples that are skipped: batches that made a training diverge."""
+"""Ranges of samples that training skips.
+
+Each is a bad batch left out by a rollback. Positions go on over all epochs.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from ortlaunch.run_folder.records import BadStep
 
 
 def recorded(run: RunDir) -> Iterator[BadStep]:
-    """Yield the bad steps of earlier starts; a last line that was half written is ignored.
+    """Yield the recorded bad steps of all starts so far. An incomplete last line is ignored.
 
     Raises:
-        DamagedFile: an earlier line cannot be read, so that its skipped samples are unknown.
+        DamagedFile: a complete line cannot be read, so it is unknown which samples it skips.
     """
     known = [each.name for each in fields(BadStep)]
     lines = json_lines(
@@ -35,7 +38,7 @@ def recorded(run: RunDir) -> Iterator[BadStep]:
 
 
 def taken(run: RunDir, seen: int) -> int:
-    """Return how many of the first `seen` places in the order of samples were used by steps."""
+    """Return how many of the first `seen` places were not skipped."""
     left = LeftOut()
     for line in recorded(run):
         if line.action == "rollback" and line.places:
@@ -66,7 +69,10 @@ class LeftOut:
         return sum(max(0, min(after, place) - first) for first, after in self._stretches)
 
     def place(self, begin: int, number: int) -> int:
-        """Return the place of the sample `number` (from 0), counted from the place `begin`."""
+        """Return the place of sample `number`.
+
+        Samples that are not skipped count from 0, beginning at place `begin`.
+        """
         place = begin + number
         # Ascending order matters: each skipped range moves the place, perhaps into the next range.
         for first, after in self._stretches:

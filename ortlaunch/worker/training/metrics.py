@@ -19,9 +19,9 @@ EVALUATION = "evaluation_"
 
 
 class Metrics:
-    """Writer of one JSON object a logged step.
+    """The writer of a JSON line for each logged step, and one for each evaluation.
 
-    Its fields are step, epoch, loss, learning_rate, tokens_per_second, elapsed_seconds and others.
+    The line of a step has step, epoch, loss, learning_rate, tokens_per_second and others.
     """
 
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
@@ -34,14 +34,14 @@ class Metrics:
         self.started = time.perf_counter()
 
     def write(self, step: int, values: Json) -> None:
-        """Record the values of a step (from 1), and print them."""
+        """Record and print the values of one step. Steps count from 1."""
         elapsed = time.perf_counter() - self.started
-        # Seconds of all starts: a resumed run adds to those up to its checkpoint.
+        # Counts all starts. A resumed run continues from the seconds at its checkpoint.
         record = {"step": step, **values, "elapsed_seconds": round(self.before + elapsed, 3)}
         try:
             self.file.write(json_text(record) + "\n")
         except OSError as error:
-            # A failed write on a full disk has no file name of its own.
+            # The OSError of a failed write does not name the file.
             error.filename = self.file.name
             raise
         for tracker in self.trackers:
@@ -59,7 +59,7 @@ class Metrics:
         print(line, flush=True)
 
     def close(self, failed: bool = False) -> None:
-        """Close the file and the trackers; `failed` marks an unfinished training."""
+        """Close the file and the trackers. `failed`: an error ended the training."""
         self.file.close()
         for tracker in self.trackers:
             tracker.close(failed)
@@ -90,15 +90,18 @@ def _shown(values: dict[str, object]) -> list[str]:
 
 
 def own_names(values: Mapping[str, object]) -> list[str]:
-    """Return the names of the values that come from the user's own model or metric."""
+    """Return the names of values from the user's model or metrics.
+
+    Values that are None are left out.
+    """
     known = {*(each.name for each in fields(MetricsLine)), *(EVALUATION + name for name in METRICS)}
     return [name for name, value in values.items() if name not in known and value is not None]
 
 
 def _cut_after(run: RunDir, step: int) -> float:
-    """Cut metrics.jsonl after the checkpoint's step; return the run's seconds until then.
+    """Remove the lines after step `step` from metrics.jsonl.
 
-    A resumed run continues its own record from there.
+    Return the elapsed seconds of the last line kept.
     """
     lines = json_lines(run.metrics, "step", "elapsed_seconds")
     if lines.left_out:
@@ -111,5 +114,5 @@ def _cut_after(run: RunDir, step: int) -> float:
 
 
 def records(run: RunDir) -> list[Json]:
-    """Return the readable lines of metrics.jsonl."""
+    """Return the readable lines of metrics.jsonl that have a step."""
     return json_lines(run.metrics, "step").found
