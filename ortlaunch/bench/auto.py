@@ -1,7 +1,7 @@
-"""`engine.name: auto`: the fastest engine with plain PyTorch's results, measured once and kept.
+"""`engine.name: auto`: choose the fastest engine whose results match plain PyTorch's.
 
-A choice is kept in ortlaunch's cache by everything that decides speed (`key`). It is also kept in
-the run folder, so that a continued run keeps its engine.
+It is measured once, and the choice is kept. The cache stores a choice under a key of all that
+decides speed (see `key`). The run folder has it too, so that a continued run keeps its engine.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.run_folder.records import as_json
 
-# A shorter bench than by the command: it delays the start of a training.
+# Shorter than the bench of `ortlaunch bench`, because training waits for it.
 SHORT = Length(rounds=3, steps=3)
 # Fields of `data` that decide the shape of a batch.
 _SHAPES = ("sequence_length", "bucket_lengths", "padding", "attend_across_documents", "tokenizer")
-# Fields of `engine` that do not change the speed.
+# Fields of `engine` that are not part of the key.
 _NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")
 # Packages whose version may change an engine's speed.
 _PACKAGES = (
@@ -49,9 +49,7 @@ _PACKAGES = (
 
 
 def known(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
-    """Return the choice of the run folder or of the cache, and its source, or None.
-
-    None means that it must be measured.
+    """Return (choice, where it is from), from the run folder or the cache. None: measure it.
 
     Raises:
         PlanError: it must be measured, and this process is a launcher's rank, which cannot start
@@ -59,7 +57,7 @@ def known(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
     """
     today = digest(resolved)
     kept = Choice.of(read_json(run.choice)) if run.choice.exists() else None
-    # A run with a checkpoint keeps its engine also on another machine or version.
+    # A run with a checkpoint keeps its engine, even if the machine or a version has changed.
     if kept and (run.complete_checkpoints() or kept.key == today):
         return kept, "as this run began"
     found = remembered(resolved)
@@ -79,7 +77,7 @@ def measured(resolved: ResolvedRun, say: Say) -> Choice:
     """Measure all engines now, and return the choice.
 
     Raises:
-        EngineError: no engine runs this model and passes parity.
+        EngineError: no engine both runs this model and passes parity.
         BenchStopped: the user stopped it with a signal.
     """
     folder = new_folder(None, f"{resolved.file.recipe.name}-auto")
@@ -88,7 +86,8 @@ def measured(resolved: ResolvedRun, say: Say) -> Choice:
         report = measure(resolved, prepared(resolved, ENGINES, ()), SHORT, folder, say)
     except BenchStopped as stopped:
         if resolved.traits.saves and stopped.exit_status != 128 + signal.SIGINT:
-            # The training has not begun, so there is nothing to save.
+            # Training has not begun, so nothing is lost: exit as after a save. Ctrl-C keeps its
+            # status.
             stopped.exit_status = EXIT_SAVED
         raise
     # Written before the decision, which may raise.
@@ -98,7 +97,7 @@ def measured(resolved: ResolvedRun, say: Say) -> Choice:
 
 
 def preview(resolved: ResolvedRun) -> ResolvedRun:
-    """Return the run with engine auto without a measurement: with the remembered engine, if any."""
+    """Return the run with the remembered engine, or with a note if none is. Measures nothing."""
     found = remembered(resolved)
     if found:
         return applied(resolved, found, "cached")
@@ -114,7 +113,7 @@ def applied(resolved: ResolvedRun, choice: Choice, source: str = "") -> Resolved
     before = resolved.file.recipe.engine
     overrides = engine_overrides(engine, before, parity=True)
     note = f"engine auto: {engine}: {choice.why}{f' ({source})' if source else ''}"
-    # The recipe sets a number of steps explicitly.
+    # The recipe gives parity_steps as a number above 0.
     if engine == "eager" and before.parity_steps not in (0, "auto"):
         note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"
     return resolved.with_engine(choice, note, *overrides)
@@ -125,7 +124,7 @@ def remembered(resolved: ResolvedRun) -> Choice | None:
     path = _path(resolved)
     if not path.exists():
         return None
-    # Another user could otherwise choose the engine.
+    # The folder must be this user's. Otherwise another user could choose the engine.
     require_own(path.parent)
     why = changed(path.with_suffix(".seal"))
     if why:
@@ -145,10 +144,10 @@ def _nearest(resolved: ResolvedRun) -> str:
 
 
 def remember(resolved: ResolvedRun, choice: Choice) -> Choice:
-    """Keep a choice for the next run by this machine's user.
+    """Store the choice in the user's cache, for later runs with the same key.
 
     Returns:
-        The choice with the digest by which it is kept.
+        The choice, with its digest as `key`.
     """
     kept = replace(choice, key=digest(resolved))
     cache_folder("engines")
@@ -158,7 +157,7 @@ def remember(resolved: ResolvedRun, choice: Choice) -> Choice:
 
 
 def long_enough(report: Json) -> bool:
-    """Return whether a bench of all engines is as long as auto's own, and allows a choice."""
+    """Return whether a bench is at least as long as auto's own, and has an engine to choose."""
     shortest = report["rounds"] >= SHORT.rounds and report["steps"] >= SHORT.steps
     return shortest and fastest(report["variants"]) is not None
 
@@ -233,7 +232,7 @@ def key(resolved: ResolvedRun) -> Json:
         "zero": whole["zero"],
         "optimizer": recipe.optimizer.name,
         "engine": {name: value for name, value in whole["engine"].items() if name not in _NO_SPEED},
-        # Numbers, not names: another host of the same hardware has the same speed.
+        # Ranks per host, without host names: hosts of the same hardware have the same speed.
         "ranks": [host.slots for host in world.hosts],
         "device": world.device,
         "threads": world.threads,
@@ -247,7 +246,10 @@ def key(resolved: ResolvedRun) -> Json:
 
 
 def _code(modules: Path, factory: str) -> str:
-    """Return the digest of the user's module beside the recipe, or the name of an installed one."""
+    """Return the digest of the user's module file (of a package: `__init__.py`).
+
+    If there is no such file, return the factory's name.
+    """
     base = Path(modules, *factory.partition(":")[0].split("."))
     # A module or a package.
     for path in (base.with_suffix(".py"), base / "__init__.py"):

@@ -1,4 +1,4 @@
-"""`ortlaunch evaluate`: a run in RUN/evaluations/step_N, whose ranks measure a checkpoint."""
+"""`ortlaunch evaluate`: measure a checkpoint. It is a run of its own, in RUN/evaluations/step_N."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ortlaunch.run_folder.held import held
 def evaluate(
     run: RunDir, step: int | None, overrides: tuple[str, ...], options: LaunchOptions
 ) -> int:
-    """Start the ranks and return the exit status.
+    """Run the evaluation to its end and return its exit status.
 
     Raises:
         InputError: the run or checkpoint does not exist, or the recipe has no evaluation data.
     """
-    # The training may still run: the checkpoint must not be deleted meanwhile.
+    # Training may still run, so hold the checkpoint: it must not be deleted during the evaluation.
     with held(run, lambda: chosen_step(run, step)) as chosen:
         resume = ResumeOptions(str(run.checkpoint(chosen)))
         return control.train(
@@ -41,8 +41,8 @@ def dry_run(
 
 
 def _resolved(run: RunDir, overrides: tuple[str, ...], options: LaunchOptions) -> ResolvedRun:
-    """Return the run's own recipe, resolved for the ranks that are available now."""
-    # Nothing is trained, so the global batch need not be kept.
+    """Return the run's recipe with batch and `overrides` applied, for the ranks available now."""
+    # Nothing is trained, so keep the micro batch only; the global batch does not matter.
     trained = Plan.read(run.plan)
     batch = (
         "batch.global_size=null",

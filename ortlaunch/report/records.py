@@ -1,4 +1,4 @@
-"""Contents of a run folder, read once for the report. Nothing is drawn here."""
+"""Read a run folder's contents for the report. Drawing is done elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Record:
     evaluations: list[dict[str, Any]]
     """Results of `ortlaunch evaluate`, one evaluation.json each."""
     resumed: int
-    """Step after which the last start began; 0 for a new run."""
+    """Step from which the last start continued; 0 for a new run or an unreadable record."""
     kept: list[int]
     """Steps of the complete checkpoints that still exist."""
     # Errors of files that could not be read, each once.
@@ -58,7 +58,7 @@ class Record:
 
     @property
     def starts(self) -> list[int]:
-        """Steps after which a later start continued, ascending."""
+        """Steps from which later starts continued, ascending; a start from 0 is not listed."""
         later = [one.resumed for one in self.status.job.attempts[1:]]
         return sorted({step for step in (*later, self.resumed) if step})
 
@@ -66,7 +66,8 @@ class Record:
 def read(paths: Sequence[Path]) -> list[Record]:
     """Read every run.
 
-    Raises: InputError: lists all folders that are not a run's.
+    Raises:
+        InputError: a folder is given twice, or some cannot be read as runs; names all of these.
     """
     runs = []
     wrong = []
@@ -82,7 +83,7 @@ def read(paths: Sequence[Path]) -> list[Record]:
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
-    """Return a short name of each folder: its last parts, as many as make the names unique.
+    """Return a short unique name of each folder: as few of its last path parts as needed.
 
     Raises: InputError: a folder is given twice.
     """
@@ -140,10 +141,7 @@ class _Files:
         )
 
     def lines(self, path: Path, *names: str) -> list[dict[str, Any]]:
-        """Return every complete line with these names.
-
-        The last line may be incomplete while the run is writing it.
-        """
+        """Return every readable line that has these keys. An unfinished last line is left out."""
         found = json_lines(path, *names)
         self._remember(found.left_out)
         return found.found
@@ -154,11 +152,11 @@ class _Files:
         except DamagedFile as error:
             self._remember([str(error)])
             return {}
-        # ValueError: text that is no UTF-8.
+        # ValueError: the file is not UTF-8.
         except (ValueError, yaml.YAMLError) as error:
             self._remember([f"{path} cannot be read: {' '.join(str(error).split())}"])
             return {}
-        # A file of another type is damaged, or of another version: the page is made without it.
+        # The file holds no mapping: it is damaged or of another version. The report leaves it out.
         return value if isinstance(value, dict) else {}
 
     def _remember(self, said: Sequence[str]) -> None:
@@ -166,7 +164,7 @@ class _Files:
 
 
 def command(line: Mapping[str, Any]) -> str:
-    """Return a typed command without the values of secrets."""
+    """Return the command that the user entered. Secret values of KEY=VALUE words are hidden."""
     words = [str(word) for word in line.get("argv", [])]
     parts = [(word, *word.partition("=")) for word in words]
     hidden = [

@@ -1,7 +1,7 @@
 """Keys of other tools: tables from a tool's key to the recipe's key.
 
-Error hints use them, and `ortlaunch import`, which converts a value where `ours` is only a key.
-Independent of the recipe's models.
+Error hints and `ortlaunch import` use them. The import converts a value only where `ours` is
+nothing but a recipe key. Does not import the recipe's pydantic classes.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 
 class Foreign(NamedTuple):
-    """A key of another tool: the tool, and the recipe's key or a remedy.
+    """The meaning of another tool's key here: the tool's name, and our key or a remedy.
 
-    `ours` begins with a dotted key of the recipe where one exists; `none: why` means that nothing
-    is needed.
+    `ours` begins with the recipe's key, if there is one. `none: why` means that the recipe needs no
+    key for it.
     """
 
     tool: str
@@ -35,7 +35,8 @@ _WHOLE = (
     "zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence parallelism)"
 )
 
-# The order matters: of a name that several tools use, FOREIGN keeps the last entry.
+# If two tools use one name, FOREIGN keeps the later tool's entry. At present no name is in two
+# tables.
 DIALECTS: dict[str, dict[str, str]] = {
     "Megatron": {
         "global_batch_size": "batch.global_size",
@@ -115,7 +116,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "num_gpus": "launch.processes_per_node",
         "num_nodes": "launch.nodes",
         "hostfile": "the command line option --hostfile",
-        # The JSON nests settings under `params`; the recipe does not.
+        # DeepSpeed's JSON puts settings under `params`. The recipe does not.
         "optimizer.type": "optimizer.name",
         "optimizer.params": "none: settings stand directly in `optimizer`",
         "schedule.type": "schedule.name",
@@ -169,7 +170,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "cutoff_len": "data.sequence_length",
         "packing": _PACKED,
         "neat_packing": "data.attend_across_documents: false",
-        # LLaMA-Factory's stages are pt, sft and others; ZeRO's stage is the other likely meaning.
+        # LLaMA-Factory's `stage` is pt, sft and others. A user may also mean ZeRO's stage.
         "stage": "model.task (for ZeRO's stage: zero.stage)",
         "finetuning_type": "model.lora (leave it out to train all weights)",
         "lora_rank": "model.lora.r",
@@ -308,7 +309,7 @@ DIALECTS: dict[str, dict[str, str]] = {
     },
 }
 
-# A dotted key is foreign in that section only.
+# A key with a dot, as `optimizer.eps`, is foreign only in the section before the dot.
 FOREIGN: dict[str, Foreign] = {
     key: Foreign(tool, ours) for tool, keys in DIALECTS.items() for key, ours in keys.items()
 }

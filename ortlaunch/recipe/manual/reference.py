@@ -1,7 +1,7 @@
-"""docs/recipe.md: every field of a recipe with its type, bounds, default and manual, in order.
+"""Make docs/recipe.md: each field's type, bounds, default and text, in the recipe's order.
 
-The page is made from the JSON schema before it is sorted, so that it agrees with the texts that
-editors show.
+Made from the JSON schema, so it has the texts that editors show. The schema is still unsorted,
+which keeps the recipe's order.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 def markdown() -> str:
     """Return the whole page."""
     whole = document()
-    # Several fields may share a section's model, as `data.train` and `data.evaluation`: one
-    # chapter.
+    # Fields of the same section model, as `data.train` and `data.evaluation`, share one chapter.
     sections: dict[str, list[str]] = {}
     for path, name in _sections(whole, whole, ""):
         sections.setdefault(name, []).append(path)
@@ -44,7 +43,7 @@ def markdown() -> str:
     for name, paths in sections.items():
         section = whole["$defs"][name]
         heading = ", ".join(f"`{path}`" for path in paths)
-        # Links of the tables point at this anchor, as headings may hold several paths.
+        # The tables link to this anchor, because a heading may have several paths.
         parts += ["", f'<a id="{name}"></a>', "", f"## {heading}", "", section["description"], ""]
         parts += _table(whole, section, sections)
     return "\n".join(parts) + "\n"
@@ -61,7 +60,10 @@ def _sections(
 
 
 def _references(schema: dict[str, Any], mark: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (name in $defs, `[]` for an item of a list) of each section that a field refers to."""
+    """Yield (name in $defs, mark) for each section of a field.
+
+    The mark is `[]` in a list, else "".
+    """
     if "$ref" in schema:
         yield schema["$ref"].rpartition("/")[2], mark
     for branch in _branches(schema):
@@ -81,7 +83,7 @@ def _table(
     lines = ["| field | value | default | meaning |", "|---|---|---|---|"]
     for field, schema in section["properties"].items():
         default = "**required**" if field in required else _default(schema)
-        # A section's field may have no text of its own: the section's docstring stands in.
+        # A field that holds a section may have no text. Then the section's docstring is used.
         own = [schema, *(whole["$defs"][name] for name, _ in _references(schema))]
         manual = next(each["description"] for each in own if "description" in each)
         value = _cell(_kind(schema, sections))
@@ -95,7 +97,7 @@ def _cell(text: str) -> str:
 
 
 def _default(schema: dict[str, Any]) -> str:
-    # The default of a section is that of its fields, which have their own rows.
+    # A section's default follows from its fields, which have rows of their own.
     if "default" not in schema or "$ref" in schema:
         return ""
     value = schema["default"]

@@ -1,7 +1,7 @@
-"""Loading of a checkpoint into any world size, ZeRO stage and engine.
+"""Load a checkpoint, for any world size, ZeRO stage and engine.
 
-Each rank reads the ranges that it holds. Nothing is unpickled: files are JSON, and tensors in the
-safetensors format.
+Each rank reads all headers, but only the data of its buffers and of the ranges that it holds.
+Nothing is unpickled. The index is JSON, and tensors are in the safetensors format.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Shards:
             self.numbers.setdefault(kind, {}).update(numbers)
 
     def has(self, kind: str, name: str) -> bool:
-        """Return whether there is a tensor of this kind for a parameter."""
+        """Return whether the checkpoint has a tensor of this kind for the parameter."""
         return (kind, name) in self.pieces
 
     def read(self, kind: str, part: ParameterRange, into: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class Shards:
         for start, entry in pieces[
             max(bisect.bisect_right([start for start, _ in pieces], at) - 1, 0) :
         ]:
-            # The part is complete, or there is a gap between two pieces.
+            # Stop if the part is complete, or if this piece does not have the next element: a gap.
             if at >= end or not start <= at < start + entry.elements:
                 break
             count = min(end, start + entry.elements) - at
@@ -102,10 +102,12 @@ def _index_of(folder: Path) -> Json:
 
 @torch.no_grad()
 def load(folder: Path, named: NamedState, group: DistributedContext) -> Json:
-    """Load weights, optimizer state, buffers and loss scale; return the loop's state (collective).
+    """Load weights, optimizer state, buffers and loss scale.
+
+    Return the training loop's saved state (collective).
 
     Raises:
-        CheckpointError: it is of another model, or a part is missing.
+        CheckpointError: of another model or format, incomplete, or not readable.
     """
     shards = Shards(folder)
     _require_same_model(shards.index, named.shapes, named.buffers)
@@ -113,7 +115,7 @@ def load(folder: Path, named: NamedState, group: DistributedContext) -> Json:
         _fill(shards, WEIGHT, part, part.master)
     noted = _load_optimizer(shards, named)
     _load_buffers(
-        # Buffers are each rank's own. In another world size, all ranks load those of rank 0.
+        # Each rank has saved its own buffers. If the world size changed, all load those of rank 0.
         shards.buffers[group.rank if len(shards.buffers) == group.size else 0],
         named.buffers,
     )
@@ -127,7 +129,7 @@ def load(folder: Path, named: NamedState, group: DistributedContext) -> Json:
 
 @torch.no_grad()
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load weights and buffers alone into a model that is not sharded.
+    """Load only trainable weights and buffers, into a model that is not sharded.
 
     Raises:
         CheckpointError: as `load`.
@@ -166,7 +168,7 @@ def _require_same_model(
 
 
 def _fill(shards: Shards, kind: str, part: ParameterRange, tensor: torch.Tensor) -> None:
-    """Write the values of a part to its place in a tensor of the master weights' size."""
+    """Fill the part's range of `tensor`, which has the shape of the master weights."""
     if tensor.is_contiguous():
         shards.read(kind, part, tensor.view(-1)[part.offset : part.offset + part.count])
         return
@@ -177,7 +179,7 @@ def _fill(shards: Shards, kind: str, part: ParameterRange, tensor: torch.Tensor)
 
 
 def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
-    """Load the optimizer's state for each of its tensors; return notes to print."""
+    """Load the optimizer state of each master tensor. Return notes to print."""
     by_master: dict[int, list[ParameterRange]] = {}
     for part in named.parts:
         by_master.setdefault(id(part.master), []).append(part)
@@ -200,7 +202,8 @@ def _load_master(
 ) -> None:
     master = parts[0].master
     group = parts[0].group
-    # State exists after a rollback. A checkpoint older than the first step has none to replace it.
+    # Remove the old state, which exists on a rollback. A checkpoint saved before step 1 has no
+    # state.
     before = optimizer.state.pop(master, {})
     state: Json = {}
     for kind in tensor_kinds(group):
@@ -226,7 +229,7 @@ def _load_master(
 
 
 def _zeros(before: object, master: torch.Tensor) -> torch.Tensor:
-    """Return zeros of the master weights' shape, in the optimizer's former memory if possible."""
+    """Return zeros shaped as the master weights. The old state tensor is reused if it fits."""
     if isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (
         master.shape,
         master.dtype,
@@ -236,7 +239,7 @@ def _zeros(before: object, master: torch.Tensor) -> torch.Tensor:
 
 
 def _load_buffers(entries: dict[str, Entry], buffers: dict[str, torch.Tensor]) -> None:
-    """Load buffers from `entries`."""
+    """Copy each buffer's saved values into it."""
     for name, value in buffers.items():
         entry = entries[name]
         value.copy_(read_range(entry, 0, entry.elements).view(value.shape))
@@ -249,6 +252,6 @@ def _load_scale(there: dict[str, float] | None, named: NamedState) -> list[str]:
     if mine.keys() == there.keys():
         named.loss_scale.write(there)
         return []
-    # Another kind of loss scaler has other counters, so only the scale is kept.
+    # The saved scaler is of another kind, with other counters. Only its scale is taken over.
     named.loss_scale.write({**mine, "scale": there["scale"]})
     return [f"the loss scale goes on at {there['scale']:g}; its count of good steps begins anew"]

@@ -1,7 +1,7 @@
 """Reading of text, JSON lines and Parquet files, row by row.
 
-Each row has its location, so that an error names file and line, or row. Files compressed by gzip,
-bzip2 or xz are read directly; other compressions go through Hugging Face `datasets`.
+Each row has its location. An error names the file, and the line or the row. Text and JSON lines in
+.gz, .bz2 or .xz are read directly. Hugging Face `datasets` reads .zst, .lz4 and .zip.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOADER = {"text": "text", "jsonl": "json"}
 # Characters of a text file, and rows of a Parquet file, that are read at once.
 _LETTERS_AT_ONCE = 1 << 20
 _ROWS_AT_ONCE = 1000
-# Characters. A paragraph is joined from chunks, and all of it is in memory.
+# In characters. A paragraph is held in memory as a whole, so it needs a limit.
 _LONGEST_PARAGRAPH = 16_000_000
 # Bytes, all of them in memory.
 _LONGEST_ROW = 64_000_000
@@ -65,11 +65,11 @@ class Row(NamedTuple):
 
     values: Json
     place: str
-    """Location for errors: `file:line`, or file or data set with the row's number."""
+    """Location for errors: `file:line`, or the file's or data set's name with the row's number."""
     share: float = 0.0
-    """Share (0 to 1) of the file that has been read after this row; 0 where unknown."""
+    """Share (0 to 1) of the file read when the row is yielded, with read-ahead; 0 if unknown."""
     names: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    """Column to the names of its classes 0, 1, ..., if the data set has them."""
+    """For each column of classes: the class names, in the order of the class numbers."""
 
 
 def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row]:
@@ -101,7 +101,7 @@ def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row
         raise DataError(
             f"{path}:{_line_without_text(path)}: is not UTF-8: {error.reason}{_guess(path)}"
         ) from None
-    # The errors of pyarrow are subclasses of these.
+    # pyarrow's ArrowInvalid is a ValueError, and its I/O errors are OSErrors.
     except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise DataError(f"{path}: cannot be read as {form}: {reason}") from error
@@ -125,7 +125,7 @@ class _TextFile:
 
     @property
     def share(self) -> float:
-        """Share (0 to 1) of the file's bytes on the disk that have been read."""
+        """Share (0 to 1) of the bytes on disk that read; if compressed, of compressed bytes."""
         return min(1.0, self._raw.tell() / self._size)
 
 
@@ -193,7 +193,7 @@ def _object(text: str, place: str) -> Json:
         raise DataError(
             f'{place}: is a {type(found).__name__}; a line must be an object, as {{"text": "..."}}'
         )
-    # Only an escape can give half a pair: the file itself is valid UTF-8.
+    # Valid UTF-8 holds no half surrogate pair. Only a JSON escape can make one.
     if "\\ud" in text or "\\uD" in text:
         _refuse_half_pairs(found, place)
     return found
@@ -238,7 +238,7 @@ def names_of_numbers(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     found = {}
     for column, feature in features.items():
         inner = feature
-        # A list has its elements' description under "feature".
+        # The description of a list keeps that of its elements under "feature".
         while isinstance(inner, Mapping) and isinstance(inner.get("feature"), Mapping):
             inner = inner["feature"]
         if isinstance(inner, Mapping) and inner.get("_type") == "ClassLabel":
@@ -247,7 +247,7 @@ def names_of_numbers(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
-    """Yield the rows of a file with a compression that Python's library does not have."""
+    """Yield the rows of a .zst, .lz4 or .zip file."""
     import datasets
 
     if form not in _LOADER:
@@ -259,7 +259,8 @@ def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
             _LOADER[form], data_files=[path], split="train", streaming=True, **options
         )
         yield from (Row(values, f"{path}: row {number}") for number, values in enumerate(found, 1))
-    # `datasets` reads a first row within a generator, where StopIteration becomes RuntimeError.
+    # For an empty file, `datasets` lets StopIteration out of a generator. Python makes it
+    # RuntimeError.
     except RuntimeError as error:
         raise DataError(f"{path}: has no rows") from error
 

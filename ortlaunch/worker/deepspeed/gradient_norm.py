@@ -1,9 +1,9 @@
 """A fused pass for the overflow check and the gradient norm of DeepSpeed's ZeRO 1 and 2 optimizer.
 
 DeepSpeed reads every gradient for the check, then casts each one to double for the norm. Here the
-check computes the sums of squares once, and the norm that follows reuses them. Collectives,
-clipping and all decisions stay DeepSpeed's. This applies to every engine; ONNX Runtime's own
-replacement is handled in ortmodule/.
+check computes the sums of squares once, and the norm that follows reuses them. The norm does the
+same all-reduce as DeepSpeed's. Clipping and skipped steps stay DeepSpeed's. This applies to every
+engine; ONNX Runtime's own replacement is handled in ortmodule/.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class Applied(NamedTuple):
-    """Whether a fused pass is active, its provider ("onnxruntime", "ortlaunch", None), and why."""
+    """Whether a fused pass is active, who provides it, and why not ("" if it is active).
+
+    The provider is "onnxruntime", "ortlaunch" or None.
+    """
 
     applied: bool
     by: str | None
@@ -34,18 +37,18 @@ class Applied(NamedTuple):
 
 
 def fuse_gradient_norm(optimizer: Sharded) -> Applied:
-    """Replace the methods of one optimizer that read all gradients.
+    """Replace those methods of this optimizer that read all gradients.
 
     An optimizer that is not supported stays unchanged.
 
     Returns:
-        Whether the methods were replaced, and why not.
+        Whether the methods were replaced; if not, why.
     """
     why = _left_to_deepspeed(optimizer)
     if why:
         return Applied(False, None, why)
     stand_in = _FusedPass(optimizer)
-    # On the instance alone; the class stays DeepSpeed's, so that `restore` can delete them.
+    # Set on the instance only. `restore` deletes them, and the class's own methods show again.
     for name in _REPLACED:
         setattr(optimizer, name, getattr(stand_in, name))
     return Applied(True, "ortlaunch", "")
@@ -75,7 +78,7 @@ def _left_to_deepspeed(optimizer: Sharded) -> str:
 
 
 def _peculiarities(optimizer: Sharded) -> list[tuple[bool, str]]:
-    """Return pairs of a condition that the fused pass does not support, and the reason."""
+    """Return (found, reason) for each property that the fused pass does not support."""
     parameters = [parameter for group in optimizer.bit16_groups for parameter in group]
     return [
         (optimizer.cpu_offload, "with CPU offload DeepSpeed measures gradients as it copies them"),
@@ -95,11 +98,11 @@ class _FusedPass:
 
     def __init__(self, optimizer: Sharded) -> None:
         self.optimizer = optimizer
-        # One entry for each parameter group, until its norm is computed.
+        # One entry per parameter group with gradients on this rank, until its norm is computed.
         self.left: list[tuple[_State, Tensor]] = []
 
     def has_overflow_partitioned_grads_serial(self) -> Tensor:
-        """Return whether one of this rank's gradients has inf or nan: bool, shape (1,)."""
+        """Return a bool tensor of shape (1,): whether a gradient of this rank has inf or nan."""
         optimizer = self.optimizer
         sums = []
         self.left = []
@@ -117,14 +120,14 @@ class _FusedPass:
         return self._any_not_finite(sums)
 
     def has_overflow_serial(self, params: Sequence[torch.nn.Parameter]) -> Tensor:
-        """Return whether a parameter's own gradient has inf or nan: bool, shape (1,)."""
+        """Return a bool tensor of shape (1,): whether the `grad` of a parameter has inf or nan."""
         gradients = [parameter.grad for parameter in params if parameter.grad is not None]
         return self._any_not_finite([sum_of_squares(gradients)] if gradients else [])
 
     def _any_not_finite(self, sums: list[Tensor]) -> Tensor:
         if not sums:
             return torch.zeros(1, dtype=torch.bool, device=self._device())
-        # A sum of squares is finite exactly if all elements are.
+        # The sum is float64, so it is finite exactly if all elements are.
         return torch.stack(sums).isfinite().all().logical_not().reshape(1)
 
     def get_grad_norm_direct(
@@ -138,7 +141,7 @@ class _FusedPass:
         It is -1 in place of inf or nan, as in DeepSpeed.
         """
         optimizer = self.optimizer
-        # Sums of squares give the 2-norm alone.
+        # Sums of squares give only the 2-norm. Other norms are DeepSpeed's.
         if float(norm_type) != 2.0:
             stock = types.MethodType(type(optimizer).get_grad_norm_direct, optimizer)
             norm: Tensor = stock(gradients, params, norm_type)
@@ -189,7 +192,10 @@ class _State:
 def _counted(
     gradients: Sequence[Tensor], params: Sequence[torch.nn.Parameter]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (gradients of parameters, padding); the norm is of the first, inf counts in both."""
+    """Return (counted gradients, others: padding and surplus).
+
+    The norm uses the first list only. The overflow check uses both.
+    """
     real = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
     padding = [gradient for gradient in gradients if getattr(gradient, "_zero_padding", False)]
     return real[: len(params)], [*real[len(params) :], *padding]

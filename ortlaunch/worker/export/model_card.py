@@ -1,6 +1,7 @@
 """The README.md of a shared model: task, data, results and recipe, from the run's own records.
 
-huggingface_hub's classes make the metadata. Values of keys that name a secret are left out.
+The metadata is made with huggingface_hub's classes. In the recipe, values of secret keys are
+replaced by "(not shown)".
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:
     """
     recipe = read_resolved(run.recipe)
     engine = read_json(run.engine) if run.engine.exists() else {}
-    # Metrics after the checkpoint are not of its weights.
+    # Later metrics belong to other weights than this checkpoint's.
     lines = [line for line in _metrics(run) if line["step"] <= step]
     metadata = _metadata(recipe, engine, lines, repo, _library(folder))
     text = "\n\n".join(_parts(recipe, engine, lines, repo, step))
@@ -56,8 +57,8 @@ def _metadata(
 
 
 def _library(folder: Path) -> str | None:
-    """Return the library that loads the export, by its files; None for the user's own model."""
-    # First, as an export to ONNX has a config.json too.
+    """Return the library that loads the export, judged by its files; None for a custom model."""
+    # Check ONNX first, because an ONNX export has a config.json too.
     if any(folder.glob("*.onnx")):
         return "onnx"
     if (folder / "adapter_config.json").exists():
@@ -66,7 +67,10 @@ def _library(folder: Path) -> str | None:
 
 
 def _of_hub(name: str | None) -> str | None:
-    """Return a name if it is a hub id; None for a local folder, which others do not have."""
+    """Return the name if it is a hub id, else None.
+
+    Readers of the card have no local folder of yours.
+    """
     # A hub id is NAME or OWNER/NAME.
     return (
         name
@@ -83,7 +87,10 @@ def _named(source: str | Corpus) -> str | None:
 
 
 def _results(recipe: Recipe, lines: list[dict[str, object]]) -> list[EvalResult] | None:
-    """Return the results of the last evaluation up to this step."""
+    """Return the results of the last evaluation in `lines`.
+
+    None if there is none, or if the hub's format cannot hold its results.
+    """
     last = next((line for line in reversed(lines) if "evaluation_loss" in line), None)
     # The hub's format of results requires a task type and a data set.
     if last is None or recipe.data.evaluation is None or not recipe.model.traits.pipeline:
@@ -105,7 +112,7 @@ def _results(recipe: Recipe, lines: list[dict[str, object]]) -> list[EvalResult]
 
 
 def _about(source: str | Corpus) -> str:
-    """Return the name of a corpus; for files, their names without folders."""
+    """Return a corpus's name: a built-in or hub name, a factory, or file names without folders."""
     if isinstance(source, str):
         return source
     if source.format == "hub":
@@ -123,7 +130,7 @@ def _parts(recipe: Recipe, engine: Json, lines: list[Json], repo: str, step: int
         f"- `{key}`: {_about(source)}" for key, source in recipe.data.sources()
     )
     last: Json = {}
-    # The latest value of each metric: not every line has every metric.
+    # Keep the newest value of each metric, because not every line has all of them.
     for line in lines:
         last.update({name: value for name, value in line.items() if value is not None})
     yield "## How it went\n\n" + _table(last)
@@ -161,7 +168,10 @@ def _table(values: dict[str, object]) -> str:
 
 
 def _fenced(text: str, language: str) -> str:
-    """Return the text within a Markdown fence that is longer than any fence in the text."""
+    """Put the text in a Markdown fence.
+
+    The fence is longer than any run of backticks in the text.
+    """
     fence = "```"
     while fence in text:
         fence += "`"

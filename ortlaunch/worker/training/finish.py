@@ -1,4 +1,4 @@
-"""Results after the last step: export/, memory.json, summary.json and the final lines."""
+"""Write the results after the last step: export/, memory.json, summary.json and the final lines."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ortlaunch.worker.training.summary import print_outcome
 
 
 def finish(session: Session, step: int, memory: best.Memory) -> None:
-    """Write the trained model and its costs (collective); rank 0 prints the summary.
+    """Write the export, the memory record and the summary (collective). Rank 0 prints the summary.
 
     Args:
         session: the training.
         step: the last step.
-        memory: of the best evaluations.
+        memory: the best evaluations so far, for keep_best and stop_after.
     """
     recipe = session.recipe
     run = session.run
@@ -41,13 +41,13 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
     lines = []
     kept = _take_best(session, memory)
     if engine.memory is not None:
-        # Before the export, whose memory is not training's.
+        # Recorded before the export, because the export's own memory use must not count.
         used = engine.memory.record(session.plan, group)
         _export(session)
         trained = engine.memory.looks > 0
         lines = [memory_line(used)] if trained else []
         if group.rank == 0:
-            # A start without steps of its own keeps the record of the start that trained.
+            # If this start made no step, keep the memory.json of the earlier start that trained.
             write_json(run.memory, as_json(used)) if trained or not run.memory.exists() else None
             summary = summarize(run, len(session.data.train), session.progress.seconds())
             summary = replace(summary, best=kept, stopped_early=_early(recipe, step, memory))
@@ -95,7 +95,7 @@ def _export(session: Session) -> None:
 
 
 def _take_best(session: Session, memory: best.Memory) -> BestEvaluation | None:
-    """Return the best evaluation, if requested; load its weights if the export shall have them."""
+    """Return the best evaluation if `keep_best` is set. With its `export`, load those weights."""
     asked = session.recipe.checkpoint.keep_best
     found = memory.get(KEEP)
     if asked is None or found is None:
@@ -131,13 +131,13 @@ def _best_lines(run: RunDir, kept: BestEvaluation | None) -> list[str]:
 
 
 def summarize(run: RunDir, samples: int, seconds: dict[str, float]) -> Summary:
-    """Return the totals of the whole training over all its starts.
+    """Return the run's totals, from the newest checkpoint and metrics.jsonl.
 
-    They come from the newest checkpoint and from metrics.jsonl.
+    `seconds` is the time of this start only.
     """
     (steps, folder), kept = run.complete_checkpoints()[-1], records(run)
     seen = samples_seen(folder)
-    # Later lines replace earlier ones: the newest value of each name.
+    # Keep the newest value of each name, because not every line has every name.
     last = {name: value for record in kept for name, value in record.items()}
     if "elapsed_seconds" not in last:
         print(
@@ -159,7 +159,10 @@ def summarize(run: RunDir, samples: int, seconds: dict[str, float]) -> Summary:
 
 
 def _evaluated(last: Mapping[str, Any]) -> dict[str, float]:
-    """Return the last evaluation without its loss, with the user's own metrics."""
+    """Return the newest value of each evaluation metric except the loss.
+
+    The user's own metrics are included.
+    """
     names = [*(EVALUATION + name for name in METRICS if name != "loss"), *own_names(last)]
     return {
         name.removeprefix(EVALUATION): last[name]
@@ -191,18 +194,21 @@ def summary_lines(summary: Summary) -> list[str]:
 
 
 def _bad_steps(actions: dict[str, int]) -> list[str]:
-    """Return a line that counts the steps left out, and names their record."""
+    """Return a list with one line about skipped and rolled-back steps; empty if there are none."""
     words = {"skip": "skipped", "rollback": "rolled back and left out"}
     found = ", ".join(f"{number} {words[action]}" for action, number in actions.items())
     return [f"bad steps: {found}; see bad_steps.jsonl"] if found else []
 
 
 def _loaded_by(recipe: Recipe, run: RunDir, model: Any) -> str:
-    """Return the Python expression that loads the trained model."""
+    """Return a Python expression that loads the export.
+
+    `your_model` and `base_model` stand for the user's own object.
+    """
     if not hasattr(model, "save_pretrained"):
         return f'safetensors.torch.load_model(your_model, "{run.export / "model.safetensors"}")'
     if recipe.model.lora and not recipe.model.lora.merge:
         return f'peft.PeftModel.from_pretrained(base_model, "{run.export}")'
-    # Under LoRA, the class to load with is that of the model inside peft's wrapper.
+    # With merged LoRA, load with the class of the model that peft wraps.
     whole = model.get_base_model() if recipe.model.lora else model
     return f'transformers.{type(whole).__name__}.from_pretrained("{run.export}")'
