@@ -44,8 +44,8 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type and arguments if it has none."""
-    return (str(error).strip() or repr(error)).splitlines()[0]
+    """Return the first line of an error's message, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class OrtlaunchError(Exception):

@@ -138,7 +138,12 @@ def _by_processes(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterat
         prefetch_factor=_EACH_WORKERS, pin_memory=reader.pinned, worker_init_fn=_be_left_alone(os.getpid()),
         generator=torch.Generator(), multiprocessing_context="fork",
     )  # fmt: skip
-    found = iter(loader)
+    # A stop signal waits until the new process ignores it; else it would end the process.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    try:
+        found = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         yield from found
     finally:
@@ -180,6 +185,7 @@ def _be_left_alone(rank: int) -> Callable[[int], None]:
         # The rank alone handles stop signals; the workers end when the rank has ended.
         for each in PASSED_ON:
             signal.signal(each, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         die_with_parent(signal.SIGKILL, rank)
 
     return begin

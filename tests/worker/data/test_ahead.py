@@ -111,7 +111,7 @@ def test_signals_of_a_stop_leave_them_be() -> None:
     """Worker processes ignore stop signals, and end when the reading ends."""
     # A stop signal goes to all processes, but the rank may still need samples.
     batches = batches_of(Items())
-    with batches.read_ahead(0, Reader(2)):
+    with batches.read_ahead(0, Reader(6)):
         plain = taken(batches, [(0, 0)])
         workers = multiprocessing.active_children()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
