@@ -27,7 +27,7 @@ from ortlaunch.cache import cache_folder, renew
 from ortlaunch.errors import DamagedFile
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.run_folder.folder import read_json, write_json
+from ortlaunch.run_folder.folder import is_temporary, read_json, write_json
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
 from ortlaunch.worker.data.shards import (
     SHARD,
@@ -180,6 +180,10 @@ def _write_tokens(base: Path, work: Work, tell: Tell) -> list[Path]:
     """Write all documents that are not written yet; return the files."""
     ends = base.with_suffix(".ends")
     note = base.with_suffix(".written")
+    # A process killed while it wrote a note or a seal left a temporary file. This process has the
+    # lock, so no other one is writing them.
+    for left in filter(is_temporary, base.parent.glob(f".{base.name}.*")):
+        left.unlink()
     before = _written(base, ends, note)
     chunks = _chunks(itertools.islice(work.items(), before.documents, None))
     # A new file is made, as another process may have mapped the earlier one.

@@ -17,6 +17,7 @@ import pytest
 from ortlaunch import cache
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.run_folder.folder import is_temporary
 from ortlaunch.worker.data import shards, tokens
 from tests.worker.data.test_corpus import Letters
 
@@ -115,6 +116,26 @@ def test_a_process_that_is_killed_while_it_sums_loses_nothing(
     assert len(tokens.tokenized(source, second, True)) > 0
     # Only the checksums are computed again.
     assert second.seen == []
+
+
+def test_a_temporary_file_of_a_killed_process_is_removed(
+    source: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process killed while it replaces a note or a seal leaves no file behind for good."""
+    monkeypatch.setattr(shards, "SHARD", 50)
+    monkeypatch.setattr(tokens, "SHARD", 50)
+    cache_files = Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        killed = multiprocessing.get_context("fork").Process(
+            target=tokens.tokenized, args=(source, Counting(), True)
+        )
+        killed.start()
+        killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    assert [path for path in cache_files.iterdir() if is_temporary(path)]
+    assert len(tokens.tokenized(source, Letters(), True)) > 0
+    assert {path.suffix for path in cache_files.iterdir()} == {".ends", ".lock", ".seal", ".u32"}
 
 
 @pytest.mark.parametrize("size", [7, 64, 100_000])
