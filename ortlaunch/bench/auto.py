@@ -246,13 +246,17 @@ def key(resolved: ResolvedRun) -> Json:
 
 
 def _code(modules: Path, factory: str) -> str:
-    """Return the digest of the user's module file (of a package: `__init__.py`).
+    """Return the digest of the user's module file, or of all modules of a package.
 
     If there is no such file, return the factory's name.
     """
     base = Path(modules, *factory.partition(":")[0].split("."))
-    # A module or a package.
-    for path in (base.with_suffix(".py"), base / "__init__.py"):
-        if path.exists():
-            return hashlib.sha256(path.read_bytes()).hexdigest()
-    return factory
+    files = [path for path in (base.with_suffix(".py"),) if path.exists()] or sorted(
+        base.rglob("*.py")
+    )
+    if not files:
+        return factory
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.relative_to(modules)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()

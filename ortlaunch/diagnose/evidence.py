@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.json_types import Json
+from ortlaunch.launch.failure import failure_order
 from ortlaunch.plan import Plan
 from ortlaunch.run_folder.folder import RunDir, account
 from ortlaunch.run_folder.lines import Lines, take_line
@@ -31,7 +32,8 @@ class Evidence:
     failure: Failure | None
     """The failure that the command recorded."""
     records: list[Json]
-    """Error records of failed ranks, of a hang and of a lost host; primary ones first, by time."""
+    """Error records of failed ranks, of a hang and of a lost host; primary ones first, in the order in which
+    they were written."""
 
     @property
     def first(self) -> Json:
@@ -64,7 +66,7 @@ def read(
         status,
         text,
         failure,
-        sorted(records, key=lambda one: (one["secondary"], one["time"])),
+        sorted(records, key=failure_order),
     )
 
 

@@ -220,11 +220,11 @@ def _first(records: list[Json]) -> Json | None:
 
     Of secondary ones, a rank that was killed before it had saved comes first.
     """
-    return min(records, key=_order, default=None)
+    return min(records, key=failure_order, default=None)
 
 
-def _order(record: Json) -> tuple[bool, bool, int, float]:
-    """Return the sort key of a record."""
+def failure_order(record: Json) -> tuple[bool, bool, int, float]:
+    """Return the sort key of an error record: the most likely cause first."""
     # Hosts' clocks differ, so the count of earlier records comes before the time.
     return (
         record["secondary"],

@@ -160,7 +160,7 @@ def _record(recipe: Recipe, plan: Plan, run: RunDir, found: int, tries: list[Try
     value = {
         "found": found,
         "global_size": recipe.batch.global_size,
-        "ranks": plan.world_size,
+        "ranks": plan.batch.data_parallel_ranks,
         "margin": MARGIN,
     }
     write_json(run.micro_size, {**value, "tries": [one._asdict() for one in tries]})

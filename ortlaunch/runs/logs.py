@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def show(run: RunDir, rank: int, follow: bool) -> int:
             return _of_scheduler(status.job, rank, follow)
         # The ranks' folder is on this host all the same, with their logs.
         queued = False
-    read = dict[Path, int]()
+    read = dict[Path, _Position]()
     next_look = 0.0
     while True:
         ended = status.state.is_end
@@ -75,13 +76,23 @@ def _files(run: RunDir, rank: int, queued: bool) -> list[Path]:
     return [path for path in (run.log(rank, "out"), run.log(rank, "err")) if path.exists()]
 
 
-def _print_new(files: Iterable[Path], read: dict[Path, int]) -> None:
+class _Position:
+    """The part of a file that has been printed."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+        # A rank may have written only the first bytes of a character.
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+
+def _print_new(files: Iterable[Path], read: dict[Path, _Position]) -> None:
     for path in files:
+        position = read.setdefault(path, _Position())
         # Offsets count bytes, so the file is read as bytes.
         with open(path, "rb") as file:
-            file.seek(read.get(path, 0))
-            text = file.read()
-        read[path] = read.get(path, 0) + len(text)
-        if text:
-            sys.stdout.write(text.decode("utf-8", "replace"))
+            file.seek(position.offset)
+            new = file.read()
+        position.offset += len(new)
+        if new:
+            sys.stdout.write(position.decoder.decode(new))
             sys.stdout.flush()

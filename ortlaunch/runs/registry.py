@@ -44,7 +44,7 @@ def named(given: Path) -> Path:
 
 
 def runs() -> list[RunDir]:
-    """Return the runs whose folders still exist, the latest change of job.json first.
+    """Return the runs whose folders still exist, the latest start first.
 
     Entries of the others are deleted.
     """
@@ -54,7 +54,8 @@ def runs() -> list[RunDir]:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             run = RunDir(file.read_text(encoding="utf-8"))
             if run.job.exists():
-                found.append((run.job.stat().st_mtime, run))
+                # `add` replaces the entry at each start; job.json changes at the end, too.
+                found.append((file.stat().st_mtime, run))
             elif not Path(run.path).exists():
                 file.unlink()
     return [run for _, run in sorted(found, key=lambda pair: -pair[0])]

@@ -239,17 +239,18 @@ class Lab:
     def firewall(self, rule: str, *hosts: str) -> Iterator[None]:
         """Drop incoming packets that an nftables rule selects on these hosts."""
         chain = "add chain inet lab in { type filter hook input priority 0 ; }"
-        for host in hosts:
-            for words in (
-                "add table inet lab",
-                chain,
-                f"add rule inet lab in iif eth0 {rule} drop",
-            ):
-                done = self.run(host, "nft", words)
-                assert done.returncode == 0, done.stderr
         try:
+            for host in hosts:
+                for words in (
+                    "add table inet lab",
+                    chain,
+                    f"add rule inet lab in iif eth0 {rule} drop",
+                ):
+                    done = self.run(host, "nft", words)
+                    assert done.returncode == 0, done.stderr
             yield
         finally:
+            # Also where a rule was refused: the hosts are shared by all tests.
             for host in hosts:
                 self.run(host, "nft", "delete table inet lab")
 

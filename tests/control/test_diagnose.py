@@ -13,10 +13,11 @@ import pytest
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.cli import app
+from ortlaunch.diagnose import evidence
 from ortlaunch.diagnose.report import diagnose, with_verdict
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
-from ortlaunch.launch.failure import End
+from ortlaunch.launch.failure import End, first_failure
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.recipe import to_yaml
 from ortlaunch.run_folder.cause_text import OURS, sentence
@@ -311,3 +312,16 @@ def test_a_stop_is_the_cause_where_the_command_says_so(tmp_path: Path) -> None:
     assert with_verdict(run, End(85, "rank 1 failed", stop)) == "ortlaunch: rank 1 failed"
     ended(run, "x", 137, failure=Failure(Cause.RANK_VANISHED, who="rank 0 on host a"))
     assert diagnose(run).kind == "rank-vanished"
+
+
+def test_ranks_of_two_hosts_are_ordered_as_the_command_orders_them(tmp_path: Path) -> None:
+    """The record that counted no earlier ones is the cause, also if its host's clock is late."""
+    run = made(tmp_path, type="ValueError", summary="rank 1 failed", time=9.0, after=0)
+    earlier = json.loads(run.error(1).read_text())
+    write_json(
+        run.error(0), {**earlier, "rank": 0, "summary": "rank 0 failed", "time": 1.0, "after": 1}
+    )
+    first = first_failure(run)
+    assert first is not None
+    assert first["rank"] == 1
+    assert evidence.read(run, "failed", 1, "", None).first["rank"] == 1

@@ -117,11 +117,14 @@ def in_child(make: Callable[[], Any]) -> dict[str, Any]:
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        signal.alarm(SECONDS)
-        resource.setrlimit(resource.RLIMIT_DATA, (int(GIB * 2**30),) * 2)
-        os.write(write, json.dumps(training.tried(make)).encode())
-        # Not sys.exit: the child must not run pytest's own cleanup.
-        os._exit(0)
+        try:
+            signal.alarm(SECONDS)
+            resource.setrlimit(resource.RLIMIT_DATA, (int(GIB * 2**30),) * 2)
+            os.write(write, json.dumps(training.tried(make)).encode())
+            os._exit(0)
+        finally:
+            # Also after an error: the child must not return into pytest and its cleanup.
+            os._exit(1)
     # Without this the read below would never see the end of the pipe.
     os.close(write)
     with os.fdopen(read, "rb") as pipe:

@@ -98,13 +98,19 @@ NESTED = {
     """),
 }
 
-# Name of a setting -> its path in DeepSpeed's JSON, for hints about misplaced keys. Only
-# unambiguous names.
+# Name of a setting -> the recipe's path for it, for hints about misplaced keys. Only unambiguous
+# names.
 # A name without an underscore (`stage`, `enabled`) could mean a field of another section.
 SETTINGS = {
-    **{name: name for name in TOP if "_" in name},
-    **{name: f"zero_optimization.{name}" for name in NESTED["zero_optimization"] if "_" in name},
-    **{name: f"fp16.{name}" for name in NESTED["fp16"] if "_" in name},
+    name: DEEPSPEED_OWNED.get(path, f"zero.deepspeed.{path}")
+    for section, names in {
+        "": TOP,
+        "zero_optimization.": NESTED["zero_optimization"],
+        "fp16.": NESTED["fp16"],
+    }.items()
+    for name in names
+    for path in (f"{section}{name}",)
+    if "_" in name
 }
 
 

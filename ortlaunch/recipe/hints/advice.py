@@ -76,7 +76,7 @@ def _elsewhere(key: str, section: KeyPath) -> Advice | None:
     in_config = f"model.config.{key}" if key in CONFIG_FIELDS else None
     path = (in_config if section[:1] == ("model",) else None) or everywhere().get(key) or in_config
     if path is None and key in SETTINGS:
-        path = f"zero.deepspeed.{SETTINGS[key]}"
+        path = SETTINGS[key]
     inner = below(section, key) if section else None
     if path is None and inner:
         return Advice(f"it belongs at {dotted(inner)}", inner)

@@ -262,6 +262,8 @@ def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
     # For an empty file, `datasets` lets StopIteration out of a generator. Python makes it
     # RuntimeError.
     except RuntimeError as error:
+        if not isinstance(error.__cause__, StopIteration):
+            raise DataError(f"{path}: cannot be read as {form}: {first_line(error)}") from error
         raise DataError(f"{path}: has no rows") from error
 
 

@@ -104,7 +104,7 @@ def _results(recipe: Recipe, lines: list[dict[str, object]]) -> list[EvalResult]
     hub = {name: metric.hub for name, metric in METRICS.items()}
     return [
         EvalResult(
-            task_type=recipe.model.traits.pipeline, dataset_type=about.split(" ")[0], dataset_name=about,
+            task_type=recipe.model.traits.pipeline, dataset_type=about.replace(",", " ").split()[0], dataset_name=about,
             metric_type=hub.get(name) or name, metric_name=name.replace("_", " "), metric_value=value,
         )
         for name, value in names.items()

@@ -268,6 +268,17 @@ def test_versions_hardware_and_code_are_in_the_key(monkeypatch: pytest.MonkeyPat
     assert len(changed) == 4
 
 
+def test_each_module_of_a_package_is_in_the_key() -> None:
+    """A change of any module of the user's package changes the key."""
+    package = Path("own_package")
+    package.mkdir()
+    (package / "__init__.py").write_text("from own_package.inner import model")
+    (package / "inner.py").write_text("one = 1")
+    before = auto._code(Path(), "own_package:model")
+    (package / "inner.py").write_text("two = 2")
+    assert auto._code(Path(), "own_package:model") != before
+
+
 def test_threads_that_nobody_chose_are_not_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """A value of OMP_NUM_THREADS that torchrun set does not change the key."""
     # Its ranks ignore that value, so a bench without torchrun and a rank of it share a key.

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -28,7 +29,7 @@ from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.runs import cancel as cancelling
-from ortlaunch.runs import requests
+from ortlaunch.runs import logs, registry, requests
 from ortlaunch.runs.cancel import cancel
 from ortlaunch.runs.status import look, wait
 from tests.makers import CUSTOM, host, plan, recipe
@@ -437,3 +438,32 @@ def test_json(run: RunDir) -> None:
         9,
     )
     assert set(found["job"]) == set(JobRecord.__dataclass_fields__)
+
+
+def test_the_latest_run_is_the_one_that_started_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of an earlier run changes its job.json, and does not make it the latest."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    for place, name in enumerate(("first", "second")):
+        started = RunDir(tmp_path / name)
+        write_json(started.job, {})
+        registry.add(started)
+        for entry in (tmp_path / "cache" / "runs").iterdir():
+            if entry.read_text() == str(started.path):
+                os.utime(entry, (place, place))
+    write_json(RunDir(tmp_path / "first").job, {"ended": "now"})
+    assert [each.path.name for each in registry.runs()] == ["second", "first"]
+
+
+def test_a_character_that_is_half_written_is_printed_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`logs --follow` waits for the other bytes of a character."""
+    file = tmp_path / "rank_00000.out"
+    read = dict[Path, Any]()
+    whole = "a\u00e9b".encode()
+    for end in (2, len(whole)):
+        file.write_bytes(whole[:end])
+        logs._print_new([file], read)
+    assert capsys.readouterr().out == "a\u00e9b"

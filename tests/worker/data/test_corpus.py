@@ -73,6 +73,22 @@ def test_empty_rows_are_left_out(tmp_path: Path) -> None:
     ) == ["a", "b"]
 
 
+def test_an_error_of_datasets_is_not_called_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A RuntimeError of `datasets` is reported with its own message."""
+    import datasets
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no decoder here")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"x")
+    with pytest.raises(DataError, match="cannot be read as jsonl: no decoder here"):
+        list(documents(Corpus(format="jsonl", path=(str(path),))))
+
+
 def test_another_column(tmp_path: Path) -> None:
     """`text_column` names the column of the text."""
     path = write(tmp_path, "jsonl", TEXTS, column="body")
