@@ -497,7 +497,7 @@ def corpus_in_memory(megabytes: int) -> Step:
     """Anonymous MiB that 1,000 micro batches from all over a mapped corpus add."""
     import numpy as np
 
-    from ortlaunch.plan import BatchPlan
+    from ortlaunch.launch_plan import BatchPlan
     from ortlaunch.worker.data import Batches, Blocks
     from ortlaunch.worker.data.ahead import Reader
     from ortlaunch.worker.data.shards import ShardWriter, joined

@@ -71,7 +71,7 @@ def medians(commands: dict[str, list[str]], folder: Path, runs: int) -> dict[str
 
 def comes_back(folder: Path, command: list[str]) -> bool:
     """Return whether a plan from `--json` can be read and written again without a change."""
-    from ortlaunch.plan import Plan
+    from ortlaunch.launch_plan import Plan
 
     text = subprocess.run(
         [*command, "--json"], cwd=folder, capture_output=True, text=True, check=True

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.forwarding import forwarded
 from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.make_plan import make_plan

@@ -23,7 +23,7 @@ from ortlaunch.bench.turns import Failed, VariantJob
 from ortlaunch.bench.variants import Variant, resolve_variant, variants
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
 from ortlaunch.json_types import Json
-from ortlaunch.plan import PROCESS
+from ortlaunch.launch_plan import PROCESS
 from ortlaunch.process import heeded
 from ortlaunch.resolve import provenance
 from ortlaunch.resolve.resolve import ResolvedRun

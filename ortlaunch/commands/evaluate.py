@@ -6,7 +6,7 @@ import os
 
 from ortlaunch.commands.export import chosen_step
 from ortlaunch.errors import InputError
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.fields.held_out import no_evaluation
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, resolve

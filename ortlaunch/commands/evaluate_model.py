@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ortlaunch import tasks
 from ortlaunch.errors import InputError
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe, load, to_yaml
 from ortlaunch.recipe.fields.held_out import no_evaluation
 from ortlaunch.resolve.shipped import locate

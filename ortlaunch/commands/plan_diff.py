@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ortlaunch import recipe
 from ortlaunch.errors import InputError, PlanError
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve import shipped
 from ortlaunch.resolve.resolve import resolve

@@ -24,7 +24,7 @@ from ortlaunch.errors import InputError, MissingDependency, PlanError
 from ortlaunch.launch import backend
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.mpi import find_mpirun
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.hosts import Host, read_hostfile, select
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.prepare import write_run

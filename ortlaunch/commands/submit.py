@@ -11,13 +11,13 @@ from ortlaunch import recipe, start
 from ortlaunch.errors import PlanError, RecipeError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord, now
+from ortlaunch.other_runs import registry
+from ortlaunch.other_runs.status import look
 from ortlaunch.resolve import inputs
 from ortlaunch.resolve.prepare import check_folder, claimed, earlier
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
 from ortlaunch.run import micro_size
 from ortlaunch.run_folder.folder import RunDir, write_text
-from ortlaunch.runs import registry
-from ortlaunch.runs.status import look
 from ortlaunch.schedulers import SCHEDULERS, QueuedRun, scheduler
 
 
@@ -29,9 +29,9 @@ def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> Request:
     container = chosen.submit.container is not None
     command = ("ortlaunch",) if container else start.command("ortlaunch.cli")
     concluding = (
-        ("python3", "-m", "ortlaunch.runs.ended")
+        ("python3", "-m", "ortlaunch.other_runs.ended")
         if container
-        else start.command("ortlaunch.runs.ended")
+        else start.command("ortlaunch.other_runs.ended")
     )
     job = QueuedRun(
         plan=resolved.plan,

@@ -9,7 +9,7 @@ from pathlib import Path
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.json_types import Json
 from ortlaunch.launch.failure import failure_order
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.run_folder.folder import RunDir, account
 from ortlaunch.run_folder.lines import Lines, take_line
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.json_types import Json
-from ortlaunch.plan import PROCESS, Plan
+from ortlaunch.launch_plan import PROCESS, Plan
 from ortlaunch.planning.describe import memory_lines
 from ortlaunch.planning.memory import estimate
 from ortlaunch.recipe import Recipe, read_resolved

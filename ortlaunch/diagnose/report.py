@@ -16,10 +16,10 @@ from ortlaunch.diagnose.causes import advice_for, cause_of
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.diagnose.memory import what_would_fit
 from ortlaunch.launch.failure import End
+from ortlaunch.other_runs import status
+from ortlaunch.other_runs.finished import CONTINUE
 from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT, verdict
 from ortlaunch.run_folder.folder import RunDir, json_text
-from ortlaunch.runs import status
-from ortlaunch.runs.finished import CONTINUE
 from ortlaunch.units import human, number
 
 # Free disk space below this is listed as evidence, in bytes.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ortlaunch.doctor.finding import FAILED, OK, Finding, judged
-from ortlaunch.plan import Node
+from ortlaunch.launch_plan import Node
 from ortlaunch.units import counted, human
 
 # A host is slow below these shares of the median of all hosts.

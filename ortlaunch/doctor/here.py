@@ -11,7 +11,7 @@ from ortlaunch.doctor import hosts, probe
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged
 from ortlaunch.errors import FileError, MissingDependency
 from ortlaunch.launch.mpi import family, find_mpirun
-from ortlaunch.plan import Node
+from ortlaunch.launch_plan import Node
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 

@@ -13,7 +13,7 @@ from ortlaunch.doctor.asking import Answer, Question, Reached, Silence
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
-from ortlaunch.plan import LOCAL_NAMES, Node
+from ortlaunch.launch_plan import LOCAL_NAMES, Node
 from ortlaunch.units import counted, human
 
 # Times of records on different hosts are compared; more skew would order them wrongly.

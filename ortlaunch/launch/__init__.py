@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from ortlaunch.launch.stop import Stop
+from ortlaunch.launch_plan import Node, Plan
 from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.plan import Node, Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
 

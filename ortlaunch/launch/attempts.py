@@ -9,7 +9,7 @@ from ortlaunch.cause import Cause
 from ortlaunch.json_types import Json
 from ortlaunch.launch.failure import End, first_failure, ranks_that_began
 from ortlaunch.launch.record import Attempt
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import NO_FAULT
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
 from ortlaunch.units import counted

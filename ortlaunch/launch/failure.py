@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import DamagedFile
 from ortlaunch.json_types import Json
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT, sentence
 from ortlaunch.run_folder.folder import RunDir, account, is_full, read_json

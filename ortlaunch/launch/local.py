@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ortlaunch.launch import Request, stop_of
 from ortlaunch.launch.processes import cancel, state, submit, wait
-from ortlaunch.plan import Node, Plan
+from ortlaunch.launch_plan import Node, Plan
 from ortlaunch.run_folder.folder import RunDir
 
 __all__ = ["cancel", "check", "request", "state", "submit", "wait"]

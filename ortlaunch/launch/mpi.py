@@ -20,7 +20,7 @@ from ortlaunch.errors import MissingDependency, PlanError
 from ortlaunch.launch import Request, given_up_of, stop_of, store_file
 from ortlaunch.launch.private import private_folder
 from ortlaunch.launch.processes import cancel, state, submit, wait
-from ortlaunch.plan import Node, Plan
+from ortlaunch.launch_plan import Node, Plan
 from ortlaunch.run_folder.folder import RunDir
 
 __all__ = [

@@ -21,7 +21,7 @@ from ortlaunch import start
 from ortlaunch.launch.host_agent import BEAT, BEAT_SECONDS
 from ortlaunch.launch.orphans import send
 from ortlaunch.launch.ssh import needs_no_ssh, ssh
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.process import heeded
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir

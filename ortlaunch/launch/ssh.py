@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 
-from ortlaunch.plan import is_this_host
+from ortlaunch.launch_plan import is_this_host
 
 # ssh's own default of ServerAliveCountMax.
 _MISSED_ANSWERS = 3

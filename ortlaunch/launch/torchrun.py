@@ -23,7 +23,7 @@ from ortlaunch.launch import Request, given_up_of, stop_of, store_file
 from ortlaunch.launch.private import private_folder
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.launch.ssh import needs_no_ssh
-from ortlaunch.plan import Node, Plan
+from ortlaunch.launch_plan import Node, Plan
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir
 

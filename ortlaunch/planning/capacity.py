@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ortlaunch.errors import PlanError
+from ortlaunch.launch_plan import PROCESS, Memory, Node
 from ortlaunch.machine import cores, tightest_limit
-from ortlaunch.plan import PROCESS, Memory, Node
 from ortlaunch.planning.world import World
 from ortlaunch.units import human
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.plan import PROCESS, Memory, Plan
+from ortlaunch.launch_plan import PROCESS, Memory, Plan
 from ortlaunch.planning.memory import why_unknown
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.parity import compared_steps

@@ -17,7 +17,7 @@ from select import select as wait_for
 from typing import NamedTuple
 
 from ortlaunch.errors import HostfileError
-from ortlaunch.plan import is_this_host
+from ortlaunch.launch_plan import is_this_host
 
 _EXAMPLE = "'worker-1 slots=8'"
 _KEYS = ("slots", "max_slots")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import rendezvous
-from ortlaunch.plan import Plan
 from ortlaunch.planning.deepspeed_config import deepspeed_config
 from ortlaunch.planning.memory import estimate
 from ortlaunch.planning.workload import Workload, solve_batch

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from ortlaunch.json_types import Json
+from ortlaunch.launch_plan import Bytes, Memory
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.plan import Bytes, Memory
 from ortlaunch.planning.activations import kept_beside_recomputation, layer_bytes
 from ortlaunch.planning.startup import at_start, on_host, state_bytes
 from ortlaunch.recipe import Recipe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ortlaunch.plan import HostMemory
+from ortlaunch.launch_plan import HostMemory
 from ortlaunch.recipe import Recipe
 
 _MASTER = _GRADIENT = 4  # float32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ortlaunch.errors import PlanError
-from ortlaunch.plan import BatchPlan, Memory
+from ortlaunch.launch_plan import BatchPlan, Memory
 from ortlaunch.planning.memory import estimate
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from ortlaunch import machine
 from ortlaunch.errors import PlanError
+from ortlaunch.launch_plan import Node
 from ortlaunch.launchers import INSIDE, LAUNCHERS, launcher_of
-from ortlaunch.plan import Node
 from ortlaunch.planning.forwarding import forwarded
 from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select
 from ortlaunch.planning.slurm_names import hosts_of_step

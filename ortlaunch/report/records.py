@@ -10,12 +10,12 @@ from typing import Any
 import yaml
 
 from ortlaunch.errors import DamagedFile, InputError, OrtlaunchError
+from ortlaunch.other_runs import status
+from ortlaunch.other_runs.status import Status
 from ortlaunch.recipe.text.place import HIDDEN, SECRET, without_secrets
 from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.run_folder.lines import json_lines
 from ortlaunch.run_folder.resume_record import ResumeRecord
-from ortlaunch.runs import status
-from ortlaunch.runs.status import Status
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from ortlaunch import recipe
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.launch.attempts import set_aside
+from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import launcher_of
-from ortlaunch.plan import Plan
 from ortlaunch.planning.world import World
 from ortlaunch.process import read_stat
 from ortlaunch.rank import Rank

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ortlaunch import machine, recipe, start
 from ortlaunch.errors import PlanError, RecipeError
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.capacity import crowded
 from ortlaunch.planning.hosts import hostfile_text
 from ortlaunch.planning.make_plan import make_plan

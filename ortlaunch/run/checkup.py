@@ -12,7 +12,7 @@ from ortlaunch.doctor import here, hosts
 from ortlaunch.doctor.finding import Finding
 from ortlaunch.doctor.hosts import HostRequirements
 from ortlaunch.errors import PlanError
-from ortlaunch.plan import Node
+from ortlaunch.launch_plan import Node
 from ortlaunch.planning.hosts import hostfile_text, parse_hostfile, select
 from ortlaunch.planning.slurm_names import hosts_of_job
 from ortlaunch.planning.world import LaunchOptions

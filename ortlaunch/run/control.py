@@ -13,6 +13,7 @@ from pathlib import Path
 from ortlaunch.diagnose.report import with_verdict
 from ortlaunch.launch import backend
 from ortlaunch.launch.failure import explain_end
+from ortlaunch.other_runs.finished import with_next
 from ortlaunch.output import ERASE, terminal_width
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.prepare import claimed, run_folder
@@ -25,7 +26,6 @@ from ortlaunch.run.preparation import check, finished, leave_finished, prepare, 
 from ortlaunch.run.restarts import Ended, supervise
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE
 from ortlaunch.run_folder.lock import RunLock
-from ortlaunch.runs.finished import with_next
 from ortlaunch.units import duration
 
 

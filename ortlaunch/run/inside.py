@@ -14,6 +14,7 @@ from typing import NoReturn
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.other_runs import registry
 from ortlaunch.rank import JOB_VARIABLE, Rank
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.prepare import launch_id, request_of
@@ -22,7 +23,6 @@ from ortlaunch.resolve.resume import Beginning, ResumeOptions
 from ortlaunch.run.preparation import prepare, print_lines
 from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.run_folder.lock import RunLock
-from ortlaunch.runs import registry
 
 # Seconds in which rank 0 must have prepared the folder.
 _JOIN_SECONDS = 120

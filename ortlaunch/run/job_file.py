@@ -13,12 +13,12 @@ from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import Attempt, JobRecord
+from ortlaunch.other_runs import registry
 from ortlaunch.process import heeded
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.cause_text import OURS
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.library_messages import cause_in
-from ortlaunch.runs import registry
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _STOPPED = tuple(128 + number for number in (*_ENDING, signal.SIGINT))

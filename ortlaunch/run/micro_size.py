@@ -16,7 +16,7 @@ from ortlaunch.errors import LaunchError, PlanError
 from ortlaunch.json_types import Json
 from ortlaunch.launch import backend
 from ortlaunch.launch.failure import End, explain_end
-from ortlaunch.plan import BatchPlan, Plan
+from ortlaunch.launch_plan import BatchPlan, Plan
 from ortlaunch.planning.make_plan import replan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import Recipe

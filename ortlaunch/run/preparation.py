@@ -10,13 +10,13 @@ from ortlaunch.cache import foreign
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
+from ortlaunch.other_runs.finished import nothing_left, with_next
 from ortlaunch.planning.describe import describe
 from ortlaunch.resolve import provenance, resume
 from ortlaunch.resolve.prepare import check_folder, check_launcher, earlier, write_run
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import Beginning, ResumeOptions
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.runs.finished import nothing_left, with_next
 
 
 def print_lines(lines: Iterable[str]) -> None:

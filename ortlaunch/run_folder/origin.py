@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.json_types import Json
-from ortlaunch.plan import BatchPlan, Plan
+from ortlaunch.launch_plan import BatchPlan, Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules import resume_rules
 from ortlaunch.recipe.rules.resume_rules import OTHER_RULES, RULES, Change, changes

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.launch import JobState, Request
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import counted
 

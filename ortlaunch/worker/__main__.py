@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ortlaunch.errors import InputError, LaunchError, printable
 from ortlaunch.file_errors import of_ours
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.engine.allocator import keep_freed_memory

@@ -6,7 +6,7 @@ import math
 
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
-from ortlaunch.plan import BatchPlan
+from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.worker.checkpoint import CompleteCheckpoint

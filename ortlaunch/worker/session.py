@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.worker.checkpoint import CompleteCheckpoint, choose, explain

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ortlaunch import __version__, doctor, machine, start
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.manual.reference import markdown
 from ortlaunch.recipe.manual.schema import json_schema

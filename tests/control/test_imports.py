@@ -27,10 +27,10 @@ GROUND = {"__init__", "cause", "errors", "json_types", "rank", "process", "machi
           "die_with_parent"}  # fmt: skip
 # Modules that the worker may import beside itself and ortmodule: the ground floor, and the modules
 # that both sides use.
-SHARED = {*GROUND, "cache", "file_errors", "user_modules", "plan", "recipe", "run_folder", "planning.memory",
+SHARED = {*GROUND, "cache", "file_errors", "user_modules", "launch_plan", "recipe", "run_folder", "planning.memory",
           "ortmodule.build.extensions"}  # fmt: skip
 CONTROL = {"output", "planning", "launch", "schedulers", "resolve", "bench", "doctor", "diagnose", "report",
-           "other_tools", "run", "runs", "commands"}  # fmt: skip
+           "other_tools", "run", "other_runs", "commands"}  # fmt: skip
 # The imports allowed to a module or package: names in ortlaunch, then third-party packages.
 # For a module, the line with the longest matching name counts.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
@@ -55,27 +55,28 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "precisions": (set(), set()),
     "tasks": ({"start"}, set()),
     "user_modules": ({"errors", "recipe"}, set()),
-    "plan": ({"errors", "rank", "launchers", "tasks"}, set()),
+    "launch_plan": ({"errors", "rank", "launchers", "tasks"}, set()),
     "recipe": (
         {"errors", "recipe", "units", "launchers", "evaluation_metrics", "model_tasks", "optimizers", "precisions",
          "tasks"},
         {"pydantic", "pydantic_core", "yaml"},
     ),
-    "run_folder": ({*GROUND, "plan", "recipe", "run_folder"}, set()),
+    "run_folder": ({*GROUND, "launch_plan", "recipe", "run_folder"}, set()),
     "run_folder.records": (set(), set()),
     "run_folder.export_records": (set(), set()),
     "run_folder.device_folder": (set(), set()),
-    "planning": ({*GROUND, "recipe", "plan", "planning"}, set()),
+    "planning": ({*GROUND, "recipe", "launch_plan", "planning"}, set()),
     "planning.memory": (
-        {"recipe", "json_types", "model_tasks", "plan", "planning.activations", "planning.startup"}, set()
+        {"recipe", "json_types", "model_tasks", "launch_plan", "planning.activations", "planning.startup"}, set()
     ),
-    "planning.startup": ({"recipe", "plan"}, set()),
+    "planning.startup": ({"recipe", "launch_plan"}, set()),
     "planning.activations": ({"recipe", "json_types", "machine"}, set()),
-    "launch": ({*GROUND, "plan", "run_folder", "launch"}, set()),
-    "schedulers": ({*GROUND, "plan", "run_folder", "launch", "schedulers"}, {"yaml"}),  # manifests are YAML
-    "resolve": ({*GROUND, "user_modules", "recipe", "plan", "planning", "launch", "run_folder", "resolve"}, set()),
+    "launch": ({*GROUND, "launch_plan", "run_folder", "launch"}, set()),
+    "schedulers": ({*GROUND, "launch_plan", "run_folder", "launch", "schedulers"}, {"yaml"}),  # manifests are YAML
+    "resolve": ({*GROUND, "user_modules", "recipe", "launch_plan", "planning", "launch", "run_folder",
+                 "resolve"}, set()),
     "doctor": (
-        {*GROUND, "cache", "recipe", "plan", "planning", "launch", "doctor", "ortmodule.build.extensions",
+        {*GROUND, "cache", "recipe", "launch_plan", "planning", "launch", "doctor", "ortmodule.build.extensions",
          "ortmodule.build.cuda_libraries"},
         set(),
     ),
@@ -83,27 +84,28 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "doctor.probe": ({"json_types"}, set()),
     "doctor.schema": ({"doctor"}, {"pydantic"}),
     "bench": (
-        {*GROUND, "cache", "ortmodule.build.extensions", "recipe", "plan", "launch", "doctor", "run_folder", "resolve",
-         "bench"},
+        {*GROUND, "cache", "ortmodule.build.extensions", "recipe", "launch_plan", "launch", "doctor",
+         "run_folder", "resolve", "bench"},
         {"matplotlib"},
     ),
-    "runs": (
-        {*GROUND, "cache", "user_modules", "recipe", "plan", "launch", "schedulers", "run_folder", "runs"},
+    "other_runs": (
+        {*GROUND, "cache", "user_modules", "recipe", "launch_plan", "launch", "schedulers", "run_folder", "other_runs"},
         set(),
     ),
-    "diagnose": ({*GROUND, "recipe", "plan", "planning", "run_folder", "launch", "runs", "diagnose"}, set()),
+    "diagnose": ({*GROUND, "recipe", "launch_plan", "planning", "run_folder", "launch", "other_runs",
+                  "diagnose"}, set()),
     "run": (
-        {*GROUND, "cache", "user_modules", "output", "recipe", "plan", "planning", "launch", "schedulers", "bench",
-         "doctor", "diagnose", "run_folder", "resolve", "runs", "run"},
+        {*GROUND, "cache", "user_modules", "output", "recipe", "launch_plan", "planning", "launch", "schedulers",
+         "bench", "doctor", "diagnose", "run_folder", "resolve", "other_runs", "run"},
         set(),
     ),
     "commands": (
-        {*GROUND, "cache", "user_modules", "recipe", "plan", "planning", "launch", "schedulers", "doctor", "run_folder",
-         "resolve", "run", "runs", "commands"},
+        {*GROUND, "cache", "user_modules", "recipe", "launch_plan", "planning", "launch", "schedulers", "doctor",
+         "run_folder", "resolve", "run", "other_runs", "commands"},
         set(),
     ),
     "other_tools": ({"errors", "recipe", "evaluation_metrics", "model_tasks", "other_tools"}, set()),
-    "report": ({*GROUND, "recipe", "run_folder", "runs", "report"}, {"yaml", "jinja2", "markupsafe"}),
+    "report": ({*GROUND, "recipe", "run_folder", "other_runs", "report"}, {"yaml", "jinja2", "markupsafe"}),
     "cli": ({*SHARED, *CONTROL, "cli"}, {"typer"}),
     "ortmodule": ({"errors", "json_types", "cache", "machine", "ortmodule"}, ANY),
     # Importing any part of the package runs its __init__; the control side uses the build modules.
@@ -163,7 +165,7 @@ def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
                 ("ortlaunch", *package)[: 1 + len(package) - (node.level - 1)] if node.level else ()
             )
             module = ".".join((*above, *([node.module] if node.module else [])))
-            # `from ortlaunch import plan` imports a module;
+            # `from ortlaunch import launch_plan` imports a module;
             # `from ortlaunch import __version__` imports the package.
             yield from (f"{module}.{name}" if is_module(f"{module}.{name}") else module
                         for name in (alias.name for alias in node.names))  # fmt: skip
@@ -295,11 +297,11 @@ def test_no_module_imports_itself_by_way_of_others(sources: dict[Path, str]) -> 
     ("module", "source"),
     [
         ("errors.py", "from ortlaunch import rank"),
-        ("rank.py", "import ortlaunch.plan"),
+        ("rank.py", "import ortlaunch.launch_plan"),
         ("machine.py", "from ortlaunch.errors import PlanError"),
-        ("plan.py", "from ortlaunch.recipe import Recipe"),
-        ("plan.py", "import pydantic"),
-        ("recipe/rules/rules.py", "from ortlaunch.plan import Plan"),
+        ("launch_plan.py", "from ortlaunch.recipe import Recipe"),
+        ("launch_plan.py", "import pydantic"),
+        ("recipe/rules/rules.py", "from ortlaunch.launch_plan import Plan"),
         ("recipe/rules/rules.py", "import torch"),
         ("planning/world.py", "from ortlaunch.resolve.resolve import resolve"),
         ("planning/world.py", "from ortlaunch.launch import Request"),
@@ -311,8 +313,8 @@ def test_no_module_imports_itself_by_way_of_others(sources: dict[Path, str]) -> 
         ("run_folder/lock.py", "from ortlaunch.run.control import train"),
         ("resolve/resolve.py", "from ortlaunch.bench import auto"),
         ("resolve/resolve.py", "from ortlaunch import doctor"),
-        ("runs/status.py", "from ortlaunch.resolve import resume"),
-        ("runs/status.py", "def f():\n    importlib.import_module('ortlaunch.run.control')"),
+        ("other_runs/status.py", "from ortlaunch.resolve import resume"),
+        ("other_runs/status.py", "def f():\n    importlib.import_module('ortlaunch.run.control')"),
         ("run/control.py", "from ortlaunch.cli import main"),
         ("run/control.py", "from ortlaunch.worker.tasks import train"),
         ("bench/turns.py", "from ortlaunch.run import control"),
@@ -346,7 +348,7 @@ def test_a_planted_import_is_found(module: str, source: str) -> None:
             "def f():\n    from ortlaunch.run import control",
             {"bench.turns", "run.control"},
         ),
-        ("plan.py", "from .launch import failure", {"launch.failure", "plan"}),
+        ("launch_plan.py", "from .launch import failure", {"launch.failure", "launch_plan"}),
         (
             "errors.py",
             "if typing.TYPE_CHECKING:\n    from ortlaunch import rank",
@@ -401,7 +403,11 @@ def test_lists_of_parameters_are_short(sources: dict[Path, str]) -> None:
     ("source", "package", "names"),
     [
         ("import ortlaunch.worker.tasks.train", (), ["ortlaunch.worker.tasks.train"]),
-        ("from ortlaunch import plan, __version__", (), ["ortlaunch.plan", "ortlaunch"]),
+        (
+            "from ortlaunch import launch_plan, __version__",
+            (),
+            ["ortlaunch.launch_plan", "ortlaunch"],
+        ),
         ("from ortlaunch.launch.mpi import request", (), ["ortlaunch.launch.mpi"]),
         ("from . import mpi", ("launch",), ["ortlaunch.launch.mpi"]),
         ("from .. import worker", ("launch",), ["ortlaunch.worker"]),

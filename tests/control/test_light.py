@@ -13,10 +13,10 @@ from tests.makers import CUSTOM, OWN_MODULE
 HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy", "datasets", "tokenizers", "peft",
          "matplotlib"}  # fmt: skip
 # Reading hosts, ranks and run folders needs only the standard library.
-LOWEST = ("ortlaunch.errors", "ortlaunch.rank", "ortlaunch.plan", "ortlaunch.cache", "ortlaunch.start",
+LOWEST = ("ortlaunch.errors", "ortlaunch.rank", "ortlaunch.launch_plan", "ortlaunch.cache", "ortlaunch.start",
           "ortlaunch.run_folder.folder", "ortlaunch.run_folder.engine_report", "ortlaunch.planning.hosts",
           "ortlaunch.ortmodule.build.extensions", "ortlaunch.worker.supervision.rank_supervisor")  # fmt: skip
-CONTROL_SIDE = ("ortlaunch.cli", "ortlaunch.run.control", "ortlaunch.plan", "ortlaunch.launch.mpi",
+CONTROL_SIDE = ("ortlaunch.cli", "ortlaunch.run.control", "ortlaunch.launch_plan", "ortlaunch.launch.mpi",
                 "ortlaunch.launch.local", "ortlaunch.launch.torchrun", "ortlaunch.launch.node",
                 "ortlaunch.schedulers.slurm", "ortlaunch.schedulers.kubernetes", "ortlaunch.schedulers.azureml",
                 "ortlaunch.ortmodule.build.extensions", "ortlaunch.bench.command", "ortlaunch.bench.auto")  # fmt: skip

@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from ortlaunch.launch import Request
+from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import LAUNCHERS, Launcher
-from ortlaunch.plan import Plan
 from ortlaunch.planning.describe import describe
 from ortlaunch.planning.world import LaunchOptions, resolve_world
 from ortlaunch.resolve.prepare import check_launcher, request_of

@@ -81,7 +81,7 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
     import torch
     import transformers
 
-    from ortlaunch.plan import BatchPlan
+    from ortlaunch.launch_plan import BatchPlan
     from ortlaunch.recipe import load
     from ortlaunch.worker.data import Batches, LoadedData
 

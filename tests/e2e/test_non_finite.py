@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ortlaunch.plan import BatchPlan
+from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, OwnSamples, collate
 from tests.e2e.runs import TOY, TWO_RANKS, Train, merged
 from tests.ort import needs_ort

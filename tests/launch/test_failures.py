@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.launch import JobState
+from ortlaunch.other_runs.status import look
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.runs.status import look
 from tests.launch import light
 from tests.launch.tiny import LAUNCHERS, needs_mpi, processes_of
 

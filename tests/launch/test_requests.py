@@ -23,10 +23,10 @@ from ortlaunch.launch import Backend, JobState, Request, backend, mpi, torchrun
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.private import make_private, private_folder
 from ortlaunch.launch.stop import Stop
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
+from ortlaunch.other_runs.status import look
 from ortlaunch.planning.hosts import Host
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
-from ortlaunch.runs.status import look
 from ortlaunch.worker.supervision.surroundings import Surroundings
 from tests.launch import light
 from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, ortlaunch, write_recipe

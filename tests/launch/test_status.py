@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.launch import JobState
+from ortlaunch.other_runs.status import Status, look
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.runs.status import Status, look
 from tests.launch import light
 from tests.launch.tiny import LAUNCHERS, RECIPE, ortlaunch, processes_of, write_recipe
 

@@ -93,7 +93,7 @@ def main() -> None:
 
 def plan_of(run: RunDir) -> Any:
     """Return the plan in a run folder."""
-    from ortlaunch.plan import Plan
+    from ortlaunch.launch_plan import Plan
 
     return Plan.from_json(run.plan.read_text(encoding="utf-8"))
 

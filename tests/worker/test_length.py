@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ortlaunch.errors import InputError
-from ortlaunch.plan import BatchPlan
+from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.worker.checkpoint import CompleteCheckpoint, newest

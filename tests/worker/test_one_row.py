@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from ortlaunch.evaluation_metrics import METRICS, Measure, Metric
+from ortlaunch.launch_plan import Plan
 from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
-from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.run_folder.folder import RunDir, read_json

@@ -19,8 +19,8 @@ def logs(
 
     With --follow the exit status is the run's own, else 0; 2 if there is no run.
     """
+    from ortlaunch.other_runs.logs import show
     from ortlaunch.run_folder.folder import RunDir
-    from ortlaunch.runs.logs import show
 
     raise typer.Exit(show(RunDir(run), rank, follow))
 
@@ -32,7 +32,7 @@ def list_runs(
     every: Annotated[bool, typer.Option("--all", help="All of them, not the newest 20.")] = False,
 ) -> None:
     """List the runs that this user started or queued, the newest first: state, step, job, folder."""
-    from ortlaunch.runs.listing import HEAD, line, looks
+    from ortlaunch.other_runs.listing import HEAD, line, looks
 
     # Each run costs the reading of several files, perhaps on a slow disk.
     found = looks(None if every else 20)

@@ -9,7 +9,7 @@ import typer
 
 def by_name(given: Path) -> Path:
     """Return the folder of a run that is given by name; a path is returned unchanged."""
-    from ortlaunch.runs.registry import named
+    from ortlaunch.other_runs.registry import named
 
     return named(given)
 
@@ -37,8 +37,8 @@ def status(
 
     Exit status 0 in every state, 2 if there is no run; with --wait the run's own.
     """
+    from ortlaunch.other_runs import status as statuses
     from ortlaunch.run_folder.folder import RunDir
-    from ortlaunch.runs import status as statuses
 
     found = (statuses.wait if wait else statuses.look)(RunDir(run))
     typer.echo(found.to_json() if json else str(found))
@@ -55,8 +55,8 @@ def stop(
     Exit status 0 after its end (with --no-wait after the request), also if it had ended before; 1
     if it ended otherwise; 2 if there is no run, or none that can save.
     """
+    from ortlaunch.other_runs.requests import stop as ask  # the verb has the same name
     from ortlaunch.run_folder.folder import RunDir
-    from ortlaunch.runs.requests import stop as ask  # the verb has the same name
 
     said, exit_status = ask(RunDir(run), wait)
     typer.echo(said)
@@ -69,8 +69,8 @@ def checkpoint(run: RunFolder) -> None:
     Exit status 0 after the checkpoint is complete; 1 if the run ended or could not save; 2 if there
     is no run that trains.
     """
+    from ortlaunch.other_runs.requests import checkpoint as ask
     from ortlaunch.run_folder.folder import RunDir
-    from ortlaunch.runs.requests import checkpoint as ask
 
     typer.echo(ask(RunDir(run)))
 
@@ -81,8 +81,8 @@ def restart(run: RunFolder) -> None:
     Exit status 0 after the new start; 1 if the run ended; 2 if there is no run that trains, or its
     hosts are fixed.
     """
+    from ortlaunch.other_runs.requests import restart as ask
     from ortlaunch.run_folder.folder import RunDir
-    from ortlaunch.runs.requests import restart as ask
 
     typer.echo(ask(RunDir(run)))
 
@@ -93,7 +93,7 @@ def cancel(run: RunFolder) -> None:
     Exit status 0 after its end, also if it had ended before; 1 if it does not end; 2 if there is no
     run, or this user cannot end it from this host.
     """
+    from ortlaunch.other_runs.cancel import cancel as end
     from ortlaunch.run_folder.folder import RunDir
-    from ortlaunch.runs.cancel import cancel as end
 
     typer.echo(end(RunDir(run)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.plan import BatchPlan
+from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data.ahead import Ahead, Places, Reader, seed_sample
 from ortlaunch.worker.data.left_out import LeftOut
 from ortlaunch.worker.data.mixture import Mixture

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch.errors import InputError, NonFiniteError
-from ortlaunch.plan import BatchPlan
+from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.units import counted

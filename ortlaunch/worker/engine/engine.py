@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ortlaunch.launch_plan import Plan
 from ortlaunch.machine import share_of_cores
 from ortlaunch.ortmodule.build import extensions
-from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.ort_variables import in_recipes_words
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
 from ortlaunch.units import human
 from ortlaunch.worker.engine.memory_limits import status

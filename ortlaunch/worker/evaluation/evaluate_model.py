@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ortlaunch.plan import BatchPlan
+from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe, parse_resolved
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
 from ortlaunch.run_folder.folder import json_text

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ortlaunch.errors import CheckpointError, InputError
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.export_records import DeviceArtifacts, ExportLine, OnnxCheck

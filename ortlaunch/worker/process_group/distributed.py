@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ortlaunch.errors import DeviceError, LaunchError, WorldError
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank, detect
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import counted

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ortlaunch.errors import LaunchError, MissingDependency, WorldError, first_line
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank, detect
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.units import counted

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, MutableMapping
 
 from ortlaunch.errors import LaunchError
-from ortlaunch.plan import is_this_host
+from ortlaunch.launch_plan import is_this_host
 
 # From linux/sockios.h and linux/if.h.
 _SIOCGIFADDR = 0x8915

@@ -25,7 +25,7 @@ from ortlaunch.cause import Cause
 from ortlaunch.die_with_parent import die_with_parent
 from ortlaunch.errors import printable
 from ortlaunch.json_types import Json
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, Rank
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir, progress_width

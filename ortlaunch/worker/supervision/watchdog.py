@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 
 from ortlaunch.cause import Cause
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.process import read_stat
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text

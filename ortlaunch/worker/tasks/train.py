@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ortlaunch.errors import BadStepError, InputError, LastSaveError
-from ortlaunch.plan import BatchPlan
+from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker import checkpoint

@@ -28,7 +28,7 @@ srun --kill-on-bad-exit=1 --distribution=block --mpi=none --cpus-per-task=12 \
     python start.py ortlaunch.cli train /runs/x/submitted.yaml --run-dir /runs/x || status=$?
 
 # Which rank failed and why; the status is that rank's, where srun's may be an echo.
-python start.py ortlaunch.runs.ended /runs/x 0 "$status"
+python start.py ortlaunch.other_runs.ended /runs/x 0 "$status"
 status=$?
 # The command above leaves this file where the run continues in another turn.
 if rm /runs/x/requests/requeue 2> /dev/null; then

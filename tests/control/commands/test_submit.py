@@ -16,15 +16,15 @@ from ortlaunch.commands.submit import request_of, submit
 from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.other_runs import ended, listing, queued, registry
+from ortlaunch.other_runs.cancel import cancel
+from ortlaunch.other_runs.logs import show
+from ortlaunch.other_runs.requests import stop
+from ortlaunch.other_runs.status import look
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
-from ortlaunch.runs import ended, listing, queued, registry
-from ortlaunch.runs.cancel import cancel
-from ortlaunch.runs.logs import show
-from ortlaunch.runs.requests import stop
-from ortlaunch.runs.status import look
 from ortlaunch.schedulers import QueueState, slurm
 from tests.makers import BERT, CUSTOM, WORDS
 

@@ -17,12 +17,12 @@ from ortlaunch import recipe
 from ortlaunch.commands.submit import request_of, submit, without_effect
 from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError
 from ortlaunch.launch import JobState, Request
+from ortlaunch.other_runs.cancel import cancel
+from ortlaunch.other_runs.logs import show
+from ortlaunch.other_runs.status import look
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.runs.cancel import cancel
-from ortlaunch.runs.logs import show
-from ortlaunch.runs.status import look
 from ortlaunch.schedulers import QueueState, azureml, kubernetes
 
 pytestmark = pytest.mark.usefixtures("workbench")

@@ -17,7 +17,7 @@ from ortlaunch.doctor.fabric import judge
 from ortlaunch.doctor.finding import FAILED, OK, WARNING
 from ortlaunch.doctor.hosts import HostRequirements
 from ortlaunch.errors import MissingDependency, PlanError
-from ortlaunch.plan import Node
+from ortlaunch.launch_plan import Node
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run.checkup import CheckupOptions, checkup
 from tests.makers import recipe, world_of

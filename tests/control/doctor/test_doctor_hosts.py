@@ -16,7 +16,7 @@ from ortlaunch.doctor.asking import Answer, Reached, Silence
 from ortlaunch.doctor.finding import FAILED, WARNING, told
 from ortlaunch.doctor.hosts import HostRequirements, look
 from ortlaunch.errors import InputError
-from ortlaunch.plan import Node
+from ortlaunch.launch_plan import Node
 
 # Host, slots, first rank, devices.
 NODES = (Node("a", 2, 0, (0, 1)), Node("b", 1, 2, (0,)))

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from ortlaunch.launch.ssh import needs_no_ssh, ssh
-from ortlaunch.plan import is_this_host
+from ortlaunch.launch_plan import is_this_host
 
 OWN = socket.gethostname()
 

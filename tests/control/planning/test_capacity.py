@@ -7,8 +7,8 @@ import os
 import pytest
 
 from ortlaunch.errors import PlanError
+from ortlaunch.launch_plan import PROCESS
 from ortlaunch.machine import MemoryLimit, tightest_limit
-from ortlaunch.plan import PROCESS
 from ortlaunch.planning import capacity
 from ortlaunch.planning.capacity import crowded
 from ortlaunch.planning.describe import describe
@@ -101,7 +101,7 @@ def test_an_estimate_beyond_memory_is_a_note() -> None:
 def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks on GPUs need host memory for the model's start, offloaded state, and a save's copy."""
     # Only this host's memory is checked.
-    monkeypatch.setattr("ortlaunch.plan.is_this_host", lambda name: True)
+    monkeypatch.setattr("ortlaunch.launch_plan.is_this_host", lambda name: True)
     zero = {"stage": 2, "offload": {"optimizer": "cpu"}}
     for made, cause in (
         # Without an offload, the largest part is the start.

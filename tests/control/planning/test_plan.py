@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.errors import PlanError
-from ortlaunch.plan import BatchPlan, Node, Plan
+from ortlaunch.launch_plan import BatchPlan, Node, Plan
 from ortlaunch.planning.describe import describe
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank

@@ -15,7 +15,7 @@ from ortlaunch.doctor.schema import json_schema
 from ortlaunch.errors import InputError, LaunchError, PlanError, RecipeError
 from ortlaunch.launch import backend
 from ortlaunch.launch.failure import End
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import load
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
@@ -234,8 +234,8 @@ def test_only_an_elastic_run_takes_hosts_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ortlaunch restart` is refused for a run with a fixed number of hosts, or one that ended."""
+    from ortlaunch.other_runs.requests import restart
     from ortlaunch.recipe import to_yaml
-    from ortlaunch.runs.requests import restart
 
     run = RunDir(tmp_path)
     write_text(run.plan, plan(recipe()).to_json())

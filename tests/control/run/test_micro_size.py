@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.errors import LaunchError
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.make_plan import replan
 from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.run import micro_size

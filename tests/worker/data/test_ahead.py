@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ortlaunch.errors import HookError
-from ortlaunch.plan import BatchPlan
+from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, OwnSamples
 from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.data.own import OwnCollate

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ortlaunch.plan import BatchPlan
+from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, LoadedData, OwnSamples, call, collate
 from ortlaunch.worker.data.reading import DataError
 from tests.makers import recipe

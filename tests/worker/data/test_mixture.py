@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ortlaunch.plan import BatchPlan
+from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, LoadedData, Mixture, OwnSamples
 from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.mixture import BLOCK, MixedOrder, shares

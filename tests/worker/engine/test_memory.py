@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from ortlaunch.launch_plan import Bytes, Memory
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.plan import Bytes, Memory
 from ortlaunch.planning.memory import estimate, full_config, padded_vocabulary, tensor_sizes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.families import complete

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ortlaunch.errors import InputError
-from ortlaunch.plan import BatchPlan
+from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, OwnSamples, collate
 from ortlaunch.worker.model.loss_weight import LossWeight
 from ortlaunch.worker.model.model import LossModule

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ortlaunch.errors import CheckpointError, NonFiniteError
-from ortlaunch.plan import BatchPlan
+from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint import saving as savings
 from ortlaunch.worker.data import Batches, OwnSamples, collate

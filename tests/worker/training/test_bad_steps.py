@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import LossSpikeError, NonFiniteError
-from ortlaunch.plan import BatchPlan
+from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.fields.models import Spike
 from ortlaunch.run_folder.folder import RunDir

@@ -10,13 +10,13 @@ from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.orphans import send
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
+from ortlaunch.other_runs.queued import cancel as cancel_queued
+from ortlaunch.other_runs.queued import is_queued
+from ortlaunch.other_runs.status import Status, elsewhere, look
 from ortlaunch.process import Process
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir, write_text
-from ortlaunch.runs.queued import cancel as cancel_queued
-from ortlaunch.runs.queued import is_queued
-from ortlaunch.runs.status import Status, elsewhere, look
 
 # Added to the ranks' grace, once their command was killed.
 _MORE_SECONDS = 4.0

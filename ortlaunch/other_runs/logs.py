@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.other_runs.queued import is_queued
+from ortlaunch.other_runs.status import look
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.runs.queued import is_queued
-from ortlaunch.runs.status import look
 from ortlaunch.schedulers import SCHEDULERS, scheduler
 
 _POLL_SECONDS = 0.5

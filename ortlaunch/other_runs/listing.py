@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ortlaunch.errors import OrtlaunchError
-from ortlaunch.runs import registry
-from ortlaunch.runs.status import Status, look
+from ortlaunch.other_runs import registry
+from ortlaunch.other_runs.status import Status, look
 
 
 def looks(newest: int | None) -> list[Status]:

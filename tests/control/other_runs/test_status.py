@@ -24,14 +24,14 @@ from ortlaunch.cause import Cause
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.launch import JobState, processes
 from ortlaunch.launch.record import Attempt, JobRecord
+from ortlaunch.other_runs import cancel as cancelling
+from ortlaunch.other_runs import logs, registry, requests
+from ortlaunch.other_runs.cancel import cancel
+from ortlaunch.other_runs.status import look, wait
 from ortlaunch.process import Process
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.run_folder.lock import RunLock
-from ortlaunch.runs import cancel as cancelling
-from ortlaunch.runs import logs, registry, requests
-from ortlaunch.runs.cancel import cancel
-from ortlaunch.runs.status import look, wait
 from tests.makers import CUSTOM, host, plan, recipe
 
 # A command that takes over a folder and its job, and may have a rank. The file `here` reports that
@@ -386,8 +386,8 @@ AS_NOBODY = """
 import os, sys
 from ortlaunch.errors import InputError
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.runs.cancel import cancel
-from ortlaunch.runs.status import look
+from ortlaunch.other_runs.cancel import cancel
+from ortlaunch.other_runs.status import look
 os.setgroups([])
 os.setuid(65534)
 try:

@@ -14,11 +14,11 @@ from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import End, first_failure
 from ortlaunch.launch.stop import write_request
-from ortlaunch.plan import Plan
+from ortlaunch.launch_plan import Plan
+from ortlaunch.other_runs.queued import is_queued
+from ortlaunch.other_runs.status import Status, look
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.runs.queued import is_queued
-from ortlaunch.runs.status import Status, look
 from ortlaunch.units import counted
 
 _POLL_SECONDS = 0.2

@@ -1,6 +1,6 @@
 """Print and record the verdict of a queued run, for its job script.
 
-    python ortlaunch/start.py ortlaunch.runs.ended RUN RESTARTS STATUS
+    python ortlaunch/start.py ortlaunch.other_runs.ended RUN RESTARTS STATUS
 
 srun's status may be that of a rank that was ended because another failed. This command returns the
 first failing rank's, and writes the verdict into job.json, as `ortlaunch train` does for ranks that
@@ -22,9 +22,9 @@ from ortlaunch.launch import JobState
 from ortlaunch.launch.attempts import failed_turn, in_vain, restarts_without_progress
 from ortlaunch.launch.failure import End, explain_end, first_failure
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.other_runs.queued import is_prepared
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import COMPLETE, RunDir, read_json, write_text
-from ortlaunch.runs.queued import is_prepared
 
 
 def main() -> int:

@@ -14,15 +14,15 @@ from ortlaunch.json_types import Json
 from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.failure import End, explain_silence, first_failure, ranks_that_began
 from ortlaunch.launch.record import JobRecord, now
+from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.plan import Plan
+from ortlaunch.other_runs import queued
+from ortlaunch.other_runs.finished import CONTINUE
 from ortlaunch.recipe import read_resolved
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT
 from ortlaunch.run_folder.folder import RunDir, json_text, read_json
 from ortlaunch.run_folder.lines import json_tail
-from ortlaunch.runs import queued
-from ortlaunch.runs.finished import CONTINUE
 from ortlaunch.units import counted, duration, number
 
 _T = TypeVar("_T")
