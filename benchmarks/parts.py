@@ -616,7 +616,7 @@ def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
     import torch
     import transformers
 
-    from ortlaunch.worker.deepspeed.gradient_norm import fuse_gradient_norm
+    from ortlaunch.ortmodule.deepspeed.gradient_norm import fuse_gradient_norm
 
     # Otherwise DeepSpeed compiles this operator for half a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

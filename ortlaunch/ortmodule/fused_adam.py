@@ -1,12 +1,84 @@
-"""ONNX Runtime's FusedAdam (CUDA only) with torch's weight decay, for comparable engines."""
+"""ONNX Runtime's FusedAdam (CUDA only) with torch's weight decay, and torch's where it cannot run.
+
+Imports no DeepSpeed.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
 import torch
 
+from ortlaunch.json_types import Json
+from ortlaunch.ortmodule.base.counters import tally
 
-def fused_adam(groups: list[dict[str, object]], **settings: object) -> torch.optim.Optimizer:
-    """Return a FusedAdam over parameter groups of float32 or float16 parameters."""
+# multi_tensor_adam.cu of ONNX Runtime 1.19.2: `int sizes[]`, and `chunk_idx * chunk_size` in int.
+MOST_ELEMENTS = 2**31
+ONNXRUNTIME = "onnxruntime.training.optim.FusedAdam"
+TORCH = "torch.optim.AdamW(fused=True)"
+
+
+def FusedAdam(
+    params: Iterable[torch.Tensor] | Iterable[Mapping[str, Any]],
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+) -> torch.optim.Optimizer:
+    """Return ONNX Runtime's FusedAdam on CUDA, torch's fused AdamW elsewhere.
+
+    Weight decay is applied as in `torch.optim.AdamW`. The defaults are those of ONNX Runtime's
+    class. A replacement is a warning, and a note in `ORTModule.report()`.
+
+    Args:
+        params: parameters or parameter groups, float32 or float16, all on one device.
+        lr: the learning rate.
+        betas: the decay rates of the two moments.
+        eps: the value added to the denominator.
+        weight_decay: the decoupled weight decay.
+    """
+    groups = as_groups(params)
+    settings: Json = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    why = why_not(groups)
+    if not why:
+        return fused_adam(groups, **settings)
+    note = f"FusedAdam: {TORCH} runs instead: {why}"
+    tally.note(note)
+    warnings.warn(note, stacklevel=2)
+    return torch.optim.AdamW(groups, fused=True, **settings)
+
+
+def as_groups(
+    params: Iterable[torch.Tensor] | Iterable[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Return parameter groups, each with a list of parameters."""
+    given: list[Any] = list(params)
+    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    return [{**group, "params": list(group["params"])} for group in groups]
+
+
+def why_not(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return why ONNX Runtime's FusedAdam cannot update these parameters; empty if it can."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if any(parameter.device.type != "cuda" for parameter in parameters):
+        return "ONNX Runtime's is for CUDA only"
+    return why_too_large([parameter.numel() for parameter in parameters])
+
+
+def why_too_large(sizes: Iterable[int]) -> str:
+    """Return why FusedAdam cannot count the elements of one of the tensors; empty if it can."""
+    largest = max(sizes, default=0)
+    if largest < MOST_ELEMENTS:
+        return ""
+    return (
+        f"ONNX Runtime's FusedAdam counts in int32, and a tensor has {largest:,} elements on a rank"
+    )
+
+
+def fused_adam(groups: list[dict[str, Any]], **settings: object) -> torch.optim.Optimizer:
+    """Return ONNX Runtime's FusedAdam over groups of float32 or float16 parameters."""
     from onnxruntime.training.optim import FusedAdam
     from onnxruntime.training.optim.fused_adam import AdamWMode
 

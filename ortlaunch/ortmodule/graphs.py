@@ -359,5 +359,5 @@ def _refuse_other_numbers(manager: Manager) -> None:
             f"the module is recomputed by torch.utils.checkpoint, and its {sorted(drawing)[0]} "
             "would draw other random numbers than in the first pass, because ONNX Runtime's "
             "generator cannot repeat them; call the module without checkpoint and set "
-            "memory_optimization, or set its dropout to 0"
+            "Settings.memory_optimization, or set its dropout to 0"
         )

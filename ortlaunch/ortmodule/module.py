@@ -6,6 +6,7 @@ not depend on DeepSpeed or a training loop.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule import options
+from ortlaunch.json_types import Json
+from ortlaunch.ortmodule import options, witness
 from ortlaunch.ortmodule.base import registry
 from ortlaunch.ortmodule.base.patching import environment, wrap_method
 from ortlaunch.ortmodule.base.registry import Repair
@@ -21,6 +23,7 @@ from ortlaunch.ortmodule.base.settings import Settings, settings_of
 from ortlaunch.ortmodule.build import cuda_libraries
 from ortlaunch.ortmodule.repaired import import_ortmodule
 from ortlaunch.ortmodule.repairs import apply_repairs
+from ortlaunch.ortmodule.report import report
 from ortlaunch.ortmodule.state.buffers import kept_modes
 from ortlaunch.ortmodule.state.unsupported import without_compile
 from ortlaunch.ortmodule.wrapper import Wrapper, loaded
@@ -42,6 +45,8 @@ class ORTModule(Wrapper):
         settings = settings or Settings()
         model = without_compile(model)
         options.prepare(settings)
+        # Before the repairs, whose wrappers are then the outer ones.
+        witness.current()
         import_repaired()
         deepcopy = options.settle_deepcopy(model, settings)
         # ORT sets every layer to the mode of the whole model, also a frozen BatchNorm in eval mode.
@@ -53,8 +58,31 @@ class ORTModule(Wrapper):
         logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(self._logger.level)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        settings = settings_of(self._torch_module._execution_manager(True))
-        return _reconstruct, (type(self)._ortlaunch_kind, settings), self.__getstate__()
+        return _reconstruct, (type(self)._ortlaunch_kind, self._settings()), self.__getstate__()
+
+    def report(self) -> Json:
+        """Return what ONNX Runtime really ran, as values for a JSON file.
+
+        Returns:
+            `settings`: this module's settings that are not defaults; `provider`: the execution
+            provider of the newest graph, empty before the first pass. All other entries are for all
+            ORTModules of this process: `repairs` and `repairs_not_applied`; `exports`,
+            `re_exports`, `export_seconds`, `graphs_built`; `forward_passes`, `backward_passes`,
+            `evaluation_passes`, `nodes_run`; `fallbacks` and `fallback_reasons`: passes that plain
+            PyTorch ran; `training_graph` and `evaluation_graph`: the nodes of the newest ones;
+            `torch_calls`: operators and layers that torch ran inside the graphs; `notes`.
+        """
+        counting = witness.current()
+        chosen = dataclasses.asdict(self._settings())
+        defaults = dataclasses.asdict(Settings())
+        return {
+            "provider": counting.graphs[-1].provider if counting.graphs else "",
+            "settings": {name: value for name, value in chosen.items() if value != defaults[name]},
+            **report(counting),
+        }
+
+    def _settings(self) -> Settings:
+        return settings_of(self._torch_module._execution_manager(True))
 
 
 def _reconstruct(kind: Any, settings: Settings) -> Any:

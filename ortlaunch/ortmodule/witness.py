@@ -104,6 +104,12 @@ class Witness:
 _current = Witness()
 
 
+def current() -> Witness:
+    """Return the witness that counts; start to count if nothing counted before."""
+    _install()
+    return _current
+
+
 @functools.cache
 def _install() -> None:
     import_ortmodule()

@@ -124,7 +124,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
 # ones. Modules directly in the package are above all layers, except those that are named here.
 FLOORS = {
     "recipe": ("text", "fields", "rules", "hints", "manual"),
-    "ortmodule": ("build", "base", "tracing", "torch_in_graph", "state", "graph_repairs"),
+    "ortmodule": ("build", "base", "deepspeed", "tracing", "torch_in_graph", "state", "graph_repairs"),
     "worker": ("supervision", "process_group", "data", "model", "deepspeed", "engine", "checkpoint", "onnx", "length",
                "session", "evaluation", "device", "export", "training", "tasks"),
 }  # fmt: skip

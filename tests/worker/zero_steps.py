@@ -57,7 +57,7 @@ def train(case: dict[str, Any], ours: bool) -> dict[str, Any]:
     """Return losses, norms, skipped steps, the number of measurements, and sums of the weights."""
     import deepspeed
 
-    from ortlaunch.worker.deepspeed import gradient_norm
+    from ortlaunch.ortmodule.deepspeed import gradient_norm
 
     torch.manual_seed(0)
     net = Net()

@@ -4,7 +4,7 @@ The registry reports each repair that is not applied. A function's name is `modu
 with torch's own module, or with one inside onnxruntime.training.ortmodule (`__init__` is the
 package itself). ORT has one last release, so its source is compared by a hash. Torch has many
 releases, so only the text that a repair builds on is compared. DeepSpeed's sources are in
-worker/deepspeed/sources.py. Torch and ORT are imported only on use.
+ortmodule/deepspeed/sources.py. Torch and ORT are imported only on use.
 """
 
 from __future__ import annotations

@@ -206,8 +206,8 @@ def _install_hint() -> str:
         return (
             "onnxruntime-training ends at Python 3.11 and this is "
             f"Python {sys.version_info[0]}.{sys.version_info[1]}. "
-            "Use Python 3.10 or 3.11 for the ort engine, or another engine "
-            "(engine.name: eager or inductor)"
+            "Use Python 3.10 or 3.11 for the ort engine, or plain PyTorch "
+            "(in a recipe: engine.name: eager or inductor)"
         )
     return (
         "the ort engine needs ONNX Runtime Training. "

@@ -95,7 +95,7 @@ def complete(
                 "Could not find an implementation for "
                 f"{node.op_type}({', '.join(types.get(name) or 'unknown' for name in node.input if name)}), "
                 f"node {node.name}: ONNX Runtime 1.19.2 has no CUDA kernel of it for bfloat16 or "
-                "float32. Train in fp16 (precision: fp16), or with engine.name: eager"
+                "float32. Train in fp16, or use the model without ORTModule"
             )
     if replaced:
         tally.note(

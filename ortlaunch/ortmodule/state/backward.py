@@ -39,7 +39,7 @@ _SAME_VALUES = {
 _SIZES = {"Shape", "Size"}
 _TWICE = (
     "ONNX Runtime's graph has no derivative of its gradients, and this loss was computed of them "
-    "(create_graph=True): use plain PyTorch (engine.name: eager) for gradient penalties, forces "
+    "(create_graph=True): use the model without ORTModule for gradient penalties, forces "
     "and other second derivatives"
 )
 

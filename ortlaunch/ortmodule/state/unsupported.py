@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _OURS = str(Path(__file__).parents[2])
 _HALF = "ONNX Runtime computes float32 on a CPU (and float16 and bfloat16 on CUDA)"
-_EAGER = "use the model without ORTModule (engine.name: eager)"
+_EAGER = "use the model without ORTModule"
 # A pattern in an error's text, and the text that replaces it; {0} is the pattern's first group.
 _SENTENCES = (
     (

@@ -198,7 +198,7 @@ class _Translator:
         if is_torchs(call.name.rstrip("_"), call.given()) or self._lost(written, outputs) in SILENT:
             raise RuntimeError(
                 f"{call.name} or its gradient is another one in ONNX Runtime than in torch; "
-                "it can stay torch's: engine.torch_operators=auto, or a list with it. "
+                "it can stay torch's: Settings.torch_operators='auto', or a list with it. "
                 f"{extensions.interop_refusal()}".rstrip()
             )
 

@@ -141,6 +141,7 @@ def _core(name: str) -> str:
 def in_recipes_words(text: str) -> str:
     """Replace ORTModule's names of settings by the recipe's: `Settings.opset` -> `engine.opset`."""
     text = text.replace("transformers: attn_implementation='eager'", "model.attention=eager")
+    text = text.replace("use the model without ORTModule", "use engine.name=eager")
     return re.sub(
         r"\bSettings\.(\w+)(=True|=False)?", lambda m: f"engine.{m[1]}{(m[2] or '').lower()}", text
     )

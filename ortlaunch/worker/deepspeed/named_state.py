@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.worker.deepspeed.zero_types import Gathering, Partitioned, Sharded, Unsharded
+from ortlaunch.ortmodule.deepspeed.zero_types import Gathering, Partitioned, Sharded, Unsharded
 from ortlaunch.worker.model.named_state import (
     LossScale,
     NamedState,

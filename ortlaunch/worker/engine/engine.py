@@ -324,19 +324,16 @@ def _fp16_optimizer(
 
     It is ONNX Runtime's where that is possible, else ours.
     """
-    from ortlaunch.worker.deepspeed.gradient_norm import Applied, fuse_gradient_norm
+    from ortlaunch.ortmodule.deepspeed.gradient_norm import fuse_gradient_norm
+    from ortlaunch.ortmodule.fp16_optimizer import fuse
 
     if recipe.zero is None or not isinstance(stepper, DeepSpeedStepper):
         why = "it modifies DeepSpeed's ZeRO optimizer, and this run is without DeepSpeed"
         return FusedNorm(False, None, why)
     if not recipe.zero.fused_gradient_norm:
         return FusedNorm(False, None, "zero.fused_gradient_norm is false")
-    theirs = Applied(False, None, f"engine {used} runs without ONNX Runtime")
     if used == "ort":
-        from ortlaunch.ortmodule.fp16_optimizer import apply_fp16_optimizer
-
-        why = apply_fp16_optimizer(stepper.engine.optimizer, group.device.type)
-        theirs = Applied(False, None, why) if why else Applied(True, "onnxruntime", "")
-    ours = theirs if theirs.applied else fuse_gradient_norm(stepper.engine.optimizer)
-    reasons = (theirs.why, ours.why) if ours is not theirs else (ours.why,)
-    return FusedNorm(ours.applied, ours.by, "; ".join(why for why in reasons if why))
+        return FusedNorm(*fuse(stepper.engine.optimizer, group.device.type))
+    applied, by, why = fuse_gradient_norm(stepper.engine.optimizer)
+    reasons = (f"engine {used} runs without ONNX Runtime", why)
+    return FusedNorm(applied, by, "; ".join(reason for reason in reasons if reason))

@@ -11,10 +11,8 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
+from ortlaunch.ortmodule.fused_adam import ONNXRUNTIME, TORCH, fused_adam, why_too_large
 from ortlaunch.recipe.fields.models import Optimizer
-
-# multi_tensor_adam.cu of ONNX Runtime 1.19.2: `int sizes[]`, and `chunk_idx * chunk_size` in int.
-_MOST_ELEMENTS = 2**31
 
 
 class Building(NamedTuple):
@@ -116,12 +114,8 @@ def fused_adam_or_torch(parts: Building) -> BuiltOptimizer:
     )
     if why:
         made = torch.optim.AdamW(parts.groups, fused=True, **parts.adam)
-        return BuiltOptimizer(made, "torch.optim.AdamW(fused=True)", why)
-    from ortlaunch.ortmodule.fused_adam import fused_adam
-
-    return BuiltOptimizer(
-        fused_adam(parts.groups, **parts.adam), "onnxruntime.training.optim.FusedAdam"
-    )
+        return BuiltOptimizer(made, TORCH, why)
+    return BuiltOptimizer(fused_adam(parts.groups, **parts.adam), ONNXRUNTIME)
 
 
 def _why_not_ort(engine: str, device: torch.device) -> str:
@@ -145,13 +139,7 @@ def _why_not_these(
     # ZeRO flattens each group and gives each rank a part of it (stage 0: all of it).
     if zero:
         sizes = [[-(-sum(group) // (ranks if zero.get("stage") else 1))] for group in sizes]
-    largest = max((size for group in sizes for size in group), default=0)
-    if largest >= _MOST_ELEMENTS:
-        return (
-            "ONNX Runtime's FusedAdam counts in int32, and a tensor has "
-            f"{largest:,} elements on a rank"
-        )
-    return ""
+    return why_too_large(size for group in sizes for size in group)
 
 
 def parameter_groups(

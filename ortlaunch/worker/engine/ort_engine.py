@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -121,31 +120,20 @@ def brief(reason: str) -> str:
 
 def onnxruntime_report(recipe: Recipe, witness: Witness) -> OnnxRuntime:
     """Return the report of ONNX Runtime so far."""
-    from ortlaunch.ortmodule import options
-    from ortlaunch.ortmodule.base import registry, torch_calls
-    from ortlaunch.ortmodule.base.counters import tally
+    from ortlaunch.ortmodule.report import report
 
-    copied = options.report().get("deepcopy_before_export")
-    counts = witness.counts()
-    exported = tally.truth()
-    return OnnxRuntime(
-        repairs=list(registry.applied()),
-        repairs_not_applied=registry.not_applied(),
-        deepcopy_before_export=copied and ExportCopy(**copied),
-        **ort_settings.report(recipe),
-        torch_calls={
-            name: TorchCalls(**asdict(found)) for name, found in torch_calls.made().items()
-        },
-        torch_share=round(torch_calls.share(), 4),
-        **{
-            **counts,
-            **{
-                name: counts[name] and GraphReport(**counts[name])
-                for name in ("training_graph", "evaluation_graph")
-            },
-        },
-        **{**exported, "notes": [in_recipes_words(note) for note in exported["notes"]]},
-    )
+    record = report(witness)
+    copied = record["deepcopy_before_export"]
+    typed = {
+        "deepcopy_before_export": copied and ExportCopy(**copied),
+        "torch_calls": {name: TorchCalls(**one) for name, one in record["torch_calls"].items()},
+        "notes": [in_recipes_words(note) for note in record["notes"]],
+    }
+    graphs = {
+        name: record[name] and GraphReport(**record[name])
+        for name in ("training_graph", "evaluation_graph")
+    }
+    return OnnxRuntime(**{**record, **typed, **graphs}, **ort_settings.report(recipe))
 
 
 def ort_notes() -> tuple[str, ...]:

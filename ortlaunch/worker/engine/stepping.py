@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from ortlaunch.json_types import Json
+from ortlaunch.ortmodule.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.precisions import PRECISIONS
-from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.worker.engine.averaging import Averaging
 from ortlaunch.worker.model.named_state import (
     NamedState,

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from ortlaunch.errors import FIRST_PARAMETER, NonFiniteError
+from ortlaunch.ortmodule.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.run_folder.records import BadStep
 from ortlaunch.worker.data import Batches
-from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 Named = Iterable[tuple[str, "torch.Tensor | None"]]

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ortlaunch.worker.deepspeed.sources import unknown_source
-from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
-from ortlaunch.worker.deepspeed.zero_types import Sharded
+from ortlaunch.ortmodule.deepspeed.sources import unknown_source
+from ortlaunch.ortmodule.deepspeed.sum_of_squares import sum_of_squares
+from ortlaunch.ortmodule.deepspeed.zero_types import Sharded
 
 # The methods of the optimizer that are replaced.
 _REPLACED = ("has_overflow_partitioned_grads_serial", "has_overflow_serial", "get_grad_norm_direct")

@@ -17,9 +17,9 @@ import deepspeed
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ortlaunch.ortmodule.deepspeed import gradient_norm, sources
+from ortlaunch.ortmodule.deepspeed.gradient_norm import Applied, fuse_gradient_norm, restore
 from ortlaunch.rank import Rank
-from ortlaunch.worker.deepspeed import gradient_norm, sources
-from ortlaunch.worker.deepspeed.gradient_norm import Applied, fuse_gradient_norm, restore
 from ortlaunch.worker.engine import engine
 from ortlaunch.worker.engine.stepping import DeepSpeedStepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -326,3 +326,12 @@ def test_it_is_recorded_and_said(
     assert (found, said) == (Applied(*fp16)._asdict(), lines)
     # The record agrees with the optimizer's methods.
     assert optimizer is None or ("get_grad_norm_direct" in vars(optimizer)) == fp16[0]
+
+
+def test_fp16_optimizer_of_an_own_loop() -> None:
+    """The public FP16_Optimizer replaces the functions of today's DeepSpeed."""
+    from ortlaunch.ortmodule import FP16_Optimizer
+
+    optimizer = zero([torch.ones(3)], param_groups=[{"params": [torch.zeros(1)]}])
+    assert FP16_Optimizer(optimizer) is optimizer
+    assert type(optimizer.get_grad_norm_direct.__self__) is gradient_norm._FusedPass

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
+from ortlaunch.ortmodule.deepspeed.sum_of_squares import sum_of_squares
 
 # The dtypes that are cast to float32 first.
 HALVES = (torch.float16, torch.bfloat16)
@@ -30,7 +30,7 @@ def wide(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def no_slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail the test if the sum is computed in float64."""
     monkeypatch.setattr(
-        "ortlaunch.worker.deepspeed.sum_of_squares._in_double",
+        "ortlaunch.ortmodule.deepspeed.sum_of_squares._in_double",
         lambda tensors: pytest.fail("went the slow way"),
     )
 

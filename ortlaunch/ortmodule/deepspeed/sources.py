@@ -2,7 +2,7 @@
 
 Every release from 0.16.0 to 0.19.8 has been read and compared. To add a new release, read its
 differences first; a higher version number alone proves nothing.
-`python -m ortlaunch.worker.deepspeed.sources` prints the fingerprints of the installed release.
+`python -m ortlaunch.ortmodule.deepspeed.sources` prints the fingerprints of the installed release.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Types of DeepSpeed's objects, as far as the worker uses them: stubs for the type checker.
+"""Types of DeepSpeed's objects, as far as this package uses them: stubs for the type checker.
 
 DeepSpeed 0.19.8 has no type information of its own.
 """
