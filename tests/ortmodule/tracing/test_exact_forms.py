@@ -195,6 +195,6 @@ def test_what_has_no_form_is_torchs_own(name: str) -> None:
 def test_refused_where_nothing_may_be_torchs(name: str) -> None:
     """`torch_operators: off` raises an error instead of a wrong value."""
     with pytest.raises(
-        Exception, match=r"is another one in ONNX Runtime than in torch.*torch_operators=auto"
+        Exception, match=r"is another one in ONNX Runtime than in torch.*torch_operators='auto'"
     ):
         compare(TORCHS[name], torch_operators="off")
