@@ -57,7 +57,7 @@ check: $(INSTALLED)
 docs:
 	@test -x build/docs-venv/bin/mkdocs || { python3 -m venv build/docs-venv && \
 	    build/docs-venv/bin/pip install --quiet "mkdocs-material>=9.5,<10"; }
-	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet --strict --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict --site-dir build/site
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py
