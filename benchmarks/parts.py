@@ -246,7 +246,7 @@ def supervisors(count: int) -> Step:
         began = time.process_time()
         for _ in range(50):
             for dog, child in zip(dogs, children):
-                dog.look(child)
+                dog.poll(child)
             time.sleep(0.1)
         # 50 rounds of 0.1 s are 5 s.
         return (time.process_time() - began) / 5 * 1000
@@ -307,7 +307,7 @@ def beats_of(ranks: int) -> Step:
         while True:
             for rank in range(1, ranks):
                 time.sleep(max(0.0, began + rank / ranks * every - time.monotonic()))
-                others.tell(beat(rank))
+                others.send_beat(beat(rank))
             began += every
 
     def step() -> float:
@@ -315,7 +315,7 @@ def beats_of(ranks: int) -> Step:
         used = 0.0
         while time.monotonic() < ends:
             time.sleep(0.1)
-            hub.tell(beat(0))
+            hub.send_beat(beat(0))
             began = time.process_time()
             hub.receive()
             used += time.process_time() - began

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch import __version__, machine
-from ortlaunch.bench.measure import BenchStopped, Length, Say, measure, new_folder, prepared
+from ortlaunch.bench.measure import BenchStopped, Length, PrintLine, measure, new_folder, prepared
 from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, table, times
 from ortlaunch.bench.variants import ENGINES, engine_overrides
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
@@ -48,7 +48,7 @@ _PACKAGES = (
 )
 
 
-def known(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
+def recorded_choice(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
     """Return (choice, where it is from), from the run folder or the cache. None: measure it.
 
     Raises:
@@ -73,7 +73,7 @@ def known(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
     return None
 
 
-def measured(resolved: ResolvedRun, say: Say) -> Choice:
+def measured(resolved: ResolvedRun, print_line: PrintLine) -> Choice:
     """Measure all engines now, and return the choice.
 
     Raises:
@@ -81,9 +81,9 @@ def measured(resolved: ResolvedRun, say: Say) -> Choice:
         BenchStopped: the user stopped it with a signal.
     """
     folder = new_folder(None, f"{resolved.file.recipe.name}-auto")
-    say(f"engine auto: measuring once, in {folder}")
+    print_line(f"engine auto: measuring once, in {folder}")
     try:
-        report = measure(resolved, prepared(resolved, ENGINES, ()), SHORT, folder, say)
+        report = measure(resolved, prepared(resolved, ENGINES, ()), SHORT, folder, print_line)
     except BenchStopped as stopped:
         if resolved.traits.saves and stopped.exit_status != 128 + signal.SIGINT:
             # Training has not begun, so nothing is lost: exit as after a save. Ctrl-C keeps its
@@ -92,7 +92,7 @@ def measured(resolved: ResolvedRun, say: Say) -> Choice:
         raise
     # Written before the decision, which may raise.
     write_json(folder / "bench.json", report)
-    say(table(report["variants"]))
+    print_line(table(report["variants"]))
     return decide(report["variants"], folder)
 
 

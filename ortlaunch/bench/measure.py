@@ -34,7 +34,7 @@ from ortlaunch.units import human
 _LEAST_BUSY_LOAD = 0.5
 # Share of its waiting time that a job may spend on a processor.
 _SPUN = 0.2
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 class Length(NamedTuple):
@@ -91,7 +91,11 @@ def new_folder(out: Path | None, name: str) -> Path:
 
 
 def measure(
-    resolved: ResolvedRun, found: Sequence[Variant], length: Length, folder: Path, say: Say
+    resolved: ResolvedRun,
+    found: Sequence[Variant],
+    length: Length,
+    folder: Path,
+    print_line: PrintLine,
 ) -> Json:
     """Run the bench and return bench.json as plain values.
 
@@ -100,19 +104,19 @@ def measure(
     """
     begun = time.time()
     load = os.getloadavg()
-    _report_busy(say, load)
+    _report_busy(print_line, load)
     players = [VariantJob(v, RunDir(folder / v.slug)) for v in found if v.resolved is not None]
-    length = _that_fits(length, players, say)
+    length = _that_fits(length, players, print_line)
     for variant in found:
         if variant.resolved is None:
-            say(f"{variant.name}: refused: {short_reason(variant.refused)}")
+            print_line(f"{variant.name}: refused: {short_reason(variant.refused)}")
     with _stoppable():
         try:
-            play(players, length, say)
+            play(players, length, print_line)
         finally:
             for player in players:
                 player.cancel()
-    _report_spinning(players, say)
+    _report_spinning(players, print_line)
     world = resolved.world
     return {
         "format": 1,
@@ -132,34 +136,38 @@ def measure(
     }
 
 
-def play(players: Sequence[VariantJob], length: Length, say: Say) -> None:
+def play(players: Sequence[VariantJob], length: Length, print_line: PrintLine) -> None:
     """Warm all variants up, give each a turn `rounds` times, then compare; a failed one stays out."""
     for player in players if not length.one_at_a_time else ():
-        _try(player, say, partial(_start, player, say))
+        _try(player, print_line, partial(_start, player, print_line))
     for number in range(1, length.rounds + 1):
         for player in players:
-            _try(player, say, partial(_take_turn, player, length, number == length.rounds, say))
+            _try(
+                player,
+                print_line,
+                partial(_take_turn, player, length, number == length.rounds, print_line),
+            )
         shown = (
             f"{p.variant.name} {sum(p.turns[-1]['seconds']) / length.steps:.4g}"
             for p in players
             if p.measured
         )
-        say(f"round {number}/{length.rounds}, s/step: {', '.join(shown)}")
+        print_line(f"round {number}/{length.rounds}, s/step: {', '.join(shown)}")
     for player in players if not length.one_at_a_time else ():
-        _try(player, say, partial(_finish, player))
+        _try(player, print_line, partial(_finish, player))
 
 
-def _start(player: VariantJob, say: Say) -> None:
+def _start(player: VariantJob, print_line: PrintLine) -> None:
     player.start()
-    say(
+    print_line(
         f"{player.variant.name}: first step {player.ready['first_step']['since_launch']:.1f} s "
         "after its launch"
     )
 
 
-def _take_turn(player: VariantJob, length: Length, last: bool, say: Say) -> None:
+def _take_turn(player: VariantJob, length: Length, last: bool, print_line: PrintLine) -> None:
     if not player.alive:
-        _start(player, say)
+        _start(player, print_line)
     player.turn(length.steps)
     # Only one job is in memory, so it is compared in its last turn and not at the end.
     if length.one_at_a_time and last:
@@ -173,7 +181,7 @@ def _finish(player: VariantJob) -> None:
     player.leave()
 
 
-def _try(player: VariantJob, say: Say, action: Callable[[], None]) -> None:
+def _try(player: VariantJob, print_line: PrintLine, action: Callable[[], None]) -> None:
     """Run an action of a variant; one that fails stays out from then on, and the others continue."""
     if player.failed:
         return
@@ -181,7 +189,7 @@ def _try(player: VariantJob, say: Say, action: Callable[[], None]) -> None:
         action()
     except (Failed, LaunchError) as error:
         player.failed = str(error)
-        say(f"{player.variant.name}: failed: {short_reason(str(error))}")
+        print_line(f"{player.variant.name}: failed: {short_reason(str(error))}")
 
 
 @contextlib.contextmanager
@@ -206,7 +214,7 @@ def _stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _that_fits(length: Length, players: Sequence[VariantJob], say: Say) -> Length:
+def _that_fits(length: Length, players: Sequence[VariantJob], print_line: PrintLine) -> Length:
     """Return the length, with one variant at a time if this host cannot hold all of them.
 
     All variants stay in memory between their turns.
@@ -224,26 +232,26 @@ def _that_fits(length: Length, players: Sequence[VariantJob], say: Say) -> Lengt
         ].slots
     if needed <= free:
         return length
-    say(
+    print_line(
         f"{len(plans)} variants would take {human(needed)} at once, and {human(free)} are free: "
         "one at a time, each started again for every turn (--one-at-a-time)"
     )
     return length._replace(one_at_a_time=True)
 
 
-def _report_busy(say: Say, load: Sequence[float]) -> None:
+def _report_busy(print_line: PrintLine, load: Sequence[float]) -> None:
     """Warn if other processes make the figures noisy."""
     others = machine.others_at_work()
     cores = machine.hardware()["cores"] or 1
     if others or load[0] > _LEAST_BUSY_LOAD * cores:
-        say(
+        print_line(
             f"WARNING: this machine is busy (load {load[0]:.1f} on {cores} cores), which makes "
             "the figures noisy\n"
             f"  busy: {', '.join(others[:3]) or 'nothing at this moment'}"
         )
 
 
-def _report_spinning(players: Sequence[VariantJob], say: Say) -> None:
+def _report_spinning(players: Sequence[VariantJob], print_line: PrintLine) -> None:
     """Warn of a job that works while it waits: it takes time from the others."""
     for player in players:
         waits = [turn["waited"] for turn in player.turns]
@@ -252,7 +260,7 @@ def _report_spinning(players: Sequence[VariantJob], say: Say) -> None:
         )
         # Shorter waits, in seconds, are too short to judge.
         if waited > 1 and worked > _SPUN * waited:
-            say(
+            print_line(
                 f"WARNING: {player.variant.name} used {worked:.1f} s of processor time in "
                 f"{waited:.1f} s of waiting, which slowed the others; is OMP_WAIT_POLICY=active, "
                 "or a thread of your model's at work?"

@@ -17,7 +17,7 @@ from ortlaunch.run.preview import preview
 from ortlaunch.run_folder.folder import RunDir
 
 
-class Here(NamedTuple):
+class PlanContext(NamedTuple):
     """The options, environment and device for which both plans are made."""
 
     options: LaunchOptions
@@ -26,20 +26,20 @@ class Here(NamedTuple):
     """Device of the new plan, and of the other recipe's plan if that recipe has `auto`."""
 
 
-def other_plan(path: Path, here: Here) -> Plan:
+def other_plan(path: Path, context: PlanContext) -> Plan:
     """Return the plan to compare with: of a run folder, a plan.json, or a recipe.
 
     Raises:
         InputError: the path is none of these.
     """
     if not path.is_dir() and path.suffix != ".json":
-        return _of_recipe(path, here)
+        return _of_recipe(path, context)
     file = RunDir(path).plan if path.is_dir() else path
     try:
         text = file.read_text(encoding="utf-8")
         # A recipe may be written in JSON, too; only plans have a field `format`.
         is_recipe = path.suffix == ".json" and "format" not in json.loads(text)
-        return _of_recipe(path, here) if is_recipe else Plan.from_json(text)
+        return _of_recipe(path, context) if is_recipe else Plan.from_json(text)
     except FileNotFoundError:
         raise InputError(
             f"--diff {path}: there is no {file}; give a recipe, a run folder or its plan.json"
@@ -50,11 +50,11 @@ def other_plan(path: Path, here: Here) -> Plan:
         raise InputError(f"--diff {path}: {file} is no plan of this version ({error!r})") from None
 
 
-def _of_recipe(path: Path, here: Here) -> Plan:
+def _of_recipe(path: Path, context: PlanContext) -> Plan:
     chosen = recipe.load(shipped.locate(path)).recipe.launch.device
     # Else a different `auto` could appear as a difference of the recipes.
-    same = (f"launch.device={here.device}",) if chosen == "auto" else ()
-    return preview(resolve(path, same, here.options, here.environ)).plan
+    same = (f"launch.device={context.device}",) if chosen == "auto" else ()
+    return preview(resolve(path, same, context.options, context.environ)).plan
 
 
 def differences(before: Plan, after: Plan) -> list[str]:

@@ -12,7 +12,7 @@ from ortlaunch.errors import PlanError, RecipeError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord, now
 from ortlaunch.other_runs import registry
-from ortlaunch.other_runs.status import look
+from ortlaunch.other_runs.status import read_status
 from ortlaunch.resolve import inputs
 from ortlaunch.resolve.prepare import check_folder, claimed, earlier
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
@@ -113,9 +113,9 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
     if missing and not SCHEDULERS[name].elsewhere and chosen_recipe.submit.container is None:
         raise RecipeError([resolved.file.explain(problem) for problem in missing])
     # The ranks of a job of several cannot start the trials that find a size.
-    if micro_size.is_asked(resolved.file.recipe) and resolved.world.ranks > 1:
+    if micro_size.is_requested(resolved.file.recipe) and resolved.world.ranks > 1:
         micro_size.refuse_inside()
-    if run.job.exists() and not look(run).state.is_end:
+    if run.job.exists() and not read_status(run).state.is_end:
         raise PlanError(
             f"--run-dir {run}: its run goes on, or is queued; `ortlaunch cancel {run}` ends it"
         )

@@ -59,7 +59,7 @@ def read(
     run: RunDir, state: str, status: int | None, text: str, failure: Failure | None
 ) -> Evidence:
     """Read the error records of the ranks and combine them with the command's facts."""
-    records = [account(path) for path in run.told]
+    records = [account(path) for path in run.error_records]
     return Evidence(
         run,
         state,

@@ -63,7 +63,7 @@ def diagnose(run: RunDir) -> Diagnosis:
     Raises:
         InputError: the folder is no run folder, or this user cannot read its files.
     """
-    found = status.look(run)
+    found = status.read_status(run)
     exit_status = found.job.exit_status if found.state.is_end else None
     about = evidence.read(
         run, found.state.value, exit_status, found.job.verdict or "", found.job.failure

@@ -48,7 +48,7 @@ class Question(NamedTuple):
     port: int
     range: tuple[int, int] | None = None  # of ports to try, at every host
 
-    def asked_of(self, host: str) -> dict[str, object]:
+    def request_to(self, host: str) -> dict[str, object]:
         """Return the request to one host, as the argument of the probe's `main`."""
         # ssh may need `user@`, name resolution must not have it.
         peers = [name.rpartition("@")[2] for name in self.names if name != host]
@@ -63,7 +63,7 @@ class Question(NamedTuple):
 
     def to(self, host: str) -> bytes:
         """Return the program for a host: the probe's source and a call of its `main`."""
-        return Path(probe.__file__).read_bytes() + f"\nmain({self.asked_of(host)!r})\n".encode()
+        return Path(probe.__file__).read_bytes() + f"\nmain({self.request_to(host)!r})\n".encode()
 
 
 class Silence(NamedTuple):
@@ -77,7 +77,7 @@ class Silence(NamedTuple):
 class Answer(NamedTuple):
     """The answer of a host."""
 
-    told: Json
+    properties: Json
     """The values of the probe."""
     took: float
     """Seconds until the answer."""
@@ -103,7 +103,7 @@ class Reached(NamedTuple):
     mtu: int
 
 
-def ask(question: Question) -> tuple[list[Answer | Silence], str | None]:
+def query_hosts(question: Question) -> tuple[list[Answer | Silence], str | None]:
     """Query all hosts.
 
     At most `_AT_ONCE` connections are open. As soon as enough hosts have answered, they form a
@@ -196,7 +196,9 @@ class _ProbeCall:
         """Whether other hosts can try to reach it."""
         if isinstance(self.answer, Silence):
             return False
-        return self.answer.told["address"] is not None and bool(self.answer.told["doors"])
+        return self.answer.properties["address"] is not None and bool(
+            self.answer.properties["doors"]
+        )
 
     def _first(self, program: bytes) -> Answer | Silence:
         remote = [sys.executable, "-c", _PYTHON, str(len(program))]
@@ -231,9 +233,12 @@ class _ProbeCall:
         """Measure the host's clock, and let it try the ports of the others in the group."""
         if isinstance(self.answer, Silence):
             return
-        places = [(one, tcp, udp) for one in _others(self, group) for tcp, udp in one.told["doors"]]
+        places = [
+            (one, tcp, udp) for one in _others(self, group) for tcp, udp in one.properties["doors"]
+        ]
         words = " ".join(
-            f"{one.told['address']} {tcp} {udp} {one.told['mtu']}" for one, tcp, udp in places
+            f"{one.properties['address']} {tcp} {udp} {one.properties['mtu']}"
+            for one, tcp, udp in places
         )
         # The clock was read between request and answer, so half of that time is the possible error.
         before = time.time()
@@ -248,7 +253,7 @@ class _ProbeCall:
                 "reached", "it answered, and then no more", f"try: ssh {self.host} true"
             )
             return
-        reached = [Reached(one.host, tcp, error, udp, whole, min(one.told["mtu"], self.told["mtu"]))
+        reached = [Reached(one.host, tcp, error, udp, whole, min(one.properties["mtu"], self.properties["mtu"]))
                    for (one, tcp, _), (error, udp, whole) in zip(places, found["reach"])]  # fmt: skip
         self.answer = self.answer._replace(
             skew=found["time"] - before - doubt,
@@ -257,10 +262,10 @@ class _ProbeCall:
         )
 
     @property
-    def told(self) -> Json:
+    def properties(self) -> Json:
         """The values of the probe; only for a host that answered."""
         assert isinstance(self.answer, Answer)
-        return self.answer.told
+        return self.answer.properties
 
     def close(self) -> None:
         """End the probe; kill it if it does not end by itself."""

@@ -50,7 +50,7 @@ def judged(
     return Finding(host, check, OK if good else else_, what, "" if good else mend)
 
 
-def told(findings: Sequence[Finding]) -> str:
+def format_findings(findings: Sequence[Finding]) -> str:
     """Return the table of findings and the summary; failures come last, where a reader looks."""
     ordered = sorted(findings, key=lambda one: (OK, WARNING, FAILED).index(one.verdict))
     return "\n".join([*map(str, ordered), summary(findings)])

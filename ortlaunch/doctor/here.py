@@ -19,7 +19,7 @@ HERE = "localhost"
 _TORCH = (2, 6)  # the oldest that both recipes train on: docs/matrix.md
 
 
-def look(
+def check_this_host(
     asked: hosts.HostRequirements, recipe: Recipe | None = None, world: World | None = None
 ) -> list[Finding]:
     """Check the requirements of any run on this machine, then those of a recipe.

@@ -46,10 +46,10 @@ class HostRequirements(NamedTuple):
         )
 
 
-def look(asked: HostRequirements) -> list[Finding]:
+def check_hosts(asked: HostRequirements) -> list[Finding]:
     """Run every check on every host; return the findings in the order of the hosts."""
     with _token(asked.folder) as token:
-        answers, meeting = asking.ask(asked.question)
+        answers, meeting = asking.query_hosts(asked.question)
     here = probe.versions()
     sources = probe.sources()
     found: list[Finding] = []
@@ -62,20 +62,22 @@ def look(asked: HostRequirements) -> list[Finding]:
         if isinstance(answer, Silence):
             found.append(Finding(node.host, answer.check, FAILED, answer.what, answer.mend))
             continue
-        told = answer.told
-        reached = f"{told['hostname']}, Python {told['python']}, {answer.took:.1f} s"
+        properties = answer.properties
+        reached = f"{properties['hostname']}, Python {properties['python']}, {answer.took:.1f} s"
         found += [
             Finding(node.host, "reached", OK, reached),
-            _packages(node.host, told["packages"], here),
+            _packages(node.host, properties["packages"], here),
         ]
         # Same version, other files: usually a checkout that was edited on one host only.
-        if told["sources"] != sources and told["packages"].get("ortlaunch") == here.get(
+        if properties["sources"] != sources and properties["packages"].get("ortlaunch") == here.get(
             "ortlaunch"
         ):
             what = "other files of ortlaunch than here, of the same version"
             mend = "install the same one on every host"
             found.append(Finding(node.host, "packages", FAILED, what, mend))
-        if (first := first_of.setdefault(told["machine"] or node.host, node.host)) != node.host:
+        if (
+            first := first_of.setdefault(properties["machine"] or node.host, node.host)
+        ) != node.host:
             what = f"is the same machine as {first}"
             mend = f"list it once, as {first} with the slots of both"
             found.append(
@@ -92,7 +94,7 @@ def look(asked: HostRequirements) -> list[Finding]:
         found += _reached(
             node.host, answer.reached, shut, sum(isinstance(one, Answer) for one in answers) - 1
         )
-        found += _own(node, told, asked, token)
+        found += _own(node, properties, asked, token)
         if not asked.quick:
             found += _slow(node.host, answer, asked, usual)
     return found
@@ -100,23 +102,26 @@ def look(asked: HostRequirements) -> list[Finding]:
 
 def _usual_cpus(answers: Sequence[Answer | Silence]) -> int:
     """Return the number of CPUs that most hosts have."""
-    counts = [answer.told["cpus"] for answer in answers if isinstance(answer, Answer)]
+    counts = [answer.properties["cpus"] for answer in answers if isinstance(answer, Answer)]
     return max(counts, key=counts.count, default=0)
 
 
 def of_this_host(node: Node, asked: HostRequirements) -> list[Finding]:
     """Run the checks of this host that need no other host."""
-    told = probe.told(asked.question.asked_of(node.host))
-    doors = probe.Doors(told["address"] or "127.0.0.1", (asked.port,))
-    told["listens"] = doors.ports[0][0] if doors.ports else doors.error
+    properties = probe.properties(asked.question.request_to(node.host))
+    doors = probe.Doors(properties["address"] or "127.0.0.1", (asked.port,))
+    properties["listens"] = doors.ports[0][0] if doors.ports else doors.error
     alone = asked._replace(nodes=(node,))
-    answer = Answer(told, 0.0)
+    answer = Answer(properties, 0.0)
     doors.close()
-    found = [*_network(node.host, answer, alone, False, node.host), *_own(node, told, asked, None)]
+    found = [
+        *_network(node.host, answer, alone, False, node.host),
+        *_own(node, properties, asked, None),
+    ]
     # Both compare with other hosts.
     return [
         one
-        for one in (*found, *_slow(node.host, answer, asked, told["cpus"]))
+        for one in (*found, *_slow(node.host, answer, asked, properties["cpus"]))
         if one.check not in ("clock", "cpus")
     ]
 
@@ -139,9 +144,9 @@ def _network(
     host: str, answer: Answer, asked: HostRequirements, routed: bool, meeting: str | None
 ) -> Iterator[Finding]:
     """Yield findings on a host's address, and on the port where ranks meet."""
-    told = answer.told
-    if asked.interface is not None and asked.interface not in told["interfaces"]:
-        what = f"no {asked.interface} there; it has {', '.join(told['interfaces'])}"
+    properties = answer.properties
+    if asked.interface is not None and asked.interface not in properties["interfaces"]:
+        what = f"no {asked.interface} there; it has {', '.join(properties['interfaces'])}"
         yield Finding(
             host, "interface", FAILED, what, "name one that every host has: launch.interface"
         )
@@ -149,10 +154,10 @@ def _network(
     if routed:
         mend = "see its routes, or name the interface: launch.interface=eth0"
         mend = "give the name that the other hosts know it by" if host in LOCAL_NAMES else mend
-        what = told["address"] or "no route to any of the other hosts but loopback"
-        yield judged(host, "address", told["address"] is not None, what, mend, else_=FAILED)
+        what = properties["address"] or "no route to any of the other hosts but loopback"
+        yield judged(host, "address", properties["address"] is not None, what, mend, else_=FAILED)
     named = asked.ports is not None or host == asked.nodes[0].host
-    if isinstance(told["listens"], str) and named:
+    if isinstance(properties["listens"], str) and named:
         where = f"port {asked.port}" if asked.port else "a free port"
         where = f"ports {asked.ports[0]} and {asked.ports[1]}" if asked.ports else where
         mend = (
@@ -160,10 +165,15 @@ def _network(
             if asked.port or asked.ports
             else "see `ip address` there"
         )
-        yield Finding(host, "port", FAILED, f"cannot listen at {where}: {told['listens']}", mend)
+        yield Finding(
+            host, "port", FAILED, f"cannot listen at {where}: {properties['listens']}", mend
+        )
     elif host == meeting and (len(asked.nodes) > 1 or asked.port):
         yield Finding(
-            host, "port", OK, f"listens at {told['address'] or '127.0.0.1'}:{told['listens']}"
+            host,
+            "port",
+            OK,
+            f"listens at {properties['address'] or '127.0.0.1'}:{properties['listens']}",
         )
 
 
@@ -240,54 +250,58 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _own(node: Node, told: Json, asked: HostRequirements, token: str | None) -> Iterator[Finding]:
+def _own(
+    node: Node, properties: Json, asked: HostRequirements, token: str | None
+) -> Iterator[Finding]:
     """Yield findings on a host's GPUs, its run folder and its disk."""
     host = node.host
     if asked.device == "cuda":
-        what = f"{told['gpus']} for {counted(node.slots, 'slot')}"
+        what = f"{properties['gpus']} for {counted(node.slots, 'slot')}"
         mend = (
             "lower its slots"
-            if told["gpus"]
+            if properties["gpus"]
             else "see nvidia-smi there, or train with launch.device=cpu"
         )
-        yield judged(host, "gpus", told["gpus"] >= node.slots, what, mend, else_=FAILED)
+        yield judged(host, "gpus", properties["gpus"] >= node.slots, what, mend, else_=FAILED)
     # Only a shared folder has the file that this host has just written.
     if token is not None:
-        shared = told["token"] == token
+        shared = properties["token"] == token
         what = f"{asked.folder} {'is shared' if shared else 'there is another folder than here'}"
         mend = "give a --run-dir on a disk that all hosts share"
-        if shared and not told["writable"]:
+        if shared and not properties["writable"]:
             shared = False
             what = f"{asked.folder} cannot be written there"
             mend = "see how its disk is mounted there"
         yield judged(host, "run folder", shared, what, mend, else_=FAILED)
-    enough = told["free"] >= asked.bytes_needed
+    enough = properties["free"] >= asked.bytes_needed
     need = f", and checkpoints take {human(asked.bytes_needed)}" if asked.bytes_needed else ""
-    yield judged(host, "disk", enough, (f"{human(told['free'])} "
+    yield judged(host, "disk", enough, (f"{human(properties['free'])} "
                                        f"free{need}"), "make room, or lower checkpoint.keep",
                  else_=FAILED)  # fmt: skip
 
 
 def _slow(host: str, answer: Answer, asked: HostRequirements, usual_cpus: int) -> Iterator[Finding]:
     """Yield findings on conditions that may slow a run, or end it late."""
-    told = answer.told
+    properties = answer.properties
     skew = answer.skew
     checks = [
         ("clock", abs(skew) - answer.doubt <= _SKEW_SECONDS, f"{skew:+.1f} s beside this host",
          "let it follow a time server"),
-        ("cpus", told["cpus"] == usual_cpus, f"{told['cpus']}, where most hosts have {usual_cpus}",
+        ("cpus", properties["cpus"] == usual_cpus, f"{properties['cpus']}, where most hosts have {usual_cpus}",
          "see its cpuset and launch.binding; the slowest host sets the pace"),
-        ("/dev/shm", told["shm"] >= _LITTLE_SHM, f"{human(told['shm'])} free",
+        ("/dev/shm", properties["shm"] >= _LITTLE_SHM, f"{human(properties['shm'])} free",
          "make it larger, for NCCL"),
-        ("open files", told["open_files"] < 0 or told["open_files"] >= _FEW_FILES,
-         f"at most {told['open_files']}",
+        ("open files", properties["open_files"] < 0 or properties["open_files"] >= _FEW_FILES,
+         f"at most {properties['open_files']}",
          "ulimit -n 65536"),
-        ("stale", not told["stale"], f"ranks of yours alive: {', '.join(told['stale']) or 'none'}",
+        ("stale", not properties["stale"], f"ranks of yours alive: {', '.join(properties['stale']) or 'none'}",
          "wait for their run, or end it: ortlaunch cancel RUN_FOLDER"),
     ]  # fmt: skip
-    if told["infiniband"]:
-        limit = "no limit" if told["memlock"] < 0 else f"at most {human(told['memlock'])}"
-        good = told["memlock"] < 0 or told["memlock"] >= _LITTLE_MEMLOCK
+    if properties["infiniband"]:
+        limit = (
+            "no limit" if properties["memlock"] < 0 else f"at most {human(properties['memlock'])}"
+        )
+        good = properties["memlock"] < 0 or properties["memlock"] >= _LITTLE_MEMLOCK
         checks.append(
             (
                 "memlock",
@@ -296,8 +310,8 @@ def _slow(host: str, answer: Answer, asked: HostRequirements, usual_cpus: int) -
                 "ulimit -l unlimited, where ranks start",
             )
         )
-    if asked.device == "cuda" and told["gpus"]:
-        checks.append(_idle(told["busy_gpus"]))
+    if asked.device == "cuda" and properties["gpus"]:
+        checks.append(_idle(properties["busy_gpus"]))
     for check, good, what, mend in checks:
         yield judged(host, check, good, what, mend, else_=WARNING)
 

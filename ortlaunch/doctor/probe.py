@@ -338,7 +338,7 @@ def busy_gpus() -> list[str] | None:
         return None
 
 
-def told(question: Json) -> Json:
+def properties(question: Json) -> Json:
     """Return all properties of this host that need no other host.
 
     Args:
@@ -380,7 +380,7 @@ def main(question: Json) -> None:
         question: `peers`, `interface`, `folder` and `cuda` as above, and `ports` to listen on; 0:
             any.
     """
-    first = told(question)
+    first = properties(question)
     doors = Doors(first["address"] or "127.0.0.1", question["ports"])
     ports = doors.ports
     print({**first, "doors": ports, "mtu": mtu(first["address"]), "listens": ports[0][0] if ports else doors.error},

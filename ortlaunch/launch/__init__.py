@@ -33,7 +33,7 @@ class Request(NamedTuple):
     files: tuple[tuple[str, str], ...] = ()
     # Whether the command forwards SIGUSR1 and SIGUSR2 to the ranks. If not, its children get them
     # directly.
-    tells_ranks: bool = True
+    notifies_ranks: bool = True
     # Whether SIGUSR1 ends the job even without `stop`. Used for trials and the selftest.
     notice_ends: bool = False
     # How the ranks are requested to save and stop; None: they have nothing to save.

@@ -212,7 +212,7 @@ def first_failure(run: RunDir) -> Json | None:
 
 def _records(run: RunDir) -> list[Json]:
     """Return the error records of ranks, of a run that made no progress, and of a lost host."""
-    return [account(path) for path in run.told]
+    return [account(path) for path in run.error_records]
 
 
 def _first(records: list[Json]) -> Json | None:

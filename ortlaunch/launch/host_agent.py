@@ -30,7 +30,7 @@ def main() -> int:
     line, rest = _line(sys.stdin.fileno(), b"")
     work = json.loads(line)
     os.chdir(work["cwd"])
-    job = submit(Request(tuple(work["argv"]), tuple(work["env"].items()), tells_ranks=False))
+    job = submit(Request(tuple(work["argv"]), tuple(work["env"].items()), notifies_ranks=False))
     # `over_ssh` reports a signal once for all hosts.
     job.is_quiet = True
     threading.Thread(target=_listen, args=(rest,), daemon=True).start()

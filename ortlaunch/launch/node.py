@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(words)
     try:
         shared = shared_variables(asked.nodes, asked.ranks, asked.master)
-        node = number(asked.nodes, os.environ) if asked.number is None else asked.number
+        node = node_index(asked.nodes, os.environ) if asked.number is None else asked.number
         _wait_for_name(asked.master if asked.nodes > 1 and node else "", asked.name_seconds)
         return _wait(_started(asked.command, shared, node, asked.ranks))
     except (LaunchError, RankError) as error:
@@ -61,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return error.exit_status
 
 
-def number(nodes: int, environ: Mapping[str, str]) -> int:
+def node_index(nodes: int, environ: Mapping[str, str]) -> int:
     """Return the number of this node, from 0.
 
     Raises:

@@ -49,7 +49,7 @@ class HostAgent:
             start_new_session=True,
         )
 
-    def tell(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         """Send the agent a line, if it still reads."""
         assert self._process.stdin is not None
         try:
@@ -84,7 +84,7 @@ def main() -> int:
     environ = _values(work, os.environ)
     agents = [HostAgent(one["host"], one["argv"]) for one in work["agents"]]
     for agent in agents:
-        agent.tell(json.dumps({"argv": agent.argv, "cwd": os.getcwd(), "env": environ}))
+        agent.send_line(json.dumps({"argv": agent.argv, "cwd": os.getcwd(), "env": environ}))
     return _wait(agents, asked, RunDir(Path(sys.argv[1]).parent))
 
 
@@ -108,7 +108,7 @@ def _wait(agents: list[HostAgent], asked: list[int], run: RunDir) -> int:
         while asked:
             number = asked.pop(0)
             for agent in living:
-                agent.tell(str(int(number)))
+                agent.send_line(str(int(number)))
             # SIGUSR1 and SIGUSR2 are notices; only the other signals start the time to end.
             if number not in (signal.SIGUSR1, signal.SIGUSR2):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS + _MORE_SECONDS)
@@ -118,7 +118,7 @@ def _wait(agents: list[HostAgent], asked: list[int], run: RunDir) -> int:
         if time.monotonic() - beat > BEAT_SECONDS:
             beat = time.monotonic()
             for agent in living:
-                agent.tell(BEAT)
+                agent.send_line(BEAT)
         time.sleep(0.05)
     return first or next((status for agent in agents if (status := agent.poll())), 0)
 

@@ -34,7 +34,7 @@ _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 # A rank's supervisor ends the rank after the grace and records that; it needs the time to do so.
 _MORE_SECONDS = 2.0
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _LOST_SECONDS = 2.0
 
 
@@ -55,12 +55,12 @@ class Job:
         self,
         process: subprocess.Popen[bytes],
         orphans: Orphans,
-        tells_ranks: bool,
+        notifies_ranks: bool,
         stop: Stop | None = None,
     ) -> None:
         self.process = process
         self.orphans = orphans
-        self.tells_ranks = tells_ranks
+        self.notifies_ranks = notifies_ranks
         self.stop = stop
         self.notice_ends = False
         self.is_quiet = False
@@ -115,7 +115,7 @@ def submit(request: Request, output: Path | None = None) -> Job:
             argv, env=environ, start_new_session=True, stdout=sink, stderr=sink
         )
     orphans.belong_to(process.pid)
-    job = Job(process, orphans, request.tells_ranks, request.stop)
+    job = Job(process, orphans, request.notifies_ranks, request.stop)
     job.notice_ends = request.notice_ends
     job.given_up = request.given_up
     job.private = request.private
@@ -155,7 +155,7 @@ def _wait_for_command(job: Job) -> int:
     # mpirun would wait for ever for its daemon on a lost host.
     while job.given_up and job.process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return job.process.wait(_LOOK_SECONDS)
+            return job.process.wait(_POLL_SECONDS)
         grace = next((seconds for path, seconds in job.given_up if os.path.exists(path)), None)
         if grace is not None:
             for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _LOST_SECONDS)):
@@ -260,7 +260,7 @@ def _request_stop(job: Job, stop: Stop, number: int) -> None:
     _print_line(
         f"{name}: saves after this step, stops within {grace} s (launch.grace_seconds); Ctrl-C: now"
     )
-    stop.ask(name)
+    stop.write(name)
     _signal_group(job, signal.SIGCONT)
     _wake(job, signal.SIGUSR1)
     # Later than the supervisors, which kill their ranks after the grace and record that.
@@ -286,7 +286,9 @@ def _notify(job: Job, number: int) -> None:
 
 def _wake(job: Job, number: int) -> None:
     """Send a signal to the ranks' supervisors, through the launcher if it forwards signals."""
-    for pid in [job.process.pid] if job.tells_ranks else job.orphans.children_of(job.process.pid):
+    for pid in (
+        [job.process.pid] if job.notifies_ranks else job.orphans.children_of(job.process.pid)
+    ):
         send(pid, number)
 
 

@@ -27,7 +27,7 @@ class Stop(NamedTuple):
         """Whether `ortlaunch cancel` cancelled the run."""
         return os.path.exists(self.cancelled)
 
-    def ask(self, by: str) -> None:
+    def write(self, by: str) -> None:
         """Write the request, unless there is one."""
         # On a full disk the signal alone has to reach the ranks.
         if not os.path.exists(self.file):

@@ -68,7 +68,12 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
     files = ((str(rendezvous), ""), *store_file(plan, run_dir))
     stop = stop_of(plan, run_dir)
     return Request(
-        argv, tuple(sorted(env.items())), files, tells_ranks=False, stop=stop, private=str(private)
+        argv,
+        tuple(sorted(env.items())),
+        files,
+        notifies_ranks=False,
+        stop=stop,
+        private=str(private),
     )
 
 

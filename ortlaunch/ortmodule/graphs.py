@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.export import seen_of
+from ortlaunch.ortmodule.base.export import traced_facts
 from ortlaunch.ortmodule.base.ort_types import AnyFunction
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import settings_of
@@ -147,7 +147,7 @@ class _Key:
 
     def __init__(self, manager: Manager, call: _Call) -> None:
         module = manager._flattened_module
-        traced = seen_of(manager._graph_transition_manager)
+        traced = traced_facts(manager._graph_transition_manager)
         self._trains, self._mode, self._gradients, self._form = call[:4]
         # A graph is valid for one grad mode only if the model reads the mode, or if the graph calls
         # Python code, which saves tensors for a backward pass only with gradients on.

@@ -139,7 +139,7 @@ def _traced(original: AnyFunction, **arguments: object) -> object:
 
 
 def _traced_once(export: Export, original: AnyFunction, arguments: dict[str, object]) -> object:
-    export.seen.clear()
+    export.facts.clear()
     with _counted():
         with contextlib.ExitStack() as contexts:
             for context in _in_force(_CONTEXTS):
@@ -147,7 +147,7 @@ def _traced_once(export: Export, original: AnyFunction, arguments: dict[str, obj
             contexts.enter_context(concatenations.padding_exactly(export))
             contexts.enter_context(unsupported.uncompiled(export.module))
             contexts.enter_context(attention.without_causal_masks(export))
-            contexts.enter_context(operator_translation.kept(export))
+            contexts.enter_context(operator_translation.operators_as_torch(export))
             contexts.enter_context(torch_modules.called(export))
             model, schema = original(**arguments)  # calls _trace
         bfloat16.correct_casts(model)

@@ -20,7 +20,9 @@ def report(witness: Witness) -> Json:
         "repairs": list(registry.applied()),
         "repairs_not_applied": registry.not_applied(),
         "deepcopy_before_export": options.report().get("deepcopy_before_export"),
-        "torch_calls": {name: asdict(calls) for name, calls in torch_calls.made().items()},
+        "torch_calls": {
+            name: asdict(calls) for name, calls in torch_calls.calls_from_graph().items()
+        },
         "torch_share": round(torch_calls.share(), 4),
         **witness.counts(),
         **tally.truth(),

@@ -12,7 +12,7 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.other_runs.queued import cancel as cancel_queued
 from ortlaunch.other_runs.queued import is_queued
-from ortlaunch.other_runs.status import Status, elsewhere, look
+from ortlaunch.other_runs.status import Status, elsewhere, read_status
 from ortlaunch.process import Process
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder import lock
@@ -29,7 +29,7 @@ def cancel(run: RunDir) -> str:
         InputError: it is no run, or this user cannot end it from this host.
         LaunchError: one of its processes cannot be ended.
     """
-    status = look(run)
+    status = read_status(run)
     if is_queued(status.job):
         return _cancel_queued(run, status)
     if not status.state.is_end or status.alive:
@@ -45,9 +45,9 @@ def cancel(run: RunDir) -> str:
             f"{run}: is a run of user {_owner(run)}; only that user or root may cancel it"
         ) from None
     if status.state.is_end:
-        return f"nothing to cancel, for it has ended{_killed(killed)}\n{look(run)}"
+        return f"nothing to cancel, for it has ended{_killed(killed)}\n{read_status(run)}"
     _record(run, status.job, killed)
-    return f"{_done(run, status.job)}{_killed(killed)}\n{look(run)}"
+    return f"{_done(run, status.job)}{_killed(killed)}\n{read_status(run)}"
 
 
 def _cancel_queued(run: RunDir, status: Status) -> str:
@@ -59,7 +59,7 @@ def _cancel_queued(run: RunDir, status: Status) -> str:
         if job.state is JobState.CANCELLED
         else "it ended by itself before it could be cancelled"
     )
-    return f"{done}\n{look(run)}"
+    return f"{done}\n{read_status(run)}"
 
 
 def _refuse(run: RunDir, status: Status) -> None:

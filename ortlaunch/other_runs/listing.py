@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.other_runs import registry
-from ortlaunch.other_runs.status import Status, look
+from ortlaunch.other_runs.status import Status, read_status
 
 
-def looks(newest: int | None) -> list[Status]:
+def newest_statuses(newest: int | None) -> list[Status]:
     """Return the status of the newest runs; those with unreadable files are left out."""
     found = []
     for run in registry.runs()[:newest]:
         try:
-            found.append(look(run))
+            found.append(read_status(run))
         except OrtlaunchError:
             continue
     return found

@@ -13,13 +13,13 @@ from pathlib import Path
 from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs.queued import is_queued
-from ortlaunch.other_runs.status import look
+from ortlaunch.other_runs.status import read_status
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import SCHEDULERS, scheduler
 
 _POLL_SECONDS = 0.5
 # The status is read less often than the files: it may query a scheduler.
-_LOOK_SECONDS = 3.0
+_STATUS_SECONDS = 3.0
 
 
 def show(run: RunDir, rank: int, follow: bool) -> int:
@@ -34,7 +34,7 @@ def show(run: RunDir, rank: int, follow: bool) -> int:
     Raises:
         InputError: it is no run folder, or the rank does not exist.
     """
-    status = look(run)
+    status = read_status(run)
     if status.ranks is not None and rank >= status.ranks:
         raise InputError(f"--rank is {rank}, and {run} has ranks 0 to {status.ranks - 1}")
     queued = is_queued(status.job)
@@ -44,16 +44,16 @@ def show(run: RunDir, rank: int, follow: bool) -> int:
         # The ranks' folder is on this host all the same, with their logs.
         queued = False
     read = dict[Path, _Position]()
-    next_look = 0.0
+    next_status = 0.0
     while True:
         ended = status.state.is_end
         _print_new(_files(run, rank, queued), read)
         if ended or not follow:
             return (status.job.exit_status or 0) if follow else 0
         time.sleep(_POLL_SECONDS)
-        if time.monotonic() > next_look:
-            status = look(run)
-            next_look = time.monotonic() + _LOOK_SECONDS
+        if time.monotonic() > next_status:
+            status = read_status(run)
+            next_status = time.monotonic() + _STATUS_SECONDS
 
 
 def _of_scheduler(job: JobRecord, rank: int, follow: bool) -> int:

@@ -24,7 +24,7 @@ def add(run: RunDir) -> None:
         print(f"`ortlaunch list` will not know of {run}: {error}", file=sys.stderr, flush=True)
 
 
-def named(given: Path) -> Path:
+def resolve_name(given: Path) -> Path:
     """Return the folder of the run that `given` names.
 
     `latest`, a run's name and a folder's name stand for the newest such run of this user. Other

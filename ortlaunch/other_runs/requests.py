@@ -16,7 +16,7 @@ from ortlaunch.launch.failure import End, first_failure
 from ortlaunch.launch.stop import write_request
 from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs.queued import is_queued
-from ortlaunch.other_runs.status import Status, look
+from ortlaunch.other_runs.status import Status, read_status
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import counted
@@ -36,7 +36,7 @@ def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
     Raises:
         InputError: it is no run, has nothing to save, or belongs to another user.
     """
-    status = look(run)
+    status = read_status(run)
     if status.state.is_end:
         return f"nothing to stop, for it has ended\n{status}", 0
     if status.state is JobState.RUNNING:
@@ -52,10 +52,10 @@ def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
         _wake(status, run, signal.SIGTERM)
     if not wait:
         return f"asked to stop: {run}", 0
-    while not (status := look(run)).state.is_end:
+    while not (status := read_status(run)).state.is_end:
         if not status.certain and run.stopped.exists():
             return f"stopped: {run}", 0
-        if not status.certain and (end := _seen_end(run, status)):
+        if not status.certain and (end := _recorded_end(run, status)):
             return end.last, 0 if end.status in _GOOD else 1
         time.sleep(_POLL_SECONDS)
     return str(status), 0 if status.job.exit_status in _GOOD else 1
@@ -68,7 +68,7 @@ def checkpoint(run: RunDir) -> str:
         InputError: it does not train now, or belongs to another user.
         LaunchError: it ended, or could not save.
     """
-    status = look(run)
+    status = read_status(run)
     if status.state is not JobState.RUNNING:
         raise InputError(f"{run}: {status.state.value}; only a run whose ranks train can save")
     _require_training(run, "checkpoint")
@@ -76,9 +76,9 @@ def checkpoint(run: RunDir) -> str:
     _write_request(run, status, "checkpoint")
     # Rank 0 removes the request once it has saved, or failed to save.
     while run.save_request.exists():
-        if look(run).state.is_end:
-            raise LaunchError(f"{run}: ended before it saved\n{look(run)}")
-        if not status.certain and (end := _seen_end(run, status)):
+        if read_status(run).state.is_end:
+            raise LaunchError(f"{run}: ended before it saved\n{read_status(run)}")
+        if not status.certain and (end := _recorded_end(run, status)):
             raise LaunchError(f"{run}: ended before it saved\n{end.last}")
         time.sleep(_POLL_SECONDS)
     after = _newest(run)
@@ -97,7 +97,7 @@ def restart(run: RunDir) -> str:
         InputError: it does not train now, its hosts are fixed, or it belongs to another user.
         LaunchError: it ended.
     """
-    status = look(run)
+    status = read_status(run)
     if status.state is not JobState.RUNNING:
         raise InputError(
             f"{run}: {status.state.value}; only a run whose ranks train can be started again"
@@ -114,8 +114,8 @@ def restart(run: RunDir) -> str:
     # No signal: it would end the command, too. Rank 0 reads the request within half a second.
     _write(run, run.stop_request, by)
     while run.restart_request.exists():
-        if look(run).state.is_end:
-            raise LaunchError(f"{run}: ended and was not started again\n{look(run)}")
+        if read_status(run).state.is_end:
+            raise LaunchError(f"{run}: ended and was not started again\n{read_status(run)}")
         time.sleep(_POLL_SECONDS)
     nodes = Plan.read(run.plan).nodes
     hosts = ", ".join(node.host for node in nodes)
@@ -149,7 +149,7 @@ def _wake(status: Status, run: RunDir, number: int) -> None:
             ) from None
 
 
-def _seen_end(run: RunDir, status: Status) -> End | None:
+def _recorded_end(run: RunDir, status: Status) -> End | None:
     """Return the end of a run whose processes are on another host; None if it has not ended."""
     # No process may be left to write this end into job.json.
     first = first_failure(run)

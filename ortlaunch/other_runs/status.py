@@ -128,14 +128,14 @@ class Status:
         return ", ".join([f"step {self.step}{of}", *values]) + when
 
 
-def look(run: RunDir) -> Status:
+def read_status(run: RunDir) -> Status:
     """Return the current status of a run.
 
     Raises:
         InputError: the folder is not that of a run, or this user may not read its files.
     """
     try:
-        return _look(run)
+        return _read_status(run)
     except PermissionError as error:
         raise InputError(
             f"{error.filename}: this user may not read it; ask as the user who started the run"
@@ -146,9 +146,9 @@ def wait(run: RunDir) -> Status:
     """Wait for the end of a run and return its final status.
 
     Raises:
-        InputError: as `look`; or the end cannot be detected from this host.
+        InputError: as `read_status`; or the end cannot be detected from this host.
     """
-    while not (status := look(run)).state.is_end:
+    while not (status := read_status(run)).state.is_end:
         if not status.certain:
             raise InputError(elsewhere(status.job, run, "status --wait"))
         time.sleep(_POLL_SECONDS)
@@ -161,13 +161,13 @@ def elsewhere(job: JobRecord, run: RunDir | str, verb: str) -> str:
     return f"{there}; there, or by ssh: ssh {job.host} ortlaunch {verb} {os.path.abspath(str(run))}"
 
 
-def _look(run: RunDir) -> Status:
+def _read_status(run: RunDir) -> Status:
     recorded = _job(run)
     wrong = list[str]()
     certain = recorded.state.is_end or queued.is_queued(recorded) or recorded.process.is_here
-    job = _or_told(wrong, lambda: _found(run, recorded), recorded) if certain else recorded
-    plan = _or_told(wrong, lambda: Plan.read(run.plan) if run.plan.exists() else None, None)
-    steps = _or_told(wrong, lambda: _steps(run), None)
+    job = _or_fault(wrong, lambda: _found(run, recorded), recorded) if certain else recorded
+    plan = _or_fault(wrong, lambda: Plan.read(run.plan) if run.plan.exists() else None, None)
+    steps = _or_fault(wrong, lambda: _steps(run), None)
     metrics = _newest_metrics(run, wrong)
     started = datetime.fromisoformat(job.started).timestamp()
     logged = run.metrics.stat().st_mtime if metrics else 0.0
@@ -190,7 +190,7 @@ def _look(run: RunDir) -> Status:
     )
 
 
-def _or_told(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:
+def _or_fault(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:
     """Return the result of `read`, or `otherwise` after an error, which is appended to `wrong`.
 
     Such errors are those of damaged files and of a queue that does not answer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ortlaunch.other_tools import trainer
-from ortlaunch.other_tools.draft import Draft, number, word
+from ortlaunch.other_tools.draft import Draft, in_one_line, number
 from ortlaunch.recipe.text.tree import Tree
 
 _PREFERENCES = "there is no preference training here"
@@ -15,7 +15,7 @@ _PROMPT = "the tokenizer's chat template (data.chat_template) writes the prompt,
 
 def convert(draft: Draft) -> None:
     """Convert a config."""
-    rl = draft.take("rl")
+    rl = draft.pop("rl")
     if rl is not None:
         raise trainer.refused("rl", rl, _PREFERENCES)
     draft.assume("model.task", "causal-lm", "Axolotl trains no other")
@@ -34,24 +34,24 @@ def convert(draft: Draft) -> None:
 
 
 def _model(draft: Draft) -> None:
-    base = draft.take("base_model")
-    tokenizer = draft.take("tokenizer_config")
+    base = draft.pop("base_model")
+    tokenizer = draft.pop("tokenizer_config")
     if base is not None:
         draft.put("model.pretrained", base, "base_model")
         draft.assume(
             "data.tokenizer",
-            word(tokenizer if tokenizer is not None else base),
+            in_one_line(tokenizer if tokenizer is not None else base),
             "it lies with the model",
         )
     if tokenizer is not None:
         draft.needless("tokenizer_config", tokenizer, "data.tokenizer has it")
-    kind = draft.take("model_type")
+    kind = draft.pop("model_type")
     if kind is not None:
         draft.needless("model_type", kind, "the pretrained model's config says it")
 
 
 def _adapter(draft: Draft) -> None:
-    adapter = draft.take("adapter")
+    adapter = draft.pop("adapter")
     if adapter is None:
         return draft.without_adapters("there is no adapter")
     if adapter.scalar not in ("lora", "qlora"):
@@ -62,14 +62,14 @@ def _adapter(draft: Draft) -> None:
     else:
         draft.needless("adapter", adapter, "model.lora is there")
     # If both are given, `draft.put` reports the second as dropped.
-    every = draft.take("lora_target_linear")
-    names = draft.take("lora_target_modules")
+    every = draft.pop("lora_target_linear")
+    names = draft.pop("lora_target_modules")
     if every is not None:
         draft.put("model.lora.target_modules", every, "lora_target_linear", ["all-linear"])
     if names is not None:
         draft.put("model.lora.target_modules", names, "lora_target_modules")
-    rank = draft.take("lora_r")
-    alpha = draft.take("lora_alpha")
+    rank = draft.pop("lora_r")
+    alpha = draft.pop("lora_alpha")
     for node, key, ours in ((rank, "lora_r", "r"), (alpha, "lora_alpha", "alpha")):
         if node is not None:
             draft.put(f"model.lora.{ours}", node, key)
@@ -84,7 +84,7 @@ def _datasets(draft: Draft) -> None:
         ("pretraining_dataset", "train"),
         ("test_datasets", "evaluation"),
     ):
-        node = draft.take(key)
+        node = draft.pop(key)
         if node is None:
             continue
         usual = "pretrain" if key == "pretraining_dataset" else None
@@ -159,8 +159,8 @@ def _columns(
 
 def _template(draft: Draft) -> None:
     """Convert the chat template."""
-    named = draft.take("chat_template")
-    own = draft.take("chat_template_jinja")
+    named = draft.pop("chat_template")
+    own = draft.pop("chat_template_jinja")
     if own is not None:
         draft.put("data.chat_template", own, "chat_template_jinja")
     if named is not None and (own is not None or str(named.scalar).startswith("tokenizer_default")):
@@ -202,7 +202,7 @@ def _packing(draft: Draft) -> None:
 
     Here only answers count in the loss of chats, and plain text is always packed.
     """
-    # Not `take`, here and below: false has a meaning, too.
+    # Not `pop`, here and below: false has a meaning, too.
     inputs = draft.left.pop("train_on_inputs", None)
     if inputs is not None and inputs.scalar:
         draft.drop("train_on_inputs", inputs, "answers alone count in the loss of chats")
@@ -225,7 +225,7 @@ def _packing(draft: Draft) -> None:
 
 
 def _wandb(draft: Draft) -> None:
-    project = draft.take("wandb_project")
+    project = draft.pop("wandb_project")
     if project is not None:
         draft.put("log.project", project, "wandb_project")
         draft.assume("log.trackers", ["wandb"], "wandb_project asks for it")

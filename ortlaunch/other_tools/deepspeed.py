@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ortlaunch.other_tools.draft import Draft, is_empty, number, word
+from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty, number
 from ortlaunch.recipe.fields.deepspeed_keys import DEEPSPEED_OWNED, NESTED, TOP
 from ortlaunch.recipe.text.tree import Tree
 
@@ -55,7 +55,9 @@ def beside(draft: Draft, node: Tree) -> None:
         )
         # Usual names are such as ds_z3_config.json.
         return _shard(
-            draft, next((n for n in (3, 2, 1) if str(n) in word(node)), 0), "by that file's name"
+            draft,
+            next((n for n in (3, 2, 1) if str(n) in in_one_line(node)), 0),
+            "by that file's name",
         )
     # Imported here: only a config with a path needs it.
     from ortlaunch.other_tools.reading import config
@@ -68,7 +70,7 @@ def beside(draft: Draft, node: Tree) -> None:
 def _places(node: Tree) -> list[Path]:
     """Return possible locations: beside the config, and relative to the current folder."""
     # An absolute path replaces the folder before it.
-    return [Path(node.place.source).parent / word(node), Path(word(node))]
+    return [Path(node.place.source).parent / in_one_line(node), Path(in_one_line(node))]
 
 
 def _parts(draft: Draft, parts: dict[str, Tree], prefix: str) -> None:

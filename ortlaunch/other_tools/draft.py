@@ -77,7 +77,7 @@ class Draft:
         # Applied at the end by `rest`, for only then is it known which keys the config sets.
         self._assumed: list[tuple[str, object, str]] = []
 
-    def take(self, key: str) -> Tree | None:
+    def pop(self, key: str) -> Tree | None:
         """Remove and return a key that needs a conversion; None if it is absent or empty."""
         node = self.left.get(key)
         # An empty key stays, so that `rest` reports it.
@@ -107,7 +107,7 @@ class Draft:
             value: the recipe's value; None: that of `node`.
             why: how the meaning differs here; "": it is the same.
         """
-        tree = node if value is None else made(value, node)
+        tree = node if value is None else tree_of(value, node)
         there = self.recipe.find(keys(path))
         # Two keys of the config with one counterpart: equal values are fine.
         if there is not None and there.plain() == tree.plain():
@@ -115,7 +115,7 @@ class Draft:
         if there is not None:
             return self.drop(key, node, f"{path} is set by another key already")
         self.recipe = self.recipe.put(keys(path), tree)
-        written = path if value is None else f"{path}: {word(tree)}"
+        written = path if value is None else f"{path}: {in_one_line(tree)}"
         self._remark(
             self.account.changed if why else self.account.taken,
             key,
@@ -139,7 +139,7 @@ class Draft:
     def without_adapters(self, why: str) -> None:
         """Report the keys of LoRA as unused, because all weights are trained."""
         for key in [each for each in self.left if each.startswith("lora_")]:
-            node = self.take(key)
+            node = self.pop(key)
             if node is not None:
                 self.needless(key, node, f"of no effect there: {why}")
 
@@ -155,7 +155,7 @@ class Draft:
             self.assume(*_NO_BF16)
         for path, value, why in self._assumed:
             if self.recipe.find(keys(path)) is None:
-                self.recipe = self.recipe.put(keys(path), made(value, self.recipe))
+                self.recipe = self.recipe.put(keys(path), tree_of(value, self.recipe))
                 self.account.assumed.append(f"{path}: {value} ({why})")
 
     def _by_tables(self, key: str, node: Tree) -> None:
@@ -183,7 +183,7 @@ class Draft:
 
     def _remark(self, where: list[Remark], key: str, node: Tree, text: str) -> None:
         # The report is printed and written into the recipe, so it must not have secrets.
-        value = HIDDEN if SECRET.search(key) else " ".join(word(node).split())
+        value = HIDDEN if SECRET.search(key) else " ".join(in_one_line(node).split())
         where.append(
             Remark(
                 node.key_place or node.place,
@@ -213,7 +213,7 @@ def is_empty(node: Tree) -> bool:
     return node.scalar is None or node.scalar is False or node.scalar == ""
 
 
-def made(value: object, node: Tree) -> Tree:
+def tree_of(value: object, node: Tree) -> Tree:
     """Return a tree of a recipe's value, with the location of another tool's value."""
     if isinstance(value, Tree):
         return value
@@ -222,14 +222,14 @@ def made(value: object, node: Tree) -> Tree:
             node.place,
             kind="mapping",
             key_place=node.key_place,
-            children={k: made(v, node) for k, v in value.items()},
+            children={k: tree_of(v, node) for k, v in value.items()},
         )
     if isinstance(value, (list, tuple)):
         return Tree(
             node.place,
             kind="list",
             key_place=node.key_place,
-            children={i: made(v, node) for i, v in enumerate(value)},
+            children={i: tree_of(v, node) for i, v in enumerate(value)},
         )
     return Tree(node.place, value, str(value), key_place=node.key_place)
 
@@ -239,7 +239,7 @@ def null(node: Tree) -> Tree:
     return Tree(node.place, raw="null", key_place=node.key_place)
 
 
-def word(node: Tree) -> str:
+def in_one_line(node: Tree) -> str:
     """Return a value as one line of text, without secrets."""
     if node.kind == "scalar":
         return str(node.raw if node.raw is not None else node.scalar)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from ortlaunch.evaluation_metrics import METRICS, metrics_of
-from ortlaunch.other_tools.draft import Draft, number, word
+from ortlaunch.other_tools.draft import Draft, in_one_line, number
 from ortlaunch.recipe.text.tree import Tree
 
 _EVERY = "train.evaluate_every_steps"
@@ -20,7 +20,7 @@ _AVERAGED = "the mean over the classes"
 def convert(draft: Draft) -> None:
     """Convert all intervals."""
     has_data = draft.expected("data.evaluation") is not None
-    wanted = draft.take("do_eval")
+    wanted = draft.pop("do_eval")
     if wanted is not None and has_data:
         draft.needless("do_eval", wanted, "data.evaluation is evaluated at the end, too")
     elif wanted is not None:
@@ -42,7 +42,7 @@ def _steps(draft: Draft, node: Tree | None) -> int | None:
 
 
 def _every(draft: Draft, key: str, path: str) -> None:
-    node = draft.take(key)
+    node = draft.pop(key)
     value = number(node)
     steps = _steps(draft, node)
     if node is not None and value is not None and value < 1 and steps is None:
@@ -55,7 +55,7 @@ def _strategy(draft: Draft, key: str) -> tuple[Tree | None, str | None]:
     """Return the node of a strategy, and its name."""
     # YAML reads an unquoted `no` as false.
     kind = draft.value(key)
-    return draft.take(key), "no" if kind is False else kind
+    return draft.pop(key), "no" if kind is False else kind
 
 
 def _evaluations(draft: Draft, has_data: bool) -> None:
@@ -68,7 +68,7 @@ def _evaluations(draft: Draft, has_data: bool) -> None:
             _by_steps(draft, key, strategy)
         return
     why = f"steps alone are counted; give {_EVERY}" if has_data else "there is no data.evaluation"
-    for name, node in ((key, strategy), ("eval_steps", draft.take("eval_steps"))):
+    for name, node in ((key, strategy), ("eval_steps", draft.pop("eval_steps"))):
         if node is not None and kind == "no":
             draft.needless(name, node, "data.evaluation is evaluated at the end alone")
         elif node is not None:
@@ -90,18 +90,18 @@ def _by_steps(draft: Draft, key: str, strategy: Tree) -> None:
 
 def _best(draft: Draft, why: str) -> None:
     """Convert the best checkpoint and early stopping; `why` gives the reason against both."""
-    best = draft.take("load_best_model_at_end")
-    patience = draft.take("early_stopping_patience")
-    metric = draft.take("metric_for_best_model")
+    best = draft.pop("load_best_model_at_end")
+    patience = draft.pop("early_stopping_patience")
+    metric = draft.pop("metric_for_best_model")
     greater = draft.left.pop("greater_is_better", None)
-    theirs = word(metric).removeprefix("eval_") if metric is not None else "loss"
+    theirs = in_one_line(metric).removeprefix("eval_") if metric is not None else "loss"
     task = draft.expected("model.task")
     any_task = {name: metric for name, metric in METRICS.items() if metric.always}
     known = any_task if task is None else metrics_of(task)
     # Reversed: if two metrics share a name of Trainer's, it means the later row.
     ours = next((name for name in reversed(known) if theirs in (name, *known[name].trainer)), None)
     if not why and ours is None and metric is not None:
-        why = f"no metric is called {word(metric)}; there are {', '.join(known)}"
+        why = f"no metric is called {in_one_line(metric)}; there are {', '.join(known)}"
     elif not why and draft.expected(_EVERY) is None:
         why = f"there is no {_EVERY}; give that, too"
     for key, node, path, value in (
@@ -136,7 +136,7 @@ def _saves(draft: Draft) -> None:
     if kind in (None, "steps"):
         _every(draft, "save_steps", "checkpoint.every_steps")
     else:
-        steps = draft.take("save_steps")
+        steps = draft.pop("save_steps")
         if steps is not None:
             draft.needless("save_steps", steps, f"of no effect there: save_strategy is {kind}")
     if strategy is not None and draft.recipe.find(("checkpoint", "every_steps")) is not None:

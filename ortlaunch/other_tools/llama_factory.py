@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ortlaunch.other_tools import trainer
-from ortlaunch.other_tools.draft import Draft, null, number, word
+from ortlaunch.other_tools.draft import Draft, in_one_line, null, number
 
 # Pre-training and supervised fine-tuning; the others train with preferences or rewards.
 _STAGES = ("pt", "sft")
@@ -11,8 +11,8 @@ _STAGES = ("pt", "sft")
 
 def convert(draft: Draft) -> None:
     """Convert a config."""
-    stage = draft.take("stage")
-    kind = draft.take("finetuning_type")
+    stage = draft.pop("stage")
+    kind = draft.pop("finetuning_type")
     if stage is not None and stage.scalar not in _STAGES:
         raise trainer.refused("stage", stage, f"only {' and '.join(_STAGES)} can be trained here")
     if kind is not None and kind.scalar not in ("lora", "full"):
@@ -35,11 +35,11 @@ def convert(draft: Draft) -> None:
 
 
 def _adapters(draft: Draft) -> None:
-    target = draft.take("lora_target")
+    target = draft.pop("lora_target")
     rank = number(draft.left.get("lora_rank")) or 8
     if target is not None:
         names = (
-            [each.strip() for each in word(target).split(",")]
+            [each.strip() for each in in_one_line(target).split(",")]
             if target.kind == "scalar"
             else target.plain()
         )
@@ -50,7 +50,7 @@ def _adapters(draft: Draft) -> None:
             ["all-linear"] if names == ["all"] else names,
         )
     for key, ours in (("lora_rank", "r"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")):
-        node = draft.take(key)
+        node = draft.pop(key)
         if node is not None:
             draft.put(f"model.lora.{ours}", node, key)
     # LLaMA-Factory's default of lora_alpha is twice the rank.
@@ -60,16 +60,16 @@ def _adapters(draft: Draft) -> None:
 
 
 def _data(draft: Draft, chats: bool) -> None:
-    names = draft.take("dataset")
-    # Not `take`: `packing: false` has a meaning, too.
+    names = draft.pop("dataset")
+    # Not `pop`: `packing: false` has a meaning, too.
     packed = draft.left.pop("packing", None)
-    folder = draft.take("dataset_dir")
+    folder = draft.pop("dataset_dir")
     if names is not None:
         what = "chats: prompt_column and response_column, or messages_column" if chats else "text"
         draft.drop("dataset", names, f"a name of dataset_info.json; give data.train, of {what}")
     if folder is not None:
         draft.drop("dataset_dir", folder, "data.train.path says it")
-    template = draft.take("template")
+    template = draft.pop("template")
     if template is not None:
         draft.drop(
             "template",
@@ -82,7 +82,7 @@ def _data(draft: Draft, chats: bool) -> None:
 
 
 def _defaults(draft: Draft) -> None:
-    length = draft.take("cutoff_len")
+    length = draft.pop("cutoff_len")
     if length is not None:
         draft.put("data.sequence_length", length, "cutoff_len")
     draft.assume("data.sequence_length", 2048, "LLaMA-Factory's default")

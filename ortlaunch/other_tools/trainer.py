@@ -12,7 +12,7 @@ from pathlib import Path
 from ortlaunch.errors import InputError
 from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
 from ortlaunch.other_tools import deepspeed, intervals, trl
-from ortlaunch.other_tools.draft import Draft, null, number, word
+from ortlaunch.other_tools.draft import Draft, in_one_line, null, number
 from ortlaunch.recipe.text.tree import Tree
 
 # Trainer's name -> the recipe's, and how the meaning differs.
@@ -61,21 +61,21 @@ def training(draft: Draft) -> None:
     precision(draft)
     _clipping(draft)
     _recomputation(draft)
-    compiled = draft.take("torch_compile")
+    compiled = draft.pop("torch_compile")
     if compiled is not None:
         draft.put("engine.name", compiled, "torch_compile", "inductor")
     _grouping(draft)
     name(draft)
     trackers(draft)
     intervals.convert(draft)
-    level = draft.take("log_level")
+    level = draft.pop("log_level")
     if level is not None:
         draft.needless(
             "log_level",
             level,
             "it is of Trainer's own lines; engine.log_level is of ONNX Runtime's",
         )
-    config = draft.take("deepspeed")
+    config = draft.pop("deepspeed")
     if config is not None:
         deepspeed.beside(draft, config)
 
@@ -99,15 +99,15 @@ def _task(draft: Draft) -> None:
 
 def model(draft: Draft) -> None:
     """Convert the model, its tokenizer and its config."""
-    source = draft.take("model_name_or_path")
-    tokenizer = draft.take("tokenizer_name")
+    source = draft.pop("model_name_or_path")
+    tokenizer = draft.pop("tokenizer_name")
     if source is not None:
         draft.put("model.pretrained", source, "model_name_or_path")
     if tokenizer is not None or source is not None:
         key = "tokenizer_name" if tokenizer is not None else "model_name_or_path"
         draft.put("data.tokenizer", tokenizer or source, key)  # type: ignore[arg-type]
     kind, changes, revision = (
-        draft.take(key) for key in ("model_type", "config_overrides", "model_revision")
+        draft.pop(key) for key in ("model_type", "config_overrides", "model_revision")
     )
     if revision is not None and revision.scalar == "main":
         draft.needless("model_revision", revision, "it is the newest")
@@ -137,16 +137,16 @@ def _config(draft: Draft, node: Tree) -> None:
 
 def _data(draft: Draft) -> None:
     for key, part in (("train_file", "train"), ("validation_file", "evaluation")):
-        node = draft.take(key)
+        node = draft.pop(key)
         if node is not None:
             files(draft, key, node, part)
-    hub = draft.take("dataset_name")
-    subset = draft.take("dataset_config_name")
+    hub = draft.pop("dataset_name")
+    subset = draft.pop("dataset_config_name")
     if hub is not None:
         draft.put("data.train", hub, "dataset_name", {"format": "hub", "name": hub.scalar})
     if subset is not None:
         draft.put("data.train.subset", subset, "dataset_config_name")
-    lines = draft.take("line_by_line")
+    lines = draft.pop("line_by_line")
     if lines is not None:
         draft.drop(
             "line_by_line",
@@ -172,7 +172,7 @@ def files(draft: Draft, key: str, node: Tree, part: str) -> None:
 
 def optimizer(draft: Draft, key: str) -> None:
     """Convert the optimizer's name, and Adam's betas."""
-    node = draft.take(key)
+    node = draft.pop(key)
     if node is not None:
         ours, why = OPTIMIZERS.get(
             str(node.scalar).replace("OptimizerNames.", "").lower(), ("adamw", "")
@@ -186,8 +186,8 @@ def optimizer(draft: Draft, key: str) -> None:
                 else "another optimizer: there is none of that name here"
             )
         draft.put("optimizer.name", node, key, ours, why)
-    first = draft.take("adam_beta1")
-    second = draft.take("adam_beta2")
+    first = draft.pop("adam_beta1")
+    second = draft.pop("adam_beta2")
     given = first or second
     if given is not None:
         betas = [usual if node is None else node for node, usual in ((first, 0.9), (second, 0.999))]
@@ -196,11 +196,11 @@ def optimizer(draft: Draft, key: str) -> None:
 
 def schedule(draft: Draft, key: str) -> None:
     """Convert decay and warm-up of the learning rate."""
-    node = draft.take(key)
-    extra = draft.take("lr_scheduler_kwargs")
+    node = draft.pop(key)
+    extra = draft.pop("lr_scheduler_kwargs")
     kind = str(node.scalar) if node is not None else "linear"
-    ratio = draft.take("warmup_ratio")
-    steps = draft.take("warmup_steps")
+    ratio = draft.pop("warmup_ratio")
+    steps = draft.pop("warmup_steps")
     _warmup(draft, kind, ratio, steps)
     if node is not None and kind == "constant":
         draft.put("schedule.name", node, key)
@@ -268,7 +268,7 @@ def precision(draft: Draft) -> None:
     In the other tool `auto` uses bf16 if the hardware has it.
     """
     for kind in ("bf16", "fp16"):
-        node = draft.take(kind)
+        node = draft.pop(kind)
         if node is not None:
             draft.put(
                 "precision",
@@ -277,7 +277,7 @@ def precision(draft: Draft) -> None:
                 kind,
                 "auto would have asked the hardware" if node.scalar == "auto" else "",
             )
-    exact = draft.take("tf32")
+    exact = draft.pop("tf32")
     # tf32 affects only float32 matmuls, so not a training in bf16 or fp16.
     if exact is not None and draft.recipe.find(("precision",)) is None:
         draft.put("engine.matmul_precision", exact, "tf32", "high")
@@ -309,7 +309,7 @@ def _recomputation(draft: Draft) -> None:
 
 def _grouping(draft: Draft) -> None:
     """Convert batches of samples with similar length."""
-    node = draft.take("group_by_length")
+    node = draft.pop("group_by_length")
     train = str(draft.expected("data.train"))
     if node is None:
         return
@@ -333,7 +333,7 @@ def name(draft: Draft) -> None:
     """Convert the run's name; the command determines its folder."""
     # The first key that gives a valid name wins.
     for key in ("run_name", "wandb_name", "output_dir"):
-        node = draft.take(key)
+        node = draft.pop(key)
         fit = (
             re.sub(r"[^A-Za-z0-9._-]+", "-", Path(str(node.scalar)).name).strip("-._")[:100]
             if node is not None
@@ -353,7 +353,7 @@ def name(draft: Draft) -> None:
 
 def trackers(draft: Draft) -> None:
     """Convert the trackers that ortlaunch has."""
-    node = draft.take("report_to")
+    node = draft.pop("report_to")
     if node is None:
         return
     # `report_to` is one name or a list.
@@ -377,8 +377,8 @@ def trackers(draft: Draft) -> None:
 def length(draft: Draft, epochs: float) -> None:
     """Convert the length of the training; as in Trainer, steps take precedence over epochs."""
     key = "num_epochs" if "num_epochs" in draft.left else "num_train_epochs"
-    steps = draft.take("max_steps")
-    given = draft.take(key)
+    steps = draft.pop("max_steps")
+    given = draft.pop(key)
     # Trainer's default is -1: no limit by steps.
     if steps is not None and (number(steps) or 0) > 0:
         draft.put("train.max_steps", steps, "max_steps")
@@ -402,4 +402,4 @@ def defaults(draft: Draft, whose: str) -> None:
 
 def refused(key: str, node: Tree, why: str) -> InputError:
     """Return an error for a kind of training that ortlaunch does not have."""
-    return InputError(f"{node.key_place or node.place}: {key}: {word(node)}: {why}")
+    return InputError(f"{node.key_place or node.place}: {key}: {in_one_line(node)}: {why}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ortlaunch.errors import InputError
-from ortlaunch.other_tools.draft import Draft, word
+from ortlaunch.other_tools.draft import Draft, in_one_line
 
 # Keys of SFTTrainer that Trainer lacks.
 _MARKS = ("chat_template", "dataset_text_field", "dataset_train_split", "dataset_test_split", "dataset_mixture",
@@ -25,7 +25,7 @@ def is_sft(draft: Draft) -> bool:
         if node is not None:
             place = node.key_place or node.place
             raise InputError(
-                f"{place}: {key}: {word(node)}: of TRL's trainers SFTTrainer alone is known here"
+                f"{place}: {key}: {in_one_line(node)}: of TRL's trainers SFTTrainer alone is known here"
             )
     return found
 
@@ -36,8 +36,8 @@ def convert(draft: Draft) -> None:
     draft.assume("model.task", "causal-lm", "TRL's SFTTrainer trains no other")
     draft.assume("optimizer.learning_rate", 2e-5, "TRL's default")
     draft.assume("data.sequence_length", 1024, "TRL's default")
-    template = draft.take("chat_template")
-    mixture = draft.take("dataset_mixture")
+    template = draft.pop("chat_template")
+    mixture = draft.pop("dataset_mixture")
     if template is not None:
         draft.put("data.chat_template", template, "chat_template")
     if mixture is not None:
@@ -54,22 +54,22 @@ def convert(draft: Draft) -> None:
 def _data(draft: Draft, chats: bool) -> None:
     """Convert a data set of the hub."""
     # TRL detects the columns when it loads the data; an import does not load them.
-    hub = draft.take("dataset_name")
-    subset = draft.take("dataset_config")
-    first = draft.take("dataset_train_split")
-    second = draft.take("dataset_test_split")
-    field = draft.take("dataset_text_field")
-    answers = draft.take("assistant_only_loss")
+    hub = draft.pop("dataset_name")
+    subset = draft.pop("dataset_config")
+    first = draft.pop("dataset_train_split")
+    second = draft.pop("dataset_test_split")
+    field = draft.pop("dataset_text_field")
+    answers = draft.pop("assistant_only_loss")
     if hub is not None:
         columns = (
             {"messages_column": "messages"}
             if chats
-            else {"text_column": word(field) if field else "text"}
+            else {"text_column": in_one_line(field) if field else "text"}
         )
         source = {
             "format": "hub",
             "name": hub.scalar,
-            **({"subset": word(subset)} if subset else {}),
+            **({"subset": in_one_line(subset)} if subset else {}),
             **columns,
         }
         why = f"taken as text; for chats add data.train.messages_column=messages, and {_ANSWERS}"
@@ -78,11 +78,14 @@ def _data(draft: Draft, chats: bool) -> None:
             if answers is not None
             else f"{_ANSWERS}, TRL's without assistant_only_loss in the whole chat's"
         )
-        split = {"split": word(first)} if first else {}
+        split = {"split": in_one_line(first)} if first else {}
         draft.put("data.train", hub, "dataset_name", {**source, **split}, whole if chats else why)
         if second is not None and draft.value("eval_strategy") not in (None, False, "no"):
             draft.put(
-                "data.evaluation", second, "dataset_test_split", {**source, "split": word(second)}
+                "data.evaluation",
+                second,
+                "dataset_test_split",
+                {**source, "split": in_one_line(second)},
             )
             second = None  # converted, so the report below must not name it
     for key, node in (
@@ -98,13 +101,13 @@ def _data(draft: Draft, chats: bool) -> None:
         draft.drop("dataset_test_split", second, "nothing asks for an evaluation of it")
     if answers is not None:
         draft.needless("assistant_only_loss", answers, _ANSWERS)
-    own = draft.take("completion_only_loss")
+    own = draft.pop("completion_only_loss")
     if own is not None:
         draft.needless("completion_only_loss", own, _ANSWERS)
 
 
 def _packing(draft: Draft, chats: bool) -> None:
-    # Not `take`: `packing: false` has a meaning, too.
+    # Not `pop`: `packing: false` has a meaning, too.
     packed = draft.left.pop("packing", None)
     if packed is not None:
         why = "a chat is a sample of its own" if chats else "text is always packed"
@@ -116,7 +119,7 @@ def _adapters(draft: Draft) -> None:
 
     Without target modules peft chooses layers by the model type, as TRL does.
     """
-    wanted = draft.take("use_peft")
+    wanted = draft.pop("use_peft")
     if wanted is None:
         return draft.without_adapters("use_peft is not true")
     draft.needless("use_peft", wanted, "model.lora says it")
@@ -125,11 +128,11 @@ def _adapters(draft: Draft) -> None:
         ("lora_alpha", "alpha", 32),
         ("lora_dropout", "dropout", 0.05),
     ):
-        node = draft.take(key)
+        node = draft.pop(key)
         if node is not None:
             draft.put(f"model.lora.{ours}", node, key)
         draft.assume(f"model.lora.{ours}", usual, "TRL's default")
-    names = draft.take("lora_target_modules")
+    names = draft.pop("lora_target_modules")
     if names is not None:
         asked = names.plain() if names.kind == "list" else [names.scalar]
         draft.put("model.lora.target_modules", names, "lora_target_modules", asked)

@@ -97,7 +97,7 @@ def labels(paths: Sequence[Path]) -> list[str]:
 
 
 def _read(run: RunDir, label: str) -> Record:
-    found = status.look(run)
+    found = status.read_status(run)
     files = _Files(found.unreadable)
     folders = sorted((run.path / "evaluations").glob("*/evaluation.json"))
     return Record(

@@ -18,7 +18,7 @@ Fact = tuple[str, Callable[[Record], object]]
 
 def facts(records: Sequence[Record], rows: Iterable[Fact]) -> list[tuple[str, list[object]]]:
     """Return the name and the values of each row."""
-    known = [(name, [told(read, record) for record in records]) for name, read in rows]
+    known = [(name, [read_value(read, record) for record in records]) for name, read in rows]
     return [
         (name, values)
         for name, values in known
@@ -31,11 +31,11 @@ def cards(
     records: Sequence[Record], read: Callable[[Record], object]
 ) -> list[tuple[Record, object]]:
     """Return the values of each run that has some."""
-    found = [(record, told(read, record)) for record in records]
+    found = [(record, read_value(read, record)) for record in records]
     return [(record, value) for record, value in found if value is not None]
 
 
-def told(read: Callable[[Record], object], record: Record) -> Any:
+def read_value(read: Callable[[Record], object], record: Record) -> Any:
     """Return a record's value, or a warning that it cannot be read.
 
     The files may be damaged, or be written by another version of ortlaunch.

@@ -19,7 +19,7 @@ from ortlaunch.planning.world import World
 from ortlaunch.process import read_stat
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.ort_variables import seen
+from ortlaunch.recipe.fields.ort_variables import variables_in
 from ortlaunch.recipe.rules.resume_rules import leaves
 from ortlaunch.resolve import provenance
 from ortlaunch.resolve.resolve import ResolvedRun
@@ -118,7 +118,7 @@ def write_run(
     """
     request = request_of(plan, run)
     texts = {run.recipe: recipe.to_yaml(chosen), run.plan: plan.to_json()}
-    variables = {**seen(os.environ), **seen(chosen.launch.env)}
+    variables = {**variables_in(os.environ), **variables_in(chosen.launch.env)}
     records = {run.environment: {**provenance.environment(), "ortmodule_variables": variables}}
     if plan.deepspeed is not None:
         records[run.deepspeed] = plan.deepspeed

@@ -22,7 +22,7 @@ from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.planning.workload import Workload, workload
 from ortlaunch.planning.world import LaunchOptions, World, resolve_world
 from ortlaunch.recipe import Recipe, RecipeFile
-from ortlaunch.recipe.fields.ort_variables import contradictions, seen
+from ortlaunch.recipe.fields.ort_variables import contradictions, variables_in
 from ortlaunch.recipe.rules.rules import device_rules, task_rules
 from ortlaunch.resolve import inputs, shipped
 from ortlaunch.run_folder.engine_report import Choice
@@ -209,7 +209,7 @@ def _engine_notes(recipe: Recipe, device: str, environ: Mapping[str, str]) -> It
             f"matmul_precision {engine.matmul_precision}: "
             f"{machine.matmul_effect(engine.matmul_precision, device)}"
         )
-    found = seen(environ)
+    found = variables_in(environ)
     if found:
         effect = (
             "as the recipe says" if engine.name == "ort" else f"nothing with engine {engine.name}"

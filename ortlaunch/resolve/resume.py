@@ -227,7 +227,7 @@ def beginning(
     if not trains:
         found = origin.of_evaluation(chosen.folder, found)
     require(found, options.allow, f"{chosen.folder} was written by another training")
-    return Beginning(chosen, (*lines, *told(found, options.allow)), tuple(found))
+    return Beginning(chosen, (*lines, *change_lines(found, options.allow)), tuple(found))
 
 
 def _since(before: Recipe | None, resolved: ResolvedRun) -> Iterator[str]:
@@ -248,7 +248,7 @@ def today(resolved: ResolvedRun) -> dict[str, object]:
     )
 
 
-def told(found: list[Change], allow: tuple[str, ...]) -> list[str]:
+def change_lines(found: list[Change], allow: tuple[str, ...]) -> list[str]:
     """Return a line for each change, or one that there is none."""
     return [f"  changed: {change.line(allow)}" for change in found] or [
         "  nothing has changed since"

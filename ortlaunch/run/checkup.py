@@ -29,7 +29,7 @@ class CheckupOptions(NamedTuple):
     ports: tuple[int, int] | None = None
 
 
-def asked_of(resolved: ResolvedRun, folder: Path) -> HostRequirements:
+def host_requirements(resolved: ResolvedRun, folder: Path) -> HostRequirements:
     """Return the requirements of a run on its hosts."""
     world = resolved.world
     recipe = resolved.file.recipe
@@ -59,7 +59,7 @@ def checkup(
     folder = Path(os.path.abspath(place.folder or "."))
     resolved = resolve(recipe, overrides, options, environ) if recipe else None
     asked = (
-        asked_of(resolved, folder)
+        host_requirements(resolved, folder)
         if resolved
         else HostRequirements(_nodes(options), _device(environ), folder)
     )
@@ -71,9 +71,9 @@ def checkup(
     )
     chosen = resolved.file.recipe if resolved else None
     return (
-        hosts.look(asked)
+        hosts.check_hosts(asked)
         if options.hostfile
-        else here.look(asked, chosen, resolved.world if resolved else None)
+        else here.check_this_host(asked, chosen, resolved.world if resolved else None)
     )
 
 

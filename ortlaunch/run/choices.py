@@ -11,15 +11,15 @@ from ortlaunch.run import micro_size
 from ortlaunch.run_folder.folder import RunDir
 
 
-def known(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
+def with_recorded_choices(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     """Return the run with the choices that are known from an earlier start or measurement.
 
     Raises:
         PlanError: a choice is open, and this process is a rank, which can start no jobs.
     """
     inside = resolved.world.inside
-    if micro_size.is_asked(resolved.file.recipe):
-        size = micro_size.known(resolved.file.recipe, resolved.work.batch, run)
+    if micro_size.is_requested(resolved.file.recipe):
+        size = micro_size.recorded_size(resolved.file.recipe, resolved.work.batch, run)
         # A rank can use a known size, but cannot start the trials that find one.
         if size is not None:
             resolved = resolved.with_choice(micro_size.override(size))
@@ -31,7 +31,7 @@ def known(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     # Imported on use: only a run with an open engine needs the bench.
     from ortlaunch.bench import auto
 
-    found = auto.known(resolved, run)
+    found = auto.recorded_choice(resolved, run)
     return auto.applied(resolved, *found) if found else resolved
 
 
@@ -50,7 +50,7 @@ def with_measured_engine(resolved: ResolvedRun) -> ResolvedRun:
 
 def with_found_size(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     """Return the run with the largest micro batch that fits."""
-    if not micro_size.is_asked(resolved.file.recipe):
+    if not micro_size.is_requested(resolved.file.recipe):
         return resolved
     return resolved.with_choice(
         micro_size.override(micro_size.find(resolved.file.recipe, resolved.plan, run))

@@ -44,14 +44,14 @@ def _train(
     run = run_folder(chosen, resolved, os.environ)
     if run.recipe.exists() and rank is None:
         # Before anything is measured: a living run in the folder must end this command at once.
-        lock.take(run)
+        lock.acquire(run)
     if rank is not None and rank.rank == 0:
         # With the mark of an earlier launch, other ranks would start from that launch's files.
         inside.mark_of(run, rank).unlink(missing_ok=True)
 
     # First the known choices and the checks: a run that cannot start should fail before minutes of
     # measuring.
-    resolved = choices.known(resolved, run)
+    resolved = choices.with_recorded_choices(resolved, run)
     if rank is not None and rank.rank > 0:
         return 0 if finished(resolved, run, options) else inside.follow(resolved, rank, run)
     beginning, done = check(resolved, run, options)
@@ -66,7 +66,7 @@ def _train(
     print_lines(beginning.lines)
 
     run = claimed(run) if chosen is None else run
-    lock.take(run)
+    lock.acquire(run)
     with JobFile(run, resolved.world.launcher, resolved.traits.saves) as file:
         whole = choices.with_found_size(resolved, run)
         resume.apply(run, beginning, options)

@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 
 from ortlaunch.doctor.finding import FAILED, Finding, refused
-from ortlaunch.doctor.hosts import look
+from ortlaunch.doctor.hosts import check_hosts
 from ortlaunch.errors import LaunchError
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.run.checkup import asked_of
+from ortlaunch.run.checkup import host_requirements
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import counted
 
@@ -43,8 +43,10 @@ def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[Resolved
             "where hosts are not reached by ssh: ortlaunch doctor"
         )
         return whole, [note]
-    asked = asked_of(whole, Path(os.path.abspath(run.path)))
-    wrong = [finding for finding in look(asked._replace(quick=True)) if finding.verdict == FAILED]
+    asked = host_requirements(whole, Path(os.path.abspath(run.path)))
+    wrong = [
+        finding for finding in check_hosts(asked._replace(quick=True)) if finding.verdict == FAILED
+    ]
     lost = [
         finding
         for finding in wrong

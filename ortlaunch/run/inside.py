@@ -46,7 +46,7 @@ def lead(
     """As rank 0, prepare the folder, mark it as prepared, and become the worker."""
     print_lines(beginning.lines)
     # The lock must outlast this program, which the worker replaces in the same process.
-    lock.take(run, keep=True)
+    lock.acquire(run, keep=True)
     JobRecord.begun(run, "inside", JobState.RUNNING).write(run)
     registry.add(run)
     resume.apply(run, beginning, options)

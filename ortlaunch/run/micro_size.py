@@ -50,7 +50,7 @@ class SearchStopped(LaunchError):
         self.exit_status = EXIT_SAVED if again else end.status
 
 
-def is_asked(recipe: Recipe) -> bool:
+def is_requested(recipe: Recipe) -> bool:
     """Whether the recipe requests a search for the size."""
     return recipe.batch.micro_size == "auto"
 
@@ -98,7 +98,7 @@ def note(plan: Plan) -> list[str]:
     return lines
 
 
-def known(recipe: Recipe, batch: BatchPlan, run: RunDir) -> int | None:
+def recorded_size(recipe: Recipe, batch: BatchPlan, run: RunDir) -> int | None:
     """Return the size that an earlier start in this folder found for the same batch and ranks."""
     if not run.micro_size.exists():
         return None

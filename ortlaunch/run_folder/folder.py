@@ -173,7 +173,7 @@ class RunDir:
         return self.errors / f"rank_{rank:05d}.json"
 
     @property
-    def told(self) -> list[Path]:
+    def error_records(self) -> list[Path]:
         """The existing error records: of ranks, of a hang, of a lost host."""
         others = [path for path in (self.stall, self.lost) if path.exists()]
         return [*sorted(self.errors.glob("rank_*.json")), *others]
@@ -212,7 +212,7 @@ class RunDir:
         """Return the folder for logs/ and errors/ of a failed attempt, numbered from 1."""
         return self.attempts / str(number)
 
-    def asked(self, rank: int) -> Path:
+    def stop_mark(self, rank: int) -> Path:
         """Return the path of the mark that a signal requested a rank's end: `NUMBER TIME`."""
         return self.errors / f"asked_{rank:05d}"
 

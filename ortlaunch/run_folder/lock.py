@@ -38,7 +38,7 @@ class RunLock:
         if self._file is not None:
             os.close(self._file)
 
-    def take(self, run: RunDir, keep: bool = False) -> None:
+    def acquire(self, run: RunDir, keep: bool = False) -> None:
         """Take the lock of a run folder; do nothing if this object already has it.
 
         Args:

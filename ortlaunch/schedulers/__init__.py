@@ -132,7 +132,7 @@ def yaml_text(*documents: Mapping[str, object]) -> str:
     return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=1 << 20)
 
 
-def ask(*argv: str, what: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+def run_command(*argv: str, what: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
     """Run a scheduler's command, and return its result also after a failure.
 
     Args:
@@ -153,13 +153,13 @@ def ask(*argv: str, what: str, seconds: float = 60) -> subprocess.CompletedProce
         ) from None
 
 
-def wanted(*argv: str, what: str) -> str:
+def command_output(*argv: str, what: str) -> str:
     """Run a scheduler's command that must succeed, and return its output.
 
     Raises:
         LaunchError: it failed, with its own message.
     """
-    ended = ask(*argv, what=what)
+    ended = run_command(*argv, what=what)
     if ended.returncode:
         raise LaunchError(f"{' '.join(argv[:3])}: {ended.stderr.strip() or ended.stdout.strip()}")
     return ended.stdout

@@ -15,7 +15,7 @@ from ortlaunch.json_types import Json
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run_folder.folder import write_text
-from ortlaunch.schedulers import QueuedRun, QueueState, wanted, yaml_text
+from ortlaunch.schedulers import QueuedRun, QueueState, command_output, yaml_text
 
 __all__ = ["cancel", "logs", "request", "state", "submit"]
 
@@ -122,13 +122,13 @@ def submit(request: Request) -> str:
         write_text(Path(path), text)
     # The id has the group and the workspace of the request; they are empty if az has defaults.
     given = dict(word.split("=", 1) for word in request.argv if "=" in word)
-    name = wanted(*request.argv, what=_WHAT).strip()
+    name = command_output(*request.argv, what=_WHAT).strip()
     return f"{given.get('--resource-group', '')}/{given.get('--workspace-name', '')}/{name}"
 
 
 def state(job: str) -> QueueState | None:
     """Return the state in the workspace; an unknown one counts as running."""
-    word = wanted(
+    word = command_output(
         "az", "ml", "job", "show", *_named(job), "--query=status", "--output=tsv", what=_WHAT
     ).strip()
     return QueueState(_STATES.get(word, JobState.RUNNING), word)
@@ -136,7 +136,7 @@ def state(job: str) -> QueueState | None:
 
 def cancel(job: str) -> None:
     """Request the end of the job."""
-    wanted("az", "ml", "job", "cancel", *_named(job), what=_WHAT)
+    command_output("az", "ml", "job", "cancel", *_named(job), what=_WHAT)
 
 
 def logs(job: str, follow: bool) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, NO_FAULT
 from ortlaunch.run_folder.folder import write_text
-from ortlaunch.schedulers import QueuedRun, QueueState, wanted, yaml_text
+from ortlaunch.schedulers import QueuedRun, QueueState, command_output, yaml_text
 
 __all__ = ["cancel", "logs", "request", "state", "submit"]
 
@@ -254,7 +254,7 @@ def submit(request: Request) -> str:
     for path, text in request.files:
         write_text(Path(path), text)
     # kubectl prints a line for each object in the manifest's order: the job's comes last.
-    made = wanted(*request.argv, what=_WHAT).split()
+    made = command_output(*request.argv, what=_WHAT).split()
     namespace = next(
         word.partition("=")[2] for word in request.argv if word.startswith("--namespace=")
     )
@@ -264,7 +264,7 @@ def submit(request: Request) -> str:
 def state(job: str) -> QueueState | None:
     """Return the state by the job's conditions, else by its pods; None if the job is unknown."""
     namespace, _, resource = job.partition("/")
-    text = wanted(
+    text = command_output(
         "kubectl",
         "get",
         resource,
@@ -273,10 +273,10 @@ def state(job: str) -> QueueState | None:
         "--ignore-not-found",
         what=_WHAT,
     )
-    return seen_in(json.loads(text)) if text.strip() else None
+    return state_in_object(json.loads(text)) if text.strip() else None
 
 
-def seen_in(found: Mapping[str, Any]) -> QueueState:
+def state_in_object(found: Mapping[str, Any]) -> QueueState:
     """Return the state of a Job or TrainJob from `kubectl get --output=json`."""
     status = found.get("status", {})
     conditions = {
@@ -323,7 +323,7 @@ def cancel(job: str) -> None:
         "--wait=false",
         "--ignore-not-found",
     )
-    wanted("kubectl", "delete", f"{resource}/{name}", *rest, *options, what=_WHAT)
+    command_output("kubectl", "delete", f"{resource}/{name}", *rest, *options, what=_WHAT)
 
 
 def logs(job: str, follow: bool) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run_folder.folder import write_text
-from ortlaunch.schedulers import QueuedRun, QueueState, ask
+from ortlaunch.schedulers import QueuedRun, QueueState, run_command
 
 __all__ = ["cancel", "request", "state", "submit"]
 
@@ -166,7 +166,7 @@ def submit(request: Request) -> str:
         )
     for path, text in request.files:
         write_text(Path(path), text)
-    ended = ask(*request.argv, what=_WHAT)
+    ended = run_command(*request.argv, what=_WHAT)
     if ended.returncode:
         raise LaunchError(f"sbatch refused the job: {ended.stderr.strip() or ended.stdout.strip()}")
     # --parsable prints the id, and after a semicolon the name of the cluster.
@@ -185,29 +185,29 @@ def state(job: str) -> QueueState | None:
 
 def cancel(job: str) -> None:
     """Cancel the job: ranks get SIGTERM, and the cluster's KillWait to save."""
-    ended = ask("scancel", job, what=_WHAT)
+    ended = run_command("scancel", job, what=_WHAT)
     if ended.returncode:
         raise LaunchError(f"scancel {job}: {ended.stderr.strip()}")
 
 
-def seen_in_lines(text: str) -> QueueState | None:
+def state_in_lines(text: str) -> QueueState | None:
     """Return the state from the first line of `squeue -o '%T|%r'` or `sacct -P -o State`."""
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         return None
     said, _, reason = lines[0].partition("|")
     # sacct appends the user to CANCELLED, and a + to a shortened name.
-    return _seen([said.split()[0].rstrip("+")], reason)
+    return _state([said.split()[0].rstrip("+")], reason)
 
 
-def seen_in_record(text: str) -> QueueState | None:
+def state_in_record(text: str) -> QueueState | None:
     """Return the state from the output of `scontrol show job`."""
     said = re.search(r"\bJobState=(\S+)", text)
     reason = re.search(r"\bReason=(\S+)", text)
-    return _seen([said[1]], reason[1] if reason else "") if said else None
+    return _state([said[1]], reason[1] if reason else "") if said else None
 
 
-def _seen(words: list[str], reason: str) -> QueueState | None:
+def _state(words: list[str], reason: str) -> QueueState | None:
     """Return the state for the scheduler's words."""
     # A requeued job has its last state as well, but is pending.
     known = [word for word in words if word in _STATES]
@@ -219,13 +219,15 @@ def _seen(words: list[str], reason: str) -> QueueState | None:
 
 
 def _by_squeue(job: str) -> QueueState | None:
-    ended = ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "-o", "%T|%r", what=_WHAT)
-    return seen_in_lines(ended.stdout) if _is_known(ended) else None
+    ended = run_command(
+        "squeue", "--noheader", "--states=all", f"--jobs={job}", "-o", "%T|%r", what=_WHAT
+    )
+    return state_in_lines(ended.stdout) if _is_known(ended) else None
 
 
 def _by_scontrol(job: str) -> QueueState | None:
-    ended = ask("scontrol", "show", "job", job, what=_WHAT)
-    return seen_in_record(ended.stdout) if _is_known(ended) else None
+    ended = run_command("scontrol", "show", "job", job, what=_WHAT)
+    return state_in_record(ended.stdout) if _is_known(ended) else None
 
 
 def _is_known(ended: subprocess.CompletedProcess[str]) -> bool:
@@ -243,5 +245,5 @@ def _is_known(ended: subprocess.CompletedProcess[str]) -> bool:
 def _by_sacct(job: str) -> QueueState | None:
     if shutil.which("sacct") is None:
         return None
-    ended = ask("sacct", "-n", "-P", "-X", "-j", job, "-o", "State", what=_WHAT)
-    return seen_in_lines(ended.stdout) if ended.returncode == 0 else None
+    ended = run_command("sacct", "-n", "-P", "-X", "-j", job, "-o", "State", what=_WHAT)
+    return state_in_lines(ended.stdout) if ended.returncode == 0 else None

@@ -15,7 +15,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.engine.allocator import keep_freed_memory
 from ortlaunch.worker.engine.binding import bind, shown
-from ortlaunch.worker.engine.garbage import look_as_usual, look_rarely
+from ortlaunch.worker.engine.garbage import collect_as_usual, collect_rarely
 from ortlaunch.worker.process_group.meeting_port import require_free
 from ortlaunch.worker.supervision.child import be_ended_first
 from ortlaunch.worker.supervision.progress import Progress
@@ -52,7 +52,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     """Read recipe and plan, join the world, build the session, run the task; return its status."""
     progress = Progress(rank.rank, watchdog.pulse)
     progress.doing("loading libraries")
-    look_rarely()
+    collect_rarely()
 
     # Here, so that supervisor and logs exist before pydantic is loaded.
     from ortlaunch.recipe import parse_resolved
@@ -62,7 +62,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     recipe = parse_resolved(texts[0])
     plan = Plan.from_json(texts[1])
     make_importable(recipe, Path(plan.modules))
-    watchdog.take(recipe.train.stall_seconds)
+    watchdog.apply_setting(recipe.train.stall_seconds)
     # ortlaunch's own torchrun has no such port.
     if not plan.started_by.is_ours:
         require_free(rank, os.environ)
@@ -103,7 +103,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     if not recipe.data.is_custom:
         # Before the group exists: reading may take any time, and may fail while no rank waits.
         progress.doing("reading data")
-        data = LoadedData(recipe, progress.tell, goes_on_with(run, recipe))
+        data = LoadedData(recipe, progress.show, goes_on_with(run, recipe))
         data.read_for(plan.traits)
         if not recipe.model.traits.is_own:
             # Only for its checks: tokenizer and labels must fit the model.
@@ -121,7 +121,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
             session.engine.record.binding = bound.report(
                 group.gather(shown(bound.cpus)), group.gather(bound.used)
             )
-            look_as_usual()
+            collect_as_usual()
             return tasks.run(session)
 
 

@@ -10,7 +10,7 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.worker.checkpoint import CompleteCheckpoint
-from ortlaunch.worker.data.left_out import taken
+from ortlaunch.worker.data.left_out import samples_trained_on
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
@@ -50,7 +50,7 @@ def with_steps(
         )
     # The samples of the first start count, because the schedule runs over its steps.
     begun = _begun(run, epochs) or {"epochs": epochs, "samples": samples}
-    done, seen = (found.step, taken(run, found.samples)) if found else (0, 0)
+    done, seen = (found.step, samples_trained_on(run, found.samples)) if found else (0, 0)
     # Rounded before ceil, so that a rounding error of the division does not add a step.
     steps = max(
         1,

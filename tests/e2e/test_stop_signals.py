@@ -76,8 +76,8 @@ log: {{every_steps: 1}}
 EARLY = ("import", "tokenizing", "export")
 MOMENTS = (*EARLY, "step", "accumulation", "save", "evaluation")
 # These moments are states of the ranks during a step.
-STATES = ("ranks ignore TERM", "rank stopped", "guardian stopped")
-TARGETS = ("command", "launcher", "guardian", "rank")
+STATES = ("ranks ignore TERM", "rank stopped", "supervisor stopped")
+TARGETS = ("command", "launcher", "supervisor", "rank")
 # Limit in seconds from SIGKILL until no process of the run is left.
 GONE_SECONDS = 10.0
 LAUNCHERS = ("local", "torchrun", "mpi", "srun")

@@ -41,9 +41,9 @@ class Net(torch.nn.Module):
             open(os.path.join(here, "began"), "w").write(str(time.time()))
         if self.how == "raise":
             raise ValueError("planted")
-        if self.how == "guardian":
+        if self.how == "supervisor":
             os.kill(os.getppid(), signal.SIGSTOP)
-        if self.how in ("stop", "guardian"):
+        if self.how in ("stop", "supervisor"):
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.how == "sleep":
             time.sleep(1000)
@@ -85,7 +85,7 @@ RECIPE: dict[str, Any] = {
 }
 # These stalls happen in the data set, the others in the model.
 IN_DATA = ("factory", "sample")
-STALLS = ("stop", "guardian", "sleep", "collective", *IN_DATA)
+STALLS = ("stop", "supervisor", "sleep", "collective", *IN_DATA)
 
 
 class Run(Victim):
@@ -154,7 +154,7 @@ def test_a_rank_that_stands_still(launcher: str, how: str, tmp_path: Path) -> No
     assert status == 124
     assert not left
     # A stopped supervisor cannot record its rank's stack.
-    if how != "guardian":
+    if how != "supervisor":
         assert '"traceback": ""' not in (run.run / "errors" / "stall.json").read_text()
 
 

@@ -16,7 +16,7 @@ import time
 from ortlaunch import start
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
-from ortlaunch.worker.supervision.requests import Ask, Requests
+from ortlaunch.worker.supervision.requests import RankRequest, Requests
 
 
 def live(run: RunDir, rank: Rank, *_: object) -> int:
@@ -30,13 +30,13 @@ def live(run: RunDir, rank: Rank, *_: object) -> int:
     requests = Requests()
     requests.listen()
     for step in range(1, recipe["train"]["max_steps"] + 1):
-        if rank.rank == 0 and requests.asked:
+        if rank.rank == 0 and requests.requested:
             write_text(run.checkpoint(step) / "COMPLETE", "")
             run.save_request.unlink(missing_ok=True)
         # A checkpoint was written above, as a stop requires.
-        if requests.asked.stops:
-            return _stop(run, rank, step, requests.asked)
-        requests.asked = Ask.NOTHING
+        if requests.requested.stops:
+            return _stop(run, rank, step, requests.requested)
+        requests.requested = RankRequest.NOTHING
         if rank.rank == 1 and step == 3:
             _end(how, run)
         if rank.rank == 0:
@@ -46,7 +46,7 @@ def live(run: RunDir, rank: Rank, *_: object) -> int:
     return 0
 
 
-def _stop(run: RunDir, rank: Rank, step: int, asked: Ask) -> int:
+def _stop(run: RunDir, rank: Rank, step: int, asked: RankRequest) -> int:
     _agree(run, rank)
     by = (
         json.loads(run.stop_request.read_text())["by"]
@@ -81,7 +81,7 @@ def _end(how: str, run: RunDir) -> None:
         # This skips all handlers that run when the interpreter ends.
         os._exit(0)
         # The parent of a rank is its supervisor.
-    if how == "kill the guardian":
+    if how == "kill the supervisor":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
     if how == "fill the disk":

@@ -174,7 +174,7 @@ def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "guardian_sleeps"),
+    ("launcher", "supervisor_sleeps"),
     [
         pytest.param("torchrun", 0, marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param("mpi", 0, marks=[needs_mpi, pytest.mark.slow]),
@@ -182,11 +182,11 @@ def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
     ],
 )
 def test_inside_a_launcher_the_failing_rank_speaks(
-    launcher: str, guardian_sleeps: float, tmp_path: Path
+    launcher: str, supervisor_sleeps: float, tmp_path: Path
 ) -> None:
     """Under the user's own launcher, the failing rank prints the cause, once, with its host."""
     # No command of ortlaunch is around the ranks to print it.
-    write_recipe(tmp_path, fails=True, guardian_sleeps=guardian_sleeps)
+    write_recipe(tmp_path, fails=True, supervisor_sleeps=supervisor_sleeps)
     result = start(launcher, tmp_path)
     assert result.returncode == 1
     assert result.stderr.count('raise ValueError("planted")') == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.launch import JobState
-from ortlaunch.other_runs.status import look
+from ortlaunch.other_runs.status import read_status
 from ortlaunch.run_folder.folder import RunDir
 from tests.launch import light
 from tests.launch.tiny import LAUNCHERS, needs_mpi, processes_of
@@ -55,7 +55,7 @@ ENDS = {
     ),
     "kill": (137, ("rank 1 on host", "SIGKILL", "exit status 137")),
     "leave with 0": (1, ("rank 1 on host", "before the end", "exit status 1")),
-    "kill the guardian": (137, ("rank 1 on host", "disappeared")),
+    "kill the supervisor": (137, ("rank 1 on host", "disappeared")),
 }
 
 
@@ -136,7 +136,7 @@ def test_a_failing_rank_is_named_and_its_status_kept(
     assert process.returncode == status, errors
     assert [word for word in words if word not in last] == [], errors
     assert gone_within(tmp_path, 5), processes_of(tmp_path)
-    found = look(RunDir(tmp_path / "run"))
+    found = read_status(RunDir(tmp_path / "run"))
     assert (found.state, found.job.exit_status) == (JobState.FAILED, status)
     # Other processes read the same verdict as the user of the command.
     assert str(found.job.verdict) in errors
@@ -181,7 +181,7 @@ def test_ctrl_c_saves_and_ends_everything(start, tmp_path: Path, launcher: str):
     assert f"stopped by SIGINT, saved after step {saved} of " in ended
     assert then.startswith("to continue: ortlaunch train ")
     assert gone_within(tmp_path, 5), processes_of(tmp_path)
-    assert look(RunDir(tmp_path / "run")).state is JobState.CANCELLED
+    assert read_status(RunDir(tmp_path / "run")).state is JobState.CANCELLED
 
 
 @pytest.mark.timeout(90)
@@ -193,7 +193,7 @@ def test_a_killed_command_leaves_no_orphan(start, tmp_path: Path, launcher: str)
     # SIGKILL runs no handler of the command; the kernel sends SIGTERM to the launcher.
     process.kill()
     assert gone_within(tmp_path, 20), processes_of(tmp_path)
-    found = look(RunDir(tmp_path / "run"))
+    found = read_status(RunDir(tmp_path / "run"))
     assert (found.state, found.job.exit_status) == (JobState.FAILED, 137)
     assert f"ortlaunch: the command (process {process.pid} on host" in str(found)
 
@@ -204,9 +204,9 @@ def parts(process: subprocess.Popen[str], folder: Path) -> dict[int, list[int]]:
     while time.monotonic() < deadline:
         parents = {pid: parent_of(pid) for pid in processes_of(folder)}
         for launcher in (pid for pid, parent in parents.items() if parent == process.pid):
-            guardians = [pid for pid, parent in parents.items() if parent == launcher]
-            if guardians:
-                return {launcher: guardians}
+            supervisors = [pid for pid, parent in parents.items() if parent == launcher]
+            if supervisors:
+                return {launcher: supervisors}
     raise AssertionError("no rank began")
 
 
@@ -248,8 +248,8 @@ def test_a_stopped_rank_does_not_stay(start, tmp_path: Path):
     """A suspended rank, which cannot end by itself, does not outlive its killed launcher."""
     process = start("torchrun", "slow", torch=False)
     wait_for_steps(tmp_path, 2)
-    ((found, guardians),) = parts(process, tmp_path).items()
-    rank = next(pid for pid in processes_of(tmp_path) if parent_of(pid) == guardians[0])
+    ((found, supervisors),) = parts(process, tmp_path).items()
+    rank = next(pid for pid in processes_of(tmp_path) if parent_of(pid) == supervisors[0])
     # Suspended, the rank cannot handle SIGTERM.
     os.kill(rank, signal.SIGSTOP)
     os.kill(found, signal.SIGKILL)
@@ -296,7 +296,7 @@ def test_a_notice_saves_or_stops(start, tmp_path: Path, launcher: str):
     assert len(run.complete_checkpoints()) == 2
     assert "ortlaunch: checkpoint requested (SIGUSR2): the ranks save after this step" in errors
     assert "stopped by SIGUSR1, saved after step" in errors.splitlines()[-2]
-    assert look(run).state is JobState.PREEMPTED
+    assert read_status(run).state is JobState.PREEMPTED
 
 
 @pytest.mark.timeout(90)

@@ -54,7 +54,7 @@ def stop(_): os.kill(os.getpid(), signal.SIGSTOP)
 def sleep(_): time.sleep(3600)
 def nothing(_): pass
 slow = nothing
-def kill_guardian(_): os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)
+def kill_supervisor(_): os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)
 def fill(_): open(os.path.join(os.environ["PLANTED_RUN"], "fill"), "wb").write(bytes(1 << 25))
 def no_file(_): open("data/part-7.bin")
 def no_permission(_): raise PermissionError(13, "Permission denied", "/data/secret.bin")
@@ -139,7 +139,7 @@ CASES = (
     Case("abort in C++", "crash", ("rank 1", "SIGABRT", "uncaught C++ exception): what():  planted"), "abort"),
     Case("os._exit(0)", "left-early", ("rank 1", "before the end"), "leave_with_0"),
     Case("SIGKILL", "killed", ("rank 1", "SIGKILL"), "kill"),
-    Case("SIGKILL of a guardian", "rank-vanished", ("rank 1", "disappeared"), "kill_guardian"),
+    Case("SIGKILL of a supervisor", "rank-vanished", ("rank 1", "disappeared"), "kill_supervisor"),
     Case("out of memory, by the kernel", "out-of-memory", ("the kernel ended rank 1",), "grow",
          place="control group"),
     Case("out of memory, torch", "out-of-memory", ("rank 1", "allocate"), "allocate"),

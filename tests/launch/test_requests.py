@@ -24,7 +24,7 @@ from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.private import make_private, private_folder
 from ortlaunch.launch.stop import Stop
 from ortlaunch.launch_plan import Plan
-from ortlaunch.other_runs.status import look
+from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.hosts import Host
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.worker.supervision.surroundings import Surroundings
@@ -218,7 +218,9 @@ def test_torchrun() -> None:
     # As many threads as the plan gives each rank; torchrun itself would set 1.
     env = tuple(sorted((*ENV, ("OMP_NUM_THREADS", "2"), *torch, GRACE)))
     files = ((f"{private}/rendezvous", ""), ("runs/x/store", ""))
-    assert request == Request(argv, env, files, tells_ranks=False, stop=STOP, private=str(private))
+    assert request == Request(
+        argv, env, files, notifies_ranks=False, stop=STOP, private=str(private)
+    )
 
 
 def test_the_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,7 +524,7 @@ def test_a_dry_run_prints_what_a_real_run_sends(launcher: str, tmp_path: Path) -
     real = ortlaunch(tmp_path, *command, command=program, API_KEY="s3cret")
     assert real.returncode == 0, real.stderr
     assert (tmp_path / "run" / "request.sh").read_text() == dry.stdout
-    status = look(RunDir(tmp_path / "run"))
+    status = read_status(RunDir(tmp_path / "run"))
     assert (status.state, real.stdout.endswith(f"{status.job.verdict}\n")) == (
         JobState.SUCCEEDED,
         True,

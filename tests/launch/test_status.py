@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.launch import JobState
-from ortlaunch.other_runs.status import Status, look
+from ortlaunch.other_runs.status import Status, read_status
 from ortlaunch.run_folder.folder import RunDir
 from tests.launch import light
 from tests.launch.tiny import LAUNCHERS, RECIPE, ortlaunch, processes_of, write_recipe
@@ -23,9 +23,9 @@ def until(run: RunDir, come: Callable[[Status], bool]) -> Status:
     """Wait until the run's status meets a condition, and return that status."""
     deadline = time.monotonic() + 60
     while True:
-        if run.job.exists() and come(found := look(run)):
+        if run.job.exists() and come(found := read_status(run)):
             return found
-        assert time.monotonic() < deadline, look(run)
+        assert time.monotonic() < deadline, read_status(run)
         time.sleep(0.02)
 
 
@@ -68,7 +68,7 @@ def test_status_and_cancel(launcher: str, tmp_path: Path) -> None:
             True,
         ), ended
         _, errors = train.communicate(timeout=10)
-        found = look(run)
+        found = read_status(run)
         assert (train.returncode, found.state, found.job.exit_status) == (
             143,
             JobState.CANCELLED,

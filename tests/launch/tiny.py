@@ -44,21 +44,21 @@ import subprocess
 import torch
 
 class Model(torch.nn.Module):
-    def __init__(self, fails, guardian_sleeps):
+    def __init__(self, fails, supervisor_sleeps):
         super().__init__()
-        self.linear, self.fails, self.guardian_sleeps = torch.nn.Linear(4, 1), fails, guardian_sleeps
+        self.linear, self.fails, self.supervisor_sleeps = torch.nn.Linear(4, 1), fails, supervisor_sleeps
 
     def forward(self, x, y):
         if self.fails and os.environ["RANK"] == "1":
-            if self.guardian_sleeps:
+            if self.supervisor_sleeps:
                 os.kill(os.getppid(), signal.SIGSTOP)
-                wake = f"sleep {self.guardian_sleeps}; kill -CONT {os.getppid()}"
+                wake = f"sleep {self.supervisor_sleeps}; kill -CONT {os.getppid()}"
                 subprocess.Popen(["sh", "-c", wake], start_new_session=True, stderr=subprocess.DEVNULL)
             raise ValueError("planted")
         return ((self.linear(x) - y) ** 2).mean()
 
-def model(fails=False, guardian_sleeps=0):
-    return Model(fails, guardian_sleeps)
+def model(fails=False, supervisor_sleeps=0):
+    return Model(fails, supervisor_sleeps)
 
 def data():
     return [{"x": torch.ones(4) * i / 64, "y": torch.ones(1)} for i in range(64)]
@@ -66,16 +66,19 @@ def data():
 
 
 def write_recipe(
-    folder: Path, fails: bool = False, guardian_sleeps: float = 0, **sections: Any
+    folder: Path, fails: bool = False, supervisor_sleeps: float = 0, **sections: Any
 ) -> Path:
     """Write the module and its recipe, and return the recipe's path.
 
     Args:
         fails: whether rank 1 raises an error.
-        guardian_sleeps: seconds for which rank 1's supervisor is suspended before that error.
+        supervisor_sleeps: seconds for which rank 1's supervisor is suspended before that error.
     """
     (folder / "mine.py").write_text(MODULE)
-    model = {**CUSTOM["model"], "arguments": {"fails": fails, "guardian_sleeps": guardian_sleeps}}
+    model = {
+        **CUSTOM["model"],
+        "arguments": {"fails": fails, "supervisor_sleeps": supervisor_sleeps},
+    }
     path = folder / RECIPE
     path.write_text(yaml.safe_dump({**CUSTOM, "model": model, **sections}))
     return path

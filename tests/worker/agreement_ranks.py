@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ortlaunch.rank import Rank
 from ortlaunch.worker.process_group.agreement import agreement
 from ortlaunch.worker.process_group.distributed import DistributedContext
-from ortlaunch.worker.supervision.requests import Ask
+from ortlaunch.worker.supervision.requests import RankRequest
 from tests.worker.leaving import leave
 
 STEPS = 300
@@ -29,12 +29,12 @@ def main(rank: int, folder: Path) -> None:
     with agreement(group) as agreed:
         for step in range(STEPS):
             if str(step) in plan:
-                agreed.ask(Ask[plan[str(step)]])
+                agreed.add(RankRequest[plan[str(step)]])
             agreed.begin()
             # The step's own communication, on the first group.
             dist.all_reduce(torch.ones(1000))
             asked = agreed.end()
-            if asked is Ask.SAVE:
+            if asked is RankRequest.SAVE:
                 agreed.saved()
             decided.append(asked.name)
     (folder / f"decided_{rank}.json").write_text(json.dumps(decided))

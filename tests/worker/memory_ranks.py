@@ -64,10 +64,12 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
     engine = build_engine(recipe, settled, model, group, sample)
     for _ in range(2):
         for accumulation in range(ACCUMULATION):
-            engine.stepper.micro_step(engine.take(sample), last=accumulation == ACCUMULATION - 1)
-        memory.look(engine.stepper)
+            engine.stepper.micro_step(
+                engine.to_device(sample), last=accumulation == ACCUMULATION - 1
+            )
+        memory.record_usage(engine.stepper)
         engine.stepper.apply(1e-4)
-        memory.look(engine.stepper)
+        memory.record_usage(engine.stepper)
     record = memory.record(settled, group)
     assert settled.memory is not None
     entries = take(engine.stepper.named_state(), {}, group).tensors

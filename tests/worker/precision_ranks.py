@@ -30,7 +30,7 @@ WORDS = ("highest", "medium", "highest")
 
 def sum_of_gradients(engine: Any, batch: dict[str, torch.Tensor]) -> str:
     """Return the exact sum of every weight's gradient, in which all matmuls take part."""
-    loss = engine.eval_module(**engine.take(batch))
+    loss = engine.eval_module(**engine.to_device(batch))
     gradients = torch.autograd.grad(loss, [p for p in engine.plain.parameters() if p.requires_grad])
     # Hexadecimal text keeps every bit.
     return float(sum(gradient.double().sum() for gradient in gradients)).hex()
@@ -60,7 +60,9 @@ def main() -> None:
         engine = session.engine
         batches = session.batches
         group = session.group
-        engine.stepper.micro_step(engine.take(batches.micro_batch(0, 0, group.rank)), last=True)
+        engine.stepper.micro_step(
+            engine.to_device(batches.micro_batch(0, 0, group.rank)), last=True
+        )
         engine.stepper.apply(1e-3)
         mine = {
             "engine": engine.record.engine.used,

@@ -77,7 +77,7 @@ def tried(make: Callable[[], Any]) -> dict[str, Any]:
     worst = max(difference(a, b) for a, b in zip(ours, theirs))
     # Rounding may separate two correct results: float64 then decides which of them is off.
     exact = bound(model, inputs, ours, theirs) if worst > LIMIT else []
-    operators = {name: found.forward for name, found in torch_calls.made().items()}
+    operators = {name: found.forward for name, found in torch_calls.calls_from_graph().items()}
     near = exact and all(mine <= max(LIMIT, 4 * eager) for mine, eager in exact)
     state = "trains" if worst <= LIMIT or near else "differs"
     # Only the written nets record whether they would train without torch operators.

@@ -53,13 +53,13 @@ def doctor(
     versions, addresses, ports of each other (TCP, UDP, packets of the MTU), shared folder, disk,
     clock, limits, ranks left behind. Exit status 1 if a check failed.
     """
-    from ortlaunch.doctor.finding import FAILED, as_json, told
+    from ortlaunch.doctor.finding import FAILED, as_json, format_findings
     from ortlaunch.run.checkup import CheckupOptions, checkup
 
     if device not in (None, "cpu", "cuda"):
         raise typer.BadParameter(f"got {device}; cpu or cuda", param_hint="--device")
     place = CheckupOptions(run_dir, device, interface, port, port_range(ports))
     found = checkup(recipe, tuple(overrides or ()), options, place, os.environ)
-    typer.echo(as_json(found) if json else told(found))
+    typer.echo(as_json(found) if json else format_findings(found))
     # True is status 1.
     raise typer.Exit(any(finding.verdict == FAILED for finding in found))

@@ -32,10 +32,10 @@ def list_runs(
     every: Annotated[bool, typer.Option("--all", help="All of them, not the newest 20.")] = False,
 ) -> None:
     """List the runs that this user started or queued, the newest first: state, step, job, folder."""
-    from ortlaunch.other_runs.listing import HEAD, line, looks
+    from ortlaunch.other_runs.listing import HEAD, line, newest_statuses
 
     # Each run costs the reading of several files, perhaps on a slow disk.
-    found = looks(None if every else 20)
+    found = newest_statuses(None if every else 20)
     if json:
         # `to_json` returns text, and a list needs values.
         typer.echo(texts.dumps([texts.loads(status.to_json()) for status in found], indent=2))

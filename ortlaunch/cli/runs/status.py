@@ -9,9 +9,9 @@ import typer
 
 def by_name(given: Path) -> Path:
     """Return the folder of a run that is given by name; a path is returned unchanged."""
-    from ortlaunch.other_runs.registry import named
+    from ortlaunch.other_runs.registry import resolve_name
 
-    return named(given)
+    return resolve_name(given)
 
 
 # The callback replaces a name by its folder before the verb runs.
@@ -40,7 +40,7 @@ def status(
     from ortlaunch.other_runs import status as statuses
     from ortlaunch.run_folder.folder import RunDir
 
-    found = (statuses.wait if wait else statuses.look)(RunDir(run))
+    found = (statuses.wait if wait else statuses.read_status)(RunDir(run))
     typer.echo(found.to_json() if json else str(found))
     if wait:
         raise typer.Exit(found.job.exit_status or 0)

@@ -38,10 +38,12 @@ def plan(
         resolve(recipe, overrides or (), options._replace(planned_only=True), os.environ)
     )
     if diff is not None:
-        from ortlaunch.commands.plan_diff import Here, differences, other_plan
+        from ortlaunch.commands.plan_diff import PlanContext, differences, other_plan
 
-        here = Here(options._replace(planned_only=True), os.environ, resolved.world.device)
-        found = differences(other_plan(diff, here), resolved.plan)
+        context = PlanContext(
+            options._replace(planned_only=True), os.environ, resolved.world.device
+        )
+        found = differences(other_plan(diff, context), resolved.plan)
         typer.echo("\n".join(found) if found else f"same plan as {diff}")
         return
     if json:

@@ -66,29 +66,33 @@ def _with_arguments(default_export: AnyFunction) -> AnyFunction:
     return export
 
 
-def _called(function: Any, takes: frozenset[int], gives: frozenset[int]) -> Any:
+def _called(
+    function: Any, boolean_arguments: frozenset[int], boolean_results: frozenset[int]
+) -> Any:
     """Return the class that ORT calls in place of an autograd.Function.
 
-    takes: positions of boolean arguments, which arrive as uint8.
-    gives: positions of boolean results.
+    boolean_arguments: positions of boolean arguments, which arrive as uint8.
+    boolean_results: positions of boolean results.
     """
 
     import torch
 
     def entered(args: tuple[Any, ...]) -> list[Any]:
         """Return the arguments with the booleans restored."""
-        return [arg.bool() if i in takes else arg for i, arg in enumerate(args)]
+        return [arg.bool() if i in boolean_arguments else arg for i, arg in enumerate(args)]
 
-    def left(outputs: Any) -> Any:
+    def as_uint8(outputs: Any) -> Any:
         """Return the outputs with booleans as uint8, the only form that ORT accepts."""
         if not isinstance(outputs, tuple):
-            return outputs.byte() if gives else outputs
-        return tuple(output.byte() if i in gives else output for i, output in enumerate(outputs))
+            return outputs.byte() if boolean_results else outputs
+        return tuple(
+            output.byte() if i in boolean_results else output for i, output in enumerate(outputs)
+        )
 
     def forward(ctx: Any, *args: Any) -> Any:
         outputs = function.forward(ctx, *entered(args))
         _copy_saved(ctx, args)
-        return left(outputs)
+        return as_uint8(outputs)
 
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         function.setup_context(ctx, tuple(entered(inputs)), output)
@@ -100,7 +104,7 @@ def _called(function: Any, takes: frozenset[int], gives: frozenset[int]) -> Any:
         steps: dict[str, AnyFunction] = {"forward": forward}
     else:
         steps = {
-            "forward": lambda *args: left(function.forward(*entered(args))),
+            "forward": lambda *args: as_uint8(function.forward(*entered(args))),
             "setup_context": set_up,
         }
     members = {

@@ -29,7 +29,7 @@ class Export(NamedTuple):
     """ORT's ModelInfoForExport."""
     options: RuntimeOptions
     """ORT's _RuntimeOptions of this module; settings.settings_of returns the Settings in it."""
-    seen: Facts
+    facts: Facts
     """Facts that a trace of the model showed, beside the graph."""
 
 
@@ -46,11 +46,11 @@ def export_of(arguments: Kwargs) -> Export:
         arguments["flatten_module_inputs"],
         info,
         transition._runtime_options,
-        seen_of(transition),
+        traced_facts(transition),
     )
 
 
-def seen_of(transition: Transition) -> Facts:
+def traced_facts(transition: Transition) -> Facts:
     """Return the facts of the newest trace of a GraphTransitionManager's model."""
     found: Facts = vars(transition).setdefault("_ortlaunch_traced", {})
     return found

@@ -64,7 +64,7 @@ passes = Calls()
 """Passes of ORT's graphs themselves."""
 
 
-def made() -> dict[str, Calls]:
+def calls_from_graph() -> dict[str, Calls]:
     """Return the operators and layers that were called from a graph."""
     return {name: counted for name, counted in calls.items() if counted.forward}
 

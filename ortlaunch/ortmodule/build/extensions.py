@@ -78,7 +78,7 @@ def cache_dir() -> Path:
     return cache_root() / "extensions" / _key()
 
 
-def wanted() -> list[str]:
+def required_names() -> list[str]:
     """Return the names of the extensions that ORT uses with the installed versions."""
     names = ["aten_op_executor", INTEROP]
     if _cuda_versions() is not None:
@@ -106,13 +106,15 @@ def interop_refusal() -> str:
 
 
 def _unbuilt() -> list[str]:
-    return [name for name in wanted() if _damage(name)]
+    return [name for name in required_names() if _damage(name)]
 
 
 def damage() -> list[str]:
     """Return a description of each built extension that changed after the build."""
     return [
-        why for name in wanted() if (cache_dir() / f"{name}.so").exists() and (why := _damage(name))
+        why
+        for name in required_names()
+        if (cache_dir() / f"{name}.so").exists() and (why := _damage(name))
     ]
 
 
@@ -173,7 +175,7 @@ def _announce_and_build() -> None:
     folder = cache_dir()
     start = time.monotonic()
     if not names:
-        print(f"{', '.join(wanted())}: already built in {folder}")
+        print(f"{', '.join(required_names())}: already built in {folder}")
         return
     for why in damage():
         print(f"{why}; built anew")

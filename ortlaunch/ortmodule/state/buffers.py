@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule.base.export import Export, seen_of
+from ortlaunch.ortmodule.base.export import Export, traced_facts
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.source_guard import PACKAGE, PROCESSED, TRAINING, owner
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
@@ -67,7 +67,7 @@ def buffers_kept(export: Export) -> Iterator[None]:
         raise
     layers = _layers(export, changed)
     if export.training:
-        export.seen["batch_norms"] = layers
+        export.facts["batch_norms"] = layers
 
 
 def put_out_batch_sizes(export: Export, model: onnx.ModelProto) -> None:
@@ -77,7 +77,7 @@ def put_out_batch_sizes(export: Export, model: onnx.ModelProto) -> None:
     _refuse_frozen_nodes(model)
     if export.device.type == "cpu":
         # On CUDA cuDNN computes the statistics, in the same way as in PyTorch.
-        _put_out_sizes(model, export.seen["batch_norms"])
+        _put_out_sizes(model, export.facts["batch_norms"])
 
 
 def with_each_mode(export: AnyFunction) -> AnyFunction:
@@ -143,7 +143,7 @@ def kept_modes(module: nn.Module) -> Iterator[None]:
             layer.training = mode
 
 
-class _Kept(NamedTuple):
+class _Buffer(NamedTuple):
     owner: nn.Module
     name: str
     tensor: torch.Tensor
@@ -158,7 +158,7 @@ def kept_buffers(module: nn.Module, changed: dict[str, int] | None = None) -> It
     is 0 for other changes.
     """
     kept = {
-        f"{path}.{name}": _Kept(place, name, tensor, tensor.detach().clone())
+        f"{path}.{name}": _Buffer(place, name, tensor, tensor.detach().clone())
         for path, place in module.named_modules()
         for name, tensor in place._buffers.items()
         if tensor is not None
@@ -181,7 +181,7 @@ def kept_buffers(module: nn.Module, changed: dict[str, int] | None = None) -> It
                 old.tensor.copy_(old.value)
 
 
-def _changed(kept: dict[str, _Kept], passes: int) -> Iterator[tuple[str, int]]:
+def _changed(kept: dict[str, _Buffer], passes: int) -> Iterator[tuple[str, int]]:
     for name, old in kept.items():
         new = old.owner._buffers[old.name]
         if new is not None and _differs(old.value, new):
@@ -288,7 +288,7 @@ def _with_exact_statistics(
     before = {path: norm.running_var.clone() for path, norm in norms.items()}
     output = original(manager, *args, **kwargs)
     transition = manager._graph_transition_manager
-    layers = seen_of(transition).get("batch_norms", [])
+    layers = traced_facts(transition).get("batch_norms", [])
     info = transition._post_export_processed_model_info
     # Only the CPU's graph has these outputs, and they come last.
     sizes = (

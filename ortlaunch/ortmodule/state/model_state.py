@@ -52,7 +52,7 @@ def noted_state(export: Export) -> Iterator[None]:
     with noted(module) as reads, _nothing_drawn():
         yield
         _refuse_memory(module, reads, export.inputs)
-    export.seen.update(read=sorted(reads.places), names=sorted(reads.names))
+    export.facts.update(read=sorted(reads.places), names=sorted(reads.names))
 
 
 def _refuse_memory(module: nn.Module, reads: Reads, inputs: Any) -> None:
@@ -131,9 +131,9 @@ def _plain(path: str) -> str:
 class TracedState:
     """The state of a model at the time when its graph was made."""
 
-    def __init__(self, module: nn.Module, seen: Facts) -> None:
-        places = [(holder, name) for holder, name in seen.get("read", [])]
-        self._values = Values(module, places, set(seen.get("names", [])))
+    def __init__(self, module: nn.Module, facts: Facts) -> None:
+        places = [(holder, name) for holder, name in facts.get("read", [])]
+        self._values = Values(module, places, set(facts.get("names", [])))
         groups = [getattr(layer, part) for layer in module.modules() for part in _PARTS]
         # Most groups are empty, and to check that they still are is fast.
         self._empty = [group for group in groups if not group]

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.export import Export, seen_of
+from ortlaunch.ortmodule.base.export import Export, traced_facts
 from ortlaunch.ortmodule.base.settings import settings_of
 from ortlaunch.ortmodule.base.torch_calls import getter
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
@@ -49,7 +49,7 @@ _NOT_THE_USERS = (
     f"{Path(_TORCH).parent}/onnxruntime/",
 )
 # torch's function that compares a mask with the causal one.
-_LOOKS_AT_MASK = "_detect_is_causal_mask"
+_MASK_CHECK = "_detect_is_causal_mask"
 # Files of ortlaunch whose frames are between a call of torch and the model.
 _BETWEEN = (
     grad_mode.__file__,
@@ -76,19 +76,19 @@ def watched(export: Export) -> Iterator[None]:
     A trace makes those of the first batch constant.
     """
     info = export.info
-    seen = export.seen
+    facts = export.facts
     numbers = [
         name in info.onnx_graph_input_const_as_tensor for name in info.onnx_graph_input_names
     ]
     with _Watch(export.module, numbers, torch_modules.paths(export)) as watch:
-        seen["made"] = watch.made
+        facts["made"] = watch.made
         yield
-    seen.update({name: sorted(places) for name, places in vars(watch.places).items() if places})
+    facts.update({name: sorted(places) for name, places in vars(watch.places).items() if places})
     if watch.places.sizes or watch.places.ones:
-        seen["of"] = _shapes(export.inputs, seen)
+        facts["of"] = _shapes(export.inputs, facts)
 
 
-class _Places:
+class _ReadLocations:
     """Lines of the model's code that read values in Python, as `file:line`."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, module: torch.nn.Module, numbers: list[bool], whole: list[str]) -> None:
         super().__init__()
-        self.places = _Places()
+        self.places = _ReadLocations()
         # Tensors without an entry are values.
         self._kinds = WeakTensorKeyDictionary()
         self.made = WeakTensorKeyDictionary()
@@ -217,7 +217,7 @@ class _Watch(TorchFunctionMode):
             return
         masked = False
         while frame.f_back and frame.f_code.co_filename.startswith(_TORCH):
-            masked = masked or frame.f_code.co_name == _LOOKS_AT_MASK
+            masked = masked or frame.f_code.co_name == _MASK_CHECK
             frame = frame.f_back
         file = frame.f_code.co_filename
         line = frame.f_lineno
@@ -252,13 +252,13 @@ def _zero_or_one(*values: object) -> bool:
     return len(values) == 1 and isinstance(values[0], int) and values[0] in (0, 1)
 
 
-def _shapes(values: object, seen: Facts) -> list[list[int]]:
-    """Return the sizes of tensors that a trace with the facts `seen` depends on.
+def _shapes(values: object, facts: Facts) -> list[list[int]]:
+    """Return the sizes of tensors that a trace with the facts `facts` depends on.
 
     Either the sizes themselves, or only 0, 1 and more (as 2).
     """
     # If the model only compares sizes with 0 and 1, all larger ones share a graph.
-    most = sys.maxsize if "sizes" in seen else 2
+    most = sys.maxsize if "sizes" in facts else 2
     return [[min(size, most) for size in tensor.shape] for tensor in tensors(values)]
 
 
@@ -270,30 +270,30 @@ def _only_checks(file: str, line: int) -> bool:
 
 def judge(export: Export) -> None:
     """Refuse values that would stay those of the first batch, or add a note where that is allowed."""
-    seen = export.seen
-    if "checks" in seen:
+    facts = export.facts
+    if "checks" in facts:
         tally.note(
-            f"checked in the first batch only, because {_listed(seen['checks'])} takes values "
+            f"checked in the first batch only, because {_listed(facts['checks'])} takes values "
             "into Python"
         )
-    if "decisions" in seen:
-        what = f"the model takes values of tensors into Python at {_listed(seen['decisions'])}"
+    if "decisions" in facts:
+        what = f"the model takes values of tensors into Python at {_listed(facts['decisions'])}"
         if not settings_of(export.options).allow_traced_values:
             mend = "Use torch.where or another function of torch's in their place"
-            if "masks" in seen:
-                where = _listed(seen["masks"])
+            if "masks" in facts:
+                where = _listed(facts["masks"])
                 mend = f"Give is_causal=True or False (a decoder: tgt_is_causal=) at {where}, "
                 mend += "or torch looks at the mask"
             raise RuntimeError(
                 f"{what}: ONNX Runtime's graph would hold those of the first batch. {mend}, or "
-                f"Settings.allow_traced_values=True where they never change, or {_layer(seen)}"
+                f"Settings.allow_traced_values=True where they never change, or {_layer(facts)}"
             )
         tally.note(f"{what}: they stay those of the first batch (Settings.allow_traced_values)")
 
 
-def _layer(seen: Facts) -> str:
+def _layer(facts: Facts) -> str:
     """Return the setting that would let the layers with such code run as torch."""
-    layers = seen.get("layers", ["PATH OF THE LAYER"])
+    layers = facts.get("layers", ["PATH OF THE LAYER"])
     # One pattern for the many equal layers of a model.
     if len(layers) > 4:
         layers = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", layer) for layer in layers})
@@ -313,8 +313,8 @@ def _listed(places: list[str]) -> str:
 
 def fixed_sizes(manager: Manager, values: object) -> list[list[int]] | None:
     """Return the sizes of the tensors in `values` if the graph depends on them, else None."""
-    seen = seen_of(manager._graph_transition_manager)
-    return _shapes(values, seen) if "of" in seen else None
+    facts = traced_facts(manager._graph_transition_manager)
+    return _shapes(values, facts) if "of" in facts else None
 
 
 def fixed_buffers(manager: Manager) -> list[tuple[int, int]] | None:
@@ -323,7 +323,7 @@ def fixed_buffers(manager: Manager) -> list[tuple[int, int]] | None:
     BatchNorm's buffers are left out: they change in every pass, and no Python code reads them
     except for a momentum of None.
     """
-    if "buffers" not in seen_of(manager._graph_transition_manager):
+    if "buffers" not in traced_facts(manager._graph_transition_manager):
         return None
     layers = [
         layer for layer in manager._flattened_module.modules() if not isinstance(layer, _BatchNorm)
@@ -333,9 +333,9 @@ def fixed_buffers(manager: Manager) -> list[tuple[int, int]] | None:
 
 def report_again(transition: Transition) -> None:
     """Add a note why a batch of other sizes, or a changed buffer, causes another export."""
-    seen = seen_of(transition)
+    facts = traced_facts(transition)
     places = _listed(
-        [place for kind in ("sizes", "ones", "buffers") for place in seen.get(kind, [])]
+        [place for kind in ("sizes", "ones", "buffers") for place in facts.get(kind, [])]
     )
     tally.note(
         f"exported again for other sizes or buffers, which the model takes into Python at {places}"

@@ -41,21 +41,21 @@ def weights_kept(export: Export) -> Iterator[None]:
     """Refuse a pass that changes a weight, while open; restore every weight afterwards."""
     weights = dict(export.module.named_parameters())
     memories = [(weight, weight.data) for weight in weights.values()]
-    seen = _Seen()
-    writes = _Writes(seen, weights)
+    names = _NamesById()
+    writes = _Writes(names, weights)
 
     def begin(module: nn.Module, _: object) -> None:
         # ORT may run a copy of the module, which has the hook too, so that the copy's weights are
         # known.
-        seen.objects.update((id(weight), name) for name, weight in module.named_parameters())
-        seen.memory.update((_memory(weight), name) for name, weight in module.named_parameters())
-        seen.layers.update((id(layer), _plain(path)) for path, layer in module.named_modules())
+        names.objects.update((id(weight), name) for name, weight in module.named_parameters())
+        names.memory.update((_memory(weight), name) for name, weight in module.named_parameters())
+        names.layers.update((id(layer), _plain(path)) for path, layer in module.named_modules())
 
     io: Any = importlib.import_module(f"{PACKAGE}._io")
     hook = export.module.register_forward_pre_hook(begin)
     plain = functools.partial(_under, writes, getattr(io, _PLAIN_PASS))
     try:
-        with mock.patch.object(io, _PLAIN_PASS, plain), _Assignments(seen):
+        with mock.patch.object(io, _PLAIN_PASS, plain), _Assignments(names):
             yield
     finally:
         hook.remove()
@@ -89,7 +89,7 @@ def _plain(path: str) -> str:
     return path.partition(".")[2]
 
 
-class _Seen:
+class _NamesById:
     """Names of a model's weights and layers, by their identity in the passes of one export."""
 
     def __init__(self) -> None:
@@ -101,15 +101,15 @@ class _Seen:
 class _Assignments(TorchFunctionMode):
     """A mode that refuses `weight.data = ...`."""
 
-    def __init__(self, seen: _Seen) -> None:
+    def __init__(self, names: _NamesById) -> None:
         super().__init__()
-        self._seen = seen
+        self._names = names
 
     def __torch_function__(
         self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        if func == _SET_DATA and id(args[0]) in self._seen.objects:
-            _refuse(self._seen.objects[id(args[0])], self._seen.layers)
+        if func == _SET_DATA and id(args[0]) in self._names.objects:
+            _refuse(self._names.objects[id(args[0])], self._names.layers)
         return func(*args, **(kwargs or {}))
 
 
@@ -119,9 +119,9 @@ class _Writes(TorchDispatchMode):
     In layers that run as torch, it keeps the value before the first write.
     """
 
-    def __init__(self, seen: _Seen, weights: dict[str, nn.Parameter]) -> None:
+    def __init__(self, names: _NamesById, weights: dict[str, nn.Parameter]) -> None:
         super().__init__()
-        self._seen = seen
+        self._names = names
         self._weights = weights
         self.values: dict[str, torch.Tensor] = {}
         """Values of changed weights before the change."""
@@ -135,9 +135,9 @@ class _Writes(TorchDispatchMode):
     ) -> object:
         kwargs = kwargs or {}
         for tensor in _written(func._schema, args, kwargs) if func._schema.is_mutable else ():
-            name = self._seen.memory.get(_memory(tensor))
+            name = self._names.memory.get(_memory(tensor))
             if name is not None and not torch_modules.is_running():
-                _refuse(name, self._seen.layers)
+                _refuse(name, self._names.layers)
             if name is not None and name not in self.values:
                 # Of the model's own weight: the pass may be one of a copy.
                 self.values[name] = self._weights[name].detach().clone()

@@ -72,7 +72,7 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def kept(export: Export) -> Iterator[None]:
+def operators_as_torch(export: Export) -> Iterator[None]:
     """Keep operators as torch calls in exports, as the settings require."""
     asked = settings_of(export.options).torch_operators
     able = asked != "off" and not extensions.interop_refusal()

@@ -220,7 +220,7 @@ def _as_node(
         # _version counts the in-place changes of a tensor.
         before = [value._version for value in values if isinstance(value, torch.Tensor)]
         with torch.autocast(*casts):
-            outputs = result.taken(plain(module, *inner_args, **inner_kwargs))
+            outputs = result.flatten(plain(module, *inner_args, **inner_kwargs))
         if before != [value._version for value in values if isinstance(value, torch.Tensor)]:
             raise RuntimeError(
                 f"{path} changes a tensor that it is given, which ONNX Runtime's graph would not "
@@ -261,7 +261,7 @@ class _Result:
         self._rest: list[object] = []
         self._kinds: list[Any] = []
 
-    def taken(self, result: object) -> list[torch.Tensor]:
+    def flatten(self, result: object) -> list[torch.Tensor]:
         values, form = tree_flatten(result)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         rest = [None if isinstance(value, torch.Tensor) else value for value in values]

@@ -51,7 +51,7 @@ def called_plainly(export: Export) -> Iterator[None]:
     _checkpoints.clear()
     with _plain_checkpoints():
         yield
-    export.seen["checkpointed"] = bool(_checkpoints)
+    export.facts["checkpointed"] = bool(_checkpoints)
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def recompute(export: Export) -> None:
     options = export.options
     if (
         export.training
-        and export.seen.get("checkpointed")
+        and export.facts.get("checkpointed")
         and not options.memory_optimizer_is_enabled()
     ):
         options.memory_optimization_level = 1

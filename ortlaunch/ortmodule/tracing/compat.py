@@ -113,7 +113,7 @@ def load_cached_extensions() -> bool:
     ortmodule: Any = importlib.import_module(_ORTMODULE)
     package = importlib.import_module(f"{_ORTMODULE}.torch_cpp_extensions")
     package.__path__.insert(0, str(extensions.cache_dir()))
-    for name in extensions.wanted():
+    for name in extensions.required_names():
         if not (name == extensions.INTEROP and extensions.interop_refusal()):
             _load(f"{package.__name__}.{name}")
     # ORT records this error at its import and would raise it with the first ORTModule.

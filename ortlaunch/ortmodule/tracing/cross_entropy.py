@@ -51,13 +51,13 @@ def ignored_labels_left_out(export: Export) -> Iterator[None]:
     if not export.training or not export.options.enable_embedding_sparse_optimizer:
         yield
         return
-    with _replaced(_gathered(export.seen, export.options.print_input_density)):
+    with _replaced(_gathered(export.facts, export.options.print_input_density)):
         yield
 
 
 def report_density(export: Export) -> None:
     """Record the share of labels that are not ignored, for engine.json."""
-    tally.label_density = export.seen.get("label_density", tally.label_density)
+    tally.label_density = export.facts.get("label_density", tally.label_density)
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def _replaced(stand_in: Callable[[Loss], Loss]) -> Iterator[None]:
         parts.cross_entropy_loss = plain
 
 
-def _gathered(seen: Facts, printing: bool) -> Callable[[Loss], Loss]:
+def _gathered(facts: Facts, printing: bool) -> Callable[[Loss], Loss]:
     """Return a cross entropy that skips ignored labels, if the current batch has enough of them."""
 
     def stand_in(plain: Loss) -> Loss:
@@ -89,7 +89,7 @@ def _gathered(seen: Facts, printing: bool) -> Callable[[Loss], Loss]:
                 counts = labels != ignore_index
                 density = float(counts.float().mean())
                 if density < SPARSE:
-                    seen["label_density"] = round(density, 3)
+                    facts["label_density"] = round(density, 3)
                     scores, labels = _without(scores, labels, counts, ignore_index, printing)
             return plain(scores, labels, weight, reduction, ignore_index, smoothing)
 
@@ -120,7 +120,7 @@ def _without(
 def shrink(export: Export, model: onnx.ModelProto) -> None:
     """Turn gathers of non-zero rows into ShrunkenGather, which ORT's compute optimizer moves up."""
     # The trace gathered no rows.
-    if "label_density" not in export.seen:
+    if "label_density" not in export.facts:
         return
     makers = {name: node for node in model.graph.node for name in node.output}
     for node in model.graph.node:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ortlaunch.ortmodule.base.export import Export, seen_of
+from ortlaunch.ortmodule.base.export import Export, traced_facts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,13 +77,13 @@ def noted(export: Export) -> Iterator[None]:
         RuntimeError: a tensor is stored where it cannot be replaced.
     """
     yield
-    made = export.seen.pop("made", {})
+    made = export.facts.pop("made", {})
     # A tensor may be left in a reference cycle that nothing uses: collect those before the search.
     if any(_held(tensor) for tensor in list(made)):
         gc.collect()
     if any(_held(tensor) for tensor in list(made)):
         with _unfrozen():
-            export.seen["kept"] = _find(export.module, made)
+            export.facts["kept"] = _find(export.module, made)
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ def put_back(manager: Manager) -> None:
 
     An export of another graph, or a pass of the model itself, may have written other tensors there.
     """
-    for container, key, value in seen_of(manager._graph_transition_manager).get("kept", ()):
+    for container, key, value in traced_facts(manager._graph_transition_manager).get("kept", ()):
         if isinstance(container, types.CellType):
             container.cell_contents = value
         elif isinstance(container, dict) or key < len(container):

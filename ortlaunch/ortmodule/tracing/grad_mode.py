@@ -59,7 +59,7 @@ def noted(export: ort_export.Export) -> Iterator[None]:
     """Record whether the model reads the grad mode; its graph is then valid for this mode only."""
     _reads.clear()
     yield
-    export.seen["grad_mode"] = bool(_reads)
+    export.facts["grad_mode"] = bool(_reads)
 
 
 def following_grad_mode(export: Export) -> Export:
@@ -72,7 +72,7 @@ def following_grad_mode(export: Export) -> Export:
     def export_with_grad_mode(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
         with (
             _GradMode(model, kwargs["training"] == torch.onnx.TrainingMode.TRAINING) as mode,
-            mode.told(),
+            mode.intercepted(),
         ):
             return export(model, *args, **kwargs)
 
@@ -103,7 +103,7 @@ class _GradMode(TorchFunctionMode):
             self._trained[tensor] = tensor.requires_grad
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
+    def intercepted(self) -> Iterator[None]:
         """Intercept the calls that no function mode sees.
 
         These are reads of the grad mode, and custom functions.

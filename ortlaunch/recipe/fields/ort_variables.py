@@ -84,14 +84,14 @@ LEFT_OUT = {
 HARMLESS = ("ORTMODULE_TRITON_DEBUG",)
 
 
-def seen(environ: Mapping[str, str]) -> dict[str, str]:
+def variables_in(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ORTModule's variables of an environment, sorted by name."""
     return {name: environ[name] for name in sorted(environ) if name.startswith(PREFIX)}
 
 
 def contradictions(engine: Engine, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield (variable, problem) for each variable that contradicts the recipe or has no effect."""
-    for name, text in seen(environ).items():
+    for name, text in variables_in(environ).items():
         message = _contradiction(engine, name, text)
         if message:
             yield name, message

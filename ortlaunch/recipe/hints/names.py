@@ -22,7 +22,7 @@ from ortlaunch.recipe.text.tree import Tree
 _MOST = 100
 
 
-class Named(NamedTuple):
+class KnownKeys(NamedTuple):
     """A tree of known keys only, the problems, and the keys that unknown keys were meant for."""
 
     tree: Tree
@@ -30,7 +30,7 @@ class Named(NamedTuple):
     doubtful: list[KeyPath]
 
 
-def settle(tree: Tree) -> Named:
+def settle(tree: Tree) -> KnownKeys:
     """Remove unknown keys from the tree, or move them to the key that was meant."""
     problems: list[Line] = []
     doubtful: list[KeyPath] = []
@@ -54,7 +54,7 @@ def settle(tree: Tree) -> Named:
         tree = replace(tree, children={})
         # Suppresses errors about missing keys: they may be among the removed ones.
         doubtful.append(("extends",))
-    return Named(_without_empty(tree), problems, doubtful)
+    return KnownKeys(_without_empty(tree), problems, doubtful)
 
 
 def _unknown(tree: Tree, model: type[BaseModel] = Recipe, path: KeyPath = ()) -> Iterator[KeyPath]:

@@ -39,11 +39,11 @@ class Shards:
         self.numbers: dict[str, dict[str, float]] = {}
         self.buffers: list[dict[str, Entry]] = []
         for rank in range(self.index["ranks"]):
-            self._take(*read_header(folder / file_of(rank)))
+            self._add(*read_header(folder / file_of(rank)))
         for pieces in self.pieces.values():
             pieces.sort(key=lambda piece: piece[0])
 
-    def _take(self, entries: dict[str, Entry], metadata: dict[str, str]) -> None:
+    def _add(self, entries: dict[str, Entry], metadata: dict[str, str]) -> None:
         buffers = {}
         for key, entry in entries.items():
             # KIND:NAME@START; a name may contain ":" and "@" itself.

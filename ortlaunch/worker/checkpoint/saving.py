@@ -25,7 +25,7 @@ from ortlaunch.worker.checkpoint.transaction import save, snapshot, write
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.agreement import Agreement
 from ortlaunch.worker.process_group.distributed import DistributedContext
-from ortlaunch.worker.supervision.requests import Ask
+from ortlaunch.worker.supervision.requests import RankRequest
 
 _NO_EXPORT = (
     "This was the save at the end: the run ends without its export. Start it again once this "
@@ -94,13 +94,13 @@ class Saving:
             and self.group.rank == 0
             and time.monotonic() - self.tried >= 60 * minutes
         ):
-            agreed.ask(Ask.SAVE)
+            agreed.add(RankRequest.SAVE)
             self.by_clock = True
         # A background save that has ended is recorded soon, not only at the next save.
         if self.background is not None and self.background[2].has_ended():
             self.wait()
 
-    def save(self, step: int, state: Json, asked: Ask = Ask.NOTHING) -> None:
+    def save(self, step: int, state: Json, asked: RankRequest = RankRequest.NOTHING) -> None:
         """Write a checkpoint, or start to (collective).
 
         If a stop or a user requested it, it is complete on return.
@@ -125,13 +125,13 @@ class Saving:
             self.tried = time.monotonic()
             self.by_clock = False
 
-    def _may_wait(self, step: int, asked: Ask) -> bool:
+    def _may_wait(self, step: int, asked: RankRequest) -> bool:
         """Return whether training may continue before this checkpoint is complete (collective)."""
         if self.beside is None or asked.stops or step == self.last_step:
             return False
         # Only rank 0 has a clock; a user's request waits for a complete checkpoint.
         by_clock = self.by_clock and not self.run.save_request.exists()
-        return asked is Ask.NOTHING or bool(self.group.gather_numbers([by_clock])[0][0])
+        return asked is RankRequest.NOTHING or bool(self.group.gather_numbers([by_clock])[0][0])
 
     def _begin(self, step: int, state: Json, began: float) -> None:
         beside = self.beside
@@ -176,7 +176,7 @@ class Saving:
                 flush=True,
             )
 
-    def answers(self, asked: Ask) -> bool:
+    def answers(self, asked: RankRequest) -> bool:
         """Return whether this save answers its request: it is complete, or by the clock alone."""
         return bool(asked) or self.background is None
 

@@ -12,7 +12,7 @@ from ortlaunch.tasks import Task
 from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.data.batches import Batches
 from ortlaunch.worker.data.chats import Conversations, tokenized_chats
-from ortlaunch.worker.data.corpus import named
+from ortlaunch.worker.data.corpus import corpus_name
 from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.labelled import (
     OF_ROWS,
@@ -31,7 +31,13 @@ from ortlaunch.worker.data.pairs import SentencePairs
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples, Stack, collate, cut_padding
 from ortlaunch.worker.data.tokenizer import load_tokenizer
-from ortlaunch.worker.data.tokens import Documents, Tell, begin_of_text, silent, tokenized_documents
+from ortlaunch.worker.data.tokens import (
+    Documents,
+    ShowProgress,
+    begin_of_text,
+    silent,
+    tokenized_documents,
+)
 from ortlaunch.worker.data.vocabulary import Vocabulary, labels_of_model
 from ortlaunch.worker.data.windows import Blocks, SeparateDocuments
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -51,17 +57,20 @@ class LoadedData:
     """The tokenizer, the training and evaluation samples, and the class names of a recipe."""
 
     def __init__(
-        self, recipe: Recipe, tell: Tell = silent, vocabulary: Vocabulary | None = None
+        self,
+        recipe: Recipe,
+        show_progress: ShowProgress = silent,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         """Read all samples now, or, if weights exist already, each part on its first access.
 
         Args:
             recipe: the recipe of the run.
-            tell: called with progress messages for the user.
+            show_progress: called with progress messages for the user.
             vocabulary: the vocabulary of the existing weights; None: the model is new.
         """
         self._recipe = recipe
-        self._tell = tell
+        self._show_progress = show_progress
         self._vocabulary = vocabulary
         self.tokenizer = load_tokenizer(recipe.data, vocabulary.tokenizer if vocabulary else None)
         # Numbering the labels of a new model reads the training and the evaluation samples.
@@ -78,17 +87,19 @@ class LoadedData:
     @functools.cached_property
     def train(self) -> Samples:
         """The training samples."""
-        return self._numbered(_training(self._recipe, self.tokenizer, self._tell))
+        return self._numbered(_training(self._recipe, self.tokenizer, self._show_progress))
 
     @functools.cached_property
     def evaluation(self) -> Samples | None:
         """The evaluation samples; None if the recipe has none."""
         source = self._recipe.data.evaluation
-        tell = self._tell
+        tell = self._show_progress
         if source is None:
             return None
         return self._numbered(
-            make_samples(self._recipe, source, self.tokenizer, tell=tell, key="data.evaluation")
+            make_samples(
+                self._recipe, source, self.tokenizer, show_progress=tell, key="data.evaluation"
+            )
         )
 
     def _numbered(self, samples: Samples) -> Samples:
@@ -157,12 +168,16 @@ def reader(recipe: Recipe, device: str) -> Reader:
     return Reader(workers or None, device == "cuda")
 
 
-def _training(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tell: Tell) -> Samples:
+def _training(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, show_progress: ShowProgress
+) -> Samples:
     parts = recipe.data.parts
     if not isinstance(recipe.data.train, tuple):
-        return make_samples(recipe, recipe.data.train, tokenizer, tell=tell)
+        return make_samples(recipe, recipe.data.train, tokenizer, show_progress=show_progress)
     made = [
-        make_samples(recipe, part.source, tokenizer, source_seed(recipe.seed, number), tell)
+        make_samples(
+            recipe, part.source, tokenizer, source_seed(recipe.seed, number), show_progress
+        )
         for number, part in enumerate(parts)
     ]
     return Mixture(made, [part.weight for part in parts])
@@ -173,7 +188,7 @@ def make_samples(
     source: str | Corpus,
     tokenizer: PreTrainedTokenizerBase,
     seed: int | None = None,
-    tell: Tell = silent,
+    show_progress: ShowProgress = silent,
     key: str = "data.train",
 ) -> Samples:
     """Return the samples of one corpus for the recipe's task.
@@ -183,7 +198,7 @@ def make_samples(
         source: the corpus.
         tokenizer: the tokenizer of the run.
         seed: the seed of random values in the samples; None: the recipe's seed.
-        tell: called with progress messages.
+        show_progress: called with progress messages.
         key: the recipe's field of the corpus, for messages.
 
     Raises:
@@ -196,22 +211,24 @@ def make_samples(
     length = recipe.data.sequence_length or 0
     traits = recipe.model.traits
     if traits.label:
-        return OF_ROWS[traits.label](source, tokenizer, length, tell)
+        return OF_ROWS[traits.label](source, tokenizer, length, show_progress)
     if is_chat(source):
         pad = next(
             (each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None),
             0,
         )
-        return Conversations(tokenized_chats(source, tokenizer, tell), length, pad, key)
+        return Conversations(tokenized_chats(source, tokenizer, show_progress), length, pad, key)
     # A pretrained model has seen no text without its begin mark; see `begin_of_text`.
     pretrained = traits.predicts == "next" and isinstance(recipe.data.tokenizer, str)
     begin = begin_of_text(tokenizer) if pretrained else []
     end = traits.predicts != "masked"
-    documents = tokenized_documents(source, tokenizer, end_of_text=end, begin=begin, tell=tell)
+    documents = tokenized_documents(
+        source, tokenizer, end_of_text=end, begin=begin, show_progress=show_progress
+    )
     samples: Samples = _of_text(recipe, documents, tokenizer, seed)
     if len(samples) == 0:
         raise DataError(
-            f"{named(source)}: has {len(documents.tokens)} tokens, "
+            f"{corpus_name(source)}: has {len(documents.tokens)} tokens, "
             f"fewer than one sample of {length}"
         )
     return samples

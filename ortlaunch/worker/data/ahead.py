@@ -49,7 +49,7 @@ class Ahead:
     def __init__(
         self, read: Read, places: Callable[[int, int], Places], passes: int, reader: Reader
     ) -> None:
-        """Prepare the reading; it starts at the first `take`.
+        """Prepare the reading; it starts at the first `batch`.
 
         Args:
             read: makes a batch of samples.
@@ -65,7 +65,7 @@ class Ahead:
         self._next = (-1, -1)
         self._last = ((-1, -1), Batch())
 
-    def take(self, step: int, number: int) -> Batch:
+    def batch(self, step: int, number: int) -> Batch:
         """Return micro batch `number` of a step; the last one may be requested again."""
         if (step, number) == self._last[0]:
             return self._last[1]

@@ -51,29 +51,29 @@ class Batches:
         self.left_out = LeftOut()
         # The step from which the present batch size counts, and the samples consumed before it.
         self._step = 0
-        self._seen = 0
+        self._first_place = 0
         self.order = (
             samples.order(seed) if isinstance(samples, Mixture) else Order(len(samples), seed)
         )
 
     def go_on(self, step: int, seen: int) -> None:
-        """Let step `step` begin after `seen` samples, whatever the batch size was before it."""
+        """Let step `step` begin after `seen` places, whatever the batch size was before it."""
         self._step = step
-        self._seen = seen
+        self._first_place = seen
 
-    def seen(self, step: int) -> int:
+    def places_passed(self, step: int) -> int:
         """Return how many places of the order the steps before `step` (from 0) have passed.
 
         Skipped places before the last used one count; skipped places after it do not.
         """
         taken = (step - self._step) * self.batch.global_samples
-        return self.left_out.place(self._seen, taken - 1) + 1 if taken else self._seen
+        return self.left_out.place(self._first_place, taken - 1) + 1 if taken else self._first_place
 
     def stretch(self, step: int) -> tuple[int, int]:
         """Return the places [first, after) of step `step` (from 0) in the order of all epochs."""
         return self.left_out.place(
-            self._seen, (step - self._step) * self.batch.global_samples
-        ), self.seen(step + 1)
+            self._first_place, (step - self._step) * self.batch.global_samples
+        ), self.places_passed(step + 1)
 
     def holds(self, places: list[int], samples: list[int]) -> bool:
         """Return whether the places [first, after) include all of these samples."""
@@ -88,7 +88,7 @@ class Batches:
             rank: the data-parallel rank.
         """
         if self._ahead is not None and self._ahead[0] == rank:
-            return self._ahead[1].take(step, accumulation)
+            return self._ahead[1].batch(step, accumulation)
         return self._read(self._places(step, accumulation, rank))
 
     @contextlib.contextmanager
@@ -159,12 +159,12 @@ class Batches:
         return self._at(range(first + within, first + within + b.micro_samples))
 
     def _at(self, numbers: range) -> list[tuple[int, int]]:
-        return self.order.at([self.left_out.place(self._seen, number) for number in numbers])
+        return self.order.at([self.left_out.place(self._first_place, number) for number in numbers])
 
     def _by_length(self, first: int, count: int) -> list[tuple[int, int]]:
         """Return the samples of a whole step, sorted by bucket; within a bucket the order stays."""
         # The whole step is sorted, so that any number of ranks gets the same micro batches.
-        place = self.left_out.place(self._seen, first)
+        place = self.left_out.place(self._first_place, first)
         if self._dealt is None or self._dealt[0] != place:
             found = self._at(range(first, first + count))
             padded: Any = self.samples

@@ -23,7 +23,14 @@ from ortlaunch.worker.data.corpus import fingerprint
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.shards import Tokens
-from ortlaunch.worker.data.tokens import Documents, Tell, Work, plain_backend, stored, vocabulary_of
+from ortlaunch.worker.data.tokens import (
+    Documents,
+    ShowProgress,
+    Work,
+    plain_backend,
+    stored,
+    vocabulary_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +51,7 @@ class Rendered(NamedTuple):
 
 
 def tokenized_chats(
-    source: str | Corpus, tokenizer: PreTrainedTokenizerBase, tell: Tell
+    source: str | Corpus, tokenizer: PreTrainedTokenizerBase, show_progress: ShowProgress
 ) -> Documents:
     """Return one document for each chat; tokens of answers have the bit ANSWER set.
 
@@ -66,7 +73,7 @@ def tokenized_chats(
         encoded = backend.encode_batch([each.text for each in written], add_special_tokens=False)
         return (_marked(found, each.answers) for found, each in zip(encoded, written))
 
-    return stored(Work(key, lambda: chats_read(source), encode), tell)
+    return stored(Work(key, lambda: chats_read(source), encode), show_progress)
 
 
 def _marked(encoded: Any, answers: list[tuple[int, int]]) -> Sequence[int]:

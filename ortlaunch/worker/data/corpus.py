@@ -107,15 +107,15 @@ def _of_the_hub(source: Corpus) -> Iterator[Row]:
         )
         names = names_of_numbers(found.features.to_dict() if found.features else {})
         yield from (
-            Row(row, f"{named(source)}: row {number}", 0.0, names)
+            Row(row, f"{corpus_name(source)}: row {number}", 0.0, names)
             for number, row in enumerate(found, 1)
         )
     # `datasets` reads a first row of JSON to learn the columns.
     except StopIteration:
-        raise DataError(f"{named(source)}: has no rows") from None
+        raise DataError(f"{corpus_name(source)}: has no rows") from None
     # The errors of pyarrow and of the hub are subclasses of these.
     except (OSError, ValueError) as error:
-        raise DataError(f"{named(source)}: cannot be read: {first_line(error)}") from error
+        raise DataError(f"{corpus_name(source)}: cannot be read: {first_line(error)}") from error
 
 
 def files(source: Corpus) -> list[str]:
@@ -131,7 +131,7 @@ def files(source: Corpus) -> list[str]:
         )
         if not matches:
             raise MissingData(
-                f"{named(source)}: {pattern!r} matches no file (seen from {os.getcwd()})"
+                f"{corpus_name(source)}: {pattern!r} matches no file (seen from {os.getcwd()})"
             )
         found += matches
     return found
@@ -196,11 +196,11 @@ def _commit(source: Corpus) -> str:
     except (OSError, ValueError) as error:
         reason = first_line(error)
         mend = "to train offline, give the commit as data.*.revision"
-        raise DataError(f"{named(source)}: cannot be read: {reason}; {mend}") from error
+        raise DataError(f"{corpus_name(source)}: cannot be read: {reason}; {mend}") from error
     return found
 
 
-def named(source: str | Corpus) -> str:
+def corpus_name(source: str | Corpus) -> str:
     """Return the name of a corpus for an error message."""
     if isinstance(source, str):
         return source

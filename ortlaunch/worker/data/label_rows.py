@@ -15,7 +15,7 @@ import numpy as np
 
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.rules.model_rules import MOST_CLASSES
-from ortlaunch.worker.data.corpus import named, rows, value
+from ortlaunch.worker.data.corpus import corpus_name, rows, value
 from ortlaunch.worker.data.reading import DataError, Row
 
 Read = Callable[[Row, Corpus, Any], tuple[Any, list[Any]]]
@@ -53,7 +53,7 @@ class SourceSummary:
     names: list[tuple[str, ...]] = field(default_factory=list)
     """Class names of integer labels; the names of several files may differ."""
 
-    def number(self, label: Any, place: str) -> list[int]:
+    def encode(self, label: Any, place: str) -> list[int]:
         """Return the stored form of a label, and count the label.
 
         Raises:
@@ -107,10 +107,10 @@ def labelled_rows(source: Corpus, read: Read, found: SourceSummary) -> Iterator[
         if names and names not in found.names:
             found.names.append(names)
         yield LabelledRow(
-            text, [part for label in labels for part in found.number(label, row.place)], row.share
+            text, [part for label in labels for part in found.encode(label, row.place)], row.share
         )
     if row is None:
-        raise DataError(f"{named(source)}: has no rows")
+        raise DataError(f"{corpus_name(source)}: has no rows")
 
 
 def classified(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:

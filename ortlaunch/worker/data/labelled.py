@@ -34,7 +34,7 @@ from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Sample, Samples
 from ortlaunch.worker.data.tokens import (
     Documents,
-    Tell,
+    ShowProgress,
     Work,
     plain_backend,
     silent,
@@ -65,7 +65,7 @@ class LabelledTexts:
         source: str | Corpus,
         tokenizer: PreTrainedTokenizerBase,
         length: int,
-        tell: Tell = silent,
+        show_progress: ShowProgress = silent,
     ) -> None:
         assert isinstance(source, Corpus)
         if tokenizer.pad_token is None:
@@ -76,14 +76,14 @@ class LabelledTexts:
             )
         self.source = source
         self.length = length
-        self._tell = tell
+        self._show_progress = show_progress
         self._pad = tokenizer.pad_token_id
         self._on_the_left = tokenizer.padding_side == "left"
         self._with_mask = "attention_mask" in tokenizer.model_input_names
         # The 2 is the version of this format.
         self._key = f"{self.task} 2 {fingerprint(source)} {source.label_column}"
         key = f"{self._key} {length} {_decides(tokenizer)}"
-        self._documents = stored(Work(key, self._items, self._encoder(tokenizer)), tell)
+        self._documents = stored(Work(key, self._items, self._encoder(tokenizer)), show_progress)
         of_all = json.loads(_text_of(self._documents, len(self)))
         # Each label once; labels that are names stay so until `number_labels`.
         self.labels: list[Any] = of_all["labels"]
@@ -197,7 +197,7 @@ class LabelledTexts:
 
         found = stored(
             Work(f"some {step} {self._key}", items, lambda texts: map(str.encode, texts)),
-            self._tell,
+            self._show_progress,
         )
         pairs = (json.loads(_text_of(found, number)) for number in range(len(found.ends)))
         return [(text, self._label(numbers)) for text, numbers in pairs]
@@ -231,13 +231,13 @@ class TaggedWords(LabelledTexts):
         source: str | Corpus,
         tokenizer: PreTrainedTokenizerBase,
         length: int,
-        tell: Tell = silent,
+        show_progress: ShowProgress = silent,
     ) -> None:
         if not tokenizer.is_fast:
             raise DataError(
                 "data.tokenizer: does not tell which word a piece is of, as fast tokenizers do"
             )
-        super().__init__(source, tokenizer, length, tell)
+        super().__init__(source, tokenizer, length, show_progress)
 
     def _encoded(
         self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]

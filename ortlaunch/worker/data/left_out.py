@@ -37,13 +37,13 @@ def recorded(run: RunDir) -> Iterator[BadStep]:
     )
 
 
-def taken(run: RunDir, seen: int) -> int:
-    """Return how many of the first `seen` places were not skipped."""
+def samples_trained_on(run: RunDir, places: int) -> int:
+    """Return how many of the first `places` places were not skipped."""
     left = LeftOut()
     for line in recorded(run):
         if line.action == "rollback" and line.places:
             left.add(*line.places)
-    return seen - left.before(seen)
+    return places - left.before(places)
 
 
 class LeftOut:

@@ -42,13 +42,13 @@ from ortlaunch.worker.data.shards import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Tell = Callable[[str], None]
+ShowProgress = Callable[[str], None]
 # Limits of a chunk of documents, so that memory is bounded.
 _DOCUMENTS_AT_ONCE = 1000
 _LETTERS_AT_ONCE = 4_000_000
 # Seconds between saves of the progress, and between progress messages.
 _SAVE_SECONDS = 5.0
-_TELL_SECONDS = 0.5
+_SHOW_SECONDS = 0.5
 
 
 def silent(text: str) -> None:
@@ -113,10 +113,10 @@ def tokenized(
     tokenizer: PreTrainedTokenizerBase,
     end_of_text: bool,
     begin: Sequence[int] = (),
-    tell: Tell = silent,
+    show_progress: ShowProgress = silent,
 ) -> Tokens:
     """Return the token ids of a corpus, (tokens,) uint32 on disk."""
-    return tokenized_documents(source, tokenizer, end_of_text, begin, tell).tokens
+    return tokenized_documents(source, tokenizer, end_of_text, begin, show_progress).tokens
 
 
 def tokenized_documents(
@@ -124,7 +124,7 @@ def tokenized_documents(
     tokenizer: PreTrainedTokenizerBase,
     end_of_text: bool,
     begin: Sequence[int] = (),
-    tell: Tell = silent,
+    show_progress: ShowProgress = silent,
 ) -> Documents:
     """Return the token ids of a corpus, with the ends of its documents.
 
@@ -133,7 +133,7 @@ def tokenized_documents(
         tokenizer: the tokenizer.
         end_of_text: whether the tokenizer's end mark follows each document.
         begin: tokens before each document.
-        tell: called with progress messages.
+        show_progress: called with progress messages.
     """
     end = [tokenizer.eos_token_id] if end_of_text and tokenizer.eos_token_id is not None else []
     key = f"texts with ends {fingerprint(source)} {[*begin]} {end} {vocabulary_of(tokenizer)}"
@@ -142,7 +142,7 @@ def tokenized_documents(
     def between_marks(texts: list[str]) -> Iterator[list[int]]:
         return ([*begin, *ids, *end] for ids in encode(texts))
 
-    return stored(Work(key, lambda: documents_read(source), between_marks), tell)
+    return stored(Work(key, lambda: documents_read(source), between_marks), show_progress)
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -154,17 +154,17 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-def stored(work: Work, tell: Tell = silent) -> Documents:
+def stored(work: Work, show_progress: ShowProgress = silent) -> Documents:
     """Return the tokens from the cache; the first process writes them, the others wait."""
     base = cache_folder("tokens") / hashlib.sha256(f"{SHARD} {work.key}".encode()).hexdigest()[:16]
-    with _alone(base, tell):
-        renew(base.with_suffix(".seal"), lambda: _write_tokens(base, work, tell))
+    with _alone(base, show_progress):
+        renew(base.with_suffix(".seal"), lambda: _write_tokens(base, work, show_progress))
         # Removed only after the seal, as sealing may be interrupted too.
         base.with_suffix(".written").unlink(missing_ok=True)
     return Documents(joined(base), mapped(base.with_suffix(".ends"), np.int64))
 
 
-def _alone(base: Path, tell: Tell) -> contextlib.AbstractContextManager[object]:
+def _alone(base: Path, show_progress: ShowProgress) -> contextlib.AbstractContextManager[object]:
     """Acquire the lock of a corpus; report the waiting time each second."""
     lock = FileLock(base.with_suffix(".lock"))
     seconds = 0
@@ -173,10 +173,10 @@ def _alone(base: Path, tell: Tell) -> contextlib.AbstractContextManager[object]:
             return lock.acquire(timeout=1)
         except Timeout:
             seconds += 1
-            tell(f"waiting for another process that tokenizes, {seconds} s")
+            show_progress(f"waiting for another process that tokenizes, {seconds} s")
 
 
-def _write_tokens(base: Path, work: Work, tell: Tell) -> list[Path]:
+def _write_tokens(base: Path, work: Work, show_progress: ShowProgress) -> list[Path]:
     """Write all documents that are not written yet; return the files."""
     ends = base.with_suffix(".ends")
     note = base.with_suffix(".written")
@@ -192,7 +192,7 @@ def _write_tokens(base: Path, work: Work, tell: Tell) -> list[Path]:
     with contextlib.closing(ShardWriter(base, before.tokens)) as tokens, ends.open("ab") as after:
         # 8 bytes (int64) for each document; ends written after the last save are dropped.
         after.truncate(before.documents * 8)
-        _write(tokens, after, note, before, _encoded(chunks, work.encode), tell)
+        _write(tokens, after, note, before, _encoded(chunks, work.encode), show_progress)
     return [*shard_paths(base), ends]
 
 
@@ -214,12 +214,12 @@ def _write(
     note: Path,
     done: Written,
     encoded: Iterable[Encoded],
-    tell: Tell,
+    show_progress: ShowProgress,
 ) -> None:
     began = time.monotonic()
     before = done.tokens
     saved = time.monotonic()
-    told = 0.0
+    shown = 0.0
     for ids, sizes, chunk in encoded:
         tokens.write(ids)
         after.write((done.tokens + np.cumsum(sizes, dtype=np.int64)).data)
@@ -228,13 +228,13 @@ def _write(
         if now - saved >= _SAVE_SECONDS:
             _save(tokens, after, note, done)
             saved = now
-        if now - told >= _TELL_SECONDS:
+        if now - shown >= _SHOW_SECONDS:
             rate = (done.tokens - before) / max(now - began, 1e-9)
-            tell(
+            show_progress(
                 f"tokenizing {chunk.share:4.0%}: {done.documents:,} documents, "
                 f"{done.tokens:,} tokens, {rate:,.0f}/s"
             )
-            told = now
+            shown = now
     _save(tokens, after, note, done)
 
 

@@ -17,8 +17,8 @@ from ortlaunch.worker.device.device import (
     SAMPLES,
     STEPS,
     Device,
+    int_property,
     load_state,
-    number,
     require,
     save_state,
 )
@@ -65,8 +65,8 @@ def average(
         device.state.parameters[name] = np.asarray(mean, dtype=np.float32)
     properties = device.state.properties
     # Clients may have trained different numbers of steps.
-    properties[STEPS] = max(number(state, STEPS) for state in states)
-    properties[SAMPLES] = sum(number(state, SAMPLES) for state in states)
+    properties[STEPS] = max(int_property(state, STEPS) for state in states)
+    properties[SAMPLES] = sum(int_property(state, SAMPLES) for state in states)
     properties[AVERAGED] = 1
     save_state(device.state, to, with_optimizer=False)
     told = "\n".join(f"  {part:7.2%}  {path}" for part, path in zip(parts, checkpoints))
@@ -119,7 +119,9 @@ def _parts(
     checkpoints: list[Path], states: list[Any], weights: Sequence[float] | None
 ) -> list[float]:
     """Return the share of each client in the mean; their sum is 1."""
-    given = [float(number(state, SAMPLES)) for state in states] if weights is None else weights
+    given = (
+        [float(int_property(state, SAMPLES)) for state in states] if weights is None else weights
+    )
     for path, weight in zip(checkpoints, given):
         if not 0 < weight < float("inf"):
             told = (

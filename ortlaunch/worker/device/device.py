@@ -123,6 +123,6 @@ def save_state(state: Any, path: Path, with_optimizer: bool) -> None:
     os.replace(partial, path)
 
 
-def number(state: Any, name: str) -> int:
+def int_property(state: Any, name: str) -> int:
     """Return an integer property of a checkpoint; 0 if absent."""
     return int(state.properties[name]) if name in state.properties else 0

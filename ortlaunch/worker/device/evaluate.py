@@ -15,7 +15,7 @@ from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import write_json
 from ortlaunch.run_folder.records import Evaluation
 from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.device.device import STEPS, Device, number
+from ortlaunch.worker.device.device import STEPS, Device, int_property
 from ortlaunch.worker.evaluation.evaluate_model import measured
 from ortlaunch.worker.evaluation.record import table
 from ortlaunch.worker.model.model import LossModule
@@ -44,7 +44,7 @@ def evaluate(place: DeviceFolder, recipe: Recipe, data: LoadedData, checkpoint: 
     device = Device(place, checkpoint)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     whole = LossModule(_OnDevice(device))
-    found = measured(recipe, whole, data.evaluation, group, number(device.state, STEPS))
+    found = measured(recipe, whole, data.evaluation, group, int_property(device.state, STEPS))
     write_json(place.evaluation, found.to_json())
     print(*table(found), f"written to {place.evaluation}", sep="\n")
     return found

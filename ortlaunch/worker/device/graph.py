@@ -39,9 +39,9 @@ class WithLoss(nn.Module):
         self.inputs = inputs
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self.named(*tensors).values())
+        return tuple(self.outputs_by_name(*tensors).values())
 
-    def named(self, *tensors: torch.Tensor) -> Batch:
+    def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
         """Return the same tensors by name."""
         output = self.model(**dict(zip(self.inputs, tensors)))
         pairs = output.items() if isinstance(output, Mapping) else ()
@@ -122,7 +122,7 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
     module = WithLoss(whole, tuple(batches[0])).train()
     _require_no_statistics(module)
     inputs = _axes(batches)
-    outputs = _axes([module.named(*batch.values()) for batch in batches])
+    outputs = _axes([module.outputs_by_name(*batch.values()) for batch in batches])
     with warnings.catch_warnings(), torch.random.fork_rng():
         # Warnings about values that tracing fixes; the comparison with PyTorch shows whether they
         # matter.

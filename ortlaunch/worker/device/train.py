@@ -19,8 +19,8 @@ from ortlaunch.worker.device.device import (
     SAMPLES,
     STEPS,
     Device,
+    int_property,
     load_state,
-    number,
     require,
     save_state,
 )
@@ -69,7 +69,7 @@ def train(
     )
     # One rank and one pass: the global batch is the micro batch.
     plan = BatchPlan(micro, micro, 1, 1, None)
-    losses = _take(
+    losses = _run_steps(
         device, recipe, Batches(data.train, plan, recipe.seed, stack=stack_of(recipe)), span
     )
     _count(device.state, span, micro)
@@ -81,7 +81,7 @@ def train(
 
 
 def _span(recipe: Recipe, samples: int, micro: int, checkpoint: Path, steps: int | None) -> _Span:
-    first = number(load_state(checkpoint), STEPS)
+    first = int_property(load_state(checkpoint), STEPS)
     total = recipe.train.max_steps
     if total is None:
         # Rounded first, so that float errors do not add a step.
@@ -100,7 +100,7 @@ def _more(recipe: Recipe, steps: int) -> str:
     )
 
 
-def _take(device: Device, recipe: Recipe, batches: Batches, span: _Span) -> list[float]:
+def _run_steps(device: Device, recipe: Recipe, batches: Batches, span: _Span) -> list[float]:
     """Run the steps; return the loss of each."""
     losses = list[float]()
     began = time.monotonic()
@@ -111,18 +111,18 @@ def _take(device: Device, recipe: Recipe, batches: Batches, span: _Span) -> list
             raise NonFiniteError(f"step {step + 1}: the loss is {losses[-1]}; nothing is saved")
         if (step + 1) % recipe.log.every_steps == 0 or step + 1 == span.last:
             speed = len(losses) * batches.batch.micro_samples / (time.monotonic() - began)
-            told = (
+            line = (
                 f"step {step + 1}/{span.total}  loss {losses[-1]:.4f}  "
                 f"lr {rate:.3g}  {speed:,.1f} samples/s"
             )
-            print(told, flush=True)
+            print(line, flush=True)
     return losses
 
 
 def _count(state: Any, span: _Span, micro: int) -> None:
     """Update the checkpoint's counts of steps and of samples since the last average."""
     # An average has the sum of its parts as SAMPLES, so that the count begins again after it.
-    before = 0 if number(state, AVERAGED) else number(state, SAMPLES)
+    before = 0 if int_property(state, AVERAGED) else int_property(state, SAMPLES)
     properties = state.properties
     properties[STEPS], properties[AVERAGED] = span.last, 0
     properties[SAMPLES] = before + (span.last - span.first) * micro

@@ -39,7 +39,7 @@ class Averaging:
 
         If there are any, gradients are averaged by hand.
         """
-        self._looked = False
+        self._has_checked = False
 
     @contextlib.contextmanager
     def of(self, last: bool) -> Iterator[None]:
@@ -51,23 +51,23 @@ class Averaging:
         Raises:
             EngineError: a parameter was used in the first pass and not in this one.
         """
-        by_hand = bool(self.unused) or not self._looked
+        by_hand = bool(self.unused) or not self._has_checked
         with self.module.no_sync() if by_hand or not last else contextlib.nullcontext():
             yield
-        if not self._looked:
-            self._look()
+        if not self._has_checked:
+            self._find_unused()
         if last and by_hand:
             self._average()
         elif last:
             self._require_averaged()
 
-    def _look(self) -> None:
+    def _find_unused(self) -> None:
         found = [name for name, parameter in self.trained.items() if parameter.grad is None]
         anywhere = {
             name for text in self.group.gather("\n".join(found)) for name in text.split("\n")
         }
         self.unused = tuple(name for name in self.trained if name in anywhere)
-        self._looked = True
+        self._has_checked = True
         if self.unused and self.group.rank == 0:
             print(
                 f"the loss does not use {_listed(self.unused)}: gradients are averaged after the "

@@ -98,7 +98,7 @@ class TrainingEngine:
     This is so for ORT on CUDA.
     """
 
-    def take(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Batch) -> Batch:
         """Move a batch to the device and cast floating-point tensors to the weights' dtype."""
         return _placed(self.loss_weight.prepared(batch), self.device, self.input_dtype)
 

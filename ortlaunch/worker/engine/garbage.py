@@ -13,12 +13,12 @@ _USUAL = gc.get_threshold()
 _RARELY = 50_000
 
 
-def look_rarely() -> None:
-    """Collect garbage rarely until `look_as_usual` is called."""
+def collect_rarely() -> None:
+    """Collect garbage rarely until `collect_as_usual` is called."""
     gc.set_threshold(_RARELY)
 
 
-def look_as_usual() -> None:
+def collect_as_usual() -> None:
     """Collect once, then restore the usual threshold and exclude all present objects."""
     gc.collect()
     # Libraries and the session live until the end: no collection needs to visit them again.

@@ -24,7 +24,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 
 # Before and after each of the first two steps: gradients exist before a step, and optimizer state
 # exists only after the first step.
-_LOOKS = 4
+_RECORDS = 4
 # Writing 5 into this file resets VmHWM, the peak of resident memory.
 _CLEAR = Path("/proc/self/clear_refs")
 # Attributes of DeepSpeed 0.19 with tensors that are neither parameters nor in its inner optimizer.
@@ -61,7 +61,7 @@ class MemoryUse:
 
     def __init__(self, device: torch.device, model: torch.nn.Module) -> None:
         self.device = device
-        self.looks = 0
+        self.records = 0
         self.largest = Footprint(0, 0, 0, 0, 0)
         self.resets = _reset_peak(device)
         # The weights are resident already, but count as the run's memory.
@@ -69,21 +69,23 @@ class MemoryUse:
             status("VmRSS") - _count(model.parameters(), {}) if device.type == "cpu" else 0
         )
 
-    def look(self, stepper: Stepper) -> None:
+    def record_usage(self, stepper: Stepper) -> None:
         """Count the live tensors; to be called before and after each step.
 
         Only the first two steps are counted. Later calls cost nothing.
         """
-        if self.looks == 0:
-            self._look_before_reducing(stepper)
-        if self.looks < _LOOKS:
-            self.looks += 1
+        if self.records == 0:
+            self._record_before_reducing(stepper)
+        if self.records < _RECORDS:
+            self.records += 1
             self._count(stepper)
-        # Remove the hook of `_look_before_reducing`, so that later steps do not pay for it.
-        if self.looks == _LOOKS and "allreduce_gradients" in vars(getattr(stepper, "engine", self)):
+        # Remove the hook of `_record_before_reducing`, so that later steps do not pay for it.
+        if self.records == _RECORDS and "allreduce_gradients" in vars(
+            getattr(stepper, "engine", self)
+        ):
             del stepper.engine.allreduce_gradients  # type: ignore[attr-defined]
 
-    def _look_before_reducing(self, stepper: Stepper) -> None:
+    def _record_before_reducing(self, stepper: Stepper) -> None:
         """Also count just before DeepSpeed reduces gradients, from step 2 on."""
         # ZeRO 1 and 2 free their gradients at the end of the backward pass, so that a count between
         # backward pass and step does not see them.
@@ -92,11 +94,11 @@ class MemoryUse:
             return
         reduce = engine.allreduce_gradients
 
-        def look_and_reduce(*args: object, **kwargs: object) -> object:
+        def count_and_reduce(*args: object, **kwargs: object) -> object:
             self._count(stepper)
             return reduce(*args, **kwargs)
 
-        engine.allreduce_gradients = look_and_reduce
+        engine.allreduce_gradients = count_and_reduce
 
     def _count(self, stepper: Stepper) -> None:
         self.largest = Footprint(*map(max, zip(self.largest, live_bytes(stepper))))

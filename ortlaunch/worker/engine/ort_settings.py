@@ -11,7 +11,7 @@ from ortlaunch.json_types import Json
 from ortlaunch.ortmodule import Settings
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.recipe.fields.ort_variables import contradictions, in_recipes_words, seen
+from ortlaunch.recipe.fields.ort_variables import contradictions, in_recipes_words, variables_in
 
 _SAME = [field.name for field in dataclasses.fields(Settings) if field.name in Engine.model_fields]
 _variables: dict[str, str] = {}
@@ -50,7 +50,7 @@ def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
     ]
     if wrong:
         raise EngineError("\n".join(wrong))
-    _variables.update(seen(environ))
+    _variables.update(variables_in(environ))
     try:
         options.prepare(settings_of(engine))
     except EngineError as error:

@@ -29,7 +29,7 @@ from ortlaunch.worker.model.named_state import (
     trained_shapes,
     whole_parts,
 )
-from ortlaunch.worker.model.own_numbers import Numbers
+from ortlaunch.worker.model.own_numbers import ValueMeans
 from ortlaunch.worker.model.precision import narrow_dtype_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import Requests
@@ -55,7 +55,7 @@ class Stepper(Protocol):
     """The interface of an engine to the training loop."""
 
     module: nn.Module
-    numbers: Numbers
+    numbers: ValueMeans
     """Values that the passes returned beside their losses."""
 
     @property
@@ -116,7 +116,7 @@ class TorchStepper:
         self.group = group
         self.accumulation = accumulation
         self.max_norm = max_norm
-        self.numbers = Numbers()
+        self.numbers = ValueMeans()
         self.averaging = Averaging(model, group) if group.size > 1 else None
         self.module: nn.Module = self.averaging.module if self.averaging else model
         self.dtype = narrow_dtype_of(precision)
@@ -152,7 +152,7 @@ class TorchStepper:
 
     def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
         with self._pass(last):
-            loss = _weighted(self.numbers.take(self.module(**batch), factor), factor)
+            loss = _weighted(self.numbers.add(self.module(**batch), factor), factor)
             # Inside the context: DistributedDataParallel decides in the backward pass whether to
             # average.
             self.scaler.scale(loss / self.accumulation).backward()
@@ -231,7 +231,7 @@ class DeepSpeedStepper:
         _only_what_training_needs(deepspeed)
         self.model = model
         self.group = group
-        self.numbers = Numbers()
+        self.numbers = ValueMeans()
         # ZeRO 3: divide one tensor after another, so that no device ever holds all of them.
         if config["zero_optimization"]["stage"] == 3:
             deepspeed.init_distributed(dist_init_required=False)
@@ -247,7 +247,7 @@ class DeepSpeedStepper:
 
     def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(last)
-        loss = _weighted(self.numbers.take(self.engine(**batch), factor), factor)
+        loss = _weighted(self.numbers.add(self.engine(**batch), factor), factor)
         self.engine.backward(loss)
         if not last:
             # Counts the micro step; the weights change at the boundary only.

@@ -83,7 +83,7 @@ def measured(
         plain=whole,
         device=group.device,
         loss_weight=weight,
-        take=weight.prepared,
+        to_device=weight.prepared,
         # As eager PyTorch, the module returns more than a loss.
         record=SimpleNamespace(engine=SimpleNamespace(used="eager")),
     )

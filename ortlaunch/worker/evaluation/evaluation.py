@@ -19,14 +19,14 @@ from ortlaunch.worker.evaluation.measure import measures
 from ortlaunch.worker.evaluation.own_metric import OwnMetric
 from ortlaunch.worker.evaluation.word_scores import word_outputs
 from ortlaunch.worker.model.chunked_head import LABELS
-from ortlaunch.worker.model.own_numbers import Numbers, loss_in
+from ortlaunch.worker.model.own_numbers import ValueMeans, loss_in
 from ortlaunch.worker.process_group.agreement import Agreement
 from ortlaunch.worker.session import Session
 
 Batch = dict[str, torch.Tensor]
 
 
-def named(evaluated: dict[str, float]) -> dict[str, float]:
+def evaluation_names(evaluated: dict[str, float]) -> dict[str, float]:
     """Return the metrics under their names in metrics.jsonl, which has those of training, too."""
     return {f"evaluation_{name}": value for name, value in evaluated.items()}
 
@@ -74,7 +74,7 @@ def evaluate(
     own_metric = OwnMetric(session.recipe.train.metric)
     total = 0.0
     seen = 0.0
-    numbers = Numbers()
+    numbers = ValueMeans()
     model = session.recipe.model
     counters = measures(model.task, engine)
     with _evaluating(engine.eval_module, engine.plain), _outputs(session) as output_of:
@@ -84,9 +84,9 @@ def evaluate(
                 return None
             weight = engine.loss_weight.of(batch, counted) if counted else 0.0
             session.progress.pulse.tick()
-            taken = engine.take(batch)
+            taken = engine.to_device(batch)
             given = _passed(session, taken)
-            loss = numbers.take(given, weight) if engine.plain.has_numbers else loss_in(given)
+            loss = numbers.add(given, weight) if engine.plain.has_numbers else loss_in(given)
             total = total + float(loss) * weight
             seen = seen + weight
             # From `batch`, not from `taken`, which may have an added label.

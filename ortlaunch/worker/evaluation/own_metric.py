@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ortlaunch.errors import HookError
 from ortlaunch.json_types import Json
 from ortlaunch.worker.data.own import find
-from ortlaunch.worker.model.own_numbers import LOSS, named
+from ortlaunch.worker.model.own_numbers import LOSS, outputs_by_name
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 Arrays = dict[str, NDArray[np.int64]]
@@ -47,7 +47,9 @@ class OwnMetric:
         if self.name is not None and counted:
             self.pieces.append(
                 Piece(
-                    counted[0], _arrays(named(output), len(counted)), _arrays(batch, len(counted))
+                    counted[0],
+                    _arrays(outputs_by_name(output), len(counted)),
+                    _arrays(batch, len(counted)),
                 )
             )
 

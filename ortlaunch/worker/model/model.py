@@ -47,7 +47,7 @@ _SCORES = ("logits", "prediction_logits", "seq_relationship_logits")
 class LossModule(nn.Module):
     """A model whose forward returns its scalar loss, or a dictionary of the loss and more values.
 
-    `loss_in` and `Numbers` read the loss and the values from this output.
+    `loss_in` and `ValueMeans` read the loss and the values from this output.
     """
 
     def __init__(self, model: nn.Module) -> None:

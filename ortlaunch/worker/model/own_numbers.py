@@ -36,7 +36,7 @@ def by_name(output: Any) -> Mapping[str, Any]:
     return {**getattr(output, "__dict__", {})}
 
 
-def named(output: Any) -> Mapping[str, Any]:
+def outputs_by_name(output: Any) -> Mapping[str, Any]:
     """Return a model's outputs by name; those of a plain tuple by index, as `output_0`."""
     if isinstance(output, (list, tuple)) and not hasattr(output, "_asdict"):
         return {f"output_{number}": value for number, value in enumerate(output)}
@@ -63,7 +63,7 @@ def loss_in(output: Mapping[str, torch.Tensor] | torch.Tensor) -> torch.Tensor:
     return found
 
 
-class Numbers:
+class ValueMeans:
     """Weighted means of the model's own values over many passes."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Numbers:
         """Start a step; drop the values of a step that was skipped."""
         self._step = {}
 
-    def take(self, output: Any, weight: float) -> torch.Tensor:
+    def add(self, output: Any, weight: float) -> torch.Tensor:
         """Add the values of a pass; return its loss.
 
         Raises:

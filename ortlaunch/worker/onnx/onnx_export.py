@@ -58,9 +58,9 @@ class Logits(nn.Module):
         self.inputs = inputs
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self.named(*tensors).values())
+        return tuple(self.outputs_by_name(*tensors).values())
 
-    def named(self, *tensors: torch.Tensor) -> Batch:
+    def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
         """Return the same logits by transformers' names."""
         output = self.model(**dict(zip(self.inputs, tensors)), return_dict=True)
         found = {name: value for name, value in output.items() if name.endswith("logits")}
@@ -194,7 +194,7 @@ def _sizes(whole: Logits | Outputs, batches: list[Batch]) -> Sizes:
                     )
         return found
 
-    return Sizes(axes(batches), axes([whole.named(*batch.values()) for batch in batches]))
+    return Sizes(axes(batches), axes([whole.outputs_by_name(*batch.values()) for batch in batches]))
 
 
 def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) -> list[str]:
@@ -279,7 +279,7 @@ def difference(whole: Logits | Outputs, batch: Batch, path: Path) -> float:
     try:
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         given = {each.name: batch[each.name].numpy() for each in session.get_inputs()}
-        found = session.run([*whole.named(*batch.values())], given)
+        found = session.run([*whole.outputs_by_name(*batch.values())], given)
     # onnxruntime has a class of its own for each type of error.
     except Exception as error:
         raise EngineError(

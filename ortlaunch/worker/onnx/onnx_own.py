@@ -16,7 +16,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, stack_of
 from ortlaunch.worker.model.model import loss_of
-from ortlaunch.worker.model.own_numbers import LOSS, named
+from ortlaunch.worker.model.own_numbers import LOSS, outputs_by_name
 
 Batch = dict[str, torch.Tensor]
 # The samples of each batch; different batch sizes show which outputs have a row for each sample.
@@ -33,9 +33,9 @@ class Outputs(nn.Module):
         self.outputs = outputs
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self.named(*tensors).values())
+        return tuple(self.outputs_by_name(*tensors).values())
 
-    def named(self, *tensors: torch.Tensor) -> Batch:
+    def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
         """Return the same outputs by name."""
         found = _tensors(self.model(**dict(zip(self.inputs, tensors))))
         return {name: found[name] for name in self.outputs}
@@ -118,7 +118,7 @@ def _has_loss(output: Any) -> bool:
 
 def _tensors(output: Any) -> Batch:
     """Return the named output tensors, without the loss and without scalars."""
-    pairs = {"output": output} if isinstance(output, torch.Tensor) else named(output)
+    pairs = {"output": output} if isinstance(output, torch.Tensor) else outputs_by_name(output)
     return {
         name: value
         for name, value in pairs.items()

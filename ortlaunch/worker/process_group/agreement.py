@@ -14,37 +14,37 @@ import torch
 import torch.distributed as dist
 
 from ortlaunch.worker.process_group.distributed import DistributedContext, side_group
-from ortlaunch.worker.supervision.requests import Ask, Requests
+from ortlaunch.worker.supervision.requests import RankRequest, Requests
 
 
 class Agreement:
     """The requests of all ranks, agreed on by all of them at the same step.
 
-    Every rank calls `begin`, does some work and calls `end`, in the same order. `ask` adds a
+    Every rank calls `begin`, does some work and calls `end`, in the same order. `add` adds a
     request of this process itself, such as that of a clock. A request of one rank applies to all.
     """
 
     def __init__(self, group: DistributedContext, requests: Requests) -> None:
         self.requests = requests
-        self.stopped = Ask.NOTHING
+        self.stopped = RankRequest.NOTHING
         self._channel = side_group() if group.size > 1 else None
         self._number = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
-    def ask(self, what: Ask) -> None:
+    def add(self, request: RankRequest) -> None:
         """Add a request of this rank to all ranks."""
-        self.requests.ask(what)
+        self.requests.add(request)
 
     def begin(self) -> None:
         """Send this rank's request; do not wait."""
         if self._channel is not None:
-            self._number[0] = int(self.requests.asked)
+            self._number[0] = int(self.requests.requested)
             # The maximum, because requests are numbered by their priority.
             self._work = dist.all_reduce(
                 self._number, dist.ReduceOp.MAX, group=self._channel, async_op=True
             )
 
-    def end(self) -> Ask:
+    def end(self) -> RankRequest:
         """Return the agreed request of all ranks.
 
         A request that came after `begin` belongs to the next agreement.
@@ -53,20 +53,20 @@ class Agreement:
         # are requests instead of ending the process.
         self.requests.listen()
         if self._channel is None:
-            return self.requests.asked
+            return self.requests.requested
         assert self._work is not None, "begin() comes first"
         self._work.wait()
-        return Ask(int(self._number))
+        return RankRequest(int(self._number))
 
-    def now(self) -> Ask:
+    def now(self) -> RankRequest:
         """Agree at once, by `begin` and `end`, after a long operation."""
         self.begin()
         return self.end()
 
-    def saved(self) -> Ask:
+    def saved(self) -> RankRequest:
         """Clear a request to save, which a checkpoint has fulfilled; return the next agreement."""
-        if self.requests.asked is Ask.SAVE:
-            self.requests.asked = Ask.NOTHING
+        if self.requests.requested is RankRequest.SAVE:
+            self.requests.requested = RankRequest.NOTHING
         return self.now()
 
 

@@ -20,7 +20,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 PASSED_ON = (*ENDING, *NOTICES)
 # Seconds between two reads of the run folder.
-_LOOK_SECONDS = 0.5
+_CHECK_SECONDS = 0.5
 # Seconds between two reads of the other ranks' ends. Longer, because every rank reads them.
 _OTHERS_SECONDS = 5.0
 
@@ -35,7 +35,7 @@ def be_ended_first() -> None:
 class Child:
     """A process that was forked here.
 
-    `asked` is the first signal that requested its end, if any, received at `asked_at`.
+    `first_signal` is the first that requested its end, if any, received at `signalled_at`.
 
     A rank that listens treats such a signal as a request and has a grace period in which to save.
     The rank is ended at once where its run ends anyway, because another rank failed or its
@@ -47,12 +47,12 @@ class Child:
         self.pid = pid
         # A later change of the parent shows that the launcher has ended.
         self._parent = os.getppid()
-        self._mark = run.asked(rank)
+        self._mark = run.stop_mark(rank)
         self.saves = grace_seconds is not None
         self.grace_seconds = grace_seconds or GRACE_SECONDS
         self.surroundings = Surroundings(run, rank)
-        self.asked: int | None = None
-        self.asked_at = 0.0
+        self.first_signal: int | None = None
+        self.signalled_at = 0.0
         self.listens = False
         self.ended_by_us = False
         # srun does not end this rank when another rank fails.
@@ -60,18 +60,18 @@ class Child:
         self._next_look_at_others = time.monotonic() + _OTHERS_SECONDS
         self._others_ended = False
         self._deadline = float("inf")
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._status: int | None = None
 
     def pass_on(self, number: int, frame: object = None) -> None:
         """Handle a signal that was sent to this process."""
         if number == signal.SIGUSR2 or (number == signal.SIGUSR1 and not self.saves):
             if self.listens:
-                self.surroundings.save_is_asked()
+                self.surroundings.mark_save_passed_on()
             self.send(number)
             return
         # A second Ctrl-C ends the rank without waiting for its save.
-        again = self.asked is not None
+        again = self.first_signal is not None
         if not again and not self._has_ended(number):
             self._note(number)
         if self._must_end() or (again and number == signal.SIGINT):
@@ -86,7 +86,7 @@ class Child:
 
         A request that arrived just before is sent again as SIGUSR1, so that the rank saves.
         """
-        if listens and not self.listens and self.asked is not None and not self.ended_by_us:
+        if listens and not self.listens and self.first_signal is not None and not self.ended_by_us:
             # A listening rank has launch.grace_seconds in place of the default grace period.
             self._deadline += self.grace_seconds - GRACE_SECONDS
             self.send(signal.SIGUSR1)
@@ -98,22 +98,22 @@ class Child:
         The rank is ended together with its launcher, and is killed when the grace period is over.
         """
         if self._status is None:
-            if os.getppid() != self._parent and self.asked is None:
+            if os.getppid() != self._parent and self.first_signal is None:
                 self.pass_on(signal.SIGTERM)
-            if time.monotonic() > self._next_look:
-                self._next_look = time.monotonic() + _LOOK_SECONDS
-                self._look()
+            if time.monotonic() > self._next_check:
+                self._next_check = time.monotonic() + _CHECK_SECONDS
+                self._check_folder()
             if time.monotonic() > self._deadline:
                 self.send(signal.SIGKILL)
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             self._status = status if ended else None
         return self._status
 
-    def _look(self) -> None:
+    def _check_folder(self) -> None:
         """Act on requests and failures that other processes recorded in the run folder."""
-        if self.asked is not None:
+        if self.first_signal is not None:
             if not self.ended_by_us and self._must_end():
-                self._end_now(self.asked)
+                self._end_now(self.first_signal)
             return
         number = self.surroundings.request(self.listens) if self.saves else None
         if number is None and self._outlives_others():
@@ -132,13 +132,13 @@ class Child:
         return before and self._others_ended
 
     def _note(self, number: int) -> None:
-        self.asked = number
-        self.asked_at = time.time()
+        self.first_signal = number
+        self.signalled_at = time.time()
         self._deadline = time.monotonic() + (self.grace_seconds if self.listens else GRACE_SECONDS)
         # One short write: mpirun may leave no time for more.
         with contextlib.suppress(OSError):
             self._mark.parent.mkdir(parents=True, exist_ok=True)
-            self._mark.write_text(f"{number} {self.asked_at}")
+            self._mark.write_text(f"{number} {self.signalled_at}")
 
     def _must_end(self) -> bool:
         """Return whether waiting is useless: no launcher any more, or a failed or cancelled run."""

@@ -30,7 +30,7 @@ _STACK_CHARACTERS = 8000
 _TIMES = 3
 _BEATS_A_SECOND = 1024
 # The supervisor must also read its rank's output between two calls.
-_MESSAGES_A_LOOK = 4096
+_MESSAGES_AT_ONCE = 4096
 # The kernel grants at most net.core.rmem_max.
 _BUFFER_BYTES = 4 << 20
 # Heartbeats in a row that may be lost before a rank counts as silent.
@@ -88,7 +88,7 @@ class Exchange:
     def has_met(self) -> bool:
         return bool(self._key)
 
-    def tell(self, beat: Beat) -> None:
+    def send_beat(self, beat: Beat) -> None:
         """Send this rank's heartbeat."""
         if self.is_hub:
             self._heard[0] = (beat, time.monotonic(), None)
@@ -176,29 +176,29 @@ class Exchange:
     def receive(self) -> None:
         """Process all messages that have arrived."""
         if self.has_met:
-            for said, address in self._messages():
-                self._take(said, address)
+            for message, address in self._messages():
+                self._process(message, address)
 
-    def _take(self, said: Json, address: Any) -> None:
-        word = said["say"]
+    def _process(self, message: Json, address: Any) -> None:
+        word = message["say"]
         if not self.is_hub:
             self._hub_heard = time.monotonic()
             self._hub_answers = True
             self.is_over |= word == "bye"
             self.orders += [word] if word in ("stacks", "end") else []
         elif word == "beat":
-            beat = Beat(*said["beat"])
+            beat = Beat(*message["beat"])
             self._heard[beat.rank] = (beat, time.monotonic(), address)
             self._send({"say": "heard"}, address)
         elif word == "stacks":
-            self.stacks[said["rank"]] = said["text"]
+            self.stacks[message["rank"]] = message["text"]
         elif word == "bye":
-            self._gone.add(said["rank"])
-            self._heard.pop(said["rank"], None)
+            self._gone.add(message["rank"])
+            self._heard.pop(message["rank"], None)
 
     def _messages(self) -> Iterator[tuple[dict[str, object], object]]:
         assert self.socket is not None
-        for _ in range(_MESSAGES_A_LOOK):
+        for _ in range(_MESSAGES_AT_ONCE):
             try:
                 data, address = self.socket.recvfrom(1 << 16)
             # BlockingIOError: no more messages now. Others: the network refused a datagram.
@@ -207,9 +207,9 @@ class Exchange:
             if hmac.compare_digest(data[:_DIGEST], self._digest(data[_DIGEST:])):
                 yield json.loads(data[_DIGEST:]), address
 
-    def _send(self, said: Json, address: Any = None) -> None:
+    def _send(self, message: Json, address: Any = None) -> None:
         assert self.socket is not None
-        data = json.dumps(said).encode()
+        data = json.dumps(message).encode()
         data = self._digest(data) + data
         # Without a route now, the next heartbeat replaces this message.
         with contextlib.suppress(OSError):

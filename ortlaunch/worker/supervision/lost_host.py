@@ -35,9 +35,9 @@ class LostHosts:
     def __init__(self, host: str, rank: int) -> None:
         self._host = host
         self._rank = rank
-        self._next_look = 0.0
+        self._next_check = 0.0
 
-    def look(self, beats: Iterable[Beat], addresses: Mapping[int, str]) -> Lost | None:
+    def detect(self, beats: Iterable[Beat], addresses: Mapping[int, str]) -> Lost | None:
         """Return the first host that is lost, if any; this host where its own link is down.
 
         Args:
@@ -46,13 +46,13 @@ class LostHosts:
         """
         now = time.monotonic()
         silent = silent_ranks(beats, self._host)
-        if not silent or now < self._next_look:
+        if not silent or now < self._next_check:
             return None
         for beat in silent:
             address = addresses.get(beat.rank)
             if address is not None and not answers(address):
                 return self._lost(beat, address)
-        self._next_look = time.monotonic() + _AGAIN_SECONDS
+        self._next_check = time.monotonic() + _AGAIN_SECONDS
         return None
 
     def _lost(self, beat: Beat, address: str) -> Lost:

@@ -55,7 +55,7 @@ class Progress:
         if self.width is not None:
             _print(f"{what} ...")
 
-    def tell(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Show how far the current activity is."""
         self.pulse.alive()
         if self.width is not None:

@@ -36,13 +36,13 @@ from ortlaunch.worker.supervision.child import NOTICES, PASSED_ON, Child, launch
 from ortlaunch.worker.supervision.failure import SEEN, Account, of_own_exit
 from ortlaunch.worker.supervision.lost_host import end_launcher
 from ortlaunch.worker.supervision.rank_log import RankLog
-from ortlaunch.worker.supervision.requests import ASKS, DEAF, LISTENING, Requests
+from ortlaunch.worker.supervision.requests import DEAF, LISTENING, SIGNAL_REQUESTS, Requests
 from ortlaunch.worker.supervision.stall import EXIT_STATUS as STALLED
-from ortlaunch.worker.supervision.terminal import Prefixed, Screen, Stream, Taken
+from ortlaunch.worker.supervision.terminal import NewOutput, Prefixed, Screen, Stream
 from ortlaunch.worker.supervision.watchdog import Watchdog
 
 _FINISHED = b"finished"
-_STOPS = tuple(number for number, ask in ASKS.items() if ask.stops)
+_STOPS = tuple(number for number, ask in SIGNAL_REQUESTS.items() if ask.stops)
 # Seconds for C's exit handlers, then an alarm ends the process.
 _EXIT_SECONDS = 30
 # 1 MiB of a pipe. A rank may print faster than it is copied, and heartbeats are due in between.
@@ -72,12 +72,12 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     streams = {name: os.pipe() for name in ("out", "err", "last", "finished")}
     # Blocked until there is a rank to pass them on to.
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-    guardian = os.getpid()
+    supervisor = os.getpid()
     pid = os.fork()
     if pid == 0:
         _be_the_rank(
             account,
-            guardian,
+            supervisor,
             functools.partial(live, watchdog),
             watchdog,
             {name: ends[1] for name, ends in streams.items()},
@@ -118,13 +118,13 @@ def _is_made_anew(account: Account, watchdog: Watchdog) -> bool:
         return False
     run = account.run
     return bool(run.complete_checkpoints()) or any(
-        not recorded(path)["secondary"] for path in run.told
+        not recorded(path)["secondary"] for path in run.error_records
     )
 
 
 def _be_the_rank(
     account: Account,
-    guardian: int,
+    supervisor: int,
     live: Callable[[], int | None],
     watchdog: Watchdog,
     ends: dict[str, int],
@@ -133,7 +133,7 @@ def _be_the_rank(
 
     Finalizers are skipped, because they could hang or change the exit status.
     """
-    die_with_parent(signal.SIGKILL, guardian)
+    die_with_parent(signal.SIGKILL, supervisor)
     # mpirun and Ctrl-C signal whole groups. In a group of its own, the rank and all that it starts
     # receive signals through their supervisor alone.
     os.setpgid(0, 0)
@@ -144,7 +144,7 @@ def _be_the_rank(
     # Some launchers start processes with one of these ignored, which a fork inherits.
     for number in (signal.SIGINT, signal.SIGUSR1) if saves else ():
         signal.signal(number, signal.SIG_DFL)
-    Requests.guardian = ends["finished"]
+    Requests.supervisor_fd = ends["finished"]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     os.dup2(ends["out"], 1)
     os.dup2(ends["err"], 2)
@@ -213,7 +213,7 @@ def _relay(
             ready = selector.select(timeout=0.1)
             screen.tick() if screen else None
             status = child.poll()
-            watchdog.look(child) if status is None else None
+            watchdog.poll(child) if status is None else None
             # After the rank's end, one more read of every pipe gets the rest.
             for key, _ in (
                 ready if status is None else [(key, 0) for key in list(selector.get_map().values())]
@@ -225,9 +225,9 @@ def _relay(
                     said += data
                     child.hears(said.count(LISTENING) > said.count(DEAF))
                 else:
-                    _copy(sinks[key.data][0].take(data), key.data, sinks[key.data][1], screen)
+                    _copy(sinks[key.data][0].feed(data), key.data, sinks[key.data][1], screen)
         for name, (stream, log) in sinks.items():
-            _copy(Taken(stream.rest(), None), name, log, screen)
+            _copy(NewOutput(stream.rest(), None), name, log, screen)
         screen.close() if screen else None
     return said.endswith(_FINISHED), status
 
@@ -245,11 +245,11 @@ def _read(end: int) -> bytes | None:
     return b"".join(pieces) or None
 
 
-def _copy(taken: Taken, name: str, log: RankLog, screen: Screen | None) -> None:
-    log.write(taken.lines)
+def _copy(output: NewOutput, name: str, log: RankLog, screen: Screen | None) -> None:
+    log.write(output.lines)
     if screen is not None and name != "last":
-        screen.show(name, taken.lines)
-        screen.draw(taken.live) if taken.live is not None else None
+        screen.show(name, output.lines)
+        screen.draw(output.live) if output.live is not None else None
 
 
 def _conclude(
@@ -272,7 +272,7 @@ def _conclude(
     if watchdog.ended_it:
         return _conclude_stall(account, child, watchdog)
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    echo = child.asked is not None
+    echo = child.first_signal is not None
     kind = "Signal"
     memory: tuple[str, Json] = ("", {})
     by_stop = number in (*_STOPS, *((signal.SIGKILL,) if child.ended_by_us else ()))
@@ -283,22 +283,22 @@ def _conclude(
         and by_stop
         and (not child.ended_by_us or child.surroundings.others_stopped())
     ):
-        return _was_stopped(account, child, child.asked or number)
+        return _was_stopped(account, child, child.first_signal or number)
     # Nobody here sent that SIGKILL.
     if number == signal.SIGKILL and not (child.was_killed_late or child.ended_by_us):
         echo = False
     if (
         number == signal.SIGKILL
         and echo
-        and child.asked
+        and child.first_signal
         and child.ended_by_us
         and not child.was_killed_late
     ):
-        what = f"was ended with its run, after {_name(child.asked)}"
-        number = child.asked
-    elif number == signal.SIGKILL and echo and child.asked:
+        what = f"was ended with its run, after {_name(child.first_signal)}"
+        number = child.first_signal
+    elif number == signal.SIGKILL and echo and child.first_signal:
         what = _outlived(child)
-        number = child.asked
+        number = child.first_signal
         kind = "Outlived"
         memory = ("", {"cause": Cause.OUTLIVED})
         if number != signal.SIGINT and account.run.complete_checkpoints():
@@ -318,7 +318,7 @@ def _conclude(
         }
         account.of_end(child.pid, what, {**record, "secondary": echo})
     # A failure recorded before the request to end is a cause of its own.
-    elif echo and account.read()["time"] > child.asked_at:
+    elif echo and account.read()["time"] > child.signalled_at:
         account.is_an_echo()
     _record_account(account, child)
     return -number if number else code
@@ -393,9 +393,11 @@ def _goes_on(account: Account, child: Child, what: str, number: int) -> int:
 
 
 def _outlived(child: Child) -> str:
-    assert child.asked
+    assert child.first_signal
     grace = f" of {child.grace_seconds:g} s (launch.grace_seconds)" if child.listens else ""
-    return f"was ended by SIGKILL, for it outlived its grace{grace} after {_name(child.asked)}"
+    return (
+        f"was ended by SIGKILL, for it outlived its grace{grace} after {_name(child.first_signal)}"
+    )
 
 
 def _name(number: int) -> str:
@@ -436,7 +438,7 @@ def _record_account(account: Account, child: Child) -> None:
     with contextlib.suppress(OSError):
         record = account.read()
         if Plan.read(run.plan).started_by.is_ours or (
-            record["secondary"] and _cause_is_told(run, child)
+            record["secondary"] and _cause_is_printed(run, child)
         ):
             return
         # Rank 0's own output is on the terminal already.
@@ -447,10 +449,10 @@ def _record_account(account: Account, child: Child) -> None:
         run.failure_printed.touch()
 
 
-def _cause_is_told(run: RunDir, child: Child) -> bool:
+def _cause_is_printed(run: RunDir, child: Child) -> bool:
     """Return whether another rank prints the cause, or a launcher ends this one, within seconds."""
     deadline = time.monotonic() + _CAUSE_SECONDS
-    while child.asked is None and not run.failure_printed.exists():
+    while child.first_signal is None and not run.failure_printed.exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

@@ -22,7 +22,7 @@ LISTENING = b"listening\n"
 DEAF = b"deaf\n"
 
 
-class Ask(IntEnum):
+class RankRequest(IntEnum):
     """A request; all ranks follow the highest value of any rank."""
 
     NOTHING = 0
@@ -37,25 +37,25 @@ class Ask(IntEnum):
     @property
     def stops(self) -> bool:
         """Whether training ends."""
-        return self >= Ask.STOP
+        return self >= RankRequest.STOP
 
     @property
     def signal(self) -> signal.Signals:
         """The signal for this request."""
-        return next(number for number, ask in ASKS.items() if ask is self)
+        return next(number for number, ask in SIGNAL_REQUESTS.items() if ask is self)
 
     @property
     def exit_status(self) -> int:
         """The exit status of a run that this request stopped, once all was saved."""
-        return 128 + signal.SIGINT if self is Ask.INTERRUPT else EXIT_SAVED
+        return 128 + signal.SIGINT if self is RankRequest.INTERRUPT else EXIT_SAVED
 
 
-ASKS = {
-    signal.SIGTERM: Ask.TERMINATE,
-    signal.SIGHUP: Ask.HANG_UP,
-    signal.SIGUSR1: Ask.STOP,
-    signal.SIGINT: Ask.INTERRUPT,
-    signal.SIGUSR2: Ask.SAVE,
+SIGNAL_REQUESTS = {
+    signal.SIGTERM: RankRequest.TERMINATE,
+    signal.SIGHUP: RankRequest.HANG_UP,
+    signal.SIGUSR1: RankRequest.STOP,
+    signal.SIGINT: RankRequest.INTERRUPT,
+    signal.SIGUSR2: RankRequest.SAVE,
 }
 
 
@@ -65,21 +65,21 @@ class Requests:
     # Set in processes that a rank forks, such as data loader workers.
     is_forked_child = False
     # Descriptor on which the supervisor reads whether this process listens; None without one.
-    guardian: int | None = None
+    supervisor_fd: int | None = None
 
     def __init__(self) -> None:
-        self.asked = Ask.NOTHING
+        self.requested = RankRequest.NOTHING
         self._before: dict[int, Any] = {}
 
-    def ask(self, what: Ask) -> None:
+    def add(self, request: RankRequest) -> None:
         """Add a request; a higher one stays."""
-        self.asked = max(self.asked, what)
+        self.requested = max(self.requested, request)
 
     def listen(self) -> None:
         """Treat signals as requests from now on; a second SIGINT ends this process, as usual."""
         if self._before:
             return
-        for number in heeded(ASKS):
+        for number in heeded(SIGNAL_REQUESTS):
             self._before[number] = signal.signal(number, self._handler(signal.getsignal(number)))
         os.register_at_fork(after_in_child=self._be_deaf)
         self._send(LISTENING)
@@ -98,14 +98,14 @@ class Requests:
 
         The effect is the same as that of a signal that arrives now.
         """
-        if self.asked.stops and signal.getsignal(self.asked.signal) == signal.SIG_DFL:
-            os.kill(os.getpid(), self.asked.signal)
+        if self.requested.stops and signal.getsignal(self.requested.signal) == signal.SIG_DFL:
+            os.kill(os.getpid(), self.requested.signal)
 
     def _handler(self, theirs: Any) -> Callable[[int, FrameType | None], None]:
         """Return a handler that records a request, then calls the user's own handler, if any."""
 
         def note(number: int, frame: FrameType | None) -> None:
-            self.ask(ASKS[signal.Signals(number)])
+            self.add(SIGNAL_REQUESTS[signal.Signals(number)])
             # The next Ctrl-C has its default action and ends the process.
             if number == signal.SIGINT:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -124,7 +124,7 @@ class Requests:
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
 
     def _send(self, word: bytes) -> None:
-        if self.guardian is not None:
+        if self.supervisor_fd is not None:
             # The supervisor has ended, and this process ends with it.
             with contextlib.suppress(OSError):
-                os.write(self.guardian, word)
+                os.write(self.supervisor_fd, word)

@@ -56,7 +56,7 @@ class SlowRanks:
         self._since: dict[int, Beat] = {}
         self._at = 0.0
 
-    def look(self, beats: Sequence[Beat], now: float) -> Slow | None:
+    def detect(self, beats: Sequence[Beat], now: float) -> Slow | None:
         """Return a slow rank that was not returned before, if there is one.
 
         Args:

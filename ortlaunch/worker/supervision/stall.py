@@ -149,7 +149,7 @@ def _named(beat: Beat) -> str:
     if beat.is_silent:
         said = (
             f"nothing was heard for {beat.silent:.0f} s "
-            "(its host, the way to it, or its guardian is stuck)"
+            "(its host, the way to it, or its supervisor is stuck)"
         )
         return f"rank {beat.rank} on host {beat.host}: {said}; it was last seen {_place(beat)}"
     state = f" ({_STATES[beat.state]})" if beat.state in _STATES else ""

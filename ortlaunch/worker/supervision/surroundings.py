@@ -37,7 +37,7 @@ class Surroundings:
         found = self._save()
         return signal.SIGUSR2 if listens and found and found != self._save_seen else None
 
-    def save_is_asked(self) -> None:
+    def mark_save_passed_on(self) -> None:
         """Mark the current request for a checkpoint as passed on."""
         self._save_seen = self._save()
 

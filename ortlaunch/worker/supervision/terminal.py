@@ -26,7 +26,7 @@ _WAITS = b"..."
 _LONGEST = 1 << 20
 
 
-class Taken(NamedTuple):
+class NewOutput(NamedTuple):
     """Whole plain lines, and the newest live line or None."""
 
     lines: bytes
@@ -39,7 +39,7 @@ class Stream:
     def __init__(self) -> None:
         self.begun = b""
 
-    def take(self, data: bytes) -> Taken:
+    def feed(self, data: bytes) -> NewOutput:
         """Add data, and return the lines that are complete now."""
         data = self.begun + data
         found = _LIVE.findall(data)
@@ -48,7 +48,9 @@ class Stream:
             whole = [*whole, self.begun]
             self.begun = b""
         self.begun = _last_drawn(self.begun)
-        return Taken(b"".join(_plain(line) + b"\n" for line in whole), found[-1] if found else None)
+        return NewOutput(
+            b"".join(_plain(line) + b"\n" for line in whole), found[-1] if found else None
+        )
 
     def rest(self) -> bytes:
         """Return a last line without a line break, and forget it."""

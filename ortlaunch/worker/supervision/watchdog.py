@@ -62,7 +62,7 @@ class Watchdog:
         self._since = time.monotonic()
         # A different phase for each rank spreads the heartbeats over time.
         self._beat_at = self._since - self._every * rank.rank / rank.world_size
-        self._asked_at: float | None = None
+        self._stacks_requested_at: float | None = None
         # When to report the ranks that sent no heartbeat.
         self._unheard_at = float("inf")
         self._activity: Activity | None = None
@@ -71,7 +71,7 @@ class Watchdog:
         if not self._plan.traits.watched:
             self.pulse.limit = NEVER
 
-    def take(self, setting: float | str | None) -> None:
+    def apply_setting(self, setting: float | str | None) -> None:
         """In the rank: apply `train.stall_seconds` of its recipe."""
         if self._plan.traits.watched:
             self.pulse.limit = (
@@ -85,13 +85,13 @@ class Watchdog:
         """
         faulthandler.register(signal.SIGQUIT, file=self._stacks, all_threads=True)
 
-    def look(self, child: Child) -> None:
+    def poll(self, child: Child) -> None:
         """Receive heartbeats and orders, send a heartbeat, and judge.
 
         It is called all the time, and does something once a second.
         """
         self.exchange.receive()
-        if self._asked_at is not None or self.exchange.orders:
+        if self._stacks_requested_at is not None or self.exchange.orders:
             self._go_on_ending(child)
         elif time.monotonic() - self._beat_at >= self._every:
             self._beat(child)
@@ -108,30 +108,30 @@ class Watchdog:
             self._since = now
             self.exchange.meet(self.pulse.place)
             self._unheard_at = now + _UNHEARD_SECONDS
-        mine = self._seen(child.pid)
-        self.exchange.tell(mine)
+        mine = self._own_beat(child.pid)
+        self.exchange.send_beat(mine)
         beats = self.exchange.beats(mine)
-        self._look_for_lost_hosts(beats, child)
-        self._look_for_slow_ranks(beats, now)
+        self._check_lost_hosts(beats, child)
+        self._check_slow_ranks(beats, now)
         if now > self._unheard_at:
             self._report_unheard()
         found = judge(beats, self.pulse.limit, now - self._since) if beats else None
         if found and not self.ended_it:
             self._begin_ending(found, child)
 
-    def _look_for_lost_hosts(self, beats: list[Beat] | None, child: Child) -> None:
+    def _check_lost_hosts(self, beats: list[Beat] | None, child: Child) -> None:
         """End the rank if a host is lost, for any value of `train.stall_seconds`.
 
         Without a host the run can neither continue nor save.
         """
-        self.lost = self.lost or self._lost_hosts.look(beats or (), self.exchange.addresses())
+        self.lost = self.lost or self._lost_hosts.detect(beats or (), self.exchange.addresses())
         if self.lost and not self.ended_it:
             self.ended_it = True
             child.send(signal.SIGKILL)
 
-    def _look_for_slow_ranks(self, beats: list[Beat] | None, now: float) -> None:
+    def _check_slow_ranks(self, beats: list[Beat] | None, now: float) -> None:
         slow = (
-            self._slow.look(beats, now)
+            self._slow.detect(beats, now)
             if beats and len(beats) > 1 and self.exchange.is_hub
             else None
         )
@@ -168,7 +168,7 @@ class Watchdog:
         """Whether the launcher cannot reach this host: a host is lost, or this rank gave up alone."""
         return self.lost is not None or (self.verdict is not None and not self.exchange.is_hub)
 
-    def _seen(self, pid: int) -> Beat:
+    def _own_beat(self, pid: int) -> Beat:
         self._activity = self._activity or Activity(pid)
         seen = self.pulse.read()
         host = socket.gethostname()
@@ -184,7 +184,7 @@ class Watchdog:
 
     def _request_stacks(self, child: Child) -> None:
         """Get the stacks of the rank, and send them."""
-        self._asked_at = time.monotonic()
+        self._stacks_requested_at = time.monotonic()
         text = _py_spy(child.pid)
         child.send(signal.SIGQUIT)
         # A stopped process cannot print anything.
@@ -198,9 +198,9 @@ class Watchdog:
 
     def _go_on_ending(self, child: Child) -> None:
         """After a verdict, kill the rank once all reachable ranks have sent their stacks."""
-        if self._asked_at is None:
+        if self._stacks_requested_at is None:
             self._request_stacks(child)
-        passed = time.monotonic() - (self._asked_at or 0.0)
+        passed = time.monotonic() - (self._stacks_requested_at or 0.0)
         if self.verdict is None:
             over = "end" in self.exchange.orders or passed > _ORDER_SECONDS
         else:

@@ -187,7 +187,7 @@ def loss_from_highest(session: Session) -> dict[str, float]:
     engine = session.engine
     if session.recipe.engine.matmul_precision == "highest":
         return {}
-    batch = engine.take(session.batches.micro_batch(0, 0, session.group.rank))
+    batch = engine.to_device(session.batches.micro_batch(0, 0, session.group.rank))
     module = engine.eval_module.eval()
     with engine.uncounted(compiled=True), torch.no_grad():
         ours = float(loss_in(module(**batch)))
@@ -207,7 +207,7 @@ def _badness(verdict: Json) -> float:
 def _compared(session: Session) -> Comparison:
     recipe = session.recipe
     engine = session.engine
-    batch = engine.take(session.batches.micro_batch(0, 0, session.group.rank))
+    batch = engine.to_device(session.batches.micro_batch(0, 0, session.group.rank))
     with engine.uncounted(compiled=True):
         module = engine.to_compare()
         autocast = session.plan.deepspeed is None

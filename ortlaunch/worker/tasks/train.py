@@ -18,12 +18,12 @@ from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.engine.schedule import factor
 from ortlaunch.worker.engine.stepping import Stepped
-from ortlaunch.worker.evaluation.evaluation import evaluate, named
+from ortlaunch.worker.evaluation.evaluation import evaluate, evaluation_names
 from ortlaunch.worker.process_group.agreement import Agreement, agreement
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.gpus import forward_timer
 from ortlaunch.worker.supervision.pulse import STEPPING
-from ortlaunch.worker.supervision.requests import Ask
+from ortlaunch.worker.supervision.requests import RankRequest
 from ortlaunch.worker.training import best
 from ortlaunch.worker.training.bad_steps import BadSteps, RollBack
 from ortlaunch.worker.training.finish import export_unsaved, finish
@@ -127,7 +127,7 @@ def _train(
         saving.request_when_due(agreed)
         loss, stepped, rate = _step(session, state, agreed, bad_steps)
         state.step += 1
-        state.samples = batches.seen(state.step)
+        state.samples = batches.places_passed(state.step)
         meter.took(loss)
         progress.step()
         last = state.step == recipe.train.steps
@@ -146,7 +146,7 @@ def _train(
                 if evaluated is not None:
                     _take_up(session, state, saving, evaluated)
                     if metrics:
-                        metrics.write(state.step, named(evaluated))
+                        metrics.write(state.step, evaluation_names(evaluated))
                         hook.on_evaluation(state.step, evaluated)
                 # A request may have come during the evaluation.
                 asked = max(asked, agreed.now())
@@ -196,14 +196,18 @@ def _take_up(
     """Record the best evaluation, and end the training if no better one is expected."""
     for each in best.without(session.recipe, evaluated) if session.group.rank == 0 else ():
         print(f"{each}: this one is not the best", flush=True)
-    best.take(session.recipe, state.best, state.step, evaluated)
+    best.record(session.recipe, state.best, state.step, evaluated)
     if best.stops_early(session.recipe, state.step, state.best):
         saving.last_step = state.step
 
 
 def _save(
-    session: Session, state: TrainState, saving: checkpoint.Saving, agreed: Agreement, asked: Ask
-) -> Ask:
+    session: Session,
+    state: TrainState,
+    saving: checkpoint.Saving,
+    agreed: Agreement,
+    asked: RankRequest,
+) -> RankRequest:
     """Save a checkpoint; return the agreed request after it."""
     with saved_for(session, saving, asked):
         require_finite_weights(state.step, session.engine.stepper.weights())
@@ -219,7 +223,7 @@ def _save(
 
 def _saves_through(
     session: Session, saving: checkpoint.Saving, agreed: Agreement, step: int
-) -> Ask:
+) -> RankRequest:
     """Wait for the last checkpoint; return the agreed stop, which may have come meanwhile."""
     with session.progress.during("saving a checkpoint"):
         saving.finish()
@@ -290,12 +294,12 @@ def train_step(
         agreed.begin()
     session.progress.pulse.at(STEPPING)
     if engine.memory:
-        engine.memory.look(engine.stepper)
+        engine.memory.record_usage(engine.stepper)
     if bad_steps is not None:
-        bad_steps.look(state.step, losses)
+        bad_steps.check(state.step, losses)
     stepped = engine.stepper.apply(rate)
     if engine.memory:
-        engine.memory.look(engine.stepper)
+        engine.memory.record_usage(engine.stepper)
     if stepped.skipped or stepped.failed:
         bad = bad_losses(group, losses)
         if stepped.failed or bad:
@@ -314,7 +318,7 @@ def _passes(session: Session, step: int) -> list[torch.Tensor]:
     last = session.plan.batch.accumulation_steps - 1
     engine.stepper.numbers.begin()
     return [
-        engine.stepper.micro_step(engine.take(batch), accumulation == last, weight)
+        engine.stepper.micro_step(engine.to_device(batch), accumulation == last, weight)
         for accumulation, (batch, weight) in enumerate(
             session.progress.reading(engine.loss_weight.passes(session.batches, step, group))
         )
@@ -335,10 +339,10 @@ def nothing_to_train(session: Session, state: TrainState) -> None:
         with session.progress.during("evaluating"):
             evaluated = evaluate(session, session.data.evaluation)
         if evaluated is not None:
-            best.take(session.recipe, state.best, state.step, evaluated)
+            best.record(session.recipe, state.best, state.step, evaluated)
         if session.group.rank == 0 and evaluated is not None:
             metrics = Metrics(session.recipe, session.run, state.step)
-            metrics.write(state.step, named(evaluated))
+            metrics.write(state.step, evaluation_names(evaluated))
             metrics.close()
 
 
@@ -361,7 +365,7 @@ def _resume(session: Session) -> TrainState:
         )
     # The samples of so many steps at the present batch size, for the note.
     batches.go_on(0, 0)
-    usual = batches.seen(step)
+    usual = batches.places_passed(step)
     seen = found.samples
     loaded = checkpoint.load(folder, session.engine.stepper.named_state(), session.group)
     state = TrainState(**{"samples": seen, **loaded})

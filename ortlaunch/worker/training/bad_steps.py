@@ -45,7 +45,7 @@ class BadSteps:
         self.session = session
         self.train = session.recipe.train
         # Otherwise losses are read at log lines alone: reading them here would wait for the GPU.
-        self.looks = self.train.on_nonfinite != "stop" or self.train.on_spike is not None
+        self.is_enabled = self.train.on_nonfinite != "stop" or self.train.on_spike is not None
         self.spikes = Spikes(self.train.on_spike) if self.train.on_spike else None
         self.rollbacks = 0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -101,13 +101,13 @@ class BadSteps:
                 (buffer, buffer.detach().clone()) for buffer in self.session.model.buffers()
             ]
 
-    def look(self, step: int, losses: Sequence[torch.Tensor]) -> None:
+    def check(self, step: int, losses: Sequence[torch.Tensor]) -> None:
         """Check the losses of the passes of `step` (from 0) before its update (collective).
 
         Raises:
             BadStepError: the step is bad; all ranks raise the same, and the gradients still exist.
         """
-        if not self.looks:
+        if not self.is_enabled:
             return
         session = self.session
         group = self.session.group
@@ -118,7 +118,7 @@ class BadSteps:
             raise bad_step(
                 group, session.batches, step, bad, session.engine.stepper.gradients(), again=False
             )
-        if self.spikes and (why := self.spikes.look(mean)):
+        if self.spikes and (why := self.spikes.spike_reason(mean)):
             samples = session.batches.indices_of_step(step)
             said = f"step {step + 1}: {why}; samples {some(samples)} of data.train"
             found = BadStep(step + 1, "spike", said, samples, None)
@@ -203,7 +203,7 @@ class Spikes:
         self.spike = spike
         self.losses: deque[float] = deque(maxlen=spike.window)
 
-    def look(self, loss: float) -> str | None:
+    def spike_reason(self, loss: float) -> str | None:
         """Return why this loss is a spike, or None; a normal loss joins the window."""
         if len(self.losses) == self.spike.window:
             median = statistics.median(self.losses)

@@ -25,7 +25,7 @@ STOP = "train.stop_after"
 Memory = dict[str, Json]
 
 
-def take(recipe: Recipe, memory: Memory, step: int, evaluated: dict[str, float]) -> None:
+def record(recipe: Recipe, memory: Memory, step: int, evaluated: dict[str, float]) -> None:
     """Update the memory with an evaluation; a value that is absent or not finite is never best."""
     for wish, asked in _wishes(recipe):
         value = evaluated.get(asked.metric, math.nan)

@@ -44,7 +44,7 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
         # Recorded before the export, because the export's own memory use must not count.
         used = engine.memory.record(session.plan, group)
         _export(session)
-        trained = engine.memory.looks > 0
+        trained = engine.memory.records > 0
         lines = [memory_line(used)] if trained else []
         if group.rank == 0:
             # If this start made no step, keep the memory.json of the earlier start that trained.

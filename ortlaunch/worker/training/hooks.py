@@ -19,7 +19,7 @@ from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker.data.own import call
 from ortlaunch.worker.process_group.agreement import Agreement
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.supervision.requests import Ask
+from ortlaunch.worker.supervision.requests import RankRequest
 
 _METHODS = ("on_step", "on_evaluation", "on_checkpoint")
 
@@ -79,7 +79,7 @@ class Hook:
             write_json(
                 self.run.stop_request, {"by": by, "pid": os.getpid(), "host": socket.gethostname()}
             )
-            self.agreed.ask(Ask.STOP)
+            self.agreed.add(RankRequest.STOP)
 
 
 def _require_known(name: str, own: object) -> None:

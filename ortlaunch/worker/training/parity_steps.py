@@ -108,7 +108,7 @@ class ParitySteps:
     def compared(self, step: int) -> Record:
         """Return this rank's record of the step, or the error that prevented it."""
         try:
-            batch = self.engine.take(self.batches.micro_batch(step, 0, self.group.rank))
+            batch = self.engine.to_device(self.batches.micro_batch(step, 0, self.group.rank))
             # The comparison's passes and compilations do not belong in the counts of engine.json.
             with self.engine.uncounted(compiled=bool(self.dropouts) or self.lowered):
                 found = compare_with_draws(

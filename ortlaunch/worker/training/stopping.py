@@ -10,10 +10,10 @@ from ortlaunch.run_folder.folder import COMPLETE, read_json, write_json
 from ortlaunch.run_folder.records import Stopped, as_json
 from ortlaunch.worker.checkpoint import Saving
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.supervision.requests import Ask
+from ortlaunch.worker.supervision.requests import RankRequest
 
 
-def stop(session: Session, asked: Ask, step: int) -> Ask:
+def stop(session: Session, asked: RankRequest, step: int) -> RankRequest:
     """Write stopped.json on rank 0, if a stop was requested and this step's checkpoint is complete.
 
     Raises:
@@ -37,7 +37,7 @@ def stop(session: Session, asked: Ask, step: int) -> Ask:
 
 
 @contextlib.contextmanager
-def saved_for(session: Session, saving: Saving, asked: Ask) -> Iterator[None]:
+def saved_for(session: Session, saving: Saving, asked: RankRequest) -> Iterator[None]:
     """Context of a checkpoint's save: answer its request, and end the run if a stop's save fails.
 
     Raises:
@@ -53,7 +53,7 @@ def saved_for(session: Session, saving: Saving, asked: Ask) -> Iterator[None]:
         session.run.save_request.unlink(missing_ok=True)
 
 
-def _not_saved(session: Session, asked: Ask, why: str) -> NotSaved:
+def _not_saved(session: Session, asked: RankRequest, why: str) -> NotSaved:
     return NotSaved(
         # 128 + N is a shell's status for an end by signal N.
         f"stopped by {_who(session, asked)}, and nothing was saved: {why}",
@@ -61,7 +61,7 @@ def _not_saved(session: Session, asked: Ask, why: str) -> NotSaved:
     )
 
 
-def _who(session: Session, asked: Ask) -> str:
+def _who(session: Session, asked: RankRequest) -> str:
     """Return who requested it, as text."""
     # `ortlaunch stop` and a hook write this file; without it, a signal was the request.
     with contextlib.suppress(OSError, ValueError, KeyError):

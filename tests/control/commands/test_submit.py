@@ -20,7 +20,7 @@ from ortlaunch.other_runs import ended, listing, queued, registry
 from ortlaunch.other_runs.cancel import cancel
 from ortlaunch.other_runs.logs import show
 from ortlaunch.other_runs.requests import stop
-from ortlaunch.other_runs.status import look
+from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
@@ -129,9 +129,9 @@ def test_what_squeue_and_sacct_say(text: str, state: JobState | None, words: str
         with pytest.raises(
             LaunchError, match="Slurm says OUT_OF_ME of the job, which ortlaunch does not know"
         ):
-            slurm.seen_in_lines(text)
+            slurm.state_in_lines(text)
     else:
-        assert slurm.seen_in_lines(text) == QueueState(state, words)
+        assert slurm.state_in_lines(text) == QueueState(state, words)
 
 
 def test_what_scontrol_says() -> None:
@@ -140,8 +140,8 @@ def test_what_scontrol_says() -> None:
         "JobId=2 JobName=bert\n   UserId=root(0)\n   "
         "JobState=PENDING Reason=BeginTime Dependency=(null)\n"
     )
-    assert slurm.seen_in_record(text) == QueueState(JobState.PENDING, "PENDING (BeginTime)")
-    assert slurm.seen_in_record("") is None
+    assert slurm.state_in_record(text) == QueueState(JobState.PENDING, "PENDING (BeginTime)")
+    assert slurm.state_in_record("") is None
 
 
 class Queue:
@@ -190,9 +190,11 @@ def put(queue: Queue) -> RunDir:
 def test_a_run_in_a_queue(queue: Queue, capsys: pytest.CaptureFixture[str]) -> None:
     """A queued run is listed, has logs, is refused a second time, and can be cancelled."""
     run = put(queue)
-    assert str(look(run)).splitlines()[1:] == ["queued: PENDING (Priority)"]
-    assert "job 12 of slurm" in str(look(run))
-    assert [listing.line(status).split()[0] for status in listing.looks(None)] == ["pending"]
+    assert str(read_status(run)).splitlines()[1:] == ["queued: PENDING (Priority)"]
+    assert "job 12 of slurm" in str(read_status(run))
+    assert [listing.line(status).split()[0] for status in listing.newest_statuses(None)] == [
+        "pending"
+    ]
     with pytest.raises(PlanError, match="its run goes on, or is queued"):
         submit(resolved(), run.path, run, "slurm")
     write_text(run.logs / "slurm-12.out", "hello\n")
@@ -201,7 +203,7 @@ def test_a_run_in_a_queue(queue: Queue, capsys: pytest.CaptureFixture[str]) -> N
     assert cancel(run).startswith("cancelled\n")
     # The queue forgets its jobs after some time; job.json has the end.
     queue.seen = None
-    assert (look(run).state, look(run).job.exit_status) == (JobState.CANCELLED, 1)
+    assert (read_status(run).state, read_status(run).job.exit_status) == (JobState.CANCELLED, 1)
     assert cancel(run).startswith("nothing to cancel")
 
 
@@ -213,7 +215,7 @@ def test_a_job_that_saved_when_it_was_cancelled(queue: Queue) -> None:
         write_text(path, "")
     write_json(run.stopped, {"step": 7, "steps": 9, "by": "SIGTERM", "exit_status": 85})
     queue.cancel("12")
-    status = look(run)
+    status = read_status(run)
     assert (status.state, status.job.exit_status) == (JobState.CANCELLED, 143)
     assert "saved after step 7 of 9" in str(status)
 
@@ -236,7 +238,7 @@ def test_what_the_queue_says_of_a_run(
     """An end that no script recorded has the scheduler's state, and is recorded."""
     run = put(queue)
     queue.seen = seen
-    job = look(run).job
+    job = read_status(run).job
     assert (job.state, job.verdict and job.verdict.partition("ortlaunch:")[0]) == (state, verdict)
 
 
@@ -250,12 +252,12 @@ def test_a_saved_run_waits_in_the_queue(queue: Queue, monkeypatch: pytest.Monkey
     assert record is not None
     assert (record.backend, record.id, record.state) == ("slurm", "12", JobState.PREEMPTED)
     queue.seen = QueueState(JobState.PENDING, "PENDING (BeginTime)")
-    assert look(run).state is JobState.PENDING
+    assert read_status(run).state is JobState.PENDING
     queue.seen = None
-    assert look(run).state is JobState.PREEMPTED
+    assert read_status(run).state is JobState.PREEMPTED
     # Cancelled while it waited for its next start.
     queue.seen = QueueState(JobState.CANCELLED, "CANCELLED")
-    assert look(run).state is JobState.CANCELLED
+    assert read_status(run).state is JobState.CANCELLED
 
 
 STOPPED = {"cause": "stopped", "signal": 10, "exit_status": 85, "secondary": False, "time": 1.0, "traceback": "",
@@ -298,7 +300,7 @@ def test_restarts_of_a_queued_run_are_counted(
         assert record is not None
         assert [one.number for one in record.attempts] == list(range(1, turn + 1))
         assert run.requeue_request.exists() == requeued
-        assert look(run).state is (JobState.PENDING if requeued else JobState.FAILED)
+        assert read_status(run).state is (JobState.PENDING if requeued else JobState.FAILED)
         run.requeue_request.unlink(missing_ok=True)
     assert record.verdict is not None
     assert record.verdict.endswith("2 restarts without progress (launch.max_restarts: 2)")
@@ -318,7 +320,7 @@ def test_a_turn_that_never_began_is_no_earlier_ones_end(
     os.utime(run.job_script, (later := time.time() + 1, later))
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "1"])
     assert ended.main() == 1
-    assert look(run).state is JobState.FAILED
+    assert read_status(run).state is JobState.FAILED
 
 
 @pytest.mark.parametrize(
@@ -386,7 +388,7 @@ def test_a_controller_that_is_away(queue: Queue, monkeypatch: pytest.MonkeyPatch
     gone = "Invalid job id specified"
     for words in (away, gone):
         failed = subprocess.CompletedProcess(["squeue"], 1, "", f"slurm_load_jobs error: {words}\n")
-        monkeypatch.setattr(slurm, "ask", lambda *argv, what, failed=failed: failed)
+        monkeypatch.setattr(slurm, "run_command", lambda *argv, what, failed=failed: failed)
         monkeypatch.setattr(slurm, "_by_sacct", lambda job: None)
         if words is gone:
             assert slurm.state("12") is None
@@ -407,7 +409,7 @@ def test_a_queue_that_does_not_answer(queue: Queue, monkeypatch: pytest.MonkeyPa
         raise LaunchError("squeue cannot say how the job goes: slurm_load_jobs error")
 
     monkeypatch.setattr(queue, "state", away)
-    said = str(look(run)).splitlines()
+    said = str(read_status(run)).splitlines()
     assert said[1].startswith("step 7, loss 2.5000")
     assert said[2] == "squeue cannot say how the job goes: slurm_load_jobs error"
 

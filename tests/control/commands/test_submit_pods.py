@@ -19,7 +19,7 @@ from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanErr
 from ortlaunch.launch import JobState, Request
 from ortlaunch.other_runs.cancel import cancel
 from ortlaunch.other_runs.logs import show
-from ortlaunch.other_runs.status import look
+from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.run_folder.folder import RunDir
@@ -304,7 +304,7 @@ def test_what_kubectl_says(status: Any, seen: QueueState) -> None:
                 {"type": kind, "status": "True", "reason": "R", "message": "M"} for kind in status
             ]
         }
-    assert kubernetes.seen_in({"metadata": {}, "status": status}) == seen
+    assert kubernetes.state_in_object({"metadata": {}, "status": status}) == seen
 
 
 def test_a_failure_that_saved() -> None:
@@ -315,7 +315,7 @@ def test_a_failure_that_saved() -> None:
     )
     failed = {"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": said}
     assert (
-        kubernetes.seen_in({"metadata": {}, "status": {"conditions": [failed]}}).state
+        kubernetes.state_in_object({"metadata": {}, "status": {"conditions": [failed]}}).state
         is JobState.PREEMPTED
     )
 
@@ -351,16 +351,16 @@ def test_a_run_in_pods(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
     named = "default/job.batch/x-20260101-000000"
     assert submit(resolved("bert-large", "job"), run.path, run, "kubernetes") == named
     (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4}}))
-    assert str(look(run)).splitlines()[1:] == ["queued: no pod is ready"]
+    assert str(read_status(run)).splitlines()[1:] == ["queued: no pod is ready"]
     (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4, "ready": 4}}))
-    assert look(run).state is JobState.RUNNING
+    assert read_status(run).state is JobState.RUNNING
     capfd.readouterr()
     assert show(run, 0, follow=True) == 0
     assert capfd.readouterr().out == "hello\n"
     with pytest.raises(InputError, match="kubernetes shows rank 0's node alone"):
         show(run, 3, follow=False)
     assert cancel(run).startswith("cancelled\n")
-    assert look(run).state is JobState.CANCELLED
+    assert read_status(run).state is JobState.CANCELLED
     calls = (fake / "calls").read_text().splitlines()
     assert (
         calls[0] == f"kubectl create --namespace=default --filename={run.path.resolve()}/job.yaml "
@@ -386,7 +386,7 @@ def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None
     run = RunDir("one")
     assert submit(resolved("bert-large", "azureml"), run.path, run, "azureml") == "//blue"
     (fake / "answer").write_text(f"{word}\n")
-    seen = look(run)
+    seen = read_status(run)
     assert (seen.state.value, seen.job.exit_status) == (state, status)
     assert word in (seen.job.verdict or "")
     assert azureml.logs("g/w/blue", follow=True)[-2:] == (
@@ -400,7 +400,7 @@ def test_a_job_that_nobody_knows_any_more(fake: Path) -> None:
     run = RunDir("one")
     submit(resolved("bert-large", "job"), run.path, run, "kubernetes")
     assert (
-        look(run).job.verdict
+        read_status(run).job.verdict
         == "kubernetes says: no job that it knows, so how it ended is not known"
     )
 

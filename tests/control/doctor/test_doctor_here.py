@@ -28,7 +28,7 @@ NODES = (Node("a", 2, 0, (0, 1)), Node("b", 2, 2, (0, 1)), Node("c", 2, 4, (0, 1
 
 def verdicts(**asked: Any) -> dict[str, tuple[str, str, str]]:
     """Return (verdict, finding, remedy) of each check of this machine, by the name of the check."""
-    found = here.look(HostRequirements((), "cpu", None)._replace(**asked))
+    found = here.check_this_host(HostRequirements((), "cpu", None)._replace(**asked))
     return {one.check: (one.verdict, one.what, one.mend) for one in found}
 
 
@@ -95,7 +95,7 @@ def test_what_a_recipe_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(doctor, "_installed", lambda package: package != "tensorboard")
     made = recipe(log={"trackers": ["tensorboard"]})
     # 1 << 60 bytes (1 EiB) fit on no disk.
-    found = here.look(
+    found = here.check_this_host(
         HostRequirements((), "cpu", tmp_path, bytes_needed=1 << 60), made, world_of(made)
     )
     wrong = [(one.check, one.verdict, one.mend) for one in found if one.verdict == FAILED]

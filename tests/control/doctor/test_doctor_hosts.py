@@ -13,8 +13,8 @@ import pytest
 
 from ortlaunch.doctor import asking, probe
 from ortlaunch.doctor.asking import Answer, Reached, Silence
-from ortlaunch.doctor.finding import FAILED, WARNING, told
-from ortlaunch.doctor.hosts import HostRequirements, look
+from ortlaunch.doctor.finding import FAILED, WARNING, format_findings
+from ortlaunch.doctor.hosts import HostRequirements, check_hosts
 from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Node
 
@@ -45,12 +45,12 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def tell(answer: Answer = WELL, **told: Any) -> None:
         def ask(question: asking.Question) -> tuple[list[Answer], str]:
-            # `look` has just written the token; a host that shares the folder answers with it.
+            # `check_hosts` has just written the token; a host that shares the folder answers with it.
             seen = probe.token(str(question.folder)) if question.folder else None
-            first = WELL._replace(told={**GOOD, "token": seen, "machine": "m"}, reached=())
-            return [first, answer._replace(told={**GOOD, "token": seen, **told})], "a"
+            first = WELL._replace(properties={**GOOD, "token": seen, "machine": "m"}, reached=())
+            return [first, answer._replace(properties={**GOOD, "token": seen, **told})], "a"
 
-        monkeypatch.setattr(asking, "ask", ask)
+        monkeypatch.setattr(asking, "query_hosts", ask)
 
     return tell
 
@@ -109,11 +109,11 @@ def test_what_is_wrong(
     """
     tells(**told)
     asked = HostRequirements(NODES, "cuda", tmp_path, 1024, interface="eth0")
-    wrong = [finding for finding in look(asked) if finding.verdict != "ok"]
+    wrong = [finding for finding in check_hosts(asked) if finding.verdict != "ok"]
     assert [(one.host, one.check, one.verdict) for one in wrong] == [("b", check, verdict)]
     assert what in wrong[0].what
     assert wrong[0].mend
-    quick = look(asked._replace(quick=True))
+    quick = check_hosts(asked._replace(quick=True))
     assert any(finding.verdict == FAILED for finding in quick) == (verdict == FAILED)
     # The token file is removed.
     assert list(tmp_path.iterdir()) == []
@@ -131,10 +131,10 @@ def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = {"a": (shut,), "b": (open_._replace(error="refused"),), "c": (open_, shut)}
     nodes = tuple(Node(name, 1, rank, (0,)) for rank, name in enumerate(tries))
     answers = [WELL._replace(reached=reached) for reached in tries.values()]
-    monkeypatch.setattr(asking, "ask", lambda question: (answers, "a"))
+    monkeypatch.setattr(asking, "query_hosts", lambda question: (answers, "a"))
     wrong = [
         (one.host, one.what)
-        for one in look(HostRequirements(nodes, "cpu", None))
+        for one in check_hosts(HostRequirements(nodes, "cpu", None))
         if one.verdict == FAILED
     ]
     assert wrong == [("b", "no other host reaches its port 4001: timed out"),
@@ -144,18 +144,18 @@ def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_good_hosts(tells: Any, tmp_path: Path) -> None:
     """Good hosts have no warnings, and the printed result ends with "ready"."""
     tells()
-    found = look(HostRequirements(NODES, "cuda", tmp_path))
+    found = check_hosts(HostRequirements(NODES, "cuda", tmp_path))
     assert {finding.verdict for finding in found} == {"ok"}
-    assert told(found).endswith("\nready")
+    assert format_findings(found).endswith("\nready")
 
 
 def test_a_clock_that_is_read_late_is_not_wrong(tells: Any, tmp_path: Path) -> None:
     """A slow answer of a busy host is not reported as clock skew."""
     # Seconds: 7 of skew with a possible error of 3 is below the limit of 5.
     tells(WELL._replace(skew=7.0, doubt=3.0))
-    assert {finding.verdict for finding in look(HostRequirements(NODES, "cuda", tmp_path))} == {
-        "ok"
-    }
+    assert {
+        finding.verdict for finding in check_hosts(HostRequirements(NODES, "cuda", tmp_path))
+    } == {"ok"}
 
 
 # `shift 5` drops the options of ssh before the host name. One line of output before the command
@@ -191,11 +191,11 @@ def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
     """
     (tmp_path / probe.TOKEN).write_text("word")
     question = asking.Question(("good", "refuses", "bare", "hangs"), tmp_path, None, False, 0)
-    (good, refuses, bare, hangs), meeting = asking.ask(question)
+    (good, refuses, bare, hangs), meeting = asking.query_hosts(question)
     assert isinstance(good, Answer)
-    assert (good.told["hostname"], good.told["token"]) == (socket.gethostname(), "word")
-    assert good.told["packages"] == probe.versions()
-    assert good.told["packages"]["torch"]
+    assert (good.properties["hostname"], good.properties["token"]) == (socket.gethostname(), "word")
+    assert good.properties["packages"] == probe.versions()
+    assert good.properties["packages"]["torch"]
     assert abs(good.skew) <= good.doubt + 0.1
     assert isinstance(refuses, Silence)
     assert (refuses.check, refuses.what) == (
@@ -282,7 +282,7 @@ def test_dead_hosts_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     names = tuple(f"dead{at}" if at % 16 == 1 else f"host{at}" for at in range(1024))
     monkeypatch.setattr(asking, "_ProbeCall", SimulatedCall)
     monkeypatch.setattr(SimulatedCall, "living", 960)
-    answers, meeting = asking.ask(asking.Question(names, None, None, False, 0))
+    answers, meeting = asking.query_hosts(asking.Question(names, None, None, False, 0))
     assert [isinstance(answer, Answer) for answer in answers] == [
         not name.startswith("dead") for name in names
     ]
@@ -301,12 +301,14 @@ def test_whose_port_is_taken(
 ) -> None:
     """A port in use is a failure on the first host only, because ranks meet there."""
     answers = [WELL._replace(reached=()), WELL._replace(reached=())]
-    answers[host] = WELL._replace(told={**GOOD, "listens": "Address already in use"}, reached=())
-    monkeypatch.setattr(asking, "ask", lambda question: (answers, None))
+    answers[host] = WELL._replace(
+        properties={**GOOD, "listens": "Address already in use"}, reached=()
+    )
+    monkeypatch.setattr(asking, "query_hosts", lambda question: (answers, None))
     monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
     found = [
         finding
-        for finding in look(HostRequirements(NODES, "cpu", None, port=29500))
+        for finding in check_hosts(HostRequirements(NODES, "cpu", None, port=29500))
         if finding.check == "port"
     ]
     assert [finding.verdict for finding in found] == verdicts
@@ -328,9 +330,9 @@ def test_versions_are_those_of_the_metadata() -> None:
 def test_no_ssh_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An absent ssh is a finding, and an absent folder an error of ours: no traceback."""
     monkeypatch.setenv("PATH", "/nowhere")
-    found = look(HostRequirements(NODES, "cpu", tmp_path))
+    found = check_hosts(HostRequirements(NODES, "cpu", tmp_path))
     assert {(one.verdict, one.what) for one in found} == {
         (FAILED, "cannot start ssh here: No such file or directory")
     }
     with pytest.raises(InputError, match="is no folder; make it first"):
-        look(HostRequirements(NODES, "cpu", tmp_path / "no"))
+        check_hosts(HostRequirements(NODES, "cpu", tmp_path / "no"))

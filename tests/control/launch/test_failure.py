@@ -157,7 +157,7 @@ LOST = (
         ([0, 1, 2, 3], "rank 0 on host a, rank 1 on host a, rank 2 on host b, rank 3 on host b"),
     ],
 )
-def test_a_rank_whose_guardian_was_killed(silent: list[int], names: str, run: RunDir) -> None:
+def test_a_rank_whose_supervisor_was_killed(silent: list[int], names: str, run: RunDir) -> None:
     """Ranks that began and left no record are the cause, if the others only lost their peers."""
     for rank in {0, 1, 2, 3} - set(silent):
         echo(run, rank, time=1.0)
@@ -236,14 +236,14 @@ def test_ranks_that_were_asked_to_end(run: RunDir) -> None:
     """The rank that was first requested to end by a signal is named."""
     # mpirun that receives SIGTERM leaves a rank no time to record its end.
     for rank, when in enumerate((5.0, 4.0, 6.0, 7.0)):
-        write_text(run.asked(rank), f"15 {when}")
+        write_text(run.stop_mark(rank), f"15 {when}")
     said = "rank 1 on host a was ended by SIGTERM, sent to it or to mpirun from outside this run"
     assert shown(explain_end(run, 137)) == (
         143,
         f"ortlaunch: {said}; no rank had failed before; logs: {run.logs}",
     )
     # Empty: the supervisor was killed while it wrote.
-    run.asked(3).write_text("")
+    run.stop_mark(3).write_text("")
     assert explain_end(run, 137).text.startswith("ortlaunch: rank 3 on host b disappeared")
 
 
@@ -251,7 +251,7 @@ def test_a_rank_that_never_began(run: RunDir) -> None:
     """A rank whose supervisor was killed before it opened its logs is named as the cause."""
     run.log(2, "err").unlink()
     for rank in (0, 1, 3):
-        write_text(run.asked(rank), "15 1.0")
+        write_text(run.stop_mark(rank), "15 1.0")
         echo(run, rank, time=1.0)
     said = (
         "rank 2 on host b ended before it began, "
@@ -338,7 +338,7 @@ def test_a_stop_that_was_not_saved_in_time(run: RunDir) -> None:
     assert shown(explain_end(run, 1, stopped_by=signal.SIGTERM)) == expected
     # The same without the command's signal: the ranks themselves were requested to end.
     for rank in (1, 2, 3):
-        write_text(run.asked(rank), "15 1.0")
+        write_text(run.stop_mark(rank), "15 1.0")
     assert shown(explain_end(run, 1)) == expected
     write_text(run.cancelled, "")
     assert explain_end(run, 1, stopped_by=signal.SIGTERM).status == 143

@@ -85,7 +85,7 @@ def test_a_notice_goes_to_the_ranks(
         "os.waitpid(pid, 0) if pid else None\n"
     )
     words = (sys.executable, "-c", command, str(tmp_path), str(os.getpid()))
-    assert processes.wait(processes.submit(Request(words, tells_ranks=tells))) == 0
+    assert processes.wait(processes.submit(Request(words, notifies_ranks=tells))) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["launcher" if tells else "child"]
     assert "ortlaunch: SIGUSR1 is forwarded to the ranks" in capfd.readouterr().err
 
@@ -140,7 +140,7 @@ def test_a_signals_line_on_a_terminal(
     monkeypatch.setattr(processes, "_wake", lambda job, number: None)
     monkeypatch.setattr(processes, "_signal_group", lambda job, number: None)
     monkeypatch.setattr(processes.signal, "setitimer", lambda *_: None)
-    stop: Any = SimpleNamespace(grace_seconds=120, ask=lambda name: None)
+    stop: Any = SimpleNamespace(grace_seconds=120, write=lambda name: None)
     job: Any = SimpleNamespace()
     processes._request_stop(job, stop, signal.SIGTERM)
     erased, line = capfd.readouterr().err.split("\x1b[K")

@@ -27,7 +27,7 @@ from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.other_runs import cancel as cancelling
 from ortlaunch.other_runs import logs, registry, requests
 from ortlaunch.other_runs.cancel import cancel
-from ortlaunch.other_runs.status import look, wait
+from ortlaunch.other_runs.status import read_status, wait
 from ortlaunch.process import Process
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
@@ -43,7 +43,7 @@ from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.lock import RunLock, share
 run, how = RunDir(sys.argv[1]), sys.argv[2]
 lock = RunLock()
-lock.take(run)
+lock.acquire(run)
 stack = contextlib.ExitStack()
 if how != "measures":
     stack.enter_context(JobFile(run, "torchrun")).starts()
@@ -102,7 +102,7 @@ def command(run: RunDir, how: str = "plain") -> Iterator[subprocess.Popen[bytes]
 def test_each_stage_of_a_command(run: RunDir) -> None:
     """A run is pending while its command prepares, then running, and at the end has a verdict."""
     with JobFile(run, "torchrun") as file:
-        found = look(run)
+        found = read_status(run)
         assert (found.state, found.job.id, found.job.backend) == (
             JobState.PENDING,
             str(os.getpid()),
@@ -113,11 +113,11 @@ def test_each_stage_of_a_command(run: RunDir) -> None:
         write_text(
             run.metrics, '{"step": 2, "loss": 1.5, "tokens_per_second": 1000.0}\n{"step": 3, "lo'
         )
-        found = look(run)
+        found = read_status(run)
         assert (found.state, found.step, found.steps, found.ranks) == (JobState.RUNNING, 2, 9, 2)
         assert re.search(r"step 2 of 9, loss 1\.5000, 1,000 tokens/s, 0:\d\d ago", str(found))
         file.end(7, "ortlaunch: rank 1 failed")
-    found = look(run)
+    found = read_status(run)
     assert (found.state, found.job.exit_status, str(found).splitlines()[-1]) == (JobState.FAILED, 7,
                                                                                 "ortlaunch: rank 1 failed")  # fmt: skip
     assert wait(run).job == found.job
@@ -142,7 +142,7 @@ def test_an_error_before_the_ranks(
     """An error that ends the command before the ranks start is the run's verdict."""
     with pytest.raises(type(error)), JobFile(run, "mpi"):
         raise error
-    found = look(run)
+    found = read_status(run)
     assert (found.state, found.job.exit_status, found.job.verdict) == (state, status, verdict)
 
 
@@ -152,16 +152,17 @@ def test_a_signal_before_the_ranks(run: RunDir) -> None:
     for saves, status, state in ((True, 85, JobState.PREEMPTED), (False, 143, JobState.CANCELLED)):
         with pytest.raises(SystemExit) as caught, JobFile(run, "mpi", saves):
             signal.raise_signal(signal.SIGTERM)
-        assert (caught.value.code, look(run).state) == (status, state)
+        assert (caught.value.code, read_status(run).state) == (status, state)
         assert (
-            look(run).job.verdict == "ortlaunch: stopped by SIGTERM before its ranks were started"
+            read_status(run).job.verdict
+            == "ortlaunch: stopped by SIGTERM before its ranks were started"
         )
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     # A cancelled run must not be started again, so it does not count as saved.
     write_text(run.cancelled, "")
     with pytest.raises(SystemExit), JobFile(run, "mpi"):
         signal.raise_signal(signal.SIGTERM)
-    assert look(run).state is JobState.CANCELLED
+    assert read_status(run).state is JobState.CANCELLED
 
 
 def test_between_two_starts(run: RunDir) -> None:
@@ -173,7 +174,8 @@ def test_between_two_starts(run: RunDir) -> None:
         file.failed([Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)])
         signal.raise_signal(signal.SIGTERM)
     assert (
-        look(run).job.verdict == "ortlaunch: stopped by SIGTERM before its ranks were started again"
+        read_status(run).job.verdict
+        == "ortlaunch: stopped by SIGTERM before its ranks were started again"
     )
 
 
@@ -187,12 +189,12 @@ def test_while_ranks_are_started(run: RunDir) -> None:
         # One was handled by the ranks; the other is left for the command.
         kept.pop(0)
         file.failed([Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)])
-    assert look(run).state is JobState.PREEMPTED
+    assert read_status(run).state is JobState.PREEMPTED
     with JobFile(run, "mpi") as file:
         file.keep_signals()
         signal.raise_signal(signal.SIGTERM)
         file.end(0, "done")
-    assert look(run).state is JobState.SUCCEEDED
+    assert read_status(run).state is JobState.SUCCEEDED
 
 
 def test_a_full_disk_hides_no_verdict(
@@ -216,7 +218,7 @@ def test_a_full_disk_hides_no_verdict(
 def test_a_killed_command_has_failed(secondary: bool, status: int, run: RunDir) -> None:
     """A killed command's run has the verdict of its first failing rank, else that of the kill."""
     with command(run) as process:
-        assert look(run).state is JobState.RUNNING
+        assert read_status(run).state is JobState.RUNNING
         process.kill()
         process.wait()
         # A secondary failure is only an effect of the command's death.
@@ -228,7 +230,7 @@ def test_a_killed_command_has_failed(secondary: bool, status: int, run: RunDir) 
             "secondary": secondary,
         }
         write_json(run.error(1), {**error, "rank": 1, "type": "ValueError"})
-        found = look(run)
+        found = read_status(run)
         gone = f"ortlaunch: the command (process {process.pid} on host"
         assert (found.state, found.job.exit_status) == (JobState.FAILED, status)
         assert str(found.job.verdict).startswith(
@@ -242,7 +244,7 @@ def test_a_killed_command_whose_ranks_ended_well(run: RunDir) -> None:
         process.kill()
         process.wait()
         write_json(run.summary, {})
-        assert (look(run).state, look(run).job.exit_status) == (JobState.SUCCEEDED, 0)
+        assert (read_status(run).state, read_status(run).job.exit_status) == (JobState.SUCCEEDED, 0)
         ended = {
             "exit_status": 7,
             "traceback": "",
@@ -251,7 +253,7 @@ def test_a_killed_command_whose_ranks_ended_well(run: RunDir) -> None:
             "secondary": False,
         }
         write_json(run.error(1), {**ended, "rank": 1, "type": "ValueError"})
-        assert look(run).job.exit_status == 7
+        assert read_status(run).job.exit_status == 7
 
 
 def test_a_command_that_measures_is_pending(run: RunDir) -> None:
@@ -259,12 +261,12 @@ def test_a_command_that_measures_is_pending(run: RunDir) -> None:
     with JobFile(run, "torchrun") as file:
         file.end(0, "done")
     with command(run, "measures") as process:
-        found = look(run)
+        found = read_status(run)
         assert (found.state, found.job.id) == (JobState.PENDING, str(process.pid))
         said = cancel(run)
         assert said.startswith(f"ended process {process.pid}, which had not begun to run here\n")
         assert process.wait() == -signal.SIGTERM
-    assert look(run).state is JobState.SUCCEEDED
+    assert read_status(run).state is JobState.SUCCEEDED
 
 
 @pytest.mark.timeout(30)
@@ -281,7 +283,7 @@ def test_cancel(how: str, status: int, said: str, run: RunDir) -> None:
     with command(run, how) as process:
         answer = cancel(run)
         assert answer.startswith(f"{said}{run}: cancelled"), answer
-        found = look(run)
+        found = read_status(run)
         assert (found.state, found.job.exit_status, found.alive) == (JobState.CANCELLED, status, ())
         launcher = run.path / "launcher"
         assert not (launcher.exists() and Process.of(int(launcher.read_text())).lives())
@@ -303,12 +305,16 @@ def test_who_waits_for_the_folder_is_none_of_its_run(run: RunDir) -> None:
         with open(run.lock) as file:
             waits = subprocess.Popen(["sleep", "60"], pass_fds=[file.fileno()])
         try:
-            assert len(look(run).alive) == 1
+            assert len(read_status(run).alive) == 1
             said = cancel(run)
             assert said.startswith(
                 "nothing to cancel, for it has ended; 1 of its processes had to be killed\n"
             ), said
-            assert (look(run).state, look(run).alive, waits.poll()) == (JobState.FAILED, (), None)
+            assert (read_status(run).state, read_status(run).alive, waits.poll()) == (
+                JobState.FAILED,
+                (),
+                None,
+            )
         finally:
             waits.kill()
             waits.wait()
@@ -322,8 +328,8 @@ def test_another_host(run: RunDir) -> None:
         f"process {os.getpid()} on host far cannot be seen from here; there, "
         "or by ssh: ssh far ortlaunch"
     )
-    assert (look(run).state, look(run).certain) == (JobState.RUNNING, False)
-    assert f"this is what was recorded last; {there} status {run}" in str(look(run))
+    assert (read_status(run).state, read_status(run).certain) == (JobState.RUNNING, False)
+    assert f"this is what was recorded last; {there} status {run}" in str(read_status(run))
     with pytest.raises(InputError, match=f"{there} cancel {run}".replace("[", r"\[")):
         cancel(run)
     with pytest.raises(InputError, match="status --wait"):
@@ -362,14 +368,14 @@ def test_a_launcher_of_the_users_own(run: RunDir) -> None:
     """A run under the user's own launcher is checked by its rank 0, and cannot be cancelled."""
     record = JobRecord.of_this_process("inside", JobState.RUNNING)
     record.write(run)
-    assert look(run).state is JobState.RUNNING
+    assert read_status(run).state is JobState.RUNNING
     with pytest.raises(InputError, match="its ranks were started by a launcher of your own"):
         cancel(run)
     # Another start time: the process id belongs to a later process, so rank 0 is gone.
     replace(record, began="gone").write(run)
-    assert look(run).state is JobState.FAILED
+    assert read_status(run).state is JobState.FAILED
     write_json(run.summary, {})
-    assert (look(run).state, look(run).job.exit_status) == (JobState.SUCCEEDED, 0)
+    assert (read_status(run).state, read_status(run).job.exit_status) == (JobState.SUCCEEDED, 0)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"state": "running"}', '{"state": "odd"}'])
@@ -377,7 +383,7 @@ def test_a_record_that_is_none(text: str, run: RunDir) -> None:
     """A damaged job.json gives an error with its path, without a traceback."""
     run.job.write_text(text)
     with pytest.raises(InputError, match=r"job\.json: is no record of a job"):
-        look(run)
+        read_status(run)
 
 
 # A process of its own: a fork of the test process may be refused, because other tests left too much
@@ -387,11 +393,11 @@ import os, sys
 from ortlaunch.errors import InputError
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.other_runs.cancel import cancel
-from ortlaunch.other_runs.status import look
+from ortlaunch.other_runs.status import read_status
 os.setgroups([])
 os.setuid(65534)
 try:
-    (look if sys.argv[1] == "status" else cancel)(RunDir(sys.argv[2]))
+    (read_status if sys.argv[1] == "status" else cancel)(RunDir(sys.argv[2]))
     print("nothing", end="")
 except InputError as error:
     print(error, end="")
@@ -421,7 +427,7 @@ def test_another_user(run: RunDir) -> None:
             run.job.chmod(0o600)
             why = "this user may not read it; ask as the user who started the run"
             assert as_nobody("status", run) == f"{run.job}: {why}"
-            assert look(run).state is JobState.RUNNING
+            assert read_status(run).state is JobState.RUNNING
     finally:
         shutil.rmtree(folder)
 
@@ -429,8 +435,8 @@ def test_another_user(run: RunDir) -> None:
 def test_json(run: RunDir) -> None:
     """The JSON has all known values, and null for unknown ones."""
     with RunLock() as lock, JobFile(run, "local"):
-        lock.take(run)
-        found = json.loads(look(run).to_json())
+        lock.acquire(run)
+        found = json.loads(read_status(run).to_json())
     assert (found["state"], found["job"]["backend"], found["step"], found["steps"]) == (
         "pending",
         "local",

@@ -175,9 +175,9 @@ def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_
         "a": "a-20260102-000000-2",
         "a-b": "a-b-20260103-000000",
     }.items():
-        assert registry.named(Path(given)).name == expected
+        assert registry.resolve_name(Path(given)).name == expected
     for given in ("runs/a", "b", "a-2026"):
-        assert registry.named(Path(given)) == Path(given)
+        assert registry.resolve_name(Path(given)) == Path(given)
     assert "b: is neither a folder nor the name of a run" in ortlaunch("status", "b").err
 
 

@@ -17,7 +17,13 @@ import yaml
 from ortlaunch.errors import PlanError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.recipe.fields.ort_variables import FIELDS, HARMLESS, LEFT_OUT, contradictions, seen
+from ortlaunch.recipe.fields.ort_variables import (
+    FIELDS,
+    HARMLESS,
+    LEFT_OUT,
+    contradictions,
+    variables_in,
+)
 from ortlaunch.resolve.resolve import resolve
 from tests.makers import CUSTOM, OWN_MODULE
 
@@ -139,7 +145,9 @@ def test_a_variable_without_a_field_is_refused(name: str, expected: str) -> None
 def test_a_dump_for_developers_is_shown_and_not_refused() -> None:
     """A variable that only dumps files for developers is shown, and not refused."""
     assert [said(name, "1") for name in HARMLESS] == [""]
-    assert seen({"ORTMODULE_TRITON_DEBUG": "1", "HOME": "x"}) == {"ORTMODULE_TRITON_DEBUG": "1"}
+    assert variables_in({"ORTMODULE_TRITON_DEBUG": "1", "HOME": "x"}) == {
+        "ORTMODULE_TRITON_DEBUG": "1"
+    }
 
 
 def test_every_variable_that_onnx_runtime_reads_is_known() -> None:

@@ -165,7 +165,7 @@ def test_a_folder_of_a_run_that_never_began() -> None:
     """The files of a command that ended while it prepared do not prevent another start."""
     run = RunDir("mine")
     with RunLock() as lock:
-        lock.take(run)
+        lock.acquire(run)
         with JobFile(run, "local") as file:
             file.end(143, "ortlaunch: stopped by SIGTERM", stopped=True)
     assert sorted(path.name for path in run.path.iterdir()) == ["job.json", "lock"]
@@ -195,7 +195,7 @@ def test_a_command_that_began_a_moment_ago_is_named() -> None:
     # Several may start in one new folder; one of them trains.
     run = RunDir("mine")
     with RunLock() as lock:
-        lock.take(run)
+        lock.acquire(run)
         write_text(run.plan, "{}")
         with pytest.raises(
             PlanError, match=f"^--run-dir mine: process {os.getpid()} on host .* trains there; wait"

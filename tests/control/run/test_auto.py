@@ -20,7 +20,7 @@ from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.resolve.prepare import write_run
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run import control
-from ortlaunch.run.choices import known, with_measured_engine
+from ortlaunch.run.choices import with_measured_engine, with_recorded_choices
 from ortlaunch.run.preview import preview
 from ortlaunch.run_folder.engine_report import Choice
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
@@ -88,7 +88,7 @@ def test_a_remembered_choice_is_taken() -> None:
     """A stored choice is used without measuring, with a note, and copied to the run folder."""
     base = resolved()
     remembered_choice(base)
-    found = known(base, RunDir("run"))
+    found = with_recorded_choices(base, RunDir("run"))
     assert found.file.recipe.engine == Engine(name="inductor")
     assert found.notes[-1] == "engine auto: inductor: measured 2 x eager (cached)"
     write_run(RunDir("run"), found.file.recipe, found.plan, found.choice)
@@ -152,13 +152,15 @@ def test_a_run_keeps_its_engine() -> None:
     run = RunDir("run")
     remembered_choice(base, "inductor")
     write_json(run.choice, {**THEN, "key": auto.digest(base)})
-    assert known(base, run).notes[-1] == "engine auto: eager: then (as this run began)"
+    assert (
+        with_recorded_choices(base, run).notes[-1] == "engine auto: eager: then (as this run began)"
+    )
     # The key of another recipe: without checkpoints, the stored choice of today is used.
     write_json(run.choice, {**THEN, "key": "of another model"})
-    assert known(base, run).file.recipe.engine.name == "inductor"
+    assert with_recorded_choices(base, run).file.recipe.engine.name == "inductor"
     # With checkpoints, a change of the engine would change the training.
     write_text(run.checkpoint(5) / "COMPLETE", "")
-    assert known(base, run).file.recipe.engine.name == "eager"
+    assert with_recorded_choices(base, run).file.recipe.engine.name == "eager"
 
 
 def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
@@ -176,16 +178,16 @@ def test_a_rank_cannot_measure() -> None:
     with pytest.raises(
         PlanError, match=r"run `ortlaunch bench recipe\.yaml` once outside of the launcher"
     ):
-        known(base, RunDir("run"))
+        with_recorded_choices(base, RunDir("run"))
     assert not Path("run").exists()
     # A measurement of another batch is only named in the error.
     remembered_choice(resolved(batch={"micro_size": 8, "accumulation_steps": 1}))
     with pytest.raises(
         PlanError, match=r"the nearest that was measured differs in batch: \[8, 1\] -> \[2, 1\]$"
     ):
-        known(resolved(environ=TORCH), RunDir("run"))
+        with_recorded_choices(resolved(environ=TORCH), RunDir("run"))
     remembered_choice(resolved())
-    assert known(base, RunDir("run")).choice is not None
+    assert with_recorded_choices(base, RunDir("run")).choice is not None
 
 
 def test_what_would_fail_anyway_fails_before_measuring() -> None:

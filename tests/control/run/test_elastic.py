@@ -126,7 +126,8 @@ def test_what_is_refused_before_a_start(
 def found(monkeypatch: pytest.MonkeyPatch, *wrong: tuple[str, str]) -> None:
     """Replace the check of the hosts by one with these failed findings, as (host, check)."""
     monkeypatch.setattr(
-        "ortlaunch.run.elastic.look", lambda asked: [Finding(*one, "failed", "so") for one in wrong]
+        "ortlaunch.run.elastic.check_hosts",
+        lambda asked: [Finding(*one, "failed", "so") for one in wrong],
     )
 
 

@@ -14,7 +14,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.make_plan import replan
 from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.run import micro_size
-from ortlaunch.run.micro_size import MARGIN, Try, find, known, note, sizes
+from ortlaunch.run.micro_size import MARGIN, Try, find, note, recorded_size, sizes
 from ortlaunch.run_folder.folder import RunDir, write_json
 from tests.makers import bert, host, plan, recipe
 
@@ -90,14 +90,14 @@ def test_what_was_found_is_known_later(tmp_path: Path, monkeypatch: pytest.Monke
     """A restart in the run folder uses the size that was found, for the same batch and ranks."""
     run = RunDir(tmp_path)
     made = auto(24)
-    assert known(made, plan(made).batch, run) is None
+    assert recorded_size(made, plan(made).batch, run) is None
     stand_in(monkeypatch, 9)
     find(made, plan(made), run)
     assert json.loads(run.micro_size.read_text())["tries"][0]["size"] == 1
     # 12 does not fit below the limit of 9.
-    assert known(made, plan(made).batch, run) == 8
-    assert known(auto(32), plan(auto(32)).batch, run) is None
-    assert known(made, plan(made, [host("localhost", 2)], "torchrun").batch, run) is None
+    assert recorded_size(made, plan(made).batch, run) == 8
+    assert recorded_size(auto(32), plan(auto(32)).batch, run) is None
+    assert recorded_size(made, plan(made, [host("localhost", 2)], "torchrun").batch, run) is None
 
 
 def test_the_found_size_is_planned_and_written() -> None:

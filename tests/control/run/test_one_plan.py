@@ -144,7 +144,7 @@ def test_elastic_hosts(
     def look(asked: Any) -> list[Finding]:
         return [Finding(name, "reached", "failed", "so") for name in out.pop(0)]
 
-    monkeypatch.setattr("ortlaunch.run.elastic.look", look)
+    monkeypatch.setattr("ortlaunch.run.elastic.check_hosts", look)
     ortlaunch.restarts = 2
     ortlaunch("train", written(**ELASTIC), "--run-dir", "run", "--hostfile", "hosts")
     assert (ortlaunch.starts, out) == (3, [])

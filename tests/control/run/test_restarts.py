@@ -12,7 +12,7 @@ from ortlaunch.cause import Cause
 from ortlaunch.launch.attempts import in_vain, restarts_without_progress, set_aside, wait_seconds
 from ortlaunch.launch.failure import End
 from ortlaunch.launch.record import Attempt, JobRecord
-from ortlaunch.other_runs.status import look
+from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.describe import describe
 from ortlaunch.resolve.prepare import write_run
 from ortlaunch.run import restarts
@@ -116,9 +116,9 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
         ended = supervise(run, 3, file, lambda _: next(ends)())
         file.starts()
         assert re.search(
-            r"attempt 1 failed after step 5, in 0:\d\d: rank 1 failed at 5", str(look(run))
+            r"attempt 1 failed after step 5, in 0:\d\d: rank 1 failed at 5", str(read_status(run))
         )
-        assert str(look(run)).splitlines()[-1] == "attempt 3 runs"
+        assert str(read_status(run)).splitlines()[-1] == "attempt 3 runs"
         file.end(0, "")
     # A run that ends well after restarts notes them.
     assert re.fullmatch(

@@ -33,11 +33,11 @@ from tests.makers import recipe
 
 MOST = 3  # damages tried on each file; all of them, some 450, take minutes
 VERBS: dict[str, Callable[[RunDir], Any]] = {
-    "status": lambda run: f"{status.look(run)}",
+    "status": lambda run: f"{status.read_status(run)}",
     "report": lambda run: report([run.path], run.path / "page.html", "now"),
     "diagnose": lambda run: f"{diagnose(run)}",
     "logs": lambda run: logs.show(run, 0, follow=False),
-    "list": lambda run: [listing.line(each) for each in listing.looks(None)],
+    "list": lambda run: [listing.line(each) for each in listing.newest_statuses(None)],
     "export": lambda run: chosen_step(run, None),
     "generate": lambda run: generate._source(GenerationRequest(str(run.path), "The", None, 5, 0.0, 0, False)),
     "train again": lambda run: (nothing_left(recipe(), run), resume.choose(run, resume.AUTOMATIC)),
@@ -152,7 +152,7 @@ def test_status_reads_the_rest_and_says_what_it_left_out(whole: Path, tmp_path: 
     run.metrics.write_text("".join([lines[0], lines[1][:9], lines[0], lines[2]]))
     run.plan.write_text("")
     run.recipe.write_text("model: [")
-    found = status.look(run)
+    found = status.read_status(run)
     assert (found.step, found.metrics["loss"], found.ranks, found.steps) == (30, 1.0, None, None)
     left = found.unreadable[2]
     plan = found.unreadable[0]
@@ -170,7 +170,9 @@ def test_the_number_of_a_line_in_a_long_file(whole: Path, tmp_path: Path) -> Non
     good = run.metrics.read_bytes().splitlines(keepends=True)[0]
     # Longer than the part that `status` reads from the end.
     run.metrics.write_bytes(good * 3000 + b"\xff{\n" + good)
-    assert status.look(run).unreadable == ("metrics.jsonl:3001 is left out: no whole line of JSON",)
+    assert status.read_status(run).unreadable == (
+        "metrics.jsonl:3001 is left out: no whole line of JSON",
+    )
 
 
 def test_a_line_after_half_a_one_is_not_lost(tmp_path: Path) -> None:

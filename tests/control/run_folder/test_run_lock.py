@@ -30,7 +30,7 @@ from ortlaunch.run_folder.lock import RunLock, share
 from ortlaunch.run_folder.folder import RunDir
 run, how = RunDir(sys.argv[1]), sys.argv[2]
 lock = RunLock()
-lock.take(run, keep=how == "becomes another")
+lock.acquire(run, keep=how == "becomes another")
 rank = os.fork() if how == "with a rank" else 1
 if not rank:
     share(run)
@@ -74,7 +74,7 @@ def test_a_second_run_is_refused(how: str, run: RunDir) -> None:
     with command(run, how) as first:
         begun = time.monotonic()
         with pytest.raises(PlanError) as caught, RunLock() as lock:
-            lock.take(run)
+            lock.acquire(run)
         # Seconds: a living holder is refused at once, without the wait for ranks.
         assert time.monotonic() - begun < 1
         since = json.loads(run.lock.read_text())["since"]
@@ -92,7 +92,7 @@ def test_a_killed_command_frees_it(run: RunDir) -> None:
         first.kill()
         first.wait()
         with RunLock() as lock:
-            lock.take(run)
+            lock.acquire(run)
             assert json.loads(run.lock.read_text())["pid"] == os.getpid()
 
 
@@ -107,20 +107,20 @@ def test_ranks_hold_it_too(
         first.kill()
         first.wait()
         with pytest.raises(PlanError) as caught, RunLock() as lock:
-            lock.take(run)
+            lock.acquire(run)
         assert "has ended, but ranks of it are still alive; end them" in str(caught.value)
         assert f"waiting for the ranks of process {first.pid} on host" in capsys.readouterr().out
     # The rank has been killed with its process group, so the folder is free.
     with RunLock() as lock:
-        lock.take(run)
+        lock.acquire(run)
 
 
 def test_ranks_of_the_run_share_it(run: RunDir) -> None:
     """A rank shares its own command's lock, and the same process can lock a freed folder again."""
     for _ in range(2):
         with RunLock() as lock:
-            lock.take(run)
-            lock.take(run)
+            lock.acquire(run)
+            lock.acquire(run)
             run_lock.share(run)
             break
     file = os.open(run.lock, os.O_RDWR)
@@ -139,7 +139,7 @@ def test_a_disk_without_locks_is_told(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with RunLock() as lock:
-        lock.take(run)
+        lock.acquire(run)
     run_lock.share(run)
     said = (
         f"{run}: no file locks here (Operation not supported): "
@@ -161,4 +161,4 @@ def test_a_lock_that_is_lost_when_it_becomes_shared(
 
     monkeypatch.setattr(run_lock.fcntl, "flock", flock)
     with RunLock() as lock, pytest.raises(PlanError, match="another command took its lock"):
-        lock.take(RunDir(tmp_path / "run"))
+        lock.acquire(RunDir(tmp_path / "run"))

@@ -111,8 +111,9 @@ def test_an_extension_that_does_not_load_says_how_to_build_it_again(
         "from ortlaunch import cache; from ortlaunch.ortmodule import repaired; "
         "from ortlaunch.ortmodule.build import extensions as e; "
         "folder = e.cache_dir(); folder.mkdir(parents=True); "
-        "[(folder / f'{n}.so').write_text('') for n in e.wanted()]; "
-        "[cache.seal(folder / f'{n}.seal', [folder / f'{n}.so']) for n in e.wanted()]; repaired.import_ortmodule()"
+        "[(folder / f'{n}.so').write_text('') for n in e.required_names()]; "
+        "[cache.seal(folder / f'{n}.seal', [folder / f'{n}.so']) for n in e.required_names()]; "
+        "repaired.import_ortmodule()"
     )
     done = python(damage, timeout=60, ORTLAUNCH_CACHE=str(tmp_path))
     assert "MissingDependency: the built extension does not load" in done.stderr
@@ -211,7 +212,7 @@ def test_a_cuda_build_wants_the_cuda_extensions(
     )
     installed(monkeypatch, torch="2.10.0", onnxruntime_training="1.19.2")
     monkeypatch.setattr(extensions, "_package", lambda name: tmp_path)
-    assert extensions.wanted() == [
+    assert extensions.required_names() == [
         "aten_op_executor",
         "torch_interop_utils",
         "torch_gpu_allocator",
@@ -343,7 +344,7 @@ def test_two_builders_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     for builder in builders:
         builder.join()
     # The second builder compiles nothing.
-    assert [names for names in compiled if names] == [extensions.wanted()]
+    assert [names for names in compiled if names] == [extensions.required_names()]
 
 
 @needs_ort

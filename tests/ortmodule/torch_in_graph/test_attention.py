@@ -112,7 +112,7 @@ def compare(model: nn.Module, batches: Any = BATCHES) -> int:
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
         same(model, eager, atol=1e-5)
-    made = torch_calls.made()
+    made = torch_calls.calls_from_graph()
     return made[CALL].backward if CALL in made else 0
 
 

@@ -120,10 +120,10 @@ def test_operators_without_a_form_or_a_gradient(
     torch_calls.restart()
     before = tally.exports
     compare(kind(), [(torch.randn(size),) for size in sizes])
-    found = {name.removeprefix("aten.") for name in torch_calls.made()}
+    found = {name.removeprefix("aten.") for name in torch_calls.calls_from_graph()}
     assert operators <= found, found
     # Once for each of the two batches; the calls in the export do not count.
-    assert {calls.forward for calls in torch_calls.made().values()} == {2}
+    assert {calls.forward for calls in torch_calls.calls_from_graph().values()} == {2}
     assert 0 < torch_calls.share() < 1
     # One export, although the batches have two sizes.
     assert tally.exports == before + 1

@@ -18,7 +18,7 @@ from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint import saving as savings
 from ortlaunch.worker.checkpoint.saves import records
 from ortlaunch.worker.process_group.distributed import DistributedContext
-from ortlaunch.worker.supervision.requests import Ask
+from ortlaunch.worker.supervision.requests import RankRequest
 from tests.makers import recipe
 from tests.worker.checkpoint.test_checkpoint import GROUP, Writer, writers
 
@@ -89,11 +89,11 @@ def test_the_time_asks_for_one(
     for step in range(1, 99):
         # A minute a step.
         clock.now += 60
-        agreed = SimpleNamespace(ask=lambda what, step=step: asked.append((step, what)))
+        agreed = SimpleNamespace(add=lambda what, step=step: asked.append((step, what)))
         saver.request_when_due(agreed)  # type: ignore[arg-type]
         if asked and asked[-1][0] == step:
             saver.save(step, {"step": step, "samples": 8 * step})
-    assert asked == [(step, Ask.SAVE) for step in saved]
+    assert asked == [(step, RankRequest.SAVE) for step in saved]
     # Another rank's clock requests nothing.
     saver.group = DistributedContext(Rank(1, 2, 1, 2), torch.device("cpu"))
     clock.now = 1e9
@@ -133,8 +133,8 @@ def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
     assert [line["step"] for line in records(run)] == [40, 80, 100]
 
 
-@pytest.mark.parametrize("asked", [Ask.SAVE, Ask.TERMINATE])
-def test_what_is_asked_for_is_complete(asked: Ask, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [RankRequest.SAVE, RankRequest.TERMINATE])
+def test_what_is_asked_for_is_complete(asked: RankRequest, tmp_path: Path) -> None:
     """A save by a stop or a user's request is complete on return; one by the clock may wait."""
     run = RunDir(tmp_path)
     writer = Slow()
@@ -143,7 +143,7 @@ def test_what_is_asked_for_is_complete(asked: Ask, tmp_path: Path) -> None:
     # The last save seems to be a minute ago.
     saver.tried -= 61
     saver.request_when_due(clock)  # type: ignore[arg-type]
-    saver.save(3, {"step": 3, "samples": 24}, Ask.SAVE)
+    saver.save(3, {"step": 3, "samples": 24}, RankRequest.SAVE)
     assert kept(run) == []
     writer.may.set()
     saver.save(5, {"step": 5, "samples": 40}, asked)
@@ -153,8 +153,8 @@ def test_what_is_asked_for_is_complete(asked: Ask, tmp_path: Path) -> None:
 class Agreed:
     """An agreement that accepts a request to save."""
 
-    def ask(self, what: Ask) -> None:
-        assert what is Ask.SAVE
+    def add(self, request: RankRequest) -> None:
+        assert request is RankRequest.SAVE
 
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])

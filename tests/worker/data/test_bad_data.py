@@ -111,7 +111,7 @@ def test_before_the_ranks_meet(
     run.recipe.write_text(to_yaml(made))
     run.plan.write_text(plan(made).to_json())
     # A stand-in for the rank's watchdog.
-    watchdog: Any = SimpleNamespace(pulse=Pulse(), take=lambda _: None)
+    watchdog: Any = SimpleNamespace(pulse=Pulse(), apply_setting=lambda _: None)
     with pytest.raises(InputError, match=message) as caught:
         rank_main.live(run, Rank(0, 2, 0, 2), watchdog)
     assert caught.value.exit_status == 2

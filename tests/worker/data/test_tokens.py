@@ -30,7 +30,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tokens, "_DOCUMENTS_AT_ONCE", 4)
     monkeypatch.setattr(tokens, "_SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(tokens, "_TELL_SECONDS", 0.0)
+    monkeypatch.setattr(tokens, "_SHOW_SECONDS", 0.0)
     (tmp_path / "a.txt").write_text("\n".join(TEXTS))
     return Corpus(format="text", path=(str(tmp_path / "a.txt"),))
 
@@ -67,7 +67,7 @@ def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
     assert killed.exitcode == -signal.SIGKILL
     second = Counting()
     told = list[str]()
-    found = tokens.tokenized(source, second, True, tell=told.append)[:].tolist()
+    found = tokens.tokenized(source, second, True, show_progress=told.append)[:].tolist()
     assert bytes(found).decode() == "\7".join(text.removesuffix("\n") for text in TEXTS) + "\n\7"
     # At most two chunks before the kill were not saved yet.
     assert 16 <= len(second.seen) <= 24

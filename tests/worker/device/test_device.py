@@ -20,7 +20,14 @@ from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.device import graph
 from ortlaunch.worker.device.artifacts import as_on_a_device, ondevice
 from ortlaunch.worker.device.average import average
-from ortlaunch.worker.device.device import SAMPLES, STEPS, Device, load_state, number, save_state
+from ortlaunch.worker.device.device import (
+    SAMPLES,
+    STEPS,
+    Device,
+    int_property,
+    load_state,
+    save_state,
+)
 from ortlaunch.worker.device.evaluate import evaluate
 from ortlaunch.worker.device.inference import export
 from ortlaunch.worker.device.train import train
@@ -138,7 +145,7 @@ def test_it_learns_goes_on_and_leaves(
     bert.train(tmp_path / "two", steps=2)
     chained = bert.train(tmp_path / "all", checkpoint=tmp_path / "two", steps=9)
     assert "--steps 9: 4 steps of 6 left; for more: train.max_steps=11\n" in capsys.readouterr().out
-    assert (number(chained, STEPS), number(chained, SAMPLES)) == (6, 12)
+    assert (int_property(chained, STEPS), int_property(chained, SAMPLES)) == (6, 12)
     expected = weights(at_once)
     for name, value in weights(chained).items():
         np.testing.assert_allclose(value, expected[name], atol=1e-6)
@@ -224,10 +231,11 @@ def test_clients_are_averaged(bert: Made, tmp_path: Path) -> None:
     second = weights(two)
     for name, value in weights(mean).items():
         np.testing.assert_allclose(value, (first[name] + 3 * second[name]) / 4, atol=1e-6)
-    assert (number(mean, STEPS), number(mean, SAMPLES)) == (3, 8)
+    assert (int_property(mean, STEPS), int_property(mean, SAMPLES)) == (3, 8)
     # The count of samples begins again after an average.
     assert (
-        number(bert.train(tmp_path / "again", steps=2, checkpoint=tmp_path / "mean"), SAMPLES) == 4
+        int_property(bert.train(tmp_path / "again", steps=2, checkpoint=tmp_path / "mean"), SAMPLES)
+        == 4
     )
     average(bert.place, clients, [1.0, 1.0], tmp_path / "even")
     name = next(iter(first))

@@ -240,7 +240,7 @@ def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, f
         eval_module=module,
         plain=None,
         own_precision=False,
-        take=dict,
+        to_device=dict,
         uncounted=lambda compiled: nullcontext(),
     )
     # The other rank has the larger difference; this one has 0.25.

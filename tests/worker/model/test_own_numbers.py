@@ -13,7 +13,7 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.worker.model.model import LossModule
-from ortlaunch.worker.model.own_numbers import Numbers, loss_in, numbers_of
+from ortlaunch.worker.model.own_numbers import ValueMeans, loss_in, numbers_of
 from tests.ort import needs_ort
 from tests.ortmodule.modules import wrapped
 from tests.training import train_here
@@ -123,14 +123,14 @@ class Two:
 
 def test_ranks_count_by_their_weights() -> None:
     """Means are weighted over ranks, for ranks that have the name, without skipped steps."""
-    numbers = Numbers()
+    numbers = ValueMeans()
     # For each name the sum of value x weight, and the sum of weights.
     group = Two({"a": [40.0, 4.0], "b": [5.0, 1.0]})
     for value, weight in ((1.0, 1.5), (2.0, 0.5)):
-        numbers.take({"loss": torch.tensor(0.0), "a": torch.tensor(value)}, weight)
+        numbers.add({"loss": torch.tensor(0.0), "a": torch.tensor(value)}, weight)
     numbers.keep()
     # This pass belongs to a step that is skipped.
-    numbers.take({"loss": torch.tensor(0.0), "a": torch.tensor(1e9)}, 1.0)
+    numbers.add({"loss": torch.tensor(0.0), "a": torch.tensor(1e9)}, 1.0)
     numbers.begin()
     numbers.keep()
     assert numbers.read(group) == {"a": (1.5 + 1.0 + 40.0) / 6.0, "b": 5.0}  # type: ignore[arg-type]

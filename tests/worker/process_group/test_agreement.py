@@ -16,7 +16,13 @@ import torch
 from ortlaunch.rank import Rank
 from ortlaunch.worker.process_group.agreement import agreement
 from ortlaunch.worker.process_group.distributed import DistributedContext
-from ortlaunch.worker.supervision.requests import ASKS, DEAF, LISTENING, Ask, Requests
+from ortlaunch.worker.supervision.requests import (
+    DEAF,
+    LISTENING,
+    SIGNAL_REQUESTS,
+    RankRequest,
+    Requests,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -54,23 +60,23 @@ def test_ranks_decide_the_same_at_the_same_edge(tmp_path: Path) -> None:
 def test_one_rank_decides_by_itself() -> None:
     """One rank agrees without a group; a request to save ends with a save, a stop does not."""
     with agreement(DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))) as agreed:
-        assert agreed.now() is Ask.NOTHING
-        agreed.ask(Ask.SAVE)
-        assert agreed.now() is Ask.SAVE
+        assert agreed.now() is RankRequest.NOTHING
+        agreed.add(RankRequest.SAVE)
+        assert agreed.now() is RankRequest.SAVE
         agreed.saved()
-        assert agreed.now() is Ask.NOTHING
-        agreed.ask(Ask.STOP)
-        agreed.ask(Ask.SAVE)
+        assert agreed.now() is RankRequest.NOTHING
+        agreed.add(RankRequest.STOP)
+        agreed.add(RankRequest.SAVE)
         agreed.saved()
         agreed.stopped = agreed.now()
-        assert agreed.stopped is Ask.STOP
+        assert agreed.stopped is RankRequest.STOP
 
 
 ASKED = {
-    signal.SIGTERM: (Ask.TERMINATE, 85),
-    signal.SIGUSR1: (Ask.STOP, 85),
-    signal.SIGHUP: (Ask.HANG_UP, 85),
-    signal.SIGINT: (Ask.INTERRUPT, 130),
+    signal.SIGTERM: (RankRequest.TERMINATE, 85),
+    signal.SIGUSR1: (RankRequest.STOP, 85),
+    signal.SIGHUP: (RankRequest.HANG_UP, 85),
+    signal.SIGINT: (RankRequest.INTERRUPT, 130),
 }
 
 
@@ -86,14 +92,19 @@ def test_a_signal_is_a_request(number: signal.Signals) -> None:
     requests.listen()
     try:
         signal.raise_signal(signal.SIGUSR2)
-        assert requests.asked is Ask.SAVE
+        assert requests.requested is RankRequest.SAVE
         signal.raise_signal(number)
     finally:
         requests.close()
     after = signal.getsignal(number)
     signal.signal(number, found)
     ask, status = ASKED[number]
-    assert (requests.asked, ask.stops, ask.exit_status, ask.signal) == (ask, True, status, number)
+    assert (requests.requested, ask.stops, ask.exit_status, ask.signal) == (
+        ask,
+        True,
+        status,
+        number,
+    )
     assert after is before
 
 
@@ -129,14 +140,14 @@ def test_a_stop_between_the_last_step_and_the_export(heard: bool, end: int) -> N
         with agreement(DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))) as agreed:
             agreed.now()
             os.kill(os.getpid(), signal.SIGTERM)
-            agreed.stopped = agreed.now() if heard else Ask.NOTHING
+            agreed.stopped = agreed.now() if heard else RankRequest.NOTHING
 
     assert ended_by(life) == end
 
 
 def test_a_loaders_worker_ignores_requests() -> None:
     """A forked child ignores requests, except SIGTERM, by which its parent may end it."""
-    ignored = [number for number in ASKS if number != signal.SIGTERM]
+    ignored = [number for number in SIGNAL_REQUESTS if number != signal.SIGTERM]
 
     def life() -> None:
         requests = Requests()
@@ -148,7 +159,7 @@ def test_a_loaders_worker_ignores_requests() -> None:
             os._exit(0)
         # This process ends by SIGKILL if a signal has ended its child.
         os.kill(os.getpid(), os.WTERMSIG(os.waitpid(pid, 0)[1]) and signal.SIGKILL)
-        os._exit(int(bool(requests.asked)))
+        os._exit(int(bool(requests.requested)))
 
     assert ended_by(life) == signal.SIGKILL
 
@@ -164,15 +175,15 @@ def test_the_users_own_handler_hears_it_too() -> None:
     finally:
         requests.close()
         signal.signal(signal.SIGUSR1, before)
-    assert (heard, requests.asked) == ([signal.SIGUSR1], Ask.STOP)
+    assert (heard, requests.requested) == ([signal.SIGUSR1], RankRequest.STOP)
 
 
-def test_the_guardian_is_told_who_listens() -> None:
+def test_the_supervisor_is_told_who_listens() -> None:
     """The rank supervisor gets one message when the rank starts to listen, and one when it ends."""
     # It ends a rank that does not listen at once, and gives time to save to one that does.
     there, here = os.pipe()
     requests = Requests()
-    requests.guardian = here
+    requests.supervisor_fd = here
     requests.listen()
     requests.listen()
     assert os.read(there, 100) == LISTENING

@@ -38,12 +38,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_host_of_silent_ranks_that_does_not_answer(asked: list[str]) -> None:
     """A host is lost if all its ranks are silent for long and it does not answer."""
-    found = LostHosts("a", 0).look(BEATS, ADDRESSES)
+    found = LostHosts("a", 0).detect(BEATS, ADDRESSES)
     # Host c is not probed, because one of its ranks is not silent.
     why = "nothing was heard of it for 10 s, and 10.0.0.2 answers no connection"
     assert (found, asked) == (Lost(1, "b", why), ["10.0.0.2"])
     # Host b is silent for 6 s only.
-    assert LostHosts("a", 0).look((beat(0, "a", 99.0), beat(1, "b", 6.0)), ADDRESSES) is None
+    assert LostHosts("a", 0).detect((beat(0, "a", 99.0), beat(1, "b", 6.0)), ADDRESSES) is None
 
 
 def test_the_host_whose_link_is_down_names_itself(
@@ -51,7 +51,7 @@ def test_the_host_whose_link_is_down_names_itself(
 ) -> None:
     """Both sides of a broken link write into the run folder, and must name the same host."""
     monkeypatch.setattr(lost_host, "link_that_is_down", lambda peer: "eth0")
-    assert LostHosts("a", 7).look(BEATS, ADDRESSES) == Lost(
+    assert LostHosts("a", 7).detect(BEATS, ADDRESSES) == Lost(
         7, "a", "its network interface eth0 has no link"
     )
 
@@ -61,7 +61,7 @@ def test_a_host_that_answers_is_not_lost(asked: list[str], monkeypatch: pytest.M
     # Its supervisors may be stopped, or starved of processor time.
     monkeypatch.setattr(lost_host, "answers", lambda address: not asked.append(address))  # type: ignore[func-returns-value]
     watched = LostHosts("a", 0)
-    assert [watched.look(BEATS, ADDRESSES) for _ in range(3)] == [None] * 3
+    assert [watched.detect(BEATS, ADDRESSES) for _ in range(3)] == [None] * 3
     assert asked == ["10.0.0.2"]
 
 

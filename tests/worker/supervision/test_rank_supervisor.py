@@ -249,7 +249,7 @@ def test_a_signal_just_before_the_rank_listens(run: RunDir) -> None:
     )
     life = (
         f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); {listens}; time.sleep(0.6); "
-        "assert heard.asked"
+        "assert heard.requested"
     )
     ended = guarded(run, life)
     assert (ended.status, ended.record) == (0, None)
@@ -286,7 +286,7 @@ def test_a_rank_that_was_stopped_is_no_echo_of_its_peers(run: RunDir) -> None:
     write_json(run.error(0), {"type": "RuntimeError", "secondary": True})
     child.pass_on(signal.SIGTERM)
     assert child.poll() == signal.SIGUSR1
-    assert (child.ended_by_us, child.asked) == (False, signal.SIGUSR1)
+    assert (child.ended_by_us, child.first_signal) == (False, signal.SIGUSR1)
 
 
 @pytest.mark.parametrize(("others", "status"), [(FAILED, -15), (STOPPED, 85)])
@@ -326,7 +326,7 @@ def test_a_signal_to_all_processes_is_one_that_was_asked(run: RunDir) -> None:
     ended = guarded(run, start)
     assert ended.record is not None
     assert (ended.status, ended.record["secondary"]) == (-15, True)
-    assert run.asked(1).read_text().startswith("15 ")
+    assert run.stop_mark(1).read_text().startswith("15 ")
 
 
 @pytest.mark.parametrize(("launcher", "status"), [("mpi", 0), ("torchrun", 0), ("inside", 85)])
@@ -383,7 +383,7 @@ def test_that_a_rank_was_asked_is_known_at_once(run: RunDir) -> None:
         run,
         f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); os.kill(os.getppid(), 9); time.sleep(9)",
     )
-    number, when = run.asked(1).read_text().split()
+    number, when = run.stop_mark(1).read_text().split()
     assert (int(number), float(when) > 0) == (signal.SIGTERM, True)
 
 
@@ -424,7 +424,7 @@ def test_a_crash_in_an_exit_handler_is_no_failure(run: RunDir) -> None:
     assert (ended.status, ended.record) == (0, None)
 
 
-def test_a_rank_dies_with_its_guardian(run: RunDir, tmp_path: Path) -> None:
+def test_a_rank_dies_with_its_supervisor(run: RunDir, tmp_path: Path) -> None:
     """A rank dies with its supervisor, also if that is killed."""
     pid = tmp_path / "pid"
     life = (

@@ -104,10 +104,10 @@ def test_many_ranks_beat_less_often_and_are_silent_later(ranks: int, seconds: fl
 def test_a_look_takes_a_bounded_number_of_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor reads a bounded number of heartbeats a turn, and the rest in the next turn."""
     # It must also read its rank's output.
-    monkeypatch.setattr(exchange, "_MESSAGES_A_LOOK", 3)
+    monkeypatch.setattr(exchange, "_MESSAGES_AT_ONCE", 3)
     hub, *others = met(6)
     for other in others:
-        other.tell(beat(other.rank.rank))
+        other.send_beat(beat(other.rank.rank))
     hub.receive()
     assert len(hub._heard) == 3
     hub.receive()
@@ -201,12 +201,12 @@ def met(ranks: int) -> list[Exchange]:
 def test_beats_reach_rank_0_and_its_word_the_others() -> None:
     """Rank 0 judges all; others judge only when rank 0 is silent; forged messages are dropped."""
     hub, other = met(2)
-    other.tell(beat(1))
+    other.send_beat(beat(1))
     assert hub.socket is not None
     stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     # Its digest is not made with the key.
     stranger.sendto(b"0" * 16 + b'{"say": "bye", "rank": 1}', hub.socket.getsockname())
-    hub.tell(beat(0))
+    hub.send_beat(beat(0))
     hub.receive()
     assert [one.rank for one in hub.beats(beat(0)) or []] == [0, 1]
     other.receive()
@@ -225,7 +225,7 @@ def test_beats_reach_rank_0_and_its_word_the_others() -> None:
 def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """If rank 0's supervisor is frozen or its link is dead, the others name rank 0 and its host."""
     hub, other = met(2)
-    other.tell(beat(1))
+    other.send_beat(beat(1))
     hub.receive()
     other.receive()
     now = time.monotonic()
@@ -236,7 +236,7 @@ def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) 
     assert found is not None
     assert "rank 0 on host first: nothing was heard for 40 s" in found.summary
     # A regular end of rank 0 is no silence.
-    other.tell(beat(1))
+    other.send_beat(beat(1))
     hub.receive()
     hub.leave()
     other.receive()
@@ -258,13 +258,13 @@ def test_a_rank_that_nobody_ever_answered_is_watched_alone(monkeypatch: pytest.M
 def test_a_datagram_that_is_refused_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused datagram is no end: rank 1's supervisor still judges when rank 0 is silent."""
     hub, other = met(2)
-    other.tell(beat(1))
+    other.send_beat(beat(1))
     hub.receive()
     other.receive()
     assert hub.socket is not None
     # A closed port refuses datagrams, as a firewall may for a moment.
     hub.socket.close()
-    other.tell(beat(1))
+    other.send_beat(beat(1))
     other.receive()
     now = time.monotonic()
     monkeypatch.setattr("ortlaunch.worker.supervision.exchange.time.monotonic", lambda: now + 40)
@@ -311,19 +311,19 @@ def test_a_slow_rank_is_named_once() -> None:
     def at(step: int, *own: float) -> list[Beat]:
         return [beat(rank, step=step, own_seconds=seconds) for rank, seconds in enumerate(own)]
 
-    assert slow.look(at(2, 0.0, 0.0, 0.0), 0.0) is None
+    assert slow.detect(at(2, 0.0, 0.0, 0.0), 0.0) is None
     # Too few steps.
-    assert slow.look(at(40, 4.0, 12.0, 4.0), 60.0) is None
-    found = slow.look(at(102, 10.0, 30.0, 10.0), 90.0)
+    assert slow.detect(at(40, 4.0, 12.0, 4.0), 60.0) is None
+    found = slow.detect(at(102, 10.0, 30.0, 10.0), 90.0)
     assert found is not None
     assert found.summary == (
         "rank 1 on host h is slow: reading batches and forward passes take it 0.3 s a step, "
         "3.0 times as long as its peers (0.1 s), over 100 steps; all wait for it"
     )
     # Reported before.
-    assert slow.look(at(202, 20.0, 60.0, 20.0), 200.0) is None
+    assert slow.detect(at(202, 20.0, 60.0, 20.0), 200.0) is None
     # 4 ms of a step that takes a second.
-    assert slow.look(at(302, 20.1, 60.1, 20.5), 300.0) is None
+    assert slow.detect(at(302, 20.1, 60.1, 20.5), 300.0) is None
 
 
 def test_the_main_threads_innermost_frames_are_shown() -> None:
@@ -343,5 +343,5 @@ def test_which_tasks_are_watched(task: str, limit: float, tmp_path: Path) -> Non
     run = RunDir(tmp_path)
     write_text(run.plan, replace(plan(recipe()), task=task).to_json())
     watchdog = Watchdog(Rank(0, 1, 0, 1), run)
-    watchdog.take(30.0)
+    watchdog.apply_setting(30.0)
     assert watchdog.pulse.limit == limit

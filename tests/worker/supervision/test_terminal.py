@@ -27,7 +27,7 @@ ERASE = b"\r\x1b[K"
 def test_lines_of_a_stream_are_plain(pieces: list[bytes], expected: bytes) -> None:
     """Colours are removed, an overwritten line keeps its last form, and pieces are joined."""
     stream = Stream()
-    found = b"".join([stream.take(piece).lines for piece in pieces] + [stream.rest()])
+    found = b"".join([stream.feed(piece).lines for piece in pieces] + [stream.rest()])
     # A line longer than a megabyte is written in pieces.
     assert found.replace(b"k\nk", b"kk") == expected
 
@@ -36,14 +36,14 @@ def test_a_bar_that_is_drawn_for_hours_takes_no_memory() -> None:
     """Only the last form of a line that is drawn again and again stays in memory."""
     stream = Stream()
     for number in range(1000):
-        stream.take(b"\r%d|%s" % (number, b"#" * 100))
+        stream.feed(b"\r%d|%s" % (number, b"#" * 100))
     assert len(stream.begun) < 300
 
 
 def test_the_live_line_is_not_among_the_lines() -> None:
     """A rank's live line is separated from the output that surrounds it."""
-    taken = Stream().take(b"half a " + LIVE % b"step 1" + b"line\n" + LIVE % b"step 2")
-    assert (taken.lines, taken.live) == (b"half a line\n", b"step 2")
+    output = Stream().feed(b"half a " + LIVE % b"step 1" + b"line\n" + LIVE % b"step 2")
+    assert (output.lines, output.live) == (b"half a line\n", b"step 2")
 
 
 def drawn(width: int | None, *acts: tuple[str, bytes]) -> bytes:

@@ -268,14 +268,14 @@ def test_a_loss_that_jumps(action: str, tmp_path: Path) -> None:
 def test_what_a_spike_is() -> None:
     """Noise, a falling loss, and losses before the window is full are no spikes."""
     falling = Spikes(Spike(deviations=6.0, window=8))
-    assert [falling.look(10.0 / (1 + i) + 0.01 * (i % 3)) for i in range(50)] == [None] * 50
+    assert [falling.spike_reason(10.0 / (1 + i) + 0.01 * (i % 3)) for i in range(50)] == [None] * 50
     fresh = Spikes(Spike(deviations=6.0, window=8))
-    assert [fresh.look(loss) for loss in (1.0, 100.0, 1.0)] == [None] * 3
+    assert [fresh.spike_reason(loss) for loss in (1.0, 100.0, 1.0)] == [None] * 3
     flat = Spikes(Spike(deviations=6.0, window=8))
-    assert [flat.look(2.0) for _ in range(8)] == [None] * 8
+    assert [flat.spike_reason(2.0) for _ in range(8)] == [None] * 8
     # The deviation is at least 1 % of the median.
-    assert flat.look(2.1) is None
-    assert flat.look(2.2) == (
+    assert flat.spike_reason(2.1) is None
+    assert flat.spike_reason(2.2) == (
         "the loss jumped to 2.2: the last 8 have median 2 and deviation 0.02, so that 2.12 is "
         "the most (train.on_spike)"
     )

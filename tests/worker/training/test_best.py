@@ -28,16 +28,16 @@ def trained(
     folder: Path, losses: Sequence[float], monkeypatch: pytest.MonkeyPatch, **sections: Any
 ) -> Trained:
     """Return a training whose evaluations have these losses, one a step."""
-    take = best.take
+    take = best.record
 
     def note(made: Any, memory: Any, step: int, evaluated: dict[str, float]) -> None:
         evaluated["loss"] = losses[step - 1]
         take(made, memory, step, evaluated)
 
-    monkeypatch.setattr(best, "take", note)
+    monkeypatch.setattr(best, "record", note)
     sections = {"train": STEPS, "checkpoint": BEST, **sections}
     found = train_here(folder, Line(), ROWS, evaluation=ROWS[:4], **sections)
-    monkeypatch.setattr(best, "take", take)
+    monkeypatch.setattr(best, "record", take)
     return found
 
 
@@ -123,8 +123,8 @@ def test_a_metric_that_an_evaluation_has_not() -> None:
     (said,) = best.without(asked, {"loss": 1.0})
     assert said == "checkpoint.keep_best.metric: got perplexity; an evaluation of this run has loss"
     memory: best.Memory = {}
-    best.take(asked, memory, 0, {"loss": 1.0})
+    best.record(asked, memory, 0, {"loss": 1.0})
     # A value that is not finite is never the best.
     for step, value in enumerate((float("nan"), float("inf"), 7.0, float("nan")), 1):
-        best.take(asked, memory, step, {"loss": 1.0, "perplexity": value})
+        best.record(asked, memory, step, {"loss": 1.0, "perplexity": value})
     assert memory[best.KEEP]["step"] == 3

@@ -42,7 +42,7 @@ def engine(factor: float = 1.0) -> Any:
         plain=net,
         to_compare=lambda: lambda x: net(x) * factor,
         record=record,
-        take=lambda batch: batch,
+        to_device=lambda batch: batch,
         report=lambda: record,
         uncounted=lambda compiled: contextlib.nullcontext(),
     )
