@@ -118,6 +118,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "ortmodule.build.extension_sources": (set(), set()),
     "ortmodule.build.cuda_libraries": ({"start"}, {"numpy", "onnx", "onnxruntime"}),
+    "trainer": ({"errors", "json_types", "ortmodule", "trainer"}, {"onnxruntime", "torch", "transformers"}),
     "worker": ({*SHARED, "worker", "ortmodule"}, ANY),
 }  # fmt: skip
 # Layers (sub-packages) of a package, low to high: a module imports from its own layer and lower
@@ -324,6 +325,8 @@ def test_no_module_imports_itself_by_way_of_others(sources: dict[Path, str]) -> 
         ("cli/training/train.py", "def f():\n    import torch"),
         ("ortmodule/module.py", "from ortlaunch.recipe import Recipe"),
         ("ortmodule/module.py", "from ..worker import engine"),
+        ("trainer/trainer.py", "from ortlaunch.recipe import Recipe"),
+        ("trainer/report.py", "from ortlaunch.worker.engine import engine"),
         ("worker/engine/engine.py", "from ortlaunch.launch import Request"),
         ("worker/engine/engine.py", "from ortlaunch.cli import main"),
         ("worker/engine/engine.py", "from ortlaunch.planning.world import World"),
@@ -421,7 +424,7 @@ def test_imports_are_found(source: str, package: tuple[str, ...], names: list[st
 
 
 def test_only_the_engine_names_ort_classes(sources: dict[Path, str]) -> None:
-    """ORTModule, FusedAdam and FP16_Optimizer are used in worker/engine/ and ortmodule/ alone."""
+    """ORTModule, FusedAdam and FP16_Optimizer are used in three packages alone."""
     classes = {"ORTModule", "FusedAdam", "FP16_Optimizer"}
     users = set()
     for module, source in sources.items():
@@ -440,7 +443,8 @@ def test_only_the_engine_names_ort_classes(sources: dict[Path, str]) -> None:
             )
             if classes & {name, *aliases}:
                 users.add(str(module))
-    allowed = {user for user in users if user.startswith(("worker/engine/", "ortmodule/"))}
+    packages = ("worker/engine/", "ortmodule/", "trainer/")
+    allowed = {user for user in users if user.startswith(packages)}
     assert users == allowed
     assert users != set()
 

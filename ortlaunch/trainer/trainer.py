@@ -1,0 +1,229 @@
+"""transformers' Trainer whose training passes run in ORTModule.
+
+`self.model` stays the plain model: it is what callbacks see, what evaluation, prediction and
+`generate` run, and what is saved. The ORTModule is inside `self.model_wrapped`, in
+DistributedDataParallel or DeepSpeed's engine where there is one. Only this module overrides
+Trainer's methods; it works with transformers 4.52 to 5.23.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import TrainOutput
+
+from ortlaunch.errors import EngineError
+from ortlaunch.json_types import Json
+from ortlaunch.ortmodule import ORTModule, Settings, options, witness
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.deepspeed.gradient_norm import Applied
+from ortlaunch.ortmodule.fp16_optimizer import fuse
+from ortlaunch.ortmodule.fused_adam import why_too_large
+from ortlaunch.trainer.arguments import ADAMW_ORT_FUSED, settings_of
+from ortlaunch.trainer.report import report_of, write
+
+
+class ORTTrainer(Trainer):
+    """transformers' Trainer, trained by ONNX Runtime; a drop-in for Optimum's ORTTrainer.
+
+    Args:
+        args: Trainer's arguments, by position or name.
+        tokenizer: Optimum's name of `processing_class`.
+        feature: accepted as in Optimum, without effect.
+        onnx_model_path: accepted as in Optimum, without effect.
+        settings: ORTModule's settings; None: from `save_onnx` and `onnx_log_level` of the arguments.
+        kwargs: Trainer's arguments.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        tokenizer: Any = None,
+        feature: str | None = None,
+        onnx_model_path: Any = None,
+        settings: Settings | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _warn_without_effect(feature=feature, onnx_model_path=onnx_model_path)
+        if tokenizer is not None:
+            kwargs["processing_class"] = tokenizer
+        self.settings = settings
+        self.ort_module: ORTModule | None = None
+        """The ORTModule of the newest `train`."""
+        self.fp16_optimizer: Applied | None = None
+        """The measurement of gradients of DeepSpeed's optimizer; None without DeepSpeed."""
+        super().__init__(*args, **kwargs)
+        outside = self.label_smoother is not None or getattr(self, "compute_loss_func", None)
+        if outside and (
+            _flag(self.args, "use_module_with_loss") or _flag(self.args, "loss_in_train")
+        ):
+            warnings.warn(
+                "use_module_with_loss: label_smoothing_factor and compute_loss_func are computed by "
+                "PyTorch, outside ONNX Runtime's graph",
+                stacklevel=2,
+            )
+
+    def report(self) -> Json:
+        """Return what the newest `train` really ran, as in ort_report.json; empty before it."""
+        if self.ort_module is None:
+            return {}
+        why = _why_not_fused(self.args, self.model) if _is_fused(self.args) else ""
+        return report_of(self, self.ort_module.report(), self.fp16_optimizer, why)
+
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """Train as Trainer does, then print what ran and write it to ort_report.json.
+
+        Raises:
+            EngineError: ONNX Runtime cannot train in this form of parallelism, or this model.
+            MissingDependency: ONNX Runtime Training or its extensions are not installed.
+        """
+        self._refuse()
+        options.prepare(self._settings())
+        witness.current().restart()
+        output = super().train(resume_from_checkpoint, trial, *args, **kwargs)
+        if self.is_world_process_zero():
+            write(self.report(), self._get_output_dir(trial))
+        return output
+
+    def evaluate(self, *args: Any, inference_with_ort: bool | None = None, **kwargs: Any) -> Any:
+        """Evaluate as Trainer does, in PyTorch."""
+        _warn_without_effect(inference_with_ort=inference_with_ort)
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, inference_with_ort: bool | None = None, **kwargs: Any) -> Any:
+        """Predict as Trainer does, in PyTorch."""
+        _warn_without_effect(inference_with_ort=inference_with_ort)
+        return super().predict(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator; it gets the ORTModule where Trainer gives it the model."""
+        super().create_accelerator_and_postprocess()
+        prepare = functools.partial(self._prepare, self.accelerator.prepare)
+        setattr(self.accelerator, "prepare", prepare)  # noqa: B010  # a method
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run Trainer's step.
+
+        Raises:
+            EngineError: Trainer wraps the model in a way that leaves ONNX Runtime out.
+        """
+        if self.ort_module is None:
+            raise EngineError(
+                "the model was not wrapped in ORTModule: this Trainer prepares it without "
+                "accelerator.prepare. Train with one process for each device, without FSDP or "
+                "tensor parallelism"
+            )
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run Trainer's step in the precision of training.
+
+        accelerate has prepared the ORTModule for autocast, and not the plain model that runs here.
+        """
+        with self.accelerator.autocast():
+            return super().prediction_step(*args, **kwargs)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
+        """Return the class of the optimizer and its settings, as Trainer does."""
+        if not _is_fused(args):
+            return Trainer.get_optimizer_cls_and_kwargs(args, model)
+        settings: Json = {
+            "lr": args.learning_rate,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+        }
+        why = _why_not_fused(args, model)
+        if why:
+            tally.note(f"{ADAMW_ORT_FUSED}: torch's fused AdamW runs instead: {why}")
+            return torch.optim.AdamW, {**settings, "fused": True}
+        from onnxruntime.training.optim import FusedAdam
+        from onnxruntime.training.optim.fused_adam import AdamWMode
+
+        # Weight decay as in torch.optim.AdamW.
+        return FusedAdam, {**settings, "adam_w_mode": AdamWMode.ADAMW_TORCH}
+
+    def _settings(self) -> Settings:
+        return self.settings or settings_of(self.args)
+
+    def _refuse(self) -> None:
+        """Raise an error for forms of parallelism in which ORTModule cannot train."""
+        wrong = ""
+        if self.args.n_gpu > 1:
+            wrong = "DataParallel on several GPUs: start one process for each GPU, with torchrun"
+        elif self.is_fsdp_enabled:
+            wrong = "FSDP: use DeepSpeed ZeRO 1 or 2"
+        elif self.is_deepspeed_enabled and is_deepspeed_zero3_enabled():
+            wrong = "DeepSpeed ZeRO 3: use stage 1 or 2"
+        if wrong:
+            raise EngineError(f"ORTTrainer does not train with {wrong}, or transformers' Trainer")
+
+    def _prepare(self, prepare: Callable[..., Any], *objects: Any, **kwargs: Any) -> Any:
+        """Call accelerate's `prepare`, in training with the ORTModule instead of the model."""
+        if not self.is_in_train or not any(one is self.model for one in objects):
+            return prepare(*objects, **kwargs)
+        model: Any = self.model
+        _settle_configs(model)
+        # Built here, because the model has its device, weights and frozen layers by now.
+        self.ort_module = ORTModule(model, self._settings())
+        wrapped = [self.ort_module if one is self.model else one for one in objects]
+        prepared = prepare(*wrapped, **kwargs)
+        if self.is_deepspeed_enabled:
+            self.fp16_optimizer = fuse(prepared[0].optimizer, self.args.device.type)
+        return prepared
+
+
+class ORTSeq2SeqTrainer(ORTTrainer, Seq2SeqTrainer):
+    """transformers' Seq2SeqTrainer, trained by ONNX Runtime; `generate` runs in PyTorch."""
+
+
+def _settle_configs(model: torch.nn.Module) -> None:
+    """Switch off caches of keys and values, which no graph can return, and prepare the config.
+
+    Trainer switches off the cache in the model's own config only; T5's decoder has another one.
+    """
+    for layer in model.modules():
+        config: Any = getattr(layer, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+    if isinstance(model, PreTrainedModel):
+        # Each save sets these. ORTModule would see a change at the first one, and export again.
+        name = "dtype" if hasattr(model.config, "dtype") else "torch_dtype"
+        setattr(model.config, name, str(model.dtype).removeprefix("torch."))
+        model.config.architectures = [type(model).__name__]
+
+
+def _flag(args: TrainingArguments, name: str) -> bool:
+    return bool(getattr(args, name, False))
+
+
+def _is_fused(args: TrainingArguments) -> bool:
+    return str(args.optim) == ADAMW_ORT_FUSED
+
+
+def _why_not_fused(args: TrainingArguments, model: Any) -> str:
+    """Return why ONNX Runtime's FusedAdam cannot train the model; empty if it can."""
+    # By the arguments' device: DeepSpeed moves the parameters later.
+    if args.device.type != "cuda":
+        return "ONNX Runtime's is for CUDA only"
+    sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    # DeepSpeed flattens them into one tensor.
+    return why_too_large([sum(sizes)] if args.deepspeed else sizes)
+
+
+def _warn_without_effect(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            warnings.warn(
+                f"{name}={value!r} has no effect: evaluation and prediction run in PyTorch, and "
+                "no ONNX model is exported for them; `ortlaunch export` or Optimum exports one",
+                stacklevel=3,
+            )

@@ -1,0 +1,29 @@
+"""ORTTrainer on two ranks, beside transformers' Trainer on the same two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ort import needs_ort
+from tests.torchrun import torchrun
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("stage", ["none", "2"])
+def test_losses_on_two_ranks_are_trainers(stage: str, tmp_path: Path) -> None:
+    """With DistributedDataParallel and ZeRO 2: losses, resume, report and saved model."""
+    if stage != "none":
+        pytest.importorskip("deepspeed")
+    torchrun(2, "-m", "tests.trainer.ranks", str(tmp_path), stage, timeout=280)
+
+
+@pytest.mark.slow
+def test_zero_3_is_refused(tmp_path: Path) -> None:
+    """ORTModule cannot train weights that ZeRO 3 has sharded: an error before the first step."""
+    pytest.importorskip("deepspeed")
+    torchrun(1, "-m", "tests.trainer.ranks", str(tmp_path), "3", timeout=200)
