@@ -13,7 +13,7 @@ from ortlaunch.other_tools.draft import Draft, ImportReport, Remark
 from ortlaunch.other_tools.reading import config
 from ortlaunch.recipe.check import check
 from ortlaunch.recipe.fields.models import Recipe
-from ortlaunch.recipe.text.place import Line, Place, SourceError, in_reading_order
+from ortlaunch.recipe.text.place import Line, Place, SourceError, in_reading_order, keys
 from ortlaunch.recipe.text.source import override, read
 from ortlaunch.recipe.text.tree import Tree, merge
 from ortlaunch.recipe.text.yaml_text import dump
@@ -45,6 +45,16 @@ _MARKS = {
         "train_file",
     ),
 }
+
+# What the config sets replaces all of such a group in --base: parts of both would have no meaning.
+_EXCLUSIVE = (
+    ("batch",),
+    ("schedule",),
+    ("data.evaluation",),
+    ("train.max_steps", "train.epochs"),
+    ("train.evaluate_every_steps", "train.evaluate_every_epochs"),
+    ("checkpoint.every_steps", "checkpoint.every_epochs"),
+)
 
 
 class Imported(NamedTuple):
@@ -143,15 +153,10 @@ def _base(path: Path | None, place: Place) -> Tree:
 
 def _over(below: Tree, recipe: Tree) -> Tree:
     """Return the recipe merged over a base."""
-    # A batch equation or schedule with parts of both would have no meaning, so these sections are
-    # replaced as a whole.
-    for section in ("batch", "schedule"):
-        if recipe.find((section,)) is not None:
-            below = below.without((section,))
-    lengths = (("train", "max_steps"), ("train", "epochs"))
-    if any(recipe.find(path) is not None for path in lengths):
-        for path in lengths:
-            below = below.without(path) if below.find(path) is not None else below
+    for paths in _EXCLUSIVE:
+        if any(recipe.find(keys(path)) is not None for path in paths):
+            for path in paths:
+                below = below.without(keys(path))
     return merge(below, recipe)
 
 

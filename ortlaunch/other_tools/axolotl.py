@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ortlaunch.other_tools import trainer
-from ortlaunch.other_tools.draft import Draft, in_one_line, number
+from ortlaunch.other_tools.draft import Draft, in_one_line
 from ortlaunch.recipe.text.tree import Tree
 
 _PREFERENCES = "there is no preference training here"
@@ -22,6 +22,7 @@ def convert(draft: Draft) -> None:
     _model(draft)
     _adapter(draft)
     _datasets(draft)
+    trainer.held_out(draft, "val_set_size")
     _template(draft)
     _packing(draft)
     _wandb(draft)
@@ -218,10 +219,6 @@ def _packing(draft: Draft) -> None:
         if draft.value(key) is not None:
             node = draft.left.pop(key)
             (draft.drop if bool(node.scalar) == chats else draft.needless)(key, node, why)
-    share = number(draft.left.get("val_set_size"))
-    # Any other share is left to the tables.
-    if share == 0:
-        draft.needless("val_set_size", draft.left.pop("val_set_size"), "there is none by itself")
 
 
 def _wandb(draft: Draft) -> None:

@@ -1,20 +1,29 @@
-"""Convert Trainer's intervals of logging, evaluation and saves, and the use of evaluations.
-
-Recipes count intervals in steps only.
-"""
+"""Convert intervals of logging, evaluation and saves, and the use of evaluations."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from ortlaunch.evaluation_metrics import METRICS, metrics_of
 from ortlaunch.other_tools.draft import Draft, in_one_line, number
+from ortlaunch.recipe.text.place import keys
 from ortlaunch.recipe.text.tree import Tree
 
-_EVERY = "train.evaluate_every_steps"
+
+class _Interval(NamedTuple):
+    """The recipe's keys of an interval; epochs is "" where steps alone are counted."""
+
+    steps: str
+    epochs: str = ""
+
+
+_EVALUATIONS = _Interval("train.evaluate_every_steps", "train.evaluate_every_epochs")
+_SAVES = _Interval("checkpoint.every_steps", "checkpoint.every_epochs")
 _USUAL = 500  # Trainer's default of logging_steps
 # How f1_macro differs from the f1 of Trainer's examples.
 _AVERAGED = "the mean over the classes"
+_NO_DATA = "there is no data.evaluation"
 
 
 def convert(draft: Draft) -> None:
@@ -24,11 +33,11 @@ def convert(draft: Draft) -> None:
     if wanted is not None and has_data:
         draft.needless("do_eval", wanted, "data.evaluation is evaluated at the end, too")
     elif wanted is not None:
-        draft.drop("do_eval", wanted, "there is no data.evaluation")
+        draft.drop("do_eval", wanted, _NO_DATA)
     _evaluations(draft, has_data)
-    _best(draft, "there is no data.evaluation" if not has_data else "")
+    _best(draft, _NO_DATA if not has_data else "")
     _saves(draft)
-    _every(draft, "logging_steps", "log.every_steps")
+    _every(draft, "logging_steps", _Interval("log.every_steps"))
 
 
 def _steps(draft: Draft, node: Tree | None) -> int | None:
@@ -41,14 +50,38 @@ def _steps(draft: Draft, node: Tree | None) -> int | None:
     return math.ceil(value * whole) if value > 0 and whole is not None and whole > 0 else None
 
 
-def _every(draft: Draft, key: str, path: str) -> None:
+def _every(draft: Draft, key: str, paths: _Interval) -> None:
     node = draft.pop(key)
     value = number(node)
     steps = _steps(draft, node)
-    if node is not None and value is not None and value < 1 and steps is None:
-        draft.drop(key, node, f"below 1 it is a share of max_steps; give {path}")
+    share = value is not None and value < 1 and steps is None
+    there = next((path for path in paths if path and draft.recipe.find(keys(path))), None)
+    if node is not None and there is not None:
+        draft.drop(key, node, f"{there} is set by another key already")
+    elif node is not None and share and paths.epochs and value:
+        # A share of the whole training, whose length is in epochs.
+        draft.put(paths.epochs, node, key, round(value * _length(draft), 9))
+    elif node is not None and share:
+        draft.drop(key, node, f"below 1 it is a share of max_steps; give {paths.steps}")
     elif node is not None:
-        draft.put(path, node, key, None if isinstance(value, int) else steps)
+        draft.put(paths.steps, node, key, None if isinstance(value, int) else steps)
+
+
+def _length(draft: Draft) -> float:
+    """Return the epochs of the training, or the tool's default."""
+    nodes = (draft.left.get(key) for key in ("num_epochs", "num_train_epochs"))
+    given = next((value for value in map(number, nodes) if value), None)
+    return given or (1.0 if "Axolotl" in draft.tools else 3.0)
+
+
+def _per_epoch(draft: Draft, key: str, path: str) -> None:
+    """Convert Axolotl's number of times in an epoch; 0 stands for none given."""
+    node = draft.pop(key)
+    times = number(node)
+    if node is not None and times:
+        draft.put(path, node, key, 1 / times)
+    elif node is not None:
+        draft.needless(key, node, "0 stands for no number of times")
 
 
 def _strategy(draft: Draft, key: str) -> tuple[Tree | None, str | None]:
@@ -62,17 +95,35 @@ def _evaluations(draft: Draft, has_data: bool) -> None:
     # transformers 4.41 renamed it to eval_strategy.
     key = "evaluation_strategy" if "evaluation_strategy" in draft.left else "eval_strategy"
     strategy, kind = _strategy(draft, key)
-    if has_data and kind in (None, "steps"):
-        _every(draft, "eval_steps", _EVERY)
-        if strategy is not None:
-            _by_steps(draft, key, strategy)
+    if not has_data or kind == "no":
+        names = ("eval_steps", "evals_per_epoch")
+        for name, node in ((key, strategy), *((name, draft.pop(name)) for name in names)):
+            if node is not None and kind == "no":
+                draft.needless(name, node, "data.evaluation is evaluated at the end alone")
+            elif node is not None:
+                draft.drop(name, node, _NO_DATA)
         return
-    why = f"steps alone are counted; give {_EVERY}" if has_data else "there is no data.evaluation"
-    for name, node in ((key, strategy), ("eval_steps", draft.pop("eval_steps"))):
-        if node is not None and kind == "no":
-            draft.needless(name, node, "data.evaluation is evaluated at the end alone")
-        elif node is not None:
-            draft.drop(name, node, why)
+    _per_epoch(draft, "evals_per_epoch", _EVALUATIONS.epochs)
+    if kind == "epoch" and strategy is not None:
+        draft.put(_EVALUATIONS.epochs, strategy, key, 1.0)
+        _without_effect(draft, "eval_steps", key, kind)
+        return
+    _every(draft, "eval_steps", _EVALUATIONS)
+    if strategy is not None:
+        _by_steps(draft, key, strategy)
+    elif "Axolotl" in draft.tools and _set(draft, _EVALUATIONS) is None:
+        draft.assume(_EVALUATIONS.epochs, 1.0, "Axolotl's default")
+
+
+def _set(draft: Draft, paths: _Interval) -> str | None:
+    """Return the key of an interval that the recipe will have; None if it will have none."""
+    return next((path for path in paths if path and draft.expected(path) is not None), None)
+
+
+def _without_effect(draft: Draft, key: str, strategy: str, kind: str | None) -> None:
+    node = draft.pop(key)
+    if node is not None:
+        draft.needless(key, node, f"of no effect there: {strategy} is {kind}")
 
 
 def _by_steps(draft: Draft, key: str, strategy: Tree) -> None:
@@ -80,12 +131,13 @@ def _by_steps(draft: Draft, key: str, strategy: Tree) -> None:
     # Without eval_steps Trainer evaluates every logging_steps.
     logged = draft.left.get("logging_steps")
     steps = _steps(draft, logged) if logged is not None else _USUAL
-    if draft.expected(_EVERY) is not None:
-        draft.needless(key, strategy, f"{_EVERY} says it")
+    there = _set(draft, _EVALUATIONS)
+    if there is not None:
+        draft.needless(key, strategy, f"{there} has it")
     elif steps is not None:
-        draft.put(_EVERY, strategy, key, steps)
+        draft.put(_EVALUATIONS.steps, strategy, key, steps)
     else:
-        draft.drop(key, strategy, f"it is not known how many steps; give {_EVERY}")
+        draft.drop(key, strategy, f"it is not known how many steps; give {_EVALUATIONS.steps}")
 
 
 def _best(draft: Draft, why: str) -> None:
@@ -102,8 +154,8 @@ def _best(draft: Draft, why: str) -> None:
     ours = next((name for name in reversed(known) if theirs in (name, *known[name].trainer)), None)
     if not why and ours is None and metric is not None:
         why = f"no metric is called {in_one_line(metric)}; there are {', '.join(known)}"
-    elif not why and draft.expected(_EVERY) is None:
-        why = f"there is no {_EVERY}; give that, too"
+    elif not why and _set(draft, _EVALUATIONS) is None:
+        why = f"there is no {_EVALUATIONS.steps} or evaluate_every_epochs; give one, too"
     for key, node, path, value in (
         ("load_best_model_at_end", best, "checkpoint.keep_best", {"metric": ours, "export": True}),
         (
@@ -133,14 +185,17 @@ def _best(draft: Draft, why: str) -> None:
 def _saves(draft: Draft) -> None:
     """Convert the interval of checkpoints."""
     strategy, kind = _strategy(draft, "save_strategy")
+    _per_epoch(draft, "saves_per_epoch", _SAVES.epochs)
     if kind in (None, "steps"):
-        _every(draft, "save_steps", "checkpoint.every_steps")
+        _every(draft, "save_steps", _SAVES)
     else:
-        steps = draft.pop("save_steps")
-        if steps is not None:
-            draft.needless("save_steps", steps, f"of no effect there: save_strategy is {kind}")
-    if strategy is not None and draft.recipe.find(("checkpoint", "every_steps")) is not None:
-        draft.needless("save_strategy", strategy, "checkpoint.every_steps says it")
+        _without_effect(draft, "save_steps", "save_strategy", kind)
+    if strategy is not None and kind == "epoch":
+        draft.put(_SAVES.epochs, strategy, "save_strategy", 1.0)
+    elif strategy is None and "Axolotl" in draft.tools and _set(draft, _SAVES) is None:
+        draft.assume(_SAVES.epochs, 1.0, "Axolotl's default")
+    elif strategy is not None and _set(draft, _SAVES) is not None:
+        draft.needless("save_strategy", strategy, f"{_set(draft, _SAVES)} has it")
     elif strategy is not None:
         draft.drop(
             "save_strategy",

@@ -30,6 +30,7 @@ def convert(draft: Draft) -> None:
         if kind is not None:
             draft.needless("finetuning_type", kind, "model.lora says it")
     _data(draft, stage is None or stage.scalar == "sft")
+    trainer.held_out(draft, "val_size")
     trainer.training(draft)
     _defaults(draft)
 

@@ -140,6 +140,7 @@ def _data(draft: Draft) -> None:
         node = draft.pop(key)
         if node is not None:
             files(draft, key, node, part)
+    held_out(draft, "validation_split_percentage", 100)
     hub = draft.pop("dataset_name")
     subset = draft.pop("dataset_config_name")
     if hub is not None:
@@ -168,6 +169,19 @@ def files(draft: Draft, key: str, node: Tree, part: str) -> None:
         else ""
     )
     return draft.put(f"data.{part}", node, key, {"format": form, "path": node.scalar}, why)
+
+
+def held_out(draft: Draft, key: str, whole: int = 1) -> None:
+    """Convert a part of the training data that is held out; below `whole` it is a share."""
+    node = draft.pop(key)
+    size = number(node)
+    if node is None:
+        return
+    if not size:
+        draft.needless(key, node, "nothing is held out by itself")
+    else:
+        part = {"share": size / whole} if size < whole else {"samples": round(size)}
+        draft.put("data.evaluation", node, key, part)
 
 
 def optimizer(draft: Draft, key: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ortlaunch.launch_plan import PROCESS, Memory, Plan
 from ortlaunch.planning.memory import why_unknown
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.recipe.rules.parity import compared_steps
 from ortlaunch.units import counted, human
 
@@ -19,7 +20,7 @@ def describe(plan: Plan, recipe: Recipe) -> str:
     lines = [*_world_lines(plan), *_start_lines(plan, recipe)]
     if plan.traits.evaluates:
         return "\n".join(lines)
-    lines += [*_batch_lines(plan), _length_line(plan, recipe)]
+    lines += [*_batch_lines(plan), _length_line(plan, recipe), *_interval_lines(recipe)]
     known = plan.memory
     # On one rank ZeRO has nothing to shard.
     choice = plan.world_size > 1 or recipe.zero is not None
@@ -112,6 +113,18 @@ def _length_line(plan: Plan, recipe: Recipe) -> str:
     if steps is None:
         return f"steps: as many as {epochs:g} epochs take, known when the data are read"
     return f"steps: {steps:,}, {steps * plan.batch.global_samples:,} samples"
+
+
+def _interval_lines(recipe: Recipe) -> Iterator[str]:
+    """Yield how much of the data is held out, and the intervals that are given in epochs."""
+    held = recipe.data.evaluation
+    if isinstance(held, HeldOut):
+        part = f"{held.share:.3g} of the" if held.share else f"{held.samples:,}"
+        yield f"evaluation: {part} samples of data.train, chosen by seed {recipe.seed}"
+    for name, every in recipe.epoch_intervals():
+        epochs = recipe.train.epochs
+        times = f", {counted(max(1, int(epochs / every)), 'time')}" if epochs else ""
+        yield f"{name.replace('_', ' ')} {every:g} epochs{times}; in steps when the data are read"
 
 
 _KINDS = ("weights", "gradients", "optimizer", "activations", "buckets", "overhead", "total")

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ortlaunch.recipe.fields.models import Recipe
-from ortlaunch.recipe.fields.section import LIST, MAPPING, NUMBER, WORD
+from ortlaunch.recipe.fields.section import LIST, MAPPING, NUMBER, PART, WORD
 from ortlaunch.recipe.hints.messages import missing, wrong
 from ortlaunch.recipe.hints.names import settle
 from ortlaunch.recipe.rules.rules import broken
@@ -77,7 +77,7 @@ def _path(details: ErrorDetails, tree: Tree) -> KeyPath:
     path: KeyPath = ()
     for key in details["loc"]:
         here = tree.find(path)
-        if key in (MAPPING, WORD, LIST, NUMBER):
+        if key in (MAPPING, WORD, LIST, NUMBER, PART):
             continue
         if here is not None and here.kind == "scalar":
             # A single value may stand for a list: `path: 3` has no `path[0]` in the file.

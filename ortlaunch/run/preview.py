@@ -14,7 +14,7 @@ from ortlaunch.resolve.prepare import request_of
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run.preparation import check
-from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir, read_json
 
 
 def dry_run(resolved: ResolvedRun, run: RunDir) -> str:
@@ -46,7 +46,16 @@ def before_start(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> 
         *([done] if done else []),
         *resolved.notes,
         describe(resolved.plan, resolved.file.recipe),
+        *_lengths(run),
     ]
+
+
+def _lengths(run: RunDir) -> list[str]:
+    """Return the steps that lengths in epochs came to, where the run began before."""
+    if not run.steps.exists():
+        return []
+    found = (f"{name.replace('_', ' ')} {value}" for name, value in read_json(run.steps).items())
+    return [f"as this run began ({run.steps.name}): {', '.join(found)}"]
 
 
 def preview(resolved: ResolvedRun) -> ResolvedRun:

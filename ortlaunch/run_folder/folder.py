@@ -113,7 +113,9 @@ class RunDir:
     metrics = _File(
         "metrics.jsonl", "rank 0", "a line for each logged step and each evaluation", "MetricsLine"
     )
-    steps = _File("steps.json", "rank 0", "train.epochs in steps")
+    steps = _File(
+        "steps.json", "rank 0", "lengths in epochs as steps: the training's, and intervals"
+    )
     bad_steps = _File(
         "bad_steps.jsonl", "rank 0", "losses and gradients that were not trained on", "BadStep"
     )

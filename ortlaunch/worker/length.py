@@ -24,6 +24,8 @@ def with_steps(
 ) -> Recipe:
     """Return the recipe with `train.max_steps`, computed from `train.epochs` if set (collective).
 
+    Lengths and intervals by epochs are recorded in steps.json.
+
     A resumed run keeps its number of steps. If its batch size has changed, the remaining steps are
     as many as the remaining samples need.
 
@@ -40,31 +42,35 @@ def with_steps(
             run.
     """
     epochs = recipe.train.epochs
-    if epochs is None:
+    intervals = {
+        name: round(every * samples / batch.global_samples, 3)
+        for name, every in recipe.epoch_intervals()
+    }
+    if epochs is None and not intervals:
         return recipe
     counts = group.gather(str(samples))
     if len(set(counts)) > 1:
         raise InputError(
-            "train.epochs: ranks have different numbers of samples: "
+            "train: a length in epochs, and ranks have different numbers of samples: "
             f"{', '.join(sorted(set(counts)))}"
         )
     # The samples of the first start count, because the schedule runs over its steps.
     begun = _begun(run, epochs) or {"epochs": epochs, "samples": samples}
     done, seen = (found.step, samples_trained_on(run, found.samples)) if found else (0, 0)
-    # Rounded before ceil, so that a rounding error of the division does not add a step.
-    steps = max(
-        1,
-        done,
-        done + math.ceil(round((epochs * begun["samples"] - seen) / batch.global_samples, 6)),
-    )
+    steps = recipe.train.max_steps
+    if steps is None:
+        left = ((epochs or 0) * begun["samples"] - seen) / batch.global_samples
+        # Rounded before ceil, so that a rounding error of the division does not add a step.
+        steps = max(1, done, done + math.ceil(round(left, 6)))
     if group.rank == 0:
-        write_json(run.steps, {"epochs": epochs, "samples": begun["samples"], "max_steps": steps})
+        length = {"epochs": epochs, "samples": begun["samples"], "max_steps": steps}
+        write_json(run.steps, {**length, **intervals})
         if begun["samples"] != samples:
             print(f"the data has {samples:,} samples, and had {begun['samples']:,} when this run began; it keeps its "
                   f"{steps:,} steps", flush=True)  # fmt: skip
     schedule = recipe.schedule
     decay = round(schedule.decay_ratio * steps) if schedule.name == "wsd" else 0
-    if schedule.warmup_steps is not None and schedule.warmup_steps + decay > steps:
+    if epochs and schedule.warmup_steps is not None and schedule.warmup_steps + decay > steps:
         raise InputError(
             f"schedule.warmup_steps: got {schedule.warmup_steps}, and train.epochs: {epochs:g} "
             f"are {steps} steps" + (f", the last {decay} of them wsd's decay" if decay else "")
@@ -72,7 +78,7 @@ def with_steps(
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": steps})})
 
 
-def _begun(run: RunDir, epochs: float) -> Json | None:
+def _begun(run: RunDir, epochs: float | None) -> Json | None:
     """Return the length that this run recorded at its start, if it has the same epochs now."""
     # Without a complete checkpoint the run starts from the beginning.
     if not run.steps.exists() or not run.complete_checkpoints():
@@ -84,7 +90,11 @@ def _begun(run: RunDir, epochs: float) -> Json | None:
 def length_line(recipe: Recipe, batch: BatchPlan, samples: int) -> str:
     """Return a line for the terminal with the length in steps, samples and epochs."""
     seen = recipe.train.steps * batch.global_samples
+    per_epoch = samples / batch.global_samples
     return (
         f"data: {samples:,} samples; {recipe.train.steps:,} steps of {batch.global_samples:,} "
         f"are {seen:,} samples, {seen / samples:.3g} epochs"
+    ) + "".join(
+        f"; {name.replace('_', ' ')} {every:g} epochs: {max(1.0, every * per_epoch):,.4g} steps"
+        for name, every in recipe.epoch_intervals()
     )

@@ -14,6 +14,7 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.worker.checkpoint import CompleteCheckpoint, newest
+from ortlaunch.worker.data import Batches, OwnSamples
 from ortlaunch.worker.length import length_line, with_steps
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import recipe
@@ -48,6 +49,44 @@ def test_epochs_are_as_many_steps_as_they_take(
     run = RunDir(tmp_path)
     assert steps(run, samples, train={"epochs": epochs}) == expected
     assert read_json(run.steps) == {"epochs": epochs, "samples": samples, "max_steps": expected}
+
+
+def test_intervals_in_epochs_are_recorded_in_steps(tmp_path: Path) -> None:
+    """steps.json and the line at the start have the steps of intervals in epochs."""
+    run = RunDir(tmp_path)
+    sections = {
+        "train": {"max_steps": 9, "evaluate_every_epochs": 0.25},
+        "checkpoint": {"every_epochs": 2},
+    }
+    assert steps(run, 160, **sections) == 9
+    assert read_json(run.steps) == {
+        "epochs": None,
+        "samples": 160,
+        "max_steps": 9,
+        "evaluated_every": 2.5,
+        "saved_every": 20.0,
+    }
+    line = length_line(recipe(**sections), BATCH, 160)
+    assert line.endswith("evaluated every 0.25 epochs: 2.5 steps; saved every 2 epochs: 20 steps")
+
+
+@pytest.mark.parametrize(
+    ("size", "samples", "every", "expected"),
+    [(16, 160, 0.25, [3, 5, 8, 10, 13]), (16, 103, 1, [7, 13]), (20, 10, 0.1, [*range(1, 14)])],
+)
+def test_intervals_in_epochs_do_not_drift(
+    size: int, samples: int, every: float, expected: list[int]
+) -> None:
+    """An interval ends with the step that completes its samples, also after a resume."""
+    whole = Batches(
+        OwnSamples([{}] * samples, is_mapping=True), BatchPlan(size, size, 1, 1, None), 7
+    )
+    assert [step for step in range(1, 14) if whole.completes(step, every)] == expected
+    whole.go_on(5, 5 * size)
+    assert [step for step in range(6, 14) if whole.completes(step, every)] == [
+        step for step in expected if step > 5
+    ]
+    assert not whole.completes(6, None)
 
 
 def test_steps_that_were_given_are_taken(tmp_path: Path) -> None:

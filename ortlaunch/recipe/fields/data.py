@@ -14,6 +14,7 @@ from ortlaunch.recipe.fields.section import (
     LIST,
     MAPPING,
     MOST,
+    PART,
     WORD,
     OneOrMore,
     Positive,
@@ -34,6 +35,11 @@ def _kind(value: object) -> str:
 
 def _kind_of_one(value: object) -> str:
     return MAPPING if isinstance(value, (dict, BaseModel)) else WORD
+
+
+def _kind_of_evaluation(value: object) -> str:
+    part = isinstance(value, dict) and bool({"share", "samples"} & value.keys())
+    return PART if part or isinstance(value, HeldOut) else _kind_of_one(value)
 
 
 class Corpus(Section):
@@ -118,6 +124,24 @@ Source = Annotated[
     Annotated[BuiltIn, Tag(WORD)] | Annotated[Corpus, Tag(MAPPING)],
     Discriminator(_kind_of_one),
 ]
+
+
+class HeldOut(Section):
+    """Part of the training data that is held out for evaluation, chosen by the seed."""
+
+    share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the samples of `data.train`, as 0.05; of a mixture the same share of each source.
+    These samples are not trained on. They depend on `seed` and the number of samples alone, so they
+    are the same in every world and after a resume. Samples of plain text are windows of it: a
+    window that is held out may continue one that is trained on."""
+    samples: Positive | None = None
+    """Number of samples, instead of `share`."""
+
+
+EvaluationSource = Annotated[
+    Annotated[BuiltIn, Tag(WORD)] | Annotated[Corpus, Tag(MAPPING)] | Annotated[HeldOut, Tag(PART)],
+    Discriminator(_kind_of_evaluation),
+]
 TokenizerChoice = Annotated[
     Annotated[Text, Tag(WORD)] | Annotated[TokenizerTraining, Tag(MAPPING)],
     Discriminator(_kind_of_one),
@@ -151,8 +175,9 @@ class Data(Section):
     mixture, a list as `[{source: python-docs, weight: 1}, {source: {format: text, path: a.txt},
     weight: 3}]`: in every 65,536 samples the weights hold exactly. An epoch of a mixture has as
     many samples as all its sources together."""
-    evaluation: Source | None = None
-    """Held-out corpus for the evaluation loss; null: none."""
+    evaluation: EvaluationSource | None = None
+    """Held-out corpus for the evaluation loss, or a part of the training data, as `{share: 0.05}`
+    or `{samples: 500}`; null: none."""
     tokenizer: TokenizerChoice | None = None
     """Local folder or hub id, or `{train: wordpiece, vocab_size: 30522}`; null only for custom
     data."""
@@ -232,7 +257,7 @@ class Data(Section):
                 f"data.train[{number}].source" if isinstance(self.train, tuple) else "data.train",
                 part.source,
             )
-        if self.evaluation is not None:
+        if isinstance(self.evaluation, (str, Corpus)):
             yield "data.evaluation", self.evaluation
 
 

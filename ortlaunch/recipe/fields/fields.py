@@ -6,10 +6,11 @@ import ast
 import functools
 import inspect
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from ortlaunch.recipe.fields import best, data, engine, launch, models, schedule, submit
 from ortlaunch.recipe.fields.models import Recipe
@@ -40,24 +41,37 @@ def items_in(annotation: Any) -> Iterator[type[BaseModel]]:
         )
 
 
-def section_at(path: KeyPath) -> type[BaseModel] | None:
-    """Return the model of the section at `path`; None for a plain field or an unknown path."""
-    model: type[BaseModel] | None = Recipe
+def sections_at(path: KeyPath) -> list[type[BaseModel]]:
+    """Return the models of the section at `path`, of which a value has one; [] for a plain field.
+
+    An unknown path has none either.
+    """
+    models: list[type[BaseModel]] = [Recipe]
     info = None
     for key in path:
         if isinstance(key, int):
-            model = next(items_in(info.annotation), None) if info else None
+            models = [*items_in(info.annotation)] if info else []
             continue
-        info = model.model_fields.get(key) if model else None
-        model = next(models_in(info.annotation), None) if info else None
-    return model
+        info = field_of(models, key)
+        models = [*models_in(info.annotation)] if info else []
+    return models
+
+
+def field_of(models: Sequence[type[BaseModel]], key: int | str) -> FieldInfo | None:
+    """Return a field by its name; None if none of the models has it."""
+    infos = (model.model_fields.get(str(key)) for model in models)
+    return next((info for info in infos if info is not None), None)
+
+
+def section_at(path: KeyPath) -> type[BaseModel] | None:
+    """Return the first model of the section at `path`; None for a field or an unknown path."""
+    return next(iter(sections_at(path)), None)
 
 
 def names_in(section: KeyPath) -> tuple[str, ...]:
     """Return the keys that a section accepts."""
-    model = section_at(section)
     # `extends` is read before validation and is therefore no field of the model.
-    names = tuple(model.model_fields) if model else ()
+    names = tuple(name for model in sections_at(section) for name in model.model_fields)
     return names if section else (*names, "extends")
 
 
@@ -74,8 +88,7 @@ def _info(path: KeyPath) -> Any:
     # An index points into a list; the field is the list's.
     while path and isinstance(path[-1], int):
         path = path[:-1]
-    model = section_at(path[:-1]) if path else None
-    return model.model_fields.get(str(path[-1])) if model else None
+    return field_of(sections_at(path[:-1]), path[-1]) if path else None
 
 
 def is_required(path: KeyPath) -> bool:
@@ -137,9 +150,9 @@ def description(path: KeyPath) -> str:
     """Return the first sentence of the docstring of a field or a section, or ""."""
     if not path or isinstance(path[-1], int):
         return ""
-    parent = section_at(path[:-1])
     model = section_at(path)
-    text = manual().get((parent.__name__, path[-1])) if parent else None
+    texts = (manual().get((each.__name__, path[-1])) for each in sections_at(path[:-1]))
+    text = next(filter(None, texts), None)
     return (
         " ".join((text or (model.__doc__ if model else None) or "").split())
         .split(". ")[0]

@@ -7,6 +7,7 @@ pydantic only, so that `--help`, `validate` and `plan` stay fast.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -215,6 +216,9 @@ class Train(Section):
     the sentence pairs), samples for task custom."""
     evaluate_every_steps: Positive | None = None
     """Steps between evaluations on `data.evaluation`; an evaluation always runs at the end."""
+    evaluate_every_epochs: Annotated[float, Field(gt=0)] | None = None
+    """The same in passes over the training data, as 0.25: an evaluation follows the step that
+    completes each further quarter of a pass. Instead of `evaluate_every_steps`."""
     stop_after: StopAfter | None = None
     """End the training early, with its export, as `{metric: loss, evaluations: 3}`: after this many
     successive evaluations that were not better than the best before them; null: never."""
@@ -258,6 +262,11 @@ class Train(Section):
     computes there has 30 times as long. null: never."""
 
     @property
+    def evaluates(self) -> bool:
+        """Whether evaluations run before the end, too."""
+        return self.evaluate_every_steps is not None or self.evaluate_every_epochs is not None
+
+    @property
     def steps(self) -> int:
         """`max_steps`, for callers after the worker has set it from `epochs`."""
         assert self.max_steps is not None
@@ -272,6 +281,9 @@ class Checkpoint(Section):
     by time. A checkpoint is always written at the end."""
     every_steps: Positive | None = None
     """Also save after every this many steps; null: not by steps."""
+    every_epochs: Annotated[float, Field(gt=0)] | None = None
+    """The same in passes over the training data, as 0.5: a save follows the step that completes
+    each further half of a pass. Instead of `every_steps`."""
     keep: Positive | None = 3
     """Number of newest checkpoints to keep; null keeps all."""
     keep_every: Positive | None = None
@@ -341,6 +353,15 @@ class Recipe(Section):
     launch: Launch = Launch()
     submit: Submit = Submit()
     log: Log = Log()
+
+    def epoch_intervals(self) -> Iterator[tuple[str, float]]:
+        """Yield the intervals that are given in epochs, by their names in steps.json."""
+        for name, every in (
+            ("evaluated_every", self.train.evaluate_every_epochs),
+            ("saved_every", self.checkpoint.every_epochs),
+        ):
+            if every is not None:
+                yield name, every
 
     @property
     def format(self) -> Precision:

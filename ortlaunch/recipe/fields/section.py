@@ -21,6 +21,7 @@ from pydantic_core import PydanticKnownError, core_schema
 WORD = "<word>"
 MAPPING = "<mapping>"
 LIST = "<list>"
+PART = "<part>"
 NUMBER = "<number>"
 
 

@@ -101,8 +101,10 @@ def _short(text: str) -> str:
 def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
     kind = details["type"]
     context = details.get("ctx", {})
+    if path[:2] == ("data", "evaluation") and kind == "extra_forbidden":
+        return "it is of a corpus, and share and samples are of data.train; give one of both"
     if path in (("data", "train"), ("data", "evaluation")):
-        lists = ", or a list of {source, weight}" if path[-1] == "train" else ""
+        lists = ", or a list of {source, weight}" if path[-1] == "train" else ", or {share: 0.05}"
         near = _guess(closest(raw, choices(path)))
         return f"it must be python-docs, python-chats or a mapping, as {_CORPUS}{lists}{near}"
     if path == ("data", "tokenizer"):

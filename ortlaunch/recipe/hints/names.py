@@ -5,14 +5,20 @@ Its value is moved to the key that was meant, so that the value is checked as we
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from ortlaunch.recipe.fields.fields import is_required, items_in, models_in, section_at, takes_null
+from ortlaunch.recipe.fields.fields import (
+    field_of,
+    is_required,
+    items_in,
+    models_in,
+    section_at,
+    takes_null,
+)
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.hints.advice import Advice, advise
 from ortlaunch.recipe.text.place import KeyPath, Line, dotted
@@ -57,21 +63,22 @@ def settle(tree: Tree) -> KnownKeys:
     return KnownKeys(_without_empty(tree), problems, doubtful)
 
 
-def _unknown(tree: Tree, model: type[BaseModel] = Recipe, path: KeyPath = ()) -> Iterator[KeyPath]:
+def _unknown(
+    tree: Tree, models: Sequence[type[BaseModel]] = (Recipe,), path: KeyPath = ()
+) -> Iterator[KeyPath]:
     for key, child in tree.children.items():
-        info = model.model_fields.get(str(key))
+        info = field_of(models, key)
         if info is None:
             yield (*path, key)
-        elif child.kind == "mapping":
-            for section in models_in(info.annotation):
-                yield from _unknown(child, section, (*path, key))
-        elif child.kind == "list":
-            for (number, item), section in itertools.product(
-                child.children.items(), items_in(info.annotation)
-            ):
-                yield from (
-                    _unknown(item, section, (*path, key, number)) if item.kind == "mapping" else ()
-                )
+            continue
+        sections = [*models_in(info.annotation)]
+        if child.kind == "mapping" and sections:
+            yield from _unknown(child, sections, (*path, key))
+        items = [*items_in(info.annotation)]
+        for number, item in child.children.items() if child.kind == "list" and items else ():
+            yield from (
+                _unknown(item, items, (*path, key, number)) if item.kind == "mapping" else ()
+            )
 
 
 def _moved(tree: Tree, path: KeyPath, advice: Advice) -> Tree:

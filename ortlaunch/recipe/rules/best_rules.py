@@ -41,8 +41,9 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
             message = f"is missing: give min or max, for {asked.metric} is a number of your own"
             yield (f"{path}.mode", f"{path}.metric"), message
         # The evaluation at the end alone has nothing to be compared with.
-        if recipe.train.evaluate_every_steps is None:
+        if not recipe.train.evaluates:
             yield (
                 (path, "train.evaluate_every_steps"),
-                "does nothing without train.evaluate_every_steps; give that too",
+                "does nothing without train.evaluate_every_steps or evaluate_every_epochs; "
+                "give one of them",
             )

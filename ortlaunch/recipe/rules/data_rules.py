@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.recipe.fields.data import Corpus, Data, TokenizerTraining, is_chat, is_custom
+from ortlaunch.recipe.fields.data import (
+    Corpus,
+    Data,
+    HeldOut,
+    TokenizerTraining,
+    is_chat,
+    is_custom,
+)
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.section import DOES_NOTHING, MOST, chosen
 from ortlaunch.recipe.rules.model_rules import function
@@ -99,7 +106,10 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
     traits = recipe.model.traits
     # Custom data are tensors already: fields for text have no effect on them.
     own = data.is_custom
-    if data.evaluation is not None and is_custom(data.evaluation) != own:
+    held = data.evaluation
+    if isinstance(held, HeldOut):
+        yield from _held_out(held, traits.pairs and not own)
+    elif held is not None and is_custom(held) != own:
         paths = ("data.evaluation", "data.train.format", "data.evaluation.format")
         yield paths, "is of another kind than data.train: both custom, or neither"
     for key in ("tokenizer", "sequence_length"):
@@ -130,6 +140,22 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
         if traits.label and not labels:
             message = f"has no labels; {task} takes format jsonl, parquet, hub or custom"
             yield (key, "model.task", f"{key}.format"), message
+
+
+def _held_out(held: HeldOut, pairs: bool) -> Iterator[Problem]:
+    if held.share is not None and held.samples is not None:
+        yield (
+            ("data.evaluation.samples", "data.evaluation.share"),
+            f"got {held.samples} beside share: {held.share:g}; keep one",
+        )
+    elif held.share is None and held.samples is None:
+        yield ("data.evaluation",), "is missing: give share or samples, or a corpus of its own"
+    if pairs:
+        yield (
+            ("data.evaluation", "model.task"),
+            "got a part of data.train, and pairs of sentences are made of all documents; give a "
+            "corpus of its own",
+        )
 
 
 def _chats(data: Data, task: str) -> Iterator[Problem]:

@@ -136,7 +136,8 @@ RULES: dict[str, RuleOf] = {
     **_all(Rule(EFFECT, why="the schedule runs over the new length"), "max_steps epochs", "train"),
     **_all(
         _EFFECT,
-        "max_grad_norm evaluate_every_steps on_nonfinite max_skips max_rollbacks stall_seconds",
+        "max_grad_norm evaluate_every_steps evaluate_every_epochs on_nonfinite max_skips "
+        "max_rollbacks stall_seconds",
         "train",
     ),
     **_all(_EFFECT, "on_spike on_spike.action on_spike.deviations on_spike.window", "train"),
@@ -145,7 +146,11 @@ RULES: dict[str, RuleOf] = {
         Rule(EFFECT, why="the best is found anew"), "stop_after.metric stop_after.mode", "train"
     ),
     "train.loss_weight": Rule(REFUSED, "loss", "what is minimized is another mean"),
-    **_all(_EFFECT, "every_minutes every_steps keep keep_every on_failure async", "checkpoint"),
+    **_all(
+        _EFFECT,
+        "every_minutes every_steps every_epochs keep keep_every on_failure async",
+        "checkpoint",
+    ),
     **_all(_EFFECT, "keep_best keep_best.export", "checkpoint"),
     **_all(
         Rule(EFFECT, why="the best is found anew"), "keep_best.metric keep_best.mode", "checkpoint"
@@ -195,6 +200,7 @@ OTHER_RULES: dict[str, RuleOf] = {
     "world.global_samples": _AS_THE_GLOBAL_SIZE,
     "data.samples": Rule(REFUSED, "data", "as many were read then"),
     "data.fingerprint": Rule(REFUSED, "data", "the samples themselves are others"),
+    "data.held_out": Rule(REFUSED, "data", "other samples are held out, and it trained on some"),
     "data.order": Rule(
         REFUSED,
         "data",

@@ -279,8 +279,19 @@ def _train(recipe: Recipe) -> Iterator[Problem]:
             "is for custom data (format: custom); in these data each sample counts the same; "
             "leave it out",
         )
-    if recipe.train.evaluate_every_steps and recipe.data.evaluation is None:
-        yield (
-            ("train.evaluate_every_steps", "data.evaluation"),
-            "does nothing without data.evaluation; give that corpus",
-        )
+    for by_epochs, by_steps, section in (
+        ("train.evaluate_every_epochs", "train.evaluate_every_steps", recipe.train),
+        ("checkpoint.every_epochs", "checkpoint.every_steps", recipe.checkpoint),
+    ):
+        given = [getattr(section, path.partition(".")[2]) for path in (by_epochs, by_steps)]
+        if None not in given:
+            yield (
+                (by_epochs, by_steps),
+                f"got {given[0]:g} beside {by_steps}: {given[1]}; keep one, and write null in "
+                "place of the other",
+            )
+        if recipe.data.evaluation is None and section is recipe.train and any(given):
+            yield (
+                (by_steps if given[1] else by_epochs, "data.evaluation"),
+                "does nothing without data.evaluation; give that corpus, or a share of data.train",
+            )

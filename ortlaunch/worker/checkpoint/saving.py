@@ -56,6 +56,8 @@ class Saving:
         self.last_step = recipe.train.steps
         # Called with the step of each complete checkpoint.
         self.completed: Callable[[int], object] = lambda step: None
+        # Whether a step completes a further `checkpoint.every_epochs`; the loop has the batches.
+        self.completes_pass: Callable[[int], bool] = lambda step: False
         self.best: int | None = None
         """The step of the best checkpoint, which is kept (checkpoint.keep_best)."""
         self.tried = time.monotonic()
@@ -84,7 +86,8 @@ class Saving:
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step; the last step's always is."""
         every = self.policy.every_steps
-        return step == self.last_step or (every is not None and step % every == 0)
+        by_steps = every is not None and step % every == 0
+        return step == self.last_step or by_steps or self.completes_pass(step)
 
     def request_when_due(self, agreed: Agreement) -> None:
         """Request a save from all ranks, on rank 0, when checkpoint.every_minutes have passed."""

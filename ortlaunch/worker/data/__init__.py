@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.data import Corpus, MaskedLm, is_chat
+from ortlaunch.recipe.fields.data import Corpus, HeldOut, MaskedLm, is_chat
 from ortlaunch.tasks import Task
 from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.data.batches import Batches
@@ -25,7 +25,7 @@ from ortlaunch.worker.data.labelled import (
     number_labels,
 )
 from ortlaunch.worker.data.masking import MaskedBlocks, Masking
-from ortlaunch.worker.data.mixture import Mixture, source_seed
+from ortlaunch.worker.data.mixture import Mixture, source_seed, split
 from ortlaunch.worker.data.own import OwnCollate, OwnSamples, call
 from ortlaunch.worker.data.pairs import SentencePairs
 from ortlaunch.worker.data.reading import DataError
@@ -85,17 +85,26 @@ class LoadedData:
             self.class_names = sorted(vocabulary.labels, key=vocabulary.labels.__getitem__)
 
     @functools.cached_property
+    def _split(self) -> tuple[Samples, Samples | None]:
+        """The samples of `data.train`, and those of them that are held out for evaluation."""
+        whole = self._numbered(_training(self._recipe, self.tokenizer, self._show_progress))
+        held = self._recipe.data.evaluation
+        if not isinstance(held, HeldOut):
+            return whole, None
+        return split(whole, held, self._recipe.seed)
+
+    @functools.cached_property
     def train(self) -> Samples:
         """The training samples."""
-        return self._numbered(_training(self._recipe, self.tokenizer, self._show_progress))
+        return self._split[0]
 
     @functools.cached_property
     def evaluation(self) -> Samples | None:
         """The evaluation samples; None if the recipe has none."""
         source = self._recipe.data.evaluation
         tell = self._show_progress
-        if source is None:
-            return None
+        if source is None or isinstance(source, HeldOut):
+            return self._split[1] if source else None
         return self._numbered(
             make_samples(
                 self._recipe, source, self.tokenizer, show_progress=tell, key="data.evaluation"

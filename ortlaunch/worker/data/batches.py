@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -68,6 +69,17 @@ class Batches:
         """
         taken = (step - self._step) * self.batch.global_samples
         return self.left_out.place(self._first_place, taken - 1) + 1 if taken else self._first_place
+
+    def completes(self, step: int, every: float | None) -> bool:
+        """Return whether step `step` (from 1) completes a further `every` passes over the data."""
+        if every is None:
+            return False
+        span = every * len(self.samples)
+        # Rounded, so that an error of the division does not move the interval by a step.
+        before, after = (
+            math.floor(round(self.places_passed(at) / span, 9)) for at in (step - 1, step)
+        )
+        return after > before
 
     def stretch(self, step: int) -> tuple[int, int]:
         """Return the places [first, after) of step `step` (from 0) in the order of all epochs."""

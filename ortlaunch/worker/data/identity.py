@@ -9,7 +9,7 @@ import hashlib
 
 import numpy as np
 
-from ortlaunch.worker.data.mixture import Mixture
+from ortlaunch.worker.data.mixture import Mixture, Part
 from ortlaunch.worker.data.order import order_name
 from ortlaunch.worker.data.samples import Samples
 
@@ -24,7 +24,19 @@ def identity(samples: Samples) -> dict[str, object]:
 
     The fingerprint is of tokens or texts; it is None for custom data, whose items may be random.
     """
-    return {"samples": len(samples), "fingerprint": _fingerprint(samples), "order": _order(samples)}
+    held = _held_out(samples)
+    found: dict[str, object] = {
+        "samples": len(samples),
+        "fingerprint": _fingerprint(samples),
+        "order": _order(samples),
+    }
+    return {**found, "held_out": held} if held else found
+
+
+def _held_out(samples: Samples) -> int:
+    """Return the number of samples that are held out; with seed and total it says which."""
+    parts = samples.parts if isinstance(samples, Mixture) else [samples]
+    return sum(len(part.whole) - len(part) for part in parts if isinstance(part, Part))
 
 
 def _order(samples: Samples) -> str:

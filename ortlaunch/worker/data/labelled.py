@@ -326,7 +326,8 @@ def number_labels(
             the evaluation samples is in no training row.
     """
     parts = _labelled(train)
-    held_out = _labelled(evaluation)
+    # A part of the training samples is numbered with them.
+    held_out = [part for part in _labelled(evaluation) if part not in parts]
     if not _are_words(*parts, *held_out):
         return []
     words = sorted({word for part in parts for word in part.all_labels()})
@@ -374,9 +375,8 @@ def number_as_trained(samples: Samples, known: Mapping[str, int]) -> None:
 
 def _labelled(samples: Samples | None) -> list[LabelledTexts]:
     """Return the samples with labels: the parts of a mixture, or the samples themselves."""
-    return [
-        part for part in getattr(samples, "parts", [samples]) if isinstance(part, LabelledTexts)
-    ]
+    parts = [getattr(part, "whole", part) for part in getattr(samples, "parts", [samples])]
+    return [part for part in parts if isinstance(part, LabelledTexts)]
 
 
 def _are_words(*parts: LabelledTexts) -> bool:

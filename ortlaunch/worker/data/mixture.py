@@ -4,24 +4,32 @@ The order consists of blocks of 65,536 places. Each block has every source as of
 requires, shuffled. So the number of samples that each source has given is known at any place
 without counting from the beginning: time and memory are constant, and a resume has nothing to
 replay. The samples of each source have an endless order of their own.
+
+And a part of one that is held out for evaluation (`data.evaluation: {share: ...}`): the choice is a
+function of the seed and the number of samples. Memory grows with that part, not with the data.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.worker.data.order import Order, permutation
+from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import Sample, Samples
 
 # Places of a block.
 BLOCK = 1 << 16
+# The "epoch" whose order chooses what is held out: no training gets there, so that the order of its
+# samples is independent of the choice.
+_CHOICE = 1 << 32
 _Ints = NDArray[np.int64]
 
 
@@ -137,3 +145,81 @@ def shares(weights: Sequence[float]) -> _Ints:
     largest = np.argsort(counts - exact, kind="stable")[: BLOCK - int(counts.sum())]
     counts[largest] += 1
     return counts
+
+
+class Part:
+    """Some of the samples of a data set; all other attributes are those of the whole."""
+
+    def __init__(self, whole: Samples, count: int, index_of: Callable[[_Ints], _Ints]) -> None:
+        """Choose samples: `index_of` maps indices of the part, (n,), to those of the whole."""
+        self.whole = whole
+        self._count = count
+        self._index_of = index_of
+
+    def __len__(self) -> int:
+        return self._count
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        return self.whole.sample(self._index(index), epoch)
+
+    def size(self, index: int) -> int:
+        """Return the number of tokens of a sample, for data that count them."""
+        whole: Any = self.whole
+        return int(whole.size(self._index(index)))
+
+    def _index(self, index: int) -> int:
+        return int(self._index_of(np.array([index]))[0])
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy for another process looks names up before it has its fields.
+        if name.startswith("__") or name == "whole":
+            raise AttributeError(name)
+        found = getattr(self.whole, name)
+        return self._batch if name == "batch" else found
+
+    def _batch(self, places: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        whole: Any = self.whole
+        indices = self._index_of(np.array([index for index, _ in places])).tolist()
+        found: dict[str, torch.Tensor] = whole.batch(
+            [(index, epoch) for index, (_, epoch) in zip(indices, places)]
+        )
+        return found
+
+
+def split(samples: Samples, held: HeldOut, seed: int) -> tuple[Samples, Samples]:
+    """Return the training part and the part that is held out.
+
+    Each source of a mixture gives its share of the samples.
+
+    Raises:
+        DataError: one of the parts would be empty.
+    """
+    total = len(samples)
+    share = held.samples / total if held.samples else float(held.share or 0)
+    if not isinstance(samples, Mixture):
+        return _split(samples, held.samples or max(1, round(share * total)), seed)
+    # Cumulative rounding, so that the parts have exactly as many samples as requested.
+    ends = [round(end * share) for end in (0, *samples.ends)]
+    pairs = [
+        _split(part, after - before, source_seed(seed, number))
+        for number, (part, before, after) in enumerate(zip(samples.parts, ends, ends[1:]))
+    ]
+    kept = Mixture([part for part, _ in pairs], samples.weights)
+    chosen = [part for _, part in pairs if len(part)]
+    if not chosen:
+        raise DataError(f"data.evaluation: {share:g} of {total:,} samples is none of any source")
+    return kept, Mixture(chosen, [1.0] * len(chosen))
+
+
+def _split(samples: Samples, count: int, seed: int) -> tuple[Part, Part]:
+    total = len(samples)
+    if count >= total:
+        raise DataError(
+            f"data.evaluation: {count:,} samples would be held out, and a source of data.train has "
+            f"{total:,}: none is left to train on"
+        )
+    held = np.sort(permutation(total, seed, _CHOICE)(np.arange(count)))
+    # The number of training samples before each held-out one.
+    before = held - np.arange(count)
+    kept = Part(samples, total - count, lambda at: at + np.searchsorted(before, at, side="right"))
+    return kept, Part(samples, count, lambda at: held[at])

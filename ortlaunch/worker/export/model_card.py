@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe, read_resolved
-from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus, HeldOut
 from ortlaunch.recipe.text.place import without_secrets
 from ortlaunch.recipe.text.yaml_text import dump
 from ortlaunch.run_folder.folder import RunDir, read_json
@@ -95,7 +95,8 @@ def _results(recipe: Recipe, lines: list[dict[str, object]]) -> list[EvalResult]
     # The hub's format of results requires a task type and a data set.
     if last is None or recipe.data.evaluation is None or not recipe.model.traits.pipeline:
         return None
-    about = _about(recipe.data.evaluation)
+    held = recipe.data.evaluation
+    about = "a part of data.train" if isinstance(held, HeldOut) else _about(held)
     names = {
         name.removeprefix("evaluation_"): value
         for name, value in last.items()

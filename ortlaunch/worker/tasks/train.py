@@ -103,6 +103,7 @@ def _train(
     saving = checkpoint.Saving(run, recipe, group, engine.stepper, session.identity)
     saving.best = best.kept_step(state.best)
     saving.completed = hook.on_checkpoint
+    saving.completes_pass = lambda step: batches.completes(step, recipe.checkpoint.every_epochs)
     if best.stops_early(recipe, state.step, state.best):
         saving.last_step = state.step
     if state.step >= saving.last_step:
@@ -137,7 +138,9 @@ def _train(
             _log(session, state, meter, (stepped, rate), hook, metrics)
 
         if session.data.evaluation is not None and (
-            last or _due(state.step, recipe.train.evaluate_every_steps)
+            last
+            or _due(state.step, recipe.train.evaluate_every_steps)
+            or batches.completes(state.step, recipe.train.evaluate_every_epochs)
         ):
             with meter.paused(), progress.during("evaluating"):
                 evaluated = (

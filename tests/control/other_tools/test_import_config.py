@@ -132,7 +132,7 @@ def test_what_the_recipes_hold(tmp_path: Path) -> None:
         ),
         ({"warmup_steps": 9, "warmup_ratio": 0.1}, "dropped", "warmup_ratio", "comes first"),
         ({"max_steps": 9, "num_train_epochs": 3}, "dropped", "num_train_epochs", "comes first"),
-        ({"save_strategy": "epoch"}, "dropped", "save_strategy", "every 30 minutes"),
+        ({"save_strategy": "best"}, "dropped", "save_strategy", "every 30 minutes"),
         (
             {"eval_strategy": "steps", "eval_steps": 9},
             "dropped",

@@ -5,6 +5,7 @@ Also the best checkpoint and early stopping, which depend on evaluations.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +30,78 @@ def made(folder: Path, **keys: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.parametrize("key", ["load_best_model_at_end", "early_stopping_patience"])
+def test_the_best_without_evaluations(key: str, tmp_path: Path) -> None:
+    """Keys that need evaluations are reported as dropped where there are none before the end."""
+    path = config(tmp_path, **HELD_OUT, eval_strategy="no", **{key: 3})
+    text = said(import_config(path, "hf-trainer", None, ()), "dropped")[key]
+    assert "there is no train.evaluate_every_steps or evaluate_every_epochs" in text
+
+
+def test_an_evaluation_and_a_save_each_epoch(tmp_path: Path) -> None:
+    """The strategy `epoch` is an interval of one epoch, of which the best is kept."""
+    keys = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    path = config(tmp_path, **HELD_OUT, eval_steps=7, save_steps=7, **keys)
+    found = import_config(path, "hf-trainer", None, ())
+    recipe = yaml.safe_load(found.recipe)
+    assert recipe["train"]["evaluate_every_epochs"] == 1
+    assert recipe["checkpoint"] == {
+        "every_epochs": 1,
+        "keep_best": {"metric": "loss", "export": True},
+    }
+    assert said(found, "needless").keys() >= {"eval_steps", "save_steps"}
+    assert not found.account.dropped
+
+
+AXOLOTL = {"base_model": "here", "datasets": [{"path": "a.txt", "type": "completion"}],
+           "sequence_len": 64, "micro_batch_size": 2, "learning_rate": 0.1,
+           "num_epochs": 2}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("keys", "key", "text"),
+    ("keys", "evaluation", "evaluated", "saved"),
     [
-        (
-            {"load_best_model_at_end": True},
-            "load_best_model_at_end",
-            "there is no train.evaluate_every_steps",
-        ),
-        (
-            {"early_stopping_patience": 3},
-            "early_stopping_patience",
-            "there is no train.evaluate_every_steps",
-        ),
-        ({"eval_steps": 7}, "eval_steps", "steps alone are counted"),
-        ({}, "eval_strategy", "steps alone are counted"),
+        ({"val_set_size": 0.05}, {"share": 0.05}, 1, 1),
+        ({"val_set_size": 500, "evals_per_epoch": 4}, {"samples": 500}, 0.25, 1),
+        ({"val_set_size": 0.1, "saves_per_epoch": 3}, {"share": 0.1}, 1, 1 / 3),
+        ({"val_set_size": 0.1, "eval_steps": 0.1, "save_steps": 0.25}, {"share": 0.1}, 0.2, 0.5),
+        ({"val_set_size": 0, "saves_per_epoch": 0}, None, None, 1),
+        ({"val_set_size": 0.0, "evals_per_epoch": 4}, None, None, 1),
     ],
 )
-def test_an_evaluation_each_epoch(
-    keys: dict[str, Any], key: str, text: str, tmp_path: Path
+def test_axolotls_intervals(
+    keys: dict[str, Any],
+    evaluation: dict[str, float] | None,
+    evaluated: float | None,
+    saved: float,
+    tmp_path: Path,
 ) -> None:
-    """Keys that need an evaluation per epoch are reported as dropped."""
-    # Intervals of a recipe are counted in steps only.
-    path = config(tmp_path, **HELD_OUT, eval_strategy="epoch", save_strategy="epoch", **keys)
-    assert text in said(import_config(path, "hf-trainer", None, ()), "dropped")[key]
+    """Axolotl counts in times an epoch, or else evaluates and saves at the end of each."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**AXOLOTL, **keys}))
+    found = import_config(path, "axolotl", None, ())
+    made = yaml.safe_load(found.recipe)
+    assert made["data"].get("evaluation") == evaluation
+    assert made["train"].get("evaluate_every_epochs") == evaluated
+    assert made["checkpoint"]["every_epochs"] == saved
+    lost = (
+        {"evals_per_epoch"} if keys.keys() >= {"evals_per_epoch"} and evaluation is None else set()
+    )
+    assert said(found, "dropped").keys() == lost
+
+
+def test_an_interval_replaces_that_of_the_base(tmp_path: Path) -> None:
+    """An interval in epochs of the config takes the place of one in steps of --base."""
+    base = tmp_path / "base.yaml"
+    base.write_text(
+        "data: {evaluation: {format: text, path: b.txt}}\n"
+        "train: {evaluate_every_steps: 9}\ncheckpoint: {every_steps: 9}\n"
+    )
+    keys = {"eval_strategy": "epoch", "save_strategy": "epoch", "validation_split_percentage": 5}
+    made = yaml.safe_load(import_config(config(tmp_path, **keys), None, base, ()).recipe)
+    assert made["train"]["evaluate_every_epochs"] == made["checkpoint"]["every_epochs"] == 1
+    assert made["data"]["evaluation"] == {"share": 0.05}
+    assert not {"evaluate_every_steps", "every_steps"} & {*made["train"], *made["checkpoint"]}
 
 
 @pytest.mark.parametrize(
@@ -61,27 +110,28 @@ def test_an_evaluation_each_epoch(
         # 9.5 steps, rounded up.
         ({**HELD_OUT, "eval_steps": 0.1, "max_steps": 95}, "train", 10),
         ({**HELD_OUT, "eval_steps": 200.0}, "train", 200),
-        ({**HELD_OUT, "eval_steps": 0.1}, "train", None),
+        ({**HELD_OUT, "eval_steps": 0.1}, "train", 0.3),
         # Trainer then evaluates every logging_steps, whose default is 500.
         ({**HELD_OUT, "eval_strategy": "steps"}, "train", 500),
         ({**HELD_OUT, "eval_strategy": "steps", "logging_steps": 20}, "train", 20),
         ({**HELD_OUT, "eval_strategy": "no", "eval_steps": 20}, "train", None),
         ({"save_steps": 0.25, "max_steps": 100}, "checkpoint", 25),
-        ({"save_steps": 0.25}, "checkpoint", None),
+        ({"save_steps": 0.25, "num_train_epochs": 2}, "checkpoint", 0.5),
         ({"save_strategy": "steps", "save_steps": 40}, "checkpoint", 40),
         ({"logging_steps": 0.05, "max_steps": 100}, "log", 5),
         ({"logging_steps": 0.05}, "log", None),
     ],
 )
 def test_intervals(
-    keys: dict[str, Any], section: str, expected: int | None, tmp_path: Path
+    keys: dict[str, Any], section: str, expected: float | None, tmp_path: Path
 ) -> None:
-    """An interval below 1 is a share of max_steps, as in Trainer; without max_steps it is dropped.
+    """An interval below 1 is a share of max_steps, as in Trainer, or else of the epochs.
 
     Every key of the config is in the report.
     """
     found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
-    name = "evaluate_every_steps" if section == "train" else "every_steps"
+    unit = "epochs" if expected is not None and expected < 1 else "steps"
+    name = f"{'evaluate_' if section == 'train' else ''}every_{unit}"
     assert yaml.safe_load(found.recipe).get(section, {}).get(name) == expected
     told = {
         key for where in ("taken", "changed", "dropped", "needless") for key in said(found, where)

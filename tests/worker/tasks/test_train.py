@@ -148,6 +148,18 @@ def test_what_is_not_finite_ends_the_training(
         assert torch.isfinite(model.weight).all()
 
 
+def test_evaluations_and_saves_by_epochs(tmp_path: Path) -> None:
+    """Each follows the step that completes its part of the data, and the last step."""
+    sections = {
+        # 64 samples, two in a step.
+        "train": {"max_steps": 40, "evaluate_every_epochs": 0.3},
+        "checkpoint": {"every_epochs": 0.5, "keep": None},
+    }
+    trained = train_here(tmp_path, Line(), ROWS, evaluation=ROWS[:4], **sections)
+    assert [step for step, _ in trained.values("evaluation_loss")] == [10, 20, 29, 39, 40]
+    assert [step for step, _ in trained.run.complete_checkpoints()] == [16, 32, 40]
+
+
 def test_a_longer_schedule_tells_its_jump(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
