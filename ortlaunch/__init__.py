@@ -1,3 +1,102 @@
-"""One recipe, one command: train a PyTorch model on ONNX Runtime from a laptop to a cluster."""
+"""One recipe, one command: train a PyTorch model on ONNX Runtime from a laptop to a cluster.
 
-__version__ = "0.1.0"
+The names of `__all__` are the public Python API (docs/python.md). Each is imported at its first
+use, so that `import ortlaunch` takes no time; importing none of them loads torch.
+"""
+
+from ortlaunch.version import __version__
+
+# As typing.TYPE_CHECKING, without the import of typing.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ortlaunch.api.inputs import Validation, load, validate
+    from ortlaunch.api.plans import plan
+    from ortlaunch.api.protocols import (
+        CheckpointHook,
+        Collate,
+        DataFactory,
+        Dataset,
+        EvaluationHook,
+        Hook,
+        Metric,
+        ModelFactory,
+        StepHook,
+    )
+    from ortlaunch.api.runs import Run, runs
+    from ortlaunch.api.starts import submit, train
+    from ortlaunch.diagnose.report import Diagnosis
+    from ortlaunch.launch_plan import Plan
+    from ortlaunch.other_runs.requests import StopResult
+    from ortlaunch.other_runs.status import Status
+    from ortlaunch.planning.world import LaunchOptions
+    from ortlaunch.recipe import Recipe
+    from ortlaunch.resolve.resume import ResumeOptions
+
+__all__ = [
+    "CheckpointHook",
+    "Collate",
+    "DataFactory",
+    "Dataset",
+    "Diagnosis",
+    "EvaluationHook",
+    "Hook",
+    "LaunchOptions",
+    "Metric",
+    "ModelFactory",
+    "Plan",
+    "Recipe",
+    "ResumeOptions",
+    "Run",
+    "Status",
+    "StepHook",
+    "StopResult",
+    "Validation",
+    "__version__",
+    "load",
+    "plan",
+    "runs",
+    "submit",
+    "train",
+    "validate",
+]
+
+_MODULES = {
+    "api.inputs": ("Validation", "load", "validate"),
+    "api.plans": ("plan",),
+    "api.protocols": (
+        "CheckpointHook",
+        "Collate",
+        "DataFactory",
+        "Dataset",
+        "EvaluationHook",
+        "Hook",
+        "Metric",
+        "ModelFactory",
+        "StepHook",
+    ),
+    "api.runs": ("Run", "runs"),
+    "api.starts": ("submit", "train"),
+    "diagnose.report": ("Diagnosis",),
+    "launch_plan": ("Plan",),
+    "other_runs.requests": ("StopResult",),
+    "other_runs.status": ("Status",),
+    "planning.world": ("LaunchOptions",),
+    "recipe": ("Recipe",),
+    "resolve.resume": ("ResumeOptions",),
+}
+
+
+# Hidden from type checkers, which would accept any name otherwise.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        for module, names in _MODULES.items():
+            if name in names:
+                return getattr(import_module(f"ortlaunch.{module}"), name)
+        raise AttributeError(f"module 'ortlaunch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

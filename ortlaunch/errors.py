@@ -11,6 +11,7 @@
     ├── LaunchError           processes could not be started or agreed on
     │   ├── WorldError        the launcher started another world than the plan's
     │   └── DeviceError       a rank has no GPU to train on
+    ├── RunError              a run that Python waits for, or a process on its results, failed
     ├── EngineError           the chosen engine cannot run this model
     │   └── ParityError       it runs the model, and its results differ from plain PyTorch's
     ├── FileError             ortlaunch's file or output cannot be read or written (file_errors.py)
@@ -100,6 +101,17 @@ class MissingDependency(InputError):
 
 class LaunchError(OrtlaunchError):
     """Processes could not be started, or did not agree on what they run."""
+
+
+class RunError(OrtlaunchError):
+    """A run, or a process that works on its results, ended with an error.
+
+    The message is the verdict, or the output of that process; ``exit_status`` is its own.
+    """
+
+    def __init__(self, message: str, exit_status: int) -> None:
+        self.exit_status = exit_status
+        super().__init__(message)
 
 
 class WorldError(LaunchError):

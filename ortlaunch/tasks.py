@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ortlaunch import start
+from ortlaunch.errors import RunError
 
 
 class ExportRequest(NamedTuple):
@@ -140,9 +142,30 @@ TASKS = {
 
 def run_alone(request: Request) -> int:
     """Run the process of a task without a plan, and return its exit status."""
+    return _run(request, None, None).returncode
+
+
+def answer_of(request: Request, shown: Collection[str] = ()) -> str:
+    """Run the process of a task without a plan, and return its standard output.
+
+    Args:
+        shown: `stdout`, `stderr`: streams that are those of this process, and not returned.
+
+    Raises:
+        RunError: the process failed; the message is its standard error.
+    """
+    streams = (None if name in shown else subprocess.PIPE for name in ("stdout", "stderr"))
+    ended = _run(request, *streams)
+    if ended.returncode:
+        raise RunError((ended.stderr or "").strip().removeprefix("ortlaunch: "), ended.returncode)
+    return ended.stdout or ""
+
+
+def _run(
+    request: Request, stdout: int | None, stderr: int | None
+) -> subprocess.CompletedProcess[str]:
     name = next(name for name, task in TASKS.items() if task.request is type(request))
     # On standard input, because a prompt may be longer than an argument list allows.
     command = [*start.command("ortlaunch.worker.alone"), name]
-    return subprocess.run(
-        command, input=json.dumps(request._asdict()), text=True, check=False
-    ).returncode
+    text = json.dumps(request._asdict())
+    return subprocess.run(command, input=text, text=True, check=False, stdout=stdout, stderr=stderr)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ortlaunch import __version__, machine
+from ortlaunch import machine
 from ortlaunch.bench.measure import BenchStopped, Length, PrintLine, measure, new_folder, prepared
 from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, table, times
 from ortlaunch.bench.variants import ENGINES, engine_overrides
@@ -29,6 +29,7 @@ from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.run_folder.records import as_json
+from ortlaunch.version import __version__
 
 # Shorter than the bench of `ortlaunch bench`, because training waits for it.
 SHORT = Length(rounds=3, steps=3)

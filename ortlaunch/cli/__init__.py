@@ -85,7 +85,7 @@ for name, family in (("recipes", recipes.app), ("data", data.app), ("device", de
 # The option is eager: it works without a verb, which is otherwise required.
 def _version(wanted: bool) -> None:
     if wanted:
-        from ortlaunch import __version__
+        from ortlaunch.version import __version__
 
         typer.echo(__version__)
         raise typer.Exit

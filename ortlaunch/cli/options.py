@@ -1,8 +1,10 @@
 """Arguments and options shared by several verbs."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,6 +97,17 @@ DryRun = Annotated[
 ]
 
 
+@contextlib.contextmanager
+def failed_process() -> Iterator[None]:
+    """Exit with the status of a process that has failed and printed why."""
+    from ortlaunch.errors import RunError
+
+    try:
+        yield
+    except RunError as error:
+        raise typer.Exit(error.exit_status) from None
+
+
 def port_range(ports: str | None) -> tuple[int, int] | None:
     """Return the two ends of `LOW-HIGH`; None for None.
 
@@ -150,7 +163,10 @@ def _launch_options(
         why = "that is a queue: ortlaunch submit RECIPE --scheduler NAME; here " if queue else ""
         names = ", ".join(("auto", *LAUNCHERS))
         raise typer.BadParameter(f"got {launcher}; {why}one of {names}", param_hint="--launcher")
-    return LaunchOptions(launcher, nproc_per_node, hostfile, include, exclude)
+    # Only the command line reads it: commands.jsonl and the command that continues a run.
+    return LaunchOptions(
+        launcher, nproc_per_node, hostfile, include, exclude, typed=tuple(sys.argv)
+    )
 
 
 def with_launch_options(verb: Callable[..., None]) -> Callable[..., None]:

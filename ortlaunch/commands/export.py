@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from ortlaunch import tasks
 from ortlaunch.errors import InputError
@@ -16,19 +18,27 @@ FORMATS = ("huggingface", "onnx", "ondevice")
 LORA = ("merged", "alone")
 
 
-def export(
-    run: RunDir,
-    step: int | None,
-    to: Path | None,
-    form: str,
-    push: str | None = None,
-    lora: str | None = None,
-) -> int:
-    """Write a checkpoint as a model, upload it if requested, and return the exit status.
+class ExportOptions(NamedTuple):
+    """The options of an export; None: as the command's help describes it."""
+
+    step: int | None = None
+    to: Path | None = None
+    form: str = "huggingface"
+    push: str | None = None
+    lora: str | None = None
+
+
+def export(run: RunDir, options: ExportOptions, shown: Collection[str] = ()) -> Path:
+    """Write a checkpoint as a model, upload it if requested, and return its folder.
+
+    Args:
+        shown: output of the processes that is shown, as `tasks.answer_of` describes it.
 
     Raises:
         InputError: the run, checkpoint or format does not exist, or the folder exists already.
+        RunError: the process that writes or uploads failed.
     """
+    step, _, form, push, lora = options
     if lora not in (None, *LORA):
         raise InputError(f"--lora: got {lora!r}; one of {', '.join(LORA)}")
     if form not in FORMATS:
@@ -39,29 +49,25 @@ def export(
         )
     # A training may still run: the checkpoint must not be deleted meanwhile.
     with held(run, lambda: chosen_step(run, step)) as chosen:
-        return _export(run, chosen, to, form, push, lora)
+        return _export(run, options, chosen, shown)
 
 
-def _export(
-    run: RunDir, chosen: int, to: Path | None, form: str, push: str | None, lora: str | None
-) -> int:
-    folder = to or run.exported(chosen, form)
+def _export(run: RunDir, options: ExportOptions, step: int, shown: Collection[str]) -> Path:
+    _, to, form, push, lora = options
+    folder = to or run.exported(step, form)
     # Check the access to the hub first: an export takes long.
-    if push and (refused := tasks.run_alone(PushRequest(push))):
-        return refused
+    if push:
+        tasks.answer_of(PushRequest(push), shown)
     # An export that exists already only has to be uploaded.
-    if push and lora is None and _is_written(run, chosen, folder, form):
-        return tasks.run_alone(PushRequest(push, str(run), chosen, str(folder)))
-    if folder.exists():
-        raise InputError(
-            f"{folder} is there already; take it away, or give another folder with --to"
-        )
-    failed = tasks.run_alone(ExportRequest(str(run), chosen, str(folder), form, lora or ""))
-    return (
-        failed
-        if failed or not push
-        else tasks.run_alone(PushRequest(push, str(run), chosen, str(folder)))
-    )
+    if not (push and lora is None and _is_written(run, step, folder, form)):
+        if folder.exists():
+            raise InputError(
+                f"{folder} is there already; take it away, or give another folder with --to"
+            )
+        tasks.answer_of(ExportRequest(str(run), step, str(folder), form, lora or ""), shown)
+    if push:
+        tasks.answer_of(PushRequest(push, str(run), step, str(folder)), shown)
+    return folder
 
 
 def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:

@@ -21,11 +21,15 @@ _ABOVE = 2
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
-def generate(request: GenerationRequest) -> int:
-    """Print the prompt and its continuation, and return the exit status of the process.
+def generate(request: GenerationRequest, progress: bool = False) -> str:
+    """Return the prompt and its continuation.
+
+    Args:
+        progress: whether the model's folder and notes are printed on standard error.
 
     Raises:
         InputError: the model does not exist, or does not generate text.
+        RunError: the process that generates failed.
     """
     model, step, chats = _source(request)
     with contextlib.ExitStack() as stack:
@@ -33,18 +37,15 @@ def generate(request: GenerationRequest) -> int:
         if step is not None:
             run = RunDir(model)
             step = stack.enter_context(held(run, lambda: chosen_step(run, request.step)))
-        return _generate(request, model, step, chats)
-
-
-def _generate(request: GenerationRequest, model: Path, step: int | None, chats: bool | None) -> int:
-    # On stderr, so that stdout has the text alone.
-    print(
-        f"model: {model if step is None else RunDir(model).checkpoint(step)}",
-        file=sys.stderr,
-        flush=True,
-    )
-    chats = False if request.raw else chats
-    return tasks.run_alone(request._replace(model=str(model), step=step, chats=chats))
+        # On stderr, so that stdout has the text alone.
+        if progress:
+            place = model if step is None else RunDir(model).checkpoint(step)
+            print(f"model: {place}", file=sys.stderr, flush=True)
+        chats = False if request.raw else chats
+        chosen = request._replace(model=str(model), step=step, chats=chats)
+        text = tasks.answer_of(chosen, ("stderr",) if progress else ())
+        # Without the newline that the process prints last.
+        return text.removesuffix("\n")
 
 
 def _source(request: GenerationRequest) -> tuple[Path, int | None, bool | None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from ortlaunch import recipe, start
 from ortlaunch.errors import PlanError, RecipeError
@@ -96,8 +96,18 @@ def without_effect(resolved: ResolvedRun) -> list[str]:
     ]
 
 
-def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -> str:
-    """Write the files from which the job begins, queue the job and return its id.
+class Queued(NamedTuple):
+    """A job that was queued."""
+
+    number: str
+    """The job's id."""
+    run: RunDir
+    notes: tuple[str, ...]
+    """Lines for the user."""
+
+
+def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -> Queued:
+    """Write the files from which the job begins, and queue the job.
 
     Raises:
         PlanError: the folder has other contents, or a run in it has not ended.
@@ -128,5 +138,4 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
     # After the submission, because the record needs the job's id.
     JobRecord(name, number, socket.gethostname(), "", "", now(), JobState.PENDING).write(run)
     registry.add(run)
-    print(*notes, f"run folder: {run}", sep="\n", file=sys.stderr)
-    return number
+    return Queued(number, run, (*notes, f"run folder: {run}"))

@@ -67,7 +67,7 @@ def with_next(
         stopped: whether it stopped before its last step. The command then continues to the same
             length, else to twice the length.
     """
-    if typed[:1] != ["train"] or not (stopped or run.summary.exists()):
+    if tuple(typed[:1]) != ("train",) or not (stopped or run.summary.exists()):
         return said
     key, value = ("", "") if stopped else _further(recipe, read_json(run.summary))
     change = [f"{key}={value}"] if key else []

@@ -1,16 +1,15 @@
-"""Print and follow the output of a run's rank, or of a queued job."""
+"""Read and follow the output of a run's rank, or of a queued job."""
 
 from __future__ import annotations
 
 import codecs
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ortlaunch.errors import InputError, MissingDependency
+from ortlaunch.errors import InputError, MissingDependency, RunError
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs.queued import is_queued
 from ortlaunch.other_runs.status import read_status
@@ -22,14 +21,11 @@ _POLL_SECONDS = 0.5
 _STATUS_SECONDS = 3.0
 
 
-def show(run: RunDir, rank: int, follow: bool) -> int:
-    """Print a rank's output; for rank 0 of a queued job, the output of its script and scheduler.
+def output(run: RunDir, rank: int, follow: bool) -> Iterator[str]:
+    """Yield a rank's output; for rank 0 of a queued job, the output of its script and scheduler.
 
     Args:
         follow: continue until the run has ended.
-
-    Returns:
-        0; with `follow` the run's exit status.
 
     Raises:
         InputError: it is no run folder, or the rank does not exist.
@@ -40,24 +36,29 @@ def show(run: RunDir, rank: int, follow: bool) -> int:
     queued = is_queued(status.job)
     if queued and SCHEDULERS[status.job.backend].elsewhere:
         if not run.plan.exists():
-            return _of_scheduler(status.job, rank, follow)
+            yield from _of_scheduler(status.job, rank, follow)
+            return
         # The ranks' folder is on this host all the same, with their logs.
         queued = False
     read = dict[Path, _Position]()
     next_status = 0.0
     while True:
         ended = status.state.is_end
-        _print_new(_files(run, rank, queued), read)
+        yield from _new(_files(run, rank, queued), read)
         if ended or not follow:
-            return (status.job.exit_status or 0) if follow else 0
+            return
         time.sleep(_POLL_SECONDS)
         if time.monotonic() > next_status:
             status = read_status(run)
             next_status = time.monotonic() + _STATUS_SECONDS
 
 
-def _of_scheduler(job: JobRecord, rank: int, follow: bool) -> int:
-    """Print the scheduler's logs, for ranks whose own logs this host cannot read."""
+def _of_scheduler(job: JobRecord, rank: int, follow: bool) -> Iterator[str]:
+    """Yield the scheduler's logs, for ranks whose own logs this host cannot read.
+
+    Raises:
+        RunError: the scheduler's command failed.
+    """
     if rank:
         raise InputError(
             f"--rank is {rank}, and {job.backend} shows rank 0's node alone; "
@@ -66,7 +67,11 @@ def _of_scheduler(job: JobRecord, rank: int, follow: bool) -> int:
     argv = scheduler(job.backend).logs(job.id, follow)
     if shutil.which(argv[0]) is None:
         raise MissingDependency(f"no {argv[0]} here: ask where it is")
-    return subprocess.run(argv, check=False).returncode
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        yield from command.stdout
+    if command.returncode:
+        raise RunError(f"{' '.join(argv)}: exit status {command.returncode}", command.returncode)
 
 
 def _files(run: RunDir, rank: int, queued: bool) -> list[Path]:
@@ -77,7 +82,7 @@ def _files(run: RunDir, rank: int, queued: bool) -> list[Path]:
 
 
 class _Position:
-    """The part of a file that has been printed."""
+    """The part of a file that has been read."""
 
     def __init__(self) -> None:
         self.offset = 0
@@ -85,7 +90,7 @@ class _Position:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
 
-def _print_new(files: Iterable[Path], read: dict[Path, _Position]) -> None:
+def _new(files: Iterable[Path], read: dict[Path, _Position]) -> Iterator[str]:
     for path in files:
         position = read.setdefault(path, _Position())
         # Offsets count bytes, so the file is read as bytes.
@@ -94,5 +99,4 @@ def _print_new(files: Iterable[Path], read: dict[Path, _Position]) -> None:
             new = file.read()
         position.offset += len(new)
         if new:
-            sys.stdout.write(position.decoder.decode(new))
-            sys.stdout.flush()
+            yield position.decoder.decode(new)

@@ -37,10 +37,7 @@ def resolve_name(given: Path) -> Path:
         "" if str(given) == "latest" else rf"{re.escape(str(given))}(-\d{{8}}-\d{{6}}(-\d+)?)?$"
     )
     found = next((run.path for run in runs() if pattern.match(run.path.name)), None)
-    if found is None:
-        return given
-    print(f"run: {found}", file=sys.stderr, flush=True)
-    return found
+    return found or given
 
 
 def runs() -> list[RunDir]:

@@ -8,6 +8,7 @@ import socket
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from ortlaunch import recipe
 from ortlaunch.errors import InputError, LaunchError
@@ -26,19 +27,27 @@ _POLL_SECONDS = 0.2
 _GOOD = (0, EXIT_SAVED, 128 + signal.SIGINT)
 
 
-def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
-    """Request a run to save and stop.
+class StopResult(NamedTuple):
+    """The result of a request to stop."""
 
-    Returns:
-        The text to print, and the exit status: 0 if the run stopped well, or, without `wait`, if
-        the request was made.
+    text: str
+    """A text for a person: what was requested, or how the run ended."""
+    exit_status: int
+    """0 if the run stopped well or, without waiting, if the request was made; else 1."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def stop(run: RunDir, wait: bool = True) -> StopResult:
+    """Request a run to save and stop; with `wait`, return after its end.
 
     Raises:
         InputError: it is no run, has nothing to save, or belongs to another user.
     """
     status = read_status(run)
     if status.state.is_end:
-        return f"nothing to stop, for it has ended\n{status}", 0
+        return StopResult(f"nothing to stop, for it has ended\n{status}", 0)
     if status.state is JobState.RUNNING:
         _require_training(run, "stop")
         _write_request(run, status, "stop")
@@ -51,18 +60,18 @@ def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
         # Its command measures or prepares, and reads no request.
         _wake(status, run, signal.SIGTERM)
     if not wait:
-        return f"asked to stop: {run}", 0
+        return StopResult(f"asked to stop: {run}", 0)
     while not (status := read_status(run)).state.is_end:
         if not status.certain and run.stopped.exists():
-            return f"stopped: {run}", 0
+            return StopResult(f"stopped: {run}", 0)
         if not status.certain and (end := _recorded_end(run, status)):
-            return end.last, 0 if end.status in _GOOD else 1
+            return StopResult(end.last, 0 if end.status in _GOOD else 1)
         time.sleep(_POLL_SECONDS)
-    return str(status), 0 if status.job.exit_status in _GOOD else 1
+    return StopResult(str(status), 0 if status.job.exit_status in _GOOD else 1)
 
 
-def checkpoint(run: RunDir) -> str:
-    """Request a run to save after its next step, wait, and return a line with that checkpoint.
+def checkpoint(run: RunDir) -> int:
+    """Request a run to save after its next step, wait, and return the step of that checkpoint.
 
     Raises:
         InputError: it does not train now, or belongs to another user.
@@ -84,7 +93,7 @@ def checkpoint(run: RunDir) -> str:
     after = _newest(run)
     if after == before:
         raise LaunchError(f"{run}: could not save; see {run.log(0, 'out')}")
-    return f"saved after step {after}: {run.checkpoint(after)}"
+    return after
 
 
 def restart(run: RunDir) -> str:

@@ -21,7 +21,7 @@ from ortlaunch.other_runs.finished import CONTINUE
 from ortlaunch.recipe import read_resolved
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT
-from ortlaunch.run_folder.folder import RunDir, json_text, read_json
+from ortlaunch.run_folder.folder import RunDir, json_text, read_json, read_text
 from ortlaunch.run_folder.lines import json_tail
 from ortlaunch.units import counted, duration, number
 
@@ -29,6 +29,8 @@ _T = TypeVar("_T")
 _POLL_SECONDS = 0.5
 # Bytes at the end of metrics.jsonl that are read: more than the newest line of each kind needs.
 _TAIL_BYTES = 1 << 16
+# Lines of the output of a command that wrote no job.json.
+_SAID_LINES = 20
 _SHOWN = {
     "loss": "loss {:.4f}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -142,17 +144,24 @@ def read_status(run: RunDir) -> Status:
         ) from None
 
 
-def wait(run: RunDir) -> Status:
+def wait(run: RunDir, seen: Callable[[Status], object] | None = None) -> Status:
     """Wait for the end of a run and return its final status.
+
+    Args:
+        seen: called with each status that is read, twice a second.
 
     Raises:
         InputError: as `read_status`; or the end cannot be detected from this host.
     """
-    while not (status := read_status(run)).state.is_end:
+    while True:
+        status = read_status(run)
+        if seen is not None:
+            seen(status)
+        if status.state.is_end:
+            return status
         if not status.certain:
             raise InputError(elsewhere(status.job, run, "status --wait"))
         time.sleep(_POLL_SECONDS)
-    return status
 
 
 def elsewhere(job: JobRecord, run: RunDir | str, verb: str) -> str:
@@ -203,13 +212,18 @@ def _or_fault(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:
         return otherwise
 
 
-def _job(run: RunDir) -> JobRecord:
-    """Return the job of the command that has the folder now, else the recorded one."""
+def require_folder(run: RunDir) -> None:
+    """Raise InputError if the path is no folder."""
     if not run.path.is_dir():
         raise InputError(
             f"{run}: is neither a folder nor the name of a run; "
             "`ortlaunch list` prints the runs and their folders"
         )
+
+
+def _job(run: RunDir) -> JobRecord:
+    """Return the job of the command that has the folder now, else the recorded one."""
+    require_folder(run)
     job = JobRecord.read(run)
     command = lock.command_at(run)
     if job is not None and queued.is_queued(job):
@@ -223,6 +237,11 @@ def _job(run: RunDir) -> JobRecord:
     ):
         # The command resolves or measures, and has not written its own job.json yet.
         return JobRecord("local", str(command.pid), *command[1:], now(), JobState.PENDING)
+    if job is None and command is not None and run.output.exists():
+        # It was started from Python, and ended before it wrote its own job.json.
+        said = "".join(read_text(run.output).splitlines(keepends=True)[-_SAID_LINES:])
+        job = JobRecord("local", str(command.pid), *command[1:], now(), JobState.FAILED)
+        return replace(job, exit_status=1, verdict=said)
     if job is None:
         raise InputError(
             f"{run}: holds no job.json: no run was started there, "

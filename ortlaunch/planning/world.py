@@ -42,6 +42,8 @@ class LaunchOptions(NamedTuple):
     declared: bool = False
     # The host file's text after the first read: a pipe can be read only once.
     hosts_text: str | None = None
+    # The command line, the program first; empty if there was none.
+    typed: tuple[str, ...] = ()
 
 
 class World(NamedTuple):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -15,11 +15,19 @@ from ortlaunch.errors import DamagedFile, RecipeError
 from ortlaunch.recipe.check import check
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.text.place import Line, Problem, SourceError, in_reading_order, keys
-from ortlaunch.recipe.text.source import override, read
+from ortlaunch.recipe.text.source import override, read, read_values
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.yaml_text import dump
 
-__all__ = ["Recipe", "RecipeFile", "load", "parse_resolved", "read_resolved", "to_yaml"]
+__all__ = [
+    "Recipe",
+    "RecipeFile",
+    "load",
+    "load_values",
+    "parse_resolved",
+    "read_resolved",
+    "to_yaml",
+]
 
 
 class RecipeFile:
@@ -54,9 +62,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RecipeFile:
 
     Raises: RecipeError: with every problem, each as `file:line:column: key.path: problem; remedy`.
     """
+    return _loaded(lambda problems: read(Path(path), problems), overrides)
+
+
+def load_values(values: Mapping[str, object], overrides: Sequence[str] = ()) -> RecipeFile:
+    """Return the recipe of a mapping in Python, as `load` does for a file."""
+    return _loaded(lambda problems: read_values(values, problems), overrides)
+
+
+def _loaded(reader: Callable[[list[Line]], Tree], overrides: Sequence[str]) -> RecipeFile:
     problems: list[Line] = []
     try:
-        tree = read(Path(path), problems)
+        tree = reader(problems)
     except SourceError as error:
         raise RecipeError([str(line) for line in (*problems, error.line)]) from None
     return _checked(tree, tuple(overrides), problems)

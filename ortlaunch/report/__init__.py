@@ -8,7 +8,6 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ortlaunch import __version__
 from ortlaunch.errors import InputError
 from ortlaunch.report.curves import AREA
 from ortlaunch.report.records import Record, read
@@ -16,6 +15,7 @@ from ortlaunch.report.sections import content
 from ortlaunch.report.tables import cell
 from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.units import human
+from ortlaunch.version import __version__
 
 # The first line of every report: it marks a file that may be overwritten.
 _FIRST = "<!DOCTYPE html><!-- ortlaunch report -->\n"

@@ -154,7 +154,8 @@ def earlier(run: RunDir, resolved: ResolvedRun) -> Recipe | None:
     if not run.recipe.exists():
         return None
     # `train` on the folder's own recipe: it was read already, with overrides.
-    if run.recipe.samefile(resolved.command.path):
+    typed = resolved.command.path
+    if typed.exists() and run.recipe.samefile(typed):
         return resolved.file.with_no_overrides().recipe
     try:
         return recipe.load(run.recipe).recipe
@@ -219,6 +220,7 @@ def _is_written_before(run: RunDir, path: Path) -> bool:
         run.lock,
         run.job,
         run.submitted,
+        run.output,
         run.job_script,
         run.manifest,
         run.logs,

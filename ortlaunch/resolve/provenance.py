@@ -6,24 +6,29 @@ import contextlib
 import os
 import platform
 import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from ortlaunch import __version__, machine
+from ortlaunch import machine
 from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lines import append_line
+from ortlaunch.version import __version__
 
 # Git may need longer for the state of a very large repository on a slow disk: it is then unknown.
 _GIT_SECONDS = 5
 
 
-def record(run: RunDir, recipe: Path) -> None:
-    """Append a line for this start to commands.jsonl; the environment is not written."""
+def record(run: RunDir, recipe: Path, typed: Sequence[str]) -> None:
+    """Append a line for this start to commands.jsonl; the environment is not written.
+
+    Args:
+        typed: the command line, the program first.
+    """
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "argv": sys.argv,
+        "argv": list(typed),
         "cwd": os.getcwd(),
         "recipe": os.path.abspath(recipe),
         "git": commit(recipe.parent),

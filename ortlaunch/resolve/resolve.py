@@ -67,6 +67,11 @@ class ResolvedRun:
         return self.command.options.task
 
     @property
+    def typed(self) -> tuple[str, ...]:
+        """The typed arguments of the command, without the program; none without a command."""
+        return self.command.options.typed[1:]
+
+    @property
     def traits(self) -> Task:
         """The properties of the task."""
         return TASKS[self.task]
@@ -129,10 +134,16 @@ def resolve(
     """
     found = shipped.locate(path)
     file = recipe.load(found, overrides)
+    return resolve_file(file, Command(path, found, options, environ))
+
+
+def resolve_file(file: RecipeFile, command: Command) -> ResolvedRun:
+    """Resolve a recipe that is loaded already; effects and errors are those of `resolve`."""
+    options = command.options
     # The text is kept, so that a later change of the file cannot change the run.
     if options.hostfile is not None and options.hosts_text is None:
         options = options._replace(hosts_text=hostfile_text(options.hostfile))
-    return _resolved(file, None, Command(path, found, options, environ))
+    return _resolved(file, None, command._replace(options=options))
 
 
 def _resolved(file: RecipeFile, world: World | None, command: Command) -> ResolvedRun:

@@ -42,7 +42,8 @@ def _train(
     started = time.monotonic()
     rank = resolved.world.inside
     run = run_folder(chosen, resolved, os.environ)
-    if run.recipe.exists() and rank is None:
+    # A run from Python has its folder, and the caller watches the lock.
+    if (run.recipe.exists() or run.output.exists()) and rank is None:
         # Before anything is measured: a living run in the folder must end this command at once.
         lock.acquire(run)
     if rank is not None and rank.rank == 0:
@@ -95,7 +96,7 @@ def _train(
         failed = bool(end.status)
         last = with_verdict(run, end) if failed else end.text + took
         if end.stopped or not failed:
-            last = with_next(last, sys.argv[1:], whole.file.recipe, run, end.stopped)
+            last = with_next(last, whole.typed, whole.file.recipe, run, end.stopped)
         file.end(end.status, last, end.failure, stopped)
     print(last, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
 from ortlaunch import doctor
@@ -55,7 +54,7 @@ def leave_finished(resolved: ResolvedRun, run: RunDir, lines: tuple[str, ...], d
     # Its command was killed although its ranks had ended: record the end that it could not.
     if job is not None and job.backend in LAUNCHERS and not job.state.is_end:
         job.at_end(JobState.SUCCEEDED, 0, f"done: {run}").write(run)
-    print_lines([*lines, with_next(done, sys.argv[1:], resolved.file.recipe, run)])
+    print_lines([*lines, with_next(done, resolved.typed, resolved.file.recipe, run)])
     return 0
 
 
@@ -65,7 +64,7 @@ def prepare(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Request:
     # A restart by the same command would only repeat the lines.
     if again:
         return request
-    provenance.record(run, resolved.command.path)
+    provenance.record(run, resolved.command.path, resolved.command.options.typed)
     print_lines(
         [*resolved.notes, describe(resolved.plan, resolved.file.recipe), f"run folder: {run}"]
     )

@@ -74,6 +74,7 @@ class RunDir:
     submitted = _File("submitted.yaml", "command", "recipe of a queued run")
     job_script = _File("job.sh", "command", "batch script of a queued run")
     manifest = _File("job.yaml", "command", "manifest of a queued run")
+    output = _File("output.txt", "command", "the output of a run that was started from Python")
     logs = _File(
         "logs", "supervisors", "`rank_00003.{out,err}` of each rank; `slurm-12.out` of a queued run"
     )

@@ -1,7 +1,7 @@
 """`ortlaunch submit`."""
 
-import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -27,31 +27,19 @@ def submit(
     Standard output has only the job's id. `ortlaunch status`, `logs` and `cancel` accept the run
     folder.
     """
-    from ortlaunch.commands.submit import request_of, submit, without_effect
-    from ortlaunch.planning.world import LaunchOptions
-    from ortlaunch.resolve.prepare import run_folder
-    from ortlaunch.resolve.resolve import resolve
-    from ortlaunch.run.preview import preview
-    from ortlaunch.schedulers import SCHEDULERS
+    from ortlaunch.api.submission import Submission
 
-    if scheduler is not None and scheduler not in SCHEDULERS:
-        raise typer.BadParameter(
-            f"got {scheduler}; one of {', '.join(SCHEDULERS)}", param_hint="--scheduler"
-        )
-    # Last, so that it wins: inside the job the command chooses the launcher for the given hosts.
-    given = (
-        *(overrides or ()),
-        *([f"submit.scheduler={scheduler}"] if scheduler else []),
-        "launch.launcher=auto",
-    )
-    # The hosts are unknown until the job starts.
-    resolved = resolve(recipe, given, LaunchOptions(planned_only=True, declared=True), os.environ)
-    name = resolved.file.recipe.submit.scheduler
-    run = run_folder(run_dir, resolved, os.environ)
-    notes = [*resolved.notes, *without_effect(resolved)]
+    submission = Submission.of(recipe, tuple(overrides or ()), scheduler, run_dir)
     # Standard output is for scripts, which read the job's id from it.
-    print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
+    _print_notes(submission.notes)
     if dry_run:
-        typer.echo(str(request_of(preview(resolved), run, name)))
+        typer.echo(submission.request())
         return
-    typer.echo(submit(resolved, run_dir, run, name))
+    queued = submission.send()
+    _print_notes(queued.notes)
+    typer.echo(queued.number)
+
+
+def _print_notes(notes: Sequence[str]) -> None:
+    if notes:
+        print(*notes, sep="\n", file=sys.stderr)

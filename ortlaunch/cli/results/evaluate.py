@@ -43,9 +43,8 @@ def evaluate(
     """Measure a checkpoint on data.evaluation (loss, perplexity, accuracy), with the result in
     RUN/evaluations/step_N. Or a model.
     """
-    from ortlaunch.commands import evaluate as evaluations
-    from ortlaunch.commands import evaluate_model
-    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.api import foreground
+    from ortlaunch.api.models import evaluate_model
 
     # RUN and MODEL share the verb, but not all options: the others are refused, not ignored.
     if evaluate_model.is_model(run):
@@ -60,13 +59,13 @@ def evaluate(
         run,
         "is no model; that is for a MODEL",
     )
-    what = RunDir(run), step, tuple(overrides or ())
+    given = run, step, tuple(overrides or ()), options
     if dry_run:
-        typer.echo(evaluations.dry_run(*what, options))
+        typer.echo(foreground.evaluation_command(*given))
         return
     # The evaluation must not end because the reader of its output has.
     go_on_unread()
-    raise typer.Exit(evaluations.evaluate(*what, options))
+    raise typer.Exit(foreground.evaluate(*given))
 
 
 def _of_a_model(option: str | None, path: Path, why: str) -> None:

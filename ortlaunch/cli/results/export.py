@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ortlaunch.cli.options import failed_process
 from ortlaunch.cli.runs.status import RunFolder
 
 
@@ -47,7 +48,7 @@ def export(
     `hf auth login`; a new repository is private. An existing export of that step is uploaded
     unchanged.
     """
-    from ortlaunch.commands.export import export as write
-    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.api.runs import Run
 
-    raise typer.Exit(write(RunDir(run), step, to, form, push, lora))
+    with failed_process():
+        Run(run).export(form, step, to, push, lora, progress=True)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ortlaunch.cli.options import failed_process
 from ortlaunch.cli.runs.status import by_name
 
 
@@ -44,10 +45,9 @@ def generate(
     If the run was trained on chats, or a model outside a run has a chat template, the template
     formats the prompt as a user's message, and the answer is printed on lines of its own.
     """
-    from ortlaunch.commands.generate import generate as write
-    from ortlaunch.tasks import GenerationRequest
+    from ortlaunch.api.models import GenerationRequest
+    from ortlaunch.api.models import generate as text_of
 
-    # The answer is printed by the worker: this process never imports torch.
-    raise typer.Exit(
-        write(GenerationRequest(str(model), prompt, step, tokens, temperature, seed, raw))
-    )
+    request = GenerationRequest(str(model), prompt, step, tokens, temperature, seed, raw)
+    with failed_process():
+        typer.echo(text_of(request, progress=True))

@@ -15,8 +15,7 @@ def diagnose(
 
     It reads only the run folder. Exit status 0 with any verdict, 2 if there is no run.
     """
-    from ortlaunch.diagnose.report import diagnose as diagnosis_of
-    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.api.runs import Run
 
-    found = diagnosis_of(RunDir(run))
+    found = Run(run).diagnose()
     typer.echo(found.to_json() if json else str(found))

@@ -1,6 +1,7 @@
 """`ortlaunch logs` and `ortlaunch list`."""
 
 import json as texts  # the verb's option is called json
+import sys
 from typing import Annotated
 
 import typer
@@ -19,10 +20,14 @@ def logs(
 
     With --follow the exit status is the run's own, else 0; 2 if there is no run.
     """
-    from ortlaunch.other_runs.logs import show
-    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.api.runs import Run
 
-    raise typer.Exit(show(RunDir(run), rank, follow))
+    found = Run(run)
+    for piece in found.logs(rank, follow):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    if follow:
+        raise typer.Exit(found.status().job.exit_status or 0)
 
 
 def list_runs(
@@ -32,12 +37,12 @@ def list_runs(
     every: Annotated[bool, typer.Option("--all", help="All of them, not the newest 20.")] = False,
 ) -> None:
     """List the runs that this user started or queued, the newest first: state, step, job, folder."""
-    from ortlaunch.other_runs.listing import HEAD, line, newest_statuses
+    from ortlaunch.api.runs import listed, statuses
 
     # Each run costs the reading of several files, perhaps on a slow disk.
-    found = newest_statuses(None if every else 20)
+    found = statuses(None if every else 20)
     if json:
         # `to_json` returns text, and a list needs values.
         typer.echo(texts.dumps([texts.loads(status.to_json()) for status in found], indent=2))
         return
-    typer.echo("\n".join([HEAD, *map(line, found)]) if found else "no runs yet")
+    typer.echo(listed(found))

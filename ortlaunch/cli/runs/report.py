@@ -29,8 +29,7 @@ def report(
 
     It reads only the run folders, and a run may still be running. The page needs no network.
     """
-    from ortlaunch.launch.record import now
-    from ortlaunch.report import report as write
+    from ortlaunch.api.runs import write_report
 
     # Typer calls a callback once for the whole list, so names are resolved here.
-    typer.echo(f"report: {write([by_name(run) for run in runs], to, now())}")
+    typer.echo(f"report: {write_report([by_name(run) for run in runs], to)}")

@@ -1,6 +1,7 @@
 """`ortlaunch status`, `stop`, `checkpoint`, `restart` and `cancel`: query and control a run of
 another command."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +10,12 @@ import typer
 
 def by_name(given: Path) -> Path:
     """Return the folder of a run that is given by name; a path is returned unchanged."""
-    from ortlaunch.other_runs.registry import resolve_name
+    from ortlaunch.api.runs import resolve_name
 
-    return resolve_name(given)
+    found = resolve_name(given)
+    if found != given:
+        print(f"run: {found}", file=sys.stderr, flush=True)
+    return found
 
 
 # The callback replaces a name by its folder before the verb runs.
@@ -37,10 +41,9 @@ def status(
 
     Exit status 0 in every state, 2 if there is no run; with --wait the run's own.
     """
-    from ortlaunch.other_runs import status as statuses
-    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.api.runs import Run
 
-    found = (statuses.wait if wait else statuses.read_status)(RunDir(run))
+    found = Run(run).wait(check=False) if wait else Run(run).status()
     typer.echo(found.to_json() if json else str(found))
     if wait:
         raise typer.Exit(found.job.exit_status or 0)
@@ -55,12 +58,11 @@ def stop(
     Exit status 0 after its end (with --no-wait after the request), also if it had ended before; 1
     if it ended otherwise; 2 if there is no run, or none that can save.
     """
-    from ortlaunch.other_runs.requests import stop as ask  # the verb has the same name
-    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.api.runs import Run
 
-    said, exit_status = ask(RunDir(run), wait)
-    typer.echo(said)
-    raise typer.Exit(exit_status)
+    result = Run(run).stop(wait)
+    typer.echo(result.text)
+    raise typer.Exit(result.exit_status)
 
 
 def checkpoint(run: RunFolder) -> None:
@@ -69,10 +71,10 @@ def checkpoint(run: RunFolder) -> None:
     Exit status 0 after the checkpoint is complete; 1 if the run ended or could not save; 2 if there
     is no run that trains.
     """
-    from ortlaunch.other_runs.requests import checkpoint as ask
-    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.api.runs import Run
 
-    typer.echo(ask(RunDir(run)))
+    folder = Run(run).checkpoint()
+    typer.echo(f"saved after step {int(folder.name.removeprefix('step_'))}: {folder}")
 
 
 def restart(run: RunFolder) -> None:
@@ -81,10 +83,9 @@ def restart(run: RunFolder) -> None:
     Exit status 0 after the new start; 1 if the run ended; 2 if there is no run that trains, or its
     hosts are fixed.
     """
-    from ortlaunch.other_runs.requests import restart as ask
-    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.api.runs import Run
 
-    typer.echo(ask(RunDir(run)))
+    typer.echo(Run(run).restart())
 
 
 def cancel(run: RunFolder) -> None:
@@ -93,7 +94,6 @@ def cancel(run: RunFolder) -> None:
     Exit status 0 after its end, also if it had ended before; 1 if it does not end; 2 if there is no
     run, or this user cannot end it from this host.
     """
-    from ortlaunch.other_runs.cancel import cancel as end
-    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.api.runs import Run
 
-    typer.echo(end(RunDir(run)))
+    typer.echo(Run(run).cancel())

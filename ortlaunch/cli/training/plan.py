@@ -1,6 +1,5 @@
 """`ortlaunch plan`."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,30 +27,11 @@ def plan(
     ] = None,
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
-    from ortlaunch.planning.describe import describe
-    from ortlaunch.resolve.resolve import resolve
-    from ortlaunch.run.preview import dry_run, preview, size_notes
-    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.api.plans import planned
 
-    # `planned_only`: the hosts of a plan need not exist.
-    resolved = preview(
-        resolve(recipe, overrides or (), options._replace(planned_only=True), os.environ)
-    )
+    found = planned(recipe, tuple(overrides or ()), options, {})
     if diff is not None:
-        from ortlaunch.commands.plan_diff import PlanContext, differences, other_plan
-
-        context = PlanContext(
-            options._replace(planned_only=True), os.environ, resolved.world.device
-        )
-        found = differences(other_plan(diff, context), resolved.plan)
-        typer.echo("\n".join(found) if found else f"same plan as {diff}")
+        changes = found.differences(diff)
+        typer.echo("\n".join(changes) if changes else f"same plan as {diff}")
         return
-    if json:
-        typer.echo(resolved.plan.to_json())
-        return
-    # TIME stands for the time of a start: the same recipe always prints the same plan. Only the
-    # last line of a request is the command.
-    command = dry_run(resolved, RunDir(f"runs/{resolved.plan.name}-TIME")).splitlines()[-1]
-    notes = size_notes(resolved)
-    shown = describe(resolved.plan, resolved.file.recipe)
-    typer.echo("\n".join([*resolved.notes, shown, *notes, f"command: {command}"]))
+    typer.echo(found.plan.to_json() if json else found)

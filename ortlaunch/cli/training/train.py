@@ -1,6 +1,5 @@
 """`ortlaunch train`."""
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,24 +51,16 @@ def start(
         dry_run: whether to print the command instead of running it.
         resume: values of --resume and --allow.
     """
-    from ortlaunch.resolve.prepare import run_folder
-    from ortlaunch.resolve.resolve import resolve
-    from ortlaunch.resolve.resume import ResumeOptions
-    from ortlaunch.run import preview
+    from ortlaunch.api import foreground
+    from ortlaunch.api.starts import ResumeOptions
 
-    resolved = resolve(recipe, overrides, options, os.environ)
+    given = recipe, overrides, options, run_dir, ResumeOptions(*resume)
     if dry_run:
-        resolved = preview.preview(resolved)
-        run = run_folder(run_dir, resolved, os.environ)
+        notes, command = foreground.dry_run(*given)
         # On standard error, so that standard output has only the command.
-        print(
-            *preview.before_start(resolved, run, ResumeOptions(*resume)), sep="\n", file=sys.stderr
-        )
-        typer.echo(preview.dry_run(resolved, run))
+        print(*notes, sep="\n", file=sys.stderr)
+        typer.echo(command)
         return
-    # Not needed for a dry run, and slow to import.
-    from ortlaunch.run import control
-
     # A training must not end because the reader of its output has (`| head`).
     go_on_unread()
-    raise typer.Exit(control.train(resolved, run_dir, ResumeOptions(*resume)))
+    raise typer.Exit(foreground.train(*given))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
 from ortlaunch.optimizers import OPTIMIZERS, OptimizerTraits
@@ -353,6 +353,8 @@ class Recipe(Section):
     launch: Launch = Launch()
     submit: Submit = Submit()
     log: Log = Log()
+    # Folder of the file from which the Python API loaded it: the user's own modules are there.
+    _folder: str = PrivateAttr("")
 
     def epoch_intervals(self) -> Iterator[tuple[str, float]]:
         """Yield the intervals that are given in epochs, by their names in steps.json."""

@@ -5,8 +5,10 @@ Independent of the recipe's fields.
 
 from __future__ import annotations
 
+import json
+import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +28,25 @@ def read(path: Path, problems: list[Line], seen: Sequence[Path] = ()) -> Tree:
     Raises: SourceError: the file is missing, is not UTF-8 or YAML, is no mapping, or extends
     itself.
     """
-    tree = parse(text_of(path), str(path), problems)
+    return _whole(parse(text_of(path), str(path), problems), path, problems, seen)
+
+
+def read_values(values: Mapping[str, object], problems: list[Line]) -> Tree:
+    """Return the tree of a recipe that is a mapping in Python; raises as `read`.
+
+    `extends` in it is relative to the current folder. Every place is the text `recipe`.
+    """
+    name = "recipe"
+    try:
+        # JSON is YAML, so that values have the same rules as in a file.
+        text = json.dumps(values, default=os.fspath)
+    except (TypeError, ValueError) as error:
+        raise SourceError(Place(name), f"has a value that no recipe can have: {error}") from None
+    return _whole(_placed(parse(text, name, problems), Place(name)), Path(name), problems, ())
+
+
+def _whole(tree: Tree, path: Path, problems: list[Line], seen: Sequence[Path]) -> Tree:
+    """Return the tree of a recipe, merged over those of the recipes that it extends."""
     if tree.kind == "scalar" and tree.raw is None:
         raise SourceError(
             tree.place, "the recipe is empty; `ortlaunch recipes list` names some to start from"

@@ -9,6 +9,7 @@ import pytest
 
 from ortlaunch import tasks
 from ortlaunch.commands import export as exports
+from ortlaunch.commands.export import ExportOptions
 from ortlaunch.errors import InputError
 from ortlaunch.run_folder.folder import RunDir
 
@@ -43,7 +44,7 @@ def run(tmp_path: Path) -> RunDir:
 def test_refusals(step: int | None, to: Path | None, form: str, message: str, run: RunDir) -> None:
     """An unknown format or step and an existing folder are refused with the alternatives."""
     with pytest.raises(InputError, match=message):
-        exports.export(run, step, to, form)
+        exports.export(run, ExportOptions(step, to, form))
 
 
 def test_adapters_as_nobody_knows(run: RunDir) -> None:
@@ -52,19 +53,19 @@ def test_adapters_as_nobody_knows(run: RunDir) -> None:
         InputError,
         match="--push uploads models for transformers and ONNX; --format ondevice is for",
     ):
-        exports.export(run, None, None, "ondevice", push="me/mine")
+        exports.export(run, ExportOptions(form="ondevice", push="me/mine"))
     with pytest.raises(InputError, match="--lora: got 'apart'; one of merged, alone"):
-        exports.export(run, None, None, "huggingface", lora="apart")
+        exports.export(run, ExportOptions(lora="apart"))
 
 
 def test_no_run_and_no_checkpoint(run: RunDir, tmp_path: Path) -> None:
     """A folder of no run is refused, and so is a run without a checkpoint."""
     with pytest.raises(InputError, match="is no folder of a run"):
-        exports.export(RunDir(tmp_path), None, None, "huggingface")
+        exports.export(RunDir(tmp_path), ExportOptions())
     for step in (10, 20):
         (run.checkpoint(step) / "COMPLETE").unlink()
     with pytest.raises(InputError, match="has no complete checkpoint"):
-        exports.export(run, None, None, "huggingface")
+        exports.export(run, ExportOptions())
 
 
 @pytest.mark.parametrize(("step", "taken"), [(None, 20), (10, 10)])
@@ -73,8 +74,7 @@ def test_what_is_started(
 ) -> None:
     """The requested or newest checkpoint is exported to a folder of its step."""
     started: list[Any] = []
-    # 3 stands for the exit status of the process, which the command returns.
-    monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)
-    assert exports.export(run, step, None, "huggingface") == 3
+    monkeypatch.setattr(tasks, "answer_of", lambda request, shown: started.append(request))
     folder = run.path / "exports" / f"step_{taken:08d}"
+    assert exports.export(run, ExportOptions(step)) == folder
     assert started == [tasks.ExportRequest(str(run), taken, str(folder), "huggingface", "")]

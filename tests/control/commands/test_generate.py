@@ -61,9 +61,8 @@ def test_which_model(
         write_json(run.summary, {"steps": finished})
         write_json(run.export / "config.json", {})
 
-    # 3 stands for the exit status of the process, which the command returns.
-    monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)
-    assert generation.generate(asked(run.path, step)) == 3
+    monkeypatch.setattr(tasks, "answer_of", lambda request, _: started.append(request) or "The\n")
+    assert generation.generate(asked(run.path, step)) == "The"
     (given,) = started
     assert (given.model, given.step) == (str(tmp_path / taken[0]), taken[1])
 

@@ -18,7 +18,7 @@ from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs import ended, listing, queued, registry
 from ortlaunch.other_runs.cancel import cancel
-from ortlaunch.other_runs.logs import show
+from ortlaunch.other_runs.logs import output
 from ortlaunch.other_runs.requests import stop
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.world import LaunchOptions
@@ -183,11 +183,11 @@ def test_a_run_folder_with_a_blank() -> None:
 def put(queue: Queue) -> RunDir:
     """Submit a run."""
     run = RunDir("one")
-    assert submit(resolved(), run.path, run, "slurm") == "12"
+    assert submit(resolved(), run.path, run, "slurm").number == "12"
     return run
 
 
-def test_a_run_in_a_queue(queue: Queue, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_a_queue(queue: Queue) -> None:
     """A queued run is listed, has logs, is refused a second time, and can be cancelled."""
     run = put(queue)
     assert str(read_status(run)).splitlines()[1:] == ["queued: PENDING (Priority)"]
@@ -198,8 +198,7 @@ def test_a_run_in_a_queue(queue: Queue, capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(PlanError, match="its run goes on, or is queued"):
         submit(resolved(), run.path, run, "slurm")
     write_text(run.logs / "slurm-12.out", "hello\n")
-    assert show(run, 0, follow=False) == 0
-    assert capsys.readouterr().out.endswith("hello\n")
+    assert "".join(output(run, 0, follow=False)) == "hello\n"
     assert cancel(run).startswith("cancelled\n")
     # The queue forgets its jobs after some time; job.json has the end.
     queue.seen = None
@@ -427,7 +426,7 @@ def test_a_missing_file_is_not_queued(queue: Queue) -> None:
         submit(resolved(**sections), Path("one"), RunDir("one"), "slurm")
     assert not Path("one").exists()
     inside = resolved("submit.container={image: a/b}", **sections)
-    assert submit(inside, Path("one"), RunDir("one"), "slurm") == "12"
+    assert submit(inside, Path("one"), RunDir("one"), "slurm").number == "12"
 
 
 def test_a_stop_of_a_run_that_waits(queue: Queue) -> None:

@@ -18,7 +18,7 @@ from ortlaunch.commands.submit import request_of, submit, without_effect
 from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.other_runs.cancel import cancel
-from ortlaunch.other_runs.logs import show
+from ortlaunch.other_runs.logs import output
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
@@ -344,21 +344,19 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_run_in_pods(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_pods(fake: Path) -> None:
     """A run in pods is created, ready, read and deleted through kubectl."""
     # The run's folder here has the record of the job alone.
     run = RunDir("x-20260101-000000")
     named = "default/job.batch/x-20260101-000000"
-    assert submit(resolved("bert-large", "job"), run.path, run, "kubernetes") == named
+    assert submit(resolved("bert-large", "job"), run.path, run, "kubernetes").number == named
     (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4}}))
     assert str(read_status(run)).splitlines()[1:] == ["queued: no pod is ready"]
     (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4, "ready": 4}}))
     assert read_status(run).state is JobState.RUNNING
-    capfd.readouterr()
-    assert show(run, 0, follow=True) == 0
-    assert capfd.readouterr().out == "hello\n"
+    assert "".join(output(run, 0, follow=True)) == "hello\n"
     with pytest.raises(InputError, match="kubernetes shows rank 0's node alone"):
-        show(run, 3, follow=False)
+        list(output(run, 3, follow=False))
     assert cancel(run).startswith("cancelled\n")
     assert read_status(run).state is JobState.CANCELLED
     calls = (fake / "calls").read_text().splitlines()
@@ -384,7 +382,7 @@ def test_a_run_in_pods(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None) -> None:
     """The state in the workspace is that of the run, and an end is recorded with it."""
     run = RunDir("one")
-    assert submit(resolved("bert-large", "azureml"), run.path, run, "azureml") == "//blue"
+    assert submit(resolved("bert-large", "azureml"), run.path, run, "azureml").number == "//blue"
     (fake / "answer").write_text(f"{word}\n")
     seen = read_status(run)
     assert (seen.state.value, seen.job.exit_status) == (state, status)

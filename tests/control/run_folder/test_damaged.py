@@ -36,7 +36,7 @@ VERBS: dict[str, Callable[[RunDir], Any]] = {
     "status": lambda run: f"{status.read_status(run)}",
     "report": lambda run: report([run.path], run.path / "page.html", "now"),
     "diagnose": lambda run: f"{diagnose(run)}",
-    "logs": lambda run: logs.show(run, 0, follow=False),
+    "logs": lambda run: list(logs.output(run, 0, follow=False)),
     "list": lambda run: [listing.line(each) for each in listing.newest_statuses(None)],
     "export": lambda run: chosen_step(run, None),
     "generate": lambda run: generate._source(GenerationRequest(str(run.path), "The", None, 5, 0.0, 0, False)),

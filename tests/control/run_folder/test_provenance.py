@@ -32,8 +32,8 @@ def test_every_start_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     run = RunDir(tmp_path)
     monkeypatch.chdir(tmp_path)
     for step in (1, 2):
-        monkeypatch.setattr("sys.argv", ["ortlaunch", "train", "a.yaml", f"train.max_steps={step}"])
-        provenance.record(run, Path("a.yaml"))
+        typed = ("ortlaunch", "train", "a.yaml", f"train.max_steps={step}")
+        provenance.record(run, Path("a.yaml"), typed)
     lines = [json.loads(line) for line in run.commands.read_text().splitlines()]
     assert [line["argv"][-1] for line in lines] == ["train.max_steps=1", "train.max_steps=2"]
     assert {(line["cwd"], line["recipe"], line["git"]) for line in lines} == {

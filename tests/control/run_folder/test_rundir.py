@@ -48,6 +48,7 @@ PATHS = {
     "cancelled": "requests/cancel",
     "stopped": "stopped.json",
     "lock": "lock",
+    "output": "output.txt",
     "job": "job.json",
     "summary": "summary.json",
     "metrics": "metrics.jsonl",

@@ -11,8 +11,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard, constants
 
-from ortlaunch.commands.export import export
-from ortlaunch.errors import InputError, LaunchError, OrtlaunchError
+from ortlaunch.commands.export import ExportOptions, export
+from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, RunError
 from ortlaunch.recipe import to_yaml
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.worker.export.export import huggingface
@@ -110,7 +110,7 @@ def test_an_export_that_is_there_is_uploaded(
     )
     write_text(run.plan, "{}")
     write_text(run.checkpoint(4) / "COMPLETE", "")
-    assert export(run, None, None, "huggingface", push="me/model") == 0
+    assert export(run, ExportOptions(push="me/model"), ("stdout", "stderr")) == folder
     assert f"pushed: {hub.address}" in capfd.readouterr().out
     assert hub.files["README.md"] == b"mine"
 
@@ -198,10 +198,11 @@ def test_what_is_refused_before_any_work(
 def test_a_refusal_ends_the_command(
     hub: Hub, run: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A refusal ends the command with status 2 before an export is made."""
+    """A refusal is an error with status 2 before an export is made, and nothing is printed."""
     hub.refuses = 401
     write_text(run.plan, "{}")
     write_text(run.checkpoint(9) / "COMPLETE", "")
-    assert export(run, None, None, "huggingface", push="me/model") == 2
-    assert "ortlaunch: --push me/model:" in capfd.readouterr().err
+    with pytest.raises(RunError, match=r"^--push me/model:") as raised:
+        export(run, ExportOptions(push="me/model"))
+    assert (raised.value.exit_status, capfd.readouterr()) == (2, ("", ""))
     assert not run.exported(9, "huggingface").exists()

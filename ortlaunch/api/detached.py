@@ -1,0 +1,81 @@
+"""Start an `ortlaunch` command that outlives its caller."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ortlaunch import start
+from ortlaunch.errors import RunError
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.run_folder import lock
+from ortlaunch.run_folder.folder import RunDir
+
+_POLL_SECONDS = 0.05
+# Lines at the end of a command's output that an error shows.
+_SHOWN_LINES = 20
+
+
+def option_words(options: LaunchOptions) -> list[str]:
+    """Return launch options as words of the command line."""
+    values = {
+        "launcher": options.launcher,
+        "nproc-per-node": options.processes_per_node,
+        "hostfile": options.hostfile,
+        "include": options.include,
+        "exclude": options.exclude,
+    }
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+
+
+def start_detached(
+    words: Sequence[str], run: RunDir, environ: Mapping[str, str], may_measure: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start an `ortlaunch` command in a session of its own; return once its job.json is written.
+
+    Args:
+        words: arguments of the command.
+        run: its run folder, whose output.txt gets its output.
+        environ: variables beside those of this process.
+        may_measure: whether the run folder's lock is enough.
+
+    Raises:
+        RunError: the command ended with an error before that.
+    """
+    run.path.mkdir(parents=True, exist_ok=True)
+    before = _written(run.job)
+    with run.output.open("ab") as output:
+        # No signal of a terminal or of a notebook's kernel reaches another session.
+        process = subprocess.Popen(
+            [*start.command("ortlaunch"), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environ},
+            start_new_session=True,
+        )
+    # Without it the ended command would be a zombie of this process.
+    threading.Thread(target=process.wait, daemon=True).start()
+    while process.poll() is None and _written(run.job) == before:
+        command = lock.command_at(run)
+        if may_measure and command is not None and command.pid == process.pid:
+            break
+        time.sleep(_POLL_SECONDS)
+    if process.poll() and _written(run.job) == before:
+        raise RunError(last_output(run), process.returncode)
+    return process
+
+
+def _written(path: Path) -> int | None:
+    """Return when a file was written; None if it does not exist."""
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def last_output(run: RunDir) -> str:
+    """Return the last lines of output.txt."""
+    lines = run.output.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
+    return "\n".join(lines).removeprefix("ortlaunch: ")

@@ -1,0 +1,69 @@
+"""Runs of this process, which print: for the command line, whose process the run is.
+
+`train` and `Run.evaluate` of the API start that command line in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.resolve.prepare import run_folder
+from ortlaunch.resolve.resolve import resolve
+from ortlaunch.resolve.resume import ResumeOptions
+from ortlaunch.run import preview
+from ortlaunch.run_folder.folder import RunDir
+
+
+def train(
+    recipe: Path,
+    overrides: Sequence[str],
+    options: LaunchOptions,
+    run_dir: Path | None,
+    resume: ResumeOptions,
+) -> int:
+    """Run the ranks, and return the run's exit status.
+
+    Args:
+        recipe: its path, or the name of a shipped one.
+        overrides: `key.path=value` of the command line.
+        options: launcher, hosts and ranks.
+        run_dir: the run folder; None: a new one.
+        resume: values of --resume and --allow.
+    """
+    resolved = resolve(recipe, overrides, options, os.environ)
+    # Not needed for a dry run, and slow to import.
+    from ortlaunch.run import control
+
+    return control.train(resolved, run_dir, resume)
+
+
+def dry_run(
+    recipe: Path,
+    overrides: Sequence[str],
+    options: LaunchOptions,
+    run_dir: Path | None,
+    resume: ResumeOptions,
+) -> tuple[list[str], str]:
+    """Return the lines that `train` prints before its start, and the command that would run."""
+    resolved = preview.preview(resolve(recipe, overrides, options, os.environ))
+    run = run_folder(run_dir, resolved, os.environ)
+    return preview.before_start(resolved, run, resume), preview.dry_run(resolved, run)
+
+
+def evaluate(run: Path, step: int | None, overrides: Sequence[str], options: LaunchOptions) -> int:
+    """Measure a checkpoint, and return the exit status."""
+    from ortlaunch.commands import evaluate as evaluations
+
+    return evaluations.evaluate(RunDir(run), step, tuple(overrides), options)
+
+
+def evaluation_command(
+    run: Path, step: int | None, overrides: Sequence[str], options: LaunchOptions
+) -> str:
+    """Return the command that would measure a checkpoint."""
+    from ortlaunch.commands import evaluate as evaluations
+
+    return evaluations.dry_run(RunDir(run), step, tuple(overrides), options)

@@ -1,0 +1,131 @@
+"""Load and validate a recipe, from a file or a mapping."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ortlaunch import recipe
+from ortlaunch.errors import RecipeError
+from ortlaunch.recipe import Recipe, RecipeFile
+from ortlaunch.resolve import inputs
+from ortlaunch.resolve.shipped import locate
+
+Source = str | os.PathLike[str] | Mapping[str, object] | Recipe
+"""A recipe: a YAML file, the name of a shipped one, a mapping, or a loaded recipe."""
+
+
+class LoadedRecipe(NamedTuple):
+    """A recipe with its origin."""
+
+    file: RecipeFile
+    given: Path
+    """The path as given."""
+    path: Path
+    """The file; of a mapping or a loaded recipe, a path in the folder of the user's modules."""
+    overrides: tuple[str, ...]
+    is_file: bool
+
+
+class Validation(NamedTuple):
+    """A valid recipe, with notes on what may be a mistake."""
+
+    recipe: Recipe
+    path: Path
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return the text that `ortlaunch validate` prints."""
+        is_auto = self.recipe.engine.name == "auto"
+        auto = "; engine auto: measured when training starts" if is_auto else ""
+        return "\n".join([f"{self.path}: valid ({self.recipe.name}{auto})", *self.notes])
+
+
+def load(source: Source, *assignments: str, **overrides: object) -> Recipe:
+    """Load a recipe.
+
+    Args:
+        source: a YAML file, the name of a shipped recipe, a mapping, or a loaded recipe.
+        assignments: `key.path=value`, as on the command line.
+        overrides: fields of the recipe. A mapping sets the keys of a section:
+            `train={"max_steps": 100}`. Each value replaces the old one.
+
+    Returns:
+        The recipe with all defaults; it is frozen.
+
+    Raises:
+        RecipeError: with every problem of the recipe at once.
+    """
+    loaded = read(source, assignments, overrides)
+    made = loaded.file.recipe
+    made._folder = str(loaded.path.parent)
+    return made
+
+
+def validate(
+    source: Source, *assignments: str, elsewhere: bool = False, **overrides: object
+) -> Validation:
+    """Check a recipe, and the files and functions that it names.
+
+    Args:
+        source, assignments, overrides: as in `load`.
+        elsewhere: whether another machine trains: missing files are then notes, as they are with
+            `launch.nodes` above 1.
+
+    Raises:
+        RecipeError: with every problem at once.
+    """
+    loaded = read(source, assignments, overrides)
+    file, folder = loaded.file, loaded.path.parent
+    # These need the disk; `load` has checked everything that the text alone shows.
+    missing = (
+        *inputs.missing_files(file.recipe, beside=folder),
+        *inputs.broken_factories(file.recipe, folder),
+        *inputs.unknown_type(file.recipe),
+    )
+    lines = [file.explain(problem) for problem in missing]
+    # With several nodes this machine may only submit the run, so missing files are notes.
+    if lines and not elsewhere and file.recipe.launch.nodes in (None, 1):
+        raise RecipeError(
+            [*lines, "if they exist on the machine that trains: ortlaunch validate --elsewhere"]
+        )
+    # Notes only: the recipe may be right.
+    lines += map(file.explain, inputs.doubtful(file.recipe))
+    return Validation(file.recipe, loaded.path, tuple(lines))
+
+
+def read(
+    source: Source, assignments: Sequence[str], overrides: Mapping[str, object]
+) -> LoadedRecipe:
+    """Return a recipe with its origin; arguments and errors are those of `load`."""
+    words = (*assignments, *assignments_of(overrides))
+    if isinstance(source, (str, os.PathLike)):
+        given = Path(source)
+        path = locate(given)
+        return LoadedRecipe(recipe.load(path, words), given, path, words, True)
+    path = Path("recipe")
+    values: Mapping[str, object]
+    if isinstance(source, Recipe):
+        # The rules are checked again: `model_copy` checks nothing.
+        values = source.model_dump(mode="json")
+        path = Path(source._folder, "recipe")
+    else:
+        values = source
+    return LoadedRecipe(recipe.load_values(values, words), path, path, words, False)
+
+
+def assignments_of(overrides: Mapping[str, object]) -> Iterator[str]:
+    """Yield `key.path=value` for each field of the overrides of `load`."""
+    for key, value in overrides.items():
+        fields = value if isinstance(value, Mapping) and value else {"": value}
+        for name, item in fields.items():
+            path = f"{key}.{name}".rstrip(".")
+            try:
+                yield f"{path}={json.dumps(item, default=os.fspath)}"
+            except (TypeError, ValueError) as error:
+                raise RecipeError(
+                    [f"override {path!r}: has a value that no recipe can have: {error}"]
+                ) from None

@@ -1,0 +1,81 @@
+"""Plan a run: ranks, batch and memory, without a start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ortlaunch.api.inputs import LoadedRecipe, Source, read
+from ortlaunch.launch_plan import Plan
+from ortlaunch.planning.describe import describe
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.resolve.resolve import Command, ResolvedRun, resolve_file
+from ortlaunch.run.preview import dry_run, preview, size_notes
+from ortlaunch.run_folder.folder import RunDir
+
+
+class PlannedRun(NamedTuple):
+    """A resolved run that is only shown."""
+
+    resolved: ResolvedRun
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.resolved.plan
+
+    def __str__(self) -> str:
+        """Return the text that `ortlaunch plan` prints: notes, plan and command."""
+        # TIME stands for the time of a start: the same recipe always prints the same plan. Only
+        # the last line of a request is the command.
+        command = dry_run(self.resolved, RunDir(f"runs/{self.plan.name}-TIME")).splitlines()[-1]
+        shown = describe(self.plan, self.resolved.file.recipe)
+        notes = size_notes(self.resolved)
+        return "\n".join([*self.resolved.notes, shown, *notes, f"command: {command}"])
+
+    def differences(self, other: Path) -> list[str]:
+        """Return a line for each difference from another recipe, run folder or plan.json."""
+        from ortlaunch.commands.plan_diff import PlanContext, differences, other_plan
+
+        options = self.resolved.command.options
+        context = PlanContext(options, os.environ, self.resolved.world.device)
+        return differences(other_plan(other, context), self.plan)
+
+
+def plan(
+    source: Source,
+    *assignments: str,
+    options: LaunchOptions | None = None,
+    **overrides: object,
+) -> Plan:
+    """Plan a run: its hosts, ranks, batch, and memory by ZeRO stage. Nothing is started.
+
+    Args:
+        source, assignments, overrides: as in `load`.
+        options: launcher, hosts and ranks; None: those of the recipe and this machine.
+
+    Raises:
+        RecipeError: the recipe is not valid.
+        HostfileError, PlanError: the hosts are not valid, or recipe and hosts do not fit.
+    """
+    return planned(source, assignments, options, overrides).plan
+
+
+def planned(
+    source: Source,
+    assignments: tuple[str, ...],
+    options: LaunchOptions | None,
+    overrides: Mapping[str, object],
+) -> PlannedRun:
+    """Return the plan with all that belongs to it; errors are those of `plan`."""
+    # The hosts of a plan need not exist.
+    chosen = (options or LaunchOptions())._replace(planned_only=True)
+    return PlannedRun(preview(resolved(read(source, assignments, overrides), chosen)))
+
+
+def resolved(loaded: LoadedRecipe, options: LaunchOptions) -> ResolvedRun:
+    """Resolve a loaded recipe for these hosts and this machine."""
+    command = Command(loaded.given, loaded.path, options, os.environ)
+    return resolve_file(loaded.file, command)

@@ -1,0 +1,262 @@
+"""A run by its folder: its status, output and results, and requests to it."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ortlaunch.api.inputs import assignments_of
+from ortlaunch.api.waiting import wait
+from ortlaunch.json_types import Json
+from ortlaunch.launch.record import now
+from ortlaunch.other_runs import listing, logs, requests, status
+from ortlaunch.other_runs.registry import resolve_name
+from ortlaunch.other_runs.requests import StopResult
+from ortlaunch.other_runs.status import Status
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.lines import json_lines
+
+if TYPE_CHECKING:
+    import pandas
+
+    from ortlaunch.diagnose.report import Diagnosis
+
+# Pixels of a report in a notebook.
+_HEIGHT = 600
+
+
+class Run:
+    """A run, which may be alive; everything is read from its folder at each call."""
+
+    def __init__(self, path: str | os.PathLike[str] = "latest") -> None:
+        """Find a run.
+
+        Args:
+            path: its folder, its name, or `latest`: the newest run of this user.
+
+        Raises:
+            InputError: there is no such folder or run.
+        """
+        self._folder = RunDir(resolve_name(Path(path)))
+        status.require_folder(self._folder)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def path(self) -> Path:
+        """The run folder; docs/run-folder.md describes its files."""
+        return self._folder.path
+
+    def status(self) -> Status:
+        """Return the state, the last step, loss and speed, and after the end the verdict.
+
+        Raises:
+            InputError: the folder is no run's, or this user may not read it.
+        """
+        return status.read_status(self._folder)
+
+    def metrics(self) -> list[Json]:
+        """Return a mapping for each logged step and each evaluation, in order.
+
+        The names are those of metrics.jsonl; `step` is in each. Damaged lines are left out.
+        """
+        return json_lines(self._folder.metrics, "step").found
+
+    def frame(self) -> pandas.DataFrame:
+        """Return the metrics as a table of pandas, one row for each mapping."""
+        import pandas
+
+        return pandas.DataFrame(self.metrics())
+
+    def logs(self, rank: int = 0, follow: bool = False) -> Iterator[str]:
+        """Yield the output of a rank in pieces; of a queued run, that of its job.
+
+        Args:
+            rank: whose output.
+            follow: whether to continue until the run has ended.
+
+        Raises:
+            InputError: there is no run or no such rank.
+        """
+        return logs.output(self._folder, rank, follow)
+
+    def wait(self, progress: bool = False, check: bool = True) -> Status:
+        """Wait for the end of the run, and return its last status.
+
+        An interrupt ends the waiting, not the run.
+
+        Args:
+            progress: whether to show a bar of tqdm.
+            check: whether to raise an error if the run failed.
+
+        Raises:
+            RunError: the run failed; the message is its verdict.
+            InputError: the end cannot be detected from this host.
+        """
+        return wait(self._folder, progress, check)
+
+    def stop(self, wait: bool = True) -> StopResult:
+        """Request the run to finish its step, save and end; `train` on its folder continues it.
+
+        Args:
+            wait: whether to wait for its end.
+
+        Raises:
+            InputError: it has nothing to save, or is another user's.
+        """
+        return requests.stop(self._folder, wait)
+
+    def checkpoint(self) -> Path:
+        """Request a checkpoint after the next step, wait for it, and return its folder.
+
+        Raises:
+            InputError: the run does not train now.
+            LaunchError: it ended, or could not save.
+        """
+        return self._folder.checkpoint(requests.checkpoint(self._folder))
+
+    def restart(self) -> str:
+        """Request an elastic run to save and start again; return a line with its hosts."""
+        return requests.restart(self._folder)
+
+    def cancel(self) -> str:
+        """End the run with all its processes, without saving; return a text with the result."""
+        from ortlaunch.other_runs.cancel import cancel
+
+        return cancel(self._folder)
+
+    def evaluate(
+        self,
+        *assignments: str,
+        step: int | None = None,
+        options: LaunchOptions | None = None,
+        progress: bool = False,
+        **overrides: object,
+    ) -> Json:
+        """Measure a checkpoint on data.evaluation, in processes of its own, and wait.
+
+        Args:
+            assignments, overrides: changes of the recipe, as in `load`.
+            step: which checkpoint; None: the newest.
+            options: launcher, hosts and ranks.
+            progress: whether to show a bar of tqdm.
+
+        Returns:
+            The contents of evaluation.json: loss, and the metrics of the task.
+
+        Raises:
+            InputError: there is no checkpoint or no evaluation data, or an override is wrong.
+            RunError: the evaluation failed.
+        """
+        from ortlaunch.api.evaluations import evaluate
+
+        words = (*assignments, *assignments_of(overrides))
+        return evaluate(self._folder, words, step, options or LaunchOptions(), progress)
+
+    def export(
+        self,
+        format: str = "huggingface",
+        step: int | None = None,
+        to: str | os.PathLike[str] | None = None,
+        push: str | None = None,
+        lora: str | None = None,
+        progress: bool = False,
+    ) -> Path:
+        """Write a checkpoint as a model for other programs, and return its folder.
+
+        Args:
+            format: `huggingface`, `onnx` or `ondevice`.
+            step: which checkpoint; None: the newest.
+            to: a new folder; None: `exports/step_N` of the run folder.
+            push: the repository `OWNER/NAME` to upload to.
+            lora: `merged` or `alone`; None: as `model.lora.merge` sets it.
+            progress: whether to show the output of the process that writes.
+
+        Raises:
+            InputError: the checkpoint or the format does not exist, or the folder exists.
+            RunError: the process failed.
+        """
+        from ortlaunch.commands.export import ExportOptions, export
+
+        place = None if to is None else Path(to)
+        options = ExportOptions(step, place, format, push, lora)
+        return export(self._folder, options, ("stdout", "stderr") if progress else ())
+
+    def generate(
+        self,
+        prompt: str,
+        step: int | None = None,
+        tokens: int = 50,
+        temperature: float = 0.0,
+        seed: int = 0,
+        raw: bool = False,
+    ) -> str:
+        """Return a prompt with its continuation by a causal model, computed on the CPU.
+
+        Args:
+            prompt: the text to continue.
+            step: which checkpoint; None: the newest, or its export.
+            tokens: the largest number of new tokens.
+            temperature: 0: the most probable token each time.
+            seed: seeds the draws.
+            raw: whether to leave out the chat template.
+
+        Raises:
+            InputError: the run's model does not generate text, or there is no checkpoint.
+            RunError: the process failed.
+        """
+        from ortlaunch.api.models import GenerationRequest, generate
+
+        return generate(
+            GenerationRequest(str(self.path), prompt, step, tokens, temperature, seed, raw)
+        )
+
+    def diagnose(self) -> Diagnosis:
+        """Return why the run ended: a verdict, the evidence and advice.
+
+        Raises:
+            InputError: the folder is no run's.
+        """
+        from ortlaunch.diagnose.report import diagnose
+
+        return diagnose(self._folder)
+
+    def _repr_html_(self) -> str:
+        """Return the report of the run, for a notebook."""
+        from ortlaunch.report import page
+        from ortlaunch.report.records import read
+
+        # In a frame: the page's styles must not change the notebook.
+        text = html.escape(page(read([self.path]), now()))
+        return f'<iframe srcdoc="{text}" width="100%" height="{_HEIGHT}" style="border:0"></iframe>'
+
+
+def runs(newest: int | None = 20) -> list[Run]:
+    """Return the runs that this user started or queued, the newest first.
+
+    Args:
+        newest: the largest number; None: all of them.
+    """
+    return [Run(each.run) for each in statuses(newest)]
+
+
+def statuses(newest: int | None) -> list[Status]:
+    """Return the status of those runs."""
+    return listing.newest_statuses(newest)
+
+
+def listed(found: Sequence[Status]) -> str:
+    """Return a table of runs for a person."""
+    return "\n".join([listing.HEAD, *map(listing.line, found)]) if found else "no runs yet"
+
+
+def write_report(paths: Sequence[Path], to: Path | None) -> Path:
+    """Write one HTML page of runs, and return its path."""
+    from ortlaunch.report import report
+
+    return report(paths, to, now())

@@ -1,0 +1,65 @@
+"""Prepare a submission to a scheduler, show it or send it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from ortlaunch.api.inputs import Source, read
+from ortlaunch.api.plans import resolved
+from ortlaunch.commands.submit import Queued, request_of, submit, without_effect
+from ortlaunch.errors import InputError
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.resolve.prepare import run_folder
+from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.run.preview import preview
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.schedulers import SCHEDULERS
+
+
+class Submission(NamedTuple):
+    """A run that is resolved for a scheduler."""
+
+    resolved: ResolvedRun
+    run: RunDir
+    chosen: Path | None
+    """The run folder as given."""
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        assignments: tuple[str, ...],
+        scheduler: str | None,
+        run_dir: Path | None,
+    ) -> Submission:
+        """Resolve a recipe for its scheduler; errors are those of `submit`."""
+        if scheduler is not None and scheduler not in SCHEDULERS:
+            raise InputError(f"scheduler: got {scheduler}; one of {', '.join(SCHEDULERS)}")
+        # Last, so that it wins: inside the job the command chooses the launcher for the given
+        # hosts.
+        chosen = f"submit.scheduler={scheduler}"
+        words = (*assignments, *([chosen] if scheduler else []), "launch.launcher=auto")
+        # The hosts are unknown until the job starts.
+        options = LaunchOptions(planned_only=True, declared=True)
+        found = resolved(read(source, words, {}), options)
+        return cls(found, run_folder(run_dir, found, os.environ), run_dir)
+
+    @property
+    def scheduler(self) -> str:
+        """The scheduler's name."""
+        return self.resolved.file.recipe.submit.scheduler
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the user."""
+        return [*self.resolved.notes, *without_effect(self.resolved)]
+
+    def request(self) -> str:
+        """Return what would be sent to the scheduler."""
+        return str(request_of(preview(self.resolved), self.run, self.scheduler))
+
+    def send(self) -> Queued:
+        """Queue the job."""
+        return submit(self.resolved, self.chosen, self.run, self.scheduler)

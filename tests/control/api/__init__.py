@@ -1,0 +1,1 @@
+"""Tests of the public Python API that train nothing."""

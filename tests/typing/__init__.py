@@ -1,0 +1,1 @@
+"""Programs that only the type checker reads: `make check` runs mypy on them in strict mode."""
