@@ -128,6 +128,10 @@ class Draft:
         """Set a key at the end, unless the config sets it."""
         self._assumed.append((path, value, why))
 
+    def alter(self, key: str, node: Tree, why: str) -> None:
+        """Report a key whose counterpart is set by other keys and differs slightly."""
+        self._remark(self.account.changed, key, node, why)
+
     def drop(self, key: str, node: Tree, why: str) -> None:
         """Report a key without a counterpart."""
         self._remark(self.account.dropped, key, node, why)

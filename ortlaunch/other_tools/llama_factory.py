@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ortlaunch.other_tools import trainer
+from ortlaunch.other_tools import llama_data, trainer
 from ortlaunch.other_tools.draft import Draft, in_one_line, null, number
 
 # Pre-training and supervised fine-tuning; the others train with preferences or rewards.
@@ -61,22 +61,18 @@ def _adapters(draft: Draft) -> None:
 
 
 def _data(draft: Draft, chats: bool) -> None:
-    names = draft.pop("dataset")
-    # Not `pop`: `packing: false` has a meaning, too.
+    # Not `take`: `packing: false` has a meaning, too.
     packed = draft.left.pop("packing", None)
-    folder = draft.pop("dataset_dir")
-    if names is not None:
-        what = "chats: prompt_column and response_column, or messages_column" if chats else "text"
-        draft.drop("dataset", names, f"a name of dataset_info.json; give data.train, of {what}")
-    if folder is not None:
-        draft.drop("dataset_dir", folder, "data.train.path says it")
+    llama_data.convert(draft, chats)
     template = draft.pop("template")
-    if template is not None:
-        draft.drop(
-            "template",
-            template,
-            "the tokenizer's own chat template is taken, or data.chat_template",
+    if template is not None and not chats:
+        draft.needless("template", template, "of no effect there: pre-training is on plain text")
+    elif template is not None:
+        why = (
+            "the tokenizer's own chat template, or data.chat_template; LLaMA-Factory's may differ "
+            "in its system message"
         )
+        draft.alter("template", template, why)
     if packed is not None:
         why = "a chat is a sample of its own" if chats else "text is always packed"
         (draft.drop if bool(packed.scalar) == chats else draft.needless)("packing", packed, why)

@@ -106,7 +106,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
          "run_folder", "resolve", "run", "other_runs", "commands"},
         set(),
     ),
-    "other_tools": ({"errors", "recipe", "evaluation_metrics", "model_tasks", "other_tools"}, set()),
+    "other_tools": ({"errors", "json_types", "recipe", "evaluation_metrics", "model_tasks", "other_tools"}, set()),
     "report": ({*GROUND, "recipe", "run_folder", "other_runs", "report"}, {"yaml", "jinja2", "markupsafe"}),
     "api": ({*SHARED, *CONTROL, "api"} - {"output", "ortmodule.build.extensions"}, {"tqdm", "pandas"}),
     "api.protocols": (set(), {"torch"}),  # for type checkers alone

@@ -46,8 +46,9 @@ class Corpus(Section):
     """Source of samples."""
 
     format: Literal["text", "jsonl", "parquet", "hub", "custom"]
-    """`text`: lines of plain text; `jsonl`, `parquet`: rows; `hub`: a data set's name on the hub;
-    `custom`: your own `factory`."""
+    """`text`: lines of plain text; `jsonl`, `parquet`: rows (a JSON file that is one array of
+    objects is read, too, all of it in memory); `hub`: a data set's name on the hub; `custom`: your
+    own `factory`."""
     path: OneOrMore | None = None
     """Files for text, jsonl and parquet; `*` and `**` are allowed. Relative to the current
     folder."""
@@ -85,6 +86,21 @@ class Corpus(Section):
     message."""
     response_column: Text | None = None
     """Column with the answer to the prompt."""
+    input_column: Text | None = None
+    """Column with an input that belongs to the prompt. It follows the prompt after a line end where
+    it is not empty."""
+    system_column: Text | None = None
+    """Column with the text of a system message, before the prompt or the messages, where it is not
+    empty."""
+    role_key: Text = "role"
+    """Key of a message's role, as `from` in ShareGPT's form."""
+    content_key: Text = "content"
+    """Key of a message's content, as `value` in ShareGPT's form."""
+    roles: dict[Text, Text] = {}
+    """Roles by their names in the rows, as `{human: user, gpt: assistant}`; other roles keep their
+    names. Answers are messages of role assistant."""
+    most_rows: Positive | None = None
+    """Read only this many rows (of text: documents), the first ones; null: all."""
     factory: Text | None = None
     """`package.module:function` for format custom: returns an object with `__len__` and
     `__getitem__`; each item is a mapping from names of arguments of the model's forward to tensors
@@ -153,9 +169,10 @@ class Part(Section):
 
     source: Source
     """The corpus, as `data.train` takes one."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0)] | None = 1.0
     """Weight of this source relative to the other sources: with weights 3 and 1 the first source
-    gives three quarters of the samples, whatever the sizes are. A small source repeats sooner."""
+    gives three quarters of the samples, whatever the sizes are. A small source repeats sooner.
+    null, for all sources: as many as a source has samples, so that each sample counts the same."""
 
 
 TrainingSource = Annotated[

@@ -18,10 +18,12 @@ from ortlaunch.recipe.fields.section import DOES_NOTHING, MOST, chosen
 from ortlaunch.recipe.rules.model_rules import function
 from ortlaunch.recipe.text.place import Problem
 
-_COLUMNS = ("text_column", "label_column", "messages_column", "prompt_column", "response_column")
+_CHATS = ("system_column", "input_column", "role_key", "content_key", "roles")
+_COLUMNS = ("text_column", "label_column", "messages_column", "prompt_column", "response_column",
+            *_CHATS, "most_rows")  # fmt: skip
 # Fields that each format uses; any other field has no effect.
 _FORMAT_FIELDS = {
-    "text": ("path", "document"),
+    "text": ("path", "document", "most_rows"),
     "jsonl": ("path", *_COLUMNS),
     "parquet": ("path", *_COLUMNS),
     "hub": ("name", "subset", "revision", "split", *_COLUMNS),
@@ -81,14 +83,31 @@ def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
     elif len(pair) == 1:
         other = "response_column" if pair == ["prompt_column"] else "prompt_column"
         yield (f"{path}.{other}", f"{path}.{pair[0]}"), f"is missing: {pair[0]} goes with it"
+    if corpus.role_key == corpus.content_key:
+        message = (
+            f"got {corpus.content_key}, which is role_key, too; they are two keys of a message"
+        )
+        yield (f"{path}.content_key", f"{path}.role_key"), message
+    form = "messages_column" if corpus.messages_column else "prompt_column" if pair else ""
+    fields = {
+        "messages_column": ("role_key", "content_key", "roles", "system_column"),
+        "prompt_column": ("input_column", "system_column"),
+    }
+    for key in sorted(chosen(corpus) & {*_CHATS} - {*fields.get(form, ())}):
+        own = form or "rows without messages_column or prompt_column"
+        yield (f"{path}.{key}", kind), f"does nothing with {own}; leave it out"
 
 
 def _mixture(data: Data) -> Iterator[Problem]:
     # Only ratios of weights matter; they need not sum to 1.
-    total = sum(part.weight for part in data.parts)
+    weights = [part.weight for part in data.parts]
+    total = sum(filter(None, weights))
     for number, part in enumerate(data.parts):
         key = f"data.train[{number}]"
-        if part.weight / total < _SMALLEST_SHARE:
+        if part.weight is None and total:
+            message = "is null, and other sources have a number: null for all sources, or none"
+            yield (f"{key}.weight", "data.train"), message
+        if part.weight and part.weight / total < _SMALLEST_SHARE:
             yield (
                 (f"{key}.weight", "data.train"),
                 f"got {part.weight:g}, and all weights are {total:g}: less than one sample in "

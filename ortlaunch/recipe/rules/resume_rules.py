@@ -70,7 +70,13 @@ RULES: dict[str, RuleOf] = {
         "train.document train.text_column train.label_column train.factory train.arguments",
         "data",
     ),
-    **_all(_DATA, "train.messages_column train.prompt_column train.response_column", "data"),
+    **_all(
+        _DATA,
+        "train.messages_column train.prompt_column train.response_column "
+        "train.input_column train.system_column train.role_key train.content_key train.roles "
+        "train.most_rows",
+        "data",
+    ),
     **_all(_DATA, "chat_template attend_across_documents", "data"),
     **dict.fromkeys(
         ("data.bucket_lengths", "data.padding"),

@@ -25,7 +25,7 @@ from ortlaunch.worker.data.labelled import (
     number_labels,
 )
 from ortlaunch.worker.data.masking import MaskedBlocks, Masking
-from ortlaunch.worker.data.mixture import Mixture, source_seed, split
+from ortlaunch.worker.data.mixture import Mixture, shares, source_seed, split
 from ortlaunch.worker.data.own import OwnCollate, OwnSamples, call
 from ortlaunch.worker.data.pairs import SentencePairs
 from ortlaunch.worker.data.reading import DataError
@@ -189,7 +189,15 @@ def _training(
         )
         for number, part in enumerate(parts)
     ]
-    return Mixture(made, [part.weight for part in parts])
+    mixed = Mixture(made, [part.weight or len(of) for part, of in zip(parts, made)])
+    counts = shares(mixed.weights)
+    if not all(counts):
+        number = [*counts].index(0)
+        raise DataError(
+            f"data.train[{number}]: has {len(made[number]):,} of {len(mixed):,} samples, less than "
+            "one in 65,536; leave it out, or give weights"
+        )
+    return mixed
 
 
 def make_samples(

@@ -8,7 +8,7 @@ from typing import Any
 
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data.corpus import documents_read, rows, value
+from ortlaunch.worker.data.corpus import corpus_name, documents_read, rows, value
 from ortlaunch.worker.data.reading import DataError, Row
 
 # Turns (question and answer) of a built-in chat.
@@ -36,11 +36,14 @@ def chats_read(source: str | Corpus) -> Iterator[tuple[Chat, float]]:
     if isinstance(source, str):
         yield from _built_in()
         return
+    # These may be missing in some rows.
+    unseen = {each for each in (source.system_column, source.input_column) if each}
     for row in rows(source):
-        messages = (
-            _messages(row, source.messages_column) if source.messages_column else _pair(row, source)
-        )
-        yield Chat(messages, row.place), row.share
+        unseen -= row.values.keys()
+        messages = _messages(row, source) if source.messages_column else _pair(row, source)
+        yield Chat([*_system(row, source), *messages], row.place), row.share
+    if unseen:
+        raise DataError(f"{corpus_name(source)}: no row has a column {' or '.join(sorted(unseen))}")
 
 
 def chat_texts(source: str | Corpus) -> Iterator[str]:
@@ -48,12 +51,27 @@ def chat_texts(source: str | Corpus) -> Iterator[str]:
     return (message["content"] for chat, _ in chats_read(source) for message in chat.messages)
 
 
-def _messages(row: Row, column: str) -> list[Json]:
+def _system(row: Row, source: Corpus) -> Iterator[Json]:
+    text = _optional(row, source.system_column)
+    if text:
+        yield {"role": "system", "content": text}
+
+
+def _optional(row: Row, column: str | None) -> str:
+    found = row.values.get(column) if column else None
+    if not isinstance(found, (str, type(None))):
+        raise DataError(f"{row.place}: {column} is {found!r:.80}; it must be text")
+    return found or ""
+
+
+def _messages(row: Row, source: Corpus) -> list[Json]:
+    column = str(source.messages_column)
     found = value(row, column)
     if not isinstance(found, list) or not found:
         raise DataError(f"{row.place}: {column} is {found!r:.80}; it must be a list of messages")
     messages = [
-        _message(row, f"message {number} of {column}", each) for number, each in enumerate(found, 1)
+        _message(row, source, f"message {number} of {column}", each)
+        for number, each in enumerate(found, 1)
     ]
     if all(each["role"] != "assistant" for each in messages):
         roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
@@ -64,12 +82,13 @@ def _messages(row: Row, column: str) -> list[Json]:
     return messages
 
 
-def _message(row: Row, name: str, message: Any) -> Json:
+def _message(row: Row, source: Corpus, name: str, message: Any) -> Json:
     if not isinstance(message, dict):
         raise DataError(
             f"{row.place}: {name} is {message!r:.80}; it must have a role and a content"
         )
-    for key in ("role", "content"):
+    names: Json = {source.role_key: "role", source.content_key: "content"}
+    for key in names:
         if key not in message:
             raise DataError(
                 f"{row.place}: {name} has no {key!r}; it has "
@@ -78,7 +97,8 @@ def _message(row: Row, name: str, message: Any) -> Json:
         if not isinstance(message[key], str):
             raise DataError(f"{row.place}: {name}: {key} is {message[key]!r:.80}; it must be text")
     # Parquet gives every message all keys that one message has; the absent ones are None.
-    return {key: each for key, each in message.items() if each is not None}
+    read: Json = {names.get(key, key): each for key, each in message.items() if each is not None}
+    return {**read, "role": source.roles.get(read["role"], read["role"])}
 
 
 def _pair(row: Row, source: Corpus) -> list[Json]:
@@ -88,6 +108,8 @@ def _pair(row: Row, source: Corpus) -> list[Json]:
         content = value(row, column)
         if not isinstance(content, str) or not content:
             raise DataError(f"{row.place}: {column} is {content!r:.80}; it must be text")
+        extra = _optional(row, source.input_column) if role == "user" else ""
+        content = f"{content}\n{extra}" if extra else content
         found.append({"role": role, "content": content})
     return found
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ortlaunch.errors import first_line
 from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.recipe.fields.section import chosen
 from ortlaunch.worker.data.reading import (
     LONGEST_TEXT,
     SPLIT,
@@ -82,11 +83,15 @@ def value(row: Row, column: str) -> Any:
 
 
 def rows(source: Corpus) -> Iterator[Row]:
-    """Yield the rows of a corpus, streamed.
+    """Return the rows of a corpus, streamed, up to `most_rows`.
 
     Raises:
         DataError: the file or data set does not exist, or is not of the recipe's format.
     """
+    return itertools.islice(_all_rows(source), source.most_rows)
+
+
+def _all_rows(source: Corpus) -> Iterator[Row]:
     if source.format == "hub":
         yield from _of_the_hub(source)
         return
@@ -173,9 +178,13 @@ def fingerprint(source: str | Corpus) -> str:
 
 
 def _columns(source: Corpus) -> str:
+    # What has its default is left out, so that a corpus without it keeps its fingerprint.
+    others = ("input_column", "system_column", "role_key", "content_key", "roles", "most_rows")
+    given = [f" {key}: {getattr(source, key)}" for key in others if key in chosen(source)]
     if source.messages_column or source.prompt_column:
-        return f"{source.messages_column} {source.prompt_column} {source.response_column}"
-    return source.text_column
+        chat = f"{source.messages_column} {source.prompt_column} {source.response_column}"
+        return "".join((chat, *given))
+    return "".join((source.text_column, *given))
 
 
 def _commit(source: Corpus) -> str:

@@ -34,6 +34,8 @@ _LETTERS_AT_ONCE = 1 << 20
 _ROWS_AT_ONCE = 1000
 # In characters. A paragraph is held in memory as a whole, so it needs a limit.
 _LONGEST_PARAGRAPH = 16_000_000
+# Bytes of a JSON file that show whether it is one array.
+_BEGIN = 4096
 # Bytes, all of them in memory.
 _LONGEST_ROW = 64_000_000
 # Characters. A tokenizer needs some hundred bytes for each.
@@ -167,6 +169,30 @@ def _whole(path: str) -> Iterator[Row]:
         yield Row({"text": file.bytes.read().decode("utf-8-sig")}, f"{path}:1", 1.0)
 
 
+def _json(path: str) -> Iterator[Row]:
+    with _TextFile(path) as file:
+        begin = file.bytes.read(_BEGIN).removeprefix(_MARK).lstrip()[:1]
+    return _array(path) if begin == b"[" else _jsonl(path)
+
+
+def _array(path: str) -> Iterator[Row]:
+    """Yield the rows of a file that is one JSON array, which is held in memory."""
+    with _TextFile(path) as file:
+        text = file.bytes.read().decode("utf-8-sig")
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}:{error.colno}: is no JSON: {error.msg}") from None
+    escapes = _has_half_pairs(text)
+    for number, values in enumerate(found, 1):
+        place = f"{path}: row {number}"
+        if not isinstance(values, dict):
+            raise DataError(f"{place}: is a {type(values).__name__}; it must be an object")
+        if escapes:
+            _refuse_half_pairs(values, place)
+        yield Row(values, place, number / len(found))
+
+
 def _jsonl(path: str) -> Iterator[Row]:
     with _TextFile(path) as file:
         for number, line in enumerate(
@@ -193,10 +219,14 @@ def _object(text: str, place: str) -> Json:
         raise DataError(
             f'{place}: is a {type(found).__name__}; a line must be an object, as {{"text": "..."}}'
         )
-    # Valid UTF-8 holds no half surrogate pair. Only a JSON escape can make one.
-    if "\\ud" in text or "\\uD" in text:
+    if _has_half_pairs(text):
         _refuse_half_pairs(found, place)
     return found
+
+
+def _has_half_pairs(text: str) -> bool:
+    """Return whether JSON may hold half of a surrogate pair, which only an escape can make."""
+    return "\\ud" in text or "\\uD" in text
 
 
 def _refuse_half_pairs(values: Json, place: str) -> None:
@@ -283,5 +313,5 @@ def _guess(path: str) -> str:
 
 
 _READERS: dict[str, Callable[[str], Iterator[Row]]] = {
-    "paragraph": _paragraphs, "line": _lines, "file": _whole, "jsonl": _jsonl, "parquet": _parquet,
+    "paragraph": _paragraphs, "line": _lines, "file": _whole, "jsonl": _json, "parquet": _parquet,
 }  # fmt: skip

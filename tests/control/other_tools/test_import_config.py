@@ -485,7 +485,7 @@ def test_the_command(ortlaunch: Run) -> None:
     status, out, _ = ortlaunch(*words)
     assert (status, "recipe: made.yaml" in out, "without a counterpart:" in out) == (0, True, True)
     text = Path("made.yaml").read_text()
-    assert "#   line 11: max_samples: 1000 -> no counterpart" in text
+    assert "#   line 11: max_samples: 1000 -> give most_rows of each source" in text
     assert load("made.yaml").recipe.data.train == "python-docs"
     status, _, error = ortlaunch(*words)
     assert (status, "made.yaml is there already" in error) == (2, True)

@@ -105,7 +105,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
 
 
-def corpus(folder: Path, *rows: Any, **columns: str) -> Corpus:
+def corpus(folder: Path, *rows: Any, **columns: Any) -> Corpus:
     """Return a corpus of a file with these rows; a list is a row of messages."""
     lines = [json.dumps({"messages": row} if isinstance(row, list) else row) + "\n" for row in rows]
     (folder / "chats.jsonl").write_text("".join(lines))
@@ -203,6 +203,51 @@ def test_prompt_and_response(tmp_path: Path) -> None:
         pair.tokens[:].tolist()
         == tokenized_chats(corpus(tmp_path, TURNS[1:3]), tokenizer, print).tokens[:].tolist()
     )
+
+
+def test_columns_of_alpaca(tmp_path: Path) -> None:
+    """Input and system columns join the prompt where a row has them, in a file of one array."""
+    path = tmp_path / "alpaca.json"
+    rows = [
+        {"ask": "A", "more": "B", "say": "C", "rule": "D"},
+        {"ask": "A", "more": "", "say": "C"},
+    ]
+    path.write_text(json.dumps(rows, indent=1))
+    columns = {"prompt_column": "ask", "response_column": "say", "system_column": "rule"}
+    source = Corpus(format="jsonl", path=(str(path),), input_column="more", **columns)
+    first, second = [chat.messages for chat, _ in chats_read(source)]
+    assert first == [
+        {"role": "system", "content": "D"},
+        {"role": "user", "content": "A\nB"},
+        {"role": "assistant", "content": "C"},
+    ]
+    assert [each["content"] for each in second] == ["A", "C"]
+    assert len(list(chats_read(source.model_copy(update={"most_rows": 1})))) == 1
+    wrong = Corpus(format="jsonl", path=(str(path),), input_column="inputs", **columns)
+    with pytest.raises(DataError, match="no row has a column inputs"):
+        list(chats_read(wrong))
+
+
+def test_messages_of_sharegpt(tmp_path: Path) -> None:
+    """Keys and roles get the names that a chat template reads; other roles keep theirs."""
+    row = {
+        "talk": [{"from": "human", "value": "A"}, {"from": "gpt", "value": "B"}],
+        "rule": "C",
+    }
+    source = corpus(
+        tmp_path, row, messages_column="talk", system_column="rule", role_key="from",
+        content_key="value", roles={"human": "user", "gpt": "assistant"},
+    )  # fmt: skip
+    assert [chat.messages for chat, _ in chats_read(source)] == [
+        [
+            {"role": "system", "content": "C"},
+            {"role": "user", "content": "A"},
+            {"role": "assistant", "content": "B"},
+        ]
+    ]
+    wrong = source.model_copy(update={"content_key": "text"})
+    with pytest.raises(DataError, match=r"message 1 of talk has no 'text'; it has from, value"):
+        list(chats_read(wrong))
 
 
 def test_built_in_chats() -> None:

@@ -1,0 +1,177 @@
+"""Convert LLaMA-Factory's data sets: names in its dataset_info.json, with formats and columns."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ortlaunch.json_types import Json
+from ortlaunch.other_tools.draft import Draft, in_one_line, number
+from ortlaunch.recipe.text.tree import Tree
+
+_FILE = "dataset_info.json"
+_FORMATS = {".json": "jsonl", ".jsonl": "jsonl", ".txt": "text", ".parquet": "parquet"}
+# LLaMA-Factory's columns and tags: the recipe's key, and the default.
+_PROMPTS = {
+    "prompt": ("prompt_column", "instruction"),
+    "query": ("input_column", "input"),
+    "response": ("response_column", "output"),
+    "system": ("system_column", None),
+}
+_MESSAGES = {"messages": ("messages_column", "conversations"), "system": ("system_column", None)}
+_KEYS = {"role_tag": ("role_key", "from"), "content_tag": ("content_key", "value")}
+# A tag of a role: its default, and the role here.
+_ROLES = {
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call", "assistant"),
+    "system_tag": ("system", "system"),
+}
+_READ = (
+    "hf_hub_url",
+    "file_name",
+    "formatting",
+    "subset",
+    "split",
+    "columns",
+    "tags",
+    "num_samples",
+)
+# Other names of the same data, which LLaMA-Factory reads where the hub cannot be reached.
+_MIRRORS = ("ms_hub_url", "om_hub_url")
+_BY_SIZE = "sources are mixed by their sizes; LLaMA-Factory shuffles all rows together"
+
+
+class _Described(NamedTuple):
+    """The data sets of a dataset_info.json."""
+
+    folder: Path
+    sets: Json
+
+
+class _Refused(Exception):
+    """A data set that no source of the recipe can be."""
+
+
+def convert(draft: Draft, chats: bool) -> None:
+    """Convert the data sets of training and evaluation; `chats`: not those of pre-training."""
+    given = draft.pop("dataset_dir")
+    most = draft.pop("max_samples")
+    described = _described(
+        draft.recipe.place.source, in_one_line(given) if given is not None else "data"
+    )
+    used = False
+    for key, part in (("dataset", "train"), ("eval_dataset", "evaluation")):
+        node = draft.pop(key)
+        if node is not None and described is None:
+            why = f"no {_FILE} is in the folder, nor in the config's folders; give data.{part}"
+            draft.drop(key, node, why)
+        elif node is not None and described is not None:
+            limit = number(most)
+            used |= _part(draft, (key, part), node, described, (chats, limit))
+    for key, node, why in (
+        ("dataset_dir", given, "data.train.path"),
+        ("max_samples", most, "most_rows of each source"),
+    ):
+        if node is not None and used:
+            draft.needless(key, node, f"{why} has it")
+        elif node is not None:
+            draft.drop(key, node, f"give {why}")
+
+
+def _described(config: str, given: str) -> _Described | None:
+    """Return the data sets of a folder: from the current folder, or from one above the config."""
+    above = Path(config).absolute().parents
+    for folder in (Path(), *(Path(os.path.relpath(each)) for each in above)):
+        try:
+            found = json.loads((folder / given / _FILE).read_text(encoding="utf-8"))
+        except OSError:
+            continue
+        except ValueError:
+            return None
+        return _Described(folder / given, found) if isinstance(found, dict) else None
+    return None
+
+
+def _part(
+    draft: Draft,
+    keys: tuple[str, str],
+    node: Tree,
+    described: _Described,
+    options: tuple[bool, float | None],
+) -> bool:
+    """Convert the data sets of one key; return whether the recipe has at least one of them."""
+    key, part = keys
+    names = node.plain() if node.kind == "list" else str(node.scalar).split(",")
+    sources = []
+    for name in (str(each).strip() for each in names):
+        try:
+            info = described.sets.get(name)
+            if not isinstance(info, dict):
+                raise _Refused(f"{described.folder / _FILE} has no {name}")
+            sources.append(_source(info, described.folder, *options))
+        except _Refused as error:
+            draft.drop(f"{key} {name}", node, f"{error}; give a source of data.{part}")
+            continue
+        for lost in _lost(info):
+            draft.drop(f"{key} {name}.{lost}", node, "no counterpart")
+    file = f"as {described.folder / _FILE} has it"
+    if len(sources) > 1 and part == "train":
+        parts = [{"source": each, "weight": None} for each in sources]
+        draft.put("data.train", node, key, parts, _BY_SIZE)
+    elif sources:
+        draft.put(f"data.{part}", node, f"{key}, {file}", sources[0])
+        for each in sources[1:]:
+            draft.drop(f"{key} {each}", node, "data.evaluation is one corpus")
+    return bool(sources)
+
+
+def _source(info: Json, folder: Path, chats: bool, limit: float | None) -> Json:
+    columns = info.get("columns") or {}
+    source = {**_place(info, folder), **(_chats(info, columns) if chats else {})}
+    if not chats and source["format"] != "text":
+        source["text_column"] = columns.get("prompt", "instruction")
+    limits = [each for each in (info.get("num_samples"), limit) if each]
+    return {**source, "most_rows": int(min(limits))} if limits else source
+
+
+def _place(info: Json, folder: Path) -> Json:
+    """Return where the rows are: on the hub, or in a file."""
+    if info.get("ranking"):
+        raise _Refused("it has preferences, and there is no preference training here")
+    if info.get("hf_hub_url"):
+        given = {key: info[key] for key in ("subset", "split") if info.get(key)}
+        return {"format": "hub", "name": info["hf_hub_url"], **given}
+    file = str(info.get("file_name") or "")
+    form = _FORMATS.get(Path(file).suffix)
+    if form is None:
+        kinds = ", ".join(_FORMATS)
+        raise _Refused(f"its file {file!r} is none of {kinds}" if file else "it has no file")
+    return {"format": form, "path": str(folder / file)}
+
+
+def _chats(info: Json, columns: Json) -> Json:
+    messages = info.get("formatting", "alpaca") != "alpaca"
+    table = _MESSAGES if messages else _PROMPTS
+    found = {
+        ours: columns.get(theirs, usual)
+        for theirs, (ours, usual) in table.items()
+        if columns.get(theirs, usual)
+    }
+    if not messages:
+        return found
+    tags = info.get("tags") or {}
+    keys = {ours: tags.get(theirs, usual) for theirs, (ours, usual) in _KEYS.items()}
+    named = {tags.get(theirs, usual): role for theirs, (usual, role) in _ROLES.items()}
+    return {**found, **keys, "roles": {name: role for name, role in named.items() if name != role}}
+
+
+def _lost(info: Json) -> Iterator[str]:
+    """Yield the keys of a data set that have no counterpart."""
+    read = {*_PROMPTS, *_MESSAGES}
+    yield from (f"columns.{key}" for key in info.get("columns") or {} if key not in read)
+    yield from (key for key in info if key not in (*_READ, *_MIRRORS) and info[key])
