@@ -57,7 +57,7 @@ def cache_folder(*names: str) -> Path:
             folder.mkdir(mode=0o755, exist_ok=True)
             require_own(folder)
     except OSError as error:
-        why = f"{error.strerror}: {error.filename}; ORTLAUNCH_CACHE names another place"
+        why = f"{error.strerror}: {error.filename}; set ORTLAUNCH_CACHE to another folder"
         raise FileError(f"{cache_root()}: cannot be made: {why}", 2) from error
     return cache_root().joinpath(*names)
 
@@ -76,10 +76,10 @@ def require_own(path: Path) -> None:
     """
     why = foreign(path)
     if why:
-        mend = f"type: rm -r {shlex.quote(str(path))} (what it holds is made again)"
+        mend = f"type: rm -r {shlex.quote(str(path))} (its contents are rebuilt)"
         if why.startswith("belongs"):
             mend = "set ORTLAUNCH_CACHE to a folder of your own"
-        whom = f"who could put programs there that this user ({os.geteuid()}) runs"
+        whom = f"who could place programs there that this user ({os.geteuid()}) runs"
         raise FileError(f"{path}: {why}, {whom}; {mend}", 2)
 
 
@@ -141,7 +141,7 @@ def changed(record: Path) -> str:
         why = next((f"{file}: {reason}" for file, reason in reasons if reason), "")
         stale = not why and any(_stamp(file).items() - was.items() for file, was in whole.items())
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{record}: is no seal"
+        return f"{record}: is not a checksum file"
     # Same contents with other dates, such as of a copied cache: the next check will be fast again.
     if stale:
         # The user may have no permission to write to the cache.
@@ -155,7 +155,7 @@ def renew(record: Path, make: Callable[[], Sequence[Path]]) -> None:
     why = changed(record)
     if why:
         if record.exists():
-            _NOTES.append(f"{why}; made anew")
+            _NOTES.append(f"{why}; rebuilt")
         record.unlink(missing_ok=True)
         try:
             seal(record, make())
@@ -188,7 +188,7 @@ def _differs(file: Path, was: dict[str, object]) -> str:
     if now["bytes"] != was["bytes"]:
         return f"has {now['bytes']} bytes, and had {was['bytes']}"
     same = all(was[name] == value for name, value in now.items()) or _sha256(file) == was["sha256"]
-    return "" if same else "is not what was written"
+    return "" if same else "differs from the recorded checksum"
 
 
 def _stamp(file: Path) -> dict[str, int]:

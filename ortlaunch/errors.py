@@ -145,7 +145,7 @@ class FileError(OrtlaunchError):
         super().__init__(message)
 
 
-FIRST_PARAMETER = "the first parameter whose gradient is not finite"
+FIRST_PARAMETER = "first parameter with a gradient that is not finite"
 
 
 class BadStepError(OrtlaunchError):

@@ -58,7 +58,7 @@ METRICS = {
     ),
     "perplexity": Metric(
         (
-            "e to the mean negative log likelihood of a word: of masked ones in masked "
+            "exp of the mean negative log likelihood per token; of masked tokens in masked "
             "language models."
         ),
         "min",
@@ -66,9 +66,9 @@ METRICS = {
         {"causal-lm": _LOSS, **_MASKED},
     ),
     "masked_word_accuracy": Metric(
-        "Share of the masked words that the model gives most weight.",
+        "Share of the masked tokens that the model predicts correctly.",
         "max",
-        "masked words {:.2%}",
+        "masked tokens {:.2%}",
         _MASKED,
         trainer=("accuracy",),
     ),
@@ -84,7 +84,7 @@ METRICS = {
         trainer=("accuracy",),
     ),
     "f1_macro": Metric(
-        "Mean of the classes' F1, over those that were given or meant.",
+        "Mean F1 of the classes that occur in labels or predictions.",
         "max",
         "F1 {:.4f}",
         _CLASSES,
@@ -103,7 +103,7 @@ METRICS = {
         "Share of the meant ones.", "max", "recall {:.4f}", _TAGS, always=False, hub="recall"
     ),
     "entity_f1": Metric(
-        "Harmonic mean of both, as conlleval and seqeval have it.",
+        "Harmonic mean of both, as in conlleval and seqeval.",
         "max",
         "entity F1 {:.4f}",
         _TAGS,

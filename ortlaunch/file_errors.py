@@ -19,15 +19,15 @@ _NO_SPACE = "free some space"
 _CAUSES = {
     errno.ENOSPC: _NO_SPACE,
     errno.EDQUOT: _NO_SPACE,
-    errno.EIO: "the disk or its server fails",
+    errno.EIO: "the disk or its server has a fault",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "this machine has too many open files",
     errno.EAGAIN: "raise the limit of processes (ulimit -u)",
-    errno.E2BIG: "the variables of launch.env and of your shell are longer than the kernel takes",
+    errno.E2BIG: "the variables of launch.env and your shell exceed the kernel's limit",
     errno.ENOLCK: (
         "a disk has no file locks (flock), which run folder, ORTLAUNCH_CACHE and TMPDIR need"
     ),
-    errno.EROFS: "nothing can be written there",
+    errno.EROFS: "",
     errno.EACCES: "",
     errno.EPERM: "",
     errno.ENAMETOOLONG: "it is longer than the disk allows",
@@ -84,7 +84,7 @@ def of_ours(run: Path) -> Iterator[None]:
 
 def _elsewhere(path: str, option: str) -> str:
     """Return how to choose another location for a file."""
-    return f"{'ORTLAUNCH_CACHE' if _below(path, *_cache()) else option} names another place"
+    return f"{'ORTLAUNCH_CACHE' if _below(path, *_cache()) else option} can name another folder"
 
 
 def _cache() -> list[Path]:

@@ -222,7 +222,8 @@ class Plan:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DamagedFile(
-                f"{path}: is no plan, damaged, or of another version of ortlaunch ({error})"
+                f"{path}: is not a plan, is damaged, or is of another version of ortlaunch "
+                f"({error})"
             ) from None
 
     @classmethod

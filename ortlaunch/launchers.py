@@ -45,19 +45,18 @@ LAUNCHERS = {
     "torchrun": Launcher(
         "ortlaunch.launch.torchrun",
         "torchrun",
-        "a file in the run folder, then a port of rank 0's host",
+        "a TCP port of rank 0's host, named in the run folder",
         sees_lost_hosts=True,
     ),
     "mpi": Launcher(
         "ortlaunch.launch.mpi",
         "mpirun",
-        "a port of rank 0's host, sent through MPI",
+        "a TCP port of rank 0's host, sent by MPI",
         package="mpi4py",
         # PRRTE's listener (oob_tcp_listener.c) and Hydra's bind INADDR_ANY, whichever interface they
         # are configured to use.
-        note="launcher mpi: mpirun itself listens on every interface of this host, for "
-        "which it has no setting; on one "
-        "host launcher torchrun opens no port",
+        note="launcher mpi: mpirun opens a port on every interface of this host, which no "
+        "setting prevents; launcher torchrun opens none on one host",
         stays_after_loss=True,
     ),
 }

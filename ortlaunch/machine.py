@@ -94,25 +94,19 @@ def without_matrix_unit(precision: str) -> str | None:
     if precision == "medium" and "amx_bf16" in units:
         return None
     if precision == "high":
-        return "torch has no TensorFloat32 products on a CPU"
+        return "torch has no TensorFloat32 matmul on CPU"
     return (
-        f"this processor has {', '.join(units) or 'no bf16 unit'}, and float32 products "
-        "can use amx_bf16 alone"
+        f"this processor has {', '.join(units) or 'no bf16 unit'}, and a float32 matmul can "
+        "only use amx_bf16"
     )
 
 
 def matmul_effect(precision: str, device: str) -> str:
     """Return the effect of `engine.matmul_precision` below highest on this host, as text."""
     if device == "cuda":
-        return (
-            "products of float32 matrices in TensorFloat32, on a GPU that has it (Ampere and newer)"
-        )
+        return "float32 matmul runs in TensorFloat32, on GPUs with it (Ampere and newer)"
     nothing = without_matrix_unit(precision)
-    return (
-        f"gains nothing: {nothing}"
-        if nothing
-        else "products of float32 matrices in bfloat16, by amx_bf16"
-    )
+    return f"no effect: {nothing}" if nothing else "float32 matmul runs in bfloat16 (amx_bf16)"
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:

@@ -43,7 +43,7 @@ OPTIMIZERS = {
         2,
         state="lamb",
         needs_whole_tensors=True,
-        on_device_note="optimizer: lamb was asked; ONNX Runtime's AdamW runs on devices",
+        on_device_note="optimizer: lamb is not available on devices; ONNX Runtime's AdamW replaces it",
     ),
     "sgd": OptimizerTraits(
         f"{_WORKER}:sgd", ("momentum",), 0, adapts=False, state="sgd", on_device="SGD"

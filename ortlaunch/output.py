@@ -66,7 +66,7 @@ class _Output:
         self.lost = error if error.errno == errno.EPIPE else FileError(told, 1)
         if self.goes_on and self is sys.stdout:
             print(
-                f"ortlaunch: {told}; the run goes on, its logs are in its folder", file=sys.stderr
+                f"ortlaunch: {told}; the run continues, its logs are in its folder", file=sys.stderr
             )
 
 

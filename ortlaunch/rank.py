@@ -118,7 +118,7 @@ def explain(env: Mapping[str, str]) -> str:
     except RankError as error:
         return "\n".join([*lines, f"error: {error}"])
     return "\n".join(
-        [*lines, f"used: {chosen[1]}" if chosen else "used: none, so this is rank 0 of 1"]
+        [*lines, f"used: {chosen[1]}" if chosen else "used: none; this process is rank 0 of 1"]
     )
 
 

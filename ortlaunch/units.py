@@ -1,6 +1,12 @@
-"""Format numbers for the user: counts, bytes, seconds. Standard library only."""
+"""Format output for the user: counts, bytes, seconds, long lines. Standard library only."""
 
 from __future__ import annotations
+
+import textwrap
+
+COLUMNS = 100
+# A line that begins so ends in a command, which users copy as a whole.
+COMMANDS = ("command: ", "to continue: ")
 
 
 def counted(number: int, noun: str) -> str:
@@ -31,3 +37,28 @@ def number(value: object) -> float | None:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
+
+
+def fitted(text: str) -> str:
+    """Return the text with its long lines wrapped at blanks, to at most 100 columns.
+
+    Lines that are continued have four more blanks at their start. Commands stay in one line, and so
+    does a word that is longer.
+    """
+    return "\n".join(map(_fitted_line, text.split("\n")))
+
+
+def _fitted_line(line: str) -> str:
+    start = line.lstrip()
+    if len(line) <= COLUMNS or start.startswith(COMMANDS):
+        return line
+    indent = line[: len(line) - len(start)]
+    return textwrap.fill(
+        start,
+        COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )

@@ -44,8 +44,8 @@ def folders(recipe: Recipe, beside: Path) -> Iterator[str]:
             continue
         if installed:
             raise InputError(
-                f"{key}: {factory!r} is {installed}, which comes before your {mine}; give "
-                "your module another name"
+                f"{key}: {factory!r} is {installed}, which is imported before your {mine}; "
+                "rename your module"
             )
         yield folder
 

@@ -60,16 +60,16 @@ def recorded_choice(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | 
     kept = Choice.of(read_json(run.choice)) if run.choice.exists() else None
     # A run with a checkpoint keeps its engine, even if the machine or a version has changed.
     if kept and (run.complete_checkpoints() or kept.key == today):
-        return kept, "as this run began"
+        return kept, "at the start of this run"
     found = remembered(resolved)
     if found:
         return found, "cached"
     if resolved.world.inside is not None:
         raise PlanError(
-            "engine.name: auto has not been measured for this model, shape and machine, and a "
-            f"launcher's rank can start no jobs; run `ortlaunch bench {resolved.command.path}` "
-            "once outside of the launcher, with as many ranks, or name the "
-            f"engine{_nearest(resolved)}"
+            "engine.name: auto has not been measured for this model, shape and machine, and "
+            "ranks of a launcher cannot start a measurement; run `ortlaunch bench "
+            f"{resolved.command.path}` once outside the launcher, with the same number of "
+            f"ranks, or set engine.name{_nearest(resolved)}"
         )
     return None
 
@@ -102,9 +102,7 @@ def preview(resolved: ResolvedRun) -> ResolvedRun:
     found = remembered(resolved)
     if found:
         return applied(resolved, found, "cached")
-    note = (
-        "engine auto: measured when training starts, and remembered; until then planned as for ort"
-    )
+    note = "engine auto: measured when training starts, then cached; this plan assumes ort"
     return replace(resolved, notes=(*resolved.notes, note))
 
 
@@ -141,7 +139,7 @@ def _nearest(resolved: ResolvedRun) -> str:
     asked = key(resolved)
     known = [read_json(path)["key"] for path in _path(resolved).parent.glob("*.json")]
     apart = min((list(differences(other, asked)) for other in known), key=len, default=[])
-    return f"; the nearest that was measured differs in {', '.join(apart[:4])}" if apart else ""
+    return f"; the nearest measurement differs in {', '.join(apart[:4])}" if apart else ""
 
 
 def remember(resolved: ResolvedRun, choice: Choice) -> Choice:
@@ -178,7 +176,7 @@ def decide(rows: Sequence[Json], folder: Path) -> Choice:
     measured = (
         f"measured {', '.join(beaten)} on {time.strftime('%Y-%m-%d')}"
         if beaten
-        else "the only one that can be"
+        else "the only available engine"
     )
     why = "; ".join([measured, *_left_out(rows)])
     figures = {row["engine"]: _brief(row) for row in rows}

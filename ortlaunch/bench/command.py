@@ -52,7 +52,7 @@ def bench(
     if not engines and not vary and auto.long_enough(report):
         choice = auto.remember(resolved, auto.decide(rows, folder))
         print(
-            f"engine.name: auto will take {choice.chosen} for this recipe on this machine",
+            f"engine.name: auto will choose {choice.chosen} for this recipe on this machine",
             flush=True,
         )
     return int(

@@ -62,13 +62,13 @@ def prepared(resolved: ResolvedRun, engines: Sequence[str], vary: Sequence[str])
     """
     if resolved.world.inside is not None:
         raise PlanError(
-            "a bench starts its jobs itself, and this process is a rank of a launcher already; "
-            "start it outside, with --launcher, --nproc-per-node or --hostfile as the training "
-            "has them"
+            "bench starts its own ranks, and this process is already a rank of a launcher; "
+            "start it outside, with the --launcher, --nproc-per-node or --hostfile of the "
+            "training"
         )
     if resolved.file.recipe.batch.micro_size == "auto":
         raise PlanError(
-            "batch.micro_size is auto, and variants are compared on one batch; add "
+            "batch.micro_size is auto, but variants are compared with one batch size; add "
             "batch.micro_size=NUMBER"
         )
     found = [resolve_variant(variant, resolved) for variant in variants(engines, vary)]
@@ -87,7 +87,7 @@ def new_folder(out: Path | None, name: str) -> Path:
             return path
     if folder.is_dir() and not any(folder.iterdir()):
         return folder
-    raise PlanError(f"{folder}: is there already; give --out a new folder")
+    raise PlanError(f"{folder}: exists already; give --out a new folder")
 
 
 def measure(
@@ -233,8 +233,8 @@ def _that_fits(length: Length, players: Sequence[VariantJob], print_line: PrintL
     if needed <= free:
         return length
     print_line(
-        f"{len(plans)} variants would take {human(needed)} at once, and {human(free)} are free: "
-        "one at a time, each started again for every turn (--one-at-a-time)"
+        f"{len(plans)} variants would take {human(needed)} at once, and {human(free)} is free: "
+        "running one at a time, restarted in every round (--one-at-a-time)"
     )
     return length._replace(one_at_a_time=True)
 
@@ -245,9 +245,8 @@ def _report_busy(print_line: PrintLine, load: Sequence[float]) -> None:
     cores = machine.hardware()["cores"] or 1
     if others or load[0] > _LEAST_BUSY_LOAD * cores:
         print_line(
-            f"WARNING: this machine is busy (load {load[0]:.1f} on {cores} cores), which makes "
-            "the figures noisy\n"
-            f"  busy: {', '.join(others[:3]) or 'nothing at this moment'}"
+            f"WARNING: this machine is busy (load {load[0]:.1f} on {cores} cores), so times are "
+            f"noisy\n  busy: {', '.join(others[:3]) or 'none at this moment'}"
         )
 
 

@@ -49,7 +49,7 @@ def draw(rows: Sequence[Json], title: str, path: Path) -> None:
     axes.invert_yaxis()
     # A quarter more, as space for the labels.
     axes.set_xlim(0, max(_top(row, rate) for row, rate in zip(rows, rates)) * 1.25)
-    axes.set_xlabel(f"{unit} per second (median; the line is the middle half of the steps)")
+    axes.set_xlabel(f"{unit} per second (median; the line is the interquartile range of the steps)")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     FigureCanvasAgg(figure).print_png(str(path))

@@ -207,15 +207,14 @@ def _notes(rows: Sequence[Json]) -> list[str]:
     for row in measured:
         if "loss_from_highest" in row["parity"]:
             moved = (
-                f"moves the loss by {row['parity']['loss_from_highest']:.1e}; parity is "
+                f"changes the loss by {row['parity']['loss_from_highest']:.1e}; parity is "
                 "compared at highest"
             )
             notes.append(f"{row['name']}: matmul_precision {row['matmul_precision']} {moved}")
     if measured:
         others = sorted({row["ratio_to"] for row in measured})
         notes.append(f"ratio: to {', '.join(others)}; memory: of the largest rank; parity: "
-                     "largest relative "
-                     "difference from PyTorch")  # fmt: skip
+                     "largest relative difference from PyTorch")  # fmt: skip
     return notes
 
 

@@ -106,7 +106,7 @@ class VariantJob:
             job = self._job
             self._job = None
             end = explain_end(self.run, launcher.wait(job), None, job.ended_by, job.oom_kills)
-            raise Failed(end.text if end.status else "it ended before its time without an error")
+            raise Failed(end.text if end.status else "it ended early without an error")
 
     def leave(self) -> None:
         """Let the job end by itself, and cancel it if it does not."""

@@ -93,7 +93,7 @@ def variants(engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:
     names = [variant.slug for variant in found]
     twice = next((variant.name for variant in found if names.count(variant.slug) > 1), None)
     if twice:
-        raise InputError(f"--vary: {twice} is there twice")
+        raise InputError(f"--vary: {twice} is given twice")
     return found
 
 
@@ -104,7 +104,7 @@ def _choices(text: str) -> list[str]:
         raise InputError(f"--vary {text}: {_VARY_FORM}")
     # An override of the engine would contradict the variant's name.
     if key.strip() in ("engine", "engine.name"):
-        raise InputError(f"--vary {text}: engines are chosen with --engines")
+        raise InputError(f"--vary {text}: use --engines to choose engines")
     return [f"{key.strip()}={value}" for value in found]
 
 

@@ -22,6 +22,7 @@ from ortlaunch.cli.training import bench, data, parity, plan, train, validate
 from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeError
 from ortlaunch.file_errors import explained
 from ortlaunch.output import guarded
+from ortlaunch.units import fitted
 
 # The option for the output folder, if it is not --run-dir; error messages suggest it.
 _PLACES = {
@@ -110,23 +111,23 @@ def main() -> None:
             app(prog_name="ortlaunch")
         # Printed without a prefix: their lines begin with file:line:column, for editors.
         except (RecipeError, HostfileError) as error:
-            print(error, file=sys.stderr)
-            sys.exit(error.exit_status)
+            sys.exit(_print_error(str(error), error))
         except OrtlaunchError as error:
-            sys.exit(_print_error(error))
+            sys.exit(_print_error(f"ortlaunch: {error}", error))
         except OSError as error:
             told = explained(error, _PLACES.get("".join(sys.argv[1:2]), "--run-dir"))
             # An unknown error is a bug, so its traceback is needed.
             if told is None:
                 raise
-            sys.exit(_print_error(told))
+            sys.exit(_print_error(f"ortlaunch: {told}", told))
         finally:
             # Then the interpreter's last collections have no objects to visit.
             gc.freeze()
 
 
-def _print_error(error: OrtlaunchError) -> int:
-    print(f"ortlaunch: {error}", file=sys.stderr)
+def _print_error(text: str, error: OrtlaunchError) -> int:
+    # In a pipe or a file an error is one line, for editors and scripts.
+    print(fitted(text) if sys.stderr.isatty() else text, file=sys.stderr)
     return error.exit_status
 
 

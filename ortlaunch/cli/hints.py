@@ -16,14 +16,12 @@ from ortlaunch.errors import InputError
 
 # Suggestions for verbs of other tools.
 _TRAIN = "train RECIPE"
-_EVALUATION = "evaluate RUN_FOLDER; train evaluates at its end, and each train.evaluate_every_steps"
+_EVALUATION = "evaluate RUN_FOLDER; train evaluates at its end and every train.evaluate_every_steps"
 _EXPORT = (
-    "export RUN_FOLDER; every training leaves its model in export/ of the run folder, "
-    "as transformers loads it"
+    "export RUN_FOLDER; every training writes its model for transformers to export/ in the run "
+    "folder"
 )
-_RESULT = (
-    "train: every training leaves its model in export/ of the run folder, as transformers loads it"
-)
+_RESULT = "train: every training writes its model for transformers to export/ in the run folder"
 _VERBS = {
     **dict.fromkeys(("run", "launch", "start", "fit", "finetune", "pretrain", "sft"), _TRAIN),
     **dict.fromkeys(("eval", "test"), _EVALUATION),
@@ -50,7 +48,7 @@ _OPTIONS = {
     "launch.processes_per_node": "--nproc-per-node", "launch.launcher": "--launcher", "out": "--to", "output": "--to",
 }  # fmt: skip
 # Other tools accept the config as an option.
-_RECIPE = "the recipe is given without an option, as in `ortlaunch train RECIPE`"
+_RECIPE = "give the recipe without an option, as in `ortlaunch train RECIPE`"
 _WORDS = {"config": _RECIPE, "config_file": _RECIPE, "recipe": _RECIPE, "config_path": _RECIPE}
 
 
@@ -81,15 +79,15 @@ class Verb(TyperCommand):
         for number, word in _unknown(args, ours):
             hint = _hint(word, args[number + 1 : number + 2], ours)
             if hint:
-                raise InputError(f"there is no option {word.partition('=')[0]}; {hint}")
+                raise InputError(f"no such option: {word.partition('=')[0]}; {hint}")
         # Other launchers accept `auto` or `gpu` here; Typer would only report no valid integer.
         for number, word in enumerate(args):
             name, equals, value = word.partition("=")
             value = value if equals else "".join(args[number + 1 : number + 2])
             if name == "--nproc-per-node" and not value.isdecimal():
-                usual = "without it there is one rank for each GPU, or one"
+                usual = "the default is one rank per GPU, or one"
                 raise InputError(
-                    f"--nproc-per-node: got {value or 'nothing'}; give a number from 1 on; {usual}"
+                    f"--nproc-per-node: got {value or 'nothing'}; give a number, 1 or more; {usual}"
                 )
         return super().parse_args(ctx, args)
 
@@ -131,15 +129,15 @@ def _not_a_verb(args: Sequence[str], ours: Sequence[str], above: str) -> str:
     if above == "ortlaunch":
         whose = ""
         if name in _VERBS:
-            return f"there is no verb {name}; what comes nearest is ortlaunch {_VERBS[name]}"
+            return f"no such command: {name}; the nearest is ortlaunch {_VERBS[name]}"
         # `ortlaunch my.yaml`: the verb was left out.
         if name.endswith((".yaml", ".yml")):
-            return f"{name} is no verb; to train it: ortlaunch train {' '.join(args)}"
+            return f"no such command: {name}; to train it: ortlaunch train {' '.join(args)}"
     # 1 is equal; words below 0.6 have too little in common.
     near = [verb for verb in ours if likeness(name, verb) >= 0.6]
     near.sort(key=lambda verb: -likeness(name, verb))
-    said = f"did you mean {' or '.join(near[:2])}?" if near else f"the verbs are {', '.join(ours)}"
-    return f"there is no verb {name}{whose}; {said}"
+    said = f"did you mean {' or '.join(near[:2])}?" if near else f"commands: {', '.join(ours)}"
+    return f"no such command: {name}{whose}; {said}"
 
 
 def _unknown(args: Sequence[str], ours: set[str]) -> Iterator[tuple[int, str]]:
@@ -174,7 +172,7 @@ def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
         (one for one in ours if normal(one.lstrip("-")) == name or one == _OPTIONS.get(name)), None
     )
     if same:
-        return f"it is written {same}"
+        return f"write {same}"
     if name in _WORDS:
         return _WORDS[name]
     *section, last = keys(name)
@@ -185,9 +183,7 @@ def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
         return None
     advice = advise(str(last), tuple(section))
     target = dotted(advice.target) if advice.target else ""
-    if target and (
-        advice.sure or target in _OPTIONS or advice.text.endswith(f"here it is {target}")
-    ):
+    if target and (advice.sure or target in _OPTIONS or advice.text.endswith(f"use {target}")):
         return _as_key(target, value, ours)
     is_near = advice.target is not None and likeness(str(advice.target[-1]), name) >= 0.7
     return advice.text if name in FOREIGN or is_near else None
@@ -200,5 +196,5 @@ def _is_value(text: str) -> bool:
 def _as_key(key: str, value: str, ours: set[str]) -> str:
     option = _OPTIONS.get(key)
     if option in ours:
-        return f"it is {option} {value} here"
-    return f"a key of the recipe is given without dashes: {key}={value}"
+        return f"use {option} {value}"
+    return f"give a key of the recipe without dashes: {key}={value}"

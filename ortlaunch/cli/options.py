@@ -53,15 +53,18 @@ ResumeOption = Annotated[
     typer.Option(
         "--resume",
         metavar="auto|never|STEP|PATH",
-        help="auto: the run folder's newest complete checkpoint; never: begin anew; STEP: "
-        "that one; PATH: another "
-        "run's folder or a checkpoint, for a run folder that has none yet.",
+        help="auto: the run folder's newest complete checkpoint; never: start from step 0; "
+        "STEP: the checkpoint of that step; PATH: another run's folder or a checkpoint, "
+        "for a run folder without one.",
     ),
 ]
 PortOption = Annotated[
     int,
     typer.Option(
-        "--port", min=0, max=65535, help="Of the first host, that ranks are to meet at; 0: any."
+        "--port",
+        min=0,
+        max=65535,
+        help="Port of the first host to which ranks connect; 0: any free one.",
     ),
 ]
 PortsOption = Annotated[
@@ -69,19 +72,19 @@ PortsOption = Annotated[
     typer.Option(
         "--ports",
         metavar="LOW-HIGH",
-        help="Ports that all hosts are to reach of each other; any else.",
+        help="Ports to test between all hosts; any free ones by default.",
     ),
 ]
 FindingsAsJson = Annotated[
     bool,
-    typer.Option("--json", help="Every finding, as JSON; its schema: `ortlaunch schema --doctor`."),
+    typer.Option("--json", help="All results as JSON; its schema: `ortlaunch schema --doctor`."),
 ]
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(
         "--allow",
         metavar="NAME",
-        help="Let a change take effect that would be refused, as data or model.",
+        help="Allow a change that is otherwise refused, as data or model.",
     ),
 ]
 DryRun = Annotated[
@@ -90,8 +93,8 @@ DryRun = Annotated[
         "--dry-run",
         "--dryrun",
         help=(
-            "Print the command that would run, on standard error plan, changes and "
-            "refusals; write nothing."
+            "Print the command, and on standard error the plan, changes and refusals; start "
+            "and write nothing."
         ),
     ),
 ]
@@ -160,7 +163,11 @@ def _launch_options(
     if launcher not in (None, "auto", *LAUNCHERS):
         # Users of other tools name the queue as the launcher.
         queue = launcher in ("slurm", "sbatch", "kubernetes", "azureml")
-        why = "that is a queue: ortlaunch submit RECIPE --scheduler NAME; here " if queue else ""
+        why = (
+            "that is a scheduler: ortlaunch submit RECIPE --scheduler NAME; --launcher is "
+            if queue
+            else ""
+        )
         names = ", ".join(("auto", *LAUNCHERS))
         raise typer.BadParameter(f"got {launcher}; {why}one of {names}", param_hint="--launcher")
     # Only the command line reads it: commands.jsonl and the command that continues a run.

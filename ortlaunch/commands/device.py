@@ -27,7 +27,7 @@ def export(request: DeviceRequest) -> int:
     """Write a model for onnxruntime alone into a new folder; return the status as `start` does."""
     if request.to and Path(request.to).exists():
         raise InputError(
-            f"{request.to} is there already; take it away, or give another folder with --to"
+            f"{request.to} exists already; remove it, or give another folder with --to"
         )
     return start(request, None)
 
@@ -36,7 +36,7 @@ def average(request: DeviceRequest) -> int:
     """Write the mean of several clients' checkpoints; return the status as `start` does."""
     if len(request.checkpoints) < 2:
         raise InputError(
-            f"an average is of two checkpoints at least; got {len(request.checkpoints)}"
+            f"an average needs at least two checkpoints; got {len(request.checkpoints)}"
         )
     if request.weights is not None and len(request.weights) != len(request.checkpoints):
         raise InputError(
@@ -59,7 +59,7 @@ def start(request: DeviceRequest, overrides: tuple[str, ...] | None) -> int:
     missing = place.missing()
     if missing:
         raise InputError(
-            f"{place} is no folder of training artifacts: it lacks {', '.join(missing)}; "
+            f"{place} is not a folder of training artifacts: it lacks {', '.join(missing)}; "
             "ortlaunch export RUN --format ondevice writes one"
         )
     # A training on the device continues its own checkpoint, unless the user gives another one.
@@ -67,7 +67,7 @@ def start(request: DeviceRequest, overrides: tuple[str, ...] | None) -> int:
     request = request._replace(checkpoint=request.checkpoint or own, to=request.to or own)
     for path in request.checkpoints or (request.checkpoint,):
         if not Path(path or "").is_file():
-            raise InputError(f"there is no checkpoint {path}")
+            raise InputError(f"no such checkpoint: {path}")
     if request.verb in ("train", "average"):
         _make_place(Path(request.to or ""), own)
     if overrides is not None:
@@ -88,7 +88,7 @@ def _make_place(to: Path, own: str) -> None:
     # Replacing a checkpoint is normal, replacing any other file would be a mistake.
     if str(to) != own and to.exists() and not _is_checkpoint(to):
         raise InputError(
-            f"--to: {to} is there already, and is no checkpoint of onnxruntime's; give another file"
+            f"--to: {to} exists already, and is not a checkpoint of onnxruntime; give another file"
         )
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def _make_place(to: Path, own: str) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise InputError(
-            f"--to: nothing can be written in {to.parent}: {error.strerror}; give another file"
+            f"--to: cannot write in {to.parent}: {error.strerror}; give another file"
         ) from None
 
 
@@ -112,7 +112,8 @@ def _recipe(place: DeviceFolder, overrides: tuple[str, ...]) -> str:
         key = word.partition("=")[0].lstrip("+")
         if not any(key == name or key.startswith(f"{name}.") for name in _OPEN):
             raise InputError(
-                f"{word}: is settled in the artifacts; on a device can be set {', '.join(_OPEN)}"
+                f"{word}: is fixed in the artifacts; on a device these can be set: "
+                f"{', '.join(_OPEN)}"
             )
     own = (
         (f"data.tokenizer={json.dumps(str(place.path.absolute()))}",) if place.has_tokenizer else ()

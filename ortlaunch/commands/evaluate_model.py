@@ -57,12 +57,12 @@ def evaluate(model: Path, recipe: Path | None, overrides: tuple[str, ...], as_js
 def _file(model: Path) -> Path:
     """Return the model.onnx, or the folder in transformers' format."""
     if not model.exists():
-        raise InputError(f"there is no {model}")
+        raise InputError(f"no such file or folder: {model}")
     if model.is_dir() and (model / "model.onnx").exists():
         return model / "model.onnx"
     if model.is_dir() and not (model / "config.json").exists():
         raise InputError(
-            f"{model} holds adapters alone; evaluate the run, or an export with model.lora.merge"
+            f"{model} contains only adapters; evaluate the run, or an export with model.lora.merge"
         )
     return model
 
@@ -74,8 +74,8 @@ def _run_of(model: Path) -> RunDir:
         if run.plan.exists() and run.recipe.exists():
             return run
     raise InputError(
-        f"{model} lies in no run folder, whose recipe says what to measure on; "
-        "give one with --recipe"
+        f"{model} is not in a run folder, so the task and data.evaluation are unknown; give a "
+        "recipe with --recipe"
     )
 
 
@@ -92,6 +92,6 @@ def _recipe(source: Path, model: Path, overrides: tuple[str, ...]) -> Recipe:
         raise InputError(no_evaluation(source, recipe.data))
     if recipe.model.traits.is_own:
         raise InputError(
-            f"{source}: model.factory's model is your own; evaluate RUN measures its checkpoints"
+            f"{source}: the model is built by model.factory; use evaluate RUN for its checkpoints"
         )
     return recipe

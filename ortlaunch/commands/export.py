@@ -62,7 +62,7 @@ def _export(run: RunDir, options: ExportOptions, step: int, shown: Collection[st
     if not (push and lora is None and _is_written(run, step, folder, form)):
         if folder.exists():
             raise InputError(
-                f"{folder} is there already; take it away, or give another folder with --to"
+                f"{folder} exists already; remove it, or give another folder with --to"
             )
         tasks.answer_of(ExportRequest(str(run), step, str(folder), form, lora or ""), shown)
     if push:
@@ -87,7 +87,7 @@ def chosen_step(run: RunDir, step: int | None) -> int:
         InputError: the run or checkpoint does not exist.
     """
     if not (run.plan.exists() and run.recipe.exists()):
-        raise InputError(f"{run} is no folder of a run: it has no plan.json and recipe.yaml")
+        raise InputError(f"{run} is not a run folder: it has no plan.json and recipe.yaml")
     steps = [found for found, _ in run.complete_checkpoints()]
     if not steps:
         raise InputError(f"{run.checkpoints} has no complete checkpoint")

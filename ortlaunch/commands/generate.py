@@ -59,7 +59,7 @@ def _source(request: GenerationRequest) -> tuple[Path, int | None, bool | None]:
     run = RunDir(folder)
     if not (run.plan.exists() and run.recipe.exists()):
         if request.step is not None:
-            raise InputError(f"--step: {folder} is no folder of a run, and has no checkpoints")
+            raise InputError(f"--step: {folder} is not a run folder, and has no checkpoints")
         return _require_causal(folder), None, _run_learned_chats(folder)
     recipe = read_resolved(run.recipe)
     if recipe.model.traits.predicts != "next":
@@ -91,13 +91,13 @@ def _require_causal(folder: Path) -> Path:
     config = folder / "config.json"
     if not config.exists():
         raise InputError(
-            f"{folder} is no folder of a run (plan.json), "
-            "nor of a model of transformers' (config.json)"
+            f"{folder} is neither a run folder (plan.json) nor a folder of a transformers model "
+            "(config.json)"
         )
     classes = read_json(config).get("architectures") or []
     if not any(name.endswith(_CAUSAL) for name in classes):
         raise InputError(
-            f"{folder} holds a {', '.join(classes) or 'model of no class'}; "
-            "only causal models generate text"
+            f"{folder} contains a {', '.join(classes) or 'model without a class'}; only causal "
+            "models generate text"
         )
     return folder

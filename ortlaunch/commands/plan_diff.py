@@ -42,12 +42,14 @@ def other_plan(path: Path, context: PlanContext) -> Plan:
         return _of_recipe(path, context) if is_recipe else Plan.from_json(text)
     except FileNotFoundError:
         raise InputError(
-            f"--diff {path}: there is no {file}; give a recipe, a run folder or its plan.json"
+            f"--diff {path}: no file {file}; give a recipe, a run folder or its plan.json"
         ) from None
     except PlanError as error:
         raise InputError(f"--diff {path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"--diff {path}: {file} is no plan of this version ({error!r})") from None
+        raise InputError(
+            f"--diff {path}: {file} is not a plan of this version ({error!r})"
+        ) from None
 
 
 def _of_recipe(path: Path, context: PlanContext) -> Plan:

@@ -15,7 +15,7 @@ def prepare(recipe: Recipe) -> int:
     """
     if recipe.data.is_custom:
         raise InputError(
-            "data.train: is custom, and there is nothing to prepare: its factory makes the samples"
+            "data.train: is custom, so there is nothing to prepare: its factory makes the samples"
         )
     # In a process of its own, which imports the libraries that read data.
     return tasks.run_alone(tasks.DataRequest(to_yaml(recipe)))

@@ -145,7 +145,7 @@ def selftest(
     hosts = _hosts(options)
     # Two nodes are enough to test a job across hosts.
     nodes = min(_slurm_nodes(), 2)
-    queues = nodes > 0 and may_queue(f"Queue a job of {nodes} nodes in Slurm, too?")
+    queues = nodes > 0 and may_queue(f"Also queue a job of {nodes} nodes in Slurm?")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "selftest_model.py").write_text(_MODULE, encoding="utf-8")
     (folder / "recipe.yaml").write_text(_RECIPE % _global_size(hosts, options), encoding="utf-8")
@@ -155,14 +155,14 @@ def selftest(
     yield from checked
     if any(finding.verdict == FAILED for finding in checked):
         yield Finding(
-            "all", "ranks", WARNING, "none started, for a check failed", "mend that first"
+            "all", "ranks", WARNING, "not started, because a check failed", "mend that first"
         )
         return
     yield from _measure(folder, measured, options, environ)
     expected: tuple[float, ...] | None = None
     for training in _trainings(options, hosts, nodes):
         if training.verb == "submit" and not queues:
-            what = "not tested: it queues a job"
+            what = "not tested: this would queue a job"
             mend = "answer yes, or give --yes"
             yield Finding("all", f"train {training.name}", WARNING, what, mend)
             continue
@@ -180,7 +180,7 @@ def _measure(
     resolved = resolve(folder / "recipe.yaml", tuple(overrides), options, environ)
     if resolved.world.inside is not None:
         raise PlanError(
-            "selftest starts its ranks itself, and this process is a rank of a launcher already"
+            "selftest starts its own ranks, and this process is already a rank of a launcher"
         )
     run = RunDir(folder / "fabric")
     plan = resolved.plan
@@ -194,7 +194,7 @@ def _measure(
         sys.exit(128 + job.signal)
     if end.status or not run.fabric.exists():
         return [
-            Finding("all", "ranks", FAILED, f"those that measure failed: {end.text}", f"see {log}")
+            Finding("all", "ranks", FAILED, f"the measurement failed: {end.text}", f"see {log}")
         ]
     return fabric.judge(read_json(run.fabric), plan.nodes)
 

@@ -70,14 +70,15 @@ def _check_restarts(chosen: recipe.Recipe) -> None:
         and submit.kubernetes.kind == "trainjob"
     ):
         why = (
-            "a TrainJob has no field for it: "
-            "failurePolicy.maxRestarts of the runtime's JobSet is in force"
+            "a TrainJob has no such field; failurePolicy.maxRestarts of the runtime's JobSet "
+            "applies"
         )
     elif not submit.requeue:
         why = "the job may not be queued again (submit.requeue: false)"
     if why and chosen.launch.max_restarts:
         raise PlanError(
-            f"launch.max_restarts: {chosen.launch.max_restarts} is not possible: {why}; set it to 0"
+            f"launch.max_restarts: {chosen.launch.max_restarts} is not supported: {why}; set it "
+            "to 0"
         )
 
 
@@ -91,9 +92,7 @@ def without_effect(resolved: ResolvedRun) -> list[str]:
     ]
     if chosen.scheduler == "slurm" or not left:
         return []
-    return [
-        f"without effect with {chosen.scheduler}: {', '.join(f'submit.{name}' for name in left)}"
-    ]
+    return [f"ignored by {chosen.scheduler}: {', '.join(f'submit.{name}' for name in left)}"]
 
 
 class Queued(NamedTuple):
@@ -127,7 +126,8 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
         micro_size.refuse_inside()
     if run.job.exists() and not read_status(run).state.is_end:
         raise PlanError(
-            f"--run-dir {run}: its run goes on, or is queued; `ortlaunch cancel {run}` ends it"
+            f"--run-dir {run}: its run has not ended, or is queued; `ortlaunch cancel {run}` "
+            "ends it"
         )
     notes = check_folder(run, earlier(run, resolved), resolved)
     run = claimed(run) if chosen is None else run

@@ -21,7 +21,7 @@ def cause_of(found: Evidence) -> Failure:
         return _with_precision(Failure.of_record(found.first), found)
     if found.failure is None or (found.failure.cause is Cause.UNKNOWN and not found.failure.detail):
         return Failure(
-            Cause.UNKNOWN, f"the run ended with status {found.status}, without an error record"
+            Cause.UNKNOWN, f"the run ended with status {found.status} and without an error record"
         )
     return found.failure
 
@@ -41,5 +41,5 @@ def _with_precision(failure: Failure, found: Evidence) -> Failure:
 
 def advice_for(failure: Failure, found: Evidence) -> tuple[str, ...]:
     """Return advice for a failure; for a hang, the stack files of all ranks come first."""
-    stacks = (f"read the stacks of all ranks: {found.run.errors}/stacks_*.txt",)
+    stacks = (f"see the stack traces of all ranks: {found.run.errors}/stacks_*.txt",)
     return (*(stacks if failure.cause is Cause.HANG else ()), *advice(failure))

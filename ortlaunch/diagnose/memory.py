@@ -14,9 +14,9 @@ from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.units import human
 
 _UNKNOWN = (
-    "the plan cannot count this model; less memory a rank: batch.micro_size lower "
-    "(accumulation keeps global_size) or "
-    "auto, zero.stage 1 to 3 on several ranks, model.gradient_checkpointing: true"
+    "the plan has no estimate for this model; to use less memory per rank: a lower "
+    "batch.micro_size (accumulation keeps global_size) or auto, zero.stage 1 to 3 on several "
+    "ranks, model.gradient_checkpointing: true"
 )
 
 
@@ -31,10 +31,10 @@ def what_would_fit(found: Evidence) -> list[str]:
     # The run reached the limit, so the plan's estimate was too low by at least this factor.
     scale = max(1.0, limit / rows[0][1]) if limit else 1.0
     head = "what would fit" + (
-        f", by the plan with its process ({human(PROCESS)})" if plan.device == "cpu" else ""
+        f" (by the plan, with {human(PROCESS)} for the process)" if plan.device == "cpu" else ""
     )
-    more = f", {scale:.2f} times as much, for it reached the limit" if scale > 1 else ""
-    shown = f"{head}{more}: {human(limit)} a rank is the limit there" if limit else head
+    more = f", {scale:.2f} times as much, because the run reached the limit" if scale > 1 else ""
+    shown = f"{head}{more}: {human(limit)} per rank is the limit there" if limit else head
     table = memory_lines(plan.memory, plan.world_size > 1, plan.device)
     return [*table, shown, *(_row(said, math.ceil(scale * size), limit) for said, size in rows)]
 

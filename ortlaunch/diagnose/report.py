@@ -109,10 +109,10 @@ def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
         yield from (f"    | {line}" for line in evidence.last_lines(found.run, record["rank"]))
     others = [f"{record['rank']}" for record in found.records[1:]]
     if others:
-        yield f"  rank {', '.join(others[:16])} ended after that: {len(others)} in all"
+        yield f"  rank {', '.join(others[:16])} ended later: {len(others)} in all"
     if not found.records and found.text:
         said = [line for line in found.text.strip().splitlines() if not line.startswith(CONTINUE)]
-        yield f"  the command said: {said[-1] if code else said[0]}"
+        yield f"  last message of the command: {said[-1] if code else said[0]}"
     yield from _progress(found)
     yield from _storage(found, failure)
     yield from (
@@ -132,7 +132,7 @@ def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
 def _meaning(code: int) -> str:
     """Return the meaning of an exit status: 85, or 128 + a signal's number; else ""."""
     if code == 85:
-        return " (saved; run me again)"
+        return " (saved; the same command continues the run)"
     try:
         return f" (128 + {code - 128}: {signal.Signals(code - 128).name})" if code > 128 else ""
     except ValueError:
@@ -154,10 +154,7 @@ def _progress(found: Evidence) -> Iterator[str]:
         )
         between = steps[-1]["step"] - steps[0]["step"]
         if between and skipped / between > _SKIPPED_OFTEN:
-            yield (
-                f"  fp16 skipped {skipped:.0f} of the last {between} steps: its loss "
-                "scale finds no place"
-            )
+            yield (f"  fp16 skipped {skipped:.0f} of the last {between} steps: no loss scale works")
     for line in evidence.json_lines(found.run.bad_steps, "step", "action", "message")[-3:]:
         message = str(line["message"]).partition("\n")[0]
         yield f"  bad step {line['step']} ({line['action']}): {message}"
@@ -176,4 +173,4 @@ def _storage(found: Evidence, failure: Failure) -> Iterator[str]:
         yield f"  the save after step {line['step']} failed: {line['error']}"
     free = shutil.disk_usage(found.run.path).free
     if free < _FEW_BYTES or failure.cause is Cause.DISK_FULL:
-        yield f"  {human(free)} are free now on the disk of {found.run}"
+        yield f"  {human(free)} free now on the disk of {found.run}"

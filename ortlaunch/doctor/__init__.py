@@ -71,7 +71,7 @@ def lacking_for_ort(on_gpu: bool) -> Iterator[tuple[str, str]]:
     elif on_gpu and (libraries := cuda_libraries.missing()):
         names = ", ".join(library.name for library in libraries)
         yield (
-            f"CUDA libraries of onnxruntime-training are absent ({names})",
+            f"CUDA libraries of onnxruntime-training are not installed ({names})",
             cuda_libraries.hint(libraries),
         )
     if absent:

@@ -249,9 +249,7 @@ class _ProbeCall:
             found = ast.literal_eval((line or b"").decode())
             doubt = max(0.0, time.time() - before - found["took"]) / 2
         except (ValueError, SyntaxError):
-            self.answer = Silence(
-                "reached", "it answered, and then no more", f"try: ssh {self.host} true"
-            )
+            self.answer = Silence("reached", "it stopped answering", f"try: ssh {self.host} true")
             return
         reached = [Reached(one.host, tcp, error, udp, whole, min(one.properties["mtu"], self.properties["mtu"]))
                    for (one, tcp, _), (error, udp, whole) in zip(places, found["reach"])]  # fmt: skip
@@ -320,7 +318,7 @@ class _ProbeCall:
         # A shell's status for a program that it cannot execute or find.
         if status in (126, 127):
             mend = "install the same environment there, under the same path"
-            return Silence("interpreter", f"no {sys.executable} there ({said})", mend)
+            return Silence("interpreter", f"{sys.executable} is missing there ({said})", mend)
         return Silence("reached", said, f"ssh {self.host} must work without a password")
 
     def _errors(self) -> bytes:

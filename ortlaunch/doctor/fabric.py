@@ -51,7 +51,7 @@ def _rates(measured: Mapping[str, Any], nodes: Sequence[Node]) -> Iterator[Findi
                 f"{', '.join(map(str, slow))})"
             )
         mend = (
-            "see what else runs there, clocks and power limits (nvidia-smi -q -d "
+            "check other processes, clocks and power limits there (nvidia-smi -q -d "
             "PERFORMANCE), or --exclude it"
         )
         found = judged(node.host, "matrix rate", not slow, what, mend, else_=FAILED)
@@ -79,7 +79,7 @@ def _links(links: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) -> Iterato
         )
         what = f"{'SLOW: ' if slow else ''}{', '.join(said)}{usually}"
         mend = (
-            "see its cable, switch port and interface (ethtool, ibstat), "
+            "check its cable, switch port and interface (ethtool, ibstat) and "
             "launch.interface, or --exclude it"
         )
         found = judged(node.host, "link", not slow, what, mend, else_=FAILED)

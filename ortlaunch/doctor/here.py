@@ -51,7 +51,7 @@ def check_this_host(
             for what, mend in doctor.lacking(recipe, world)
         ]
         found += wrong or [
-            Finding(HERE, "recipe", OK, f"{recipe.name}: what it needs is installed")
+            Finding(HERE, "recipe", OK, f"{recipe.name}: its packages are installed")
         ]
     return found
 
@@ -63,8 +63,8 @@ def _python() -> Finding:
     good = sys.version_info[:2] <= NEWEST_PYTHON
     what = f"{sys.version.split()[0]}, {sys.executable}"
     mend = (
-        f"engine ort has wheels up to Python {newest}: make an environment with it, or "
-        "use another engine"
+        f"engine ort has wheels up to Python {newest}: use an environment with that version, or "
+        "another engine"
     )
     return judged(HERE, "python", good, what, mend, else_=WARNING)
 
@@ -85,7 +85,7 @@ def _ort() -> Iterator[Finding]:
     gpus = bool(probe.gpus())
     wrong = list(doctor.lacking_for_ort(gpus))
     if gpus and not wrong and (why := cuda_libraries.check()):
-        wrong = [(why, "see nvidia-smi for the driver, and docs/gpu.md for the libraries")]
+        wrong = [(why, "check the driver with nvidia-smi; docs/gpu.md lists the libraries")]
     yield from (Finding(HERE, "ort", WARNING, what, mend) for what, mend in wrong)
     if not wrong:
         yield Finding(
@@ -98,7 +98,7 @@ def _ort() -> Iterator[Finding]:
 
 def _deepspeed(versions: dict[str, str]) -> Finding:
     version = versions.get("deepspeed")
-    what = version or "not installed, and a recipe with `zero` needs it"
+    what = version or "not installed; recipes with `zero` need it"
     return judged(
         HERE,
         "deepspeed",
@@ -126,14 +126,14 @@ def _gpus(versions: dict[str, str]) -> Iterator[Finding]:
     """Yield findings on the GPUs, and on torch's ability to use them."""
     names = machine.hardware()["gpus"]
     if not names and not probe.gpus():
-        yield Finding(HERE, "gpus", OK, "none: ranks train on the CPU")
+        yield Finding(HERE, "gpus", OK, "none: ranks train on CPU")
         return
-    what = ", ".join(dict.fromkeys(names)) or "of unknown kind"
+    what = ", ".join(dict.fromkeys(names)) or "of unknown type"
     yield Finding(HERE, "gpus", OK, f"{probe.gpus()}: {what}")
     torch = versions.get("torch", "")
     nccl = _nccl()
     good = not torch.endswith("+cpu") and nccl is not None
-    mend = "install a torch for CUDA: https://pytorch.org/get-started/locally"
+    mend = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
     yield judged(
         HERE,
         "nccl",

@@ -72,14 +72,14 @@ def check_hosts(asked: HostRequirements) -> list[Finding]:
         if properties["sources"] != sources and properties["packages"].get("ortlaunch") == here.get(
             "ortlaunch"
         ):
-            what = "other files of ortlaunch than here, of the same version"
-            mend = "install the same one on every host"
+            what = "ortlaunch has the same version but different files than here"
+            mend = "install the same build on every host"
             found.append(Finding(node.host, "packages", FAILED, what, mend))
         if (
             first := first_of.setdefault(properties["machine"] or node.host, node.host)
         ) != node.host:
             what = f"is the same machine as {first}"
-            mend = f"list it once, as {first} with the slots of both"
+            mend = f"list it once, as {first}, with the slots of both"
             found.append(
                 judged(
                     node.host,
@@ -148,22 +148,22 @@ def _network(
     if asked.interface is not None and asked.interface not in properties["interfaces"]:
         what = f"no {asked.interface} there; it has {', '.join(properties['interfaces'])}"
         yield Finding(
-            host, "interface", FAILED, what, "name one that every host has: launch.interface"
+            host, "interface", FAILED, what, "set launch.interface to one that every host has"
         )
         return
     if routed:
-        mend = "see its routes, or name the interface: launch.interface=eth0"
-        mend = "give the name that the other hosts know it by" if host in LOCAL_NAMES else mend
-        what = properties["address"] or "no route to any of the other hosts but loopback"
+        mend = "check its routes, or set the interface: launch.interface=eth0"
+        mend = "use the name under which the other hosts reach it" if host in LOCAL_NAMES else mend
+        what = properties["address"] or "no route to the other hosts except loopback"
         yield judged(host, "address", properties["address"] is not None, what, mend, else_=FAILED)
     named = asked.ports is not None or host == asked.nodes[0].host
     if isinstance(properties["listens"], str) and named:
         where = f"port {asked.port}" if asked.port else "a free port"
         where = f"ports {asked.ports[0]} and {asked.ports[1]}" if asked.ports else where
         mend = (
-            "end who has it, or give another one"
+            "end the process that uses it, or give another one"
             if asked.port or asked.ports
-            else "see `ip address` there"
+            else "run `ip address` there"
         )
         yield Finding(
             host, "port", FAILED, f"cannot listen at {where}: {properties['listens']}", mend
@@ -195,10 +195,7 @@ def _reached(
     """Yield findings on a host's connections to others: TCP, UDP, and packets of the MTU's size."""
     for (name, port), error in shut.items():
         if name == host:
-            mend = (
-                "let these hosts reach all ports of each other: see its firewall, or "
-                "launch.interface"
-            )
+            mend = "open all ports between these hosts: check its firewall, or launch.interface"
             yield Finding(
                 host, "port", FAILED, f"no other host reaches its port {port}: {error}", mend
             )
@@ -207,9 +204,7 @@ def _reached(
     narrow = [one for one in tried if not one.error and one.udp and not one.whole]
     if closed:
         places = _listed([f"port {one.port} of {one.host}" for one in closed])
-        mend = (
-            f"let these hosts reach all ports of each other: see the firewall of {closed[0].host}"
-        )
+        mend = f"open all ports between these hosts: check the firewall of {closed[0].host}"
         yield Finding(
             host,
             "port",
@@ -219,7 +214,7 @@ def _reached(
         )
     elif reached := {one.host for one in tried if not one.error}:
         rest = (
-            f" of {others}; the rest was not tried"
+            f" of {others}; the others were not tested"
             if len({one.host for one in tried}) < others
             else ""
         )
@@ -228,16 +223,11 @@ def _reached(
         )
     if deaf:
         what = f"no datagram to {_listed([one.host for one in deaf])} is answered: a lost host "
-        what += "is noticed as a stall only"
-        yield Finding(
-            host, "udp", WARNING, what, "let these hosts reach all UDP ports of each other"
-        )
+        what += "is detected only as a stall"
+        yield Finding(host, "udp", WARNING, what, "open all UDP ports between these hosts")
     if narrow:
         names = _listed([one.host for one in narrow])
-        what = (
-            f"packets of {narrow[0].mtu} B, the MTU of both interfaces, are lost on the "
-            f"way to {names}"
-        )
+        what = f"packets of {narrow[0].mtu} B, the MTU of both interfaces, do not reach {names}"
         mend = (
             "raise the MTU of the path, or lower that of the interfaces: ip link set IFACE mtu 1500"
         )
@@ -258,25 +248,25 @@ def _own(
     if asked.device == "cuda":
         what = f"{properties['gpus']} for {counted(node.slots, 'slot')}"
         mend = (
-            "lower its slots"
+            "reduce its slots"
             if properties["gpus"]
-            else "see nvidia-smi there, or train with launch.device=cpu"
+            else "check nvidia-smi there, or train with launch.device=cpu"
         )
         yield judged(host, "gpus", properties["gpus"] >= node.slots, what, mend, else_=FAILED)
     # Only a shared folder has the file that this host has just written.
     if token is not None:
         shared = properties["token"] == token
-        what = f"{asked.folder} {'is shared' if shared else 'there is another folder than here'}"
+        what = f"{asked.folder} {'is shared' if shared else 'the folder there is not the one here'}"
         mend = "give a --run-dir on a disk that all hosts share"
         if shared and not properties["writable"]:
             shared = False
             what = f"{asked.folder} cannot be written there"
-            mend = "see how its disk is mounted there"
+            mend = "check how its disk is mounted there"
         yield judged(host, "run folder", shared, what, mend, else_=FAILED)
     enough = properties["free"] >= asked.bytes_needed
     need = f", and checkpoints take {human(asked.bytes_needed)}" if asked.bytes_needed else ""
     yield judged(host, "disk", enough, (f"{human(properties['free'])} "
-                                       f"free{need}"), "make room, or lower checkpoint.keep",
+                                       f"free{need}"), "free disk space, or lower checkpoint.keep",
                  else_=FAILED)  # fmt: skip
 
 
@@ -285,10 +275,10 @@ def _slow(host: str, answer: Answer, asked: HostRequirements, usual_cpus: int) -
     properties = answer.properties
     skew = answer.skew
     checks = [
-        ("clock", abs(skew) - answer.doubt <= _SKEW_SECONDS, f"{skew:+.1f} s beside this host",
-         "let it follow a time server"),
+        ("clock", abs(skew) - answer.doubt <= _SKEW_SECONDS, f"{skew:+.1f} s apart from this host",
+         "synchronize it with a time server"),
         ("cpus", properties["cpus"] == usual_cpus, f"{properties['cpus']}, where most hosts have {usual_cpus}",
-         "see its cpuset and launch.binding; the slowest host sets the pace"),
+         "check its cpuset and launch.binding; the slowest host determines the speed"),
         ("/dev/shm", properties["shm"] >= _LITTLE_SHM, f"{human(properties['shm'])} free",
          "make it larger, for NCCL"),
         ("open files", properties["open_files"] < 0 or properties["open_files"] >= _FEW_FILES,
@@ -318,11 +308,16 @@ def _slow(host: str, answer: Answer, asked: HostRequirements, usual_cpus: int) -
 
 def _idle(busy: list[str] | None) -> tuple[str, bool, str, str]:
     if busy is None:
-        return "gpus idle", False, "nvidia-smi does not say", "see that it works there: nvidia-smi"
+        return (
+            "gpus idle",
+            False,
+            "nvidia-smi does not report it",
+            "check that nvidia-smi works there",
+        )
     return (
         "gpus idle",
         not busy,
-        f"at work: {'; '.join(busy) or 'none'}",
+        f"busy: {'; '.join(busy) or 'none'}",
         "end those processes, or wait for them",
     )
 
@@ -334,7 +329,7 @@ def _token(folder: Path | None) -> Iterator[str | None]:
         yield None
         return
     if not folder.is_dir():
-        raise InputError(f"--run-dir {folder}: is no folder; make it first")
+        raise InputError(f"--run-dir {folder}: is not a folder; create it first")
     word = secrets.token_hex(8)
     path = folder / probe.TOKEN
     path.write_text(word, encoding="utf-8")

@@ -27,10 +27,10 @@ def in_vain(failed: Sequence[Attempt], limit: int) -> str | None:
     """Return why the ranks are not started again; None if they are."""
     *before, last = failed
     if before and _same(before[-1], last):
-        where = "before any rank began" if last.step is None else f"after step {last.step}"
+        where = "before any rank started" if last.step is None else f"after step {last.step}"
         return (
-            f"not started again: the same failure {where} as the time before ({last.failure}), "
-            "so that it is deterministic"
+            f"not restarted: the same failure {where} as before ({last.failure}), so it is "
+            "deterministic"
         )
     if restarts_without_progress(failed) >= limit:
         return (

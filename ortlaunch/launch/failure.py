@@ -270,9 +270,7 @@ def _stopped(run: RunDir, first: Json | None, number: int) -> End:
     )
     if saved:
         lost = (
-            " before it had saved, and what was trained since its newest checkpoint is lost"
-            if again
-            else ""
+            " before it had saved; the steps after its newest checkpoint are lost" if again else ""
         )
         said += f"{lost}; the newest checkpoint is after step {saved[-1][0]}"
     status = EXIT_SAVED if saved and again else 128 + number
@@ -297,10 +295,7 @@ def _stopped_without_a_step(run: RunDir, first: Json, stopped_by: int | None) ->
         return _of_rank(first)._replace(status=status)
     saved = run.complete_checkpoints()
     newest = f"; the newest checkpoint is after step {saved[-1][0]}" if saved else ""
-    said = (
-        f"stopped by {by} before its first step, or after its last: "
-        f"there is nothing to save{newest}"
-    )
+    said = f"stopped by {by} before its first or after its last step: nothing to save{newest}"
     return End(status, said, Failure(Cause.STOPPED, said), stopped=True)
 
 

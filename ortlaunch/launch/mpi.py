@@ -129,8 +129,8 @@ def _hydra_line(node: Node) -> str:
     user, _, name = node.host.rpartition("@")
     if ":" in name:
         raise PlanError(
-            f"{name}: the host files of MPICH and Intel MPI take no IPv6 address; "
-            "give the host a name"
+            f"{name}: the host files of MPICH and Intel MPI do not support IPv6 addresses; use "
+            "a host name"
         )
     return f"{name}:{node.slots}{f' user={user}' if user else ''}"
 
@@ -165,9 +165,7 @@ def family(mpirun: str) -> str:
         word in words for word in ("HYDRA", "Hydra", "Intel(R) MPI", "MPICH", "mvapich", "MVAPICH")
     ):
         return "MPICH"
-    raise MissingDependency(
-        f"{mpirun} is of an MPI that ortlaunch does not know: {words.strip()[:200]!r}"
-    )
+    raise MissingDependency(f"{mpirun} belongs to an unknown MPI: {words.strip()[:200]!r}")
 
 
 def _with_abi(plan: Plan, mpi: str) -> Plan:

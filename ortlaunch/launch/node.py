@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "--name-seconds",
         type=float,
         default=_NAME_SECONDS,
-        help="how long rank 0's host may be unknown to the others",
+        help="how long the others wait until rank 0's host name resolves",
     )
     parser.add_argument("command", nargs="+")
     asked = parser.parse_args(words)
@@ -78,7 +78,7 @@ def node_index(nodes: int, environ: Mapping[str, str]) -> int:
         mend = (
             "set one of them to 0, 1, ...; a Job of Kubernetes has it with completionMode: Indexed"
         )
-        raise RankError(f"which of {nodes} nodes is this? {said}; {mend}")
+        raise RankError(f"the number of this node (of {nodes}) is unknown: {said}; {mend}")
     name, value = next(iter(found.items()))
     if not value.isdecimal() or int(value) >= nodes:
         raise RankError(f"{name}={value} is not one of {nodes} nodes, which count from 0")
@@ -103,12 +103,13 @@ def _wait_for_name(host: str, seconds: float) -> None:
             passed = time.monotonic() - began
             if passed > seconds:
                 raise LaunchError(
-                    f"the first node's name {host} is not known after {seconds:g} s: {error}"
+                    f"the first node's name {host} does not resolve after {seconds:g} s: {error}"
                 ) from None
             if is_quiet and passed > min(_QUIET_SECONDS, seconds / 2):
                 is_quiet = False
                 print(
-                    f"ortlaunch: waits for the first node's name {host}, at most {seconds:g} s",
+                    f"ortlaunch: waiting for the first node's name {host} to resolve, at most "
+                    f"{seconds:g} s",
                     flush=True,
                 )
             time.sleep(min(1.0, seconds / 4))

@@ -96,7 +96,7 @@ def submit(request: Request, output: Path | None = None) -> Job:
         write_text(Path(path), text)
     program = shutil.which(request.argv[0])
     if program is None:
-        raise LaunchError(f"cannot start {request.argv[0]}: there is no such program")
+        raise LaunchError(f"cannot start {request.argv[0]}: program not found")
     # The command gets SIGTERM when this process ends, also after `kill -9`.
     dying = [
         sys.executable,

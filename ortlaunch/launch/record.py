@@ -135,7 +135,7 @@ class JobRecord:
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError(f"{run.job}: is no record of a job ({error}); delete it") from None
+            raise InputError(f"{run.job}: is not a record of a job ({error}); delete it") from None
 
     @property
     def process(self) -> Process:

@@ -42,9 +42,8 @@ def check(nodes: Sequence[Node], run_dir: RunDir) -> None:
     slots = sorted({node.slots for node in nodes})
     if len(slots) > 1:
         raise PlanError(
-            "launcher torchrun takes as many ranks on every host, "
-            f"and they have {' and '.join(map(str, slots))} "
-            "slots; make them equal, or use launcher mpi"
+            "launcher torchrun needs the same number of ranks on every host, and they have "
+            f"{' and '.join(map(str, slots))} slots; make them equal, or use launcher mpi"
         )
 
 

@@ -45,20 +45,16 @@ def cancel(run: RunDir) -> str:
             f"{run}: is a run of user {_owner(run)}; only that user or root may cancel it"
         ) from None
     if status.state.is_end:
-        return f"nothing to cancel, for it has ended{_killed(killed)}\n{read_status(run)}"
+        return f"nothing to cancel: it has ended{_killed(killed)}\n{read_status(run)}"
     _record(run, status.job, killed)
     return f"{_done(run, status.job)}{_killed(killed)}\n{read_status(run)}"
 
 
 def _cancel_queued(run: RunDir, status: Status) -> str:
     if status.state.is_end:
-        return f"nothing to cancel, for it has ended\n{status}"
+        return f"nothing to cancel: it has ended\n{status}"
     job = cancel_queued(run, status.job)
-    done = (
-        "cancelled"
-        if job.state is JobState.CANCELLED
-        else "it ended by itself before it could be cancelled"
-    )
+    done = "cancelled" if job.state is JobState.CANCELLED else "it ended before it was cancelled"
     return f"{done}\n{read_status(run)}"
 
 
@@ -67,7 +63,7 @@ def _refuse(run: RunDir, status: Status) -> None:
         raise InputError(elsewhere(status.job, run, "cancel"))
     if status.job.backend not in LAUNCHERS:
         raise InputError(
-            f"{run}: its ranks were started by a launcher of your own; end that (scancel, kill)"
+            f"{run}: its ranks were started by your own launcher; end that (scancel, kill)"
         )
 
 
@@ -111,11 +107,9 @@ def _record(run: RunDir, job: JobRecord, killed: int) -> None:
 def _done(run: RunDir, job: JobRecord) -> str:
     recorded = JobRecord.read(run)
     if recorded is None or recorded.process != job.process:
-        return f"ended process {job.id}, which had not begun to run here"
+        return f"ended process {job.id}, which had not started a run here"
     return (
-        "cancelled"
-        if recorded.state is JobState.CANCELLED
-        else "it ended by itself before it could be cancelled"
+        "cancelled" if recorded.state is JobState.CANCELLED else "it ended before it was cancelled"
     )
 
 

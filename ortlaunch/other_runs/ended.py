@@ -56,10 +56,10 @@ def _end(run: RunDir, status: int) -> End:
         end = End.of(status or 1, Failure(Cause.UNKNOWN, why))
     if end.status == EXIT_SAVED and _is_in_vain(run):
         why = (
-            "this turn's time was over before its first step; "
-            "raise submit.time or lower submit.signal_seconds"
+            "the time limit was reached before the first step; raise submit.time or lower "
+            "submit.signal_seconds"
         )
-        return end.followed_by(f"not queued again: {why}")._replace(status=1)
+        return end.followed_by(f"not requeued: {why}")._replace(status=1)
     return end
 
 
@@ -110,7 +110,7 @@ def _after_a_fault(run: RunDir, record: JobRecord, end: End, limit: int) -> tupl
         return record, end.followed_by(reason)
     write_text(run.requeue_request, "")
     used = f"restart {restarts_without_progress(attempts) + 1} of {limit} without progress"
-    said = f"attempt {failed.number} failed; the job is queued again ({used})"
+    said = f"attempt {failed.number} failed; the job is requeued ({used})"
     return replace(record, state=JobState.PENDING), end.followed_by(said)
 
 

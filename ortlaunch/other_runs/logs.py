@@ -61,12 +61,12 @@ def _of_scheduler(job: JobRecord, rank: int, follow: bool) -> Iterator[str]:
     """
     if rank:
         raise InputError(
-            f"--rank is {rank}, and {job.backend} shows rank 0's node alone; "
-            "logs/ of the pods' run folder has all"
+            f"--rank is {rank}, and {job.backend} shows only rank 0's node; logs/ of the pods' "
+            "run folder has all"
         )
     argv = scheduler(job.backend).logs(job.id, follow)
     if shutil.which(argv[0]) is None:
-        raise MissingDependency(f"no {argv[0]} here: ask where it is")
+        raise MissingDependency(f"{argv[0]} not found here: use a host that has it")
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None
         yield from command.stdout

@@ -94,7 +94,7 @@ def _ended(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
     end = _end_of_folder(run, job)
     # The queue may have forgotten the job; the run folder then decides on its state.
     state, words = seen or QueueState(
-        JobState.SUCCEEDED if end.status == 0 else JobState.FAILED, "no job that it knows"
+        JobState.SUCCEEDED if end.status == 0 else JobState.FAILED, "unknown to the scheduler"
     )
     if state is JobState.SUCCEEDED:
         state = JobState.FAILED if end.status else JobState.SUCCEEDED
@@ -113,7 +113,7 @@ def _ended(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
 def _ended_elsewhere(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
     """Record the end of a job whose ranks wrote a run folder that this host cannot read."""
     state, words = seen or QueueState(
-        JobState.FAILED, "no job that it knows, so how it ended is not known"
+        JobState.FAILED, "unknown to the scheduler, so its end is unknown"
     )
     # The exit status of such a job is unknown here: 1 stands for every failure.
     status = {JobState.SUCCEEDED: 0, JobState.PREEMPTED: EXIT_SAVED}.get(state, 1)
@@ -134,6 +134,6 @@ def _end_of_folder(run: RunDir, job: JobRecord) -> End:
         return End(0, f"done: {run}")
     if not is_prepared(run):
         return End.of(
-            1, Failure(Cause.UNKNOWN, f"no rank had begun; {run.logs} has the job's output")
+            1, Failure(Cause.UNKNOWN, f"no rank had started; {run.logs} has the job's output")
         )
     return explain_end(run, 1)

@@ -21,7 +21,7 @@ def add(run: RunDir) -> None:
         # A hash of the path, so that any path makes a valid and unique file name.
         write_text(cache_folder("runs") / hashlib.sha256(os.fsencode(path)).hexdigest()[:16], path)
     except (OSError, FileError) as error:
-        print(f"`ortlaunch list` will not know of {run}: {error}", file=sys.stderr, flush=True)
+        print(f"`ortlaunch list` will not show {run}: {error}", file=sys.stderr, flush=True)
 
 
 def resolve_name(given: Path) -> Path:

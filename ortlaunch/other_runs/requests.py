@@ -47,20 +47,22 @@ def stop(run: RunDir, wait: bool = True) -> StopResult:
     """
     status = read_status(run)
     if status.state.is_end:
-        return StopResult(f"nothing to stop, for it has ended\n{status}", 0)
+        return StopResult(f"nothing to stop: it has ended\n{status}", 0)
     if status.state is JobState.RUNNING:
         _require_training(run, "stop")
         _write_request(run, status, "stop")
     elif is_queued(status.job):
         saved = (
-            f"it is saved after step {step}" if (step := _newest(run)) else "it has nothing to save"
+            f"its last checkpoint is of step {step}"
+            if (step := _newest(run))
+            else "it has no checkpoint"
         )
-        raise InputError(f"{run}: waits in the queue, and {saved}; `ortlaunch cancel` takes it out")
+        raise InputError(f"{run}: is queued, and {saved}; `ortlaunch cancel` removes it")
     else:
         # Its command measures or prepares, and reads no request.
         _wake(status, run, signal.SIGTERM)
     if not wait:
-        return StopResult(f"asked to stop: {run}", 0)
+        return StopResult(f"stop requested: {run}", 0)
     while not (status := read_status(run)).state.is_end:
         if not status.certain and run.stopped.exists():
             return StopResult(f"stopped: {run}", 0)
@@ -79,7 +81,7 @@ def checkpoint(run: RunDir) -> int:
     """
     status = read_status(run)
     if status.state is not JobState.RUNNING:
-        raise InputError(f"{run}: {status.state.value}; only a run whose ranks train can save")
+        raise InputError(f"{run}: {status.state.value}; only a training run can save")
     _require_training(run, "checkpoint")
     before = _newest(run)
     _write_request(run, status, "checkpoint")
@@ -108,15 +110,12 @@ def restart(run: RunDir) -> str:
     """
     status = read_status(run)
     if status.state is not JobState.RUNNING:
-        raise InputError(
-            f"{run}: {status.state.value}; only a run whose ranks train can be started again"
-        )
+        raise InputError(f"{run}: {status.state.value}; only a training run can be restarted")
     _require_training(run, "restart")
     if recipe.load(run.recipe).recipe.launch.elastic is None:
         raise InputError(
-            f"{run}: launch.nodes is no {{min, max}}, so that its hosts are always the same; "
-            "`ortlaunch stop`, then "
-            "`ortlaunch train` with this --run-dir, starts it again"
+            f"{run}: launch.nodes is not {{min, max}}, so its hosts are fixed; to restart it, "
+            "use `ortlaunch stop`, then `ortlaunch train` with this --run-dir"
         )
     by = f"`ortlaunch restart` of {getpass.getuser()} on host {socket.gethostname()}"
     _write(run, run.restart_request, by)
@@ -124,11 +123,11 @@ def restart(run: RunDir) -> str:
     _write(run, run.stop_request, by)
     while run.restart_request.exists():
         if read_status(run).state.is_end:
-            raise LaunchError(f"{run}: ended and was not started again\n{read_status(run)}")
+            raise LaunchError(f"{run}: ended and was not restarted\n{read_status(run)}")
         time.sleep(_POLL_SECONDS)
     nodes = Plan.read(run.plan).nodes
     hosts = ", ".join(node.host for node in nodes)
-    return f"started again after step {_newest(run)} on {counted(len(nodes), 'host')}: {hosts}"
+    return f"restarted after step {_newest(run)} on {counted(len(nodes), 'host')}: {hosts}"
 
 
 def _write_request(run: RunDir, status: Status, verb: str) -> None:
@@ -144,7 +143,7 @@ def _write(run: RunDir, path: Path, by: str) -> None:
         write_request(path, by)
     except PermissionError:
         raise InputError(
-            f"{run}: is another user's; only that user or root may ask it for something"
+            f"{run}: belongs to another user; only that user or root may send it a request"
         ) from None
 
 
@@ -154,7 +153,7 @@ def _wake(status: Status, run: RunDir, number: int) -> None:
             status.job.process.send(number)
         except PermissionError:
             raise InputError(
-                f"{run}: is another user's; only that user or root may ask it for something"
+                f"{run}: belongs to another user; only that user or root may send it a request"
             ) from None
 
 
@@ -166,19 +165,19 @@ def _recorded_end(run: RunDir, status: Status) -> End | None:
         return End(first["exit_status"], f"{run}: {first['summary']}")
     started = datetime.fromisoformat(status.job.started).timestamp()
     trained = run.summary.exists() and run.summary.stat().st_mtime >= started
-    return End(0, f"nothing to stop, for it has ended\ndone: {run}") if trained else None
+    return End(0, f"nothing to stop: it has ended\ndone: {run}") if trained else None
 
 
 def _require_training(run: RunDir, verb: str) -> None:
     if not run.plan.exists():
         raise InputError(
-            f"{run}: its ranks have not begun, and have nothing to save; `ortlaunch cancel` ends it"
+            f"{run}: its ranks have not started, so there is nothing to save; `ortlaunch "
+            "cancel` ends it"
         )
     plan = Plan.read(run.plan)
     if not plan.traits.saves:
         raise InputError(
-            f"{run}: runs {plan.task}, which has nothing to save; "
-            f"`ortlaunch cancel` ends it, not `{verb}`"
+            f"{run}: runs {plan.task}, which saves nothing; use `ortlaunch cancel`, not `{verb}`"
         )
 
 

@@ -90,13 +90,13 @@ class Status:
 
     def _lines(self) -> Iterator[str]:
         if not self.certain:
-            yield f"this is what was recorded last; {elsewhere(self.job, self.run, 'status')}"
+            yield f"this is the last recorded state; {elsewhere(self.job, self.run, 'status')}"
         if self.ranks is not None and self.hosts is not None:
-            begun = f"; {self.ranks_begun} have begun" if self.ranks_begun < self.ranks else ""
+            begun = f"; {self.ranks_begun} have started" if self.ranks_begun < self.ranks else ""
             yield f"{counted(self.ranks, 'rank')} on {counted(self.hosts, 'host')}{begun}"
         pending = self.state is JobState.PENDING
         if pending and not queued.is_queued(self.job):
-            yield "its command measures or prepares; its ranks have not been started"
+            yield "its ranks have not started: the command still measures or prepares"
         elif not pending or self.step is not None:
             yield self._progress()
         if self.alive:
@@ -140,7 +140,7 @@ def read_status(run: RunDir) -> Status:
         return _read_status(run)
     except PermissionError as error:
         raise InputError(
-            f"{error.filename}: this user may not read it; ask as the user who started the run"
+            f"{error.filename}: no permission to read it; use the user who started the run"
         ) from None
 
 
@@ -167,7 +167,10 @@ def wait(run: RunDir, seen: Callable[[Status], object] | None = None) -> Status:
 def elsewhere(job: JobRecord, run: RunDir | str, verb: str) -> str:
     """Return the advice for a job whose process cannot be seen from this host."""
     there = f"process {job.id} on host {job.host} cannot be seen from here"
-    return f"{there}; there, or by ssh: ssh {job.host} ortlaunch {verb} {os.path.abspath(str(run))}"
+    return (
+        f"{there}; use that host, or ssh: ssh {job.host} ortlaunch {verb} "
+        f"{os.path.abspath(str(run))}"
+    )
 
 
 def _read_status(run: RunDir) -> Status:
@@ -243,10 +246,7 @@ def _job(run: RunDir) -> JobRecord:
         job = JobRecord("local", str(command.pid), *command[1:], now(), JobState.FAILED)
         return replace(job, exit_status=1, verdict=said)
     if job is None:
-        raise InputError(
-            f"{run}: holds no job.json: no run was started there, "
-            "or by an ortlaunch that wrote none"
-        )
+        raise InputError(f"{run}: has no job.json, so no run was started there")
     return job
 
 

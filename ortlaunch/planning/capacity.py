@@ -24,7 +24,7 @@ def crowded(world: World, memory: Memory | None, planned_only: bool) -> Iterator
         if not node.is_here:
             continue
         if world.device == "cpu" and node.slots > cores():
-            yield f"{node.host}: {node.slots} ranks share {cores()} cores, and wait for each other"
+            yield f"{node.host}: {node.slots} ranks share {cores()} cores, which slows them"
         yield from _memory(node, _rank(memory, world.device), planned_only)
 
 
@@ -59,14 +59,11 @@ def _memory(node: Node, rank: tuple[int, int, str], planned_only: bool) -> Itera
         each = f"({human(PROCESS)} a process + {human(model)} {of})"
         text = (
             f"{node.host}: {node.slots} ranks x {each} = {human(least)} at least, and {where} is "
-            f"{human(most)}; ask for fewer ranks, a smaller model or more hosts"
+            f"{human(most)}; use fewer ranks, a smaller model or more hosts"
         )
         # Where not even the processes fit, a plan is refused too.
         if not planned_only or node.slots * PROCESS > most:
             raise PlanError(text)
         yield text
     elif likely > most:
-        yield (
-            f"{node.host}: by the estimate its ranks take {human(likely)}, and {where} is "
-            f"{human(most)}"
-        )
+        yield (f"{node.host}: its ranks need about {human(likely)}, and {where} is {human(most)}")

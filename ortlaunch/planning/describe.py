@@ -26,8 +26,8 @@ def describe(plan: Plan, recipe: Recipe) -> str:
     choice = plan.world_size > 1 or recipe.zero is not None
     compared = compared_steps(recipe)
     if compared.steps and compared.why:
-        lines.append(f"parity: step 1 is also run in plain PyTorch, once ({compared.why})")
-    unknown = [f"memory: not known here: {why_unknown(recipe)}"]
+        lines.append(f"parity: step 1 is compared with plain PyTorch once ({compared.why})")
+    unknown = [f"memory: unknown: {why_unknown(recipe)}"]
     return "\n".join([*lines, *(memory_lines(known, choice, plan.device) if known else unknown)])
 
 
@@ -57,13 +57,12 @@ def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
 
     One process on this host needs neither line.
     """
-    lines = [f"  ranks meet: {plan.rendezvous}"] if plan.world_size > 1 else []
+    lines = [f"  ranks connect through: {plan.rendezvous}"] if plan.world_size > 1 else []
     if plan.forward and (len(plan.nodes) > 1 or recipe.launch.forward):
-        lines.append(f"  forwarded by name: {' '.join(plan.forward)}")
+        lines.append(f"  environment variables sent to the hosts: {' '.join(plan.forward)}")
     if not plan.started_by.is_ours and recipe.launch.binding in ("core", "numa"):
-        lines.append("  launch.binding does nothing here: this launcher is not ortlaunch's; see "
-                     "srun --cpu-bind, "
-                     "mpirun --bind-to")  # fmt: skip
+        lines.append("  launch.binding has no effect here: this launcher is not ortlaunch's; see srun "
+            "--cpu-bind, mpirun --bind-to")  # fmt: skip
     return [*lines, *_restart_lines(plan, recipe)]
 
 
@@ -79,13 +78,13 @@ def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
     times = counted(most, "time")
     nodes = recipe.launch.elastic
     lost = (
-        [f"  a lost host is left out, and taken back at a restart; hosts: {nodes} (launch.nodes)"]
+        [f"  a lost host is left out until the next restart; hosts: {nodes} (launch.nodes)"]
         if nodes
         else []
     )
     return [
         *lost,
-        f"  after a fault: started again from the last complete checkpoint, at most {times} "
+        f"  after a failure: restarted from the last complete checkpoint, at most {times} "
         "without progress",
     ]
 
@@ -111,7 +110,7 @@ def _length_line(plan: Plan, recipe: Recipe) -> str:
     steps = recipe.train.max_steps
     epochs = recipe.train.epochs
     if steps is None:
-        return f"steps: as many as {epochs:g} epochs take, known when the data are read"
+        return f"steps: those of {epochs:g} epochs, counted once the data is read"
     return f"steps: {steps:,}, {steps * plan.batch.global_samples:,} samples"
 
 
@@ -157,7 +156,9 @@ def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
             "(engine.parity_steps)"
         )
     if memory.chunk:
-        lines.append(f"  head and loss of {memory.chunk} rows at a time (engine.chunked_loss)")
+        lines.append(
+            f"  output layer and loss in chunks of {memory.chunk} rows (engine.chunked_loss)"
+        )
     lines += [*_beside_lines(memory, device)]
     bound = "buckets are an upper bound; " if "buckets" in kinds else ""
     guessed = (
@@ -165,7 +166,7 @@ def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
         if "overhead" in kinds
         else "activations are an estimate"
     )
-    before = [f"  the process takes {human(PROCESS)} before its model"] if device == "cpu" else []
+    before = [f"  the process takes {human(PROCESS)} besides its model"] if device == "cpu" else []
     return [*lines, f"  {guessed}, {bound}the rest is exact", *before]
 
 

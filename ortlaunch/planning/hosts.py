@@ -109,12 +109,12 @@ def _bytes(source: str) -> bytes:
     with os.fdopen(handle, "rb", buffering=0) as file:
         while len(data) <= _MOST_BYTES:
             if not wait_for([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise OSError(errno.ETIMEDOUT, f"nobody wrote to this pipe for {_PIPE_SECONDS} s")
+                raise OSError(errno.ETIMEDOUT, f"this pipe had no data for {_PIPE_SECONDS} s")
             piece = os.read(handle, 1 << 16)
             if not piece:
                 return data
             data += piece
-    raise OSError(errno.EFBIG, f"it has over {_MOST_BYTES:,} bytes")
+    raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES:,} bytes")
 
 
 def parse_hostfile(text: str, source: str, default_slots: int | None = None) -> HostList:
@@ -126,7 +126,7 @@ def parse_hostfile(text: str, source: str, default_slots: int | None = None) -> 
     hosts, marks = _collect(_lines(text), source, default_slots)
     if not hosts:
         raise HostfileError(
-            f"{source}: there is no host in it; write one line per host, such as {_EXAMPLE}"
+            f"{source}: it lists no host; write one line per host, such as {_EXAMPLE}"
         )
     return HostList(hosts, _dialect(marks))
 
@@ -140,9 +140,7 @@ def select(
     goes in brackets.
     """
     if include is not None and exclude is not None:
-        raise HostfileError(
-            "--include and --exclude cannot be given together; keep the shorter one"
-        )
+        raise HostfileError("--include and --exclude exclude each other; keep one of them")
     text, option = (include, "--include") if exclude is None else (exclude, "--exclude")
     if text is None:
         return tuple(hosts)
@@ -306,7 +304,7 @@ def _dialect(marks: set[str]) -> str:
 
 def _bad_name(token: str) -> str:
     if "=" in token:
-        return f"there is no host before {token!r}; write for example {_EXAMPLE}"
+        return f"a host name is missing before {token!r}; write for example {_EXAMPLE}"
     if token.count(":") > 1 and "[" not in token:
         return f"{token!r} looks like IPv6; write the address in brackets, such as '[::1] slots=8'"
     if re.search(r"[^\[]\[|,", token):
@@ -357,11 +355,9 @@ def _want(item: str, hosts: dict[str, Host], named: dict[str, tuple[int, ...]]) 
     name, colon, slots = plain.partition(":")
     name = bracketed.lstrip("[") + name.strip()
     if not name:
-        return "there is no host here; write for example worker-2:0,1@worker-3"
+        return "a host name is missing; write for example worker-2:0,1@worker-3"
     if name not in hosts:
-        return (
-            f"there is no host {name!r}; {_close(name, hosts)}the hosts are {_listed(list(hosts))}"
-        )
+        return f"no such host: {name!r}; {_close(name, hosts)}the hosts are {_listed(list(hosts))}"
     if name in named:
         return f"host {name!r} is named twice; write it once, with all its slots: {name}:0,1"
     devices = {str(device): device for device in hosts[name].devices}

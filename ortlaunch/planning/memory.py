@@ -258,18 +258,20 @@ def why_unknown(recipe: Recipe) -> str:
     """Return why `estimate` returns None, and a remedy."""
     model = recipe.model
     if model.traits.is_own:
-        return "your factory builds the model; train records it in memory.json"
+        return "your factory builds the model; a training records its memory in memory.json"
     known = config_of(model.pretrained) if model.pretrained else {}
     if known is None:
         return (
-            f"the config of {model.pretrained} is not on this host, and a plan does not ask the "
-            f"hub; give the folder of a copy, or fetch it once: hf download {model.pretrained} "
+            f"the config of {model.pretrained} is not on this host, and a plan does not contact "
+            f"the hub; give a local folder, or download it once: hf download {model.pretrained} "
             "config.json"
         )
     kind = {**known, **(model.config or {})}.get("model_type")
     if kind not in FAMILIES:
-        return f"models of type {kind} are not counted; train records it in memory.json"
-    return "adapters on these target_modules are not counted; train records it in memory.json"
+        return (
+            f"models of type {kind} have no estimate; a training records its memory in memory.json"
+        )
+    return "adapters on these target_modules have no estimate; a training records its memory in memory.json"
 
 
 def _plain(recipe: Recipe, parameters: int, trainable: int, activations: int) -> Bytes:

@@ -60,9 +60,9 @@ def solve_batch(recipe: Recipe, ranks: int) -> BatchPlan:
         steps = _divided(total, micro * ranks, f"micro_size ({micro}) x {counted(ranks, 'rank')}")
     if total != micro * steps * ranks:
         raise PlanError(
-            f"batch: global_size ({total}) != micro_size ({micro}) x accumulation_steps ({steps}) "
-            f"x {counted(ranks, 'rank')} = {micro * steps * ranks}; leave one of the three out, "
-            f"or run on {total / (micro * steps):g} ranks"
+            f"batch: global_size ({total}) != micro_size ({micro}) x accumulation_steps "
+            f"({steps}) x {counted(ranks, 'rank')} = {micro * steps * ranks}; omit one of the "
+            f"three, or run on {total / (micro * steps):g} ranks"
         )
     length = (
         # With samples of several lengths, the tokens of a step are not known in advance.
@@ -78,6 +78,6 @@ def _divided(total: int, unit: int, shown: str) -> int:
         above = (total // unit + 1) * unit
         near = f"{below} or {above}" if below else str(above)
         raise PlanError(
-            f"batch: global_size ({total}) is not a multiple of {shown} = {unit}; {near} would do"
+            f"batch: global_size ({total}) is not a multiple of {shown} = {unit}; {near} would be valid"
         )
     return total // unit

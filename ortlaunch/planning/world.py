@@ -101,8 +101,8 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
             host.is_here for host in hosts
         ):
             notes += (
-                "launch.device is auto and this host has no GPU, so cpu; if the others do: "
-                "launch.device=cuda",
+                "launch.device is auto, and this host has no GPU: cpu is used; if other hosts "
+                "have GPUs, set launch.device=cuda",
             )
     notes += tuple(filter(None, [starter.note]))
     rank = None if starter.is_ours or not found else found[0]
@@ -118,7 +118,7 @@ def _on_shared_gpus(hosts: tuple[Host, ...], gpus: int) -> tuple[tuple[Host, ...
         else host
         for host in hosts
     )
-    note = f"{SHARE_VARIABLE}=1: ranks share {counted(gpus, 'GPU')} over gloo, which is for tests"
+    note = f"{SHARE_VARIABLE}=1: ranks share {counted(gpus, 'GPU')} over gloo, for tests only"
     return shared, (note,) if shared != hosts else ()
 
 
@@ -155,14 +155,14 @@ def _hosts(
     per_node = options.processes_per_node or recipe.launch.processes_per_node
     if recipe.launch.elastic and (options.declared or (found and not options.hostfile)):
         raise PlanError(
-            f"launch.nodes is {recipe.launch.nodes}, which is for the hosts of --hostfile: a "
-            "scheduler's job has one number of hosts, and starts its ranks itself; override it, "
-            "as launch.nodes=2"
+            f"launch.nodes is {recipe.launch.nodes}, a range, which only --hostfile supports: "
+            "the job of a scheduler has a fixed number of hosts; give one number, as "
+            "launch.nodes=2"
         )
     if options.hostfile:
         return _from_file(options, per_node)
     if options.include or options.exclude:
-        raise PlanError("--include and --exclude choose from a host file: give --hostfile")
+        raise PlanError("--include and --exclude need a host file: give --hostfile")
     if options.declared:
         return _declared(
             recipe, per_node or (None if gpus or recipe.launch.device == "cuda" else 1)
@@ -217,9 +217,7 @@ def _declared(recipe: Recipe, per_node: int | None) -> tuple[tuple[Host, ...], t
             "launch.processes_per_node, or --hostfile"
         )
     names = (Host(f"node{number}", per_node, tuple(range(per_node))) for number in range(nodes))
-    return tuple(names), (
-        f"hosts: {nodes}, by launch.nodes; their names are known when the job starts",
-    )
+    return tuple(names), (f"hosts: {nodes} (launch.nodes); the job's start determines their names",)
 
 
 def _of_slurm(found: tuple[Rank, str], environ: Mapping[str, str]) -> tuple[Host, ...] | None:
@@ -235,8 +233,8 @@ def _of_launcher(inside: Rank) -> tuple[Host, ...]:
     if inside.world_size % per_node:
         raise PlanError(
             f"the launcher started {counted(inside.world_size, 'rank')}, {per_node} of them on "
-            "this host: the hosts have different numbers of ranks, so give --hostfile to say "
-            "which has how many"
+            "this host: the hosts have different numbers of ranks; give --hostfile with the "
+            "slots of each"
         )
     count = inside.world_size // per_node
     names = ("localhost",) if count == 1 else tuple(f"node{i}" for i in range(count))
@@ -264,8 +262,8 @@ def _launcher(
     starter = LAUNCHERS.get(chosen)
     if recipe.launch.elastic and starter and not starter.sees_lost_hosts:
         raise PlanError(
-            f"launcher {chosen} with launch.nodes {recipe.launch.nodes}: a lost host is seen by "
-            "torchrun's ssh alone; use torchrun or auto"
+            f"launcher {chosen} with launch.nodes {recipe.launch.nodes}: only launcher torchrun "
+            "detects a lost host; use torchrun or auto"
         )
     if chosen == "auto" and recipe.launch.elastic:
         return "torchrun"
@@ -277,7 +275,7 @@ def _launcher(
             f"{hosts[0].name if len(hosts) == 1 else f'{len(hosts)} hosts'}"
         )
         raise PlanError(
-            f"launcher {chosen} is one process on this host, not {asked}; use torchrun or mpi"
+            f"launcher {chosen} runs one process on this host, not {asked}; use torchrun or mpi"
         )
     return chosen
 
@@ -331,8 +329,8 @@ def _check_job(
     if nodes > 1 or (tasks > ranks and not chosen):
         raise PlanError(
             f"Slurm job {job} has {tasks} tasks on {nodes} nodes, and this is its script or "
-            f"shell, not one of its tasks: {ranks} on this node alone would train; start all with "
-            "`srun ortlaunch train ...`, or override launch.nodes=1 to train on this node alone"
+            f"shell, not one of its tasks: {ranks} on this node would train; start all with "
+            "`srun ortlaunch train ...`, or set launch.nodes=1 to train on this node only"
         )
 
 
@@ -364,10 +362,10 @@ def _check_this_host(
                     f"{lacks}; start on a host that has one, name such hosts with --hostfile, or "
                     "set launch.device=cpu"
                 )
-            yield f"{lacks}: planned for a host like it that has {host.slots}"
+            yield f"{lacks}: planned as if it had {host.slots}"
         elif device == "cuda" and max(host.devices) >= gpus:
             raise PlanError(
-                f"{host.name} has {gpus} GPUs, and {host.slots} ranks are asked for; give it at "
+                f"{host.name} has {gpus} GPUs, and {host.slots} ranks are requested; give it at "
                 f"most {gpus} slots"
             )
         if device == "cpu" and options.hostfile is not None and host.slots > machine.cores():

@@ -111,4 +111,6 @@ def read_resolved(path: Path) -> Recipe:
         why = f"{where}: {error.errors()[0]['msg']}"
     except (ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
-    raise DamagedFile(f"{path}: is no recipe, damaged, or of another version of ortlaunch ({why})")
+    raise DamagedFile(
+        f"{path}: is not a recipe, is damaged, or is of another version of ortlaunch ({why})"
+    )

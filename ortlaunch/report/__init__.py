@@ -33,7 +33,9 @@ def report(runs: Sequence[Path], to: Path | None, now: str) -> Path:
     target = to or RunDir(runs[0] if len(runs) == 1 else Path()).report
     records = read(runs)
     if target.is_dir() or (target.exists() and not _is_ours(target)):
-        raise InputError(f"{target} is there already and no report; give another file with --to")
+        raise InputError(
+            f"{target} exists already and is not a report; give another file with --to"
+        )
     write_text(target, page(records, now))
     return target
 

@@ -149,7 +149,7 @@ def _precision(one: Record) -> str | None:
     """
     passes = one.engine.get("precision")
     products = (one.engine.get("matmul_precision") or {}).get("format")
-    return f"{passes}, matrix products in {products}" if products and passes == "fp32" else passes
+    return f"{passes}, matmul in {products}" if products and passes == "fp32" else passes
 
 
 def _passes(one: Record) -> str | None:
@@ -169,7 +169,7 @@ def _exports(one: Record) -> str | None:
     if "exports" not in one.ort:
         return None
     return (
-        f"{one.ort['exports']}, {one.ort['re_exports']} of them again, in "
+        f"{one.ort['exports']}, including {one.ort['re_exports']} re-exports, in "
         f"{one.ort['export_seconds']:.1f} s"
     )
 
@@ -195,7 +195,7 @@ def _torch(one: Record) -> str | None:
         for name, call in calls.items()
     ]
     return (
-        "\n".join([f"{one.ort.get('torch_share', 0):.1%} of the time of the passes", *said])
+        "\n".join([f"{one.ort.get('torch_share', 0):.1%} of the forward and backward time", *said])
         if said
         else None
     )
@@ -249,7 +249,7 @@ def _checkpoints(one: Record) -> dict[str, object] | None:
 
 
 def _save(line: Json, kept: Sequence[int]) -> tuple[object, ...]:
-    state = "kept" if line.get("step") in kept else "taken away"
+    state = "kept" if line.get("step") in kept else "removed"
     return (
         line.get("step"),
         warning(line["error"]) if line.get("error") else state,
@@ -301,7 +301,7 @@ def _json(value: object) -> str | None:
 # They are at the end of the file, because they refer to the functions above.
 _OVERVIEW: tuple[Fact, ...] = (
     ("state", _state),
-    ("why it ended", lambda one: one.status.job.verdict),
+    ("cause of the end", lambda one: one.status.job.verdict),
     ("started", lambda one: one.status.job.started.replace("T", " ")),
     ("steps", lambda one: _of(one.status.step, one.status.steps)),
     ("samples", lambda one: one.summary.get("samples") or _newest(one, "samples")),
@@ -313,11 +313,11 @@ _OVERVIEW: tuple[Fact, ...] = (
     ("tokens per second, median", lambda one: _median(one, "tokens_per_second")),
     ("samples per second, median", lambda one: _median(one, "samples_per_second")),
     (
-        "time of training, all starts",
+        "training time, all starts",
         lambda one: _time(one.summary.get("training_seconds") or _newest(one, "elapsed_seconds")),
     ),
     (
-        "where the last start's time went",
+        "time of the last start",
         lambda one: {k: f"{v:,.1f} s" for k, v in one.summary.get("seconds", {}).items()},
     ),
     ("ranks", _ranks),
@@ -335,17 +335,17 @@ _ENGINE: tuple[Fact, ...] = (
     (
         "parameters",
         lambda one: _of(
-            one.engine.get("trained_parameters"), one.engine.get("parameters"), "trained of"
+            one.engine.get("trained_parameters"), one.engine.get("parameters"), "trained parameters"
         ),
     ),
-    ("passes by ONNX Runtime", _passes),
-    ("passes that fell back to PyTorch", _fallbacks),
+    ("forward and backward passes by ONNX Runtime", _passes),
+    ("forward and backward passes that fell back to PyTorch", _fallbacks),
     ("exports", _exports),
     ("nodes of a training step", _nodes),
     ("torch inside the graph", _torch),
     ("torch.compile", lambda one: one.engine.get("inductor")),
-    ("held against plain PyTorch", lambda one: _without(one.engine.get("parity"), "worst")),
-    ("head and loss in chunks", lambda one: _without(one.engine.get("chunked_loss"))),
+    ("compared with plain PyTorch", lambda one: _without(one.engine.get("parity"), "worst")),
+    ("output layer and loss in chunks", lambda one: _without(one.engine.get("chunked_loss"))),
     ("attention", lambda one: one.engine.get("attention")),
     ("gradient checkpointing", lambda one: one.engine.get("gradient_checkpointing")),
     ("gradient norm", lambda one: _without(one.engine.get("fp16_optimizer"))),

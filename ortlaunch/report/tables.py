@@ -44,7 +44,7 @@ def read_value(read: Callable[[Record], object], record: Record) -> Any:
         return read(record)
     # The errors of reading a document of another form; anything else is a bug and is raised.
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        return warning(f"cannot be told of this run's files: {type(error).__name__}: {error}")
+        return warning(f"this section cannot be shown: {type(error).__name__}: {error}")
 
 
 def warning(text: str) -> Markup:

@@ -47,11 +47,13 @@ def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) ->
     for key, corpus in sources:
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
             if not _matches(pattern):
-                what = f"got {pattern}, which matches no file here (seen from {_here()})"
+                what = f"got {pattern}, which matches no file here (current folder: {_here()})"
                 yield (f"{key}.path",), what + _remedy(pattern, beside)
     template = recipe.data.chat_template
     if template is not None and "{" not in template and not os.path.isfile(template):
-        what = f"got {template}, and there is no such file here (a template itself has {{{{ }}}})"
+        what = (
+            f"got {template}, and no such file exists (the text of a template contains {{{{ }}}})"
+        )
         yield ("data.chat_template",), what + _remedy(template, beside)
     for key, value in (
         ("model.pretrained", recipe.model.pretrained),
@@ -62,7 +64,7 @@ def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) ->
         # Any other value may be the name of a model on the Hugging Face Hub.
         named = value.startswith(("/", "./", "../", "~")) or "$" in value or "://" in value
         if named or (beside / value).is_dir():
-            yield (key,), f"got {value}, and there is no such folder here{_remedy(value, beside)}"
+            yield (key,), f"got {value}, and no such folder exists here{_remedy(value, beside)}"
 
 
 def unknown_type(recipe: Recipe) -> Iterator[Problem]:
@@ -87,7 +89,7 @@ def unknown_type(recipe: Recipe) -> Iterator[Problem]:
             near = f"; did you mean {guess}?" if guess else ""
             yield (
                 ("model.config.model_type",),
-                f"got {kind}, which the installed transformers does not have{near}",
+                f"got {kind}, which the installed transformers does not know{near}",
             )
 
 
@@ -99,8 +101,8 @@ def doubtful(recipe: Recipe) -> Iterator[Problem]:
     if rate > 1 and recipe.optimizer.traits.adapts:
         yield (
             ("optimizer.learning_rate",),
-            f"got {rate:g}: {name} moves each weight by about that much in each step; "
-            "1e-5 to 1e-2 is usual",
+            f"got {rate:g}: {name} changes each weight by about this much per step; 1e-5 to "
+            "1e-2 is usual",
         )
 
 
@@ -117,8 +119,7 @@ def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
         if spec is None:
             yield (
                 (key,),
-                f"got {factory}; there is no module {module} beside the recipe, "
-                f"in {_here()} or installed",
+                f"got {factory}; no module {module} beside the recipe, in {_here()} or installed",
             )
         # A compiled module has no source to check.
         elif spec.origin and spec.origin.endswith(".py"):
@@ -134,20 +135,20 @@ def _matches(pattern: str) -> bool:
 def _remedy(path: str, beside: Path) -> str:
     """Return the text on a replacement for a path that does not exist."""
     if "://" in path:
-        return "; paths are those of this machine's disks: copy or mount it, and give that path"
+        return "; only paths on this machine's disks are supported: copy or mount it, and give that path"
     if path.startswith("~") or "$" in path:
         whole = os.path.expanduser(os.path.expandvars(path))
         write = (
             f"write {whole}"
             if "$" not in whole
-            else "write the path out (that variable is not set here)"
+            else "write the full path (this variable is not set here)"
         )
-        return f"; ~ and $NAME mean nothing in a recipe: {write}"
+        return f"; ~ and $NAME are not expanded in a recipe: {write}"
     other = beside / path
     if not os.path.isabs(path) and (_matches(str(other)) or other.is_dir()):
         return (
-            "; it is beside the recipe, and paths are relative to the current folder: "
-            f"write {other}"
+            "; it is beside the recipe, but paths are relative to the current folder: write "
+            f"{other}"
         )
     return ""
 
@@ -157,7 +158,7 @@ def _here() -> str:
     try:
         return os.getcwd()
     except OSError:
-        return "a current folder that is gone"
+        return "a current folder that was deleted"
 
 
 def _find(module: str, places: Sequence[str]) -> ModuleSpec | None:

@@ -52,8 +52,8 @@ def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str,
     launch = launch_id(rank, environ)
     if launch is None:
         raise PlanError(
-            "the ranks' launcher gives no name that they could agree on; "
-            "add --run-dir, the same for all ranks"
+            "the launcher gives the ranks no common name for the run folder; add --run-dir, "
+            "the same for all ranks"
         )
     return RunDir(Path("runs") / f"{name}-{launch}")
 
@@ -103,7 +103,7 @@ def claimed(run: RunDir) -> RunDir:
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
             return RunDir(path)
-    raise LaunchError(f"there are a thousand folders {run}-*")
+    raise LaunchError(f"a thousand folders exist named {run}-*")
 
 
 def write_run(
@@ -164,7 +164,7 @@ def earlier(run: RunDir, resolved: ResolvedRun) -> Recipe | None:
         saved = run.complete_checkpoints()
         if not saved or origin.read(saved[-1][1]) is None:
             raise
-        compared = f"{saved[-1][1]} records its own, which is compared"
+        compared = f"{saved[-1][1]} has a recipe of its own, which is compared"
         print(f"{error}\n{run.recipe} is replaced by the recipe given: {compared}")
         return resolved.file.recipe
 
@@ -182,7 +182,7 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
         PlanError: the folder has other contents, or is none.
     """
     if run.path.exists() and not run.path.is_dir():
-        raise PlanError(f"--run-dir {run}: is a file; give a folder")
+        raise PlanError(f"--run-dir {run}: is a file, not a folder; give a folder")
     if run.path.is_symlink() and not run.path.exists():
         raise PlanError(
             f"--run-dir {run}: links to {os.readlink(run.path)}, which does not exist; "
@@ -195,13 +195,13 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
     ):
         # A run that began a moment ago has written only a part of its files.
         lock.refuse_living(run)
-        raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
+        raise PlanError(f"--run-dir {run}: is neither empty nor a run folder; give a new one")
     if before is None:
         return []
     if resolved.traits.compares and run.complete_checkpoints():
         raise PlanError(
-            f"--run-dir {run}: holds the checkpoints of a training, "
-            "whose records this would overwrite; give a new one"
+            f"--run-dir {run}: contains the checkpoints of a training, whose records would be "
+            "overwritten; give a new one"
         )
     return [f"continuing {run}"]
 

@@ -223,10 +223,10 @@ def _engine_notes(recipe: Recipe, device: str, environ: Mapping[str, str]) -> It
     found = variables_in(environ)
     if found:
         effect = (
-            "as the recipe says" if engine.name == "ort" else f"nothing with engine {engine.name}"
+            "from the recipe" if engine.name == "ort" else f"no effect with engine {engine.name}"
         )
         yield (
-            "in your environment: "
+            "from your environment: "
             + ", ".join(f"{name}={value}" for name, value in found.items())
             + f" ({effect})"
         )

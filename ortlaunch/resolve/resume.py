@@ -86,8 +86,8 @@ def choose(run: RunDir, options: ResumeOptions) -> Chosen:
         # Without this error, the path would name the origin of a new folder.
         step = _number(Path(options.choice))
         raise InputError(
-            f"--resume {options.choice}: is of this run folder itself; "
-            f"give its step: --resume {step}"
+            f"--resume {options.choice}: belongs to this run folder itself; give its step: "
+            f"--resume {step}"
         )
     source = Path(options.choice) if options.choice != AUTO else _source(run)
     # A name without a separator that does not exist is a misspelled `auto` or `never`.
@@ -114,9 +114,9 @@ def incomplete(folder: Path) -> Iterator[str]:
     """Yield a line for each unusable checkpoint in a folder, with the reason."""
     for path in sorted(folder.glob("step_*")):
         if path.suffix == ".partial":
-            yield f"{path}: incomplete: its writing was cut off"
+            yield f"{path}: incomplete: the save was interrupted"
         elif path.suffix.startswith(".broken"):
-            yield f"{path}: damaged, as an earlier start found"
+            yield f"{path}: damaged (detected by an earlier start)"
         elif not path.suffix and not (path / COMPLETE).exists():
             yield f"{path}: incomplete: it has no {COMPLETE}"
 
@@ -129,9 +129,7 @@ def _source(run: RunDir) -> Path | None:
 
 def _step(run: RunDir, step: int, own: list[tuple[int, Path]]) -> Chosen:
     if step not in dict(own):
-        there = (
-            f"has those of steps {', '.join(str(each) for each, _ in own)}" if own else "has none"
-        )
+        there = f"has steps {', '.join(str(each) for each, _ in own)}" if own else "has none"
         raise InputError(
             f"--resume {step}: no complete checkpoint of step {step}; {run.checkpoints} {there}"
         )
@@ -215,18 +213,18 @@ def beginning(
         made = {"recipe": before.model_dump(mode="json")}
     trains = not resolved.traits.evaluates
     lines.append(
-        f"{'going on' if trains else 'evaluating'} after step {chosen.step} from {chosen.folder}"
+        f"{'continuing' if trains else 'evaluating'} after step {chosen.step} from {chosen.folder}"
     )
     if made is None:
         return Beginning(
-            chosen, (*lines, "  it does not say what made it: nothing could be compared")
+            chosen, (*lines, "  it has no record of its recipe, so nothing is compared")
         )
     now = today(resolved)
     found = origin.differences(made, now)
     # Changes of fields that only a training uses do not matter to an evaluation.
     if not trains:
         found = origin.of_evaluation(chosen.folder, found)
-    require(found, options.allow, f"{chosen.folder} was written by another training")
+    require(found, options.allow, f"{chosen.folder} belongs to a different training")
     return Beginning(chosen, (*lines, *change_lines(found, options.allow)), tuple(found))
 
 
@@ -251,7 +249,7 @@ def today(resolved: ResolvedRun) -> dict[str, object]:
 def change_lines(found: list[Change], allow: tuple[str, ...]) -> list[str]:
     """Return a line for each change, or one that there is none."""
     return [f"  changed: {change.line(allow)}" for change in found] or [
-        "  nothing has changed since"
+        "  no settings have changed since"
     ]
 
 
@@ -266,9 +264,9 @@ def require(found: list[Change], allow: tuple[str, ...], what: str) -> None:
         words = " ".join(
             f"--allow {name}" for name in sorted({change.rule.allow for change in refused}) if name
         )
-        mend = f", {words} if this is meant, or a new --run-dir" if words else ""
+        mend = f", {words} if this is intended, or a new --run-dir" if words else ""
         lines = "".join(f"\n  {change.line(allow)}" for change in refused)
-        raise PlanError(f"{what}:{lines}\nGive the recipe that it was trained with{mend}")
+        raise PlanError(f"{what}:{lines}\nUse the recipe that it was trained with{mend}")
 
 
 def apply(run: RunDir, begun: Beginning, options: ResumeOptions) -> None:

@@ -102,17 +102,12 @@ def locate(given: Path) -> Path:
     # A bare file name is compared with the files beside it alone, below.
     guess = closest(bare, known) if given.parent.name else None
     if guess:
-        raise RecipeError(
-            [
-                f"{given}: there is no such file, and no shipped recipe of that name; "
-                f"did you mean {guess}?"
-            ]
-        )
+        raise RecipeError([f"{given}: no such file or shipped recipe; did you mean {guess}?"])
     files = ((max(likeness(given.name, path.name), likeness(given.name, path.stem)), path)
              for path in given.parent.glob("*.y*ml"))  # fmt: skip
     like, beside = max(files, default=(0, given))
     if like >= 0.8:
-        raise RecipeError([f"{given}: there is no such file; did you mean {beside}?"])
+        raise RecipeError([f"{given}: no such file; did you mean {beside}?"])
     return given
 
 
@@ -155,7 +150,7 @@ def copy(name: str, target: Path) -> list[Path]:
     pairs = [(source, first), *((other, first.parent / other.name) for other in others)]
     there = [str(new) for _, new in pairs if new.exists()]
     if there:
-        raise InputError(f"{', '.join(there)} exists already; give another name")
+        raise InputError(f"{', '.join(there)} exists already; choose another name")
     try:
         # One new folder, as cp -r makes; a path with more is a typing error.
         first.parent.mkdir(exist_ok=True)

@@ -79,11 +79,9 @@ def checkup(
 
 def _refuse_unused(options: LaunchOptions, starts: bool) -> None:
     if not starts and (options.launcher or options.processes_per_node):
-        raise PlanError(
-            "--launcher and --nproc-per-node: give a recipe, for which ranks are counted"
-        )
+        raise PlanError("--launcher and --nproc-per-node need a recipe: they set its ranks")
     if options.hostfile is None and (options.include or options.exclude):
-        raise PlanError("--include and --exclude choose from a host file: give --hostfile")
+        raise PlanError("--include and --exclude need a host file: give --hostfile")
 
 
 def with_job(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:

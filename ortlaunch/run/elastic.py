@@ -39,8 +39,8 @@ def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[Resolved
     # Hosts of a Slurm job are not reached by ssh, which the check needs.
     if "SLURM_JOB_ID" in os.environ:
         note = (
-            "launch.preflight: not inside a job of Slurm's, "
-            "where hosts are not reached by ssh: ortlaunch doctor"
+            "launch.preflight: skipped inside a Slurm job, whose hosts are not reached by ssh; "
+            "use ortlaunch doctor"
         )
         return whole, [note]
     asked = host_requirements(whole, Path(os.path.abspath(run.path)))

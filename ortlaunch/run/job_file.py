@@ -114,7 +114,7 @@ class JobFile:
         # On a full disk the verdict is printed in any case.
         except OSError as error:
             print(
-                f"ortlaunch: {self.run.job} does not say how it ended: {error.strerror}",
+                f"ortlaunch: {self.run.job} has no record of the run's end: {error.strerror}",
                 file=sys.stderr,
                 flush=True,
             )

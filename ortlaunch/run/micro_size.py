@@ -75,11 +75,9 @@ def refuse_inside() -> None:
         PlanError: always.
     """
     raise PlanError(
-        "batch.micro_size: got auto in a rank that another launcher started, "
-        "which cannot start trials of its own; "
-        "find the size once with `ortlaunch train` under launcher local, torchrun or mpi "
-        "on such a host, and give the "
-        "number that it prints"
+        "batch.micro_size: got auto in a rank of another launcher, which cannot start trial "
+        "jobs; determine the size once with `ortlaunch train` under launcher local, torchrun "
+        "or mpi on such a host, and set the number that it prints"
     )
 
 
@@ -88,13 +86,11 @@ def note(plan: Plan) -> list[str]:
     found = sizes(plan.batch)
     shown = ", ".join(map(str, found if len(found) <= 12 else [*found[:8], "...", found[-1]]))
     lines = [
-        f"micro_size: auto: train will find it by trying, among {shown}; the plan above is for 1"
+        f"micro_size: auto: `train` determines it by trial runs, from {shown}; the plan above uses 1"
     ]
     if plan.memory:
         parts = dict(plan.memory.by_stage)[plan.memory.chosen]
-        lines.append(
-            f"    by the estimate each sample takes about {human(parts.activations)} of activations"
-        )
+        lines.append(f"    each sample needs about {human(parts.activations)} of activations")
     return lines
 
 
@@ -119,9 +115,7 @@ def find(recipe: Recipe, plan: Plan, run: RunDir) -> int:
     """
     choices = sizes(plan.batch)
     tries = list[Try]()
-    print(
-        f"micro_size: auto: trying, each size in a job of its own; logs: {run.trials}", flush=True
-    )
+    print(f"micro_size: auto: one trial run for each size; logs: {run.trials}", flush=True)
     # choices[fit] fits and choices[miss] does not; -1 and the length stand for none so far.
     fit = -1
     miss = len(choices)
@@ -139,10 +133,10 @@ def find(recipe: Recipe, plan: Plan, run: RunDir) -> int:
         place = _next(choices, fit, miss, done.share)
     if fit < 0:
         raise LaunchError(
-            f"batch.micro_size: auto: not even {choices[0]} sample a rank fits: {tries[-1].why}"
+            f"batch.micro_size: auto: not even {choices[0]} sample per rank fits: {tries[-1].why}"
         )
     found = choices[fit]
-    print(f"micro_size: {found}, found by trying", flush=True)
+    print(f"micro_size: {found}, determined by trial runs", flush=True)
     _record(recipe, plan, run, found, tries)
     return found
 
@@ -182,7 +176,7 @@ def _try(recipe: Recipe, plan: Plan, run: RunDir, size: int) -> Try:
         return _judged(size, read_json(trial.trial))
     if end.failure is None or not end.failure.may_be_memory:
         raise LaunchError(
-            f"batch.micro_size: auto: the try of {size} failed, and not for memory:\n"
+            f"batch.micro_size: auto: the trial run of {size} failed, not because of memory:\n"
             f"{end.text}\nlog: {log}"
         )
     return Try(size, False, None, " ".join((end.failure.detail or end.last).split())[:200])

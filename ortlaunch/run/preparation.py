@@ -16,12 +16,13 @@ from ortlaunch.resolve.prepare import check_folder, check_launcher, earlier, wri
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import Beginning, ResumeOptions
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.units import fitted
 
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print each line at once."""
     for line in lines:
-        print(line, flush=True)
+        print(fitted(line), flush=True)
 
 
 def check(
@@ -71,7 +72,7 @@ def prepare(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Request:
     if why := foreign(run.path):
         print_lines(
             [
-                f"run folder: {why}: who can write there can run code as this user "
+                f"run folder: {why}: users who can write there can run code as this user "
                 "while the ranks start (docs/trust.md)"
             ]
         )

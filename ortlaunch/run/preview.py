@@ -39,7 +39,7 @@ def before_start(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> 
     # A preview creates no folder, so the permission to create it is checked here.
     if not os.access(above, os.W_OK | os.X_OK):
         raise PlanError(
-            f"{run}: cannot be written: no permission to write to {above}; give another --run-dir"
+            f"{run}: cannot be created: no permission to write to {above}; give another --run-dir"
         )
     return [
         *beginning.lines,

@@ -64,9 +64,7 @@ def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], End
         if not reason:
             _wait(run, failed, limit)
             # A stop may have been requested during the wait.
-            reason = (
-                "not started again: its end was asked for" if run.stop_request.exists() else None
-            )
+            reason = "not restarted: a stop was requested" if run.stop_request.exists() else None
         if reason:
             return ended._replace(end=ended.end.followed_by(reason))
         # Only before a further start: the last attempt's logs and errors stay in the run folder.
@@ -84,7 +82,7 @@ def _is_to_go_on(run: RunDir, ended: Ended) -> bool:
     # The same request stopped the ranks; left there, it would stop the next ones, too.
     run.stop_request.unlink(missing_ok=True)
     print(
-        f"{ended.end.text}\nortlaunch: the ranks are started again, as was asked for",
+        f"{ended.end.text}\nortlaunch: restarting the ranks, as requested",
         file=sys.stderr,
         flush=True,
     )
@@ -94,11 +92,11 @@ def _is_to_go_on(run: RunDir, ended: Ended) -> bool:
 def _wait(run: RunDir, failed: Sequence[Attempt], limit: int) -> None:
     seconds = wait_seconds(failed)
     newest = newest_checkpoint(run)
-    where = f"after step {newest}" if newest else "at step 1, for no checkpoint is complete"
+    where = f"after step {newest}" if newest else "at step 1, because no checkpoint is complete"
     used = restarts_without_progress(failed) + 1
     print(
         f"{failed[-1].verdict}\nortlaunch: attempt {failed[-1].number} failed; "
-        "the ranks are started again in "
+        "restarting the ranks in "
         f"{seconds:.0f} s, {where} (restart {used} of {limit} without progress)",
         file=sys.stderr, flush=True,
     )  # fmt: skip

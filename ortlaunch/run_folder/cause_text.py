@@ -16,18 +16,18 @@ TRY = "try: "
 # For ends without a rank's own error record; the command prints these itself.
 _SENTENCES = {
     Cause.LAUNCHER_FAILED: (
-        "{who} failed with {detail}, and ended the ranks; its traceback is above"
+        "{who} failed with {detail}, and the other ranks were stopped; its traceback is above"
     ),
-    Cause.NO_LOCKS: "{who} failed with {detail}, and ended the ranks; its traceback is above",
+    Cause.NO_LOCKS: "{who} failed with {detail}, and the other ranks were stopped; its traceback is above",
     Cause.COMMAND_KILLED: "the command ({who}) disappeared without an error record (usually "
     "SIGKILL, often out of "
     "memory), and its ranks ended with it",
     Cause.LAUNCHER_KILLED: (
-        "{who} was ended by {name}, and the ranks with it; none of them had failed before{memory}"
+        "{who} was stopped by {name}, and the ranks with it; no rank had failed before{memory}"
     ),
-    Cause.DISK_FULL: "no space left on device ({detail}), where no rank could write how it ended",
+    Cause.DISK_FULL: "no space left on device ({detail}), so no rank could write its error record",
     Cause.RANK_VANISHED: (
-        "{who} disappeared without an error record, as a process killed by SIGKILL does{memory}"
+        "{who} disappeared without an error record (usually SIGKILL, often out of memory){memory}"
     ),
     Cause.NEVER_BEGAN: "{absent}, and the launcher ended with status {status}{memory}",
     Cause.SIGNALLED: (
@@ -40,33 +40,31 @@ _VERDICTS = {
     Cause.RUNNING: "the run has not ended: {detail}",
     Cause.ENDED_WELL: "the run ended well",
     Cause.LOSS_SCALE_COLLAPSE: "fp16's loss scale collapsed: {detail}",
-    Cause.DISK_FULL: "the disk is full, met by {place}: {detail}",
-    Cause.KILLED: (
-        "{place} was killed (SIGKILL), and not for memory as far as its control group counts"
-    ),
+    Cause.DISK_FULL: "the disk is full, detected by {place}: {detail}",
+    Cause.KILLED: ("{place} was killed (SIGKILL); its control group reports no lack of memory"),
     Cause.SIGNALLED: "{place} was ended by {name}, sent from outside this run",
-    Cause.PORT_TAKEN: "{place} met a port that is taken: {detail}{at}",
+    Cause.PORT_TAKEN: "{place} failed because a port is in use: {detail}{at}",
     Cause.NO_GPU: "{place} has no GPU to train on: {detail}{at}",
     Cause.OTHER_WORLD: "the launcher started another world than the plan's: {detail}{at}",
     Cause.INDEX_OUT_OF_RANGE: (
-        "{place} met a label, token or position that the model has not: {detail}{at}"
+        "{place} used a label, token or position outside the model's range: {detail}{at}"
     ),
     Cause.MISSING_MODULE: "{place} lacks a Python module: {detail}{at}",
     Cause.MISSING_FILE: "{place} lacks a file: {detail}{at}",
-    Cause.UNREADABLE_FILE: "{place} may not open a file: {detail}{at}",
-    Cause.NO_LOCKS: "{place} met a disk without file locks: {detail}{at}",
+    Cause.UNREADABLE_FILE: "{place} has no permission to open a file: {detail}{at}",
+    Cause.NO_LOCKS: "{place} needs file locks, which a disk lacks: {detail}{at}",
     Cause.DAMAGED_CHECKPOINT: "{place} could not use a checkpoint: {detail}{at}",
-    Cause.LEFT_EARLY: "{place} left by itself with exit status {status} before the end",
+    Cause.LEFT_EARLY: "{place} exited early with exit status {status} before the end",
     Cause.BAD_INPUT: "{detail}{at}",
     Cause.RAISED: "{place} raised {detail}{at}",
     Cause.STOPPED: "{place} {detail}",
-    Cause.LOST_PEERS: "ranks lost each other, and none tells why: {detail}",
+    Cause.LOST_PEERS: "ranks lost their connections, and no rank recorded a cause: {detail}",
 }
 # The usual source of each signal when no other process sent it.
 _CRASHES = {
     signal.SIGSEGV: "invalid memory access",
     signal.SIGABRT: "an assertion or an uncaught C++ exception",
-    signal.SIGBUS: "a mapped file that was cut, or bad memory",
+    signal.SIGBUS: "a mapped file was truncated, or memory is faulty",
     signal.SIGILL: "an instruction that this processor lacks",
     signal.SIGFPE: "an arithmetic error",
 }
@@ -74,35 +72,34 @@ CRASHES = tuple(_CRASHES)
 """Signals of a crash in native code."""
 _OUTSIDE = (
     (
-        "who sends signals: a person, a scheduler's limit, a watchdog; see the scheduler's log "
-        "and dmesg"
+        "find the sender of the signal (a person, a scheduler's limit, a watchdog) in the "
+        "scheduler's log and dmesg"
     ),
 )
 # A stopped run continues from its newest checkpoint when it gets its own folder again.
-_AGAIN = ("start the same command with --run-dir to go on",)
-_NUMBERS = (("look at "
-            "these samples"), "a lower optimizer.learning_rate, a warm-up (schedule.warmup_steps), "
+_AGAIN = ("start the same command with --run-dir to continue",)
+_NUMBERS = (("check these samples"), "a lower optimizer.learning_rate, a warm-up (schedule.warmup_steps), "
             "a lower train.max_grad_norm")  # fmt: skip
 _ROLLBACK = "train.on_nonfinite: rollback leaves such a batch out, and training continues"
 _ADVICE: dict[Cause, tuple[str, ...]] = {
-    Cause.RUNNING: ("ortlaunch status RUN says how far it is",),
+    Cause.RUNNING: ("ortlaunch status RUN shows its progress",),
     Cause.STOPPED: _AGAIN,
     Cause.HANG: (
         (
-            "a rank that is stopped (SIGSTOP, a debugger) or waits for a disk or a network "
-            "keeps all others waiting"
+            "a rank that is stopped (SIGSTOP, a debugger) or waits for a disk or network "
+            "blocks all others"
         ),
-        "where a step may truly take so long, set train.stall_seconds higher",
+        "if a step may take that long, raise train.stall_seconds",
     ),
     Cause.HOST_LOST: (
-        "ssh to it, and dmesg there: is it up, and is its network?",
-        "start it again with --run-dir",
+        "check the host and its network: ssh to it, and read dmesg there",
+        "restart it with --run-dir",
     ),
     Cause.OUT_OF_MEMORY: (
-        "batch.micro_size: auto finds by trying what fits, and keeps batch.global_size",
+        "batch.micro_size: auto determines by trial runs what fits, and keeps batch.global_size",
     ),
     Cause.DISK_FULL: (
-        "make room (df -h; ortlaunch's checkpoints and the cache take most)",
+        "free disk space (df -h; checkpoints and the cache use most)",
         "set checkpoint.keep lower",
         *_AGAIN,
     ),
@@ -111,13 +108,13 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
     Cause.LOSS_SCALE_COLLAPSE: ("precision: bf16", _NUMBERS[1], _ROLLBACK),
     Cause.PORT_TAKEN: (
         (
-            "ss -ltnp names who has it; MASTER_PORT or launch.env choose another, or let "
-            "ortlaunch choose"
+            "ss -ltnp shows the process; set another MASTER_PORT, in the shell or launch.env, "
+            "or let ortlaunch choose"
         ),
     ),
-    Cause.NO_GPU: ("nvidia-smi there", "or launch.device: cpu"),
+    Cause.NO_GPU: ("run nvidia-smi there", "or launch.device: cpu"),
     Cause.OTHER_WORLD: (
-        "give hosts and ranks in one place: the host file, or the launcher's own options",
+        "set hosts and ranks in one place: the host file, or the launcher's options",
     ),
     Cause.INDEX_OUT_OF_RANGE: (
         (
@@ -126,15 +123,12 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
         ),
     ),
     Cause.MISSING_MODULE: (
-        (
-            "install it in this environment, on every host; a module of your own lies beside "
-            "the recipe"
-        ),
+        ("install it in this environment on every host, or put your own module beside the recipe"),
     ),
     Cause.MISSING_FILE: (
-        "relative paths begin where you run the command; every host must see the file",
+        "relative paths start at the current folder; every host must see the file",
     ),
-    Cause.UNREADABLE_FILE: ("ls -l it, as the user of the run, on that host",),
+    Cause.UNREADABLE_FILE: ("check it with ls -l on that host, as the user of the run",),
     Cause.NO_LOCKS: (
         "run folder (--run-dir), ORTLAUNCH_CACHE and TMPDIR must be on disks with file "
         "locks (flock); NFS has them "
@@ -142,23 +136,26 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
     ),
     Cause.CRASH: (
         "export PYTHONFAULTHANDLER=1 prints the Python stack of the crash",
-        "a library or extension of your own is the first suspect; then ortlaunch setup",
+        "check your own libraries and extensions first; then run ortlaunch setup",
     ),
-    Cause.KILLED: ("who sends it: a person, a scheduler, a watchdog; dmesg, the scheduler's log",),
+    Cause.KILLED: (
+        "find the sender of the signal (a person, a scheduler, a watchdog) in dmesg or the "
+        "scheduler's log",
+    ),
     Cause.SIGNALLED: _OUTSIDE,
     Cause.LEFT_EARLY: ("look for sys.exit and os._exit in the user's own code",),
     Cause.RAISED: ("the whole traceback is in its log",),
-    Cause.COMMAND_KILLED: (*_OUTSIDE, "start it again with --run-dir"),
+    Cause.COMMAND_KILLED: (*_OUTSIDE, "restart it with --run-dir"),
     Cause.LAUNCHER_KILLED: _OUTSIDE,
     Cause.LAUNCHER_FAILED: ("its traceback is above its last line",),
-    Cause.RANK_VANISHED: ("dmesg on that host: was it out of memory?", *_OUTSIDE),
+    Cause.RANK_VANISHED: ("check dmesg on that host: it may have been out of memory", *_OUTSIDE),
     Cause.NEVER_BEGAN: (
         (
-            "the launcher's own words are above its last line; `ortlaunch doctor` and --dry-run "
-            "show what is sent"
+            "the launcher's messages are above its last line; `ortlaunch doctor` checks the "
+            "hosts, --dry-run shows the command"
         ),
     ),
-    Cause.LOST_PEERS: ("the network between the hosts",),
+    Cause.LOST_PEERS: ("check the network between the hosts",),
 }
 
 
@@ -214,12 +211,12 @@ def kernel_kills(failure: Failure) -> str:
 
 
 def _filled(template: str, failure: Failure) -> str:
-    absent = "no rank says why"
+    absent = "no rank recorded a cause"
     if failure.who:
         absent = (
-            f"{failure.who} ended before it began"
+            f"{failure.who} ended before it started"
             if failure.began
-            else f"no rank began ({failure.who})"
+            else f"no rank started ({failure.who})"
         )
     return template.format(
         place=failure.place,

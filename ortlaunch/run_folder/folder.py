@@ -54,23 +54,23 @@ class RunDir:
     plan = _File("plan.json", "command", "hosts, ranks, batch and memory", "Plan")
     deepspeed = _File("deepspeed.json", "command", "DeepSpeed's configuration")
     environment = _File("environment.json", "command", "host, versions of packages, variables")
-    request = _File("request.sh", "command", "what was sent to the launcher")
+    request = _File("request.sh", "command", "command and files sent to the launcher")
     commands = _File("commands.jsonl", "command", "each start's command line and commit")
     modules = _File("modules", "rank 0", "the user's code")
     vocabulary = _File(
         "vocabulary.json",
         "rank 0",
-        "what words and classes the numbers stand for",
+        "token and class names of the numbers",
         "VocabularyRecord",
     )
     tokenizer = _File("tokenizer", "rank 0", "the tokenizer that the weights are trained with")
     hostfile = _File("hostfile", "command", "hosts and slots, for mpirun")
     # Three ways for ranks to meet: a file on one host, torchrun's agents, or rank 0's address.
-    store = _File("store", "command", "how ranks of one host meet, without a port")
-    rendezvous = _File("rendezvous", "command", "how torchrun's agents of several hosts meet")
-    meeting = _File("meeting", "command", "where rank 0 is, for ranks of several hosts")
-    agents = _File("agents.json", "command", "what ssh starts on each host, with torchrun")
-    launcher_error = _File("launcher_error.json", "torchrun", "why torchrun itself failed")
+    store = _File("store", "command", "where ranks of one host connect, without a port")
+    rendezvous = _File("rendezvous", "command", "where torchrun's agents of several hosts connect")
+    meeting = _File("meeting", "command", "address of rank 0, for ranks of several hosts")
+    agents = _File("agents.json", "command", "command that ssh starts on each host, with torchrun")
+    launcher_error = _File("launcher_error.json", "torchrun", "error of torchrun itself")
     submitted = _File("submitted.yaml", "command", "recipe of a queued run")
     job_script = _File("job.sh", "command", "batch script of a queued run")
     manifest = _File("job.yaml", "command", "manifest of a queued run")
@@ -85,13 +85,13 @@ class RunDir:
     failure_printed = _File(
         "errors/printed", "supervisors", "empty: a rank has printed the failure"
     )
-    stall = _File("errors/stall.json", "supervisors", "the run stood still: who, since when")
+    stall = _File("errors/stall.json", "supervisors", "the run stalled: who, since when")
     lost = _File("errors/lost.json", "supervisors", "a host that is lost")
     accounts = _File(
         "errors/accounts", "supervisors", "the rank of each record of an end, in the order of time"
     )
     slow_ranks = _File(
-        "slow_ranks.jsonl", "supervisors", "ranks that hold the others up, each named once"
+        "slow_ranks.jsonl", "supervisors", "slow ranks that delay the others, each once"
     )
     attempts = _File(
         "attempts", "command", "`1/{logs,errors}` of a failed start, once another has begun"
@@ -99,16 +99,16 @@ class RunDir:
     ready = _File(
         "ready", "rank 0", "marks that the folder is prepared, under a launcher of the user's own"
     )
-    fabric = _File("fabric.json", "rank 0", "what the ranks of `ortlaunch selftest` measured")
-    requests = _File("requests", "other commands", "what was requested from outside")
-    stop_request = _File("requests/stop.json", "any command", "to save and stop: who requested it")
+    fabric = _File("fabric.json", "rank 0", "measurements of the ranks of `ortlaunch selftest`")
+    requests = _File("requests", "other commands", "requests of other commands")
+    stop_request = _File("requests/stop.json", "any command", "to save and stop, with its sender")
     restart_request = _File(
         "requests/restart.json", "other commands", "another start, beside a stop"
     )
     requeue_request = _File("requests/requeue", "command", "another turn of a batch script")
     save_request = _File("requests/save.json", "other commands", "to save")
     cancelled = _File("requests/cancel", "other commands", "empty: to end without saving")
-    stopped = _File("stopped.json", "rank 0", "how a stop ended", "Stopped")
+    stopped = _File("stopped.json", "rank 0", "result of a stop", "Stopped")
     lock = _File("lock", "command", "held while the run lives")
     job = _File("job.json", "command", "state, verdict and cause; failed starts")
     metrics = _File(
@@ -117,20 +117,18 @@ class RunDir:
     steps = _File(
         "steps.json", "rank 0", "lengths in epochs as steps: the training's, and intervals"
     )
-    bad_steps = _File(
-        "bad_steps.jsonl", "rank 0", "losses and gradients that were not trained on", "BadStep"
-    )
+    bad_steps = _File("bad_steps.jsonl", "rank 0", "steps with bad losses or gradients", "BadStep")
     summary = _File("summary.json", "rank 0", "the end of the training", "Summary")
     parity = _File(
         "parity.jsonl", "rank 0", "steps that were compared with plain PyTorch", "ParityLine"
     )
     engine = _File(
-        "engine.json", "rank 0", "what really runs: engine, sharding, optimizer", "EngineReport"
+        "engine.json", "rank 0", "what runs: engine, sharding, optimizer", "EngineReport"
     )
     memory = _File("memory.json", "rank 0", "memory, planned and measured", "MemoryReport")
     micro_size = _File("micro_size.json", "command", "the size that `micro_size: auto` found")
-    trials = _File("micro_size", "command", "`8/`: a try of `micro_size: auto`, a run of its own")
-    trial = _File("trial.json", "rank 0", "of a try: the memory that it took")
+    trials = _File("micro_size", "command", "`8/`: a trial run of `micro_size: auto`")
+    trial = _File("trial.json", "rank 0", "of a trial run: the memory that it used")
     evaluation = _File(
         "evaluation.json",
         "rank 0",
@@ -138,14 +136,14 @@ class RunDir:
         "Evaluation",
     )
     tensorboard = _File("tensorboard", "rank 0", "TensorBoard's events")
-    trackers = _File("trackers", "rank 0", "what W&B and MLflow keep")
+    trackers = _File("trackers", "rank 0", "files of W&B and MLflow")
     checkpoints = _File(
         "checkpoints",
         "ranks",
         "`step_00000500{,.partial,.broken}/`, whole with COMPLETE",
     )
     resume = _File(
-        "resume.json", "command", "where the last start began, and what had changed", "ResumeRecord"
+        "resume.json", "command", "step of the last start, and changed settings", "ResumeRecord"
     )
     saves = _File("saves.jsonl", "rank 0", "each save", "SaveLine")
     export = _File("export", "rank 0", "the trained model")
@@ -155,9 +153,9 @@ class RunDir:
         "models in `exports/step_00000500{,_onnx,_ondevice}/`",
         "ExportLine",
     )
-    choice = _File("choice.json", "command", "how engine.name: auto was decided", "Choice")
-    bench = _File("bench.json", "command", "of a variant of `ortlaunch bench`: what is measured")
-    order = _File("order.json", "command", "of such a variant: what its ranks do next")
+    choice = _File("choice.json", "command", "decision of engine.name: auto", "Choice")
+    bench = _File("bench.json", "command", "of a variant of `ortlaunch bench`: its settings")
+    order = _File("order.json", "command", "of such a variant: next command for its ranks")
     report = _File("report.html", "`ortlaunch report`", "a page of the whole run")
     results = _File("results.jsonl", "rank 0", "of such a variant: figures")
 
@@ -349,7 +347,7 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DamagedFile(
-            f"{path}: is damaged: no text ({error.reason} at byte {error.start})"
+            f"{path}: is damaged: not text ({error.reason} at byte {error.start})"
         ) from None
 
 
@@ -372,7 +370,7 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:
         raise DamagedFile(f"{path}: is damaged: {_no_json(path, error)}") from None
     if not isinstance(value, kind):
         raise DamagedFile(
-            f"{path}: is damaged: it holds no {'mapping' if kind is dict else kind.__name__}"
+            f"{path}: is damaged: it is not a {'mapping' if kind is dict else kind.__name__}"
         )
     return _Mapping(path, value) if kind is dict else value
 
@@ -404,7 +402,7 @@ def account(path: Path) -> Json:
         found = read_json(path)
     except DamagedFile as error:
         found = {}
-        said = f"an account of an end cannot be read: {error}"
+        said = f"the record of a rank's end cannot be read: {error}"
     known = {
         "rank": int(number) if number.isdecimal() else 0, "host": "?", "type": "Unknown", "message": "",
         "traceback": "", "exit_status": 1, "secondary": False, "time": 0.0, "summary": said,
@@ -424,7 +422,7 @@ def account(path: Path) -> Json:
 
 def _no_json(path: Path, error: json.JSONDecodeError) -> str:
     return (
-        f"no JSON at line {error.lineno}, column {error.colno}"
+        f"not JSON at line {error.lineno}, column {error.colno}"
         if path.stat().st_size
         else "it is empty"
     )

@@ -64,7 +64,7 @@ class RunLock:
                 fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise PlanError(
-                    f"--run-dir {run}: another command took its lock in this moment; start again"
+                    f"--run-dir {run}: another command has just locked it; start again"
                 ) from None
         os.set_inheritable(self._file, keep)
 
@@ -93,7 +93,7 @@ def _begin(file: int, run: RunDir) -> bool:
                 print(
                     (
                         f"{run}: no file locks here ({error.strerror}): a second run in it "
-                        "would not be seen"
+                        "cannot be detected"
                     ),
                     flush=True,
                 )
@@ -107,7 +107,7 @@ def _begin(file: int, run: RunDir) -> bool:
             )
         if time.monotonic() > deadline:
             raise PlanError(
-                f"--run-dir {run}: {_named(holder)} has ended, but ranks of it are still "
+                f"--run-dir {run}: {_named(holder)} has ended, but some of its ranks are still "
                 "alive; end them"
             )
         if not told:

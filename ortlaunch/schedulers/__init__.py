@@ -65,8 +65,8 @@ class QueuedRun:
     def headline(self) -> str:
         """The first line of a script or a manifest, for a person who reads it."""
         return (
-            f"# {counted(self.plan.world_size, 'rank')} of run {self.plan.name}; "
-            f"`ortlaunch status {self.run}` says how it goes."
+            f"# {counted(self.plan.world_size, 'rank')} of run {self.plan.name}; `ortlaunch "
+            f"status {self.run}` shows its state."
         )
 
 
@@ -144,12 +144,12 @@ def run_command(*argv: str, what: str, seconds: float = 60) -> subprocess.Comple
         LaunchError: it does not answer in time.
     """
     if shutil.which(argv[0]) is None:
-        raise MissingDependency(f"no {argv[0]} here: {what}; --dry-run prints the job anywhere")
+        raise MissingDependency(f"{argv[0]} not found: {what}; --dry-run prints the job anywhere")
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"{argv[0]} does not answer within {seconds:.0f} s; is its server up?"
+            f"{argv[0]} did not answer within {seconds:.0f} s; is its server up?"
         ) from None
 
 

@@ -20,7 +20,7 @@ from ortlaunch.schedulers import QueuedRun, QueueState, command_output, yaml_tex
 __all__ = ["cancel", "logs", "request", "state", "submit"]
 
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
-_WHAT = "submit and ask where `az extension add --name ml` was done"
+_WHAT = "use a host with `az extension add --name ml`"
 # Azure ML's states of a job. CancelRequested still runs.
 _STATES = {
     **dict.fromkeys(

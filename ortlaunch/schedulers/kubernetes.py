@@ -32,7 +32,7 @@ _CLEAN_UP_SECONDS = 15
 _LONGEST = 50
 # The end of a run folder's name, which keeps shortened names distinct.
 _TIME = len("-20260101-000000")
-_WHAT = "submit and ask where kubectl reaches the cluster"
+_WHAT = "use a host whose kubectl reaches the cluster"
 
 
 def request(job: QueuedRun) -> Request:

@@ -21,7 +21,7 @@ from ortlaunch.schedulers import QueuedRun, QueueState, run_command
 
 __all__ = ["cancel", "request", "state", "submit"]
 
-_WHAT = "submit and ask on a host of the cluster"
+_WHAT = "use a host of the cluster"
 # Options of sbatch that the recipe has under the same name, with underscores.
 _PLAIN = ("partition", "account", "qos", "reservation", "time", "cpus_per_task", "constraint", "nodelist", "exclude",
           "dependency", "begin", "mail_user", "mail_type")  # fmt: skip
@@ -162,7 +162,8 @@ def submit(request: Request) -> str:
     """Write the script, queue it and return the job's id."""
     if shutil.which("sbatch") is None:
         raise MissingDependency(
-            "no sbatch here: submit on a host of the cluster; --dry-run prints the script anywhere"
+            "sbatch not found: submit on a host of the cluster; --dry-run prints the script "
+            "anywhere"
         )
     for path, text in request.files:
         write_text(Path(path), text)
@@ -212,7 +213,9 @@ def _state(words: list[str], reason: str) -> QueueState | None:
     # A requeued job has its last state as well, but is pending.
     known = [word for word in words if word in _STATES]
     if not known:
-        raise LaunchError(f"Slurm says {' '.join(words)} of the job, which ortlaunch does not know")
+        raise LaunchError(
+            f"Slurm says {' '.join(words)} as the job's state, which ortlaunch does not know"
+        )
     first = next((word for word in known if _STATES[word] is JobState.PENDING), known[0])
     why = f" ({reason})" if reason not in ("", "None", "(null)") else ""
     return QueueState(_STATES[first], f"{' '.join(words)}{why}")
@@ -238,7 +241,7 @@ def _is_known(ended: subprocess.CompletedProcess[str]) -> bool:
     """
     if ended.returncode and "invalid job id" not in ended.stderr.lower():
         said = ended.stderr.strip() or f"status {ended.returncode}"
-        raise LaunchError(f"{ended.args[0]} cannot say how the job goes: {said}")
+        raise LaunchError(f"{ended.args[0]} cannot report the job's state: {said}")
     return ended.returncode == 0
 
 

@@ -22,7 +22,7 @@ def main() -> int:
     # Other libraries import DeepSpeed, which would guess the device and warn.
     os.environ["DS_ACCELERATOR"] = "cpu"
     task = TASKS[sys.argv[1]]
-    assert task.request is not None, "the control side starts ranks for the others"
+    assert task.request is not None, "the command starts ranks for the other tasks"
     try:
         return import_module(task.module).run(task.request(**json.load(sys.stdin))) or 0
     except OrtlaunchError as error:

@@ -66,8 +66,8 @@ def with_steps(
         length = {"epochs": epochs, "samples": begun["samples"], "max_steps": steps}
         write_json(run.steps, {**length, **intervals})
         if begun["samples"] != samples:
-            print(f"the data has {samples:,} samples, and had {begun['samples']:,} when this run began; it keeps its "
-                  f"{steps:,} steps", flush=True)  # fmt: skip
+            print(f"the data has {samples:,} samples, and had {begun['samples']:,} when this run "
+                f"began; the run keeps its {steps:,} steps", flush=True)  # fmt: skip
     schedule = recipe.schedule
     decay = round(schedule.decay_ratio * steps) if schedule.name == "wsd" else 0
     if epochs and schedule.warmup_steps is not None and schedule.warmup_steps + decay > steps:

@@ -108,10 +108,7 @@ def test_a_path_that_is_narrower_than_its_ends(lab: Lab, folder: Path) -> None:
     assert [(one["host"], one["check"], one["verdict"]) for one in found] == [
         ("host1", "mtu", "failed"), ("host2", "mtu", "failed"),
     ]  # fmt: skip
-    assert (
-        found[0]["what"]
-        == "packets of 9000 B, the MTU of both interfaces, are lost on the way to host2"
-    )
+    assert found[0]["what"] == "packets of 9000 B, the MTU of both interfaces, do not reach host2"
 
 
 def test_a_folder_that_one_host_cannot_write_and_a_host_with_two_names(

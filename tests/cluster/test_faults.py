@@ -96,8 +96,8 @@ CASES = {
                             words=("launch.interface=eth9",), doctor=("--interface", "eth9")),
     # /mnt is each host's own disk.
     ("folder "
-    "not shared"): Case(("host2                run folder   failed   /mnt/run there is "
-                        "another folder than here"),
+    "not shared"): Case(("host2                run folder   failed   /mnt/run the folder there is not the one "
+        "here"),
                               run_dir="/mnt/run", doctor=("--run-dir", "/mnt/run")),
     ("disk "
     "nearly full"): Case(("free, and "
@@ -167,10 +167,12 @@ def test_a_port_that_is_taken(lab: Lab, tmp_path: Path) -> None:
     squatter.kill()
     squatter.wait()
     said = next(
-        (line for line in ended.stderr.splitlines() if "cannot meet at" in line), ended.stderr
+        (line for line in ended.stderr.splitlines() if "cannot connect at" in line), ended.stderr
     )
     print(f"{said} -> {took:.1f} s")
     assert ended.returncode == 1
-    assert "ranks cannot meet at host1:29500 (MASTER_ADDR:MASTER_PORT of your launcher): " in said
+    assert (
+        "ranks cannot connect at host1:29500 (MASTER_ADDR:MASTER_PORT of your launcher): " in said
+    )
     assert "address already in use" in said
     assert took < 15

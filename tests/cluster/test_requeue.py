@@ -48,7 +48,7 @@ def check(home: Home, job: str, losses: dict[int, float], steps: int) -> None:
     assert "Restarts=0" not in record, record
     said = (home.run / "logs" / f"slurm-{job}.out").read_text()
     assert "saved after step" in said
-    assert "going on after step" in said
+    assert "continuing after step" in said
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -86,7 +86,7 @@ def test_a_rank_that_was_killed(home: Home, undisturbed: dict[int, float]) -> No
         {step: undisturbed[step] for step in range(1, 13)}, abs=1e-5
     )
     said = (home.run / "logs" / f"slurm-{job}.out").read_text()
-    assert "attempt 1 failed; the job is queued again (restart 1 of 1 without progress)" in said
+    assert "attempt 1 failed; the job is requeued (restart 1 of 1 without progress)" in said
     # 128 + SIGKILL.
     assert home.status()["job"]["attempts"][0]["exit_status"] == 137
 

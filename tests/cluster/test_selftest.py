@@ -67,4 +67,4 @@ def test_a_slow_host_is_named(lab: Lab, tmp_path: Path, slow_host: None) -> None
     speed = slow["figures"]["bytes_per_second"]
     assert speed < 2e7
     assert all(one["figures"]["bytes_per_second"] > speed for one in links.values())
-    assert found[-1]["what"] == "not tested: it queues a job"
+    assert found[-1]["what"] == "not tested: this would queue a job"

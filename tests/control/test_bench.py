@@ -188,8 +188,8 @@ def test_the_table_shows_what_lower_precision_does_to_the_loss() -> None:
     # Parity cannot show it, because it is compared at highest.
     text = report.table(rows(one))
     assert (
-        "eager matmul_precision=medium: matmul_precision medium moves the loss by 2.5e-04; parity "
-        "is" in text
+        "eager matmul_precision=medium: matmul_precision medium changes the loss by 2.5e-04; "
+        "parity is" in text
     )
 
 
@@ -227,7 +227,7 @@ def test_variants_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPa
         machine, "memory_limits", lambda: [machine.MemoryLimit("a group", 1 << 30, 1 << 20)]
     )
     assert measure._that_fits(Length(), made, said.append).one_at_a_time
-    assert "1.0 MiB are free: one at a time" in said[0]
+    assert "1.0 MiB is free: running one at a time" in said[0]
 
 
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

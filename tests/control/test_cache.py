@@ -60,9 +60,8 @@ def test_a_folder_of_another_user_is_refused(
     # Without root every folder seems to belong to another user, so the topmost one is reported.
     first = wrong if os.getuid() == 0 else cache
     assert str(caught.value) == (
-        f"{first}: belongs to user {other}, who could put programs there "
-        f"that this user ({os.geteuid()}) runs; "
-        "set ORTLAUNCH_CACHE to a folder of your own"
+        f"{first}: belongs to user {other}, who could place programs there that this user "
+        f"({os.geteuid()}) runs; set ORTLAUNCH_CACHE to a folder of your own"
     )
     assert caught.value.exit_status == 2
 
@@ -73,9 +72,8 @@ def test_a_folder_that_others_write_to_is_refused(cache: Path) -> None:
     with pytest.raises(FileError) as caught:
         cache_folder("a")
     assert str(caught.value) == (
-        f"{cache / 'a'}: is writable by others, who could put programs there "
-        f"that this user ({os.geteuid()}) runs; "
-        f"type: rm -r {cache / 'a'} (what it holds is made again)"
+        f"{cache / 'a'}: is writable by others, who could place programs there that this user "
+        f"({os.geteuid()}) runs; type: rm -r {cache / 'a'} (its contents are rebuilt)"
     )
 
 
@@ -116,7 +114,11 @@ def test_what_was_sealed_is_unchanged(cache: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("cont", "has 4 bytes, and had 7"), ("contenT", "is not what was written"), (None, "is gone")],
+    [
+        ("cont", "has 4 bytes, and had 7"),
+        ("contenT", "differs from the recorded checksum"),
+        (None, "is gone"),
+    ],
 )
 def test_another_content_is_seen(text: str | None, reason: str, cache: Path) -> None:
     """A file that was cut, changed or removed is reported with the difference."""
@@ -140,7 +142,7 @@ def test_without_a_seal_nothing_is_taken(text: str | None, cache: Path) -> None:
     """Files without a readable seal are refused."""
     _, record = sealed(cache)
     record.write_text(text) if text is not None else record.unlink()
-    assert changed(record) == f"{record}: {'is gone' if text is None else 'is no seal'}"
+    assert changed(record) == f"{record}: {'is gone' if text is None else 'is not a checksum file'}"
 
 
 def test_sealed_files_are_the_users_alone(cache: Path) -> None:
@@ -159,7 +161,8 @@ def test_a_folder_that_cannot_be_made_where_its_parent_is_is_told(
     """The error is reported if the file system allows no new folder, as /proc does."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", "/proc/nocache")
     with pytest.raises(
-        FileError, match=r"^/proc/nocache: cannot be made: .*; ORTLAUNCH_CACHE names another place$"
+        FileError,
+        match=r"^/proc/nocache: cannot be made: .*; set ORTLAUNCH_CACHE to another folder$",
     ):
         cache_folder("tokens")
 
@@ -185,8 +188,8 @@ def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -
     """The error is reported for a home folder that is no folder, such as /dev/null."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", "/dev/null/home/cache")
     mend = (
-        "/dev/null/home/cache: cannot be made: Not a directory: /dev/null/home; "
-        "ORTLAUNCH_CACHE names another place"
+        "/dev/null/home/cache: cannot be made: Not a directory: /dev/null/home; set "
+        "ORTLAUNCH_CACHE to another folder"
     )
     with pytest.raises(FileError, match=f"^{mend}$"):
         cache_folder("tokens")

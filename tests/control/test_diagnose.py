@@ -76,7 +76,7 @@ NAN = "step 3: the loss is nan on rank 1, samples 4, 5 of x"
 RANKS: dict[str, tuple[dict[str, Any], str]] = {
     "left-early": (
         {"exit_status": 7},
-        "rank 1 on host a left by itself with exit status 7 before the end",
+        "rank 1 on host a exited early with exit status 7 before the end",
     ),
     "host-lost": (
         {"detail": "ssh to b ended with status 255: x"},
@@ -93,8 +93,7 @@ RANKS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "killed": (
         KILLED,
-        "rank 1 on host a was killed (SIGKILL), "
-        "and not for memory as far as its control group counts",
+        "rank 1 on host a was killed (SIGKILL); its control group reports no lack of memory",
     ),
     "out-of-memory": (
         {"detail": "RuntimeError: can't allocate"},
@@ -104,11 +103,11 @@ RANKS: dict[str, tuple[dict[str, Any], str]] = {
     "loss-spike": ({"detail": "step 9: the loss jumped"}, "step 9: the loss jumped"),
     "disk-full": (
         {"detail": "OSError: x"},
-        "the disk is full, met by rank 1 on host a: OSError: x",
+        "the disk is full, detected by rank 1 on host a: OSError: x",
     ),
     "missing-file": ({"detail": "'a.bin'"}, "rank 1 on host a lacks a file: 'a.bin'"),
     "no-gpu": ({"detail": "x"}, "rank 1 on host a has no GPU to train on: x"),
-    "hang": ({"detail": "the run has stood still for 9 s"}, "the run has stood still for 9 s"),
+    "hang": ({"detail": "the run has stalled for 9 s"}, "the run has stalled for 9 s"),
 }
 
 
@@ -119,7 +118,7 @@ def test_the_account_of_a_rank(kind: str, tmp_path: Path) -> None:
     found = diagnose(made(tmp_path, cause=kind, **account))
     assert (found.kind, found.verdict) == (kind, said)
     assert "    | last words" in found.evidence
-    assert "  rank 0 ended after that: 1 in all" in found.evidence
+    assert "  rank 0 ended later: 1 in all" in found.evidence
 
 
 def test_a_rank_that_the_kernel_ended(tmp_path: Path) -> None:
@@ -184,8 +183,8 @@ def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
     rows = [line.strip() for line in found.evidence]
     assert any(line.startswith("->DDP") for line in rows)
     head = (
-        "what would fit, by the plan with its process (200.0 MiB): "
-        "224.0 MiB a rank is the limit there"
+        "what would fit (by the plan, with 200.0 MiB for the process): 224.0 MiB per rank is "
+        "the limit there"
     )
     assert head in rows
     fits = {
@@ -209,7 +208,9 @@ def test_out_of_memory_never_says_that_it_fits(tmp_path: Path) -> None:
         for line in diagnose(made(tmp_path, asked, cause="out-of-memory", **limit)).evidence
     ]
     assert any(
-        re.search(r"\d\.\d\d times as much, for it reached the limit: 1.0 GiB a rank is", line)
+        re.search(
+            r"\d\.\d\d times as much, because the run reached the limit: 1.0 GiB per rank is", line
+        )
         for line in rows
     )
     assert next(line for line in rows if line.startswith("as it is")).endswith(
@@ -232,7 +233,7 @@ def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
     lines = with_verdict(run, end).splitlines()
     assert lines[0] == "Traceback"
     assert lines[2].startswith(
-        "verdict: rank 1 on host a met a label, token or position that the model has not: Index"
+        "verdict: rank 1 on host a used a label, token or position outside the model's range: Index"
     )
     assert lines[3].startswith("try: compare the labels")
     assert lines[-1] == FIRST
@@ -279,7 +280,7 @@ def test_a_run_that_goes_on_and_one_that_ended_well(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     ended(run, "done: run, in 0:09\nto continue: ortlaunch train x.yaml", 0, JobState.SUCCEEDED)
     assert diagnose(run).kind == "ended-well"
-    assert "  the command said: done: run, in 0:09" in diagnose(run).evidence
+    assert "  last message of the command: done: run, in 0:09" in diagnose(run).evidence
     replace(JobRecord.of_this_process("torchrun", JobState.RUNNING)).write(run)
     assert diagnose(run).kind == "running"
     with pytest.raises(InputError):

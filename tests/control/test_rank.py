@@ -149,7 +149,7 @@ READ_OPEN_MPI = (
 @pytest.mark.parametrize(
     ("env", "lines"),
     [
-        ({}, ["used: none, so this is rank 0 of 1"]),
+        ({}, ["used: none; this process is rank 0 of 1"]),
         (
             SLURM,
             [
@@ -176,14 +176,14 @@ READ_OPEN_MPI = (
             {"SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"},
             [
                 "Slurm: not a step of ranks: SLURM_STEP_ID is 4294967290",
-                "used: none, so this is rank 0 of 1",
+                "used: none; this process is rank 0 of 1",
             ],
         ),
         (
             {"SLURM_PROCID": "0"},
             [
                 "Slurm: not a step of ranks: SLURM_STEP_ID is not set",
-                "used: none, so this is rank 0 of 1",
+                "used: none; this process is rank 0 of 1",
             ],
         ),
         (

@@ -76,7 +76,7 @@ def row(tree: ElementTree.Element, name: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("passes", "said"),
-    [("fp32", "fp32, matrix products in float32"), ("bf16", "bf16"), ("fp16", "fp16")],
+    [("fp32", "fp32, matmul in float32"), ("bf16", "bf16"), ("fp16", "fp16")],
 )
 def test_the_precision_of_passes(passes: str, said: str, tmp_path: Path) -> None:
     """The precision of float32 matmuls is shown only for passes in fp32."""
@@ -100,11 +100,11 @@ def test_a_page_of_one_run(tmp_path: Path) -> None:
     titles = ["".join(title.itertext()) for title in tree.iter("title")]
     assert "step 20\none: 2" in titles
     assert "one: a later start went on after step 20" in titles
-    assert row(tree, "why it ended") == ["done: all"]
+    assert row(tree, "cause of the end") == ["done: all"]
     # Planned and measured.
     assert row(tree, "peak") == ["8 B", "2.0 KiB"]
     assert row(tree, "1") == ["0", "25", "5", "a rank failed"]
-    assert row(tree, "passes that fell back to PyTorch") == [f"3\n{HOSTILE}"]
+    assert row(tree, "forward and backward passes that fell back to PyTorch") == [f"3\n{HOSTILE}"]
 
 
 def test_nothing_of_a_run_becomes_markup_or_is_loaded(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_nothing_of_a_run_becomes_markup_or_is_loaded(tmp_path: Path) -> None:
         "onload",
     } == set()
     assert "default-src 'none'" in (tmp_path / "r.html").read_text()
-    assert row(tree, "why it ended") == [HOSTILE]
+    assert row(tree, "cause of the end") == [HOSTILE]
     assert "secret" not in "".join(tree.itertext())
 
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_drawn_or_read_is_said(tmp_path: Path) -> None:
     assert "one: no finite value at step 20, 30" in text
     assert "saves.jsonl:2 is left out: no whole line of JSON" in text
     assert "saves.jsonl:3" not in text
-    assert "summary.json: is damaged: no JSON at line 1, column 2" in text
+    assert "summary.json: is damaged: not JSON at line 1, column 2" in text
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     for path in (RunDir(run).metrics, RunDir(run).engine, RunDir(run).memory, RunDir(run).commands):
         path.unlink()
     heads = [head.text for head in page(run, to=tmp_path / "r.html").iter("h2")]
-    assert heads == ["How it went", "Starts and bad steps", "Recipe"]
+    assert heads == ["Results", "Starts and bad steps", "Recipe"]
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     # A folder without job.json.
     (tmp_path / "tmp").mkdir()
     with pytest.raises(
-        InputError, match=r"(?s)none: is neither a folder nor.*tmp: holds no job.json"
+        InputError, match=r"(?s)none: is neither a folder nor.*tmp: has no job.json"
     ):
         report([run, tmp_path / "none", tmp_path / "tmp"], tmp_path / "r.html", "now")
     with pytest.raises(InputError, match="given twice"):
@@ -183,7 +183,7 @@ def test_a_page_replaces_only_a_page(tmp_path: Path) -> None:
     run = made(tmp_path / "one", steps(1.0))
     assert report([run], None, "now") == report([run], None, "later") == run / "report.html"
     (tmp_path / "r.html").write_text("mine")
-    with pytest.raises(InputError, match="is there already and no report"):
+    with pytest.raises(InputError, match="exists already and is not a report"):
         report([run], tmp_path / "r.html", "now")
 
 

@@ -70,9 +70,8 @@ def test_a_module_that_is_hidden_is_told(path: list[str], tmp_path: Path) -> Non
         )
     json = importlib.import_module("json").__file__
     assert str(caught.value) == (
-        f"model.factory: 'json:loads' is {json}, which comes before your "
-        f"{tmp_path}/beside/json/__init__.py; "
-        "give your module another name"
+        f"model.factory: 'json:loads' is {json}, which is imported before your "
+        f"{tmp_path}/beside/json/__init__.py; rename your module"
     )
 
 

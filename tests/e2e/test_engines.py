@@ -43,7 +43,8 @@ def test_a_fallback_that_is_allowed_is_told(train: Train) -> None:
     assert len(engine["fallback_reason"]) > 20
     assert run.truth()["onnxruntime"]["forward_passes"] == 0
     assert (
-        f"FALLBACK: engine ort was asked, eager runs: {engine['fallback_reason'][:20]}" in run.out
+        f"FALLBACK: engine ort was requested, eager runs: {engine['fallback_reason'][:20]}"
+        in run.out
     )
     assert "ran on engine eager" in run.out
 

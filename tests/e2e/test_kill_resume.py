@@ -197,7 +197,7 @@ def test_a_save_whose_rank_dies(train: Train, home: Path) -> None:
     names = {path.name for path in (failed.folder / "checkpoints").iterdir()}
     assert names == {"step_00000002", "step_00000004.partial"}
     again = ended_well(train("dies", recipe, *TWO_RANKS))
-    assert "step_00000004.partial: incomplete: its writing was cut off" in again.out
+    assert "step_00000004.partial: incomplete: the save was interrupted" in again.out
     assert "resumed after step 2 from" in again.out
     assert {path.name for path in (failed.folder / "checkpoints").iterdir()} == {
         f"step_0000000{step}" for step in (2, 4, 6)

@@ -121,7 +121,7 @@ def test_the_size_found_is_within_one_doubling_of_the_limit(limited: Limited) ->
     record = json.loads((limited.folder / "found/micro_size.json").read_text())
     found = record["found"]
     assert 4 <= found <= 128, done.stdout
-    assert f"micro_size: {found}, found by trying" in done.stdout
+    assert f"micro_size: {found}, determined by trial runs" in done.stdout
     assert (
         f"batch: 512 samples = {found} micro x {512 // found} accumulation x 1 rank" in done.stdout
     )

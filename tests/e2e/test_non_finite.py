@@ -45,7 +45,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(
         f"step 3: the loss is nan on rank 1, samples {', '.join(map(str, samples))} of data.train"
     )
     assert said in run.err
-    assert "the first parameter whose gradient is not finite: layers.0.weight" in run.err
+    assert "first parameter with a gradient that is not finite: layers.0.weight" in run.err
     assert not (run.folder / "export").exists()
     assert (
         sorted(path.name for path in (run.folder / "checkpoints").glob("step_*"))[-1]

@@ -445,7 +445,7 @@ def test_a_model_of_your_own(home: Path, tmp_path: Path) -> None:
     assert run.truth()["engine"]["used"] == "ort"
     (line,) = COMPARED.findall(run.out)
     assert len(line) <= 100
-    assert "parity: step 1 is also run in plain PyTorch, once (the model is your own)\n" in run.out
+    assert "parity: step 1 is compared with plain PyTorch once (your own model)\n" in run.out
     assert [
         json.loads(text)["step"] for text in (folder / "parity.jsonl").read_text().splitlines()
     ] == [1]

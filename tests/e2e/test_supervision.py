@@ -160,7 +160,7 @@ def test_a_rank_that_stands_still(launcher: str, how: str, tmp_path: Path) -> No
 
 def _wait_for_verdict(run: Run, seconds: float) -> str:
     def found() -> list[str]:
-        return [line for line in run.lines() if "has stood still" in line]
+        return [line for line in run.lines() if "has stalled" in line]
 
     wait(lambda: found() or run.command.poll() is not None, seconds, 0.1)
     return next(iter(found()), "")

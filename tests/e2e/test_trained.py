@@ -70,7 +70,7 @@ def test_an_export_is_told(trained: Run, exported: Path, home: Path) -> None:
     assert (line["step"], line["onnx"]["outputs"]) == (6, ["logits"])
     assert line["onnx"]["largest_difference"] < 1e-4
     again = ortlaunch(home, "export", "trained", "--format=onnx")
-    assert (again.returncode, "is there already" in again.stderr) == (2, True)
+    assert (again.returncode, "exists already" in again.stderr) == (2, True)
 
 
 def evaluated(home: Path, *words: str) -> dict[str, Any]:

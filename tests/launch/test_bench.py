@@ -236,8 +236,8 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(tmp_path: Path)
     for words, part in {
         ("--engines=jax",): "--engines jax: give some of ort, inductor, eager",
         ("--vary=seed",): "--vary seed: write it as --vary key.path=first,second",
-        ("--vary=engine.name=ort",): "engines are chosen with --engines",
-        ("--vary=seed=1,1",): "--vary: ort seed=1 is there twice",
+        ("--vary=engine.name=ort",): "use --engines to choose engines",
+        ("--vary=seed=1,1",): "--vary: ort seed=1 is given twice",
     }.items():
         ended = bench(folder, *words)
         assert (ended.returncode, part in ended.stderr) == (2, True), ended.stderr
@@ -284,7 +284,7 @@ def test_all_engines(tmp_path: Path) -> None:
     assert 0 < rows["ort"]["parity"]["gradient"] < 1e-4
     assert rows["ort"]["truth"]["engine"]["used"] == "ort"
     best = max(rows.values(), key=lambda row: row["samples_per_second"])["name"]
-    assert f"engine.name: auto will take {best} for this recipe on this machine" in ended.stdout
+    assert f"engine.name: auto will choose {best} for this recipe on this machine" in ended.stdout
     planned = ortlaunch(
         folder, "plan", "recipe.yaml", "engine.name=auto", ORTLAUNCH_CACHE=own_cache(folder)
     )
@@ -360,6 +360,6 @@ def test_auto_measures_once_and_takes_the_fastest(tmp_path: Path) -> None:
         ORTLAUNCH_CACHE=own_cache(folder, "empty"),
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
-    assert f"engine auto: {best}: {truth['why']} (as this run began)" in again.stdout
+    assert f"engine auto: {best}: {truth['why']} (at the start of this run)" in again.stdout
     assert "resumed after step 4" in again.stdout
     assert len(list((folder / "bench").iterdir())) == 1

@@ -215,7 +215,7 @@ def test_a_world_that_is_not_the_plans(tmp_path: Path) -> None:
     record = first_failure(run)
     assert record is not None
     assert record["message"] == (
-        "the plan has 3 ranks, the launcher started 2; nothing was trained, "
-        "for a smaller world is another training"
+        "the plan has 3 ranks, the launcher started 2; nothing was trained, because a "
+        "different world size is a different training"
     )
     assert not run.metrics.exists()

@@ -240,7 +240,7 @@ def test_a_killed_launcher_leaves_no_orphan(
     _, errors = process.communicate(timeout=40)
     assert processes_of(tmp_path) == []
     assert process.returncode == 137, errors
-    assert f"ortlaunch: {NAMES[launcher]} was ended by SIGKILL, and the ranks with it" in errors
+    assert f"ortlaunch: {NAMES[launcher]} was stopped by SIGKILL, and the ranks with it" in errors
 
 
 @pytest.mark.timeout(90)

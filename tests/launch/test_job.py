@@ -14,7 +14,7 @@ from ortlaunch.launch import JobState, Request, processes
 
 def test_a_program_that_is_not_there() -> None:
     """A program that does not exist is named in the error."""
-    with pytest.raises(LaunchError, match=r"^cannot start /nope/mpirun: there is no such program$"):
+    with pytest.raises(LaunchError, match=r"^cannot start /nope/mpirun: program not found$"):
         processes.submit(Request(("/nope/mpirun", "-n", "2")))
 
 

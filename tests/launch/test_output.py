@@ -53,4 +53,4 @@ def test_a_run_goes_on_where_nobody_reads_its_output(output: str, tmp_path: Path
     assert ended.returncode == 0, ended.stderr
     assert list((tmp_path / "run" / "export").iterdir())
     # A stream that the user closed needs no report.
-    assert ("; the run goes on, its logs are in its folder" in ended.stderr) == (output != ">&-")
+    assert ("; the run continues, its logs are in its folder" in ended.stderr) == (output != ">&-")

@@ -131,7 +131,7 @@ def _command_of(pid: int) -> str:
 
 # Seconds without progress after which a run counts as stalled; short, so that the test is.
 STALL = ("train.stall_seconds=8",)
-NOT_FINITE = "17 of data.train; the first parameter whose gradient is not finite: layer.weight"
+NOT_FINITE = "17 of data.train; first parameter with a gradient that is not finite: layer.weight"
 CASES = (
     Case("exit 7", "left-early", ("rank 1", "status 7"), "exit_7"),
     Case("raise", "raised", ("rank 1", "ValueError: planted in the model"), "raise_error"),

@@ -26,7 +26,7 @@ CASES = {
     ),
     "a size to find inside a launcher": (
         ["batch={global_size: 16, micro_size: auto}", "--run-dir=given"], OPEN_MPI,
-        ["micro_size: got auto", "give the number"],
+        ["micro_size: got auto", "set the number"],
     ),
     "no GPU": (["launch.device=cuda"], {"CUDA_VISIBLE_DEVICES": ""}, ["GPU"]),
 }  # fmt: skip

@@ -397,7 +397,8 @@ def test_mpich_takes_no_ipv6(installed: Any) -> None:
     with pytest.raises(PlanError) as caught:
         backend("mpi").request(made("mpi", (host("root@fd00::1", 1),)), RUN)
     message = (
-        "fd00::1: the host files of MPICH and Intel MPI take no IPv6 address; give the host a name"
+        "fd00::1: the host files of MPICH and Intel MPI do not support IPv6 addresses; use a "
+        "host name"
     )
     assert str(caught.value) == message
 
@@ -479,7 +480,7 @@ def test_an_unknown_family(tmp_path: Path) -> None:
     mpirun = an_mpirun(tmp_path, "jsrun 10.3\n")
     with pytest.raises(MissingDependency) as caught:
         mpi.family(mpirun)
-    assert str(caught.value) == f"{mpirun} is of an MPI that ortlaunch does not know: 'jsrun 10.3'"
+    assert str(caught.value) == f"{mpirun} belongs to an unknown MPI: 'jsrun 10.3'"
 
 
 def test_where_mpirun_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,7 +519,7 @@ def test_a_dry_run_prints_what_a_real_run_sends(launcher: str, tmp_path: Path) -
     # One of the launchers is tested with torch.
     program = (ORTLAUNCH,) if launcher == "local" else (sys.executable, light.__file__)
     dry = ortlaunch(tmp_path, *command, "--dry-run", command=program, API_KEY="s3cret")
-    noted = "launcher mpi: mpirun itself listens" if launcher == "mpi" else ""
+    noted = "launcher mpi: mpirun opens a port" if launcher == "mpi" else ""
     assert (dry.returncode, noted in dry.stderr, (tmp_path / "run").exists()) == (0, True, False)
     assert "made: 1 rank on 1 host" in dry.stderr
     real = ortlaunch(tmp_path, *command, command=program, API_KEY="s3cret")

@@ -35,14 +35,14 @@ def cuda_provider(wrapped: Any) -> dict[str, str]:
 
 def test_print_memory_stats() -> None:
     """The field makes ORT print the memory of CUDA's allocator in every step."""
-    assert "does nothing on CPU: it reads CUDA's allocator" in refused(print_memory_stats=True)
+    assert "has no effect on CPU: it reads CUDA's allocator" in refused(print_memory_stats=True)
     observer = manager_of(stepped(Words(), print_memory_stats=True))._runtime_inspector.memory_ob
     assert observer._print_memory_stats_by_step
 
 
 def test_conv_algorithm_search() -> None:
     """The field reaches ORT's CUDA provider, under cuDNN's names."""
-    assert "does nothing on CPU: it is cuDNN's" in refused(conv_algorithm_search="exhaustive")
+    assert "has no effect on CPU: it is cuDNN's" in refused(conv_algorithm_search="exhaustive")
     assert (
         cuda_provider(stepped(Words(), conv_algorithm_search="exhaustive"))[
             "cudnn_conv_algo_search"
@@ -61,21 +61,21 @@ def test_matmul_precision(word: Any, tf32: str) -> None:
 
 def test_tuning() -> None:
     """The field enables ORT's tunable operators."""
-    assert "does nothing on CPU" in refused(tuning=True)
+    assert "has no effect on CPU" in refused(tuning=True)
     assert cuda_provider(stepped(Words(), tuning=True))["tunable_op_tuning_enable"] == "1"
     assert "tunable_op_enable" not in cuda_provider(stepped(Words()))
 
 
 def test_tuning_duration_ms() -> None:
     """The field limits the trials of one operator."""
-    assert "does nothing without tuning: true" in refused(tuning_duration_ms=5)
+    assert "has no effect without tuning: true" in refused(tuning_duration_ms=5)
     provider = cuda_provider(stepped(Words(), tuning=True, tuning_duration_ms=5))
     assert provider["tunable_op_max_tuning_duration_ms"] == "5"
 
 
 def test_tuning_results(tmp_path: Path) -> None:
     """Results are written with tuning and read without it."""
-    assert "does nothing on CPU" in refused(tuning_results="here")
+    assert "has no effect on CPU" in refused(tuning_results="here")
     stepped(Words(), tuning=True, tuning_results=str(tmp_path))
     assert (tmp_path / "tuning_results_training.json").exists()
     assert cuda_provider(stepped(Words(), tuning_results=str(tmp_path)))["tunable_op_enable"] == "1"
@@ -83,7 +83,7 @@ def test_tuning_results(tmp_path: Path) -> None:
 
 def test_triton() -> None:
     """A build of ORT without Triton refuses the field."""
-    assert "does nothing on CPU: Triton writes kernels for GPUs" in refused(triton=True)
+    assert "has no effect on CPU: Triton writes kernels for GPUs" in refused(triton=True)
     with pytest.raises(
         EngineError, match=r"engine\.triton: the installed ONNX Runtime was built without Triton"
     ):
@@ -92,7 +92,7 @@ def test_triton() -> None:
 
 def test_triton_config() -> None:
     """The field is written to the file that ORT reads."""
-    assert "does nothing without triton: true" in refused(triton_config={"min_nodes": 3})
+    assert "has no effect without triton: true" in refused(triton_config={"min_nodes": 3})
     assert "unknown key; valid here: ops" in refused(triton=True, triton_config={"nodes": 3})
     assert "must be none, scalar or all" in refused(
         triton=True, triton_config={"initializer": "some"}
@@ -112,15 +112,15 @@ def test_triton_config() -> None:
 def test_flash_attention() -> None:
     """The field needs Triton and CUDA."""
     said = refused(flash_attention=True)
-    assert "does nothing without triton: true" in said
-    assert "does nothing on CPU: it is a Triton kernel" in said
+    assert "has no effect without triton: true" in said
+    assert "has no effect on CPU: it is a Triton kernel" in said
 
 
 @pytest.mark.slow
 @pytest.mark.ci
 def test_efficient_attention(witness: Witness) -> None:
     """The field registers ORT's graph optimizer, and a run in which that replaces nothing fails."""
-    assert "does nothing on CPU: torch has that kernel for CUDA only" in refused(
+    assert "has no effect on CPU: torch has that kernel for CUDA only" in refused(
         efficient_attention=True
     )
     assert (

@@ -43,5 +43,5 @@ def test_an_unsupported_optimizer_stays_and_is_reported() -> None:
     """FP16_Optimizer returns the optimizer itself, with a warning that has the reason."""
     pytest.importorskip("deepspeed")
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="changed nothing: .*ZeRO 1 and 2, this is SGD"):
+    with pytest.warns(UserWarning, match="changed nothing: .*ZeRO 1 and 2 are supported, not SGD"):
         assert FP16_Optimizer(optimizer) is optimizer

@@ -106,7 +106,7 @@ def test_a_run_that_goes_on_keeps_its_steps(
     checkpoint(run, 5, 80)
     assert capsys.readouterr().out == ""
     assert steps(run, 480, **three) == 60
-    said = "the data has 480 samples, and had 320 when this run began; it keeps its 60 steps\n"
+    said = "the data has 480 samples, and had 320 when this run began; the run keeps its 60 steps\n"
     assert capsys.readouterr().out == said
     assert steps(run, 480, train={"epochs": 4}) == 120
 

@@ -22,7 +22,7 @@ def doctor(
     recipe: Annotated[
         Path | None,
         typer.Argument(
-            help="A recipe: what it needs is looked at, too, and room for its checkpoints.",
+            help="A recipe: also check its packages and the room for its checkpoints.",
             show_default=False,
             autocompletion=shipped_recipes,
         ),
@@ -31,12 +31,15 @@ def doctor(
     options: Any = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option("--run-dir", help="A folder that must be shared; the current one by default."),
+        typer.Option(
+            "--run-dir", help="A folder that all hosts must share; the current one by default."
+        ),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            "--device", help="cuda: GPUs are counted beside the slots. The recipe's by default."
+            "--device",
+            help="cuda: compare the number of GPUs with the slots. The recipe's by default.",
         ),
     ] = None,
     interface: Annotated[

@@ -29,14 +29,12 @@ def selftest(
         Path | None,
         typer.Option(
             "--dir",
-            help="A new folder for the runs, which all hosts share; selftest-TIME by default.",
+            help="A new folder for the runs, shared by all hosts; selftest-TIME by default.",
         ),
     ] = None,
     yes: Annotated[
         bool,
-        typer.Option(
-            "--yes", "-y", help="Queue a job without a question, where this place has Slurm."
-        ),
+        typer.Option("--yes", "-y", help="Queue a Slurm job without a question, if Slurm is here."),
     ] = False,
     json: FindingsAsJson = False,
 ) -> None:

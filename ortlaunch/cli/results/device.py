@@ -12,7 +12,7 @@ from ortlaunch.errors import InputError
 
 app = typer.Typer(
     cls=Verbs,
-    help="Train on a device, and average what several devices learned.",
+    help="Train on a device, and average the weights of several devices.",
     no_args_is_help=True,
 )
 
@@ -26,15 +26,14 @@ Artifacts = Annotated[
 ]
 Checkpoint = Annotated[
     Path | None,
-    typer.Option(
-        "--checkpoint", help="Weights to begin with; the artifacts' own checkpoint if not."
-    ),
+    typer.Option("--checkpoint", help="Initial weights; the artifacts' own checkpoint by default."),
 ]
 To = Annotated[
     Path | None,
     typer.Option(
         "--to",
-        help="File of the result, new or a checkpoint; the artifacts' own, in place, if not.",
+        help="File for the result, new or a checkpoint; by default the artifacts' own "
+        "checkpoint is updated.",
     ),
 ]
 
@@ -47,7 +46,7 @@ def train(
     to: To = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=1, help="Of this training; all up to train.max_steps if not."),
+        typer.Option("--steps", min=1, help="Steps to train; up to train.max_steps by default."),
     ] = None,
 ) -> None:
     """Train a checkpoint on data.train, by ONNX Runtime alone; it continues after its last step."""
@@ -100,7 +99,7 @@ def average(
         typer.Option(
             "--weights",
             metavar="W,W,...",
-            help="Of each client; the samples that it trained on if not.",
+            help="Weight of each client; its number of trained samples by default.",
         ),
     ] = None,
 ) -> None:

@@ -17,25 +17,26 @@ def evaluate(
         Path,
         typer.Argument(
             metavar="RUN|MODEL",
-            help="Run folder; or a model.onnx, its folder or one of transformers', "
-            "measured by one process on the CPU.",
+            help="Run folder; or a model.onnx, its folder or a folder of a transformers model, "
+            "evaluated by one CPU process.",
             show_default=False,
             callback=by_name,
         ),
     ],
     overrides: Overrides = None,
     step: Annotated[
-        int | None, typer.Option("--step", min=1, help="Which checkpoint; the newest if not.")
+        int | None,
+        typer.Option("--step", min=1, help="Step of the checkpoint; the newest by default."),
     ] = None,
     recipe: Annotated[
         Path | None,
         typer.Option(
             "--recipe",
-            help="For a MODEL in no run folder: whose task and data.evaluation are taken.",
+            help="For a MODEL outside a run folder: recipe with the task and data.evaluation.",
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="For a MODEL: print its numbers as JSON.")
+        bool, typer.Option("--json", help="For a MODEL: print the results as JSON.")
     ] = False,
     options: Any = None,
     dry_run: DryRun = False,
@@ -51,13 +52,13 @@ def evaluate(
         _of_a_model(
             "--step" if step else "--dry-run" if dry_run else None,
             run,
-            "is a model, and has no checkpoints",
+            "is a model, which has no checkpoints",
         )
         raise typer.Exit(evaluate_model.evaluate(run, recipe, tuple(overrides or ()), as_json))
     _of_a_model(
         "--recipe" if recipe else "--json" if as_json else None,
         run,
-        "is no model; that is for a MODEL",
+        "is not a model; this option is for a MODEL",
     )
     given = run, step, tuple(overrides or ()), options
     if dry_run:

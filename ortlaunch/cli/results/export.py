@@ -12,17 +12,18 @@ from ortlaunch.cli.runs.status import RunFolder
 def export(
     run: RunFolder,
     step: Annotated[
-        int | None, typer.Option("--step", min=1, help="Which checkpoint; the newest if not.")
+        int | None,
+        typer.Option("--step", min=1, help="Step of the checkpoint; the newest by default."),
     ] = None,
     to: Annotated[
-        Path | None, typer.Option("--to", help="A new folder; RUN/exports/step_N if not.")
+        Path | None, typer.Option("--to", help="A new folder; RUN/exports/step_N by default.")
     ] = None,
     # Not called `format`, which is a builtin.
     form: Annotated[
         str,
         typer.Option(
             "--format",
-            help="huggingface; onnx or ondevice (to train on), both held against PyTorch.",
+            help="huggingface; onnx or ondevice (for training), both compared with PyTorch.",
         ),
     ] = "huggingface",
     push: Annotated[
@@ -38,7 +39,7 @@ def export(
         typer.Option(
             "--lora",
             metavar="merged|alone",
-            help="Adapters; as the recipe's model.lora.merge says if not.",
+            help="Adapters; the recipe's model.lora.merge by default.",
         ),
     ] = None,
 ) -> None:

@@ -14,30 +14,32 @@ def generate(
         Path,
         typer.Argument(
             metavar="RUN|MODEL",
-            help="Run folder or name, or a folder of transformers'.",
+            help="Run folder or name, or a folder of a transformers model.",
             show_default=False,
             callback=by_name,
         ),
     ],
     prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="Text to go on with.", show_default=False)
+        str, typer.Argument(metavar="PROMPT", help="Text to continue.", show_default=False)
     ],
     step: Annotated[
         int | None,
-        typer.Option("--step", min=1, help="Which checkpoint; the newest, or its export, if not."),
+        typer.Option(
+            "--step", min=1, help="Step of the checkpoint; the newest or its export by default."
+        ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="At most so many tokens more.")
+        int, typer.Option("--max-new-tokens", min=1, help="Maximum number of new tokens.")
     ] = 50,
     temperature: Annotated[
         float,
         typer.Option(
-            "--temperature", min=0.0, help="Draw tokens at this one; 0: the likeliest each time."
+            "--temperature", min=0.0, help="Sampling temperature; 0: always the most likely token."
         ),
     ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the sampling.")] = 0,
     raw: Annotated[
-        bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")
+        bool, typer.Option("--raw", help="Use the prompt as it is, without the chat template.")
     ] = False,
 ) -> None:
     """Go on with a prompt, by a causal model, on the CPU; prints the prompt and the continuation.

@@ -11,9 +11,9 @@ from ortlaunch.cli.runs.status import RunFolder
 
 def logs(
     run: RunFolder,
-    rank: Annotated[int, typer.Option("--rank", min=0, help="Whose output.")] = 0,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank whose output is printed.")] = 0,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")
+        bool, typer.Option("--follow", "-f", help="Continue until the run has ended.")
     ] = False,
 ) -> None:
     """Print the output of a run's rank 0 or of another rank; for a queued run its job's output.
@@ -32,9 +32,9 @@ def logs(
 
 def list_runs(
     json: Annotated[
-        bool, typer.Option("--json", help="As JSON: what `status --json` says of each.")
+        bool, typer.Option("--json", help="As JSON: `status --json` of each run.")
     ] = False,
-    every: Annotated[bool, typer.Option("--all", help="All of them, not the newest 20.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="All runs, not only the newest 20.")] = False,
 ) -> None:
     """List the runs that this user started or queued, the newest first: state, step, job, folder."""
     from ortlaunch.api.runs import listed, statuses

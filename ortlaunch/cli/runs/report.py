@@ -13,7 +13,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN",
-            help="Run folders, or names of runs; several are compared.",
+            help="Run folders or names; several are compared in one page.",
             show_default=False,
         ),
     ],
@@ -21,7 +21,8 @@ def report(
         Path | None,
         typer.Option(
             "--to",
-            help="The page; report.html in the run's folder if not, of several runs in this one.",
+            help="File of the page; report.html in the run's folder by default, or here for "
+            "several runs.",
         ),
     ] = None,
 ) -> None:

@@ -23,7 +23,8 @@ RunFolder = Annotated[
     Path,
     typer.Argument(
         metavar="RUN",
-        help="Run folder, as `ortlaunch train` prints it; `latest`, or a run's name: the newest of it.",
+        help="Run folder, as `ortlaunch train` prints it; `latest`, or a run's name: the newest "
+        "run of that name.",
         show_default=False,
         callback=by_name,
     ),
@@ -32,9 +33,9 @@ RunFolder = Annotated[
 
 def status(
     run: RunFolder,
-    json: Annotated[bool, typer.Option("--json", help="All that is known, as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="The whole status as JSON.")] = False,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for its end; the exit status is then the run's.")
+        bool, typer.Option("--wait", help="Wait for its end, and exit with the run's status.")
     ] = False,
 ) -> None:
     """Say how a run goes or went: state, ranks, last step, loss, speed; after its end the verdict.

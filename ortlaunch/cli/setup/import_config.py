@@ -18,19 +18,20 @@ def import_config(
         str | None,
         typer.Option(
             "--from",
-            help="hf-trainer, axolotl, llama-factory or deepspeed; guessed where that is clear.",
+            help="hf-trainer, axolotl, llama-factory or deepspeed; detected by default.",
         ),
     ] = None,
     base: Annotated[
         Path | None,
         typer.Option(
             "--base",
-            help="A recipe that has what the config does not say.",
+            help="A recipe for settings that the config lacks.",
             autocompletion=shipped_recipes,
         ),
     ] = None,
     to: Annotated[
-        Path | None, typer.Option("--to", help="The new recipe; CONFIG-recipe.yaml here if not.")
+        Path | None,
+        typer.Option("--to", help="File of the new recipe; CONFIG-recipe.yaml here by default."),
     ] = None,
 ) -> None:
     """Convert another tool's config to a recipe, and report the result for each of its keys.
@@ -45,7 +46,7 @@ def import_config(
     target = to or Path(f"{config.stem}-recipe.yaml")
     # An imported recipe may have been edited since.
     if target.exists():
-        raise InputError(f"{target} is there already; give another file with --to")
+        raise InputError(f"{target} exists already; give another file with --to")
     # Written only if the result is valid.
     found = turned(config, tool, locate(base) if base else None, overrides or [])
     write_text(target, found.file())

@@ -11,7 +11,9 @@ from ortlaunch.cli.options import shipped_recipes
 app = typer.Typer(cls=Verbs, help="The shipped recipes: list, show, copy.", no_args_is_help=True)
 Name = Annotated[
     str,
-    typer.Argument(help="As `ortlaunch recipes list` names it.", autocompletion=shipped_recipes),
+    typer.Argument(
+        help="A name that `ortlaunch recipes list` prints.", autocompletion=shipped_recipes
+    ),
 ]
 
 
@@ -32,7 +34,7 @@ def show_recipe(name: Name) -> None:
     typer.echo(find(name).read_text(encoding="utf-8"), nl=False)
 
 
-@app.command("copy", cls=Verb, short_help="Copy a shipped recipe and what it needs.")
+@app.command("copy", cls=Verb, short_help="Copy a shipped recipe with the files it needs.")
 def copy_recipe(
     name: Name,
     target: Annotated[Path, typer.Argument(help="File or folder to copy it to.")] = Path(),

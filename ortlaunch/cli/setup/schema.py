@@ -7,14 +7,14 @@ import typer
 
 def schema(
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="The same as a page to read: docs/recipe.md.")
+        bool, typer.Option("--markdown", help="The same as a page: docs/recipe.md.")
     ] = False,
     run_folder: Annotated[
         bool,
-        typer.Option("--run-folder", help="What a run writes, field by field: docs/run-folder.md."),
+        typer.Option("--run-folder", help="Files of a run, field by field: docs/run-folder.md."),
     ] = False,
     doctor: Annotated[
-        bool, typer.Option("--doctor", help="Of what `ortlaunch doctor --json` prints.")
+        bool, typer.Option("--doctor", help="Schema of `ortlaunch doctor --json`.")
     ] = False,
 ) -> None:
     """Print the recipe's JSON schema, for editors: every field with its manual."""

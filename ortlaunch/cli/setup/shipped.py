@@ -7,7 +7,7 @@ import typer
 
 def constraints(
     name: Annotated[
-        str, typer.Argument(help="torch-2.13, torch-2.6, or floors: the lowest that was run.")
+        str, typer.Argument(help="torch-2.13, torch-2.6, or floors: the lowest tested versions.")
     ] = "torch-2.13",
 ) -> None:
     """Print a tested set of versions, for `pip install -c FILE`."""

@@ -22,18 +22,20 @@ def bench(
         list[str] | None,
         typer.Option(
             "--vary",
-            help="A key and its values, as engine.memory_optimization=0,1; again for another key.",
+            help="A key and its values, as engine.memory_optimization=0,1; repeat for more keys.",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of each variant.")] = 5,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, help="Rounds; each variant runs once per round.")
+    ] = 5,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, help="Optimizer steps measured in a turn.")
+        int, typer.Option("--steps", min=1, help="Optimizer steps measured per round.")
     ] = 4,
     one_at_a_time: Annotated[
         bool,
         typer.Option(
             "--one-at-a-time",
-            help="Start each variant again for every turn, where memory does not hold all of them.",
+            help="Restart each variant for every round, if memory does not hold all at once.",
         ),
     ] = False,
     out: Annotated[

@@ -5,7 +5,7 @@ import typer
 from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.options import Overrides, RecipePath
 
-app = typer.Typer(cls=Verbs, help="What a training reads.", no_args_is_help=True)
+app = typer.Typer(cls=Verbs, help="Prepare the data of a training.", no_args_is_help=True)
 
 
 @app.command(cls=Verb, short_help="Read and tokenize a recipe's data into the cache.")

@@ -28,10 +28,11 @@ def plan(
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
     from ortlaunch.api.plans import planned
+    from ortlaunch.units import fitted
 
     found = planned(recipe, tuple(overrides or ()), options, {})
     if diff is not None:
         changes = found.differences(diff)
         typer.echo("\n".join(changes) if changes else f"same plan as {diff}")
         return
-    typer.echo(found.plan.to_json() if json else found)
+    typer.echo(found.plan.to_json() if json else fitted(str(found)))

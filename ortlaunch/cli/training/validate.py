@@ -13,7 +13,7 @@ def validate(
     elsewhere: Annotated[
         bool,
         typer.Option(
-            "--elsewhere", help="For another machine: files that are missing here are notes."
+            "--elsewhere", help="For another machine: report missing files as notes, not errors."
         ),
     ] = False,
 ) -> None:

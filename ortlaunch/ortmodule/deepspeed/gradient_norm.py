@@ -68,10 +68,10 @@ def _left_to_deepspeed(optimizer: Sharded) -> str:
 
     # The exact type: a subclass may override methods that the fused pass relies on.
     if type(optimizer) is not DeepSpeedZeroOptimizer:
-        return f"it is for ZeRO 1 and 2, this is {type(optimizer).__name__}"
+        return f"only ZeRO 1 and 2 are supported, not {type(optimizer).__name__}"
     why = unknown_source(DeepSpeedZeroOptimizer)
     if why:
-        return f"DeepSpeed {deepspeed.__version__} is unknown to it: {why}"
+        return f"DeepSpeed {deepspeed.__version__} is not supported: {why}"
     if any(name in vars(optimizer) for name in _REPLACED):
         return "the optimizer is modified already"
     return next((reason for found, reason in _peculiarities(optimizer) if found), "")
@@ -82,14 +82,20 @@ def _peculiarities(optimizer: Sharded) -> list[tuple[bool, str]]:
     parameters = [parameter for group in optimizer.bit16_groups for parameter in group]
     return [
         (optimizer.cpu_offload, "with CPU offload DeepSpeed measures gradients as it copies them"),
-        (optimizer.has_moe_layers, "it is not made for mixtures of experts"),
-        (optimizer.model_parallel_group is not None, "it is not made for model parallelism"),
+        (optimizer.has_moe_layers, "mixtures of experts are not supported"),
+        (optimizer.model_parallel_group is not None, "model parallelism is not supported"),
         (
             any(getattr(p, "ds_pipe_replicated", False) for p in parameters),
-            "it is not made for pipeline parallelism",
+            "pipeline parallelism is not supported",
         ),
-        (not {p.dtype for p in parameters} <= _DTYPES, "it is for float32, float16 and bfloat16"),
-        (not {p.device.type for p in parameters} <= {"cpu", "cuda"}, "it is for CPU and CUDA"),
+        (
+            not {p.dtype for p in parameters} <= _DTYPES,
+            "only float32, float16 and bfloat16 are supported",
+        ),
+        (
+            not {p.device.type for p in parameters} <= {"cpu", "cuda"},
+            "only CPU and CUDA are supported",
+        ),
     ]
 
 

@@ -77,8 +77,8 @@ def unknown_source(optimizer: type) -> str:
     if not strange[nearest]:
         return ""
     return (
-        f"{', '.join(strange[nearest])} is not as in any known release "
-        f"(0.16.0 to {list(known)[-1]})"
+        f"{', '.join(strange[nearest])} differs from all known releases (0.16.0 to "
+        f"{list(known)[-1]})"
     )
 
 

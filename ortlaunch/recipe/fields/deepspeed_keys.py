@@ -42,8 +42,10 @@ DEEPSPEED_OWNED = {
 # Settings for tensor and pipeline parallelism. Here every rank computes the whole model, on its own
 # data.
 _REFUSED = {
-    "tensor_parallel": "is not possible: there is no tensor parallelism here; zero.stage shards over the ranks",
-    "pipeline": "is not possible: there is no pipeline parallelism here; zero.stage shards over the ranks",
+    "tensor_parallel": "is not supported: there is no tensor parallelism here; zero.stage shards over the "
+    "ranks",
+    "pipeline": "is not supported: there is no pipeline parallelism here; zero.stage shards over the "
+    "ranks",
 }
 
 
@@ -133,7 +135,8 @@ def _offloads(zero: Zero) -> Iterator[Problem]:
             paths = (f"zero.offload.{name}", "zero.stage")
             yield (
                 paths,
-                f"got {device} with ZeRO {zero.stage}; DeepSpeed offloads so from stage {least} on",
+                f"got {device} with ZeRO {zero.stage}; DeepSpeed supports this from stage "
+                f"{least} on",
             )
     if not any(devices.values()):
         yield (
@@ -146,7 +149,7 @@ def _offloads(zero: Zero) -> Iterator[Problem]:
             "is missing: nvme needs a folder on a fast local disk of every host",
         )
     elif offload.nvme_path and "nvme" not in devices.values():
-        yield ("zero.offload.nvme_path",), "does nothing without nvme; leave it out"
+        yield ("zero.offload.nvme_path",), "has no effect without nvme; leave it out"
 
 
 def _settings(settings: dict[str, Any], section: str) -> Iterator[Problem]:

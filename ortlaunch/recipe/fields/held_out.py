@@ -37,4 +37,4 @@ def no_evaluation(source: object, data: Data) -> str:
     else:
         words["path"] = _FILES[kind.format]
     typed = " ".join(shlex.quote(f"data.evaluation.{key}={value}") for key, value in words.items())
-    return f"{source} has no data.evaluation; give one, as {typed}"
+    return f"{source} has no data.evaluation; set it, as {typed}"

@@ -67,18 +67,19 @@ FIELDS = {
 }
 # Variables without a field, with the reason; they are refused.
 LEFT_OUT = {
-    "ORTMODULE_ATEN_SDPA_FALLBACK": "takes sdpa as it was up to torch 2.4; see engine.torch_operators",
-    "ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER": "does nothing in 1.19.2; engine.sparsity_optimizer is for labels, too",
-    "ORTMODULE_ENABLE_SPARSE_OPTIMIZER": "is documented, and 1.19.2 reads it nowhere; see engine.sparsity_optimizer",
-    "ORTMODULE_FALLBACK_RETRY": "would try a failed export again in every step; see engine.allow_fallback",
-    "ORTMODULE_SKIPCHECK_POLICY": "is decided by ortlaunch's repairs: SKIP_CHECK_DISABLED ends models with buffers",
+    "ORTMODULE_ATEN_SDPA_FALLBACK": "supports sdpa only as of torch 2.4 and older; see engine.torch_operators",
+    "ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER": "has no effect in 1.19.2; engine.sparsity_optimizer also handles labels",
+    "ORTMODULE_ENABLE_SPARSE_OPTIMIZER": "is documented, but 1.19.2 never reads it; see engine.sparsity_optimizer",
+    "ORTMODULE_FALLBACK_RETRY": "would repeat a failed export in every step; see engine.allow_fallback",
+    "ORTMODULE_SKIPCHECK_POLICY": "is set by ortlaunch's repairs: models with buffers fail under SKIP_CHECK_DISABLED",
     "ORTMODULE_CACHE_DIR": "makes evaluation run the training graph; every start exports its own",
-    "ORTMODULE_ENABLE_ZERO_STAGE3": "is decided by zero.stage",
+    "ORTMODULE_ENABLE_ZERO_STAGE3": "is set by zero.stage",
     "ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT": "would keep gradient checkpointing out of the graph; see "
     "engine.memory_optimization",
-    "ORTMODULE_JSON_CONFIG_PATH": "is read by a function that ortlaunch does not call; the recipe holds the settings",
-    "ORTMODULE_EXTERNAL_TORCH_CPP_EXTENSION_DIR": "is documented, and 1.19.2 reads it nowhere",
-    "ORTMODULE_EXTERNAL_TORCH_CUDA_EXTENSION_DIR": "is documented, and 1.19.2 reads it nowhere",
+    "ORTMODULE_JSON_CONFIG_PATH": "is read only by a function that ortlaunch does not call; "
+    "set the fields under engine instead",
+    "ORTMODULE_EXTERNAL_TORCH_CPP_EXTENSION_DIR": "is documented, but 1.19.2 never reads it",
+    "ORTMODULE_EXTERNAL_TORCH_CUDA_EXTENSION_DIR": "is documented, but 1.19.2 never reads it",
 }
 # These only change dumps for ORT's developers: they are shown, not refused.
 HARMLESS = ("ORTMODULE_TRITON_DEBUG",)
@@ -121,13 +122,11 @@ def _yaml(value: Any) -> str:
 
 def _without_field(name: str) -> str:
     if name in LEFT_OUT:
-        return f"{LEFT_OUT[name]}; take it out"
+        return f"{LEFT_OUT[name]}; remove it"
     known = {_core(variable): variable for variable in FIELDS}
     guess = known.get(closest(_core(name), known) or "")
     meant = (
-        f"; did you mean {guess}? That is engine.{FIELDS[guess].field}"
-        if guess
-        else "; take it out"
+        f"; did you mean {guess}? That is engine.{FIELDS[guess].field}" if guess else "; remove it"
     )
     return f"is no variable of ORTModule 1.19.2{meant}"
 

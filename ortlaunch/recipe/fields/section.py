@@ -139,7 +139,7 @@ class Section(BaseModel):
 
 
 # Format of rules' messages: (the choice that ignores the field, the fields that it uses).
-DOES_NOTHING = "does nothing with {}, which takes {}; leave it out, or write null"
+DOES_NOTHING = "has no effect with {}, which takes {}; leave it out, or write null"
 
 
 def chosen(section: BaseModel) -> set[str]:

@@ -30,7 +30,7 @@ def advise(key: str, section: KeyPath) -> Advice:
     """Return the advice about a key that `section` does not have."""
     # YAML reads {a: 1,000} as the keys `a` and `000`.
     if key.isdecimal():
-        return Advice("a comma inside { } separates keys; write a number without commas, as 1000")
+        return Advice("a comma inside { } separates keys; write the number without commas, as 1000")
     if section == ("log",) and normal(key) in ("tensorboard", "wandb", "mlflow"):
         return Advice(f"write log.trackers: [{normal(key)}]", ("log", "trackers"))
     # Exact matches come first: a guess must not hide them.
@@ -48,7 +48,7 @@ def _nested(key: str, section: KeyPath) -> Advice | None:
     if not dot or first not in names_in(section):
         return None
     return Advice(
-        f"keys nest in a file: write `{first}:`, and `{rest}:` in it",
+        f"nest the keys in a file: write `{first}:`, and `{rest}:` under it",
         (*section, *keys(key)),
         sure=True,
     )
@@ -66,13 +66,13 @@ def _foreign(key: str, section: KeyPath) -> Advice | None:
     target = keys(entry.ours.split()[0].rstrip(",:"))
     # An entry may also be a sentence, whose first word is no key.
     known = section_at(target[:-1]) and target[-1] in names_in(target[:-1])
-    return Advice(f"{entry.tool} says {key}; here it is {entry.ours}", target if known else None)
+    return Advice(f"{entry.tool}'s {key}; use {entry.ours}", target if known else None)
 
 
 def _elsewhere(key: str, section: KeyPath) -> Advice | None:
     """Return the advice about a key of the recipe, a config or DeepSpeed in the wrong section."""
     if key == "extends":
-        return Advice("it is read at the top of a file only")
+        return Advice("it is valid only at the top of a file")
     in_config = f"model.config.{key}" if key in CONFIG_FIELDS else None
     path = (in_config if section[:1] == ("model",) else None) or everywhere().get(key) or in_config
     if path is None and key in SETTINGS:

@@ -23,8 +23,8 @@ class Foreign(NamedTuple):
 # Answers that several tools' keys share.
 _EPOCHS = "train.epochs"
 _PACKED = (
-    "none: causal-lm samples of text are always packed "
-    "(data.attend_across_documents: whether they see each other)"
+    "none: causal-lm samples of text are always packed (data.attend_across_documents: "
+    "attention between them)"
 )
 _RESUME = "the command line option --run-dir with the folder of the run to continue"
 _CHECKPOINTING = "model.gradient_checkpointing"
@@ -86,11 +86,12 @@ DIALECTS: dict[str, dict[str, str]] = {
         "optimizers": "optimizer",
     },
     "torchtune": {
-        "batch_size": "batch.micro_size (samples of one pass) or batch.global_size (samples of a step)",
+        "batch_size": "batch.micro_size (samples of one forward pass) or batch.global_size (samples of a "
+        "step)",
         "epochs": _EPOCHS,
         "_component_": "none: components are chosen by name, as in optimizer.name",
         "max_steps_per_epoch": "train.max_steps",
-        "checkpointer": "checkpoint, and model.pretrained for what to start from",
+        "checkpointer": "checkpoint, and model.pretrained for the initial weights",
         "dtype": "precision",
         "loss": "none: the model's task sets the loss",
         "metric_logger": "log.trackers",
@@ -118,9 +119,9 @@ DIALECTS: dict[str, dict[str, str]] = {
         "hostfile": "the command line option --hostfile",
         # DeepSpeed's JSON puts settings under `params`. The recipe does not.
         "optimizer.type": "optimizer.name",
-        "optimizer.params": "none: settings stand directly in `optimizer`",
+        "optimizer.params": "none: settings are directly in `optimizer`",
         "schedule.type": "schedule.name",
-        "schedule.params": "none: settings stand directly in `schedule`",
+        "schedule.params": "none: settings are directly in `schedule`",
         "schedule.warmup_num_steps": "schedule.warmup_steps",
         "schedule.total_num_steps": "train.max_steps",
         "schedule.warmup_max_lr": "optimizer.learning_rate",
@@ -142,21 +143,21 @@ DIALECTS: dict[str, dict[str, str]] = {
         "lora_target_linear": "model.lora.target_modules",
         "load_in_8bit": _QUANTIZED,
         "load_in_4bit": _QUANTIZED,
-        "flash_attention": "none: model.attention takes the fastest that runs by itself",
-        "xformers_attention": "none: model.attention takes the fastest that runs by itself",
+        "flash_attention": "none: model.attention chooses the fastest that works",
+        "xformers_attention": "none: model.attention chooses the fastest that works",
         "val_set_size": "data.evaluation: {share: 0.05} or {samples: 500}",
         "evals_per_epoch": "train.evaluate_every_epochs (a part of an epoch: 1 / evals_per_epoch)",
         "saves_per_epoch": "checkpoint.every_epochs (a part of an epoch: 1 / saves_per_epoch)",
         "wandb_project": "log.project (and wandb in log.trackers)",
-        "dataset_prepared_path": "none: prepared data is cached by itself",
-        "tokenizer_type": "none: the tokenizer's own files say it",
-        "is_llama_derived_model": "none: the model's own config says it",
-        "wandb_entity": "none: W&B's own WANDB_ENTITY says it",
-        "dataset_processes": "none: text is tokenized in parallel by itself",
+        "dataset_prepared_path": "none: prepared data is always cached",
+        "tokenizer_type": "none: the tokenizer's files define it",
+        "is_llama_derived_model": "none: the model's config defines it",
+        "wandb_entity": "none: W&B reads it from WANDB_ENTITY",
+        "dataset_processes": "none: text is always tokenized in parallel",
         "auto_resume_from_checkpoints": _RESUME,
         "cosine_min_lr_ratio": "schedule.minimum_ratio",
         "special_tokens": "data.tokenizer (a folder whose tokenizer has them)",
-        "loss_watchdog_threshold": "train.on_spike (a jump above the losses before it)",
+        "loss_watchdog_threshold": "train.on_spike (a jump above the previous losses)",
         "use_tensorboard": "log.trackers: [tensorboard]",
         "use_mlflow": "log.trackers: [mlflow]",
         "mlflow_experiment_name": "log.project",
@@ -182,7 +183,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "overwrite_cache": _STREAMS,
         "template": "data.chat_template (Jinja; null: the tokenizer's own)",
         "plot_loss": "none: `ortlaunch report` draws it",
-        "train_on_prompt": "none: answers alone count in the loss of chats",
+        "train_on_prompt": "none: only answers count in the loss of chats",
         "max_samples": "data.train.most_rows",
         "eval_dataset": "data.evaluation",
         "quantization_bit": _QUANTIZED,
@@ -206,7 +207,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "bf16": "precision: bf16",
         "tf32": "engine.matmul_precision: high",
         "logging_steps": "log.every_steps",
-        "logging_dir": "none: TensorBoard files lie in the run folder",
+        "logging_dir": "none: TensorBoard files are in the run folder",
         "save_steps": "checkpoint.every_steps",
         "save_strategy": "checkpoint.every_steps or checkpoint.every_epochs",
         "save_total_limit": "checkpoint.keep",
@@ -235,12 +236,12 @@ DIALECTS: dict[str, dict[str, str]] = {
         "mlm_probability": "data.masked_lm.probability",
         "overwrite_output_dir": "none: a run folder is never overwritten",
         "gradient_checkpointing_kwargs": "none: it is transformers' own, not reentrant",
-        "preprocessing_num_workers": "none: text is tokenized in parallel by itself",
-        "dataset_num_proc": "none: text is tokenized in parallel by itself",
+        "preprocessing_num_workers": "none: text is always tokenized in parallel",
+        "dataset_num_proc": "none: text is always tokenized in parallel",
         "pad_to_max_length": "data.padding: fixed",
         "use_fast_tokenizer": "none: it is always the fast one",
         "trust_remote_code": "none: code of a model's folder is never run; a model that needs it cannot be trained",
-        "cache_dir": "none: HF_HOME says where the hub's files are kept",
+        "cache_dir": "none: HF_HOME is the folder of the hub's files",
         "remove_unused_columns": "none: other columns are not read",
         "disable_tqdm": "none: a line is printed each log.every_steps",
         "logging_first_step": "none: lines are by log.every_steps",
@@ -250,7 +251,8 @@ DIALECTS: dict[str, dict[str, str]] = {
         "push_to_hub": "none: `ortlaunch export RUN --push REPO` does it",
         "hub_strategy": "none: `ortlaunch export RUN --push REPO` does it",
         "hub_model_id": "none: `ortlaunch export RUN --push REPO` does it",
-        "model_revision": "model.pretrained (a folder that holds it; of the hub the newest is taken)",
+        "model_revision": "model.pretrained (a local folder of that revision; from the hub the newest is "
+        "used)",
         "ddp_backend": "launch.device (cuda uses NCCL, cpu gloo)",
         "dataloader_num_workers": "data.workers",
         "group_by_length": "data.padding: longest",
@@ -287,7 +289,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "launch.mem": "submit.memory",
         "launch.queue": "submit.partition",
         "walltime": "submit.time",
-        "launch.array": "none: submit each run by itself, with its overrides",
+        "launch.array": "none: submit each run with its overrides",
     },
     "PyTorch": {
         "resume": _RESUME,

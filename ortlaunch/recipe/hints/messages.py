@@ -179,7 +179,7 @@ def _cause(path: KeyPath, details: ErrorDetails, written: Tree | None) -> str:
     if _KINDS.get(kind) == "a mapping" and re.match(r"\w+:\S", raw):
         return ". Put a space after the colon"
     if takes_null(path) and (value is False or raw.lower() in ("none", "nil", "null")):
-        return ". Write null if nothing is meant"
+        return ". Write null for no value"
     if raw == "auto" and not is_required(path):
         return ". Leave the key out instead"
     if kind == "string_type" and isinstance(value, bool) and raw.lower() not in ("true", "false"):
@@ -202,7 +202,7 @@ def _number(details: ErrorDetails, value: Any, quoted: bool) -> str:
     if not isinstance(value, str):
         return ""
     if quoted and (_is_number(value) or value.lower() in ("true", "false")):
-        return ". In quotes it is a word: leave the quotes out"
+        return ". Quotes make it text: omit the quotes"
     # yaml_text.py keeps such a value as text; YAML 1.1 would read it as octal.
     if re.fullmatch(r"[-+]?0[0-9]+", value):
         return f". Write {int(value)}, without the leading zero"

@@ -25,8 +25,7 @@ def bad_step_rules(recipe: Recipe) -> Iterator[Problem]:
             paths = (f"train.{name}", "train.on_nonfinite", "train.on_spike")
             yield (
                 paths,
-                f"got {limit}, and nothing is answered by {action}; set train.on_nonfinite: "
-                f"{action}, too",
+                f"got {limit}, and no setting uses {action}; also set train.on_nonfinite: {action}",
             )
     # A raw setting may have any type: its values are checked elsewhere, not by pydantic.
     raw = recipe.zero.deepspeed.get("bf16") if recipe.zero else None
@@ -38,6 +37,6 @@ def bad_step_rules(recipe: Recipe) -> Iterator[Problem]:
         paths = ("zero.deepspeed", "train.on_nonfinite", "train.on_spike")
         yield (
             paths,
-            "has bf16.check_grad_overflow: false, with which DeepSpeed takes steps that are bad; "
+            "has bf16.check_grad_overflow: false, with which DeepSpeed applies bad steps; "
             "leave it out",
         )

@@ -20,7 +20,7 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.metric is not None and recipe.data.evaluation is None:
         yield (
             ("train.metric", "data.evaluation"),
-            "does nothing without data.evaluation; give that corpus",
+            "has no effect without data.evaluation; set that corpus",
         )
     for path, asked in (
         ("checkpoint.keep_best", recipe.checkpoint.keep_best),
@@ -38,12 +38,12 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
             )
             yield (f"{path}.metric", "model.task"), message
         elif asked.metric not in known and asked.mode is None:
-            message = f"is missing: give min or max, for {asked.metric} is a number of your own"
+            message = f"is missing: give min or max, because {asked.metric} is your own metric"
             yield (f"{path}.mode", f"{path}.metric"), message
         # The evaluation at the end alone has nothing to be compared with.
         if not recipe.train.evaluates:
             yield (
                 (path, "train.evaluate_every_steps"),
-                "does nothing without train.evaluate_every_steps or evaluate_every_epochs; "
-                "give one of them",
+                "has no effect without train.evaluate_every_steps or "
+                "evaluate_every_epochs; set one of them",
             )

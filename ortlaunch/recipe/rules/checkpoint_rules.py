@@ -14,5 +14,5 @@ def checkpoint_rules(recipe: Recipe) -> Iterator[Problem]:
     if given.keep is None and given.keep_every is not None:
         yield (
             ("checkpoint.keep_every", "checkpoint.keep"),
-            "does nothing beside keep: null, which keeps all; keep one",
+            "has no effect beside keep: null, which keeps all; set only one",
         )

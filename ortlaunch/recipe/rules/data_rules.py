@@ -55,8 +55,8 @@ def data_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _buckets(recipe.data, recipe.model.task)
     if recipe.data.padding == "longest" and recipe.engine.name == "inductor":
         message = (
-            "got longest, and inductor compiles each length, up to eight; the others it runs as "
-            "eager: give"
+            "got longest, but inductor compiles at most eight lengths and runs the others in "
+            "eager mode: set"
         )
         yield ("data.padding", "engine.name"), f"{message} data.bucket_lengths, up to three"
     yield from function("data.collate", recipe.data.collate)
@@ -67,7 +67,7 @@ def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
     needed = _FORMAT_NEEDS[corpus.format]
     takes = _FORMAT_FIELDS[corpus.format]
     if getattr(corpus, needed) is None:
-        yield (f"{path}.{needed}", kind), f"is missing: format {corpus.format} takes {needed}"
+        yield (f"{path}.{needed}", kind), f"is missing: format {corpus.format} needs {needed}"
     for key in sorted(chosen(corpus) - {"format"} - set(takes)):
         yield (
             (f"{path}.{key}", kind),
@@ -78,11 +78,11 @@ def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
     if corpus.messages_column and pair:
         yield (
             (f"{path}.{pair[0]}", f"{path}.messages_column"),
-            "is another form of chats than messages_column; give one",
+            "is an alternative to messages_column; give only one",
         )
     elif len(pair) == 1:
         other = "response_column" if pair == ["prompt_column"] else "prompt_column"
-        yield (f"{path}.{other}", f"{path}.{pair[0]}"), f"is missing: {pair[0]} goes with it"
+        yield (f"{path}.{other}", f"{path}.{pair[0]}"), f"is missing: {pair[0]} needs it"
     if corpus.role_key == corpus.content_key:
         message = (
             f"got {corpus.content_key}, which is role_key, too; they are two keys of a message"
@@ -95,7 +95,7 @@ def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
     }
     for key in sorted(chosen(corpus) & {*_CHATS} - {*fields.get(form, ())}):
         own = form or "rows without messages_column or prompt_column"
-        yield (f"{path}.{key}", kind), f"does nothing with {own}; leave it out"
+        yield (f"{path}.{key}", kind), f"has no effect with {own}; remove it"
 
 
 def _mixture(data: Data) -> Iterator[Problem]:
@@ -115,7 +115,10 @@ def _mixture(data: Data) -> Iterator[Problem]:
             )
         if is_custom(part.source) and not data.is_custom:
             paths = (f"{key}.source", "data.train")
-            yield paths, "is custom, and other sources of data.train are not: all custom, or none"
+            yield (
+                paths,
+                "is custom, and other sources of data.train are not: use custom for all or none",
+            )
 
 
 def _kinds(recipe: Recipe) -> Iterator[Problem]:
@@ -130,12 +133,12 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
         yield from _held_out(held, traits.pairs and not own)
     elif held is not None and is_custom(held) != own:
         paths = ("data.evaluation", "data.train.format", "data.evaluation.format")
-        yield paths, "is of another kind than data.train: both custom, or neither"
+        yield paths, "must be custom if and only if data.train is custom"
     for key in ("tokenizer", "sequence_length"):
         if own and getattr(data, key) is not None:
             yield (
                 (f"data.{key}", "data.train.format"),
-                "does nothing with custom data: its factory makes the tensors",
+                "has no effect with custom data: its factory makes the tensors",
             )
         if not own and getattr(data, key) is None:
             yield (
@@ -152,12 +155,12 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
     if data.collate is not None and not own:
         yield (
             ("data.collate", "data.train.format"),
-            "is for custom data: what text becomes is known",
+            "is for custom data only",
         )
     for key, source in data.sources():
         labels = isinstance(source, Corpus) and source.format != "text"
         if traits.label and not labels:
-            message = f"has no labels; {task} takes format jsonl, parquet, hub or custom"
+            message = f"has no labels; {task} needs format jsonl, parquet, hub or custom"
             yield (key, "model.task", f"{key}.format"), message
 
 
@@ -181,11 +184,11 @@ def _chats(data: Data, task: str) -> Iterator[Problem]:
     """Yield the problems of sources of chats, and of the template that writes them."""
     chats = [key for key, source in data.sources() if is_chat(source)]
     for key in chats if MODEL_TASKS[task].predicts != "next" else ():
-        yield (key, "model.task"), f"holds chats, which are for task causal-lm, not for {task}"
+        yield (key, "model.task"), f"contains chats, which are for task causal-lm, not for {task}"
     if data.chat_template is not None and not chats:
         yield (
             ("data.chat_template", "data.train"),
-            "does nothing without chats: no source has a messages_column",
+            "has no effect without chats: no source has a messages_column",
         )
     if chats and isinstance(data.tokenizer, TokenizerTraining) and data.chat_template is None:
         paths = ("data.chat_template", "data.tokenizer.train", chats[0])
@@ -200,7 +203,7 @@ def _packing(data: Data, task: str) -> Iterator[Problem]:
         own = "custom data" if data.is_custom else task
         yield (path, "model.task", "data.train.format"), f"is for causal-lm on text, not for {own}"
     for key in (key for key, source in data.sources() if is_chat(source)):
-        yield (path, key), "does nothing with chats, of which each is a sample of its own"
+        yield (path, key), "has no effect with chats: each chat is one sample"
 
 
 def _buckets(data: Data, task: str) -> Iterator[Problem]:
@@ -212,12 +215,15 @@ def _buckets(data: Data, task: str) -> Iterator[Problem]:
     if not MODEL_TASKS[task].label and not any(is_chat(source) for _, source in data.sources()):
         yield (
             (path, "model.task"),
-            f"does nothing for {task} on text, whose samples are windows without padding",
+            f"has no effect for {task} on text, whose samples are windows without padding",
         )
     if lengths is None:
         return
     if data.padding == "longest":
-        yield ("data.padding", path), "got longest, which needs no bucket_lengths; give one of both"
+        yield (
+            ("data.padding", path),
+            "got longest, which needs no bucket_lengths; give only one of them",
+        )
     most = data.sequence_length or MOST
     if list(lengths) != sorted(set(lengths)) or not lengths or lengths[-1] >= most:
         shown = ", ".join(map(str, lengths))
@@ -240,11 +246,11 @@ def _words(data: Data, task: str) -> Iterator[Problem]:
     trained = isinstance(tokenizer, TokenizerTraining) and tokenizer.train
     if trained == "bpe" and MODEL_TASKS[task].predicts == "masked":
         paths = ("data.tokenizer.train", "model.task")
-        yield paths, f"got bpe, which has no [MASK] word, for task {task}; use wordpiece"
+        yield paths, f"got bpe, which has no [MASK] token, for task {task}; use wordpiece"
     most = data.masked_lm.max_predictions if data.masked_lm else None
     if most and length and most >= length:
         paths = ("data.masked_lm.max_predictions", "data.sequence_length")
         yield (
             paths,
-            f"got {most}, and a sequence has {length} tokens; BERT takes 20 of 128, 80 of 512",
+            f"got {most}, and a sequence has {length} tokens; BERT uses 20 of 128, 80 of 512",
         )

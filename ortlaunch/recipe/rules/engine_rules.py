@@ -42,7 +42,7 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
         path = ("engine.matmul_precision", "precision")
         yield (
             path,
-            f"does nothing with {recipe.precision}: it is about products of float32 numbers; "
+            f"has no effect with {recipe.precision}: it changes the matmul of float32 only; "
             "leave it out",
         )
     yield from _onednn(recipe)
@@ -65,14 +65,14 @@ def _chunked_loss(recipe: Recipe) -> Iterator[Problem]:
         path = ("engine.chunked_loss", "model.task")
         yield (
             path,
-            f"does nothing with task {recipe.model.task}, which has no head over a vocabulary; "
-            "leave it out",
+            f"has no effect with task {recipe.model.task}, which has no output layer over a "
+            "vocabulary; leave it out",
         )
     if recipe.zero and recipe.zero.stage == 3:
         path = ("engine.chunked_loss", "zero.stage")
         yield (
             path,
-            "does nothing with ZeRO 3, which keeps the head's weight in pieces; leave it out",
+            "has no effect with ZeRO 3, which shards the weight of the output layer; leave it out",
         )
 
 
@@ -80,7 +80,10 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
     """Yield the problems of settings that have no effect on the device."""
     if device != "cpu" and recipe.engine.onednn is not None:
         path = ("engine.onednn", "launch.device")
-        yield path, f"does nothing on {device}: it is for torch's products on a CPU; leave it out"
+        yield (
+            path,
+            f"has no effect on {device}: it changes torch's matmul on CPU only; leave it out",
+        )
     if recipe.engine.name != "ort":
         return
     if device != "cpu":
@@ -88,7 +91,7 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
             path = ("engine.torch_matmul", "launch.device")
             yield (
                 path,
-                f"does nothing on {device}: it is for ONNX Runtime's CPU kernels; leave it out",
+                f"has no effect on {device}: it is for ONNX Runtime's CPU kernels; leave it out",
             )
         return
     # ONNX Runtime's CPU kernels have no lower precision for float32 matmuls.
@@ -97,12 +100,11 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
         path = ("engine.matmul_precision", "launch.device")
         yield (
             path,
-            f"does nothing with {own}: the products are ONNX Runtime's own, which are float32; "
-            "leave one out",
+            f"has no effect with {own}: ONNX Runtime computes its matmul in float32; leave one out",
         )
     for name, why in CUDA_ONLY.items():
         if getattr(recipe.engine, name) != type(recipe.engine).model_fields[name].default:
-            yield (f"engine.{name}", "launch.device"), f"does nothing on CPU: {why}; leave it out"
+            yield (f"engine.{name}", "launch.device"), f"has no effect on CPU: {why}; leave it out"
 
 
 def _onednn(recipe: Recipe) -> Iterator[Problem]:
@@ -114,20 +116,20 @@ def _onednn(recipe: Recipe) -> Iterator[Problem]:
         path = ("engine.onednn", "precision")
         yield (
             path,
-            f"does nothing with {recipe.precision}: it is about products of float32 numbers; "
+            f"has no effect with {recipe.precision}: it changes the matmul of float32 only; "
             "leave it out",
         )
     if engine.matmul_precision != "highest":
         path = ("engine.onednn", "engine.matmul_precision")
         yield (
             path,
-            f"does nothing with matmul_precision {engine.matmul_precision}, which is oneDNN's; "
+            f"has no effect with matmul_precision {engine.matmul_precision}, which is oneDNN's; "
             "leave one out",
         )
     if engine.onednn and engine.name == "ort" and (own := ort_multiplies(recipe)):
         yield (
             ("engine.onednn",),
-            f"does nothing with {own}: the products are ONNX Runtime's own; leave one out",
+            f"has no effect with {own}: ONNX Runtime computes the matmul; leave one out",
         )
 
 
@@ -150,17 +152,17 @@ def _pairs(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
     for name, other in _NEEDS.items():
         if getattr(engine, name) and not getattr(engine, other):
-            yield (f"engine.{name}", f"engine.{other}"), f"does nothing without {other}: true"
+            yield (f"engine.{name}", f"engine.{other}"), f"has no effect without {other}: true"
     if engine.print_input_density and engine.sparsity_optimizer is False:
         paths = ("engine.print_input_density", "engine.sparsity_optimizer")
-        yield paths, "does nothing without sparsity_optimizer, which measures the density"
+        yield paths, "has no effect without sparsity_optimizer, which measures the density"
     for name in ("efficient_attention", "flash_attention"):
         if getattr(engine, name) and recipe.model.attention == "sdpa":
             paths = (f"engine.{name}", "model.attention")
             yield (
                 paths,
-                "does nothing with attention sdpa: it replaces attention that is written out; "
-                "use eager",
+                "has no effect with attention sdpa: it replaces attention written as matmul "
+                "and softmax; use eager",
             )
 
 
@@ -169,30 +171,29 @@ def _memory(recipe: Recipe) -> Iterator[Problem]:
     if engine.memory_optimization_config and engine.memory_optimization:
         yield (
             ("engine.memory_optimization_config", "engine.memory_optimization"),
-            f"does nothing at memory_optimization {engine.memory_optimization}, which chooses the "
-            "subgraphs itself; "
-            "set memory_optimization: 0",
+            f"has no effect at memory_optimization {engine.memory_optimization}, which chooses "
+            "the subgraphs itself; set memory_optimization: 0",
         )
     checkpointing = recipe.model.gradient_checkpointing
     if engine.memory_optimization_config and checkpointing:
         yield (
             ("model.gradient_checkpointing", "engine.memory_optimization_config"),
-            "does nothing beside memory_optimization_config, which names what is recomputed; "
-            "leave one out",
+            "has no effect beside memory_optimization_config, which lists the recomputed "
+            "subgraphs; leave one out",
         )
     if engine.torch_matmul and (
         checkpointing or engine.memory_optimization or engine.memory_optimization_config
     ):
         yield (
             ("engine.torch_matmul", "engine.memory_optimization", "model.gradient_checkpointing"),
-            "does nothing with memory optimization, which recomputes ONNX Runtime's own matrix "
-            "products; leave it out",
+            "has no effect with memory optimization, which recomputes only ONNX Runtime's own "
+            "matmul; leave it out",
         )
     if engine.torch_matmul and engine.memory_efficient_grad_management:
         yield (
             ("engine.torch_matmul", "engine.memory_efficient_grad_management"),
-            "does nothing with memory_efficient_grad_management, whose graph has no weights to "
-            "know by; leave one out",
+            "has no effect with memory_efficient_grad_management, whose graph has no weights "
+            "to identify the matmul; leave one out",
         )
     for plan in engine.memory_optimization_config:
         if not _PLAN.fullmatch(plan):
@@ -204,7 +205,7 @@ def _memory(recipe: Recipe) -> Iterator[Problem]:
     if engine.memory_efficient_grad_management and recipe.zero:
         yield (
             ("engine.memory_efficient_grad_management", "zero"),
-            "got true with DeepSpeed, which takes each gradient as soon as it is there itself; "
+            "got true with DeepSpeed, which already consumes each gradient as it is ready; "
             "leave it out",
         )
 
@@ -219,8 +220,8 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
             continue
         how = "DeepSpeed, whose weights are 16 bits wide" if recipe.zero else recipe.precision
         message = (
-            f"does nothing with {how}: it moves the casts of autocast, which is fp16 without "
-            "DeepSpeed"
+            f"has no effect with {how}: it moves the casts of autocast, which only fp16 without "
+            "DeepSpeed has"
         )
         yield (f"engine.{name}", "precision", "zero"), message
 

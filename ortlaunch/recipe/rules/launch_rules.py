@@ -42,8 +42,8 @@ def _processes(recipe: Recipe) -> Iterator[Problem]:
     if launcher and launcher.single and per_node * nodes > 1:
         yield (
             ("launch.launcher", "launch.processes_per_node", "launch.nodes"),
-            f"got {launch.launcher}, which is one process, for {nodes * per_node} processes; use "
-            "torchrun, mpi or auto",
+            f"got {launch.launcher}, which runs one process, for {nodes * per_node} processes; "
+            "use torchrun, mpi or auto",
         )
 
 
@@ -51,15 +51,14 @@ def _variables(recipe: Recipe) -> Iterator[Problem]:
     launch = recipe.launch
     for name in launch.env:
         if not _VARIABLE.fullmatch(name):
-            yield (f"launch.env.{name}",), "is no name of a variable: letters, digits and `_`"
+            yield (f"launch.env.{name}",), "is not a variable's name: use letters, digits and `_`"
         elif name in _RANK_VARIABLES:
             yield (f"launch.env.{name}",), "is set by the launcher for each rank; leave it out"
         elif SECRET.search(name):
             yield (
                 (f"launch.env.{name}",),
-                "looks like a secret, and the run folder keeps the recipe; export it in your "
-                "shell and name it in "
-                "launch.forward",
+                "looks like a secret, and the run folder stores the recipe; export it in your "
+                "shell and list it in launch.forward",
             )
         elif name in launch.forward:
             yield (
@@ -93,20 +92,19 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
     if launcher and not launcher.sees_lost_hosts:
         yield (
             ("launch.launcher", "launch.nodes"),
-            f"got {launch.launcher} with launch.nodes {{min, max}}: a lost host is seen by "
-            "torchrun's ssh alone; use "
-            "torchrun or auto",
+            f"got {launch.launcher} with launch.nodes {{min, max}}: only launcher torchrun "
+            "detects a lost host; use torchrun or auto",
         )
     if not launch.max_restarts:
         yield (
             ("launch.max_restarts", "launch.nodes"),
-            "got 0 with launch.nodes {min, max}, which goes on by restarts; give max_restarts: 3",
+            "got 0 with launch.nodes {min, max}, which continues by restarts; set max_restarts: 3",
         )
     if not launch.preflight:
         yield (
             ("launch.preflight", "launch.nodes"),
-            "got false with launch.nodes {min, max}, which finds by it the hosts that are there; "
-            "leave it out",
+            "got false with launch.nodes {min, max}, which uses it to find the available "
+            "hosts; leave it out",
         )
     if (
         batch.global_size is None

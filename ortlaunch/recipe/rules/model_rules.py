@@ -61,30 +61,30 @@ def _builder(model: Model) -> Iterator[Problem]:
         if not model.factory:
             yield (
                 ("model.factory", "model.task"),
-                'is missing: task custom takes factory: "package.module:function"',
+                'is missing: task custom needs factory: "package.module:function"',
             )
         for name in ("pretrained", "config", "lora"):
             if getattr(model, name) is not None:
                 yield (
                     (f"model.{name}", "model.task"),
-                    "does nothing with task custom: the factory builds the model",
+                    "has no effect with task custom: the factory builds the model",
                 )
         if model.allow_partial:
             yield (
                 ("model.allow_partial", "model.task"),
-                "does nothing with task custom: the factory builds the model",
+                "has no effect with task custom: the factory builds the model",
             )
         if model.attention != "auto":
             yield (
                 ("model.attention", "model.task"),
-                "does nothing with task custom: the factory builds the model",
+                "has no effect with task custom: the factory builds the model",
             )
         return
     if model.factory or model.arguments:
         name = "factory" if model.factory else "arguments"
         yield (f"model.{name}", "model.task"), f"is for task custom, and task is {model.task}"
     if model.allow_partial and not model.pretrained:
-        yield ("model.allow_partial",), "does nothing without model.pretrained"
+        yield ("model.allow_partial",), "has no effect without model.pretrained"
     if not model.pretrained and not model.config:
         yield (
             ("model", "model.pretrained", "model.config"),
@@ -97,11 +97,11 @@ def _config(config: dict[str, Any], pretrained: bool) -> Iterator[Problem]:
     """Yield the problems of the config's names and types, where the family is known."""
     kind = config.get("model_type")
     if kind is not None and not isinstance(kind, str):
-        yield (f"{_CONFIG}.model_type",), f"got {kind!r}; it must be a word, as bert or llama"
+        yield (f"{_CONFIG}.model_type",), f"got {kind!r}; it must be text, as bert or llama"
     elif kind is None and config and not pretrained:
         yield (
             (_CONFIG, f"{_CONFIG}.model_type"),
-            "lacks model_type (as bert or llama), which says what the rest means",
+            "lacks model_type (as bert or llama), which defines the other keys",
         )
     elif kind not in FAMILIES and isinstance(kind, str):
         # transformers' names of model types are in lower case.
@@ -179,8 +179,8 @@ def _task(model: Model) -> Iterator[Problem]:
     if family == "bert" and traits.predicts == "next" and not config.get("is_decoder"):
         yield (
             paths,
-            "got causal-lm with bert, which sees the words it should predict; use masked-lm or "
-            "pretraining",
+            "got causal-lm with bert, whose attention sees the tokens to predict; use "
+            "masked-lm or pretraining",
         )
 
 
@@ -212,8 +212,8 @@ def _fit(recipe: Recipe, full: dict[str, Any]) -> Iterator[Problem]:
     if length and length > positions:
         yield (
             ("data.sequence_length", f"{_CONFIG}.max_position_embeddings"),
-            f"got {length}, and the model has max_position_embeddings: {positions}; make one fit "
-            "the other",
+            f"got {length}, and the model has max_position_embeddings: {positions}; change one "
+            "of them",
         )
     tokenizer = recipe.data.tokenizer
     # Without a vocab_size of its own the model gets the tokenizer's.

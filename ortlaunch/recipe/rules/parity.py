@@ -30,14 +30,14 @@ def compared_steps(recipe: Recipe, model_type: str | None = None) -> Compared:
     if recipe.engine.name != "ort":
         return Compared(0)
     if recipe.zero and recipe.zero.stage == 3:
-        return Compared(0, "with ZeRO 3 no rank has whole weights to compare with")
+        return Compared(0, "under ZeRO 3 no rank has all weights for the comparison")
     if recipe.model.factory:
-        return Compared(1, "the model is your own")
+        return Compared(1, "your own model")
     family = model_type or _family(recipe)
     if family in FAMILIES:
         return Compared(0, f"ortlaunch's tests train {family} on ONNX Runtime")
     return Compared(
-        1, f"ortlaunch's tests train no {family or 'model of this kind'} on ONNX Runtime"
+        1, f"ortlaunch's tests do not cover {family or 'this model type'} on ONNX Runtime"
     )
 
 

@@ -24,22 +24,20 @@ class Rule(NamedTuple):
     """Further information for the user."""
 
 
-EFFECT = "takes effect"
+EFFECT = "applied"
 REFUSED = "refused"
 _EFFECT = Rule(EFFECT)
 _MODEL = Rule(REFUSED, "model")
 _DATA = Rule(REFUSED, "data")
-_AS_THE_GLOBAL_SIZE = Rule(EFFECT, why="the next step takes the samples that follow")
+_AS_THE_GLOBAL_SIZE = Rule(EFFECT, why="the next step uses the samples that follow")
 
 
 def _optimizer(before: Any, after: Any) -> Rule:
     # The same state under another name: the checkpoint's can be loaded.
     states = [OPTIMIZERS[name].state for name in (before, after) if name in OPTIMIZERS]
     if len(states) == 2 and states[0] == states[1]:
-        return Rule(EFFECT, why="the same numbers by another code")
-    return Rule(
-        REFUSED, "optimizer", "its state begins anew where the checkpoint has none of its kind"
-    )
+        return Rule(EFFECT, why="the same values from other code")
+    return Rule(REFUSED, "optimizer", "its state is reset unless the checkpoint has it")
 
 
 RuleOf = Rule | Callable[[Any, Any], Rule]
@@ -53,13 +51,13 @@ def _all(rule: Rule, names: str, section: str = "") -> dict[str, RuleOf]:
 # is trained on it.
 RULES: dict[str, RuleOf] = {
     "name": _EFFECT,
-    "seed": Rule(REFUSED, "data", "order, masking and dropout are drawn from it"),
+    "seed": Rule(REFUSED, "data", "it determines order, masking and dropout"),
     **_all(_MODEL, "task pretrained config factory arguments", "model"),
     "model.allow_partial": Rule(EFFECT, why="a checkpoint has all weights"),
-    "model.attention": Rule(EFFECT, why="the same function by other kernels"),
-    "model.gradient_checkpointing": Rule(EFFECT, why="the same numbers in other memory"),
+    "model.attention": Rule(EFFECT, why="the same function with other kernels"),
+    "model.gradient_checkpointing": Rule(EFFECT, why="the same values with other memory use"),
     **_all(_MODEL, "lora lora.r lora.alpha lora.dropout lora.target_modules", "model"),
-    "model.lora.merge": Rule(EFFECT, why="it is of the export alone"),
+    "model.lora.merge": Rule(EFFECT, why="it affects only the export"),
     **_all(
         _DATA,
         "train train.format train.path train.name train.subset train.revision train.split",
@@ -90,7 +88,7 @@ RULES: dict[str, RuleOf] = {
         "data",
     ),
     "data.collate": _DATA,
-    "data.workers": Rule(EFFECT, why="what samples draw at random may be drawn otherwise"),
+    "data.workers": Rule(EFFECT, why="random values of the samples may differ"),
     # world.global_samples reports the consequence.
     **_all(_EFFECT, "global_size micro_size accumulation_steps", "batch"),
     "optimizer.name": _optimizer,
@@ -106,7 +104,7 @@ RULES: dict[str, RuleOf] = {
     ),
     # Weights in a checkpoint are float32 in every precision: loading works, but the steps differ.
     "precision": Rule(
-        REFUSED, "precision", "the weights are float32 in any, and the steps are not the same"
+        REFUSED, "precision", "the weights are float32 in each, but the steps differ"
     ),
     **_all(_EFFECT, "name allow_fallback memory_optimization memory_optimization_config", "engine"),
     **_all(
@@ -139,7 +137,7 @@ RULES: dict[str, RuleOf] = {
     ),
     **_all(_EFFECT, "zero zero.stage zero.fused_gradient_norm zero.deepspeed zero.offload"),
     **_all(_EFFECT, "optimizer parameters nvme_path pin_memory", "zero.offload"),
-    **_all(Rule(EFFECT, why="the schedule runs over the new length"), "max_steps epochs", "train"),
+    **_all(Rule(EFFECT, why="the schedule covers the new length"), "max_steps epochs", "train"),
     **_all(
         _EFFECT,
         "max_grad_norm evaluate_every_steps evaluate_every_epochs on_nonfinite max_skips "
@@ -149,9 +147,11 @@ RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "on_spike on_spike.action on_spike.deviations on_spike.window", "train"),
     **_all(_EFFECT, "hook metric stop_after stop_after.evaluations", "train"),
     **_all(
-        Rule(EFFECT, why="the best is found anew"), "stop_after.metric stop_after.mode", "train"
+        Rule(EFFECT, why="the best is determined from now on"),
+        "stop_after.metric stop_after.mode",
+        "train",
     ),
-    "train.loss_weight": Rule(REFUSED, "loss", "what is minimized is another mean"),
+    "train.loss_weight": Rule(REFUSED, "loss", "the loss becomes a different mean"),
     **_all(
         _EFFECT,
         "every_minutes every_steps every_epochs keep keep_every on_failure async",
@@ -159,7 +159,9 @@ RULES: dict[str, RuleOf] = {
     ),
     **_all(_EFFECT, "keep_best keep_best.export", "checkpoint"),
     **_all(
-        Rule(EFFECT, why="the best is found anew"), "keep_best.metric keep_best.mode", "checkpoint"
+        Rule(EFFECT, why="the best is determined from now on"),
+        "keep_best.metric keep_best.mode",
+        "checkpoint",
     ),
     **_all(
         _EFFECT,
@@ -204,16 +206,18 @@ RULES: dict[str, RuleOf] = {
 OTHER_RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "ranks hosts device micro_samples accumulation_steps", "world"),
     "world.global_samples": _AS_THE_GLOBAL_SIZE,
-    "data.samples": Rule(REFUSED, "data", "as many were read then"),
-    "data.fingerprint": Rule(REFUSED, "data", "the samples themselves are others"),
-    "data.held_out": Rule(REFUSED, "data", "other samples are held out, and it trained on some"),
+    "data.samples": Rule(REFUSED, "data", "that many had been read"),
+    "data.fingerprint": Rule(REFUSED, "data", "the samples differ"),
+    "data.held_out": Rule(
+        REFUSED, "data", "other samples are held out, and it trained on some of them"
+    ),
     "data.order": Rule(
         REFUSED,
         "data",
-        "in the epoch that it was in, some samples would come twice and some not at all",
+        "in the current epoch some samples would repeat and others be skipped",
     ),
     "weights.frozen": Rule(
-        REFUSED, "model", "what is not trained is not in a checkpoint, and was other weights then"
+        REFUSED, "model", "a checkpoint lacks the frozen weights, and they were different"
     ),
     **_all(_EFFECT, "ortlaunch commit dirty python", "code"),
     "packages": _EFFECT,
@@ -230,9 +234,9 @@ _STEPS = (
 )
 # The training data affect an evaluation only through the tokenizer and labels made of them.
 _TRAINED_ON = ("data.train", "data.samples", "data.fingerprint")
-_OTHER_MODEL = Rule(REFUSED, why="the weights are of another model")
+_OTHER_MODEL = Rule(REFUSED, why="the weights belong to a different model")
 _OTHER_WORDS = Rule(
-    REFUSED, why="its words and labels may be made of these data, and the run keeps none"
+    REFUSED, why="its tokens and labels may come from this data, and the run has no copy"
 )
 # Names that `--allow` accepts.
 NAMES = ("data", "loss", "model", "optimizer", "precision")
@@ -261,7 +265,7 @@ class Change(NamedTuple):
         if not name:
             return REFUSED
         return (
-            f"{EFFECT}, by --allow {name}"
+            f"{EFFECT}, with --allow {name}"
             if name in allowed
             else f"{REFUSED} without --allow {name}"
         )
@@ -332,7 +336,7 @@ def rule_of(field: str, rules: Mapping[str, RuleOf], before: Any, after: Any) ->
     while field and field not in rules:
         field = field.rpartition(".")[0]
     # Fields that other versions of ortlaunch wrote.
-    rule = rules.get(field, Rule(EFFECT, why="this version does not know it"))
+    rule = rules.get(field, Rule(EFFECT, why="unknown to this version"))
     return rule if isinstance(rule, Rule) else rule(before, after)
 
 

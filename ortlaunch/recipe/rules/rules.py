@@ -66,7 +66,7 @@ def device_rules(recipe: Recipe, device: str, hosts: str = "the run's hosts") ->
         return
     # Often this is a login node, and the hosts of the run have GPUs: the message suggests both remedies.
     found = recipe.launch.device == "auto"
-    cpu = "CPU (launch.device is auto, and this host shows no GPU)" if found else "CPU"
+    cpu = "CPU (launch.device is auto, and this host has no visible GPU)" if found else "CPU"
     use = f"use launch.device=cuda if {hosts} have GPUs, else" if found else "use"
     if recipe.engine.name == "ort" and recipe.format.is_narrow:
         yield (
@@ -87,7 +87,8 @@ def task_rules(recipe: Recipe, task: str) -> Iterator[Problem]:
     """Yield the problems of a recipe for the task that the command gives the ranks."""
     if TASKS[task].compares and recipe.engine.name == "auto":
         message = (
-            "got auto, and it must be known what to compare with plain PyTorch; use ort or inductor"
+            "got auto, but the comparison with plain PyTorch needs a fixed engine; use ort or "
+            "inductor"
         )
         yield ("engine.name",), message
 
@@ -101,8 +102,8 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
     if total is None and (micro is None or steps is None) and micro != "auto":
         yield (
             ("batch", "batch.global_size", "batch.micro_size", "batch.accumulation_steps"),
-            "give global_size, or both micro_size and accumulation_steps: "
-            "global_size = micro_size x accumulation_steps x ranks",
+            "give global_size, or both micro_size and accumulation_steps (global_size = "
+            "micro_size x accumulation_steps x ranks)",
         )
         return
     if micro == "auto":
@@ -143,7 +144,7 @@ def _auto(recipe: Recipe) -> Iterator[Problem]:
     if steps is not None:
         yield (
             ("batch.accumulation_steps", "batch.micro_size"),
-            f"got {steps} beside micro_size: auto, from which accumulation follows; leave it out, "
+            f"got {steps} beside micro_size: auto, which determines accumulation; leave it out, "
             "or write null",
         )
 
@@ -176,7 +177,7 @@ def _batch_on(total: int, per_rank: int, shown: str, ranks: int, exact: bool) ->
 def _near_multiples(total: int, unit: int) -> str:
     below = total // unit * unit
     above = (total // unit + 1) * unit
-    return f"{below} or {above} would do" if below else f"{above} would do"
+    return f"{below} or {above} would be valid" if below else f"{above} would be valid"
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
@@ -194,10 +195,8 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("optimizer.name", "zero.stage"),
             f"got {optimizer.name} with ZeRO {zero.stage}: {optimizer.name.upper()} scales each "
-            "tensor by its own "
-            "norm, and ZeRO cuts tensors into flat pieces, so every scale would be wrong; use "
-            "fused_adam, or "
-            "zero.stage: 0",
+            "tensor by its own norm, and ZeRO splits tensors into flat pieces, so every scale "
+            "would be wrong; use fused_adam, or zero.stage: 0",
         )
 
 
@@ -210,13 +209,13 @@ def _engine(recipe: Recipe) -> Iterator[Problem]:
             yield (
                 paths,
                 "got auto beside micro_size: auto, and each is measured with the other fixed; "
-                "give one of them",
+                "set one of them",
             )
         return
     if engine.name != "ort":
         for key in sorted(chosen(engine) - {*_EVERY_ENGINES, *_PARITY}):
             message = (
-                f"does nothing with engine {engine.name}: it is for ort; leave it out, or write "
+                f"has no effect with engine {engine.name}: it is for ort; leave it out, or write "
                 "null"
             )
             yield (f"engine.{key}", "engine.name"), message
@@ -237,22 +236,21 @@ def _parity(recipe: Recipe) -> Iterator[Problem]:
     if engine.name == "eager":
         for key in asked:
             message = (
-                "does nothing with engine eager: it compares another engine with plain PyTorch; "
-                "leave it out"
+                "has no effect with engine eager: it compares another engine with plain "
+                "PyTorch; leave it out"
             )
             yield (f"engine.{key}", "engine.name"), message
     elif engine.name != "auto" and not compared_steps(recipe).steps:
         for key in set(asked) - {"parity_steps"}:
             yield (
                 (f"engine.{key}", "engine.parity_steps"),
-                "does nothing without engine.parity_steps; give that too",
+                "has no effect without engine.parity_steps; set it as well",
             )
     elif engine.parity_steps != "auto" and recipe.zero and recipe.zero.stage == 3:
         yield (
             ("engine.parity_steps", "zero.stage"),
-            f"got {engine.parity_steps} with ZeRO 3, where no rank has whole weights to compare "
-            "with; use stage 2 for "
-            "these steps",
+            f"got {engine.parity_steps} with ZeRO 3, where no rank has all weights for the "
+            "comparison; use stage 2 for these steps",
         )
 
 
@@ -262,7 +260,7 @@ def _train(recipe: Recipe) -> Iterator[Problem]:
     if steps is None and epochs is None:
         yield (
             ("train.max_steps", "train.epochs"),
-            "is missing: say how long, in max_steps or in epochs",
+            "is missing: set max_steps or epochs",
         )
     if steps is not None and epochs is not None:
         paths = ("train.epochs", "train.max_steps")
@@ -276,7 +274,7 @@ def _train(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.loss_weight is not None and not recipe.data.is_custom:
         yield (
             ("train.loss_weight", "data.train", "data.train.format"),
-            "is for custom data (format: custom); in these data each sample counts the same; "
+            "is for custom data (format: custom); all samples of this data count equally; "
             "leave it out",
         )
     for by_epochs, by_steps, section in (
@@ -293,5 +291,5 @@ def _train(recipe: Recipe) -> Iterator[Problem]:
         if recipe.data.evaluation is None and section is recipe.train and any(given):
             yield (
                 (by_steps if given[1] else by_epochs, "data.evaluation"),
-                "does nothing without data.evaluation; give that corpus, or a share of data.train",
+                "has no effect without data.evaluation; set that corpus, or a share of data.train",
             )

@@ -46,7 +46,7 @@ def _without_effect(schedule: Schedule) -> Iterator[Problem]:
             what = "polynomial's exponent" if field == "power" else f"for {', '.join(names)}"
             yield (
                 (f"schedule.{field}", "schedule.name"),
-                f"does nothing with {schedule.name}: it is {what}",
+                f"has no effect with {schedule.name}: it is {what}",
             )
 
 

@@ -31,9 +31,8 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
         if name and SECRET.search(name[1]):
             yield (
                 ("submit.setup",),
-                f"sets {name[1]}, which looks like a secret, and the run folder keeps the recipe; "
-                "export it in your "
-                "shell, which goes with the job",
+                f"sets {name[1]}, which looks like a secret, and the run folder stores the "
+                "recipe; export it in your shell, whose variables the job inherits",
             )
     for option in submit.options:
         if not option.startswith("-"):
@@ -50,15 +49,14 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
     if submit.gpu_type is not None and recipe.launch.device == "cpu":
         yield (
             ("submit.gpu_type", "launch.device"),
-            "asks for GPUs, and launch.device is cpu; leave one of them out",
+            "requests GPUs, and launch.device is cpu; leave one of them out",
         )
     yield from _of_pods(recipe)
     if submit.scheduler == "azureml" and recipe.launch.forward:
         yield (
             ("launch.forward",),
-            "is not possible with Azure ML, which shows a job's variables to all readers of the "
-            "workspace; have the "
-            "job read its secrets from Key Vault, or leave it out",
+            "is not supported with Azure ML, which shows a job's variables to all readers of "
+            "the workspace; have the job read its secrets from Key Vault, or leave it out",
         )
 
 
@@ -89,7 +87,7 @@ def _of_pods(recipe: Recipe) -> Iterator[Problem]:
         )
         yield (
             ("submit.scheduler",),
-            f"is {submit.scheduler}, which takes submit.{submit.scheduler} with {needs}",
+            f"is {submit.scheduler}, which needs submit.{submit.scheduler} with {needs}",
         )
     pods = submit.kubernetes
     if pods is None:
@@ -106,7 +104,6 @@ def _of_pods(recipe: Recipe) -> Iterator[Problem]:
     if submit.scheduler == "kubernetes" and forward and pods.secret is None:
         yield (
             ("launch.forward",),
-            "takes submit.kubernetes.secret: pods have variables from a Secret, not from your "
-            "shell, as of kubectl "
-            f"create secret generic NAME --from-literal={forward[0]}=...",
+            "needs submit.kubernetes.secret: pods get variables from a Secret, not from your "
+            f"shell, as of kubectl create secret generic NAME --from-literal={forward[0]}=...",
         )

@@ -49,7 +49,7 @@ def _whole(tree: Tree, path: Path, problems: list[Line], seen: Sequence[Path]) -
     """Return the tree of a recipe, merged over those of the recipes that it extends."""
     if tree.kind == "scalar" and tree.raw is None:
         raise SourceError(
-            tree.place, "the recipe is empty; `ortlaunch recipes list` names some to start from"
+            tree.place, "the recipe is empty; `ortlaunch recipes list` prints examples"
         )
     if tree.kind != "mapping":
         what = "a list" if tree.kind == "list" else "a single value"
@@ -103,7 +103,7 @@ def _bytes(path: Path) -> bytes:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise SourceError(
-            Place(str(path), 1, 1), f"has over {_MAX_BYTES:,} bytes, too many for a recipe"
+            Place(str(path), 1, 1), f"has more than {_MAX_BYTES:,} bytes, too many for a recipe"
         )
     return data
 
@@ -122,7 +122,7 @@ def _read_base(base: Tree, path: Path, problems: list[Line], seen: Sequence[Path
     if not found:
         raise SourceError(place, f"extends: no file {target} (the path is relative to {path})")
     if there in (here, *seen):
-        raise SourceError(place, f"extends: {base.scalar} leads back to itself")
+        raise SourceError(place, f"extends: {base.scalar} extends itself through other files")
     if len(seen) >= _MAX_CHAIN:
         raise SourceError(
             place, f"extends: {_MAX_CHAIN} recipes extend each other up to here; merge some of them"

@@ -113,7 +113,7 @@ def _diagnosis(what: str, context: str, line: str, same_line: bool) -> tuple[boo
         return (
             True,
             what,
-            "in double quotes a backslash means something: use single quotes, or / in a path",
+            "in double quotes a backslash is an escape: use single quotes, or / in a path",
         )
     if "flow" in context and not same_line:
         bracket = "{" if "mapping" in context else "["
@@ -126,7 +126,7 @@ def _diagnosis(what: str, context: str, line: str, same_line: bool) -> tuple[boo
         return (
             False,
             "a second document begins here",
-            "a recipe is one, without `---` between its lines",
+            "a recipe has one document, without `---` between its lines",
         )
     if "mapping values are not allowed" in what:
         return False, what, "quote a value that contains ': ', and check the indentation"
@@ -190,7 +190,7 @@ class _Builder:
             raise self.refused(node, "this anchor contains itself")
         # A few aliases of aliases can unfold to billions of values.
         if len(self.open) > _MAX_DEPTH or self.values > _MAX_VALUES:
-            raise self.refused(node, "is nested too deeply, or unfolds to too much, for a recipe")
+            raise self.refused(node, "is nested too deeply, or expands too much, for a recipe")
         if isinstance(node, yaml.ScalarNode):
             return Tree(self.place(node), self.scalar(node), node.value, quoted=bool(node.style))
         if node.tag not in (_LIBRARY + "map", _LIBRARY + "seq"):
@@ -207,7 +207,7 @@ class _Builder:
     def no_tag(self, node: yaml.Node) -> SourceError:
         return self.refused(
             node,
-            f"the tag {node.tag.replace(_LIBRARY, '!!')} means nothing in a recipe; leave it out",
+            f"the tag {node.tag.replace(_LIBRARY, '!!')} has no meaning in a recipe; remove it",
         )
 
     def sequence(self, node: yaml.Node) -> Tree:
@@ -250,7 +250,7 @@ class _Builder:
 
     def key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
-            raise self.refused(node, "a key must be a word; quote it if it begins with `[` or `{`")
+            raise self.refused(node, "a key must be text; quote it if it begins with `[` or `{`")
         return str(node.value)
 
     def scalar(self, node: yaml.ScalarNode) -> Any:
@@ -271,9 +271,7 @@ class _Builder:
             # Fails for half a surrogate pair, and for an integer of thousands of digits.
             f"{value}".encode()
         except (yaml.YAMLError, ValueError, LookupError, AttributeError):
-            raise self.refused(
-                node, f"cannot read {text[:80]!r}; quote it if it is meant as a word"
-            ) from None
+            raise self.refused(node, f"cannot read {text[:80]!r}; quote it if it is text") from None
         if isinstance(value, str) and "\0" in value:
             raise self.refused(
                 node, "holds a null character, which no file name and no variable can; remove it"

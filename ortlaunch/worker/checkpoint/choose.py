@@ -49,7 +49,8 @@ def choose(run: RunDir, group: DistributedContext) -> CompleteCheckpoint | None:
         # An exact request (--resume STEP) does not accept an older checkpoint.
         if requested.exact and own[0] < requested.step:
             raise CheckpointError(
-                f"the checkpoint of step {requested.step} was asked for (--resume), and it is damaged"
+                f"the checkpoint of step {requested.step} was requested (--resume), and it is "
+                "damaged"
             )
         return CompleteCheckpoint(*own)
     return _elsewhere(requested, group) if requested.source else None
@@ -69,7 +70,7 @@ def _elsewhere(requested: ResumeRecord, group: DistributedContext) -> CompleteCh
         if group.rank == 0:
             print(f"  skipped: {lines[-1]}", flush=True)
     raise CheckpointError(
-        "\n".join([*lines, f"No whole checkpoint was found in {requested.source}"])
+        "\n".join([*lines, f"No complete checkpoint was found in {requested.source}"])
     )
 
 
@@ -128,5 +129,5 @@ def explain(
     refused = [change.line(allow) for change in changes if change.is_refused(allow)]
     if refused:
         raise CheckpointError(
-            "\n  ".join([f"{found.folder} was written by another training:", *refused])
+            "\n  ".join([f"{found.folder} belongs to a different training:", *refused])
         )

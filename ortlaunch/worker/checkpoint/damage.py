@@ -48,8 +48,8 @@ def set_aside_damaged(run: RunDir, group: DistributedContext) -> None:
     # Also those of earlier starts.
     if broken := sorted(path.name for path in run.checkpoints.glob("step_*.broken*")):
         raise CheckpointError(
-            "\n".join([*lines, f"No whole checkpoint is left in {run.checkpoints}, but {', '.join(broken)}; "
-                                "give a new --run-dir to begin anew"])
+            "\n".join([*lines, f"No complete checkpoint is left in {run.checkpoints}, but {', '.join(broken)}; "
+                "give a new --run-dir to start again"])
         )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def _restored(run: RunDir, group: DistributedContext) -> bool:
             continue
         if group.rank == 0:
             os.replace(aside, folder)
-            print(f"{aside} is whole when read again: renamed back to {folder.name}", flush=True)
+            print(f"{aside} is intact when read again: renamed back to {folder.name}", flush=True)
         group.barrier()
         return True
     return False
@@ -111,9 +111,9 @@ def damage(folder: Path, group: DistributedContext) -> str:
     found = [json.loads(text) for text in group.gather(json.dumps([mine, unread]))]
     if errors := list(dict.fromkeys(unread for _, unread in found if unread)):
         raise CheckpointError(
-            f"{folder} could not be read, and was left as it is: {'; '.join(errors)}\n"
-            "Run the same command again once the disk works; if this file alone stays unreadable, "
-            "--resume STEP takes an older checkpoint"
+            f"{folder} could not be read, and was not changed: {'; '.join(errors)}\nRun the "
+            "same command again once the disk works; if this file alone stays unreadable, "
+            "--resume STEP uses an older checkpoint"
         )
     # All ranks check the manifest, so its damage comes several times.
     return "; ".join(dict.fromkeys(text for texts, _ in found for text in texts))
@@ -135,7 +135,7 @@ def _damage_of_manifest(folder: Path) -> str:
         )
     except (*_ABSENT, ValueError) as error:
         return f"{MANIFEST} or {COMPLETE} cannot be read: {error}"
-    return "" if whole else f"{MANIFEST} is not as it was written"
+    return "" if whole else f"{MANIFEST} differs from the file that was saved"
 
 
 def _difference(path: Path, file: File) -> str:
@@ -146,7 +146,9 @@ def _difference(path: Path, file: File) -> str:
             if size != file["bytes"]:
                 return f"{path.name} has {size:,} bytes of {file['bytes']:,}"
             return (
-                "" if sum_up(opened) == file["crc32"] else f"{path.name} is not as it was written"
+                ""
+                if sum_up(opened) == file["crc32"]
+                else f"{path.name} differs from the file that was saved"
             )
     except _ABSENT as error:
         return f"{path.name}: {error.strerror}"

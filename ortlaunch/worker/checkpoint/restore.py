@@ -91,7 +91,7 @@ def _index_of(folder: Path) -> Json:
         index: Json = dict(read_json(folder / INDEX))
     except (FileNotFoundError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{folder / INDEX} is no index of a checkpoint, and nothing else is read: {error}"
+            f"{folder / INDEX} is not an index of a checkpoint: {error}"
         ) from None
     if index.get("format") != FORMAT:
         raise CheckpointError(
@@ -157,7 +157,7 @@ def _require_same_model(
     unknown = sorted(there.keys() - here)
     if lost or unknown:
         raise CheckpointError(
-            f"the checkpoint is of another model: it lacks {lost}, and has {unknown} besides"
+            f"the checkpoint is of another model: it lacks {lost}, and also has {unknown}"
         )
     for name, shape in here.items():
         if list(shape) != there[name]:
@@ -192,7 +192,8 @@ def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
     if kinds and wanted and not kinds.intersection(wanted):
         there = shards.index["optimizer"]["class"]
         return [
-            f"the checkpoint has the state of {there}; {type(named.optimizer).__name__} begins with none"
+            f"the checkpoint has the state of {there}; {type(named.optimizer).__name__} starts "
+            "with a new state"
         ]
     return []
 
@@ -254,4 +255,4 @@ def _load_scale(there: dict[str, float] | None, named: NamedState) -> list[str]:
         return []
     # The saved scaler is of another kind, with other counters. Only its scale is taken over.
     named.loss_scale.write({**mine, "scale": there["scale"]})
-    return [f"the loss scale goes on at {there['scale']:g}; its count of good steps begins anew"]
+    return [f"the loss scale continues at {there['scale']:g}; its count of good steps is reset"]

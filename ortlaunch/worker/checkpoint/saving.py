@@ -28,8 +28,8 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequest
 
 _NO_EXPORT = (
-    "This was the save at the end: the run ends without its export. Start it again once this "
-    "is mended; checkpoint.on_failure=continue writes the export whatever becomes of the last save"
+    "This was the save at the end: the run ends without its export. Fix the cause and restart "
+    "it; with checkpoint.on_failure=continue the export is written even if the last save fails"
 )
 # The key in the memory of the best evaluations (worker/training/best.py).
 KEEP = "checkpoint.keep_best"
@@ -79,7 +79,8 @@ class Saving:
         for step in saves.untold(self.run):
             saves.record(self.run, SaveLine(step, None))
             print(
-                f"the checkpoint of step {step} is whole, and an earlier start could not say so any more",
+                f"the checkpoint of step {step} is complete; an earlier start could not record "
+                "that",
                 flush=True,
             )
 
@@ -175,7 +176,7 @@ class Saving:
             raise LastSaveError(str(error))
         if self.group.rank == 0:
             print(
-                f"NOT SAVED: {error}; training goes on (checkpoint.on_failure: continue)",
+                f"NOT SAVED: {error}; training continues (checkpoint.on_failure: continue)",
                 flush=True,
             )
 

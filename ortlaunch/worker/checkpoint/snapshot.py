@@ -172,5 +172,5 @@ def _number(kind: str, part: ParameterRange, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise CheckpointError(
-            f"the optimizer's {kind} of {part.name} is neither a number nor as large as it"
+            f"the optimizer's {kind} of {part.name} is neither a scalar nor of its shape"
         ) from None

@@ -98,7 +98,7 @@ def _start_writing(file: BinaryIO) -> None:
 
 def _name_of(key: str, dtype: torch.dtype) -> str:
     if dtype not in _DTYPES:
-        raise CheckpointError(f"{key} is of {dtype}, which a checkpoint cannot hold")
+        raise CheckpointError(f"{key} is of {dtype}, which a checkpoint cannot store")
     return _DTYPES[dtype]
 
 
@@ -131,7 +131,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         }, metadata
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise CheckpointError(
-            f"{path} is no safetensors file, and nothing else is read: {error}"
+            f"{path} is not a safetensors file, the only supported format: {error}"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None

@@ -133,7 +133,7 @@ def _agreed(run: RunDir, group: DistributedContext, partial: Path) -> Iterator[N
         # A partial folder would keep the disk full.
         shutil.rmtree(partial, ignore_errors=True)
     there = newest(run)
-    raise CheckpointError(f"{told}; {there[1]} is whole" if there else told)
+    raise CheckpointError(f"{told}; {there[1]} is complete" if there else told)
 
 
 def _begin(run: RunDir, partial: Path) -> None:
@@ -158,8 +158,8 @@ def _require_room(run: RunDir) -> None:
     free = shutil.disk_usage(run.checkpoints).free
     if free < needed:
         raise CheckpointError(
-            f"{run.checkpoints}: {human(free)} are free, and a checkpoint takes {human(needed)}. "
-            "Make room, or set checkpoint.keep lower"
+            f"{run.checkpoints}: {human(free)} are free, and a checkpoint needs "
+            f"{human(needed)}. Free disk space, or lower checkpoint.keep"
         )
 
 

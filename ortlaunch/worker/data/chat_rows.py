@@ -76,8 +76,7 @@ def _messages(row: Row, source: Corpus) -> list[Json]:
     if all(each["role"] != "assistant" for each in messages):
         roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
         raise DataError(
-            f"{row.place}: {column} has no message of role assistant, and nothing to learn; "
-            f"it has {roles}"
+            f"{row.place}: {column} has no message of role assistant to train on; it has {roles}"
         )
     return messages
 
@@ -87,7 +86,7 @@ def _message(row: Row, source: Corpus, name: str, message: Any) -> Json:
         raise DataError(
             f"{row.place}: {name} is {message!r:.80}; it must have a role and a content"
         )
-    names: Json = {source.role_key: "role", source.content_key: "content"}
+    names = {source.role_key: "role", source.content_key: "content"}
     for key in names:
         if key not in message:
             raise DataError(
@@ -97,7 +96,7 @@ def _message(row: Row, source: Corpus, name: str, message: Any) -> Json:
         if not isinstance(message[key], str):
             raise DataError(f"{row.place}: {name}: {key} is {message[key]!r:.80}; it must be text")
     # Parquet gives every message all keys that one message has; the absent ones are None.
-    read: Json = {names.get(key, key): each for key, each in message.items() if each is not None}
+    read = {str(names.get(key, key)): each for key, each in message.items() if each is not None}
     return {**read, "role": source.roles.get(read["role"], read["role"])}
 
 

@@ -98,14 +98,13 @@ class _Template:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
             raise DataError(
-                "data.tokenizer: does not tell where its tokens are in a text, "
-                "as fast tokenizers do"
+                "data.tokenizer: does not report the positions of tokens in a text; use a fast "
+                "tokenizer"
             )
         if not tokenizer.chat_template:
             raise DataError(
-                "data.tokenizer has no chat template; give one, as its model's card has it: "
-                "data.chat_template, a "
-                "Jinja file or its text"
+                "data.tokenizer has no chat template; set data.chat_template to a Jinja file "
+                "or its text, usually from the model card"
             )
         self.tokenizer = tokenizer
         self.text = str(tokenizer.get_chat_template())
@@ -132,9 +131,9 @@ class _Template:
             # A line number belongs to a syntax error of the template, not to this chat.
             if line:
                 raise DataError(f"data.chat_template: line {line}: {why}") from None
-            raise DataError(f"{chat.place}: the chat template refuses it: {why}") from None
+            raise DataError(f"{chat.place}: the chat template rejects it: {why}") from None
         if not any(after > first for first, after in found.answers):
-            raise DataError(f"{chat.place}: the chat template writes no answer of it")
+            raise DataError(f"{chat.place}: the chat template renders no answer")
         return found
 
     def _marked(self, chat: Chat) -> Rendered:
@@ -167,11 +166,9 @@ class _Template:
         after = self._text(chat.messages[: number + 1])
         if not (whole.startswith(before) and whole.startswith(after)):
             raise DataError(
-                f"{chat.place}: the chat template writes message {number + 1} in another way when "
-                "others follow, so "
-                "that its answers cannot be told: put {% generation %} and {% endgeneration %} "
-                "around them in "
-                "data.chat_template"
+                f"{chat.place}: the chat template renders message {number + 1} differently when "
+                "others follow, so its answers cannot be located: put {% generation %} and "
+                "{% endgeneration %} around them in data.chat_template"
             )
         prompt = self._text(chat.messages[:number], add_generation_prompt=True)
         first = len(prompt) if whole.startswith(prompt) else len(before)
@@ -210,7 +207,7 @@ class Conversations:
             )
         if cut or without:
             note(f"{name}: {cut:,} of {len(sizes):,} chats are longer than data.sequence_length ({length}) and cut off"
-                 + (f"; {without:,} are left out, whose answers are all behind that" if without else ""))  # fmt: skip
+                 + (f"; {without:,} without an answer before that are left out" if without else ""))  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.kept)

@@ -77,7 +77,7 @@ def value(row: Row, column: str) -> Any:
         )
     found = row.values[column]
     if isinstance(found, str) and len(found) > LONGEST_TEXT:
-        told = f"{column} has {len(found):,} characters, more than {LONGEST_TEXT:,}"
+        told = f"{column} has {len(found):,} characters; the maximum is {LONGEST_TEXT:,}"
         raise DataError(f"{row.place}: {told}; {SPLIT}")
     return found
 
@@ -136,7 +136,7 @@ def files(source: Corpus) -> list[str]:
         )
         if not matches:
             raise MissingData(
-                f"{corpus_name(source)}: {pattern!r} matches no file (seen from {os.getcwd()})"
+                f"{corpus_name(source)}: {pattern!r} matches no file (current folder: {os.getcwd()})"
             )
         found += matches
     return found

@@ -83,9 +83,8 @@ def require_class(label: int, place: str) -> None:
     if label >= MOST_CLASSES:
         raise DataError(
             f"{place}: label {label} is too large: classes are integers from 0 to "
-            f"{MOST_CLASSES - 1:,}, and a model "
-            "has as many as the largest says; give words as labels, "
-            "or consecutive numbers (is this a column of ids?)"
+            f"{MOST_CLASSES - 1:,}, and the largest label sets the number of classes; use names "
+            "or consecutive numbers as labels (is this a column of ids?)"
         )
 
 
@@ -125,8 +124,8 @@ def scored(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:
     # The type is compared, as isinstance accepts a bool as an int.
     if type(label) not in (int, float) or not math.isfinite(label):
         raise DataError(
-            f"{row.place}: {source.label_column} is {label!r:.80}; "
-            "sequence-regression takes a number"
+            f"{row.place}: {source.label_column} is {label!r:.80}; sequence-regression needs a "
+            "number"
         )
     return _text(row, source), [float(label)]
 
@@ -138,8 +137,8 @@ def tagged(row: Row, source: Corpus, first: Any) -> tuple[list[str], list[Any]]:
     for name, found in ((source.text_column, words), (source.label_column, tags)):
         if not isinstance(found, list) or not found:
             raise DataError(
-                f"{row.place}: {name} is {found!r:.80}; token-classification takes a list, "
-                "one a word"
+                f"{row.place}: {name} is {found!r:.80}; token-classification needs a list with "
+                "one label per word"
             )
     if len(words) != len(tags):
         raise DataError(
@@ -160,12 +159,12 @@ def _class(row: Row, column: str, label: Any, first: Any) -> int | str:
     # The type is compared, as isinstance accepts a bool as an int.
     if label == "" or type(label) not in (int, str) or (isinstance(label, int) and label < 0):
         raise DataError(
-            f"{row.place}: {column} is {label!r:.80}; a class is a word, or an integer from 0"
+            f"{row.place}: {column} is {label!r:.80}; a class is a name, or an integer from 0"
         )
     if first is not None and type(label) is not type(first):
         raise DataError(
-            f"{row.place}: {column} is {label!r}, and the first row's is {first!r}; "
-            "give words alone, or numbers alone"
+            f"{row.place}: {column} is {label!r}, and the first row's is {first!r}; use only "
+            "names, or only numbers"
         )
     found: int | str = label
     return found

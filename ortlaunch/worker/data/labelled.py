@@ -71,9 +71,7 @@ class LabelledTexts:
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if tokenizer.pad_token is None:
-            raise DataError(
-                "data.tokenizer: has neither a token for padding nor one for the end of a text"
-            )
+            raise DataError("data.tokenizer: has neither a padding token nor an end-of-text token")
         self.source = source
         self.length = length
         self._show_progress = show_progress
@@ -235,7 +233,7 @@ class TaggedWords(LabelledTexts):
     ) -> None:
         if not tokenizer.is_fast:
             raise DataError(
-                "data.tokenizer: does not tell which word a piece is of, as fast tokenizers do"
+                "data.tokenizer: does not report the word of each token; use a fast tokenizer"
             )
         super().__init__(source, tokenizer, length, show_progress)
 
@@ -251,7 +249,7 @@ class TaggedWords(LabelledTexts):
         # For example byte-level tokenizers without add_prefix_space.
         except (AssertionError, ValueError) as error:
             raise DataError(
-                f"data.tokenizer: takes no lists of words: {' '.join(str(error).split())}"
+                f"data.tokenizer: does not accept lists of words: {' '.join(str(error).split())}"
             ) from None
         for number, row in enumerate(rows):
             words = found.word_ids(number)
@@ -340,7 +338,7 @@ def number_labels(
         return sorted(known, key=known.__getitem__)
     if len(words) == 1:
         raise DataError(
-            f"data.train: every label is {words[0]!r}, and there is nothing to tell apart"
+            f"data.train: every label is {words[0]!r}, so there is nothing to distinguish"
         )
     unknown = sorted({word for part in held_out for word in part.all_labels()} - set(words))
     if unknown:
@@ -367,7 +365,7 @@ def number_as_trained(samples: Samples, known: Mapping[str, int]) -> None:
     if unknown:
         raise DataError(
             f"data: label {unknown[0]!r} is none of the model's: "
-            f"{', '.join(known) or 'it has numbers alone'}"
+            f"{', '.join(known) or 'it has only numbers'}"
         )
     for part in parts:
         part.renumber(known)
@@ -384,8 +382,8 @@ def _are_words(*parts: LabelledTexts) -> bool:
     kinds = {type(label) for part in parts for label in part.all_labels()}
     if len(kinds) > 1:
         raise DataError(
-            "data: labels are words in one source and numbers in another; give words alone, "
-            "or numbers"
+            "data: labels are names in one source and numbers in another; use only names, or "
+            "only numbers"
         )
     return kinds == {str}
 
@@ -443,7 +441,7 @@ def class_names(train: Samples, evaluation: Samples | None) -> list[str]:
     if len(found) > 1:
         one, other = (", ".join(names) for names in found[:2])
         raise DataError(
-            f"data: the numbers of labels stand for {one} in one source and {other} in another; "
-            "give names as labels"
+            f"data: the numbers of labels mean {one} in one source and {other} in another; use "
+            "names as labels"
         )
     return list(found[0]) if found else []

@@ -26,9 +26,8 @@ def recorded(run: RunDir) -> Iterator[BadStep]:
     )
     if lines.left_out:
         raise DamagedFile(
-            f"{run.bad_steps}: it says which samples are not trained on, and is damaged: "
-            f"{'; '.join(lines.left_out)}; "
-            "take the line away if they may be trained on"
+            f"{run.bad_steps}: this list of excluded samples is damaged: "
+            f"{'; '.join(lines.left_out)}; remove the line if its samples may be trained on"
         )
     yield from (
         # Fields of later versions are ignored.

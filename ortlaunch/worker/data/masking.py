@@ -73,8 +73,8 @@ class Masking:
         ]
         if missing:
             raise DataError(
-                f"data.tokenizer has no {', '.join(missing)}, which masked language models need; "
-                "train wordpiece"
+                f"data.tokenizer has no {', '.join(missing)}, which masked language models "
+                "need; train a wordpiece tokenizer"
             )
         self.words = len(tokenizer)
         self.settings = settings
@@ -166,7 +166,7 @@ def _pieces(tokenizer: PreTrainedTokenizerBase) -> _Bools:
     found: _Bools = np.array([name.startswith("##") for name in names])
     if not found.any():
         raise DataError(
-            "data.masked_lm.whole_words: data.tokenizer marks no piece of a word by ##, "
+            "data.masked_lm.whole_words: data.tokenizer does not mark pieces of words with ##, "
             "as wordpiece does; leave it out"
         )
     return found

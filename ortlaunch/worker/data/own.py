@@ -77,7 +77,7 @@ class OwnCollate:
         # torch raises all three.
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
-                f"data.collate: {self.name} returned what becomes no tensor: {error}"
+                f"data.collate: {self.name} returned a value that cannot become a tensor: {error}"
             ) from None
 
 
@@ -104,9 +104,8 @@ class OwnSamples:
         if isinstance(items, Mapping) and 0 not in items:
             keys = ", ".join(map(repr, itertools.islice(items, 5)))
             raise DataError(
-                f"data.factory returned {type(items).__name__} with keys {keys}; "
-                "it must have samples by their numbers "
-                "from 0: return one of its values, or a list"
+                f"data.factory returned {type(items).__name__} with keys {keys}; it must have "
+                "samples indexed from 0: return one of its values, or a list"
             )
         self.items = items
         self.is_mapping = is_mapping
@@ -118,8 +117,7 @@ class OwnSamples:
         item: Mapping[str, object] = self.items[index]
         if self.is_mapping and not isinstance(item, Mapping):
             raise DataError(
-                f"sample {index} of data.factory is a {type(item).__name__}; "
-                "it must be a mapping of names to tensors, "
-                "or data.collate make a batch of such samples"
+                f"sample {index} of data.factory is a {type(item).__name__}; it must be a "
+                "mapping of names to tensors, or data.collate must make a batch of such samples"
             )
         return item

@@ -43,10 +43,9 @@ class SentencePairs(MaskedSamples):
         windows = np.where(sizes < 2, 0, -(-sizes // self.body))
         if np.count_nonzero(windows) < 2:
             raise DataError(
-                "data.train: pretraining takes the second sentence of a pair from another "
-                "document, and the corpus has "
-                f"{np.count_nonzero(windows)} of two tokens or more; "
-                "data.train.document says what one is"
+                "data.train: pretraining pairs sentences of two documents, and the corpus has "
+                f"{np.count_nonzero(windows)} with two tokens or more; data.train.document sets "
+                "the unit of a document"
             )
         # (documents,): the first sample after each document.
         self.until = np.cumsum(windows)

@@ -40,7 +40,7 @@ _BEGIN = 4096
 _LONGEST_ROW = 64_000_000
 # Characters. A tokenizer needs some hundred bytes for each.
 LONGEST_TEXT = _LONGEST_PARAGRAPH
-SPLIT = "split its text into several rows, for no sample is that long"
+SPLIT = "split its text into several rows; no sample is that long"
 # The byte order mark of UTF-8, at the beginning of files from Windows.
 _MARK = b"\xef\xbb\xbf"
 _MARKS_OF_UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -281,7 +281,7 @@ def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
     import datasets
 
     if form not in _LOADER:
-        raise DataError(f"{path}: a Parquet file is compressed within, not as a whole; unpack it")
+        raise DataError(f"{path}: a Parquet file has its own compression; unpack this file")
     by = "document" if document == "file" else document
     options: Json = {"sample_by": by} if form == "text" else {}
     try:

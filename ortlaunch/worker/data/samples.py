@@ -65,9 +65,7 @@ def collate(samples: list[Sample]) -> dict[str, torch.Tensor]:
             ) from None
         # torch raises all three.
         except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(
-                f"{name!r} of a sample is no tensor, nor what becomes one: {error}"
-            ) from None
+            raise DataError(f"{name!r} of a sample cannot become a tensor: {error}") from None
         shapes = sorted({tuple(value.shape) for value in values})
         if len(shapes) > 1:
             raise DataError(

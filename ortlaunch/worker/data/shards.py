@@ -81,7 +81,10 @@ def wrong(base: Path, tokens: int) -> str:
     last = _path(base, full)
     # The last shard is not sealed yet; only its size can be checked.
     short = rest and (last.stat().st_size if last.exists() else 0) < rest * _BYTES
-    return next((why for why in reasons if why), f"{last}: is shorter than noted" if short else "")
+    return next(
+        (why for why in reasons if why),
+        f"{last}: is shorter than its recorded size" if short else "",
+    )
 
 
 class ShardWriter:

@@ -61,7 +61,8 @@ def _template(given: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(
-            f"data.chat_template: cannot read {given}: {why}; a template itself has {{{{ }}}}"
+            f"data.chat_template: cannot read {given}: {why}; the text of a template contains "
+            "{{ }}"
         ) from None
 
 

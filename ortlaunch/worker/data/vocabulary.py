@@ -49,11 +49,9 @@ def of_run(run: RunDir) -> Vocabulary | None:
         labels = {str(word): number for number, word in enumerate(found.labels)}
     except (DamagedFile, TypeError) as error:
         raise DamagedFile(
-            f"{error if isinstance(error, DamagedFile) else f'{run.vocabulary}: is damaged: {error}'}"
-            ". Copy it from "
-            "another run of this recipe and data, or delete it: "
-            "it is then made from the data again, which have to be "
-            "those that the run began with"
+            f"{error if isinstance(error, DamagedFile) else f'{run.vocabulary}: is damaged: {error}'}. "
+            "Copy it from another run of this recipe and data, or delete it: it is then "
+            "rebuilt from the data, which must not have changed since the run began"
         ) from error
     return Vocabulary(run.tokenizer if run.tokenizer.exists() else None, labels, found.classes)
 

@@ -41,8 +41,8 @@ def named_state(engine: Any, model: nn.Module, rank: int) -> NamedState:
         return NamedState(trained_shapes(model), named, optimizer, buffers_of(model))
     if kind not in _KINDS:
         raise CheckpointError(
-            f"checkpoints of DeepSpeed's {kind} are not known here; "
-            "change zero.stage or zero.deepspeed"
+            f"checkpoints of DeepSpeed's {kind} are not supported; change zero.stage or "
+            "zero.deepspeed"
         )
     parts, refresh = _KINDS[kind]
     return NamedState(

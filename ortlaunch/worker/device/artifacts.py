@@ -82,7 +82,7 @@ def ondevice(
     # `not <=` also refuses nan.
     if not worst <= LIMIT:
         raise EngineError(
-            f"ONNX Runtime's answers differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}"
+            f"ONNX Runtime's outputs differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}"
         )
     told = _description(recipe, forward, worst)
     write_json(place.description, as_json(told))
@@ -124,7 +124,7 @@ def _generate(made: Any, recipe: Recipe, forward: Forward, folder: Path) -> None
             )  # fmt: skip
         except RuntimeError as error:
             raise EngineError(
-                f"--format ondevice: ONNX Runtime derives no gradient of this model: {error}"
+                f"--format ondevice: ONNX Runtime cannot build gradients of this model: {error}"
             ) from error
     path = DeviceFolder(folder).optimizer
     model = onnx.load(str(path))
@@ -166,16 +166,17 @@ def _notes(recipe: Recipe, forward: Forward) -> list[str]:
         )
     if decays and chosen.weight_decay and chosen.no_decay:
         found.append(
-            "optimizer: weight_decay holds for all weights; no_decay is not known on devices"
+            "optimizer: weight_decay applies to all weights; no_decay is not supported on devices"
         )
     if not recipe.data.attend_across_documents:
         found.append(
-            "data: the graphs have no mask of documents; "
-            "give them each document in a row of its own, with "
+            "data: the graphs have no document mask; use one row per document, with "
             "attention_mask, as `ortlaunch device` does"
         )
     if forward.unused:
-        found.append(f"not trained, for the loss does not use them: {', '.join(forward.unused)}")
+        found.append(
+            f"not trained, because the loss does not use them: {', '.join(forward.unused)}"
+        )
     return found
 
 

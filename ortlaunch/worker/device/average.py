@@ -102,7 +102,7 @@ def _differences(path: Path, state: Any, wanted: list[Weights]) -> Iterator[str]
                 "not so in the artifacts"
             )
         elif not np.isfinite(value).all():
-            yield f"{path}: {each['name']} holds inf or nan"
+            yield f"{path}: {each['name']} contains inf or nan"
 
 
 def _require_same_frozen(checkpoints: list[Path], states: list[Any], wanted: list[Weights]) -> None:
@@ -111,7 +111,7 @@ def _require_same_frozen(checkpoints: list[Path], states: list[Any], wanted: lis
         for path, state in zip(checkpoints[1:], states[1:]):
             if not np.array_equal(first, state.parameters[name].data):
                 raise CheckpointError(
-                    f"{path}: {name} is not trained, and is not that of {checkpoints[0]}"
+                    f"{path}: {name} is not trained, and differs from that of {checkpoints[0]}"
                 )
 
 

@@ -68,8 +68,8 @@ class Device:
         wanted = [name for name in self.outputs if name != "loss"]
         if not wanted:
             raise InputError(
-                "the model returns its loss alone; let its forward return a mapping with its "
-                "outputs, too"
+                "the model returns only its loss; its forward must return a mapping that also "
+                "has its outputs"
             )
         self.module.export_model_for_inferencing(path, wanted)
         return wanted

@@ -205,8 +205,7 @@ def _require_no_statistics(module: nn.Module) -> None:
     ]
     if kept:
         raise InputError(
-            f"--format ondevice: {kept[0]} keeps statistics of batches, "
-            "which a device does not update"
+            f"--format ondevice: {kept[0]} tracks batch statistics, which a device does not update"
         )
 
 

@@ -38,16 +38,16 @@ def keep_freed_memory(environ: MutableMapping[str, str]) -> str:
     chosen += ["GLIBC_TUNABLES"] if "glibc.malloc" in environ.get("GLIBC_TUNABLES", "") else []
     chosen += ["LD_PRELOAD"] if "malloc" in environ.get("LD_PRELOAD", "") else []
     if chosen:
-        return f"as the environment says: {', '.join(f'{name}={environ[name]}' for name in chosen)}"
+        return f"from the environment: {', '.join(f'{name}={environ[name]}' for name in chosen)}"
     if platform.libc_ver()[0] != "glibc":
-        return "given back as malloc sees fit: it is not glibc's"
+        return "released by malloc, which is not glibc's"
     pages = _choose_pages(environ)
     libc = ctypes.CDLL(None)
     done = libc.mallopt(_MMAP_THRESHOLD, _LARGEST) and libc.mallopt(_TRIM_THRESHOLD, _NEVER)
     return (
         f"{KEPT}; larger ones {pages}"
         if done
-        else "given back as glibc sees fit: it refused another way"
+        else "released by glibc, which refused other settings"
     )
 
 
@@ -59,8 +59,8 @@ def _choose_pages(environ: MutableMapping[str, str]) -> str:
         # The host often has to find a huge page first: 128 MiB then take 15 ms, or 110 to 400 ms.
         # In pages of 4 KiB they always take 55 ms.
         return (
-            "in ordinary pages: the host of this virtual machine takes back what is free, "
-            "huge pages first"
+            "in ordinary pages: the host of this virtual machine reclaims free memory, huge "
+            "pages first"
         )
     environ[_HUGE_PAGES] = "1"
     return "in huge pages"

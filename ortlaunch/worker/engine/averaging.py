@@ -70,9 +70,9 @@ class Averaging:
         self._has_checked = True
         if self.unused and self.group.rank == 0:
             print(
-                f"the loss does not use {_listed(self.unused)}: gradients are averaged after the "
-                "backward pass, not during it; freeze what is never used (requires_grad_(False)) "
-                "to save that time",
+                f"the loss does not use {_listed(self.unused)}: gradients are averaged after "
+                "the backward pass, not during it; freeze unused parameters "
+                "(requires_grad_(False)) to save time",
                 flush=True,
             )
 
@@ -112,9 +112,9 @@ class Averaging:
             )
             raise EngineError(
                 f"the loss of this step does not use {_listed(missing)} on rank "
-                f"{self.group.rank}, and that of the first step did, so that gradients could not "
-                "be averaged; use every trained parameter in every pass (as 0 * parameter.sum(), "
-                "where it has no part), freeze it, or train with DeepSpeed: zero={stage: 0}"
+                f"{self.group.rank}, but the first step's loss did, so gradients could not be "
+                "averaged; use every trained parameter in every forward pass (as 0 * "
+                "parameter.sum()), freeze it, or train with DeepSpeed: zero={stage: 0}"
             ) from None
 
 

@@ -67,9 +67,9 @@ def bind(asked: str, plan: Plan, rank: Rank, environ: MutableMapping[str, str]) 
     """
     allowed = os.sched_getaffinity(0)
     if asked == "none":
-        return Bound(asked, "none", tuple(sorted(allowed)), None, "nobody asked for it")
+        return Bound(asked, "none", tuple(sorted(allowed)), None, "not requested")
     if not plan.started_by.is_ours:
-        why = "the launcher of your own does it, or not: srun --cpu-bind, mpirun --bind-to"
+        why = "your own launcher binds ranks: srun --cpu-bind, mpirun --bind-to"
         return Bound(asked, "none", tuple(sorted(allowed)), None, why)
     found = choose(asked, cpus_of(allowed), rank, gpu_nodes(plan, rank, environ))
     if found.threads is None:
@@ -119,7 +119,7 @@ def choose(asked: str, cpus: Sequence[Cpu], rank: Rank, gpus: Sequence[int | Non
     elif asked != "core" and ranks == 1 and not gpus:
         why = "one rank has all NUMA nodes"
     elif asked == "auto" and not gpus and ranks % len(nodes):
-        why = f"{ranks} ranks cannot be dealt out evenly to {len(nodes)} NUMA nodes"
+        why = f"{ranks} ranks cannot be divided evenly among {len(nodes)} NUMA nodes"
     if why:
         return Bound(asked, "none", everything, None, why)
     if asked == "core":

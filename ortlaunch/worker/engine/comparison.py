@@ -135,8 +135,8 @@ class DrawsNumbers(EngineError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the model draws random numbers in its forward, which cannot be recorded and given to "
-            "both: no two passes are the same"
+            "the model draws random numbers in forward that cannot be replayed, so no two "
+            "forward passes agree"
         )
 
 

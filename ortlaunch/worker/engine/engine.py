@@ -328,7 +328,7 @@ def _fp16_optimizer(
     from ortlaunch.ortmodule.fp16_optimizer import fuse
 
     if recipe.zero is None or not isinstance(stepper, DeepSpeedStepper):
-        why = "it modifies DeepSpeed's ZeRO optimizer, and this run is without DeepSpeed"
+        why = "it modifies DeepSpeed's ZeRO optimizer, which this run does not use"
         return FusedNorm(False, None, why)
     if not recipe.zero.fused_gradient_norm:
         return FusedNorm(False, None, "zero.fused_gradient_norm is false")

@@ -125,15 +125,15 @@ class MemoryUse:
             and PlannedMemory(**bytes_._asdict(), model=bytes_.model, peak=bytes_.total - beside),
             measured=MeasuredMemory(**worst),
             peak_is=_PEAK_IS[self.device.type]
-            + ("" if self.resets else "; the kernel let no one reset the peak"),
+            + ("" if self.resets else "; the kernel did not allow a reset of the peak"),
             baseline=self.baseline,
             peak_by_rank=[rank["peak"] for rank in ranks],
         )
 
 
 _PEAK_IS = {
-    "cpu": "most resident bytes of the process, less what was resident, without the weights, "
-    "when the model was built",
+    "cpu": "peak resident bytes of the process, minus those resident when the model was built, "
+    "without the weights",
     "cuda": "torch.cuda.max_memory_allocated",
 }
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ADVICE = (
     "The run ends here, before step 1. Try engine.name=inductor or engine.name=eager, or "
     "engine.allow_fallback=true to train what ONNX Runtime cannot run in eager PyTorch, or "
-    "engine.torch_modules=[PATH] for a layer it cannot take"
+    "engine.torch_modules=[PATH] for a layer that it cannot run"
 )
 
 

@@ -321,9 +321,9 @@ def _weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
     # A forked child that went on would write metrics and checkpoints and communicate with the other
     # ranks, beside its parent.
     if Requests.is_forked_child:
-        told = "a process that the model or the data forked goes on as this rank, and is ended"
+        told = "a process forked by the model or the data continued as this rank, and was ended"
         print(
-            f"ortlaunch: {told} (process {os.getpid()}): a child must leave by os._exit",
+            f"ortlaunch: {told} (process {os.getpid()}): a child process must end with os._exit",
             file=sys.stderr,
             flush=True,
         )

@@ -105,8 +105,8 @@ class OwnMetric:
             ) from None
         for name in found.keys() & {"step", "samples", *taken}:
             raise HookError(
-                f"train.metric: {self.name} returned {name!r}, which the evaluation has: "
-                "give it another name"
+                f"train.metric: {self.name} returned {name!r}, a name that the evaluation "
+                "already uses: rename it"
             )
         return found
 

@@ -103,7 +103,8 @@ def trained(
     # A lock normally keeps the checkpoint; a disk may have no locks (run_folder/held.py).
     if not (run.checkpoint(step) / COMPLETE).exists():
         raise CheckpointError(
-            f"{run.checkpoint(step)} was removed by its run meanwhile (checkpoint.keep); try again"
+            f"{run.checkpoint(step)} was removed by its run in the meantime (checkpoint.keep); "
+            "try again"
         )
     if wrong := damage(run.checkpoint(step), alone):
         raise CheckpointError(f"{run.checkpoint(step)} is damaged: {wrong}")
@@ -129,7 +130,7 @@ def _with_adapters(recipe: Recipe, form: str, lora: str) -> Recipe:
     if adapters is None:
         raise InputError(f"--lora {lora}: the run has no adapters; its recipe has no model.lora")
     if form == "ondevice" or (form == "onnx" and lora == "alone"):
-        told = "adapters apart, to train them" if form == "ondevice" else "adapters merged"
+        told = "separate adapters, for training" if form == "ondevice" else "adapters merged"
         raise InputError(f"--lora {lora}: --format {form} has {told}; leave --lora out")
     model = recipe.model.model_copy(
         update={"lora": adapters.model_copy(update={"merge": lora == "merged"})}
@@ -153,10 +154,9 @@ def require_same_frozen(folder: Path, now: str | None) -> None:
     then = (origin.read(folder) or {}).get("weights", {}).get("frozen", now)
     if then != now:
         raise CheckpointError(
-            f"{folder} holds what was trained, and the weights that were not (under LoRA all "
-            "others) are not those of "
-            "its training any more: model.pretrained, the seed, "
-            "or the packages that make them have changed since"
+            f"{folder} contains only the trained weights, and the others (under LoRA all but "
+            "the adapters) differ from those of its training: model.pretrained, the seed or a "
+            "package has changed since"
         )
 
 

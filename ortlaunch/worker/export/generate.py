@@ -41,10 +41,7 @@ def _model(place: str, step: int | None) -> tuple[Any, PreTrainedTokenizerBase]:
 
     _, whole, data = trained(RunDir(Path(place)), step)
     if data.tokenizer is None:
-        raise InputError(
-            f"{place}: its data are your own, without a tokenizer, "
-            "so that no text can be made of tokens"
-        )
+        raise InputError(f"{place}: its custom data has no tokenizer, so tokens cannot become text")
     give_back_cache(whole.model, whole.generates_with_cache)
     return whole.model, data.tokenizer
 
@@ -63,7 +60,7 @@ def text(model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequ
     if chat:
         # On stderr, so that stdout has the generated text alone.
         print(
-            "prompt: as a user's message, by the chat template (--raw takes it as it is)",
+            "prompt: a user's message in the chat template (--raw: without the template)",
             file=sys.stderr,
             flush=True,
         )
@@ -113,7 +110,7 @@ def _message(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[list[int]
     except Exception as error:
         why = " ".join(str(error).split())
         raise InputError(
-            f"the chat template does not take the prompt: {why}; --raw leaves it out"
+            f"the chat template rejects the prompt: {why}; --raw omits the template"
         ) from None
     # The template has written the special tokens already.
     ids, after = (
@@ -136,7 +133,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     begin = [token for token in begin_of_text(tokenizer) if token == tokenizer.bos_token_id]
     ids: list[int] = [*begin, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     if not ids:
-        raise InputError("the prompt has no token; give some words")
+        raise InputError("the prompt has no token; give some text")
     return ids
 
 

@@ -134,7 +134,7 @@ def _parts(recipe: Recipe, engine: Json, lines: list[Json], repo: str, step: int
     # Keep the newest value of each metric, because not every line has all of them.
     for line in lines:
         last.update({name: value for name, value in line.items() if value is not None})
-    yield "## How it went\n\n" + _table(last)
+    yield "## Results\n\n" + _table(last)
     if engine:
         yield "## Engine\n\n" + "\n".join(_engine(engine))
     yield "## Recipe\n\n" + _fenced(
@@ -149,7 +149,10 @@ def _engine(engine: Json) -> Iterator[str]:
         f" (asked: {chosen['asked']})" if chosen["asked"] != chosen["used"] else ""
     )
     if engine.get("onnxruntime"):
-        yield f"- passes that fell back to PyTorch: {engine['onnxruntime']['fallbacks']}"
+        yield (
+            "- forward and backward passes that fell back to PyTorch: "
+            f"{engine['onnxruntime']['fallbacks']}"
+        )
     ranks = counted(engine["ranks"], "rank")
     yield f"- {engine['precision']} on {engine['device']}, {ranks}, sharding: {engine['sharding']}"
     yield f"- optimizer: {optimizer['used']}"

@@ -45,9 +45,7 @@ def check(repo: str) -> None:
     if constants.HF_HUB_OFFLINE:
         raise InputError("--push: HF_HUB_OFFLINE is set: nothing is sent to the hub")
     if not hub.get_token():
-        raise InputError(
-            "--push: there is no token; export HF_TOKEN, or log in with `hf auth login`"
-        )
+        raise InputError("--push: no token is set; export HF_TOKEN, or log in with `hf auth login`")
     try:
         hub.HfApi().create_repo(repo, private=True, exist_ok=True)
     except errors.HFValidationError as error:

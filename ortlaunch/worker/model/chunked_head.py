@@ -122,18 +122,18 @@ def _why_not(recipe: Recipe, model: nn.Module, sample: Batch) -> str | None:
     if recipe.engine.chunked_loss == "off":
         return "off"
     if not recipe.model.traits.predicts:
-        return f"task {recipe.model.task} has no head over a vocabulary"
+        return f"task {recipe.model.task} has no output layer over a vocabulary"
     if recipe.zero and recipe.zero.stage == 3:
-        return "ZeRO 3 keeps the head's weight in pieces"
+        return "ZeRO 3 shards the weight of the output layer"
     if not {"labels", "input_ids"} <= sample.keys():
         return "a batch has no input_ids and labels"
     get: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = get()
     if type(head) is not nn.Linear:
         return (
-            "the model has no head"
+            "the model has no output layer"
             if head is None
-            else f"the head is a {type(head).__name__}, no plain linear layer"
+            else f"the output layer is a {type(head).__name__}, not a plain linear layer"
         )
     cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)
     return f"the model caps its logits (final_logit_softcapping: {cap:g})" if cap else None
@@ -161,7 +161,7 @@ def _tried(module: Any, chunked: ChunkedHead, sample: Batch) -> str | None:
     except Exception as error:
         module.chunk(None)
         return (
-            f"a trial without the model's head failed: {type(error).__name__}: "
+            f"a trial without the model's output layer failed: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:200]}"
         )
     if math.isnan(whole):

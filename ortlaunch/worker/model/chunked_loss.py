@@ -149,7 +149,7 @@ def _backward(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...]:
     # The gradients are scaled in place below, so that they serve for one backward pass only.
     if ctx.gradients is None:
         raise RuntimeError(
-            "the gradients of a chunked loss are there once: its graph cannot be run backward again"
+            "a chunked loss has its gradients only once: its graph cannot run backward again"
         )
     (of_hidden, *of_head), ctx.gradients = ctx.gradients, None
     factor = gradient * ctx.factor

@@ -24,8 +24,8 @@ Batch = dict[str, torch.Tensor]
 
 _TWO_MEANS = DataError(
     "the loss of task pretraining is a mean over masked words and one over sentence pairs, and "
-    "samples of data.train differ in how many words are masked: mask as many in each, or say what "
-    "both means are weighted by: train.loss_weight=labels or train.loss_weight=samples"
+    "samples of data.train differ in how many words are masked: mask the same number in each, "
+    "or set the weights of both means: train.loss_weight=labels or train.loss_weight=samples"
 )
 
 
@@ -84,7 +84,7 @@ class LossWeight:
     def _nothing(self, batches: Batches, step: int) -> DataError:
         samples = ", ".join(map(str, batches.indices_of_step(step)))
         return DataError(
-            f"step {step + 1}: nothing counts: the sum of {self._named} is 0 in samples {samples}"
+            f"step {step + 1}: no sample counts: the sum of {self._named} is 0 in samples {samples}"
         )
 
     def of(self, batch: Batch, samples: Sequence[int]) -> float:

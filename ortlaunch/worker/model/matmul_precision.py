@@ -86,8 +86,8 @@ def multiply_by_onednn(recipe: Recipe, model: nn.Module, device: torch.device) -
     if recipe.engine.onednn:
         form = _FORMATS.get(bits, f"{bits} bits")
         raise EngineError(
-            "engine.onednn: true: on this processor oneDNN makes products of float32 numbers in "
-            f"{form}; write engine.matmul_precision: medium if that is wanted, else leave it out"
+            "engine.onednn: true: on this processor oneDNN computes the float32 matmul in "
+            f"{form}; set engine.matmul_precision: medium if that is intended, else leave it out"
         )
     return False
 

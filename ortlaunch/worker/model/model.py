@@ -123,8 +123,8 @@ def loss_of(output: Any) -> torch.Tensor:
             else type(found).__name__
         )
         raise InputError(
-            f"the model's forward must return its loss, one number; found {what} "
-            f"in {type(output).__name__}"
+            f"the model's forward must return its loss, a scalar; got {what} in "
+            f"{type(output).__name__}"
         )
     return found
 

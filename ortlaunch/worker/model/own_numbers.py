@@ -83,8 +83,8 @@ class ValueMeans:
         for name in output if isinstance(output, Mapping) else ():
             if name in TAKEN - {LOSS}:
                 raise InputError(
-                    f"the model returns {name!r} beside its loss, and metrics.jsonl has that name "
-                    "already: give it another"
+                    f"the model returns {name!r} beside its loss, a name that metrics.jsonl "
+                    "already uses: rename it"
                 )
             if name != LOSS:
                 total, weights = self._step.get(name, (0.0, 0.0))

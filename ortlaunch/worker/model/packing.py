@@ -96,12 +96,13 @@ def require_separate(model: nn.Module) -> None:
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         raise InputError(
-            f"data.attend_across_documents: {name} takes no mask of documents: {why}"
+            f"data.attend_across_documents: {name} does not accept a document mask: {why}"
         ) from error
     # Other kernels may round a little: a hundredth of the influence without mask is no influence.
     if apart > max(without / 100, 1e-6):
         raise InputError(
-            f"data.attend_across_documents: {name} lets a document see another in spite of the mask"
+            f"data.attend_across_documents: {name} lets a document attend to another despite "
+            "the mask"
         )
 
 

@@ -75,7 +75,7 @@ def load_pretrained(
     wrong = sorted(_mismatch(found) for found in info["mismatched_keys"] if found not in relabelled)
     if wrong:
         raise InputError(
-            f"model.pretrained: weights of another shape than model.config's: {_some(wrong, '; ')}"
+            f"model.pretrained: weights differ in shape from model.config: {_some(wrong, '; ')}"
         )
     loaded = {name: sorted(info[f"{name}_keys"]) for name in ("missing", "unexpected")}
     if not partial:
@@ -120,7 +120,7 @@ def _resize(model: PreTrainedModel, own: int | None, wanted: int | None) -> list
         return []
     with _without_reports():
         model.resize_token_embeddings(wanted)
-    return [f"{own} words to {wanted}"]
+    return [f"{own} tokens to {wanted}"]
 
 
 def _refuse_partial(model: PreTrainedModel, loaded: Loaded, new_head: bool) -> None:
@@ -132,10 +132,10 @@ def _refuse_partial(model: PreTrainedModel, loaded: Loaded, new_head: bool) -> N
         said.append(f"{len(missing)} of the model's weights are not in it: {_some(missing)}")
     if unexpected:
         said.append(
-            f"{len(unexpected)} of its weights have no place in the model: {_some(unexpected)}"
+            f"{len(unexpected)} of its weights do not exist in the model: {_some(unexpected)}"
         )
     if said:
-        mend = "to train on even so, new weights from random numbers, model.allow_partial: true"
+        mend = "to train anyway, with random values for new weights, set model.allow_partial: true"
         raise InputError(f"model.pretrained: {'; '.join(said)}; {mend}")
 
 
@@ -193,13 +193,13 @@ def loading_notes(loaded: Loaded | None) -> tuple[str, ...]:
     if loaded and loaded.get("relabelled"):
         told = _some(loaded["relabelled"], "; ")
         notes.append(
-            "model.pretrained: its head is of another number of labels; the model's starts at "
-            f"random: {told}"
+            "model.pretrained: its output layer has a different number of labels; the model's "
+            f"starts at random: {told}"
         )
     for change in loaded["resized"] if loaded else ():
         notes.append(
-            f"model.pretrained: its vocabulary is resized, {change}; new words start near "
-            "the others' mean"
+            f"model.pretrained: its vocabulary is resized, {change}; new tokens start near the "
+            "others' mean"
         )
     return tuple(notes)
 

@@ -99,8 +99,8 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) ->
         decisions = []
     for place in decisions:
         print(
-            f"{place}: Python takes a tensor's value here: "
-            "the graph has that of the batch that was traced, for ever"
+            f"{place}: Python reads a tensor's value here: the graph always uses the value from "
+            "the traced batch"
         )
     inputs = _inputs_of_graph(folder / "model.onnx", [*sizes.inputs])
     worst = largest(difference(whole, batch, folder / "model.onnx") for batch in batches)
@@ -166,8 +166,7 @@ def _inputs(model: nn.Module, batch: Batch) -> list[str]:
     taken = inspect.signature(model.forward).parameters
     if "input_ids" not in batch or "attention_mask" not in taken:
         raise InputError(
-            "--format onnx takes models of texts, with input_ids and attention_mask; "
-            f"got {[*batch]}"
+            f"--format onnx needs a text model with input_ids and attention_mask; got {[*batch]}"
         )
     wanted = {"attention_mask", *batch} - {*_LABELS}
     if (getattr(model.config, "type_vocab_size", None) or 0) > 1:
@@ -260,10 +259,7 @@ def _inputs_of_graph(path: Path, inputs: list[str]) -> list[str]:
     found = {each.name for each in onnx.load(str(path), load_external_data=False).graph.input}
     unused = [name for name in inputs if name not in found]
     if unused:
-        print(
-            "no inputs of the graph, whose outputs have nothing of their tensors: "
-            f"{', '.join(unused)}"
-        )
+        print(f"not inputs of the graph, because no output depends on them: {', '.join(unused)}")
     return [name for name in inputs if name in found]
 
 
@@ -300,7 +296,7 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape:
         shapes = f"shape {tuple(one.shape)} by ONNX Runtime, and {tuple(other.shape)} by PyTorch"
         raise EngineError(
-            f"--format onnx: an output has {shapes}; sizes that forward asks in Python are fixed"
+            f"--format onnx: an output has {shapes}; sizes that forward reads in Python are fixed"
         )
     if not one.numel():
         return 0.0

@@ -64,7 +64,7 @@ def arrays(inputs: Sequence[str], batch: Batch) -> Json:
     for name in inputs:
         if name not in batch and (name not in _ABSENT or "input_ids" not in batch):
             raise InputError(
-                f"the graph takes {', '.join(inputs)}; a batch of the data lacks {name!r}: "
+                f"the graph needs {', '.join(inputs)}; a batch of the data lacks {name!r}: "
                 f"{', '.join(batch)}"
             )
         value = batch[name] if name in batch else torch.full_like(batch["input_ids"], _ABSENT[name])

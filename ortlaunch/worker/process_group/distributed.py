@@ -173,7 +173,8 @@ def agree(plan: Plan, rank: Rank) -> None:
     if rank.world_size != plan.world_size:
         raise WorldError(
             f"the plan has {counted(plan.world_size, 'rank')}, the launcher started "
-            f"{rank.world_size}; nothing was trained, for a smaller world is another training"
+            f"{rank.world_size}; nothing was trained, because a different world size is a "
+            "different training"
         )
     planned = plan.ranks[rank.rank]
     if rank != planned:

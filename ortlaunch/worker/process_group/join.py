@@ -111,7 +111,7 @@ def _through_mpi(rank: Rank) -> dist.Store:
         from mpi4py import MPI
     except ImportError as error:
         raise MissingDependency(
-            f'ranks under mpirun meet through mpi4py ({error}): pip install "ortlaunch[mpi]"'
+            f'ranks under mpirun connect through mpi4py ({error}): pip install "ortlaunch[mpi]"'
         ) from None
     world = MPI.COMM_WORLD
     if world.size != rank.world_size:
@@ -205,12 +205,12 @@ def _report_late_ranks(plan: Plan, host: str, port: int) -> None:
         late = [rank for rank in range(plan.world_size) if not seen.check([_ARRIVED.format(rank)])]
         names = ", ".join(f"rank {rank} on host {plan.node_of(rank).host}" for rank in late[:4])
         more = f" and {len(late) - 4} more" if len(late) > 4 else ""
-        where = f"{names}{more} did not reach {host}:{port}, where ranks meet" if late else (
-            "every rank reached rank 0, and connections among the others are missing: "
-            "a firewall between two hosts?"
+        where = f"{names}{more} did not reach {host}:{port}, where ranks connect" if late else (
+            "every rank reached rank 0, but connections among the others are missing: check "
+            "firewalls between hosts"
         )  # fmt: skip
         print(
-            f"still joining after {_LATE_SECONDS} s: {where}; "
-            "`ortlaunch doctor` tries every pair of hosts",
+            f"still joining after {_LATE_SECONDS} s: {where}; `ortlaunch doctor` tests every "
+            "pair of hosts",
             flush=True,
         )

@@ -59,7 +59,10 @@ def _place(group: DistributedContext, hub: socket.socket | None) -> dict[str, ob
     # Rank 0's text for all ranks. The key identifies this run's datagrams.
     told = group.gather(told)[0]
     if error:
-        print(f"no heartbeats between ranks, each is watched alone: {error}", flush=True)
+        print(
+            f"no heartbeats between ranks, stalls are detected for each rank separately: {error}",
+            flush=True,
+        )
     return json.loads(told) if told else None
 
 

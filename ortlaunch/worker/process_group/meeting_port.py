@@ -42,6 +42,6 @@ def cannot_meet(environ: Mapping[str, str], why: str) -> LaunchError:
     """Return the error of ranks that cannot meet at the address of the user's own launcher."""
     where = ":".join(environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     return LaunchError(
-        f"ranks cannot meet at {where} (MASTER_ADDR:MASTER_PORT of your launcher): {why}; if the "
-        "port is in use, give another one, as torchrun --master-port"
+        f"ranks cannot connect at {where} (MASTER_ADDR:MASTER_PORT of your launcher): {why}; if "
+        "the port is in use, give another one, as torchrun --master-port"
     )

@@ -61,8 +61,8 @@ class LostHosts:
         if link is not None:
             return Lost(self._rank, self._host, f"its network interface {link} has no link")
         why = (
-            f"nothing was heard of it for {beat.silent + _ANSWER_SECONDS:.0f} s, "
-            f"and {address} answers no connection"
+            f"no heartbeat from it for {beat.silent + _ANSWER_SECONDS:.0f} s, and {address} "
+            "answers no connection"
         )
         return Lost(beat.rank, beat.host, why)
 

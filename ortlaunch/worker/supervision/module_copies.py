@@ -44,7 +44,9 @@ def copy_modules(run: RunDir, again: bool = False) -> list[str]:
             )
         elif not target.exists() or not again:
             if target.exists() and target.read_bytes() != text:
-                notes.append(f"{source} differs from what an earlier start of this run imported")
+                notes.append(
+                    f"{source} differs from the version that an earlier start of this run imported"
+                )
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(text)
         room -= len(text or b"")

@@ -21,7 +21,7 @@ from ortlaunch.process import bytes_moved, family, read_stat
 STAGES = (
     "",
     "reading a batch",
-    "a pass",
+    "a forward or backward pass",
     "the forward pass",
     "the backward pass",
     "the optimizer step",

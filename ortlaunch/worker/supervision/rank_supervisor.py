@@ -333,7 +333,7 @@ def _conclude_stall(account: Account, child: Child, watchdog: Watchdog) -> int:
     status = STALLED
     kind = "Stall"
     cause = Cause.HANG
-    what = "the run stood still"
+    what = "the run stalled"
     if watchdog.lost is not None:
         status = LOST_STATUS
         kind = LOST
@@ -359,7 +359,7 @@ def _was_stopped(account: Account, child: Child, number: int) -> int:
     action ended it.
     """
     code = 128 + signal.SIGINT if number == signal.SIGINT else EXIT_SAVED
-    where = "before its first step, or after its last: there is nothing to save"
+    where = "before its first or after its last step: nothing to save"
     # A listening rank survives the first request.
     if child.listens:
         where = "for the second time, before it had saved"
@@ -382,7 +382,7 @@ def _goes_on(account: Account, child: Child, what: str, number: int) -> int:
         {"exit_status": EXIT_SAVED, "signal": number},
     )
     if not account.is_written:
-        what = f"{what}; steps after {step} are lost, and a start goes on from there"
+        what = f"{what}; steps after {step} are lost, and a restart continues from there"
         account.of_end(
             child.pid,
             what,
@@ -396,7 +396,8 @@ def _outlived(child: Child) -> str:
     assert child.first_signal
     grace = f" of {child.grace_seconds:g} s (launch.grace_seconds)" if child.listens else ""
     return (
-        f"was ended by SIGKILL, for it outlived its grace{grace} after {_name(child.first_signal)}"
+        f"was ended by SIGKILL, because it did not end within its grace period{grace} after "
+        f"{_name(child.first_signal)}"
     )
 
 

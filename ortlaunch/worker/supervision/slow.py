@@ -43,8 +43,8 @@ class Slow(NamedTuple):
         )
         return (
             f"rank {self.rank} on host {self.host} is slow: reading batches and forward passes "
-            f"take it {self.own_seconds:.3g} s a step, {times or 'and its peers no time'} "
-            f"({self.peers_seconds:.3g} s), over {self.steps} steps; all wait for it"
+            f"take it {self.own_seconds:.3g} s per step, {times or 'and its peers no time'} "
+            f"({self.peers_seconds:.3g} s), over {self.steps} steps; all others wait for it"
         )
 
 

@@ -15,7 +15,7 @@ from ortlaunch.worker.supervision.pulse import AUTO, STAGES
 # As timeout(1).
 EXIT_STATUS = 124
 # torch has a limit of its own for this phase, and a late rank reports itself.
-MEETING = "meeting the other ranks"
+MEETING = "connecting to the other ranks"
 SILENT_SECONDS = 5.0
 # Limits of `auto` in the training steps: at least so many seconds, and so many times a step.
 _LEAST = 60.0
@@ -70,7 +70,7 @@ class Verdict(NamedTuple):
     @property
     def summary(self) -> str:
         """One line with the ranks, their location and the seconds of the stall."""
-        return f"the run has stood still for {self.seconds:.0f} s: {_who(self.behind, self.beats)}"
+        return f"the run has stalled for {self.seconds:.0f} s: {_who(self.behind, self.beats)}"
 
 
 def limits(setting: float, warm: bool, step_seconds: float) -> tuple[float, float]:
@@ -148,8 +148,8 @@ def _who(late: Sequence[Beat], beats: Sequence[Beat]) -> str:
 def _named(beat: Beat) -> str:
     if beat.is_silent:
         said = (
-            f"nothing was heard for {beat.silent:.0f} s "
-            "(its host, the way to it, or its supervisor is stuck)"
+            f"no heartbeat for {beat.silent:.0f} s (its host, the network to it, or its rank "
+            "supervisor hangs)"
         )
         return f"rank {beat.rank} on host {beat.host}: {said}; it was last seen {_place(beat)}"
     state = f" ({_STATES[beat.state]})" if beat.state in _STATES else ""

@@ -145,11 +145,11 @@ class Watchdog:
         self._unheard_at = float("inf")
         if hosts := self._never_heard():
             what = (
-                f"no heartbeat of {hosts} within {_UNHEARD_SECONDS:.0f} s: "
-                "is UDP closed between the hosts?"
+                f"no heartbeat of {hosts} within {_UNHEARD_SECONDS:.0f} s: check that UDP is "
+                "open between the hosts."
             )
             print(
-                f"ortlaunch: {what} A host that is lost will be noticed as a stall only",
+                f"ortlaunch: {what} A lost host is detected only as a stall",
                 file=sys.stderr,
                 flush=True,
             )
@@ -194,7 +194,7 @@ class Watchdog:
             time.sleep(0.05)
         # The file grows while faulthandler writes it.
         time.sleep(0.05)
-        self.exchange.send_stacks(self._shown() + text or "it shows no stack\n")
+        self.exchange.send_stacks(self._shown() + text or "it has no stack trace\n")
 
     def _go_on_ending(self, child: Child) -> None:
         """After a verdict, kill the rank once all reachable ranks have sent their stacks."""
@@ -224,7 +224,7 @@ class Watchdog:
     def summary(self) -> str:
         """The line of the verdict, with the ranks that never sent a heartbeat."""
         assert self.verdict is not None
-        unknown = f"; no beat ever came from {hosts}" if (hosts := self._never_heard()) else ""
+        unknown = f"; no heartbeat ever came from {hosts}" if (hosts := self._never_heard()) else ""
         return (
             f"{self.verdict.summary}{unknown}; exit status {EXIT_STATUS}; stacks: {self.run.errors}"
         )

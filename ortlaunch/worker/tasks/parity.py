@@ -19,7 +19,7 @@ def run(session: Session) -> None:
     # After an allowed fallback.
     if is_plain(session.engine):
         raise ParityError(
-            "nothing to compare: ONNX Runtime cannot run this model, and plain PyTorch runs"
+            "nothing to compare: ONNX Runtime cannot run this model, so plain PyTorch runs"
         )
     compared = ParitySteps(session, first_step=0, with_table=True)
     state = TrainState()

@@ -364,7 +364,7 @@ def _resume(session: Session) -> TrainState:
     if step >= session.recipe.train.steps and folder.parent != session.run.checkpoints:
         raise InputError(
             f"{folder} has {step} of {session.recipe.train.steps} steps: nothing to train; "
-            "raise their number"
+            "raise train.max_steps or train.epochs"
         )
     # The samples of so many steps at the present batch size, for the note.
     batches.go_on(0, 0)
@@ -387,8 +387,8 @@ def _batch_notes(state: TrainState, batch: BatchPlan, usual: int) -> Iterator[st
     """
     if state.samples != usual:
         yield (
-            f"a step now takes {batch.global_samples:,} samples; the {state.step:,} steps so far "
-            f"took {state.samples:,} of them, and the next takes those that follow"
+            f"a step now has {batch.global_samples:,} samples; the {state.step:,} steps so far "
+            f"used {state.samples:,} samples, and the next continues after them"
         )
 
 
@@ -404,5 +404,5 @@ def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
         return
     yield (
         f"learning rate: {before:.4g} at step {step}, {learning_rate(recipe, step):.4g} at step "
-        f"{step + 1}: the length or kind of the schedule has changed"
+        f"{step + 1}: the length or type of the schedule has changed"
     )

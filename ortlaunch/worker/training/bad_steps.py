@@ -69,8 +69,8 @@ class BadSteps:
                 line.places = [line.places[0], seen] if line.places[0] < seen else None
                 changed = True
                 if session.group.rank == 0:
-                    print(f"the samples that step {line.step} was taken back for are left out no more: in today's "
-                          f"order others are in their place", flush=True)  # fmt: skip
+                    print(f"the samples that step {line.step} was rolled back for are no longer "
+                        "left out: the order of samples has changed", flush=True)  # fmt: skip
             # Skipped steps need no more: the checkpoint has their count.
             if line.action == "rollback":
                 self._leave_out(line)
@@ -142,7 +142,7 @@ class BadSteps:
         if found.action == "rollback":
             newest = self._newest()
         if found.action == "rollback" and newest is None:
-            limit = f"{_field(found)} is rollback, and no checkpoint could be written to go back to"
+            limit = f"{_field(found)} is rollback, but no checkpoint could be saved to return to"
         if limit or found.action == "stop":
             found.action = "stop"
             self._record(found)
@@ -226,4 +226,4 @@ def _field(found: BadStep) -> str:
 
 
 # diagnose/ prints the advice.
-_END = "The run ends here, before the weights took this step."
+_END = "The run ends here, before this step changed the weights."

@@ -73,7 +73,7 @@ def require_metrics(session: Session) -> None:
         except HookError as error:
             if session.group.rank == 0:
                 print(
-                    f"train.metric cannot be tried before step 1: {first_line(error)}",
+                    f"train.metric cannot be tested before step 1: {first_line(error)}",
                     flush=True,
                 )
             return
@@ -137,8 +137,8 @@ def remembered(session: Session, memory: Memory) -> Memory:
         del kept[KEEP]
         if session.group.rank == 0:
             print(
-                f"checkpoint.keep_best: that of step {step} is not in this run folder; "
-                "the best is found anew"
+                f"checkpoint.keep_best: that of step {step} is not in this run folder; the best "
+                "is determined from now on"
             )
     return kept
 

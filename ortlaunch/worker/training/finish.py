@@ -104,7 +104,7 @@ def _take_best(session: Session, memory: best.Memory) -> BestEvaluation | None:
         folder = session.run.checkpoint(found["step"])
         if wrong := damage(folder, session.group):
             raise CheckpointError(
-                f"{folder}, the best, of which the export is to be made, is damaged: {wrong}"
+                f"{folder}, the best checkpoint, needed for the export, is damaged: {wrong}"
             )
         load(folder, session.engine.stepper.named_state(), session.group)
     return BestEvaluation(found["metric"], found["value"], found["step"], asked.export)
@@ -141,8 +141,8 @@ def summarize(run: RunDir, samples: int, seconds: dict[str, float]) -> Summary:
     last = {name: value for record in kept for name, value in record.items()}
     if "elapsed_seconds" not in last:
         print(
-            f"{run.metrics} was removed while it trained: {run.summary.name} has no loss, "
-            "and this start's time alone"
+            f"{run.metrics} was removed during training: {run.summary.name} has no loss, and "
+            "only this start's time"
         )
     return Summary(
         steps=steps,

@@ -122,11 +122,11 @@ def require_finite_loss(
         )
     if len(found) > _STEPS:
         lines.append(
-            f"so are {len(found) - _STEPS} losses after it, "
-            f"up to step {first + found[-1].place + 1}"
+            f"{len(found) - _STEPS} later losses are not finite either, up to step "
+            f"{first + found[-1].place + 1}"
         )
     raise NonFiniteError(
-        "\n".join([*lines, "its gradients were finite, so that the weights are, too", _END])
+        "\n".join([*lines, "its gradients were finite, so the weights are finite, too", _END])
     )
 
 
@@ -148,8 +148,7 @@ def require_finite_weights(step: int, weights: Named) -> None:
 
 
 _NOT_AGAIN = (
-    "made again, this step has finite gradients: "
-    "the model draws random numbers, or keeps what it saw"
+    "a repetition of this step has finite gradients: the model draws random numbers or keeps state"
 )
 
 

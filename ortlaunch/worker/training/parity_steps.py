@@ -26,8 +26,8 @@ Record = Json
 # Parameters that are named at most.
 _SHOWN = 5
 _ADVICE = (
-    "Nothing is trained further. Where this is an error of the engine: engine.name=inductor "
-    "or eager; where it is rounding: a larger engine.parity_tolerance"
+    "Training ends here. If the engine is wrong, use engine.name=inductor or eager; if this is "
+    "rounding, raise engine.parity_tolerance"
 )
 _OFF = "; engine.parity_steps=0 trains without a comparison"
 

@@ -56,7 +56,8 @@ def plan_lines(report: EngineReport) -> list[str]:
     ]
     if engine.fallback_reason:
         lines.append(
-            f"FALLBACK: engine {engine.asked} was asked, {engine.used} runs: {engine.fallback_reason}"
+            f"FALLBACK: engine {engine.asked} was requested, {engine.used} runs: "
+            f"{engine.fallback_reason}"
         )
     lines += [
         *_matmul_precision(report),
@@ -68,7 +69,7 @@ def plan_lines(report: EngineReport) -> list[str]:
         lines.append(f"optimizer: {optimizer.used} in place of {optimizer.asked}: {optimizer.why}")
     if fp16.applied:
         why = f" ({fp16.why})" if fp16.why else ""
-        lines.append(f"FP16_Optimizer: {fp16.by}'s, overflow and norm at once{why}")
+        lines.append(f"FP16_Optimizer: {fp16.by}'s, overflow check and norm in one pass{why}")
     elif report.sharding.startswith("DeepSpeed"):
         lines.append(f"FP16_Optimizer: not applied: {fp16.why}")
     return lines
@@ -89,10 +90,10 @@ def _matmul_precision(report: EngineReport) -> list[str]:
     if graph and report.device == "cpu" and not products_called(graph):
         nothing = (
             nothing
-            or "no product of ONNX Runtime's graph is torch's, "
-            "for no weight is as large as 256 x 256"
+            or "torch computes no matmul of ONNX Runtime's graph, because every weight is "
+            "smaller than 256 x 256"
         )
-    result = f"gains nothing: {nothing}" if nothing else f"matmul of float32 in {found.format}"
+    result = f"no effect: {nothing}" if nothing else f"matmul of float32 in {found.format}"
     return [f"matmul_precision {found.asked}: {result}"]
 
 
@@ -113,7 +114,8 @@ def _chunked_loss(found: ChunkedLoss) -> list[str]:
     """Return whether head and loss run in chunks; nothing if neither requested nor used."""
     if found.rows:
         return [
-            f"chunked_loss {found.asked}: head and loss of {found.rows} labelled rows at a time"
+            f"chunked_loss {found.asked}: output layer and loss in chunks of {found.rows} "
+            "labelled rows"
         ]
     return (
         []
@@ -143,10 +145,9 @@ def _settings(ort: OnnxRuntime | None) -> list[str]:
     copy = ort.deepcopy_before_export
     if copy and not copy.used and "deepcopy_before_export" not in ort.settings:
         lines.append(
-            "deepcopy_before_export: off, for twice the parameters "
-            f"({copy.parameter_bytes:,} bytes) would not fit into the free memory "
-            f"({copy.free_bytes:,} bytes, by {copy.limit}); the export's own passes may "
-            "touch buffers"
+            f"deepcopy_before_export: off, for twice the parameters ({copy.parameter_bytes:,} "
+            f"bytes) would not fit into the free memory ({copy.free_bytes:,} bytes, by "
+            f"{copy.limit}); forward passes of the export may change buffers"
         )
     if ort.variables:
         lines.append(

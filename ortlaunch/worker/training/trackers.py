@@ -58,8 +58,8 @@ class Beside:
         self._thread.join(_LEAVE_SECONDS)
         if self._thread.is_alive():
             print(
-                f"log.trackers: {self.name} did not take all within {_LEAVE_SECONDS:.0f} s; "
-                "metrics.jsonl has all"
+                f"log.trackers: {self.name} did not accept all values within "
+                f"{_LEAVE_SECONDS:.0f} s; metrics.jsonl has all values"
             )
 
     def _live(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
@@ -73,8 +73,8 @@ class Beside:
         except (Exception, SystemExit) as error:
             why = str(error).strip().splitlines() or [""]
             print(
-                f"log.trackers: {self.name} FAILED, {type(error).__name__}: {why[0]}; "
-                "training goes on without it, and metrics.jsonl has all",
+                f"log.trackers: {self.name} FAILED, {type(error).__name__}: {why[0]}; training "
+                "continues without it, and metrics.jsonl has all values",
                 flush=True,
             )
 

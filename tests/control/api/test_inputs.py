@@ -90,7 +90,7 @@ def test_modules_beside_a_loaded_recipe(beside: Path) -> None:
     """The functions of a loaded recipe are found beside its file; of a mapping, here."""
     valid = ortlaunch.validate(ortlaunch.load(beside))
     assert (valid.recipe.name, valid.notes) == ("made", ())
-    with pytest.raises(RecipeError, match="there is no module mine beside the recipe"):
+    with pytest.raises(RecipeError, match="no module mine beside the recipe"):
         ortlaunch.validate(CUSTOM)
     assert "no module mine" in ortlaunch.validate(CUSTOM, elsewhere=True).notes[0]
 
@@ -100,4 +100,4 @@ def test_a_validation_as_text(beside: Path) -> None:
     valid = ortlaunch.validate(beside, optimizer={"name": "adamw", "learning_rate": 3})
     first, note = str(valid).splitlines()
     assert first == f"{beside}: valid (made)"
-    assert "adamw moves each weight by about that much" in note
+    assert "adamw changes each weight by about this much" in note

@@ -44,7 +44,7 @@ def test_a_plan() -> None:
             CUSTOM,
             {"model": {"factory": "nothing:model"}},
             RecipeError,
-            "there is no module nothing beside the recipe",
+            "no module nothing beside the recipe",
         ),
     ],
 )

@@ -16,7 +16,7 @@
 #SBATCH --signal=USR1@120
 #SBATCH --switches=1
 
-# 8,192 ranks of run made; `ortlaunch status /runs/x` says how it goes.
+# 8,192 ranks of run made; `ortlaunch status /runs/x` shows its state.
 cd /here || exit
 export ORTLAUNCH_MODULES=/here
 export ORTLAUNCH_JOB=slurm:$SLURM_JOB_ID

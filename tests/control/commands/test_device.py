@@ -54,18 +54,18 @@ def test_what_is_started(artifacts: DeviceFolder, monkeypatch: pytest.MonkeyPatc
     ("words", "told"),
     [
         # The graphs are fixed at the export, so the model cannot change on a device.
-        (("train", "model.config.num_hidden_layers=3"), "is settled in the artifacts; on a device can be set data, "),
-        (("train", "--checkpoint=nothing"), "there is no checkpoint nothing"),
+        (("train", "model.config.num_hidden_layers=3"), "on a device these can be set: data, "),
+        (("train", "--checkpoint=nothing"), "no such checkpoint: nothing"),
         (("train", "--to=."), "--to: . is a folder; give the file of a checkpoint, as checkpoint"),
         # A file that is no checkpoint must not be replaced.
-        (("train", "--to=good.yaml"), "--to: good.yaml is there already, and is no checkpoint of onnxruntime's"),
-        (("train", "--to=good.yaml/new"), "--to: nothing can be written in good.yaml: "),
-        (("export", "--to=."), ". is there already"),
+        (("train", "--to=good.yaml"), "--to: good.yaml exists already, and is not a checkpoint of onnxruntime"),
+        (("train", "--to=good.yaml/new"), "--to: cannot write in good.yaml: "),
+        (("export", "--to=."), ". exists already"),
         # A mean of a single checkpoint is most likely a typing error.
-        (("average", "checkpoint"), "an average is of two checkpoints at least; got 1"),
+        (("average", "checkpoint"), "an average needs at least two checkpoints; got 1"),
         (("average", "one", "two", "--weights=1,x"), "--weights: got '1,x'; give numbers, as 100,250,80"),
         (("average", "one", "two", "--weights=1"), "--weights: got 1 for 2 checkpoints"),
-        (("average", "one", "two"), "there is no checkpoint one"),
+        (("average", "one", "two"), "no such checkpoint: one"),
     ],
 )  # fmt: skip
 def test_refusals(

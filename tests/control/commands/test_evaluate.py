@@ -69,7 +69,7 @@ def test_what_is_said_of_it(run: RunDir) -> None:
     options = ResumeOptions(str(run.checkpoint(10)))
     lines = resume.beginning(run.evaluation_of(10), found, None, options).lines
     assert lines[0] == f"evaluating after step 10 from {run.checkpoint(10)}"
-    assert "  changed: log.every_steps: 10 -> 7: takes effect" in lines
+    assert "  changed: log.every_steps: 10 -> 7: applied" in lines
     assert [line for line in lines if "batch" in line or "world" in line] == []
     assert (
         describe(found.plan, found.file.recipe).splitlines()[0]
@@ -113,13 +113,13 @@ def test_changes_that_concern_training_alone(run: RunDir) -> None:
         run, "data.sequence_length=64", "seed=7", _other_text(run), "optimizer.learning_rate=0.5"
     )
     assert [line for line in lines[1:] if "code." not in line] == [
-        "  changed: seed: 42 -> 7: takes effect",
-        "  changed: data.sequence_length: 128 -> 64: takes effect",
+        "  changed: seed: 42 -> 7: applied",
+        "  changed: data.sequence_length: 128 -> 64: applied",
     ]
     with pytest.raises(PlanError) as caught:
         _lines(run, "model.config={model_type: bert, num_hidden_layers: 3}")
     assert "model.config" in str(caught.value)
-    assert "refused (the weights are of another model)" in str(caught.value)
+    assert "refused (the weights belong to a different model)" in str(caught.value)
     assert "allow" not in str(caught.value)
 
 
@@ -128,7 +128,7 @@ def test_a_run_that_keeps_no_vocabulary(run: RunDir) -> None:
     # Its tokens and labels may have been derived from those data.
     _words(run).vocabulary.unlink()
     with pytest.raises(
-        PlanError, match=r"data.train: .* refused \(its words and labels may be made of these data"
+        PlanError, match=r"data.train: .* refused \(its tokens and labels may come from this data"
     ):
         _lines(run, _other_text(run), "data.sequence_length=64")
 
@@ -136,7 +136,7 @@ def test_a_run_that_keeps_no_vocabulary(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("step", "overrides", "message"),
     [(20, EVALUATION, "--step: .* has no complete checkpoint of step 20; of 10"),
-     (None, (), "has no data.evaluation; give one")],
+     (None, (), "has no data.evaluation; set it")],
 )  # fmt: skip
 def test_refusals(step: int | None, overrides: tuple[str, ...], message: str, run: RunDir) -> None:
     """An absent step and an absent evaluation corpus are refused before a process starts."""
@@ -192,10 +192,10 @@ def test_a_model_is_measured_by_its_runs_recipe(
     assert parse_resolved(started[1].recipe).model.pretrained == str(model)
     elsewhere = model.parents[2] / "elsewhere"
     for wrong, overrides, message in (
-        (model, (), "has no data.evaluation; give one"),
-        (model / "other.onnx", corpus, "there is no "),
-        (model.parent, corpus, "holds adapters alone"),
-        (elsewhere, corpus, "lies in no run folder"),
+        (model, (), "has no data.evaluation; set it"),
+        (model / "other.onnx", corpus, "no such file or folder: "),
+        (model.parent, corpus, "contains only adapters"),
+        (elsewhere, corpus, "is not in a run folder"),
     ):
         # In another folder the model has no run, and so no recipe.
         if wrong == elsewhere:
@@ -239,7 +239,7 @@ def test_the_advice_can_be_typed(
     # The recipe has no evaluation corpus.
     with pytest.raises(InputError) as caught:
         evaluate_model.evaluate(model, None, (), as_json=False)
-    advice = str(caught.value).partition("give one, as ")[2]
+    advice = str(caught.value).partition("set it, as ")[2]
     assert evaluate_model.evaluate(model, None, tuple(shlex.split(advice)), as_json=False) == 3
 
 
@@ -247,6 +247,6 @@ def test_the_advice_for_samples_of_ones_own_can_be_typed(run: RunDir) -> None:
     """The suggested evaluation function for samples of the user's own is valid."""
     with pytest.raises(InputError) as caught:
         evaluations.evaluate(run, None, (), LaunchOptions("local"))
-    advice = tuple(shlex.split(str(caught.value).partition("give one, as ")[2]))
+    advice = tuple(shlex.split(str(caught.value).partition("set it, as ")[2]))
     (Path(run.path).parent / "mine.py").write_text(f"{makers.OWN_MODULE}\n\ndef held_out(): ...\n")
     assert evaluations._resolved(run, advice, LaunchOptions("local")).file.recipe.data.evaluation

@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> RunDir:
             None,
             Path(),
             "huggingface",
-            r"\. is there already; take it away, or give another folder with --to",
+            r"\. exists already; remove it, or give another folder with --to",
         ),
     ],
 )
@@ -60,7 +60,7 @@ def test_adapters_as_nobody_knows(run: RunDir) -> None:
 
 def test_no_run_and_no_checkpoint(run: RunDir, tmp_path: Path) -> None:
     """A folder of no run is refused, and so is a run without a checkpoint."""
-    with pytest.raises(InputError, match="is no folder of a run"):
+    with pytest.raises(InputError, match="is not a run folder"):
         exports.export(RunDir(tmp_path), ExportOptions())
     for step in (10, 20):
         (run.checkpoint(step) / "COMPLETE").unlink()

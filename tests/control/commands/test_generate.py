@@ -75,15 +75,17 @@ def test_refusals(tmp_path: Path) -> None:
             generation.generate(asked(run.path))
     write_json(tmp_path / "bert/config.json", {"architectures": ["BertForMaskedLM"]})
     with pytest.raises(
-        InputError, match="bert holds a BertForMaskedLM; only causal models generate text"
+        InputError, match="bert contains a BertForMaskedLM; only causal models generate text"
     ):
         generation.generate(asked(tmp_path / "bert"))
     # A folder with neither a plan.json nor a config.json.
     with pytest.raises(
-        InputError, match=r"is no folder of a run \(plan.json\), nor of a model of transformers'"
+        InputError,
+        match=r"is neither a run folder \(plan.json\) nor a folder of a transformers model",
     ):
         generation.generate(asked(tmp_path / "nothing"))
     with pytest.raises(
-        InputError, match=r"--step: .* is no folder of a run, and has no checkpoints"
+        InputError,
+        match=r"--step: .* is not a run folder, and has no checkpoints",
     ):
         generation.generate(asked(tmp_path / "bert", 10))

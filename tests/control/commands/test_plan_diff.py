@@ -83,9 +83,9 @@ def test_a_device_that_only_overrides_know(
         (
             "empty",
             None,
-            "--diff empty: there is no empty/plan.json; give a recipe, a run folder or its plan.json",
+            "--diff empty: no file empty/plan.json; give a recipe, a run folder or its plan.json",
         ),
-        ("gone.json", None, "--diff gone.json: there is no gone.json"),
+        ("gone.json", None, "--diff gone.json: no file gone.json"),
         # A plan of a later version, and one that lacks fields.
         (
             "a.json",
@@ -95,9 +95,9 @@ def test_a_device_that_only_overrides_know(
         (
             "a.json",
             '{"format": 1}',
-            "--diff a.json: a.json is no plan of this version (KeyError('world_size'))",
+            "--diff a.json: a.json is not a plan of this version (KeyError('world_size'))",
         ),
-        ("a.json", "{", "--diff a.json: a.json is no plan of this version (JSONDecodeError("),
+        ("a.json", "{", "--diff a.json: a.json is not a plan of this version (JSONDecodeError("),
     ],
 )
 def test_what_is_no_plan(
@@ -120,7 +120,7 @@ def test_what_is_no_plan(
     ("environ", "status", "said"),
     # A complete set of variables, or none, is valid; a part of one is an error.
     [
-        ({}, 0, "used: none, so this is rank 0 of 1"),
+        ({}, 0, "used: none; this process is rank 0 of 1"),
         (
             {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
             0,

@@ -73,7 +73,7 @@ def test_no_rank_is_started_where_a_check_failed(
 ) -> None:
     """No rank is started after a failed check, and a finding notes that."""
     monkeypatch.setattr(selftest, "checkup", lambda *_: [replace(CHECKED, verdict=FAILED)])
-    assert run(tmp_path / "st", answer=True)["ranks"].what == "none started, for a check failed"
+    assert run(tmp_path / "st", answer=True)["ranks"].what == "not started, because a check failed"
     assert place == []
 
 
@@ -83,7 +83,7 @@ def test_a_job_is_queued_on_request(answer: bool, place: list[str], tmp_path: Pa
     found = run(tmp_path / "st", answer)["train slurm"]
     assert ("slurm" in place) is answer
     assert found.verdict == (OK if answer else WARNING)
-    assert found.what.startswith("equal" if answer else "not tested: it queues a job")
+    assert found.what.startswith("equal" if answer else "not tested: this would queue a job")
 
 
 def test_a_launcher_of_choice(place: list[str], tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ def test_what_squeue_and_sacct_say(text: str, state: JobState | None, words: str
     """States are read in short and long form; an unknown one is an error."""
     if state is None:
         with pytest.raises(
-            LaunchError, match="Slurm says OUT_OF_ME of the job, which ortlaunch does not know"
+            LaunchError,
+            match="Slurm says OUT_OF_ME as the job's state, which ortlaunch does not know",
         ):
             slurm.state_in_lines(text)
     else:
@@ -195,7 +196,7 @@ def test_a_run_in_a_queue(queue: Queue) -> None:
     assert [listing.line(status).split()[0] for status in listing.newest_statuses(None)] == [
         "pending"
     ]
-    with pytest.raises(PlanError, match="its run goes on, or is queued"):
+    with pytest.raises(PlanError, match="its run has not ended, or is queued"):
         submit(resolved(), run.path, run, "slurm")
     write_text(run.logs / "slurm-12.out", "hello\n")
     assert "".join(output(run, 0, follow=False)) == "hello\n"
@@ -228,7 +229,7 @@ def test_a_job_that_saved_when_it_was_cancelled(queue: Queue) -> None:
             JobState.FAILED,
             "slurm says: TIMEOUT (TimeLimit)\n",
         ),
-        (None, JobState.FAILED, "slurm says: no job that it knows\n"),
+        (None, JobState.FAILED, "slurm says: unknown to the scheduler\n"),
     ],
 )
 def test_what_the_queue_says_of_a_run(
@@ -281,7 +282,7 @@ def test_a_turn_without_a_step(
     assert ended.main() == status
     record = JobRecord.read(run)
     assert record is not None
-    assert (record.state, "not queued again" in str(record.verdict)) == (state, turn == "1")
+    assert (record.state, "not requeued" in str(record.verdict)) == (state, turn == "1")
 
 
 def test_restarts_of_a_queued_run_are_counted(
@@ -394,7 +395,7 @@ def test_a_controller_that_is_away(queue: Queue, monkeypatch: pytest.MonkeyPatch
         else:
             with pytest.raises(
                 LaunchError,
-                match="squeue cannot say how the job goes: slurm_load_jobs error: Unable",
+                match="squeue cannot report the job's state: slurm_load_jobs error: Unable",
             ):
                 slurm.state("12")
 
@@ -405,12 +406,12 @@ def test_a_queue_that_does_not_answer(queue: Queue, monkeypatch: pytest.MonkeyPa
     write_text(run.metrics, '{"step": 7, "loss": 2.5}\n')
 
     def away(job: str) -> None:
-        raise LaunchError("squeue cannot say how the job goes: slurm_load_jobs error")
+        raise LaunchError("squeue cannot report the job's state: slurm_load_jobs error")
 
     monkeypatch.setattr(queue, "state", away)
     said = str(read_status(run)).splitlines()
     assert said[1].startswith("step 7, loss 2.5000")
-    assert said[2] == "squeue cannot say how the job goes: slurm_load_jobs error"
+    assert said[2] == "squeue cannot report the job's state: slurm_load_jobs error"
 
 
 def test_a_missing_file_is_not_queued(queue: Queue) -> None:
@@ -432,11 +433,11 @@ def test_a_missing_file_is_not_queued(queue: Queue) -> None:
 def test_a_stop_of_a_run_that_waits(queue: Queue) -> None:
     """A stop of a waiting run is refused, with the step that is saved."""
     run = put(queue)
-    with pytest.raises(InputError, match="waits in the queue, and it has nothing to save"):
+    with pytest.raises(InputError, match="is queued, and it has no checkpoint"):
         stop(run)
     write_text(run.checkpoint(86) / "COMPLETE", "")
     with pytest.raises(
-        InputError, match="waits in the queue, and it is saved after step 86; `ortlaunch cancel`"
+        InputError, match="is queued, and its last checkpoint is of step 86; `ortlaunch cancel`"
     ):
         stop(run)
 
@@ -445,7 +446,8 @@ def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Submission without sbatch is refused."""
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
-        MissingDependency, match="no sbatch here: submit on a host of the cluster; --dry-run prints"
+        MissingDependency,
+        match="sbatch not found: submit on a host of the cluster; --dry-run prints",
     ):
         submit(resolved(), Path("one"), RunDir("one"), "slurm")
 

@@ -210,7 +210,7 @@ def test_what_a_failure_means() -> None:
         (
             "trainjob",
             (),
-            "a TrainJob has no field for it: failurePolicy.maxRestarts of the runtime's JobSet",
+            "a TrainJob has no such field; failurePolicy.maxRestarts of the runtime's JobSet",
         ),
         (
             "job",
@@ -222,7 +222,7 @@ def test_what_a_failure_means() -> None:
 def test_restarts_that_no_queue_does(kind: str, more: tuple[str, ...], why: str) -> None:
     """`launch.max_restarts` is refused if the scheduler cannot restart the run."""
     with pytest.raises(
-        PlanError, match=re.escape(f"launch.max_restarts: 3 is not possible: {why}")
+        PlanError, match=re.escape(f"launch.max_restarts: 3 is not supported: {why}")
     ):
         requested("bert-large", kind, "launch.max_restarts=3", *more)
 
@@ -274,9 +274,7 @@ def test_options() -> None:
 def test_what_is_slurms_is_said() -> None:
     """Fields that only Slurm has are named for another scheduler."""
     asked = resolved("bert-large", "job", "submit.partition=gpu", "submit.exclusive=true")
-    assert without_effect(asked) == [
-        "without effect with kubernetes: submit.partition, submit.exclusive"
-    ]
+    assert without_effect(asked) == ["ignored by kubernetes: submit.partition, submit.exclusive"]
 
 
 @pytest.mark.parametrize(
@@ -355,7 +353,7 @@ def test_a_run_in_pods(fake: Path) -> None:
     (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4, "ready": 4}}))
     assert read_status(run).state is JobState.RUNNING
     assert "".join(output(run, 0, follow=True)) == "hello\n"
-    with pytest.raises(InputError, match="kubernetes shows rank 0's node alone"):
+    with pytest.raises(InputError, match="kubernetes shows only rank 0's node"):
         list(output(run, 3, follow=False))
     assert cancel(run).startswith("cancelled\n")
     assert read_status(run).state is JobState.CANCELLED
@@ -399,7 +397,7 @@ def test_a_job_that_nobody_knows_any_more(fake: Path) -> None:
     submit(resolved("bert-large", "job"), run.path, run, "kubernetes")
     assert (
         read_status(run).job.verdict
-        == "kubernetes says: no job that it knows, so how it ended is not known"
+        == "kubernetes says: unknown to the scheduler, so its end is unknown"
     )
 
 
@@ -412,7 +410,7 @@ def test_refused_or_absent(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         MissingDependency,
-        match=f"no {command} here: submit and ask where .*; --dry-run prints the job",
+        match=f"{command} not found: use a host .*; --dry-run prints the job",
     ):
         submit(resolved("bert-large", kind), Path("one"), RunDir("one"), name)
     (tmp_path / command).write_text("#!/bin/sh\necho it exists already >&2\nexit 1\n")

@@ -52,7 +52,7 @@ def test_a_cache_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (tmp_path / "file").touch()
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "file/cache"))
     verdict, what, mend = verdicts()["cache"]
-    assert (verdict, mend) == (FAILED, "ORTLAUNCH_CACHE names another place")
+    assert (verdict, mend) == (FAILED, "set ORTLAUNCH_CACHE to another folder")
     assert f"{tmp_path}/file/cache: cannot be made" in what
 
 
@@ -71,10 +71,10 @@ def test_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without mpirun the finding and its remedy are those of the error of `find_mpirun`."""
 
     def absent() -> str:
-        raise MissingDependency("no mpirun here: load your module")
+        raise MissingDependency("mpirun not found: load your module")
 
     monkeypatch.setattr(here, "find_mpirun", absent)
-    assert verdicts()["mpi"] == (WARNING, "no mpirun here", "load your module")
+    assert verdicts()["mpi"] == (WARNING, "mpirun not found", "load your module")
 
 
 def test_gpus_and_a_torch_that_cannot_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_gpus_and_a_torch_that_cannot_use_them(monkeypatch: pytest.MonkeyPatch) 
     found = verdicts(device="cuda", nodes=(Node("localhost", 4, 0, (0, 1, 2, 3)),))
     assert found["nccl"][0] == WARNING
     assert found["gpus"][:2] == (FAILED, "2 for 4 slots")
-    assert found["gpus idle"][:2] == (WARNING, "at work: 7, 30 MiB")
+    assert found["gpus idle"][:2] == (WARNING, "busy: 7, 30 MiB")
 
 
 def test_what_a_recipe_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_what_a_recipe_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         HostRequirements((), "cpu", tmp_path, bytes_needed=1 << 60), made, world_of(made)
     )
     wrong = [(one.check, one.verdict, one.mend) for one in found if one.verdict == FAILED]
-    assert wrong == [("disk", FAILED, "make room, or lower checkpoint.keep"),
+    assert wrong == [("disk", FAILED, "free disk space, or lower checkpoint.keep"),
                      ("recipe", FAILED, 'pip install "ortlaunch[tensorboard]"')]  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def test_a_port_and_an_interface_that_were_asked_for() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"launcher": "mpi"}, "--launcher and --nproc-per-node: give a recipe"),
+        ({"launcher": "mpi"}, "--launcher and --nproc-per-node need a recipe"),
         ({"include": "a"}, "give --hostfile"),
     ],
 )

@@ -60,19 +60,19 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     [
         ({"packages": {"torch": "2.6.0"}}, "packages", FAILED, "torch 2.6.0 (here 2.13.0)"),
         ({"packages": {}}, "packages", FAILED, "torch absent (here 2.13.0)"),
-        ({"address": None}, "address", FAILED, "no route to any of the other hosts but loopback"),
+        ({"address": None}, "address", FAILED, "no route to the other hosts except loopback"),
         ({"interfaces": ["lo", "eth1"]}, "interface", FAILED, "no eth0 there; it has lo, eth1"),
         ({"gpus": 0}, "gpus", FAILED, "0 for 1 slot"),
-        ({"token": None}, "run folder", FAILED, "there is another folder than here"),
+        ({"token": None}, "run folder", FAILED, "the folder there is not the one here"),
         ({"free": 10}, "disk", FAILED, "10 B free, and checkpoints take 1.0 KiB"),
         ({"shm": 1 << 20}, "/dev/shm", WARNING, "1.0 MiB free"),
         ({"open_files": 256}, "open files", WARNING, "at most 256"),
-        ({"answer": WELL._replace(skew=-30.0)}, "clock", WARNING, "-30.0 s beside this host"),
+        ({"answer": WELL._replace(skew=-30.0)}, "clock", WARNING, "-30.0 s apart from this host"),
         (
             {"sources": 8},
             "packages",
             FAILED,
-            "other files of ortlaunch than here, of the same version",
+            "ortlaunch has the same version but different files than here",
         ),
         ({"machine": "m"}, "alias", FAILED, "is the same machine as a"),
         ({"cpus": 4}, "cpus", WARNING, "4, where most hosts have 8"),
@@ -87,11 +87,11 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             {"answer": tried(whole=False)},
             "mtu",
             FAILED,
-            "packets of 9000 B, the MTU of both interfaces, are lost",
+            "packets of 9000 B, the MTU of both interfaces, do not reach",
         ),
         ({"memlock": 1 << 16}, "memlock", WARNING, "at most 64.0 KiB, and it has InfiniBand"),
-        ({"busy_gpus": ["7, 30 MiB"]}, "gpus idle", WARNING, "at work: 7, 30 MiB"),
-        ({"busy_gpus": None}, "gpus idle", WARNING, "nvidia-smi does not say"),
+        ({"busy_gpus": ["7, 30 MiB"]}, "gpus idle", WARNING, "busy: 7, 30 MiB"),
+        ({"busy_gpus": None}, "gpus idle", WARNING, "nvidia-smi does not report it"),
         (
             {"stale": ["/r/a (7, 9)", "/r/b (8)"]},
             "stale",
@@ -202,7 +202,10 @@ def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
         "reached",
         "ssh: connect to host refuses: No route to host",
     )
-    assert bare[:2] == ("interpreter", f"no {sys.executable} there (bash: python: not found)")
+    assert bare[:2] == (
+        "interpreter",
+        f"{sys.executable} is missing there (bash: python: not found)",
+    )
     assert hangs[:2] == ("reached", "no answer within 3 s")
     assert meeting is None  # none of these names resolves to an address
 
@@ -334,5 +337,5 @@ def test_no_ssh_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert {(one.verdict, one.what) for one in found} == {
         (FAILED, "cannot start ssh here: No such file or directory")
     }
-    with pytest.raises(InputError, match="is no folder; make it first"):
+    with pytest.raises(InputError, match="is not a folder; create it first"):
         check_hosts(HostRequirements(NODES, "cpu", tmp_path / "no"))

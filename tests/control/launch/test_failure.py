@@ -77,7 +77,8 @@ def test_torchruns_own_exception_is_no_stop(wanted: bool, run: RunDir) -> None:
     end = explain_end(run, 1)
     assert end.status == (85 if wanted else 1)
     assert (
-        "mpirun failed with UnpicklingError: invalid load key, and ended the ranks" in end.text
+        "mpirun failed with UnpicklingError: invalid load key, and the other ranks were stopped"
+        in end.text
     ) is not wanted
     # The cause is in the call stack, above torchrun's own exception.
     stack = (
@@ -143,9 +144,8 @@ def test_a_killed_rank(number: int, run: RunDir) -> None:
 
 
 LOST = (
-    "ortlaunch: {} disappeared without an error record, as a process killed by SIGKILL does "
-    "(often the kernel's "
-    "out-of-memory killer: see dmesg there)\nlogs: {}"
+    "ortlaunch: {} disappeared without an error record (usually SIGKILL, often out of memory) "
+    "(often the kernel's out-of-memory killer: see dmesg there)\nlogs: {}"
 )
 
 
@@ -201,8 +201,8 @@ def test_memory_is_named_where_the_kernel_counts_it(
     for rank in range(3):
         echo(run, rank, time=1.0)
     lost = (
-        f"rank 3 on host {name} disappeared without an error record, "
-        "as a process killed by SIGKILL does"
+        f"rank 3 on host {name} disappeared without an error record (usually SIGKILL, often out "
+        "of memory)"
     )
     assert shown(explain_end(run, 1, oom_kills=kills)) == (
         137,
@@ -216,8 +216,8 @@ def test_a_killed_launcher_is_named(launcher: str, program: str, run: RunDir) ->
     write_text(run.plan, json.dumps({**json.loads(run.plan.read_text()), "launcher": launcher}))
     echo(run, 0, time=1.0)
     said = (
-        f"ortlaunch: {program} was ended by SIGKILL, and the ranks with it; "
-        "none of them had failed before"
+        f"ortlaunch: {program} was stopped by SIGKILL, and the ranks with it; no rank had "
+        "failed before"
     )
     assert shown(explain_end(run, 137, ended_by=signal.SIGKILL)) == (137, said)
     memory = (
@@ -254,8 +254,8 @@ def test_a_rank_that_never_began(run: RunDir) -> None:
         write_text(run.stop_mark(rank), "15 1.0")
         echo(run, rank, time=1.0)
     said = (
-        "rank 2 on host b ended before it began, "
-        f"and the launcher ended with status 1; see above, and {run.logs}"
+        "rank 2 on host b ended before it started, and the launcher ended with status 1; see "
+        f"above, and {run.logs}"
     )
     assert shown(explain_end(run, 1)) == (1, f"ortlaunch: {said}")
 
@@ -272,7 +272,7 @@ def test_a_rank_that_came_to_its_end_has_not_vanished(run: RunDir) -> None:
 def test_a_disk_on_which_nobody_could_write(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a full disk, ranks without a record have not vanished, and memory is not blamed."""
     monkeypatch.setattr(failure, "is_full", lambda path: path == run.path)
-    said = f"ortlaunch: no space left on device ({run}), where no rank could write how it ended"
+    said = f"ortlaunch: no space left on device ({run}), so no rank could write its error record"
     assert shown(explain_end(run, 1)) == (1, said)
     ended(run, 3, time=2.0, exit_status=7)
     assert explain_end(run, 1).status == 7
@@ -291,8 +291,8 @@ def test_no_rank_began(run: RunDir) -> None:
         log.unlink()
     ranks = "rank 0 on host a, rank 1 on host a, rank 2 on host b, rank 3 on host b"
     said = (
-        f"no rank began ({ranks}), and the launcher ended with status 213; "
-        f"see above, and {run.logs}"
+        f"no rank started ({ranks}), and the launcher ended with status 213; see above, and "
+        f"{run.logs}"
     )
     assert shown(explain_end(run, 213)) == (213, f"ortlaunch: {said}")
 
@@ -329,10 +329,7 @@ def test_a_stop_that_was_not_saved_in_time(run: RunDir) -> None:
     assert explain_end(run, 1, stopped_by=signal.SIGTERM).status == 143
     write_text(run.checkpoint(20) / "COMPLETE", "")
     ended(run, 0, exit_status=85, **late)
-    said = (
-        "stopped by SIGTERM before it had saved, "
-        "and what was trained since its newest checkpoint is lost"
-    )
+    said = "stopped by SIGTERM before it had saved; the steps after its newest checkpoint are lost"
     text = f"ortlaunch: rank 0 failed\nortlaunch: {said}; the newest checkpoint is after step 20"
     expected = (85, text)
     assert shown(explain_end(run, 1, stopped_by=signal.SIGTERM)) == expected
@@ -375,10 +372,7 @@ def test_a_stop_before_the_first_step_names_who_asked(
     if by is not None:
         write_json(run.stop_request, {"by": by})
     end = explain_end(run, 1, stopped_by=number)
-    said = (
-        f"ortlaunch: stopped by {who} before its first step, or after its last: "
-        "there is nothing to save"
-    )
+    said = f"ortlaunch: stopped by {who} before its first or after its last step: nothing to save"
     assert (*shown(end), end.stopped) == (status, said, True)
 
 
@@ -395,7 +389,7 @@ def test_a_stop_that_no_person_asked_for_is_not_the_cause(lost: str, run: RunDir
     assert (
         "rank 3 on host b disappeared"
         if lost == "spare"
-        else "rank 3 on host b ended before it began"
+        else "rank 3 on host b ended before it started"
     ) in end.text
     # A person's request explains why a rank never began.
     if lost == "began":

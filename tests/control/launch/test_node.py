@@ -100,8 +100,10 @@ def test_a_first_node_that_takes_its_time() -> None:
                  JOB_COMPLETION_INDEX="1")  # fmt: skip
     said = node.communicate(timeout=30)[0]
     assert node.returncode == 1
-    assert "waits for the first node's name no.such.host.invalid, at most 0.4 s" in said
-    assert "the first node's name no.such.host.invalid is not known after 0.4 s" in said
+    assert (
+        "waiting for the first node's name no.such.host.invalid to resolve, at most 0.4 s" in said
+    )
+    assert "the first node's name no.such.host.invalid does not resolve after 0.4 s" in said
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_a_first_node_that_takes_its_time() -> None:
     [
         (
             {},
-            "which of 2 nodes is this\\? none of "
+            "the number of this node \\(of 2\\) is unknown: none of "
             "JOB_COMPLETION_INDEX, PET_NODE_RANK, SKYPILOT_NODE_RANK, DST",
         ),
         (

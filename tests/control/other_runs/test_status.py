@@ -210,7 +210,7 @@ def test_a_full_disk_hides_no_verdict(
         file.end(1, "ortlaunch: why")
     assert (
         capsys.readouterr().err
-        == f"ortlaunch: {run.job} does not say how it ended: No space left on device\n"
+        == f"ortlaunch: {run.job} has no record of the run's end: No space left on device\n"
     )
 
 
@@ -264,7 +264,7 @@ def test_a_command_that_measures_is_pending(run: RunDir) -> None:
         found = read_status(run)
         assert (found.state, found.job.id) == (JobState.PENDING, str(process.pid))
         said = cancel(run)
-        assert said.startswith(f"ended process {process.pid}, which had not begun to run here\n")
+        assert said.startswith(f"ended process {process.pid}, which had not started a run here\n")
         assert process.wait() == -signal.SIGTERM
     assert read_status(run).state is JobState.SUCCEEDED
 
@@ -292,7 +292,7 @@ def test_cancel(how: str, status: int, said: str, run: RunDir) -> None:
         assert process.wait() == (
             143 if how == "plain" else -signal.SIGKILL if how == "deaf" else -signal.SIGTERM
         )
-        assert cancel(run).startswith(f"nothing to cancel, for it has ended\n{run}: cancelled")
+        assert cancel(run).startswith(f"nothing to cancel: it has ended\n{run}: cancelled")
 
 
 def test_who_waits_for_the_folder_is_none_of_its_run(run: RunDir) -> None:
@@ -308,7 +308,7 @@ def test_who_waits_for_the_folder_is_none_of_its_run(run: RunDir) -> None:
             assert len(read_status(run).alive) == 1
             said = cancel(run)
             assert said.startswith(
-                "nothing to cancel, for it has ended; 1 of its processes had to be killed\n"
+                "nothing to cancel: it has ended; 1 of its processes had to be killed\n"
             ), said
             assert (read_status(run).state, read_status(run).alive, waits.poll()) == (
                 JobState.FAILED,
@@ -325,11 +325,11 @@ def test_another_host(run: RunDir) -> None:
     record = JobRecord.of_this_process("torchrun", JobState.RUNNING)
     replace(record, host="far", space="far pid:[1]").write(run)
     there = (
-        f"process {os.getpid()} on host far cannot be seen from here; there, "
-        "or by ssh: ssh far ortlaunch"
+        f"process {os.getpid()} on host far cannot be seen from here; use that host, or ssh: "
+        "ssh far ortlaunch"
     )
     assert (read_status(run).state, read_status(run).certain) == (JobState.RUNNING, False)
-    assert f"this is what was recorded last; {there} status {run}" in str(read_status(run))
+    assert f"this is the last recorded state; {there} status {run}" in str(read_status(run))
     with pytest.raises(InputError, match=f"{there} cancel {run}".replace("[", r"\[")):
         cancel(run)
     with pytest.raises(InputError, match="status --wait"):
@@ -360,7 +360,7 @@ def test_stopping_from_another_host(kind: str, status: int, run: RunDir) -> None
         requests.checkpoint(run)
     # Without a plan no rank has begun.
     run.plan.unlink()
-    with pytest.raises(InputError, match="its ranks have not begun, and have nothing to save"):
+    with pytest.raises(InputError, match="its ranks have not started, so there is nothing to save"):
         requests.stop(run)
 
 
@@ -369,7 +369,7 @@ def test_a_launcher_of_the_users_own(run: RunDir) -> None:
     record = JobRecord.of_this_process("inside", JobState.RUNNING)
     record.write(run)
     assert read_status(run).state is JobState.RUNNING
-    with pytest.raises(InputError, match="its ranks were started by a launcher of your own"):
+    with pytest.raises(InputError, match="its ranks were started by your own launcher"):
         cancel(run)
     # Another start time: the process id belongs to a later process, so rank 0 is gone.
     replace(record, began="gone").write(run)
@@ -382,7 +382,7 @@ def test_a_launcher_of_the_users_own(run: RunDir) -> None:
 def test_a_record_that_is_none(text: str, run: RunDir) -> None:
     """A damaged job.json gives an error with its path, without a traceback."""
     run.job.write_text(text)
-    with pytest.raises(InputError, match=r"job\.json: is no record of a job"):
+    with pytest.raises(InputError, match=r"job\.json: is not a record of a job"):
         read_status(run)
 
 
@@ -425,7 +425,7 @@ def test_another_user(run: RunDir) -> None:
                 == f"{run}: is a run of user root; only that user or root may cancel it"
             )
             run.job.chmod(0o600)
-            why = "this user may not read it; ask as the user who started the run"
+            why = "no permission to read it; use the user who started the run"
             assert as_nobody("status", run) == f"{run.job}: {why}"
             assert read_status(run).state is JobState.RUNNING
     finally:

@@ -488,7 +488,7 @@ def test_the_command(ortlaunch: Run) -> None:
     assert "#   line 11: max_samples: 1000 -> give most_rows of each source" in text
     assert load("made.yaml").recipe.data.train == "python-docs"
     status, _, error = ortlaunch(*words)
-    assert (status, "made.yaml is there already" in error) == (2, True)
+    assert (status, "made.yaml exists already" in error) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def large(layers: int) -> Recipe:
 def test_more_ranks_than_cores_are_noted() -> None:
     """More ranks than this host's cores get a note; other hosts' ranks do not."""
     assert notes(recipe(), 2) == []
-    assert notes(recipe(), 3) == ["localhost: 3 ranks share 2 cores, and wait for each other"]
+    assert notes(recipe(), 3) == ["localhost: 3 ranks share 2 cores, which slows them"]
     assert notes(recipe(), 1000, "other") == []
 
 
@@ -71,7 +71,7 @@ def test_more_processes_than_memory_are_refused(planned_only: bool) -> None:
         notes(recipe(), 82, planned_only=planned_only)
     assert str(caught.value) == (
         "localhost: 82 ranks x (200.0 MiB a process + 0 B of weights, gradients and optimizer "
-        "state) = 16.0 GiB at least, and control group /job is 16.0 GiB; ask for fewer ranks, a "
+        "state) = 16.0 GiB at least, and control group /job is 16.0 GiB; use fewer ranks, a "
         "smaller model or more hosts"
     )
     assert 81 * PROCESS < 16 * GiB < 82 * PROCESS
@@ -95,7 +95,7 @@ def test_an_estimate_beyond_memory_is_a_note() -> None:
     made = large(24).model_copy(
         update={"batch": large(24).batch.model_copy(update={"micro_size": 128})}
     )
-    assert notes(made, 1)[0].startswith("localhost: by the estimate its ranks take ")
+    assert notes(made, 1)[0].startswith("localhost: its ranks need about ")
 
 
 def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,31 +55,31 @@ def test_select_twice() -> None:
 @pytest.mark.parametrize(
     ("include", "exclude", "expected"),
     [
-        ("a", "b", ["--include and --exclude cannot be given together; keep the shorter one"]),
+        ("a", "b", ["--include and --exclude exclude each other; keep one of them"]),
         # An empty filter is a filter.
-        ("", "", ["--include and --exclude cannot be given together; keep the shorter one"]),
+        ("", "", ["--include and --exclude exclude each other; keep one of them"]),
         (
             "",
             None,
-            ["--include:1:1: there is no host here; write for example worker-2:0,1@worker-3"],
+            ["--include:1:1: a host name is missing; write for example worker-2:0,1@worker-3"],
         ),
         (
             None,
             "worker-1@",
-            ["--exclude:1:10: there is no host here; write for example worker-2:0,1@worker-3"],
+            ["--exclude:1:10: a host name is missing; write for example worker-2:0,1@worker-3"],
         ),
         (
             "worker-1@ worker-9:0",
             None,
             [
-                "--include:1:11: there is no host 'worker-9'; did you mean 'worker-2'? "
+                "--include:1:11: no such host: 'worker-9'; did you mean 'worker-2'? "
                 "the hosts are 'worker-1', 'worker-2', '::1'"
             ],
         ),
         (
             "zzz",
             None,
-            ["--include:1:1: there is no host 'zzz'; the hosts are 'worker-1', 'worker-2', '::1'"],
+            ["--include:1:1: no such host: 'zzz'; the hosts are 'worker-1', 'worker-2', '::1'"],
         ),
         (
             "worker-1:0,4,x",
@@ -111,8 +111,7 @@ def test_select_twice() -> None:
             "zzz@worker-1:9",
             None,
             [
-                "--include:1:1: there is no host 'zzz'; the hosts are 'worker-1', 'worker-2', "
-                "'::1'",
+                "--include:1:1: no such host: 'zzz'; the hosts are 'worker-1', 'worker-2', '::1'",
                 "--include:1:5: host 'worker-1' has no slot '9'; its slots are '0', '1', '2', '3'",
             ],
         ),
@@ -134,6 +133,5 @@ def test_long_lists_are_cut() -> None:
         with pytest.raises(HostfileError) as caught:
             select(hosts, include="zzz")
         assert (
-            str(caught.value)
-            == f"--include:1:1: there is no host 'zzz'; the hosts are {shown}{rest}"
+            str(caught.value) == f"--include:1:1: no such host: 'zzz'; the hosts are {shown}{rest}"
         )

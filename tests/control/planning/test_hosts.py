@@ -199,7 +199,9 @@ def test_default_slots() -> None:
         ),
         (
             "slots=4",
-            ["F:1:1: there is no host before 'slots=4'; write for example 'worker-1 slots=8'"],
+            [
+                "F:1:1: a host name is missing before 'slots=4'; write for example 'worker-1 slots=8'"
+            ],
         ),
         (
             "fe80::1 slots=2",
@@ -212,7 +214,7 @@ def test_default_slots() -> None:
             # ssh would treat such a name as an option.
             "-oProxyCommand=x slots=2",
             [
-                "F:1:1: there is no host before '-oProxyCommand=x'; write for example 'worker-1 "
+                "F:1:1: a host name is missing before '-oProxyCommand=x'; write for example 'worker-1 "
                 "slots=8'"
             ],
         ),
@@ -274,7 +276,7 @@ def test_default_slots_above_max_slots() -> None:
 def test_no_host(text: str) -> None:
     """A file without a host is an error; it never means the local host."""
     assert complaints(text) == [
-        "F: there is no host in it; write one line per host, such as 'worker-1 slots=8'"
+        "F: it lists no host; write one line per host, such as 'worker-1 slots=8'"
     ]
 
 
@@ -359,10 +361,10 @@ def test_a_pipe_is_read_and_nothing_without_end(
     os.mkfifo(tmp_path / "pipe")
     # The test does not wait.
     monkeypatch.setattr(hosts, "_PIPE_SECONDS", 0)
-    assert "cannot be read: nobody wrote to this pipe for 0 s" in refused(
+    assert "cannot be read: this pipe had no data for 0 s" in refused(
         read_hostfile, tmp_path / "pipe"
     )
     monkeypatch.setattr(hosts, "_PIPE_SECONDS", 10)
-    assert "/dev/zero: cannot be read: it has over 10,000,000 bytes" in refused(
+    assert "/dev/zero: cannot be read: it has more than 10,000,000 bytes" in refused(
         read_hostfile, "/dev/zero"
     )

@@ -58,7 +58,7 @@ def test_what_is_enough_for_the_equation(given: dict[str, Any]) -> None:
     assert list(broken(recipe(batch=given))) == []
 
 
-NOT_WHOLE = "batch: global_size (%s) is not a multiple of %s; %s would do"
+NOT_WHOLE = "batch: global_size (%s) is not a multiple of %s; %s would be valid"
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ NOT_WHOLE = "batch: global_size (%s) is not a multiple of %s; %s would do"
         (
             batch(64, 4, 4),
             3,
-            "batch: global_size (64) != micro_size (4) x accumulation_steps (4) x 3 ranks = 48; "
-            "leave one of the three out, or run on 4 ranks",
+            "batch: global_size (64) != micro_size (4) x accumulation_steps (4) x 3 ranks = "
+            "48; omit one of the three, or run on 4 ranks",
         ),
     ],
 )
@@ -255,9 +255,9 @@ def test_describe_names_every_part() -> None:
         "made: 4 ranks on 2 hosts, cpu, launcher mpi",
         "  a: ranks 0-1, slot 0,1",
         "  b: ranks 2-3, slot 0,3",
-        "  ranks meet: a port of rank 0's host, sent through MPI",
+        "  ranks connect through: a TCP port of rank 0's host, sent by MPI",
     ]
-    assert lines[4] == "  forwarded by name: NCCL_DEBUG"
+    assert lines[4] == "  environment variables sent to the hosts: NCCL_DEBUG"
     assert lines[5] == "batch: 64 samples = 4 micro x 4 accumulation x 4 ranks, 8,192 tokens a step"
     assert lines[6] == "steps: 3, 192 samples"
     assert [line[:12] for line in lines[9:14]] == [
@@ -278,7 +278,7 @@ def test_the_plain_case_is_told_briefly() -> None:
         "steps",
         "memory",
     ]
-    assert lines[2] == "steps: as many as 3 epochs take, known when the data are read"
+    assert lines[2] == "steps: those of 3 epochs, counted once the data is read"
     assert [line for line in lines if "ZeRO" in line] == []
     # No column for the optimizer: SGD has no state.
     assert lines[4].split() == [
@@ -306,7 +306,7 @@ def test_describe_a_model_that_is_not_known() -> None:
     """The page of an unknown model has the reason in place of a table of memory."""
     unknown = bert(model={"task": "causal-lm", "config": {"model_type": "gpt2"}})
     assert plan(unknown).memory is None
-    assert "memory: not known here: models of type gpt2" in describe(plan(unknown), unknown)
+    assert "memory: unknown: models of type gpt2" in describe(plan(unknown), unknown)
     # A known model has the table.
     assert "memory: 1" in describe(plan(bert()), bert())
 

@@ -110,7 +110,7 @@ def job(nodes: int, tasks: int, **more: str) -> dict[str, str]:
             # 32 tasks, but the GPUs of this node give 8 ranks.
             job(4, 32, GPUS="8"),
             {},
-            "this is its script or shell, not one of its tasks: 8 on this node alone",
+            "this is its script or shell, not one of its tasks: 8 on this node",
         ),
         # The number of an interactive step.
         (job(2, 2, SLURM_STEP_ID="4294967290"), {}, "Slurm job 7 has 2 tasks on 2 nodes, "),
@@ -125,9 +125,7 @@ def test_a_slurm_script_without_srun(
     with pytest.raises(PlanError) as caught:
         resolved(launch, **environ)
     assert said in str(caught.value)
-    assert "start all with `srun ortlaunch train ...`, or override launch.nodes=1" in str(
-        caught.value
-    )
+    assert "start all with `srun ortlaunch train ...`, or set launch.nodes=1" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,8 @@ def test_on_this_host(
 ) -> None:
     """Without a host file there is one process for each GPU, else one; the command line wins."""
     notes = (
-        ("launcher mpi: mpirun itself listens on every interface of this host, for which it has "
-         "no setting; on one "
-         "host launcher torchrun opens no port",) if launcher == "mpi" else ()
+        ("launcher mpi: mpirun opens a port on every interface of this host, which no "
+            "setting prevents; launcher torchrun opens none on one host",) if launcher == "mpi" else ()
     )  # fmt: skip
     assert resolved(launch, options, GPUS=str(gpus))._replace(forward=()) == World(
         # The host's 4 cores are divided among its ranks.
@@ -164,7 +163,8 @@ def written(folder: Path, text: str) -> str:
 
 
 NO_GPU_NOTE = (
-    "launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda"
+    "launch.device is auto, and this host has no GPU: cpu is used; "
+    "if other hosts have GPUs, set launch.device=cuda"
 )
 
 
@@ -258,10 +258,8 @@ def test_no_note_where_the_device_is_clear(
 @pytest.mark.parametrize(
     ("text", "launch", "options", "environ", "message"),
     [
-        (None, {}, LaunchOptions(include="a"), {}, "--include and --exclude choose from a host "
-                                                   "file: give --hostfile"),
-        (None, {}, LaunchOptions(exclude="a"), {}, "--include and --exclude choose from a host "
-                                                   "file: give --hostfile"),
+        (None, {}, LaunchOptions(include="a"), {}, "--include and --exclude need a host file: give --hostfile"),
+        (None, {}, LaunchOptions(exclude="a"), {}, "--include and --exclude need a host file: give --hostfile"),
         (
             None, {"nodes": 4}, LaunchOptions(), {},
             "launch.nodes is 4, and there is no --hostfile; give one, or start under a scheduler "
@@ -281,7 +279,7 @@ def test_no_note_where_the_device_is_clear(
          "launch.nodes is 2, and there are 1 hosts; they must be equal"),
         (None, {}, LaunchOptions(), open_mpi(0, 3, 0, 2),
          "the launcher started 3 ranks, 2 of them on this host: the hosts have different numbers "
-         "of ranks, so give --hostfile to say which has how many"),
+         "of ranks; give --hostfile with the slots of each"),
         (None, {}, LaunchOptions("torchrun"), open_mpi(1, 2, 1, 2),
          "this is already rank 1 of 2 under Open MPI; leave --launcher at auto to be that rank, "
          "or start `ortlaunch train` once, outside Open MPI"),
@@ -289,19 +287,19 @@ def test_no_note_where_the_device_is_clear(
          "this is already rank 1 of 2 under torchrun; leave --launcher at auto to be that rank, "
          "or start `ortlaunch train` once, outside torchrun"),
         (None, {}, LaunchOptions("local", 2), {},
-         "launcher local is one process on this host, not 2 ranks on localhost; use torchrun or "
+         "launcher local runs one process on this host, not 2 ranks on localhost; use torchrun or "
          "mpi"),
         ("a slots=1\n", {}, LaunchOptions("local"), {},
-         "launcher local is one process on this host, not 1 rank on a; use torchrun or mpi"),
+         "launcher local runs one process on this host, not 1 rank on a; use torchrun or mpi"),
         ("localhost slots=5\n", {}, LaunchOptions(), {},
          "localhost has 4 cores and no GPU, and the host file gives it 5 slots; lower them, or "
          "use --nproc-per-node without a host file to put more ranks than cores on this machine"),
         ("localhost slots=5\n", {}, LaunchOptions(), {"GPUS": "4"},
-         "localhost has 4 GPUs, and 5 ranks are asked for; give it at most 4 slots"),
+         "localhost has 4 GPUs, and 5 ranks are requested; give it at most 4 slots"),
         (None, {}, LaunchOptions(processes_per_node=5), {"GPUS": "4"},
-         "localhost has 4 GPUs, and 5 ranks are asked for; give it at most 4 slots"),
+         "localhost has 4 GPUs, and 5 ranks are requested; give it at most 4 slots"),
         ("localhost slots=6\n", {}, LaunchOptions(include="localhost:1,5"), {"GPUS": "4"},
-         "localhost has 4 GPUs, and 2 ranks are asked for; give it at most 4 slots"),
+         "localhost has 4 GPUs, and 2 ranks are requested; give it at most 4 slots"),
         (None, {"device": "cuda"}, LaunchOptions(), {},
          "launch.device is cuda, and localhost has no GPU that CUDA_VISIBLE_DEVICES shows; start "
          "on a host that has one, name such hosts with --hostfile, or set launch.device=cpu"),
@@ -332,11 +330,11 @@ def test_what_does_not_fit(
     [
         (None, LaunchOptions(), "cannot be read: No such file or directory"),
         ("a\n", LaunchOptions(), "host 'a' has no slots"),
-        ("a slots=2\n", LaunchOptions(include="b"), "--include:1:1: there is no host 'b'"),
+        ("a slots=2\n", LaunchOptions(include="b"), "--include:1:1: no such host: 'b'"),
         (
             "a slots=2\n",
             LaunchOptions(include="a", exclude="a"),
-            "--include and --exclude cannot be given together",
+            "--include and --exclude exclude each other",
         ),
     ],
 )
@@ -381,7 +379,7 @@ def test_gpus_are_planned_where_there_are_none() -> None:
     assert (found.device, found.hosts) == ("cuda", (host("localhost", 8),))
     assert found.notes == (
         "launch.device is cuda, and localhost has no GPU that CUDA_VISIBLE_DEVICES shows: "
-        "planned for a host like it that has 8",
+        "planned as if it had 8",
     )
 
 

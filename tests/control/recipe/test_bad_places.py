@@ -23,7 +23,7 @@ COMMAND = str(Path(sys.executable).with_name("ortlaunch"))
 GONE = "mkdir gone; cd gone; rmdir ../gone; "
 TRAIN = "ortlaunch train $HERE/good.yaml "
 NOT_A_FOLDER = (
-    "Not a directory; a part of it is a file, not a folder; --run-dir names another place"
+    "Not a directory; a part of it is a file, not a folder; --run-dir can name another folder"
 )
 # name: (command line of a shell in a folder with good.yaml, exit status, part of the one line on stderr).
 CASES = {
@@ -42,10 +42,10 @@ CASES = {
         "echo '{\"bf16\": true}' > a.json; ortlaunch import a.json --from hf-trainer --base "
         "good.yaml --to good.yaml/x",
         2,
-        "ortlaunch: good.yaml: File exists; it is a file where a folder should be; --to names "
-        "another place",
+        "ortlaunch: good.yaml: File exists; it is a file where a folder should be; --to can "
+        "name another folder",
     ),
-    "a current folder that is gone": (
+    "a current folder that was deleted": (
         GONE + TRAIN,
         2,
         "the current folder no longer exists; cd to one that does",
@@ -109,10 +109,15 @@ def test_a_bad_place_is_one_line(case: str, tmp_path: Path) -> None:
         (
             errno.EROFS,
             "runs/x",
-            "runs/x: Read-only file system; nothing can be written there; --run-dir names",
+            "runs/x: Read-only file system; --run-dir can name another folder",
             2,
         ),
-        (errno.EACCES, "CACHE/tokens", "Permission denied; ORTLAUNCH_CACHE names another place", 2),
+        (
+            errno.EACCES,
+            "CACHE/tokens",
+            "Permission denied; ORTLAUNCH_CACHE can name another folder",
+            2,
+        ),
         (errno.ENOSPC, "runs/x", "No space left on device; free some space", 1),
         # An error without a file: the arguments and variables of a new process are too long.
         (errno.E2BIG, None, "Argument list too long; the variables of launch.env", 2),

@@ -20,49 +20,49 @@ FAMILIES = {"recipes", "data", "device"}
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("--num-gpus 4", "--num-gpus; it is --nproc-per-node 4 here"),
-        ("--num_gpus=4", "--num_gpus; it is --nproc-per-node 4 here"),
-        ("--nproc_per_node 4", "--nproc_per_node; it is written --nproc-per-node"),
+        ("--num-gpus 4", "--num-gpus; use --nproc-per-node 4"),
+        ("--num_gpus=4", "--num_gpus; use --nproc-per-node 4"),
+        ("--nproc_per_node 4", "--nproc_per_node; write --nproc-per-node"),
         (
             "--resume_from_checkpoint x",
-            "Hugging Face says resume_from_checkpoint; here it is the command line option "
+            "Hugging Face's resume_from_checkpoint; use the command line option "
             "--run-dir with the folder",
         ),
         (
             "--max_steps=5",
-            "--max_steps; a key of the recipe is given without dashes: train.max_steps=5",
+            "--max_steps; give a key of the recipe without dashes: train.max_steps=5",
         ),
         (
             "--max-steps 5",
-            "--max-steps; a key of the recipe is given without dashes: train.max_steps=5",
+            "--max-steps; give a key of the recipe without dashes: train.max_steps=5",
         ),
         (
             "--train.max_steps=5",
-            "--train.max_steps; a key of the recipe is given without dashes: train.max_steps=5",
+            "--train.max_steps; give a key of the recipe without dashes: train.max_steps=5",
         ),
         (
             "--learning-rate 0.1",
-            "a key of the recipe is given without dashes: optimizer.learning_rate=0.1",
+            "give a key of the recipe without dashes: optimizer.learning_rate=0.1",
         ),
         (
             # `name=x` is an override, not the value of --lr: the hint shows VALUE.
             "--lr name=x",
-            "a key of the recipe is given without dashes: optimizer.learning_rate=VALUE",
+            "give a key of the recipe without dashes: optimizer.learning_rate=VALUE",
         ),
-        ("--seed 4", "a key of the recipe is given without dashes: seed=4"),
-        ("--bf16", "--bf16; Hugging Face says bf16; here it is precision: bf16"),
+        ("--seed 4", "give a key of the recipe without dashes: seed=4"),
+        ("--bf16", "--bf16; Hugging Face's bf16; use precision: bf16"),
         (
             "--config x.yaml",
-            "the recipe is given without an option, as in `ortlaunch train RECIPE`",
+            "give the recipe without an option, as in `ortlaunch train RECIPE`",
         ),
-        ("--partition gpu", "a key of the recipe is given without dashes: submit.partition=gpu"),
+        ("--partition gpu", "give a key of the recipe without dashes: submit.partition=gpu"),
     ],
 )
 def test_an_option_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
     """An option of another tool ends the command with one line that has the right option or key."""
     ended = ortlaunch("train", "good.yaml", *typed.split())
     assert (ended.status, ended.out) == (2, "")
-    assert ended.err.startswith("ortlaunch: there is no option --")
+    assert ended.err.startswith("ortlaunch: no such option: --")
     assert hint in ended.err
     assert len(ended.err.splitlines()) == 1
 
@@ -78,33 +78,34 @@ def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None
     [
         (
             "eval runs/x",
-            "there is no verb eval; what comes nearest is ortlaunch evaluate RUN_FOLDER; train "
-            "evaluates",
+            "no such command: eval; the nearest is ortlaunch evaluate RUN_FOLDER; train evaluates",
         ),
         (
             "convert runs/x",
-            "there is no verb convert; what comes nearest is ortlaunch export RUN_FOLDER; every "
-            "training",
+            "no such command: convert; the nearest is ortlaunch export RUN_FOLDER; every training",
         ),
         (
             "resume runs/x",
-            "what comes nearest is ortlaunch train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER",
+            "the nearest is ortlaunch train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER",
         ),
-        ("good.yaml seed=3", "good.yaml is no verb; to train it: ortlaunch train good.yaml seed=3"),
-        ("trian good.yaml", "ortlaunch: there is no verb trian; did you mean train or ranks?\n"),
+        (
+            "good.yaml seed=3",
+            "no such command: good.yaml; to train it: ortlaunch train good.yaml seed=3",
+        ),
+        ("trian good.yaml", "ortlaunch: no such command: trian; did you mean train or ranks?\n"),
         (
             "vlaidate good.yaml",
-            "ortlaunch: there is no verb vlaidate; did you mean validate or evaluate?\n",
+            "ortlaunch: no such command: vlaidate; did you mean validate or evaluate?\n",
         ),
         (
             "recipes lst",
-            "ortlaunch: there is no verb lst of ortlaunch recipes; did you mean list?\n",
+            "ortlaunch: no such command: lst of ortlaunch recipes; did you mean list?\n",
         ),
         (
             # Like no verb: all verbs are listed.
             "zzz",
-            "ortlaunch: there is no verb zzz; the verbs are validate, import, plan, train, "
-            "parity, bench, ",
+            "ortlaunch: no such command: zzz; commands: validate, import, plan, train, parity, "
+            "bench, ",
         ),
     ],
 )
@@ -186,18 +187,18 @@ def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_
     [
         (
             "train good.yaml --launcher slurm",
-            "that is a queue: ortlaunch submit RECIPE --scheduler NAME",
+            "that is a scheduler: ortlaunch submit RECIPE --scheduler NAME",
         ),
         (
             # torchrun accepts `auto` here.
             "train good.yaml --nproc-per-node=auto",
-            "got auto; give a number from 1 on; without it there is one rank for",
+            "got auto; give a number, 1 or more; the default is one rank per",
         ),
-        ("train good.yaml --nproc-per-node", "got nothing; give a number from 1 on"),
-        ("report x --out y.html", "there is no option --out; it is written --to"),
-        ("validate good_yaml", "there is no such file; did you mean good.yaml?"),
-        ("validate good.yml", "there is no such file; did you mean good.yaml?"),
-        ("validate good", "good: there is no such file; did you mean good.yaml?"),
+        ("train good.yaml --nproc-per-node", "got nothing; give a number, 1 or more"),
+        ("report x --out y.html", "no such option: --out; write --to"),
+        ("validate good_yaml", "no such file; did you mean good.yaml?"),
+        ("validate good.yml", "no such file; did you mean good.yaml?"),
+        ("validate good", "good: no such file; did you mean good.yaml?"),
         (
             # A section cannot be a name alone.
             "validate good.yaml engine=eager",

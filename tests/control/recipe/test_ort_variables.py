@@ -127,13 +127,13 @@ def test_each_field_has_at_most_one_variable() -> None:
             "did you mean ORTMODULE_MEMORY_OPT_LEVEL? That is engine.memory_optimization",
         ),
         ("ORTMODULE_ENABLE_TRITON", "did you mean ORTMODULE_USE_TRITON? That is engine.triton"),
-        ("ORTMODULE_FOO", "is no variable of ORTModule 1.19.2; take it out"),
+        ("ORTMODULE_FOO", "is no variable of ORTModule 1.19.2; remove it"),
         (
             "ORTMODULE_ENABLE_SPARSE_OPTIMIZER",
-            "is documented, and 1.19.2 reads it nowhere; see engine.sparsity_opt",
+            "is documented, but 1.19.2 never reads it; see engine.sparsity_opt",
         ),
-        ("ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER", "does nothing in 1.19.2"),
-        ("ORTMODULE_SKIPCHECK_POLICY", "SKIP_CHECK_DISABLED ends models with buffers"),
+        ("ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER", "has no effect in 1.19.2"),
+        ("ORTMODULE_SKIPCHECK_POLICY", "models with buffers fail under SKIP_CHECK_DISABLED"),
         ("ORTMODULE_CACHE_DIR", "makes evaluation run the training graph"),
     ],
 )
@@ -199,7 +199,7 @@ def test_settings_and_variables_are_shown(tmp_path: Path) -> None:
     environ = {"ORTMODULE_MEMORY_OPT_LEVEL": "1"}
     assert resolved(tmp_path, environ, memory_optimization=1, opset=18) == (
         "engine ort: memory_optimization: 1, opset: 18",
-        "in your environment: ORTMODULE_MEMORY_OPT_LEVEL=1 (as the recipe says)",
+        "from your environment: ORTMODULE_MEMORY_OPT_LEVEL=1 (from the recipe)",
     )
     assert resolved(tmp_path, {}) == ()
 
@@ -207,7 +207,9 @@ def test_settings_and_variables_are_shown(tmp_path: Path) -> None:
 def test_another_engine_has_no_use_for_them(tmp_path: Path) -> None:
     """With another engine the variables are shown, and none is refused."""
     (note,) = resolved(tmp_path, {"ORTMODULE_MEMORY_OPT_LEVEL": "1"}, name="eager")
-    assert note == "in your environment: ORTMODULE_MEMORY_OPT_LEVEL=1 (nothing with engine eager)"
+    assert (
+        note == "from your environment: ORTMODULE_MEMORY_OPT_LEVEL=1 (no effect with engine eager)"
+    )
 
 
 def test_the_command_says_so_and_plan_shows_settings(tmp_path: Path) -> None:

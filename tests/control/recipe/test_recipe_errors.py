@@ -146,7 +146,7 @@ def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
     assert problems(Path("/dev/zero"))[0].startswith(
         "/dev/zero: is a device or a socket; a recipe is a regular file"
     )
-    assert problems(huge) == (f"{huge}:1:1: has over 1,000,000 bytes, too many for a recipe",)
+    assert problems(huge) == (f"{huge}:1:1: has more than 1,000,000 bytes, too many for a recipe",)
 
 
 def test_a_long_chain_of_recipes_is_refused(tmp_path: Path) -> None:

@@ -100,8 +100,8 @@ def test_ranks_without_a_common_name(environ: dict[str, str]) -> None:
     with pytest.raises(PlanError) as caught:
         run_folder(None, resolved(environ=environ), environ)
     message = (
-        "the ranks' launcher gives no name that they could agree on; "
-        "add --run-dir, the same for all ranks"
+        "the launcher gives the ranks no common name for the run folder; add --run-dir, the "
+        "same for all ranks"
     )
     assert str(caught.value) == message
     assert str(run_folder(Path("mine"), resolved(environ=environ), environ)) == "mine"
@@ -147,7 +147,9 @@ def test_a_run_folder_without_control_characters() -> None:
 def test_a_file_is_no_run_folder() -> None:
     """A file's path as --run-dir is refused."""
     Path("mine").write_text("")
-    with pytest.raises(PlanError, match=r"^--run-dir mine: is a file; give a folder$"):
+    with pytest.raises(
+        PlanError, match=r"^--run-dir mine: is a file, not a folder; give a folder$"
+    ):
         control.train(resolved(), Path("mine"))
 
 
@@ -155,7 +157,7 @@ def test_a_folder_of_something_else() -> None:
     """A folder with other files as --run-dir is refused, and nothing is written there."""
     write_text(Path("mine/thesis.tex"), "")
     with pytest.raises(
-        PlanError, match=r"^--run-dir mine: is not empty and not a run folder; give a new one$"
+        PlanError, match=r"^--run-dir mine: is neither empty nor a run folder; give a new one$"
     ):
         control.train(resolved(), Path("mine"))
     assert [path.name for path in Path("mine").iterdir()] == ["thesis.tex"]
@@ -240,7 +242,7 @@ def test_an_edited_recipe_in_a_run_folder() -> None:
     )
 
 
-GOING_ON = "going on after step 2 from mine/checkpoints/step_00000002"
+GOING_ON = "continuing after step 2 from mine/checkpoints/step_00000002"
 # Fields that a resumed run may change.
 CHANGED: dict[str, Any] = {
     "optimizer": {"name": "sgd", "learning_rate": 0.2},
@@ -254,21 +256,20 @@ def test_checkpoints_of_another_training() -> None:
     with pytest.raises(PlanError) as caught:
         control.train(resolved(**CHANGED, seed=7), Path("mine"))
     assert str(caught.value) == (
-        "mine/checkpoints/step_00000002 was written by another training:\n"
-        "  seed: 42 -> 7: refused without --allow data (order, masking and dropout are drawn from it)\n"
-        "Give the recipe that it was trained with, --allow data if this is meant, "
-        "or a new --run-dir"
+        "mine/checkpoints/step_00000002 belongs to a different training:\n  seed: 42 -> 7: "
+        "refused without --allow data (it determines order, masking and dropout)\nUse the "
+        "recipe that it was trained with, --allow data if this is intended, or a new --run-dir"
     )
 
 
 @pytest.mark.parametrize(
     ("steps", "sections", "lines"),
     [
-        (2, {}, ["continuing mine", GOING_ON, "  nothing has changed since"]),
+        (2, {}, ["continuing mine", GOING_ON, "  no settings have changed since"]),
         (
             2,
             {"log": {"every_steps": 9}},
-            ["continuing mine", GOING_ON, "  changed: log.every_steps: 10 -> 9: takes effect"],
+            ["continuing mine", GOING_ON, "  changed: log.every_steps: 10 -> 9: applied"],
         ),
         # Without a checkpoint nothing can contradict the new recipe.
         (
@@ -298,7 +299,7 @@ def test_a_comparison_in_the_folder_of_a_training() -> None:
         LaunchOptions(task="parity"), engine={"name": "inductor", "parity_steps": 1}
     )
     with pytest.raises(
-        PlanError, match=r"^--run-dir mine: holds the checkpoints of a training, whose records"
+        PlanError, match=r"^--run-dir mine: contains the checkpoints of a training, whose records"
     ):
         check_folder(older("mine", steps=2), comparison.file.recipe, comparison)
     check_folder(older("other"), comparison.file.recipe, comparison)

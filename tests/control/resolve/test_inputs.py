@@ -48,15 +48,14 @@ def says(factory: str) -> list[str]:
         ("mine:modell", "got mine:modell; HERE/mine.py has no modell; did you mean model?"),
         (
             "minne:model",
-            "got minne:model; there is no module minne beside the recipe, in HERE or installed",
+            "got minne:model; no module minne beside the recipe, in HERE or installed",
         ),
         # `net` is an imported name inside an `if`.
         ("pkg.models:net", None),
         ("pkg.models:other", "got pkg.models:other; HERE/beside/pkg/models.py has no other"),
         (
             "pkg.absent:net",
-            "got pkg.absent:net; there is no module pkg.absent beside the recipe, "
-            "in HERE or installed",
+            "got pkg.absent:net; no module pkg.absent beside the recipe, in HERE or installed",
         ),
         ("broken:net", "got broken:net; HERE/broken.py:2: invalid syntax"),
         # The source shows no `net`, but uses globals().
@@ -108,11 +107,11 @@ def test_a_factory_is_found_without_being_run(factory: str, said: str | None) ->
                     "tokenizer": "./none",
                 }
             },
-            ["got no.txt, which matches no file", "got ./none, and there is no such folder here"],
+            ["got no.txt, which matches no file", "got ./none, and no such folder exists here"],
         ),
         (
             {"model": {"task": "masked-lm", "pretrained": "/none/bert"}},
-            ["got /none/bert, and there is no such folder"],
+            ["got /none/bert, and no such folder exists"],
         ),
         ({"model": {"task": "masked-lm", "pretrained": "bert-base-uncased"}}, []),
     ],
@@ -130,12 +129,13 @@ def test_a_path_that_only_a_shell_would_understand() -> None:
     for path in ("~/a.txt", "$HOME/a.txt"):
         sections = {"data": {**WORDS, "train": {"format": "text", "path": [path]}}}
         ((_, text),) = missing_files(bert(**sections))
-        assert text.endswith(f"; ~ and $NAME mean nothing in a recipe: write {Path.home()}/a.txt")
+        assert text.endswith(
+            f"; ~ and $NAME are not expanded in a recipe: write {Path.home()}/a.txt"
+        )
     ((_, text),) = missing_files(bert(model={"task": "masked-lm", "pretrained": "~/bert"}))
     assert (
-        text
-        == f"got ~/bert, and there is no such folder here; ~ and $NAME mean nothing in a recipe: "
-        f"write {Path.home()}/bert"
+        text == "got ~/bert, and no such folder exists here; ~ and $NAME are not expanded in a "
+        f"recipe: write {Path.home()}/bert"
     )
 
 
@@ -143,16 +143,15 @@ def test_a_path_that_only_a_shell_would_understand() -> None:
     ("sections", "text"),
     [
         ({"data": {**WORDS, "train": {"format": "text", "path": ["c/*.txt"]}}},
-         "it is beside the recipe, and paths are relative to the current folder: "
-         "write there/c/*.txt"),
+         "it is beside the recipe, but paths are relative to the current folder: write "
+         "there/c/*.txt"),
         ({"model": {"task": "masked-lm", "pretrained": "base"}},
-         "got base, and there is no such folder here; it is beside the recipe, "
-         "and paths are relative to the current "
-         "folder: write there/base"),
+         "got base, and no such folder exists here; it is beside the recipe, but paths are "
+         "relative to the current folder: write there/base"),
         ({"data": {**WORDS, "train": {"format": "text", "path": ["s3://b/x.txt"]}}},
          "copy or mount it"),
         ({"data": {**WORDS, "train": {"format": "text", "path": ["$NONE_SUCH/x"]}}},
-         "that variable is not set here"),
+         "this variable is not set here"),
     ],
 )  # fmt: skip
 def test_where_a_path_leads(sections: dict[str, Any], text: str) -> None:
@@ -207,7 +206,7 @@ def test_a_learning_rate_that_is_most_likely_a_slip(ortlaunch: Run) -> None:
     """`validate` and `plan` print a note for adamw's learning rate of 300."""
     rate = ("optimizer.name=adamw", "optimizer.learning_rate=300")
     for verb in ("validate", "plan"):
-        assert "got 300: adamw moves each weight" in ortlaunch(verb, "good.yaml", *rate).out
+        assert "got 300: adamw changes each weight" in ortlaunch(verb, "good.yaml", *rate).out
 
 
 def resolved(asked: LaunchOptions, **sections: Any) -> ResolvedRun:
@@ -239,7 +238,9 @@ def test_a_run_here_needs_them_here(
             resolved(asked, **sections)
     else:
         assert (
-            resolved(asked, **sections).notes[0].endswith(f"no file here (seen from {Path.cwd()})")
+            resolved(asked, **sections)
+            .notes[0]
+            .endswith(f"no file here (current folder: {Path.cwd()})")
         )
 
 

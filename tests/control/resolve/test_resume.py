@@ -90,49 +90,49 @@ def test_the_words_of_allow() -> None:
 BATCH = {"micro_size": 1, "accumulation_steps": 2}
 # For each kind of change: new sections, parts of the old origin, and the printed lines.
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "nothing": ({}, {}, ["  nothing has changed since"]),
+    "nothing": ({}, {}, ["  no settings have changed since"]),
     "learning rate and schedule": (
         {"optimizer": {"name": "sgd", "learning_rate": 0.2}, "schedule": {"name": "cosine"}}, {},
-        ["  changed: optimizer.learning_rate: 0.1 -> 0.2: takes effect",
-         "  changed: schedule.name: 'linear' -> 'cosine': takes effect"],
+        ["  changed: optimizer.learning_rate: 0.1 -> 0.2: applied",
+         "  changed: schedule.name: 'linear' -> 'cosine': applied"],
     ),
     "steps and clipping": (
         {"train": {"max_steps": 9, "max_grad_norm": 1.0}}, {},
-        ["  changed: train.max_steps: 3 -> 9: takes effect (the schedule runs over the new length)",
-         "  changed: train.max_grad_norm: null -> 1.0: takes effect"],
+        ["  changed: train.max_steps: 3 -> 9: applied (the schedule covers the new length)",
+         "  changed: train.max_grad_norm: null -> 1.0: applied"],
     ),
     "micro size at equal global size": (
         {"batch": BATCH}, {},
-        ["  changed: batch.micro_size: 2 -> 1: takes effect",
-         "  changed: batch.accumulation_steps: 1 -> 2: takes effect",
-         "  changed: world.micro_samples: 2 -> 1: takes effect",
-         "  changed: world.accumulation_steps: 1 -> 2: takes effect"],
+        ["  changed: batch.micro_size: 2 -> 1: applied",
+         "  changed: batch.accumulation_steps: 1 -> 2: applied",
+         "  changed: world.micro_samples: 2 -> 1: applied",
+         "  changed: world.accumulation_steps: 1 -> 2: applied"],
     ),
     "ranks, ZeRO and engine": (
         {"ranks": 2, "zero": {"stage": 1}, "engine": {"name": "inductor"}}, {},
-        ["  changed: engine.name: 'eager' -> 'inductor': takes effect",
+        ["  changed: engine.name: 'eager' -> 'inductor': applied",
          "  changed: zero: null -> {stage: 1, fused_gradient_norm: true}: "
-         "takes effect",
-         "  changed: world.ranks: 1 -> 2: takes effect",
-         "  changed: world.global_samples: 2 -> 4: takes effect "
-         "(the next step takes the samples that follow)"],
+         "applied",
+         "  changed: world.ranks: 1 -> 2: applied",
+         "  changed: world.global_samples: 2 -> 4: applied (the next step uses the "
+         "samples that follow)"],
     ),
     "logging, checkpoints and launch": (
         {"log": {"every_steps": 5}, "checkpoint": {"keep": 1}, "launch": {"env": {"NOTE": "x"}}}, {},
-        ["  changed: checkpoint.keep: 3 -> 1: takes effect",
-         "  changed: launch.env.NOTE: null -> 'x': takes effect",
-         "  changed: log.every_steps: 10 -> 5: takes effect"],
+        ["  changed: checkpoint.keep: 3 -> 1: applied",
+         "  changed: launch.env.NOTE: null -> 'x': applied",
+         "  changed: log.every_steps: 10 -> 5: applied"],
     ),
     "the code and the packages": (
         {}, {"code": {"ortlaunch": "0.9", "python": "3.11.9", "commit": "ab12",
                       "dirty": False},
              "packages": {"torch": "2.4.0", "six": "0", "tqdm": "3"}},
-        ["  changed: code.ortlaunch: '0.9' -> '1.0': takes effect",
-         "  changed: code.commit: 'ab12' -> null: takes effect",
-         "  changed: code.dirty: false -> null: takes effect",
-         "  changed: packages.torch: '2.4.0' -> '2.13.0': takes effect",
-         "  changed: packages.peft: null -> '0.19': takes effect",
-         "  changed: packages, 2 others: 'old versions' -> 'new versions': takes effect"],
+        ["  changed: code.ortlaunch: '0.9' -> '1.0': applied",
+         "  changed: code.commit: 'ab12' -> null: applied",
+         "  changed: code.dirty: false -> null: applied",
+         "  changed: packages.torch: '2.4.0' -> '2.13.0': applied",
+         "  changed: packages.peft: null -> '0.19': applied",
+         "  changed: packages, 2 others: 'old versions' -> 'new versions': applied"],
     ),
     "the model": (
         {"model": {"task": "custom", "factory": "mine:model", "arguments": {"width": 3}}}, {},
@@ -141,36 +141,34 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "the data and their order": (
         {"data": {"train": {"format": "custom", "factory": "mine:data", "arguments": {"n": 1}}},
          "seed": 7}, {},
-        ["  seed: 42 -> 7: refused without --allow data "
-         "(order, masking and dropout are drawn from it)",
+        ["  seed: 42 -> 7: refused without --allow data (it determines order, masking and "
+            "dropout)",
          "  data.train.arguments.n: null -> 1: refused without --allow data"],
     ),
     "the optimizer's kind": (
         {"optimizer": {"name": "adamw", "learning_rate": 0.1}}, {},
-        ["  optimizer.name: 'sgd' -> 'adamw': refused without --allow optimizer "
-         "(its state begins anew where the "
-         "checkpoint has none of its kind)"],
+        ["  optimizer.name: 'sgd' -> 'adamw': refused without --allow optimizer (its state "
+            "is reset unless the checkpoint has it)"],
     ),
     "the precision": (
         {"precision": "bf16"}, {},
-        ["  precision: 'fp32' -> 'bf16': refused without --allow precision "
-         "(the weights are float32 in any, and the "
-         "steps are not the same)"],
+        ["  precision: 'fp32' -> 'bf16': refused without --allow precision (the weights are "
+            "float32 in each, but the steps differ)"],
     ),
     "the loss": (
         {"train": {"max_steps": 3, "loss_weight": "mask"}}, {},
-        ["  train.loss_weight: null -> 'mask': refused without --allow loss "
-         "(what is minimized is another mean)"],
+        ["  train.loss_weight: null -> 'mask': refused without --allow loss (the loss "
+            "becomes a different mean)"],
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_each_change_is_explained(kind: str) -> None:
-    """Each change is listed: it takes effect, or is refused until --allow names it."""
+    """Each change is listed: it is applied, or is refused until --allow names it."""
     sections, made, lines = CHANGES[kind]
     folder = save(RUN, 2, **made)
-    head = f"going on after step 2 from {folder}"
+    head = f"continuing after step 2 from {folder}"
     if "refused" not in lines[0]:
         assert says(**sections) == [head, *lines]
         return
@@ -178,12 +176,12 @@ def test_each_change_is_explained(kind: str) -> None:
         says(**sections)
     words = "--allow " + lines[0].partition("--allow ")[2].split()[0]
     assert str(caught.value).splitlines() == [
-        f"{folder} was written by another training:", *lines,
-        f"Give the recipe that it was trained with, {words} if this is meant, or a new --run-dir",
+        f"{folder} belongs to a different training:", *lines,
+        f"Use the recipe that it was trained with, {words} if this is intended, or a new --run-dir",
     ]  # fmt: skip
     allowed = says(ResumeOptions("auto", (words.split()[1],)), **sections)
     assert allowed == [
-        head, *(f"  changed:{line[1:]}".replace("refused without", "takes effect, by")
+        head, *(f"  changed:{line[1:]}".replace("refused without", "applied, with")
                 for line in lines)
     ]  # fmt: skip
 
@@ -193,8 +191,8 @@ def test_adamw_by_another_code_is_the_same_kind() -> None:
     adam = {"name": "adamw", "learning_rate": 0.1}
     save(RUN, 2, resolved(optimizer=adam))
     assert says(optimizer={**adam, "name": "fused_adam"})[1:] == [
-        "  changed: optimizer.name: 'adamw' -> 'fused_adam': "
-        "takes effect (the same numbers by another code)"
+        "  changed: optimizer.name: 'adamw' -> 'fused_adam': applied (the same values "
+        "from other code)"
     ]
 
 
@@ -204,7 +202,7 @@ def test_a_field_that_came_later_has_not_changed() -> None:
     made = read_json(folder / origin.ORIGIN)
     del made["recipe"]["checkpoint"]["keep_every"], made["recipe"]["engine"]["torch_matmul"]
     write_json(folder / origin.ORIGIN, made)
-    assert says()[1:] == ["  nothing has changed since"]
+    assert says()[1:] == ["  no settings have changed since"]
 
 
 def test_a_checkpoint_that_does_not_say_what_made_it() -> None:
@@ -215,9 +213,9 @@ def test_a_checkpoint_that_does_not_say_what_made_it() -> None:
     before = resolved().file.recipe
     made = resolved(log={"every_steps": 5})
     assert resume.beginning(RUN, made, before, ResumeOptions()).lines[1:] == (
-        "  changed: log.every_steps: 10 -> 5: takes effect",
+        "  changed: log.every_steps: 10 -> 5: applied",
     )
-    assert says()[1:] == ["  it does not say what made it: nothing could be compared"]
+    assert says()[1:] == ["  it has no record of its recipe, so nothing is compared"]
 
 
 # ---------------------------------------------------------------- --resume
@@ -235,10 +233,10 @@ def test_auto_names_what_it_skips() -> None:
     save(RUN, 6)
     leave_remains(RUN)
     assert says()[:4] == [
-        "  skipped: mine/checkpoints/step_00000007.broken: damaged, as an earlier start found",
+        "  skipped: mine/checkpoints/step_00000007.broken: damaged (detected by an earlier start)",
         "  skipped: mine/checkpoints/step_00000008: incomplete: it has no COMPLETE",
-        "  skipped: mine/checkpoints/step_00000009.partial: incomplete: its writing was cut off",
-        "going on after step 6 from mine/checkpoints/step_00000006",
+        "  skipped: mine/checkpoints/step_00000009.partial: incomplete: the save was interrupted",
+        "continuing after step 6 from mine/checkpoints/step_00000006",
     ]
 
 
@@ -283,12 +281,12 @@ def test_a_step_of_this_run() -> None:
     assert (RUN.checkpoints / "step_00000006.aside/COMPLETE").exists()
     with pytest.raises(
         InputError,
-        match=r"^--resume 6: no complete checkpoint of step 6; .* has those of steps 2, 4$",
+        match=r"^--resume 6: no complete checkpoint of step 6; .* has steps 2, 4$",
     ):
         says(ResumeOptions("6"))
     own = str(RUN.checkpoint(2))
     with pytest.raises(
-        InputError, match=r"00002: is of this run folder itself; give its step: --resume 2$"
+        InputError, match=r"00002: belongs to this run folder itself; give its step: --resume 2$"
     ):
         resume.choose(RUN, ResumeOptions(own))
     with pytest.raises(
@@ -367,7 +365,7 @@ def test_a_dry_run_shows_what_has_changed() -> None:
     save(RUN, 7)
     write_text(RUN.recipe, yaml.safe_dump(CUSTOM))
     lines = preview.before_start(resolved(train={"max_steps": 9}), RUN, ResumeOptions())
-    assert "going on after step 7" in lines[1]
+    assert "continuing after step 7" in lines[1]
     assert any("train.max_steps" in line for line in lines)
     with pytest.raises(PlanError, match="seed: 42 -> 7: refused without --allow data"):
         preview.before_start(resolved(seed=7), RUN, ResumeOptions())

@@ -92,7 +92,7 @@ def test_copy(name: str, target: str, new: list[str], library: Path) -> None:
 def test_copy_never_overwrites(there: str, library: Path) -> None:
     """A file in the way stops the copy before anything is written."""
     Path(there).write_text("mine")
-    with pytest.raises(InputError, match=rf"^{there} exists already; give another name$"):
+    with pytest.raises(InputError, match=rf"^{there} exists already; choose another name$"):
         shipped.copy("bert/tiny", Path())
     assert [path.name for path in Path().glob("*.yaml")] == [there]
     assert Path(there).read_text() == "mine"
@@ -115,8 +115,7 @@ def test_a_recipe_is_a_file_or_a_shipped_name(given: str, found: str, library: P
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("bert/tinny", "bert/tinny: there is no such file, and no shipped recipe of that name; "
-                       "did you mean bert/tiny?"),
+        ("bert/tinny", "bert/tinny: no such file or shipped recipe; did you mean bert/tiny?"),
         ("runs/net", "runs/net: is the folder of a run; to continue it: "
                      "ortlaunch train runs/net/recipe.yaml --run-dir "
                      "runs/net (with more steps: train.max_steps=NUMBER)"),

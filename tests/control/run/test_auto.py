@@ -153,7 +153,8 @@ def test_a_run_keeps_its_engine() -> None:
     remembered_choice(base, "inductor")
     write_json(run.choice, {**THEN, "key": auto.digest(base)})
     assert (
-        with_recorded_choices(base, run).notes[-1] == "engine auto: eager: then (as this run began)"
+        with_recorded_choices(base, run).notes[-1]
+        == "engine auto: eager: then (at the start of this run)"
     )
     # The key of another recipe: without checkpoints, the stored choice of today is used.
     write_json(run.choice, {**THEN, "key": "of another model"})
@@ -176,14 +177,14 @@ def test_a_rank_cannot_measure() -> None:
     """A rank uses a stored choice, and is refused without one before anything is written."""
     base = resolved(environ=TORCH)
     with pytest.raises(
-        PlanError, match=r"run `ortlaunch bench recipe\.yaml` once outside of the launcher"
+        PlanError, match=r"run `ortlaunch bench recipe\.yaml` once outside the launcher"
     ):
         with_recorded_choices(base, RunDir("run"))
     assert not Path("run").exists()
     # A measurement of another batch is only named in the error.
     remembered_choice(resolved(batch={"micro_size": 8, "accumulation_steps": 1}))
     with pytest.raises(
-        PlanError, match=r"the nearest that was measured differs in batch: \[8, 1\] -> \[2, 1\]$"
+        PlanError, match=r"the nearest measurement differs in batch: \[8, 1\] -> \[2, 1\]$"
     ):
         with_recorded_choices(resolved(environ=TORCH), RunDir("run"))
     remembered_choice(resolved())
@@ -193,7 +194,7 @@ def test_a_rank_cannot_measure() -> None:
 def test_what_would_fail_anyway_fails_before_measuring() -> None:
     """A run that cannot start fails before minutes of measuring."""
     Path("mine").write_text("")
-    with pytest.raises(PlanError, match="is a file; give a folder"):
+    with pytest.raises(PlanError, match="is a file, not a folder; give a folder"):
         control.train(resolved(), Path("mine"))
     assert not Path("bench").exists()
 
@@ -225,7 +226,7 @@ def test_a_bench_refreshes_what_auto_remembers(
     assert (found.chosen, found.bench) == ("ort", str(Path("bench").resolve()))
     assert (
         capsys.readouterr().out.count(
-            "engine.name: auto will take ort for this recipe on this machine\n"
+            "engine.name: auto will choose ort for this recipe on this machine\n"
         )
         == 1
     )

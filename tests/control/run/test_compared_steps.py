@@ -26,8 +26,8 @@ def causal(model_type: str) -> dict[str, Any]:
     ("sections", "expected"),
     [
         # No test of ortlaunch can have trained the user's own model.
-        (ORT, Compared(1, "the model is your own")),
-        (causal("gpt2"), Compared(1, "ortlaunch's tests train no gpt2 on ONNX Runtime")),
+        (ORT, Compared(1, "your own model")),
+        (causal("gpt2"), Compared(1, "ortlaunch's tests do not cover gpt2 on ONNX Runtime")),
         (causal("llama"), Compared(0, "ortlaunch's tests train llama on ONNX Runtime")),
         ({"engine": {"name": "eager"}}, Compared(0)),
         ({"engine": {"name": "inductor"}}, Compared(0)),
@@ -36,7 +36,7 @@ def causal(model_type: str) -> dict[str, Any]:
         # Each rank has a part of the weights only.
         (
             {**ORT, "zero": {"stage": 3}},
-            Compared(0, "with ZeRO 3 no rank has whole weights to compare with"),
+            Compared(0, "under ZeRO 3 no rank has all weights for the comparison"),
         ),
     ],
     ids=str,
@@ -57,7 +57,7 @@ def test_the_built_models_type_counts() -> None:
 def test_a_plan_says_what_is_compared() -> None:
     """A plan has a line for the comparison, and the memory for two more sets of gradients."""
     made = recipe(**ORT)
-    assert "parity: step 1 is also run in plain PyTorch, once (the model is your own)" in describe(
+    assert "parity: step 1 is compared with plain PyTorch once (your own model)" in describe(
         plan(made), made
     )
     asked = bert(engine={"parity_steps": 2})

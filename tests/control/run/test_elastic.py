@@ -57,16 +57,16 @@ def resolved(*overrides: str, **options: Any) -> ResolvedRun:
         ("launch.nodes.max=0", "launch.nodes.max: got 0; it must be >= 1"),
         (
             "launch.launcher=mpi",
-            "launch.launcher: got mpi with launch.nodes {min, max}: "
-            "a lost host is seen by torchrun's",
+            "launch.launcher: got mpi with launch.nodes {min, max}: only launcher torchrun "
+            "detects a lost host",
         ),
         (
             "launch.max_restarts=0",
-            "launch.max_restarts: got 0 with launch.nodes {min, max}, which goes on by restarts",
+            "launch.max_restarts: got 0 with launch.nodes {min, max}, which continues by restarts",
         ),
         (
             "launch.preflight=false",
-            "launch.preflight: got false with launch.nodes {min, max}, which finds by it",
+            "launch.preflight: got false with launch.nodes {min, max}, which uses it to find",
         ),
         (
             "batch.micro_size=auto",
@@ -103,13 +103,13 @@ def test_what_the_recipe_must_give(override: str, said: str, folder: Path) -> No
         (
             (),
             {"launcher": "mpi"},
-            "launcher mpi with launch.nodes 1 to 3: a lost host is seen by torchrun's ssh alone",
+            "launcher mpi with launch.nodes 1 to 3: only launcher torchrun detects a lost host",
         ),
         # A scheduler chooses hosts that are not known here.
         (
             (),
             {"hostfile": None, "declared": True},
-            "launch.nodes is 1 to 3, which is for the hosts of --hostfile",
+            "launch.nodes is 1 to 3, a range, which only --hostfile supports",
         ),
         ((), {"hostfile": None}, "launch.nodes is 1 to 3, and there is no --hostfile"),
     ],
@@ -216,7 +216,7 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
         assert file.record.attempts == ()
         file.end(85, "")
     assert starts == [1, 2]
-    assert "the ranks are started again, as was asked for" in capsys.readouterr().err
+    assert "restarting the ranks, as requested" in capsys.readouterr().err
     assert Plan.read(run.plan) == made
 
 
@@ -246,11 +246,9 @@ def test_only_an_elastic_run_takes_hosts_back(
         file.starts()
         with pytest.raises(
             InputError,
-            match=r"launch.nodes is no \{min, max\}, so that its hosts are always the same",
+            match=r"launch.nodes is not \{min, max\}, so its hosts are fixed",
         ):
             restart(run)
         file.end(0, "")
-    with pytest.raises(
-        InputError, match="succeeded; only a run whose ranks train can be started again"
-    ):
+    with pytest.raises(InputError, match="succeeded; only a training run can be restarted"):
         restart(run)

@@ -82,7 +82,7 @@ def test_sizes_keep_the_global_batch() -> None:
 def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is too large for one sample gives an error."""
     stand_in(monkeypatch, 0.5)
-    with pytest.raises(LaunchError, match="not even 1 sample a rank fits"):
+    with pytest.raises(LaunchError, match="not even 1 sample per rank fits"):
         find(auto(8), plan(auto(8)), RunDir(tmp_path))
 
 
@@ -117,7 +117,7 @@ def test_plan_says_that_it_will_be_found() -> None:
     """`plan` shows the sizes that would be tried, and the memory of a sample."""
     made = bert(batch={"global_size": 64, "micro_size": "auto"})
     lines = note(plan(made))
-    assert "among 1, 2, 4, 8, 16, 32, 64; the plan above is for 1" in lines[0]
+    assert "from 1, 2, 4, 8, 16, 32, 64; the plan above uses 1" in lines[0]
     assert "MiB of activations" in lines[1]
 
 
@@ -155,7 +155,7 @@ def test_which_failures_are_memory(
     if memory:
         assert micro_size._try(made, plan(made), run, 1)[:3] == (1, False, None)
     else:
-        with pytest.raises(LaunchError, match="not for memory"):
+        with pytest.raises(LaunchError, match="not because of memory"):
             micro_size._try(made, plan(made), run, 1)
 
 

@@ -114,7 +114,11 @@ def test_engine_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> Non
     path = written(engine={"name": "auto"})
     # First measured, then from the cache, then from the run folder.
     measured(monkeypatch)
-    for folder, source in (("run", ""), ("other", " (cached)"), ("run", " (as this run began)")):
+    for folder, source in (
+        ("run", ""),
+        ("other", " (cached)"),
+        ("run", " (at the start of this run)"),
+    ):
         text = ortlaunch("train", path, "--run-dir", folder)
         assert "engine auto: inductor: measured 2 x eager" in text
         assert (source in text, ortlaunch.plans, ortlaunch.starts) == (True, 1, 1)

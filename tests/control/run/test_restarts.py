@@ -30,9 +30,8 @@ def test_the_same_failure_at_the_same_step_is_deterministic() -> None:
     again = replace(FIRST, number=2, resumed=4)
     said = in_vain([FIRST, again], 9)
     assert said == (
-        "not started again: the same failure after step 7 as the time before "
-        "(ValueError: planted), so that it is "
-        "deterministic"
+        "not restarted: the same failure after step 7 as before (ValueError: planted), so it "
+        "is deterministic"
     )
     # Process ids and seconds differ from start to start.
     pids = [replace(again, failure=f"Stall: process {pid} for {pid}.5 s") for pid in (7, 42)]
@@ -60,7 +59,7 @@ def test_a_failure_before_any_rank_began_that_repeats() -> None:
     # The first time it may be an accident.
     early = replace(FIRST, step=None, failure="exit status 250", exit_status=250)
     assert in_vain([early], 1) is None
-    assert "the same failure before any rank began" in (in_vain([early, early], 9) or "")
+    assert "the same failure before any rank started" in (in_vain([early, early], 9) or "")
 
 
 def test_progress_begins_the_count_anew() -> None:
@@ -135,7 +134,7 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
     ]
     said = capsys.readouterr().err
     assert (
-        "attempt 1 failed; the ranks are started again in 1 s, at step 1, for no checkpoint is complete"
+        "attempt 1 failed; restarting the ranks in 1 s, at step 1, because no checkpoint is complete"
         in said
     )
     assert "(restart 2 of 3 without progress)" in said
@@ -175,7 +174,7 @@ def test_a_deterministic_failure_stops_the_second_time(run: RunDir) -> None:
     ended = supervise(run, 3, JobFile(run, "mpi"), lambda attempt: fail(run, 7))
     assert ended.end.status == 7
     assert ended.end.text.splitlines()[-1].startswith(
-        "ortlaunch: not started again: the same failure after step 7"
+        "ortlaunch: not restarted: the same failure after step 7"
     )
     assert run.error(1).exists()
     assert not run.attempt(2).exists()
@@ -200,7 +199,7 @@ def test_what_is_no_fault(status: int, stopped: bool, run: RunDir) -> None:
 def test_the_plan_says_what_follows_a_fault() -> None:
     """The plan notes restarts, and that none happens under the user's own launcher."""
     made = recipe(launch={"max_restarts": 3})
-    assert "started again from the last complete checkpoint, at most 3 times without" in describe(
+    assert "restarted from the last complete checkpoint, at most 3 times without" in describe(
         plan(made), made
     )
     assert "launch.max_restarts: the launcher is not ortlaunch's" in describe(

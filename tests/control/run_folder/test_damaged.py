@@ -158,8 +158,8 @@ def test_status_reads_the_rest_and_says_what_it_left_out(whole: Path, tmp_path: 
     plan = found.unreadable[0]
     given = found.unreadable[1]
     assert left == "metrics.jsonl:2 is left out: no whole line of JSON"
-    assert plan.startswith(f"{run.plan}: is no plan, damaged, or of another version")
-    assert given.startswith(f"{run.recipe}: is no recipe, damaged, or of another version")
+    assert plan.startswith(f"{run.plan}: is not a plan, is damaged, or is of another version")
+    assert given.startswith(f"{run.recipe}: is not a recipe, is damaged, or is of another version")
     assert all(line in str(found).splitlines() for line in found.unreadable)
     assert json.loads(found.to_json())["unreadable"] == list(found.unreadable)
 
@@ -191,9 +191,9 @@ def test_a_line_after_half_a_one_is_not_lost(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (b"", "is damaged: it is empty"),
-        (b'{"a": 1', "is damaged: no JSON at line 1, column 8"),
-        (b"\xff\xfe", "is damaged: no text"),
-        (b"[1]", "is damaged: it holds no mapping"),
+        (b'{"a": 1', "is damaged: not JSON at line 1, column 8"),
+        (b"\xff\xfe", "is damaged: not text"),
+        (b"[1]", "is damaged: it is not a mapping"),
         (b"{}", "has no 'steps': it is damaged, or of another version of ortlaunch"),
     ],
 )

@@ -108,7 +108,7 @@ def test_ranks_hold_it_too(
         first.wait()
         with pytest.raises(PlanError) as caught, RunLock() as lock:
             lock.acquire(run)
-        assert "has ended, but ranks of it are still alive; end them" in str(caught.value)
+        assert "has ended, but some of its ranks are still alive; end them" in str(caught.value)
         assert f"waiting for the ranks of process {first.pid} on host" in capsys.readouterr().out
     # The rank has been killed with its process group, so the folder is free.
     with RunLock() as lock:
@@ -142,8 +142,8 @@ def test_a_disk_without_locks_is_told(
         lock.acquire(run)
     run_lock.share(run)
     said = (
-        f"{run}: no file locks here (Operation not supported): "
-        "a second run in it would not be seen\n"
+        f"{run}: no file locks here (Operation not supported): a second run in it cannot be "
+        "detected\n"
     )
     assert capsys.readouterr().out == said
 
@@ -160,5 +160,5 @@ def test_a_lock_that_is_lost_when_it_becomes_shared(
         real(file, operation)
 
     monkeypatch.setattr(run_lock.fcntl, "flock", flock)
-    with RunLock() as lock, pytest.raises(PlanError, match="another command took its lock"):
+    with RunLock() as lock, pytest.raises(PlanError, match="another command has just locked it"):
         lock.acquire(RunDir(tmp_path / "run"))

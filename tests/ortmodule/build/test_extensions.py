@@ -277,7 +277,7 @@ def test_an_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "file"))
     with pytest.raises(
         FileError,
-        match=r"file: cannot be made: File exists: .*; ORTLAUNCH_CACHE names another place",
+        match=r"file: cannot be made: File exists: .*; set ORTLAUNCH_CACHE to another folder",
     ):
         extensions.build()
 

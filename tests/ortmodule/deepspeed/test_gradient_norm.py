@@ -190,10 +190,13 @@ def test_the_check_of_parameters_own_gradients() -> None:
     ("fields", "why"),
     [
         ({"cpu_offload": True}, "with CPU offload DeepSpeed measures gradients as it copies them"),
-        ({"has_moe_layers": True}, "it is not made for mixtures of experts"),
-        ({"model_parallel_group": object()}, "it is not made for model parallelism"),
-        ({"bit16_groups": [[torch.zeros(2).double()]]}, "it is for float32, float16 and bfloat16"),
-        ({"bit16_groups": [[torch.zeros(2, device="meta")]]}, "it is for CPU and CUDA"),
+        ({"has_moe_layers": True}, "mixtures of experts are not supported"),
+        ({"model_parallel_group": object()}, "model parallelism is not supported"),
+        (
+            {"bit16_groups": [[torch.zeros(2).double()]]},
+            "only float32, float16 and bfloat16 are supported",
+        ),
+        ({"bit16_groups": [[torch.zeros(2, device="meta")]]}, "only CPU and CUDA are supported"),
     ],
 )
 def test_what_is_left_to_deepspeed(fields: dict[str, Any], why: str) -> None:
@@ -208,14 +211,14 @@ def test_replicated_and_modified_optimizers() -> None:
     """Pipeline parallelism, another type of optimizer, and a second application are refused."""
     replicated = zero(gradients(3))
     replicated.bit16_groups[0][0].ds_pipe_replicated = True
-    assert fuse_gradient_norm(replicated).why == "it is not made for pipeline parallelism"
+    assert fuse_gradient_norm(replicated).why == "pipeline parallelism is not supported"
     twice = zero(gradients(3))
     assert [fuse_gradient_norm(twice).why for _ in range(2)] == [
         "",
         "the optimizer is modified already",
     ]
     other = fuse_gradient_norm(torch.optim.SGD([torch.zeros(1)], lr=1.0))
-    assert other == Applied(False, None, "it is for ZeRO 1 and 2, this is SGD")
+    assert other == Applied(False, None, "only ZeRO 1 and 2 are supported, not SGD")
 
 
 def scaled_global_norm(self: Any, norm_type: int = 2) -> None:
@@ -243,8 +246,8 @@ def test_an_unknown_source_is_left_alone(
     assert applied == Applied(
         False,
         None,
-        f"DeepSpeed {deepspeed.__version__} is unknown to it: "
-        f"{name} is not as in any known release (0.16.0 to 0.19.8)",
+        f"DeepSpeed {deepspeed.__version__} is not supported: {name} differs from all known "
+        "releases (0.16.0 to 0.19.8)",
     )
     assert not {"has_overflow_serial", "get_grad_norm_direct"} & set(vars(optimizer))
 
@@ -256,7 +259,7 @@ def test_functions_of_two_releases_are_not_a_release(monkeypatch: pytest.MonkeyP
     mixed = {**known["0.18.0"], "step": known["0.19.8"]["step"]}
     monkeypatch.setattr(sources, "installed", lambda *_: mixed)
     assert sources.unknown_source(DeepSpeedZeroOptimizer).startswith(
-        "step is not as in any known release"
+        "step differs from all known releases"
     )
     monkeypatch.setattr(sources, "installed", lambda *_: known["0.18.0"])
     assert sources.unknown_source(DeepSpeedZeroOptimizer) == ""
@@ -285,9 +288,9 @@ def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str
 
 
 # Lines and reasons as they are printed.
-FUSED = "FP16_Optimizer: ortlaunch's, overflow and norm at once"
+FUSED = "FP16_Optimizer: ortlaunch's, overflow check and norm in one pass"
 LEFT = "FP16_Optimizer: not applied"
-WITHOUT = "it modifies DeepSpeed's ZeRO optimizer, and this run is without DeepSpeed"
+WITHOUT = "it modifies DeepSpeed's ZeRO optimizer, which this run does not use"
 EAGER = "engine eager runs without ONNX Runtime"
 CPU_ORT = "ONNX Runtime's is for CUDA"
 OFF = "zero.fused_gradient_norm is false"

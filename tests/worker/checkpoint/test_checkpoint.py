@@ -130,7 +130,7 @@ def flip(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "a flipped bit": ("part/weights", flip, "weights is not as it was written"),
+    "a flipped bit": ("part/weights", flip, "weights differs from the file that was saved"),
     "a cut file": ("state", lambda path: os.truncate(path, 9), "state has 9 bytes of "),
     "a missing file": ("part/weights", Path.unlink, "weights: No such file"),
     # Opening it fails with IsADirectoryError.
@@ -142,13 +142,13 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a flipped bit in the manifest": (
         "manifest.json",
         flip,
-        "manifest.json is not as it was written",
+        "manifest.json differs from the file that was saved",
     ),
     "no manifest": ("manifest.json", Path.unlink, "manifest.json or COMPLETE cannot be read"),
     "an empty mark": (
         "COMPLETE",
         lambda path: os.truncate(path, 0),
-        "manifest.json is not as it was written",
+        "manifest.json differs from the file that was saved",
     ),
 }
 
@@ -179,12 +179,12 @@ def test_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
         flip(save(run, step) / "state")
     with pytest.raises(
         CheckpointError,
-        match=r"(?s)00020 is damaged.*00010 is damaged.*No whole checkpoint is left",
+        match=r"(?s)00020 is damaged.*00010 is damaged.*No complete checkpoint is left",
     ):
         checkpoint.set_aside_damaged(run, GROUP)
     with pytest.raises(
         CheckpointError,
-        match=r"No whole checkpoint is left in .*00010.broken, step_00000020.broken",
+        match=r"No complete checkpoint is left in .*00010.broken, step_00000020.broken",
     ):
         # A second start, as a scheduler makes it.
         checkpoint.set_aside_damaged(run, GROUP)
@@ -208,7 +208,7 @@ def test_an_error_of_reading_is_no_damage(
     monkeypatch.setattr("builtins.open", fails)
     monkeypatch.setattr("io.open", fails)
     with pytest.raises(
-        CheckpointError, match=r"could not be read, and was left as it is: .*Stale file handle"
+        CheckpointError, match=r"could not be read, and was not changed: .*Stale file handle"
     ):
         checkpoint.set_aside_damaged(run, GROUP)
     monkeypatch.undo()
@@ -242,7 +242,7 @@ def test_a_whole_one_that_was_set_aside_is_taken_back(
     flip(run.checkpoints / "step_200000000.broken" / "state")
     checkpoint.set_aside_damaged(run, GROUP)
     assert run.complete_checkpoints() == [(100_000_000, run.checkpoint(100_000_000))]
-    assert "is whole when read again: renamed back to step_100000000\n" in capsys.readouterr().out
+    assert "is intact when read again: renamed back to step_100000000\n" in capsys.readouterr().out
 
 
 def test_one_that_a_command_reads_is_not_pruned(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_what_is_being_written_is_no_checkpoint(tmp_path: Path) -> None:
     """A failed save leaves older checkpoints, names the newest, and removes its own folder."""
     run = RunDir(tmp_path)
     save(run, 10)
-    with pytest.raises(CheckpointError, match=f"{run.checkpoint(10)} is whole"):
+    with pytest.raises(CheckpointError, match=f"{run.checkpoint(10)} is complete"):
         save(run, 20, fails=True)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000010"]
 

@@ -118,7 +118,7 @@ def test_a_damaged_step_that_was_asked_for(whole: Trained, tmp_path: Path) -> No
     assert checkpoint.choose(run, GROUP) == (6, run.checkpoint(6))
     os.truncate(run.checkpoint(6) / "manifest.json", 3)
     with pytest.raises(
-        CheckpointError, match=r"^the checkpoint of step 6 was asked for .*, and it is damaged$"
+        CheckpointError, match=r"^the checkpoint of step 6 was requested .*, and it is damaged$"
     ):
         checkpoint.choose(run, GROUP)
 
@@ -136,7 +136,7 @@ def test_another_runs_damaged_checkpoint_stays_where_it_is(
     ).write(new)
     # The one requested step has no substitute; without the request, an older one is used.
     if exact:
-        with pytest.raises(CheckpointError, match="No whole checkpoint was found in other"):
+        with pytest.raises(CheckpointError, match="No complete checkpoint was found in other"):
             checkpoint.choose(new, GROUP)
     else:
         assert checkpoint.choose(new, GROUP) == (4, other.checkpoint(4))
@@ -169,10 +169,10 @@ def test_changed_data_are_found_by_those_who_read_them(
     )
     with explained:
         checkpoint.explain(run, made, found, {"data": {"samples": 65, "fingerprint": None}}, GROUP)
-    said = "takes effect, by --allow data" if allow else "refused without --allow data"
+    said = "applied, with --allow data" if allow else "refused without --allow data"
     assert (
         capsys.readouterr().out
-        == f"  changed: data.samples: 64 -> 65: {said} (as many were read then)\n"
+        == f"  changed: data.samples: 64 -> 65: {said} (that many had been read)\n"
     )
 
 
@@ -190,7 +190,7 @@ def test_an_evaluation_takes_weights_whatever_they_would_be_trained_on(
     assert found is not None
     made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
     # Otherwise tokenizer and labels may be made from the changed data.
-    refused = pytest.raises(CheckpointError, match=r"64 -> 65: refused \(its words and labels may")
+    refused = pytest.raises(CheckpointError, match=r"64 -> 65: refused \(its tokens and labels may")
     with contextlib.nullcontext() if keeps else refused:
         checkpoint.explain(run, made, found, {"data": {"samples": 65, "fingerprint": None}}, GROUP)
     assert "allow" not in capsys.readouterr().out
@@ -242,7 +242,7 @@ def test_a_full_disk(policy: str, disk: Path, capsys: pytest.CaptureFixture[str]
             line for line in capsys.readouterr().out.splitlines() if line.startswith("NOT SAVED")
         ]
         assert len(said) == 2
-        assert "free, and a checkpoint takes" in said[0] or "No space left" in said[0]
+        assert "free, and a checkpoint needs" in said[0] or "No space left" in said[0]
         assert checkpoint.failures(run) == 2
     assert [step for step, _ in run.complete_checkpoints()] == ([2] if policy == "stop" else [2, 8])
     assert {path.name for path in run.checkpoints.iterdir()} <= {"step_00000002", "step_00000008"}

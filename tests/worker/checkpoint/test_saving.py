@@ -189,7 +189,7 @@ def test_a_save_that_fails(policy: str, tmp_path: Path, capsys: pytest.CaptureFi
     save_all(saver, range(1, 11))
     writer.fails = True
     if policy == "stop":
-        with pytest.raises(CheckpointError, match=r"No space left on device; .*00010 is whole"):
+        with pytest.raises(CheckpointError, match=r"No space left on device; .*00010 is complete"):
             save_all(saver, range(11, 21))
         # A failed save at the last step is a failure with either policy.
         with pytest.raises(
@@ -204,7 +204,7 @@ def test_a_save_that_fails(policy: str, tmp_path: Path, capsys: pytest.CaptureFi
         said = capsys.readouterr().out.splitlines()
         assert [line[:10] for line in said] == ["NOT SAVED:", "NOT SAVED:"]
         assert said[0].endswith(
-            "step_00000010 is whole; training goes on (checkpoint.on_failure: continue)"
+            "step_00000010 is complete; training continues (checkpoint.on_failure: continue)"
         )
         writer.fails = True
         with pytest.raises(LastSaveError, match="No space left"):
@@ -223,7 +223,7 @@ def test_a_save_that_nobody_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for _ in range(2):
         saving(run).finish()
     told = [line["step"] for line in records(run)]
-    assert (told, capsys.readouterr().out.count("an earlier start could not say so")) == (
+    assert (told, capsys.readouterr().out.count("an earlier start could not record that")) == (
         [50, 100],
         2,
     )

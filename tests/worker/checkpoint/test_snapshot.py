@@ -186,7 +186,10 @@ def test_another_optimizer_begins_anew(tmp_path: Path, capsys: pytest.CaptureFix
     train(first)
     save(first.named_state(), tmp_path)
     load(tmp_path, second.named_state(), ALONE)
-    assert "the checkpoint has the state of AdamW; SGD begins with none" in capsys.readouterr().out
+    assert (
+        "the checkpoint has the state of AdamW; SGD starts with a new state"
+        in capsys.readouterr().out
+    )
     assert torch.equal(second.model[2].weight, first.model[2].weight)  # type: ignore[index]
     train(second)
 
@@ -248,7 +251,7 @@ def test_a_folder_without_an_index(tmp_path: Path) -> None:
     """A folder without an index is an error that names it; other files are not read."""
     torch.save({}, tmp_path / "state.pt")
     with pytest.raises(
-        CheckpointError, match=r"index\.json is no index of a checkpoint.*No such file"
+        CheckpointError, match=r"index\.json is not an index of a checkpoint.*No such file"
     ):
         load(tmp_path, stepper(net()).named_state(), ALONE)
 
@@ -295,7 +298,7 @@ def test_a_cut_file(size: int, tmp_path: Path) -> None:
     one = stepper(net())
     save(one.named_state(), tmp_path)
     os.truncate(tmp_path / file_of(0), size)
-    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors is no safetensors file"):
+    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors is not a safetensors file"):
         load(tmp_path, one.named_state(), ALONE)
 
 
@@ -314,7 +317,8 @@ def test_what_has_no_place_is_refused(tmp_path: Path) -> None:
     model = net()
     model.register_buffer("odd", torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(
-        CheckpointError, match=r"buffer:odd@0 is of torch.complex64, which a checkpoint cannot hold"
+        CheckpointError,
+        match=r"buffer:odd@0 is of torch.complex64, which a checkpoint cannot store",
     ):
         save(stepper(model).named_state(), tmp_path)
 

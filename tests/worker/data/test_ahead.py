@@ -180,7 +180,7 @@ def test_a_collate_of_the_users_own(own: None) -> None:
     ("name", "message"),
     [
         ("nothing", "collates_of_a_test:nothing returned NoneType; it must be names to tensors"),
-        ("words", "collates_of_a_test:words returned what becomes no tensor"),
+        ("words", "collates_of_a_test:words returned a value that cannot become a tensor"),
         ("gone", "data.collate: module 'collates_of_a_test' has no function 'gone'"),
     ],
 )

@@ -67,7 +67,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "token-classification",
             GOOD,
             {},
-            r"a.jsonl:1: text is 'some words'; token-classification takes a list",
+            r"a.jsonl:1: text is 'some words'; token-classification needs a list",
         ),
         (
             "causal-lm",
@@ -79,7 +79,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "causal-lm",
             CHAT + CHAT.replace(b"hello", b"no"),
             {},
-            r"a.jsonl:2: the chat template refuses it: hello first",
+            r"a.jsonl:2: the chat template rejects it: hello first",
         ),
         (
             "token-classification",

@@ -154,9 +154,8 @@ def test_samples_have_one_length(tmp_path: Path) -> None:
     assert len(samples) == 2
     longer = int((np.diff(documents.ends, prepend=0) > 40).sum())
     assert take_notes() == [
-        f"data.train: {longer} of 3 chats are longer than data.sequence_length (40) and cut off; "
-        "1 are left out, whose "
-        "answers are all behind that"
+        f"data.train: {longer} of 3 chats are longer than data.sequence_length (40) and cut "
+        "off; 1 without an answer before that are left out"
     ]
     sample = samples.sample(1, 0)
     size = int(sample["attention_mask"].sum())
@@ -260,8 +259,8 @@ def test_built_in_chats() -> None:
 
 
 NO_TEMPLATE = (
-    r"data.tokenizer has no chat template; give one, .*: "
-    r"data.chat_template, a Jinja file or its text"
+    r"data.tokenizer has no chat template; set "
+    r"data.chat_template to a Jinja file or its text"
 )
 
 
@@ -276,10 +275,10 @@ NO_TEMPLATE = (
         (["hello"], CHATML, r"chats.jsonl:2: message 1 of messages is 'hello'; it must have a role and a content"),
         ([{"from": "human", "value": "x"}], CHATML, r"jsonl:2: message 1 of messages has no 'role'; it has from, v"),
         ([*TURNS[:2], {"role": "assistant", "content": None}], CHATML, r"jsonl:2: message 3 of .*: content is None"),
-        (TURNS[:2], CHATML, r"jsonl:2: messages has no message of role assistant, .*; it has system, user"),
-        ([*TURNS[1:3], *TURNS[2:3]], LLAMA, r"jsonl:2: the chat template refuses it: Conversation roles must"),
-        (TURNS, "{{ messages|length }}", r"jsonl:2: the chat template writes message 3 in another way .*generation"),
-        (TURNS, "{% generation %}{% endgeneration %}x", r"jsonl:2: the chat template writes no answer of it"),
+        (TURNS[:2], CHATML, r"jsonl:2: messages has no message of role assistant to train on; it has system, user"),
+        ([*TURNS[1:3], *TURNS[2:3]], LLAMA, r"jsonl:2: the chat template rejects it: Conversation roles must"),
+        (TURNS, "{{ messages|length }}", r"jsonl:2: the chat template renders message 3 differently .*generation"),
+        (TURNS, "{% generation %}{% endgeneration %}x", r"jsonl:2: the chat template renders no answer"),
     ],
 )  # fmt: skip
 def test_bad_chats_are_named(row: Any, template: str | None, message: str, tmp_path: Path) -> None:

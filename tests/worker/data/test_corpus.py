@@ -111,7 +111,7 @@ def test_a_pattern_without_files(pattern: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     source = Corpus(format="text", path=(write(tmp_path, "text", TEXTS), str(tmp_path / pattern)))
     with pytest.raises(
-        DataError, match=rf"'{tmp_path}/.*' matches no file \(seen from {os.getcwd()}\)"
+        DataError, match=rf"'{tmp_path}/.*' matches no file \(current folder: {os.getcwd()}\)"
     ):
         files(source)
 
@@ -388,7 +388,7 @@ def test_changed_tokens_are_made_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     # Two of four tokens.
     path.write_bytes(path.read_bytes()[:8])
     assert tokens_module.tokenized(source, Letters(), False)[:].tolist() == before
-    assert take_notes() == [f"{path}: has 8 bytes, and had 16; made anew"]
+    assert take_notes() == [f"{path}: has 8 bytes, and had 16; rebuilt"]
     assert tokens_module.tokenized(source, Letters(), False)[:].tolist() == before
     assert take_notes() == []
 

@@ -327,9 +327,9 @@ def test_a_sample_must_be_a_mapping(item: Any) -> None:
             r"differ in the shape of 'x': \[\(2,\), \(3,\)\]; pad them",
         ),
         ([{"x": 1}, {"y": 1}], "differ in their names: not all have 'x'"),
-        ([{"x": "text"}], "'x' of a sample is no tensor, nor what becomes one"),
-        ([{"x": None}], "'x' of a sample is no tensor, nor what becomes one"),
-        ([{"x": [[1], [1, 2]]}], "'x' of a sample is no tensor, nor what becomes one"),
+        ([{"x": "text"}], "'x' of a sample cannot become a tensor"),
+        ([{"x": None}], "'x' of a sample cannot become a tensor"),
+        ([{"x": [[1], [1, 2]]}], "'x' of a sample cannot become a tensor"),
     ],
 )
 def test_samples_that_do_not_stack(samples: list[Any], message: str) -> None:

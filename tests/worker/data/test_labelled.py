@@ -71,24 +71,24 @@ GOOD = '{"text": "a", "label": 1}\n'
         ('{"label": 1}', "x.jsonl:1: no column 'text'; it has label"),
         (
             '{"text": "a", "label": ""}',
-            "x.jsonl:1: label is ''; a class is a word, or an integer from 0",
+            "x.jsonl:1: label is ''; a class is a name, or an integer from 0",
         ),
         (
             GOOD + '{"text": "a", "label": "good"}',
-            "x.jsonl:2: label is 'good', and the first row's is 1; give words",
+            "x.jsonl:2: label is 'good', and the first row's is 1; use only names",
         ),
         (
             '{"text": "a", "label": 0.5}',
-            "x.jsonl:1: label is 0.5; a class is a word, or an integer from 0",
+            "x.jsonl:1: label is 0.5; a class is a name, or an integer from 0",
         ),
         (
             '{"text": "a", "label": true}',
-            "x.jsonl:1: label is True; a class is a word, or an integer from 0",
+            "x.jsonl:1: label is True; a class is a name, or an integer from 0",
         ),
         ('{"text": ["a", "b"], "label": 1}', r"x.jsonl:1: text is \['a', 'b'\]; it must be text"),
         (
             GOOD + '{"text": "a", "label": -1}',
-            "x.jsonl:2: label is -1; a class is a word, or an integer from 0",
+            "x.jsonl:2: label is -1; a class is a name, or an integer from 0",
         ),
         (
             GOOD + '{"text": "a", "label": 1000000}',
@@ -96,7 +96,7 @@ GOOD = '{"text": "a", "label": 1}\n'
         ),
         (
             GOOD + '{"text": "a", "label": null}',
-            "x.jsonl:2: label is None; a class is a word, or an integer from 0",
+            "x.jsonl:2: label is None; a class is a name, or an integer from 0",
         ),
         (GOOD * 2 + '{"text": null, "label": 1}', "x.jsonl:3: text is None; it must be text"),
         ("", "x.jsonl: is empty"),
@@ -205,7 +205,7 @@ def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
         for n, rows in enumerate((('"a"', '"b"'), (1, 0), ('"b"', '"b"')))
     )
     unknown = labelled(tmp_path / "c.jsonl", '{"text": "a", "label": "c"}')
-    with pytest.raises(DataError, match="words in one source and numbers in another"):
+    with pytest.raises(DataError, match="names in one source and numbers in another"):
         number_labels(Mixture([word, number], [1, 1]), None)
     with pytest.raises(
         DataError, match=r"data.evaluation: label 'c' is in no row of data.train, which has 2"
@@ -221,7 +221,7 @@ def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
     [
         (
             '{"text": "a", "label": "good"}',
-            "x.jsonl:1: label is 'good'; sequence-regression takes a number",
+            "x.jsonl:1: label is 'good'; sequence-regression needs a number",
         ),
         (
             '{"text": "a", "label": 1}\n{"text": "a", "label": NaN}',
@@ -229,7 +229,7 @@ def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
         ),
         (
             '{"text": "a", "label": true}',
-            "x.jsonl:1: label is True; sequence-regression takes a number",
+            "x.jsonl:1: label is True; sequence-regression needs a number",
         ),
         ('{"text": "a"}', "x.jsonl:1: no column 'label'; it has text"),
     ],
@@ -256,14 +256,14 @@ def test_numbers_are_float_labels(tmp_path: Path) -> None:
     [
         (
             '{"text": "a b", "label": [0, 1]}',
-            "x.jsonl:1: text is 'a b'; token-classification takes a list, one a word",
+            "x.jsonl:1: text is 'a b'; token-classification needs a list with one label per word",
         ),
-        ('{"text": ["a"], "label": 0}', "x.jsonl:1: label is 0; token-classification takes a list"),
+        ('{"text": ["a"], "label": 0}', "x.jsonl:1: label is 0; token-classification needs a list"),
         ('{"text": ["a", "b"], "label": [0]}', "x.jsonl:1: text has 2 words, and label 1 tags"),
         ('{"text": ["a", " "], "label": [0, 1]}', "x.jsonl:1: text has ' '; it must be a word"),
         (
             '{"text": ["a", "b"], "label": [0, "B"]}',
-            "x.jsonl:1: label is 'B', and the first row's is 0; give words",
+            "x.jsonl:1: label is 'B', and the first row's is 0; use only names",
         ),
         (
             '{"text": ["a"], "label": ["O"]}\n{"text": ["a"], "label": [-1]}',

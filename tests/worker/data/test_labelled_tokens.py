@@ -205,7 +205,7 @@ def test_one_without_any_token_to_pad_with_is_told(tmp_path: Path) -> None:
     tokenizer = wordpiece()
     tokenizer.pad_token = None
     with pytest.raises(
-        DataError, match=r"data\.tokenizer: has neither a token for padding nor one for the end"
+        DataError, match=r"data\.tokenizer: has neither a padding token nor an end-of-text token"
     ):
         LabelledTexts(corpus(tmp_path / "x.jsonl", TEXTS, range(7)), tokenizer, LENGTH)
 
@@ -368,7 +368,7 @@ def test_nothing_bad_is_kept(tmp_path: Path, cache: Path) -> None:
     source = corpus(tmp_path / "x.jsonl", ["a"] * 20, [0] * 19 + [-1])
     for _ in range(2):
         with pytest.raises(
-            DataError, match=r"x.jsonl:20: label is -1; a class is a word, or an integer from 0"
+            DataError, match=r"x.jsonl:20: label is -1; a class is a name, or an integer from 0"
         ):
             LabelledTexts(source, wordpiece(), LENGTH)
     # Without a seal nothing in the cache is used; the corrected file is tokenized.
@@ -395,11 +395,12 @@ def test_a_tokenizer_that_takes_no_lists_of_words(
     monkeypatch.setattr(type(tokenizer), "__call__", call)
     for _ in range(2):
         with pytest.raises(
-            DataError, match=r"data\.tokenizer: takes no lists of words: You need .* to use it"
+            DataError,
+            match=r"data\.tokenizer: does not accept lists of words: You need .* to use it",
         ):
             TaggedWords(source, tokenizer, LENGTH)
     with pytest.raises(
-        DataError, match=r"data\.tokenizer: does not tell which word a piece is of, as fast"
+        DataError, match=r"data\.tokenizer: does not report the word of each token; use a fast"
     ):
         TaggedWords(source, slow(), LENGTH)
     assert not [*cache.glob("*.seal")]

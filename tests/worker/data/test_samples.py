@@ -268,7 +268,7 @@ def test_pairs_are_two_segments_that_follow_each_other_or_not() -> None:
 def test_pairs_need_two_documents() -> None:
     """Pairs need two documents; if one is nearly the whole corpus, the other one is used."""
     with pytest.raises(
-        DataError, match=r"the corpus has 1 of two tokens or more; data.train.document says"
+        DataError, match=r"the corpus has 1 with two tokens or more; data.train.document sets"
     ):
         documents_of([500, 1, 0])
     # Nearly every random draw gives the large document, so that its neighbor with tokens is used.
@@ -322,7 +322,7 @@ def test_whole_words_need_marked_pieces() -> None:
 
     with pytest.raises(
         DataError,
-        match=r"data.masked_lm.whole_words: data.tokenizer marks no piece of a word by ##",
+        match=r"data.masked_lm.whole_words: data.tokenizer does not mark pieces of words with ##",
     ):
         Masking(Plain(), MaskedLm(whole_words=True))
 

@@ -174,7 +174,7 @@ def test_a_changed_tokenizer_is_trained_again(corpus: Path) -> None:
     text = changed.read_text()
     changed.write_text(text.replace('"a"', '"A"', 1))
     assert load_tokenizer(chosen).get_vocab() == first.get_vocab()
-    assert take_notes() == [f"{changed}: is not what was written; made anew"]
+    assert take_notes() == [f"{changed}: differs from the recorded checksum; rebuilt"]
 
 
 def test_from_a_folder(corpus: Path, tmp_path: Path) -> None:

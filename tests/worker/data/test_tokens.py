@@ -203,7 +203,7 @@ def test_a_shard_that_changed_is_named_and_made_anew(
     path = sorted((Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.u32"))[2]
     path.write_bytes(b"?" * path.stat().st_size)
     assert tokens.tokenized(source, Letters(), True)[0:1000].tolist() == whole
-    assert take_notes() == [f"{path}: is not what was written; made anew"]
+    assert take_notes() == [f"{path}: differs from the recorded checksum; rebuilt"]
 
 
 def test_ids_are_the_tokenizers_own(source: Corpus, tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
         across = float(inner(batch["input_ids"], labels=batch["labels"]).loss)
     # The mask makes a difference in this model.
     assert abs(loss - across) > 0.01
-    assert any("each document in a row of its own" in note for note in made.told.notes)
+    assert any("use one row per document" in note for note in made.told.notes)
     device = Device(made.place, made.place.checkpoint, trains=True)
     assert device.step(batch, 1e-3) == pytest.approx(loss, abs=1e-5)
 
@@ -261,7 +261,7 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
     parameters = spoiled.state.parameters
     parameters[name] = np.full_like(parameters[name].data, np.nan)
     save_state(spoiled.state, tmp_path / "nan", with_optimizer=False)
-    with pytest.raises(CheckpointError, match=f"nan: {name} holds inf or nan"):
+    with pytest.raises(CheckpointError, match=f"nan: {name} contains inf or nan"):
         average(bert.place, [good, tmp_path / "nan"], None, to)
 
     # A checkpoint of a wider model.

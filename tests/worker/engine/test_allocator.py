@@ -62,7 +62,7 @@ def test_what_is_freed_is_used_again() -> None:
             "9",
             {},
             None,
-            "in ordinary pages: the host of this virtual machine takes back what is free",
+            "in ordinary pages: the host of this virtual machine reclaims free memory",
         ),
         ("9", {"THP_MEM_ALLOC_ENABLE": "1"}, "1", "as THP_MEM_ALLOC_ENABLE=1 says"),
         (None, {"THP_MEM_ALLOC_ENABLE": "0"}, "0", "as THP_MEM_ALLOC_ENABLE=0 says"),

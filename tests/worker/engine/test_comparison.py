@@ -441,7 +441,7 @@ def test_random_numbers_that_cannot_be_recorded_are_refused() -> None:
     """A model with Gamma variates is refused."""
     # A Gamma variate has a gradient, which a recorded tensor would lack.
     net = Sampling(gamma=True)
-    with pytest.raises(EngineError, match="cannot be recorded"):
+    with pytest.raises(EngineError, match="cannot be replayed"):
         compare_with_draws(net, net, BATCH, lambda model: model)
 
 

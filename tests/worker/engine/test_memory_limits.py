@@ -35,7 +35,7 @@ def test_plan_trial_and_export_see_one_limit(
     kernel.memory(folder, version, 2 * GiB, GiB // 2)
     kernel.process_in(line)
     name = f"control group {kernel.groups / folder}"
-    refused = f"{name} is 2.0 GiB; ask for fewer ranks"
+    refused = f"{name} is 2.0 GiB; use fewer ranks"
     with pytest.raises(PlanError, match=refused):
         list(
             crowded(

@@ -88,4 +88,4 @@ def test_a_forked_child_does_not_go_on_as_the_rank() -> None:
     )
     # The child ends with status 1, to which its parent adds 10.
     assert ended.returncode == 11
-    assert "that the model or the data forked goes on as this rank, and is ended" in ended.stderr
+    assert "forked by the model or the data continued as this rank, and was ended" in ended.stderr

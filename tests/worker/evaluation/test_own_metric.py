@@ -153,7 +153,7 @@ def test_a_function_that_cannot_be_tried(tmp_path: Path, capsys: Any) -> None:
     found = train_here(tmp_path, Told(), ROWS, evaluation=ROWS[:4], train=train, checkpoint=keep)
     said = capsys.readouterr().out
     assert (
-        "cannot be tried before step 1: train.metric: metrics_of_a_test:wants_many raised "
+        "cannot be tested before step 1: train.metric: metrics_of_a_test:wants_many raised "
         "ValueError: few" in said
     )
     assert (
@@ -176,7 +176,11 @@ def test_a_function_that_cannot_be_tried(tmp_path: Path, capsys: Any) -> None:
             HookError,
             r"metrics_of_a_test:answers returned 0.5; it returns numbers by name",
         ),
-        ("takes", HookError, r"metrics_of_a_test:takes returned 'loss', which the evaluation has"),
+        (
+            "takes",
+            HookError,
+            r"metrics_of_a_test:takes returned 'loss', a name that the evaluation already uses",
+        ),
         (
             "nothing",
             DataError,

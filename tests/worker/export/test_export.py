@@ -102,7 +102,7 @@ def test_adapters_merged_or_alone() -> None:
     for recipe, form, told in (
         (makers.recipe(), "huggingface", "the run has no adapters"),
         (ADAPTED, "onnx", "--format onnx has adapters merged; leave --lora out"),
-        (ADAPTED, "ondevice", "--format ondevice has adapters apart, to train them"),
+        (ADAPTED, "ondevice", "--format ondevice has separate adapters, for training"),
     ):
         with pytest.raises(InputError, match=told):
             _with_adapters(recipe, form, "alone")

@@ -94,11 +94,11 @@ def test_a_chat(model: Any, tokenizer: Any, capsys: Any) -> None:
         text(model, chats, asked(chats=True))
         == f"w3 w4\n\n{chats.decode(ids[4:], skip_special_tokens=True)}"
     )
-    assert "by the chat template (--raw takes it as it is)" in capsys.readouterr().err
+    assert "in the chat template (--raw: without the template)" in capsys.readouterr().err
     assert text(model, chats, asked()) == text(model, chats, asked(chats=True))
     assert text(model, chats, asked(chats=False)) == text(model, tokenizer, asked(chats=False))
     with pytest.raises(
-        InputError, match=r"the chat template does not take the prompt: .* --raw leaves it out"
+        InputError, match=r"the chat template rejects the prompt: .* --raw omits the template"
     ):
         text(model, tokenizer, asked(chats=True))
 

@@ -168,7 +168,7 @@ def test_a_card_beside_adapters_is_left_alone(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "error"),
     [
-        ({"HF_TOKEN": None}, InputError, "there is no token; export HF_TOKEN"),
+        ({"HF_TOKEN": None}, InputError, "no token is set; export HF_TOKEN"),
         ({"offline": True}, InputError, "HF_HUB_OFFLINE is set"),
         ({"repo": "a b"}, InputError, "--push: Repo id must"),
         ({"refuses": 403}, InputError, "--push me/model: no rights"),

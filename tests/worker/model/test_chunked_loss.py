@@ -109,7 +109,7 @@ def test_a_second_backward_pass_is_refused() -> None:
     # The first pass has scaled the gradients in place.
     loss = chunked_loss(*head(), labels(), CHUNK, True)  # type: ignore[call-arg]
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="cannot be run backward again"):
+    with pytest.raises(RuntimeError, match="cannot run backward again"):
         loss.backward()
 
 
@@ -222,7 +222,7 @@ def test_a_familys_loss_in_chunks_is_its_own(task: str, kind: str, fields: dict[
             {"num_key_value_heads": 1, "num_local_experts": 2, "output_router_logits": True},
             "is not the mean cross entropy of its head: ",
         ),
-        ("pretraining", "electra", {"embedding_size": 16}, "the model has no head"),
+        ("pretraining", "electra", {"embedding_size": 16}, "the model has no output layer"),
     ],
     ids=str,
 )  # fmt: skip
@@ -305,11 +305,11 @@ def test_auto_is_for_large_vocabularies() -> None:
     [
         (
             {"model": {"task": "custom", "factory": "mine:model"}},
-            "does nothing with task custom, which has no head",
+            "has no effect with task custom, which has no output layer",
         ),
         (
             {"zero": {"stage": 3}},
-            "does nothing with ZeRO 3, which keeps the head's weight in pieces",
+            "has no effect with ZeRO 3, which shards the weight of the output layer",
         ),
     ],
 )

@@ -136,10 +136,10 @@ def test_what_would_do_nothing_is_refused() -> None:
         return "\n".join(text for _, text in [*broken(made), *device_rules(made, "cpu")])
 
     assert said() == ""
-    assert "does nothing with memory optimization" in said(torch_matmul=True)
-    assert "does nothing beside memory_optimization_config" in said(
+    assert "has no effect with memory optimization" in said(torch_matmul=True)
+    assert "has no effect beside memory_optimization_config" in said(
         memory_optimization_config=["Gelu+:1:-1"]
     )
-    assert "does nothing with model.gradient_checkpointing, which becomes" in said(
+    assert "has no effect with model.gradient_checkpointing, which becomes" in said(
         matmul_precision="medium"
     )

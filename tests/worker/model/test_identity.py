@@ -73,11 +73,11 @@ def test_another_base_needs_a_word(
     now = identity(OwnSamples(ROWS), Adapted(2))
     if allow:
         checkpoint.explain(run, recipe(**sections), found, now, GROUP)
-        assert "takes effect, by --allow model" in capsys.readouterr().out
+        assert "applied, with --allow model" in capsys.readouterr().out
     else:
         with pytest.raises(
             CheckpointError, match=r"weights.frozen: '\w+' -> '\w+': refused without --allow model"
         ):
             checkpoint.explain(run, recipe(**sections), found, now, GROUP)
-    with pytest.raises(CheckpointError, match="are not those of its training any more"):
+    with pytest.raises(CheckpointError, match="differ from those of its training"):
         require_same_frozen(found.folder, of_frozen(Adapted(2)))

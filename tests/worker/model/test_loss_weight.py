@@ -207,7 +207,7 @@ def test_a_key_that_forward_names_stays() -> None:
     # The samples are shuffled: either may be first.
     ("weight", rows_with(-1, -1), r"'weight' of sample [01] is -1; a weight is 0 or more"),
     ("weight", rows_with(math.nan, math.nan), r"'weight' of sample [01] is nan"),
-    ("weight", rows_with(0, 0), r"step 1: nothing counts: the sum of 'weight' is 0 in samples [01], [01]$"),
+    ("weight", rows_with(0, 0), r"step 1: no sample counts: the sum of 'weight' is 0 in samples [01], [01]$"),
 ])  # fmt: skip
 def test_weights_that_cannot_be(by: str, rows: list[dict[str, torch.Tensor]], message: str) -> None:
     """Invalid weights are an error with the key, the sample and the valid range."""

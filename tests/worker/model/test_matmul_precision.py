@@ -99,10 +99,10 @@ def test_the_bits_of_a_product_are_measured() -> None:
 
 @pytest.mark.parametrize(("names", "word", "said"), [
     # Of these units only amx_bf16 serves float32 matmuls.
-    (("amx_bf16", "avx512_bf16"), "medium", "products of float32 matrices in bfloat16, by amx_bf16"),
-    (("avx512_bf16",), "medium", "gains nothing: this processor has avx512_bf16, and float32 products can use amx"),
-    ((), "medium", "gains nothing: this processor has no bf16 unit"),
-    (("amx_bf16",), "high", "gains nothing: torch has no TensorFloat32 products on a CPU"),
+    (("amx_bf16", "avx512_bf16"), "medium", "float32 matmul runs in bfloat16 (amx_bf16)"),
+    (("avx512_bf16",), "medium", "no effect: this processor has avx512_bf16, and a float32 matmul can only use amx"),
+    ((), "medium", "no effect: this processor has no bf16 unit"),
+    (("amx_bf16",), "high", "no effect: torch has no TensorFloat32 matmul on CPU"),
 ])  # fmt: skip
 def test_a_plan_says_what_it_brings(
     names: tuple[str, ...], word: str, said: str, units: Any
@@ -132,7 +132,7 @@ def test_it_is_every_engines_and_float32s() -> None:
             recipe(engine={"name": "eager", "matmul_precision": "high"}, precision="bf16")
         )
     ]
-    assert said == ["does nothing with bf16: it is about products of float32 numbers; leave it out"]
+    assert said == ["has no effect with bf16: it changes the matmul of float32 only; leave it out"]
 
 
 class Products(nn.Module):
@@ -188,7 +188,7 @@ def test_onednns_products_stay_float32(processor: Any) -> None:
     """oneDNN is not used if it lowers the precision, and is refused if the recipe requires it."""
     processor("AMD EPYC", {"avx512f"}, bits=7)
     assert not multiply_by_onednn(recipe(engine={"name": "eager"}), Products(256), CPU)
-    with pytest.raises(EngineError, match="oneDNN makes products of float32 numbers in bfloat16"):
+    with pytest.raises(EngineError, match="oneDNN computes the float32 matmul in bfloat16"):
         multiply_by_onednn(recipe(engine={"name": "eager", "onednn": True}), Products(256), CPU)
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -202,14 +202,14 @@ def test_onednn_is_refused_where_it_does_nothing() -> None:
 
     on = {"name": "eager", "onednn": True}
     assert said(engine=on) == [
-        "does nothing on cuda: it is for torch's products on a CPU; leave it out"
+        "has no effect on cuda: it changes torch's matmul on CPU only; leave it out"
     ]
-    assert said(engine=on, precision="bf16")[0].startswith("does nothing with bf16")
+    assert said(engine=on, precision="bf16")[0].startswith("has no effect with bf16")
     assert said(engine={**on, "matmul_precision": "medium"})[0].startswith(
-        "does nothing with matmul_precision medium"
+        "has no effect with matmul_precision medium"
     )
     own = said(engine={"name": "ort", "onednn": True, "torch_matmul": False})
-    assert own[0].startswith("does nothing with torch_matmul: false")
+    assert own[0].startswith("has no effect with torch_matmul: false")
 
 
 def test_parity_is_compared_at_highest() -> None:

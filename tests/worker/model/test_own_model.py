@@ -50,20 +50,20 @@ def test_a_loss_in_any_form(form: str) -> None:
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        (lambda loss: loss.expand(4, 2), r"found a tensor of shape \(4, 2\) in Tensor"),
-        (lambda loss: loss.reshape(1), r"found a tensor of shape \(1,\) in Tensor"),
-        (lambda loss: {"logits": loss}, "found NoneType in dict"),
-        (lambda loss: (torch.ones(2), loss), r"found a tensor of shape \(2,\) in tuple"),
-        (lambda loss: types.SimpleNamespace(loss=None), "found NoneType in SimpleNamespace"),
-        (lambda loss: None, "found NoneType in NoneType"),
-        (lambda loss: (), r"found tuple in tuple"),
-        (lambda loss: float(loss.detach()), "found float in float"),
+        (lambda loss: loss.expand(4, 2), r"got a tensor of shape \(4, 2\) in Tensor"),
+        (lambda loss: loss.reshape(1), r"got a tensor of shape \(1,\) in Tensor"),
+        (lambda loss: {"logits": loss}, "got NoneType in dict"),
+        (lambda loss: (torch.ones(2), loss), r"got a tensor of shape \(2,\) in tuple"),
+        (lambda loss: types.SimpleNamespace(loss=None), "got NoneType in SimpleNamespace"),
+        (lambda loss: None, "got NoneType in NoneType"),
+        (lambda loss: (), r"got tuple in tuple"),
+        (lambda loss: float(loss.detach()), "got float in float"),
     ],
 )
 def test_no_loss(form: Any, message: str) -> None:
     """A forward without a scalar loss is an error that names the required result."""
     with pytest.raises(
-        InputError, match=rf"the model's forward must return its loss, one number; {message}"
+        InputError, match=rf"the model's forward must return its loss, a scalar; {message}"
     ):
         LossModule(Net(form))(x=torch.tensor(3.0))
 

@@ -106,7 +106,7 @@ def test_a_name_that_is_taken(tmp_path: Path) -> None:
 
     with pytest.raises(
         InputError,
-        match=r"returns 'epoch' beside its loss, and metrics.jsonl has that name already",
+        match=r"returns 'epoch' beside its loss, a name that metrics.jsonl already uses",
     ):
         train_here(tmp_path, Takes(), ROWS)
 

@@ -140,11 +140,12 @@ def test_a_model_that_sees_through_the_mask_is_refused() -> None:
             return Output
 
     with pytest.raises(
-        InputError, match=r"data.attend_across_documents: Deaf lets a document see another in spite"
+        InputError,
+        match=r"data.attend_across_documents: Deaf lets a document attend to another despite",
     ):
         require_separate(Deaf())
     with pytest.raises(
-        InputError, match=r"data.attend_across_documents: Linear takes no mask of documents"
+        InputError, match=r"data.attend_across_documents: Linear does not accept a document mask"
     ):
         require_separate(nn.Linear(2, 2))
 

@@ -112,7 +112,7 @@ def test_part_of_a_model_is_refused(saved: tuple[str, Any], tmp_path: Path) -> N
     inner: Any = two.model
     inner.save_pretrained(tmp_path)
     with pytest.raises(
-        InputError, match=r"16 of its weights have no place in the model: bert.encoder.layer.1"
+        InputError, match=r"16 of its weights do not exist in the model: bert.encoder.layer.1"
     ):
         loaded(str(tmp_path), 1)
     with pytest.raises(
@@ -150,8 +150,8 @@ def test_a_resized_vocabulary(saved: tuple[str, Any], tmp_path: Path, said: list
     assert all(torch.equal(a, b) for a, b in zip(found[0].parameters(), found[1].parameters()))
     assert first_loss(found[0], LoadedData(chosen)).shape == ()
     assert loading_notes(found[0].loaded) == (
-        "model.pretrained: its vocabulary is resized, 400 words to 408; new words start near the "
-        "others' mean",
+        "model.pretrained: its vocabulary is resized, 400 tokens to 408; new tokens start near "
+        "the others' mean",
     )
     assert said == []
 
@@ -211,7 +211,7 @@ def test_a_head_of_another_number_of_labels_is_new(
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), found[1].parameters()))
     (note,) = loading_notes(found[0].loaded)
     assert re.fullmatch(
-        r"model.pretrained: its head is of another number of labels; the model's starts at random: "
+        r"model.pretrained: its output layer has a different number of labels; the model's starts at random: "
         r"classifier.bias( is \[2\], the model's \[3\])?; classifier.weight.*", note,
     )  # fmt: skip
     wider = {**pretrained, "config": {"intermediate_size": 48}}
@@ -220,7 +220,7 @@ def test_a_head_of_another_number_of_labels_is_new(
     )
     with pytest.raises(
         InputError,
-        match=r"another shape than model.config's: bert.encoder.layer.0.intermediate[^;]*; bert",
+        match=r"weights differ in shape from model.config: bert.encoder.layer.0.intermediate[^;]*; bert",
     ):
         build_model(wrong, LoadedData(wrong))
     assert said == []

@@ -252,8 +252,7 @@ def test_weights_of_the_loss_are_not_in_the_graph(
     found, _ = exported(Weighted, tmp_path, monkeypatch, data="own_onnx:weighted")
     assert (found.inputs, found.open_axes) == (["x"], {"x": [0], "scores": [0]})
     assert (
-        capsys.readouterr().out
-        == "no inputs of the graph, whose outputs have nothing of their tensors: w\n"
+        capsys.readouterr().out == "not inputs of the graph, because no output depends on them: w\n"
     )
 
 
@@ -273,7 +272,7 @@ def test_what_python_decided_is_told(
     found, _ = exported(Branching, tmp_path, monkeypatch)
     (place,) = found.python_decisions
     assert place.startswith(f"{__file__}:")
-    assert f"{place}: Python takes a tensor's value here" in capsys.readouterr().out
+    assert f"{place}: Python reads a tensor's value here" in capsys.readouterr().out
     (tmp_path / "other").mkdir()
     assert exported(Mapped, tmp_path / "other", monkeypatch)[0].python_decisions == []
 

@@ -57,8 +57,8 @@ def test_the_planned_world_is_agreed(rank: Rank) -> None:
     [
         (
             Rank(0, 3, 0, 2),
-            "the plan has 4 ranks, the launcher started 3; nothing was trained, for a smaller "
-            "world is another training",
+            "the plan has 4 ranks, the launcher started 3; nothing was trained, because a "
+            "different world size is a different training",
         ),
         (
             Rank(2, 4, 2, 4),
@@ -260,7 +260,7 @@ def test_mpi4py_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(MissingDependency) as caught:
         join._through_mpi(Rank(0, 2, 0, 2))
-    assert str(caught.value).startswith("ranks under mpirun meet through mpi4py (")
+    assert str(caught.value).startswith("ranks under mpirun connect through mpi4py (")
     assert str(caught.value).endswith('): pip install "ortlaunch[mpi]"')
 
 
@@ -301,8 +301,8 @@ def test_no_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError) as caught:
         interface.own_address(["b", "box", "c"], {})
     assert str(caught.value) == (
-        "box knows no address of its own that other hosts can reach (b, box, c); give its name a "
-        "routable address in DNS or /etc/hosts, or name the interface: launch.interface=eth0"
+        "box has no address that other hosts can reach (b, box, c); give its name a routable "
+        "address in DNS or /etc/hosts, or name the interface: launch.interface=eth0"
     )
 
 

@@ -21,7 +21,7 @@ def test_a_port_that_is_taken() -> None:
         environ = {**RANKS, "MASTER_ADDR": "first", "MASTER_PORT": str(squatter.getsockname()[1])}
         with pytest.raises(
             LaunchError,
-            match=r"^ranks cannot meet at first:\d+ .*: address already in use; if the po",
+            match=r"^ranks cannot connect at first:\d+ .*: address already in use; if the po",
         ):
             require_free(FIRST, environ)
         require_free(Rank(1, 4, 1, 2), environ)

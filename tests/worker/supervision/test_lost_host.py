@@ -19,7 +19,9 @@ from ortlaunch.worker.supervision.stall import Beat
 
 def beat(rank: int, host: str, silent: float = 0.0) -> Beat:
     """Return the heartbeat of a rank in its steps."""
-    return Beat(rank, host, 9, 6, "a pass", 9, 4, 0.0, 0.0, "S", True, 0.1, 0.0, silent)
+    return Beat(
+        rank, host, 9, 6, "a forward or backward pass", 9, 4, 0.0, 0.0, "S", True, 0.1, 0.0, silent
+    )
 
 
 # All ranks of host b are silent for long; of host c, rank 4 is not silent.
@@ -40,7 +42,7 @@ def test_a_host_of_silent_ranks_that_does_not_answer(asked: list[str]) -> None:
     """A host is lost if all its ranks are silent for long and it does not answer."""
     found = LostHosts("a", 0).detect(BEATS, ADDRESSES)
     # Host c is not probed, because one of its ranks is not silent.
-    why = "nothing was heard of it for 10 s, and 10.0.0.2 answers no connection"
+    why = "no heartbeat from it for 10 s, and 10.0.0.2 answers no connection"
     assert (found, asked) == (Lost(1, "b", why), ["10.0.0.2"])
     # Host b is silent for 6 s only.
     assert LostHosts("a", 0).detect((beat(0, "a", 99.0), beat(1, "b", 6.0)), ADDRESSES) is None

@@ -58,7 +58,10 @@ def test_a_changed_module_is_told_and_one_edited_meanwhile_is_not_taken(
     (project / "own_single.py").write_text("y = 3\n")
     assert copy_modules(run, again=True) == []
     assert kept(run)["own_single.py"] == "y = 2\n"
-    expected = [f"{project}/own_single.py differs from what an earlier start of this run imported"]
+    expected = [
+        f"{project}/own_single.py differs from the version that an earlier start of this run "
+        "imported"
+    ]
     assert copy_modules(run) == expected
     assert kept(run)["own_single.py"] == "y = 3\n"
 

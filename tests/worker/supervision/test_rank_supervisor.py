@@ -101,14 +101,14 @@ ENDS = {
         85,
         "Stopped",
         False,
-        "was stopped by SIGTERM before its first step",
+        "was stopped by SIGTERM before its first or after its last step",
     ),
     "os.killpg(os.getpid(), 2)": (
         130,
         130,
         "Stopped",
         False,
-        "was stopped by SIGINT before its first step",
+        "was stopped by SIGINT before its first or after its last step",
     ),
     "os.kill(os.getppid(), 15); os.kill(os.getpid(), 19); time.sleep(9)": (
         85,
@@ -144,15 +144,16 @@ ENDS = {
         143,
         "Outlived",
         True,
-        "was ended by SIGKILL, for it outlived its grace of 2 s (launch.grace_seconds) "
-        "after SIGTERM; exit status 143",
+        "was ended by SIGKILL, because it did not end within its grace period of 2 s "
+        "(launch.grace_seconds) after SIGTERM; exit status 143",
     ),
     f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(9)": (
         -15,
         143,
         "Outlived",
         True,
-        "was ended by SIGKILL, for it outlived its grace after SIGTERM; exit status 143",
+        "was ended by SIGKILL, because it did not end within its grace period after SIGTERM; "
+        "exit status 143",
     ),
     f"{LISTENS}; os.kill(os.getpid(), 2); os.kill(os.getpid(), 2); time.sleep(9)": (
         130,
@@ -191,7 +192,7 @@ CAUSES = {
     "print('terminate called: x', file=sys.stderr, flush=True); os.kill(os.getpid(), 6)":
         ("crash", "terminate called: x"),
     "os.kill(os.getpid(), 15)": (
-        "stopped", "was stopped by SIGTERM before its first step, or after its last: there is nothing to save"),
+        "stopped", "was stopped by SIGTERM before its first or after its last step: nothing to save"),
 }  # fmt: skip
 
 

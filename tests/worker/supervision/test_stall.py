@@ -121,18 +121,18 @@ def test_the_verdict_names_who_where_and_since_when() -> None:
     )
     assert found is not None
     assert found.summary == (
-        "the run has stood still for 30 s: rank 1 on host h, process 11 (stopped: SIGSTOP, or a frozen control group), "
-        "in step 7, the forward pass; rank 0 waits in step 7, the backward pass"
+        "the run has stalled for 30 s: rank 1 on host h, process 11 (stopped: SIGSTOP, or a "
+        "frozen control group), in step 7, the forward pass; rank 0 waits in step 7, the "
+        "backward pass"
     )
     silent = judge([beat(0), beat(1, silent=30.0, phase="reading data")], 20.0, 99.0)
     assert silent is not None
-    assert "rank 1 on host h: nothing was heard for 30 s" in silent.summary
+    assert "rank 1 on host h: no heartbeat for 30 s" in silent.summary
     assert "it was last seen after step 6, reading data" in silent.summary
     alone = judge([beat(0, step=0, phase="reading data", warm=False)], 20.0, 99.0)
     assert alone is not None
     assert (
-        alone.summary
-        == "the run has stood still for 30 s: rank 0 on host h, process 10, reading data"
+        alone.summary == "the run has stalled for 30 s: rank 0 on host h, process 10, reading data"
     )
 
 
@@ -234,7 +234,7 @@ def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) 
     assert beats is not None
     found = judge(beats, 20.0, 99.0)
     assert found is not None
-    assert "rank 0 on host first: nothing was heard for 40 s" in found.summary
+    assert "rank 0 on host first: no heartbeat for 40 s" in found.summary
     # A regular end of rank 0 is no silence.
     other.send_beat(beat(1))
     hub.receive()
@@ -317,8 +317,8 @@ def test_a_slow_rank_is_named_once() -> None:
     found = slow.detect(at(102, 10.0, 30.0, 10.0), 90.0)
     assert found is not None
     assert found.summary == (
-        "rank 1 on host h is slow: reading batches and forward passes take it 0.3 s a step, "
-        "3.0 times as long as its peers (0.1 s), over 100 steps; all wait for it"
+        "rank 1 on host h is slow: reading batches and forward passes take it 0.3 s per step, "
+        "3.0 times as long as its peers (0.1 s), over 100 steps; all others wait for it"
     )
     # Reported before.
     assert slow.detect(at(202, 20.0, 60.0, 20.0), 200.0) is None

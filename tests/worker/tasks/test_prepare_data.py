@@ -86,7 +86,9 @@ def test_a_full_cache_is_told(
     monkeypatch.setattr(tokenizer, "_train_into", full)
     assert prepare('{"text": "the cat sat"}\n' * 20)[1] == 1
     said = capsys.readouterr().err
-    assert "No space left on device; free some space; ORTLAUNCH_CACHE names another place" in said
+    assert (
+        "No space left on device; free some space; ORTLAUNCH_CACHE can name another folder" in said
+    )
 
 
 def test_what_is_wrong_is_told(prepare: Any, capsys: Captured) -> None:

@@ -177,8 +177,8 @@ def test_a_longer_schedule_tells_its_jump(
     assert said == [
         f"resumed after step 2 from {trained.run.checkpoint(2)}",
         f"resumed after step 4 from {trained.run.checkpoint(4)}",
-        "learning rate: 0.025 at step 4, 0.05 at step 5: the length or kind of the schedule has "
-        "changed",
+        "learning rate: 0.025 at step 4, 0.05 at step 5: the length or type of the schedule "
+        "has changed",
     ]
 
 
@@ -212,8 +212,8 @@ def test_steps_of_another_size_take_the_samples_that_follow(
     assert taken == alone.indices(0, 0, 0)
     assert trained.state.samples == 38
     said = (
-        "a step now takes 4 samples; the 4 steps so far took 24 of them, and the next takes "
-        "those that follow"
+        "a step now has 4 samples; the 4 steps so far used 24 samples, and the next continues "
+        "after them"
     )
     assert said in capsys.readouterr().out
 

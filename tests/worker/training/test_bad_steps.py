@@ -150,7 +150,7 @@ def test_a_rollback_takes_the_samples_that_follow(
     said = capsys.readouterr().out
     assert "train.on_nonfinite is rollback: back to the checkpoint after step 2" in said
     # The batch size is unchanged.
-    assert "a step now takes" not in said
+    assert "a step now has" not in said
 
 
 def test_later_losses_are_counted() -> None:
@@ -162,7 +162,7 @@ def test_later_losses_are_counted() -> None:
     lines = str(error.value).splitlines()
     assert len([line for line in lines if "samples" in line]) == 1
     assert lines[0].startswith("step 4: the loss is nan on rank 0, samples ")
-    assert lines[1] == "so are 8 losses after it, up to step 12"
+    assert lines[1] == "8 later losses are not finite either, up to step 12"
 
 
 def test_a_rollback_before_the_first_checkpoint(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_what_was_left_out_is_not_another_orders(
         assert other.state.samples == STEPS * SIZE
         assert (
             capsys.readouterr().out.count(
-                "the samples that step 4 was taken back for are left out no more"
+                "the samples that step 4 was rolled back for are no longer left out"
             )
             == said
         )

@@ -288,7 +288,7 @@ def test_a_tracker_that_hangs_is_left_behind(
     metrics.write(1, {"loss": 1.0})
     metrics.close()
     ever.set()
-    assert "log.trackers: wandb did not take all within" in capsys.readouterr().out
+    assert "log.trackers: wandb did not accept all values within" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

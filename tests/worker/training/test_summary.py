@@ -21,7 +21,7 @@ from ortlaunch.worker.training.finish import summarize
 from ortlaunch.worker.training.summary import late_notes, outcome_lines, plan_lines
 from tests.makers import engine_report, onnxruntime
 
-FP16 = "FP16_Optimizer: ortlaunch's, overflow and norm at once"
+FP16 = "FP16_Optimizer: ortlaunch's, overflow check and norm in one pass"
 
 
 def report(**ort: Any) -> EngineReport:
@@ -51,7 +51,7 @@ def test_a_summary_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture
     found = summarize(run, 10, {"training": 2.0})
     assert (found.steps, found.samples, found.loss, found.training_seconds) == (3, 24, None, 2.0)
     assert (
-        "metrics.jsonl was removed while it trained: summary.json has no loss"
+        "metrics.jsonl was removed during training: summary.json has no loss"
         in capsys.readouterr().out
     )
 
@@ -96,13 +96,13 @@ def test_defaults_are_not_told() -> None:
         (
             MatmulPrecision("medium", "medium", 23, "float32", "no unit"),
             {"linear": 2},
-            "gains nothing: no unit",
+            "no effect: no unit",
         ),
         # A graph without any call of torch's matmul.
         (
             MatmulPrecision("medium", "medium", 7, "bfloat16", None),
             {"gelu": 2},
-            "gains nothing: no product of ONNX Runtime's",
+            "no effect: torch computes no matmul of ONNX Runtime's",
         ),
     ],
 )
