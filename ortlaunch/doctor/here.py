@@ -92,7 +92,7 @@ def _ort() -> Iterator[Finding]:
             HERE,
             "ort",
             OK,
-            f"{extensions.ort_package()} {extensions.ORT_VERSION}, its extensions are built",
+            f"{extensions.ort_package()} {extensions.ORT_VERSION}, extensions are built",
         )
 
 

@@ -6,7 +6,7 @@ import typer
 
 
 def ranks() -> None:
-    """Say which rank this process is: the variables of each launcher, and the set that is used.
+    """Show which rank this process is: the variables of each launcher, and the set that is used.
 
     Run it in place of your command, as in `mpirun -n 4 ortlaunch ranks`. Exit status 2 if the
     variables do not determine a rank.

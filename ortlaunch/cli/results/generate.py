@@ -42,7 +42,7 @@ def generate(
         bool, typer.Option("--raw", help="Use the prompt as it is, without the chat template.")
     ] = False,
 ) -> None:
-    """Go on with a prompt, by a causal model, on the CPU; prints the prompt and the continuation.
+    """Continue a prompt with a causal model, on the CPU; prints the prompt and the continuation.
 
     If the run was trained on chats, or a model outside a run has a chat template, the template
     formats the prompt as a user's message, and the answer is printed on lines of its own.

@@ -38,14 +38,16 @@ def status(
         bool, typer.Option("--wait", help="Wait for its end, and exit with the run's status.")
     ] = False,
 ) -> None:
-    """Say how a run goes or went: state, ranks, last step, loss, speed; after its end the verdict.
+    """Show a run: state, ranks, last step, loss, speed; after its end the verdict.
 
     Exit status 0 in every state, 2 if there is no run; with --wait the run's own.
     """
     from ortlaunch.api.runs import Run
+    from ortlaunch.units import fitted
 
     found = Run(run).wait(check=False) if wait else Run(run).status()
-    typer.echo(found.to_json() if json else str(found))
+    text = found.to_json() if json else str(found)
+    typer.echo(fitted(text) if sys.stdout.isatty() and not json else text)
     if wait:
         raise typer.Exit(found.job.exit_status or 0)
 

@@ -281,7 +281,7 @@ def test_a_disk_without_room_is_told_before(
     save(run, 10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20))
     with pytest.raises(
-        CheckpointError, match=r"20 B are free, and a checkpoint takes 32 B. .*00010 is whole"
+        CheckpointError, match=r"20 B are free, and a checkpoint needs 32 B. .*00010 is complete"
     ):
         save(run, 20)
     assert not run.partial(20).exists()

@@ -234,7 +234,7 @@ def test_a_full_disk(policy: str, disk: Path, capsys: pytest.CaptureFixture[str]
             (disk / "filler").unlink()
 
     if policy == "stop":
-        with pytest.raises(CheckpointError, match=r"00002 is whole$"):
+        with pytest.raises(CheckpointError, match=r"00002 is complete$"):
             trained(run, 8, Net(before))
     else:
         trained(run, 8, Net(before), on_failure="continue")
@@ -275,7 +275,7 @@ def test_a_disk_that_turns_read_only(disk: Path, tmp_path: Path) -> None:
         if number == 4:
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
 
-    with pytest.raises(CheckpointError, match=r"Read-only file system.*00002 is whole$"):
+    with pytest.raises(CheckpointError, match=r"Read-only file system.*00002 is complete$"):
         trained(run, 6, Net(before))
     assert checkpoint.newest(run) == (2, run.checkpoint(2))
     assert read_json(run.checkpoint(2) / "manifest.json")["step"] == 2

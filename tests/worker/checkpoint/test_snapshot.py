@@ -203,7 +203,7 @@ def test_another_optimizer_begins_anew(tmp_path: Path, capsys: pytest.CaptureFix
         (net(width=4), r"is of another model: 0.weight is \[3, 2\] there and \[4, 2\] here"),
         (
             nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)),
-            r"it lacks \[\], and has \['2.bias', '2.weight'\]",
+            r"it lacks \[\], and also has \['2.bias', '2.weight'\]",
         ),
         (
             nn.Sequential(*net(), nn.Linear(1, 1)),

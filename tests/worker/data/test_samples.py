@@ -332,7 +332,7 @@ def test_masking_needs_its_words(missing: str) -> None:
     """A tokenizer without one of the special tokens, such as GPT-2's, is refused by name."""
     words = Words()
     setattr(words, missing, None)
-    with pytest.raises(DataError, match=f"data.tokenizer has no {missing}, .*train wordpiece"):
+    with pytest.raises(DataError, match=f"data.tokenizer has no {missing}, .*train a wordpiece"):
         Masking(words, MaskedLm())
 
 

@@ -174,7 +174,7 @@ def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:
     ("old", "new", "why"),
     [
         ('"labels"', '"lacels"', "unexpected keyword"),
-        ("}", "", "no JSON"),
+        ("}", "", "not JSON"),
         ('"labels"', '"classes"', "missing|labels"),
     ],
 )
