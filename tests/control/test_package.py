@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
@@ -217,3 +218,11 @@ def test_the_repository_holds_texts_alone() -> None:
     assert len(files) > 100
     binaries = [file.name for file in files if b"\0" in file.read_bytes()[:8192]]
     assert binaries == ["file-control-character.yaml"]
+
+
+def test_pytest_enters_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
+    """No folder with tests has a name that pytest skips, as "build" is by its own default."""
+    skipped = pytestconfig.getini("norecursedirs")
+    files = (file.relative_to(ROOT) for file in (ROOT / "tests").rglob("test_*.py"))
+    folders = {part for file in files for part in file.parts}
+    assert [name for name in skipped if fnmatch.filter(folders, name)] == []

@@ -13,6 +13,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
+from ortlaunch.ortmodule import witness
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
 from ortlaunch.ortmodule.build import cuda_kernels
 from ortlaunch.ortmodule.graph_repairs import bfloat16
@@ -58,6 +59,8 @@ class Graph:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import_repaired()
+        # Its wrappers must be below those of the test, which go away with it.
+        witness.current()
         # The CPU's replacements are not part of a GPU's graph.
         monkeypatch.setattr(torch_kernels, "replace", lambda *_: None)
         monkeypatch.setattr(owner(TRAINING), "_create_execution_agent", self._stop)
@@ -146,6 +149,7 @@ def test_bfloat16_is_completed_to_eagers(built: None, monkeypatch: pytest.Monkey
     """A bfloat16 Llama with every node in float32 between casts equals eager."""
 
     import_repaired()
+    witness.current()
     build = owner(TRAINING)._build_graph
 
     def completing(manager: Any, *args: Any) -> None:
@@ -242,7 +246,7 @@ def test_an_operator_without_any_kernel_is_refused_with_its_name() -> None:
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
     with pytest.raises(
-        RuntimeError, match=r"implementation for Det\(bfloat16\), node last: .*fp16.*eager"
+        RuntimeError, match=r"implementation for Det\(bfloat16\), node last: .*fp16.*ORTModule"
     ):
         bfloat16.complete(model)
 
