@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.other_tools.draft import Draft, in_one_line, number
 from ortlaunch.recipe.text.tree import Tree
@@ -84,15 +85,21 @@ def convert(draft: Draft, chats: bool) -> None:
 
 
 def _described(config: str, given: str) -> _Described | None:
-    """Return the data sets of a folder: from the current folder, or from one above the config."""
+    """Return the data sets of a folder: from the current folder, or from one above the config.
+
+    Raises:
+        InputError: the file is not JSON.
+    """
     above = Path(config).absolute().parents
     for folder in (Path(), *(Path(os.path.relpath(each)) for each in above)):
+        file = folder / given / _FILE
         try:
-            found = json.loads((folder / given / _FILE).read_text(encoding="utf-8"))
+            found = json.loads(file.read_text(encoding="utf-8"))
         except OSError:
             continue
-        except ValueError:
-            return None
+        except json.JSONDecodeError as error:
+            place = f"{file}:{error.lineno}:{error.colno}"
+            raise InputError(f"{place}: is not JSON: {error.msg}") from None
         return _Described(folder / given, found) if isinstance(found, dict) else None
     return None
 

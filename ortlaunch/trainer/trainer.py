@@ -3,7 +3,7 @@
 `self.model` stays the plain model: it is what callbacks see, what evaluation, prediction and
 `generate` run, and what is saved. The ORTModule is inside `self.model_wrapped`, in
 DistributedDataParallel or DeepSpeed's engine where there is one. Only this module overrides
-Trainer's methods; it works with transformers 4.52 to 5.23.
+Trainer's methods; its tests use transformers 5.23.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.errors import RecipeError
+from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.other_tools import Imported, import_config
 from tests.control.foreign import said
 
@@ -39,10 +39,12 @@ ALPACA = {
 }
 
 
-def imported(folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> Imported:
+def imported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, info: str = "", **keys: Any
+) -> Imported:
     """Return the import of a config in a folder beside `data`, as LLaMA-Factory's examples are."""
     (folder / "data").mkdir()
-    (folder / "data" / "dataset_info.json").write_text(json.dumps(INFO))
+    (folder / "data" / "dataset_info.json").write_text(info or json.dumps(INFO))
     (folder / "examples").mkdir()
     path = folder / "examples" / "sft.yaml"
     words = {"model_name_or_path": "here", "stage": "sft", "finetuning_type": "full", **keys}
@@ -139,3 +141,9 @@ def test_data_that_cannot_be_taken(
     """The error for the missing data.train has the reason."""
     with pytest.raises(RecipeError, match=text):
         imported(tmp_path, monkeypatch, **keys)
+
+
+def test_a_damaged_description(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset_info.json that is not JSON is an error with its place, and not an absent file."""
+    with pytest.raises(InputError, match=r"data/dataset_info.json:2:14: is not JSON"):
+        imported(tmp_path, monkeypatch, '{\n  "alpaca": {,}\n}', dataset="alpaca")
