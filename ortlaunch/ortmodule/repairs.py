@@ -7,6 +7,8 @@ applied. The import of ORTModule has its own repairs, in compat.py.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base import patching
@@ -59,6 +61,37 @@ _ENABLE = "post_processing_enable_mem_efficient_training"
 
 def _on_device(enable: AnyFunction, model: Any, named_parameters: Any, parameters: Any) -> object:
     return enable(model, named_parameters, next(iter(parameters.values())).device)
+
+
+# ------------------------------------------------------------------------------------------- output
+
+
+def keep_printed_output() -> None:
+    """Flush stdout and stderr before ORT redirects them; leave streams without a descriptor alone.
+
+    During an export ORT redirects the descriptors of both into a file. Text that was still buffered
+    went into that file and was lost. Under `contextlib.redirect_stdout` the export failed.
+    """
+    patching.wrap_method(owner(_LOGGER), _REDIRECT, _flushed)
+
+
+_LOGGER = "_logger:"
+_REDIRECT = "_suppress_os_stream_output"
+
+
+def _flushed(redirect: AnyFunction, enable: bool = True, on_exit: object = None) -> object:
+    usable = [_has_descriptor(stream) for stream in (sys.stdout, sys.stderr)]
+    return redirect(enable and all(usable), on_exit)
+
+
+def _has_descriptor(stream: Any) -> bool:
+    try:
+        stream.flush()
+        os.fstat(stream.fileno())
+    # None, a stream in memory, a closed stream and a closed descriptor.
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
 
 
 # ---------------------------------------------------------------------------------------- the table
@@ -134,6 +167,7 @@ REPAIRS = (
         (f"{_MANAGEMENT}{_ENABLE}", f"{TRANSITION}.get_post_processed_model"),
         fix_grad_management_device,
     ),
+    Repair("keep_printed_output", (f"{_LOGGER}{_REDIRECT}",), keep_printed_output),
     Repair(
         "skip_ignored_labels",
         (

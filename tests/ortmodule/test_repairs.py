@@ -278,6 +278,7 @@ WITHOUT = {
     "detect_kept_tensors": "test_escapes.py::test_a_kept_tensor_is_an_error_where_it_is_used[attribute]",
     "follow_model_state": "test_model_state.py::test_a_changed_model_is_exported_again[number]",
     "map_gradient_checkpointing": "test_repairs.py::test_checkpointing_becomes_recomputation[0-False]",
+    "keep_printed_output": "test_printed_output.py::test_text_before_an_export_is_kept",
     "skip_ignored_labels": "test_loss.py::test_ignored_labels_are_left_out",
     "export_smoothed_cross_entropy": "test_loss.py::test_loss_and_gradients_are_eagers[smoothed-0.2]",
     "detect_traced_values": "test_python_values.py::test_another_size_is_exported_again_where_python_has_it",

@@ -54,6 +54,7 @@ KNOWN = {
     "_custom_autograd_function_exporter:_default_export": "aa1d3d1bf6199e03",
     "__init__:_override_gradient_checkpoint": "cec15e65a7037fcf",
     "_mem_efficient_grad_mgmt:post_processing_enable_mem_efficient_training": "3244fee3a0d1c060",
+    "_logger:_suppress_os_stream_output": "4ae7fde249f21bb1",
     "options:_RuntimeOptions.memory_optimizer_is_enabled": "b490d1ca93ec18c7",
 }
 
