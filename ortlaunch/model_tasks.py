@@ -27,6 +27,9 @@ class ModelTask:
     peft: str | None = None
     """peft's name of a task with a new head; None: there is no new head."""
 
+    wrapper: str = ""
+    """`module:function` of the worker that wraps a LightningModule; "": the model is none."""
+
     @property
     def is_own(self) -> bool:
         """Whether the model is the user's own, which may return any values beside its loss."""
@@ -64,4 +67,5 @@ MODEL_TASKS = {
         peft="TOKEN_CLS",
     ),
     "custom": ModelTask(),
+    "lightning": ModelTask(wrapper="ortlaunch.worker.model.lightning_module:wrap_lightning"),
 }

@@ -48,4 +48,8 @@ OPTIMIZERS = {
     "sgd": OptimizerTraits(
         f"{_WORKER}:sgd", ("momentum",), 0, adapts=False, state="sgd", on_device="SGD"
     ),
+    # The LightningModule's own.
+    "configured": OptimizerTraits(
+        "ortlaunch.worker.engine.configured:configured", (), 2, adapts=False, state="configured"
+    ),
 }

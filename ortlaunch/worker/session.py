@@ -97,6 +97,7 @@ def build_session(
     batches = Batches(samples, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))
     if not measures:
         recipe = with_steps(recipe, plan.batch, run, group, len(samples), found)
+    model.attach(recipe, plan, run, group, len(samples), found.step if found else 0)
     progress.doing(
         exporting(group.device) if recipe.engine.name == "ort" else "building the engine"
     )

@@ -108,7 +108,7 @@ def test_a_metric(
 def test_a_model_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of MODEL_TASKS is accepted in recipes, and its data and model are built and trained."""
     # Without the row, the name is unknown.
-    with pytest.raises(ValidationError, match=r"Input should be 'pretraining', .* or 'custom'"):
+    with pytest.raises(ValidationError, match=r"Input should be 'pretraining', .* or 'lightning'"):
         small(tmp_path, "cloze")
     monkeypatch.setitem(MODEL_TASKS, "cloze", ModelTask("AutoModelForMaskedLM", predicts="masked"))
     run = run_of(tmp_path / "run", small(tmp_path, "cloze"))

@@ -104,7 +104,8 @@ class Corpus(Section):
     factory: Text | None = None
     """`package.module:function` for format custom: returns an object with `__len__` and
     `__getitem__`; each item is a mapping from names of arguments of the model's forward to tensors
-    (or numbers)."""
+    (or numbers). For task lightning items are of any form of which torch's default_collate makes a
+    tensor, a list, or a mapping of tensors."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for `factory`."""
 

@@ -60,7 +60,7 @@ class Model(Section):
     task: Annotated[str, NameIn(MODEL_TASKS)]
     """`pretraining` is BERT's: masked words and next sentence. `sequence-classification`: a class
     for a text; `sequence-regression`: a number; `token-classification`: a class for each word.
-    `custom` requires `factory`."""
+    `custom` and `lightning` (a LightningModule) require `factory`."""
     pretrained: Text | None = None
     """Local folder or hub id of a transformers model to start from; null: random weights from
     `config`."""
@@ -74,8 +74,9 @@ class Model(Section):
     new for the task, or has another number of labels, may start at random or be left out."""
     factory: Text | None = None
     """`package.module:function` that returns the model when task is custom; its forward accepts a
-    batch's keys and returns the loss (or an object, mapping or tuple that contains it). The module
-    may be in the recipe's folder."""
+    batch's keys and returns the loss (or an object, mapping or tuple that contains it). For task
+    lightning it returns a LightningModule, or is its class: its training_step and validation_step
+    run (docs/lightning.md). The module may be in the recipe's folder."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for `factory`."""
     attention: Literal["auto", "eager", "sdpa"] = "auto"
@@ -119,7 +120,8 @@ class Optimizer(Section):
     """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (engine.json names it);
     both compute the same as torch's AdamW, with decay before the step by rate x weight_decay.
     `lamb`: the large-batch optimizer of BERT; not above ZeRO 0, where its trust ratio would be
-    wrong."""
+    wrong. `configured`, for task lightning: the optimizer and the scheduler that the module's
+    configure_optimizers returns, whose rates are multiplied by learning_rate, usually 1."""
     # Required: no default would suit every model.
     learning_rate: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
@@ -213,7 +215,7 @@ class Train(Section):
     batch, over passes and ranks: the model itself must return the mean over everything counted in
     its micro batch. The key is passed to the model only where its forward names it. null: labels
     for transformers' tasks (for pretraining on text the masked words, whose weight also applies to
-    the sentence pairs), samples for task custom."""
+    the sentence pairs), samples for the tasks custom and lightning."""
     evaluate_every_steps: Positive | None = None
     """Steps between evaluations on `data.evaluation`; an evaluation always runs at the end."""
     evaluate_every_epochs: Annotated[float, Field(gt=0)] | None = None

@@ -61,28 +61,25 @@ def _builder(model: Model) -> Iterator[Problem]:
         if not model.factory:
             yield (
                 ("model.factory", "model.task"),
-                'is missing: task custom needs factory: "package.module:function"',
+                f'is missing: task {model.task} needs factory: "package.module:function"',
             )
-        for name in ("pretrained", "config", "lora"):
-            if getattr(model, name) is not None:
+        unset = {
+            "pretrained": None, "config": None, "lora": None, "allow_partial": False,
+            "attention": "auto",
+        }  # fmt: skip
+        for name, value in unset.items():
+            if getattr(model, name) != value:
                 yield (
                     (f"model.{name}", "model.task"),
-                    "has no effect with task custom: the factory builds the model",
+                    f"has no effect with task {model.task}: the factory builds the model",
                 )
-        if model.allow_partial:
-            yield (
-                ("model.allow_partial", "model.task"),
-                "has no effect with task custom: the factory builds the model",
-            )
-        if model.attention != "auto":
-            yield (
-                ("model.attention", "model.task"),
-                "has no effect with task custom: the factory builds the model",
-            )
         return
     if model.factory or model.arguments:
         name = "factory" if model.factory else "arguments"
-        yield (f"model.{name}", "model.task"), f"is for task custom, and task is {model.task}"
+        yield (
+            (f"model.{name}", "model.task"),
+            f"is for tasks custom and lightning, and task is {model.task}",
+        )
     if model.allow_partial and not model.pretrained:
         yield ("model.allow_partial",), "has no effect without model.pretrained"
     if not model.pretrained and not model.config:

@@ -185,11 +185,23 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     zero = recipe.zero
     takes = optimizer.traits.fields
     # Fields of no optimizer in particular, as learning_rate, are not among them.
-    of_some = {field for traits in OPTIMIZERS.values() for field in traits.fields}
+    of_some = {field for traits in OPTIMIZERS.values() for field in traits.fields} | (
+        {"weight_decay", "no_decay"} if optimizer.name == "configured" else set()
+    )
+    if optimizer.name == "configured" and not recipe.model.traits.wrapper:
+        yield (
+            ("optimizer.name", "model.task"),
+            f"got configured, which is for task lightning, and task is {recipe.model.task}",
+        )
+    if optimizer.name == "configured" and chosen(recipe.schedule):
+        yield (
+            ("schedule", "optimizer.name"),
+            "has no effect with optimizer configured: configure_optimizers has the scheduler",
+        )
     for key in sorted(of_some & chosen(optimizer) - set(takes)):
         yield (
             (f"optimizer.{key}", "optimizer.name"),
-            DOES_NOTHING.format(optimizer.name, " and ".join(takes)),
+            DOES_NOTHING.format(optimizer.name, " and ".join(takes) or "learning_rate alone"),
         )
     if optimizer.traits.needs_whole_tensors and zero is not None and zero.stage > 0:
         yield (
@@ -276,6 +288,11 @@ def _train(recipe: Recipe) -> Iterator[Problem]:
             ("train.loss_weight", "data.train", "data.train.format"),
             "is for custom data (format: custom); all samples of this data count equally; "
             "leave it out",
+        )
+    if recipe.model.traits.wrapper and recipe.train.metric is not None:
+        yield (
+            ("train.metric", "model.task"),
+            "has no effect with task lightning: log the metric in validation_step",
         )
     for by_epochs, by_steps, section in (
         ("train.evaluate_every_epochs", "train.evaluate_every_steps", recipe.train),

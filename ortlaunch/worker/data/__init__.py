@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from torch.utils.data import default_collate
+
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus, HeldOut, MaskedLm, is_chat
@@ -26,7 +28,7 @@ from ortlaunch.worker.data.labelled import (
 )
 from ortlaunch.worker.data.masking import MaskedBlocks, Masking
 from ortlaunch.worker.data.mixture import Mixture, shares, source_seed, split
-from ortlaunch.worker.data.own import OwnCollate, OwnSamples, call
+from ortlaunch.worker.data.own import OwnCollate, OwnSamples, call, collate_any, find
 from ortlaunch.worker.data.pairs import SentencePairs
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples, Stack, collate, cut_padding
@@ -158,9 +160,10 @@ def load_data(
 
 def stack_of(recipe: Recipe) -> Stack:
     """Return the function that makes a batch of samples."""
-    if recipe.data.collate:
-        return OwnCollate(recipe.data.collate)
-    return collate
+    if recipe.model.traits.wrapper:
+        own = find("data.collate", recipe.data.collate) if recipe.data.collate else default_collate
+        return functools.partial(collate_any, own)
+    return OwnCollate(recipe.data.collate) if recipe.data.collate else collate
 
 
 def reader(recipe: Recipe, device: str) -> Reader:
@@ -223,7 +226,8 @@ def make_samples(
     """
     if isinstance(source, Corpus) and source.format == "custom":
         items = call("data.factory", str(source.factory), source.arguments)
-        return OwnSamples(items, is_mapping=recipe.data.collate is None)
+        traits = recipe.model.traits
+        return OwnSamples(items, is_mapping=recipe.data.collate is None and not traits.wrapper)
     seed = recipe.seed if seed is None else seed
     length = recipe.data.sequence_length or 0
     traits = recipe.model.traits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +13,9 @@ import torch
 from ortlaunch.json_types import Json
 from ortlaunch.worker.data.reading import DataError, MissingCode
 from ortlaunch.worker.data.samples import Sample
+
+# The name of a batch that is one tensor, and the start of names of a list's tensors.
+_BATCH = "_batch"
 
 
 def find(key: str, target: str) -> Any:
@@ -79,6 +82,33 @@ class OwnCollate:
             raise DataError(
                 f"data.collate: {self.name} returned a value that cannot become a tensor: {error}"
             ) from None
+
+
+def collate_any(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Return a batch of any form by names: of a list or tuple `_batch_0`, `_batch_1` and so on.
+
+    Raises:
+        DataError: it is no tensor, and no list, tuple or mapping of tensors.
+    """
+    batch = collate(samples)
+    if isinstance(batch, torch.Tensor):
+        batch = {_BATCH: batch}
+    elif isinstance(batch, (list, tuple)):
+        batch = {f"{_BATCH}_{number}": value for number, value in enumerate(batch)}
+    if not isinstance(batch, Mapping) or not all(
+        isinstance(each, torch.Tensor) for each in batch.values()
+    ):
+        raise DataError(
+            f"a batch is {type(batch).__name__} with values that are no tensors; for task "
+            "lightning data.collate returns a tensor, or a list, tuple or mapping of tensors"
+        )
+    return {str(name): value for name, value in batch.items()}
+
+
+def in_own_form(batch: dict[str, torch.Tensor]) -> Any:
+    """Return a batch of `collate_any` in the form that it had; a tuple is a list."""
+    listed = [*batch.values()] if f"{_BATCH}_0" in batch else batch
+    return batch.get(_BATCH, listed)
 
 
 class OwnSamples:

@@ -41,6 +41,7 @@ from ortlaunch.worker.engine.ort_engine import (
     ort_notes,
     wrapped_in_ort,
 )
+from ortlaunch.worker.engine.scheduler import Scheduler
 from ortlaunch.worker.engine.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
 from ortlaunch.worker.model.chunked_head import chunk_head
 from ortlaunch.worker.model.loss_weight import LossWeight
@@ -92,6 +93,8 @@ class TrainingEngine:
     another: Callable[[nn.Module], nn.Module] = field(default=lambda model: model)
     onnxruntime: Callable[[], OnnxRuntime | None] = field(default=lambda: None)
     """Returns the report of ONNX Runtime so far."""
+    scheduler: Scheduler | None = None
+    """The learning rates that a LightningModule configured; None: the recipe's schedule."""
     own_precision: bool = False
     """Whether the module keeps the matmul precision of its build and ignores torch's setting.
 
@@ -218,7 +221,7 @@ def build_engine(
     by_ort = functools.partial(onnxruntime_report, given, witness) if witness else lambda: None
     return TrainingEngine(
         stepper, module, record, group.device, dtype, weight, flops, witness, None, notes, model, another, by_ort,
-        own_precision,
+        chosen.scheduler, own_precision,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.fused_adam import ONNXRUNTIME, TORCH, fused_adam, why_too_large
 from ortlaunch.recipe.fields.models import Optimizer
+from ortlaunch.worker.engine.scheduler import Scheduler
 
 
 class Building(NamedTuple):
@@ -29,6 +30,8 @@ class Building(NamedTuple):
     """DeepSpeed's config, which divides and moves parameters; None without DeepSpeed."""
     ranks: int = 1
     """The number of ranks over which DeepSpeed divides parameters."""
+    model: nn.Module = nn.Identity()
+    """The model, with the engine around it."""
 
     @property
     def adam(self) -> Json:
@@ -50,6 +53,8 @@ class BuiltOptimizer(NamedTuple):
     """Why it is not the requested one; empty if it is."""
     notes: tuple[str, ...] = ()
     """Notes for the user."""
+    scheduler: Scheduler | None = None
+    """The learning rates that a LightningModule configured; None: the recipe's schedule."""
 
 
 def build_optimizer(
@@ -82,7 +87,9 @@ def build_optimizer(
         raise InputError(f"model: there is nothing to train: {why}")
     module, _, name = recipe.traits.builder.partition(":")
     build: Callable[[Building], BuiltOptimizer] = getattr(import_module(module), name)
-    return build(Building(recipe, groups, engine, device, deepspeed, ranks))._replace(notes=notes)
+    return build(Building(recipe, groups, engine, device, deepspeed, ranks, model))._replace(
+        notes=notes
+    )
 
 
 def lamb(parts: Building) -> BuiltOptimizer:

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -74,8 +74,12 @@ class Stepper(Protocol):
             The loss times `factor`, detached.
         """
 
-    def apply(self, learning_rate: float) -> Stepped:
-        """Clip gradients, step and clear gradients; do not step if a gradient is not finite."""
+    def apply(self, *rates: float) -> Stepped:
+        """Clip gradients, step and clear gradients; do not step if a gradient is not finite.
+
+        Args:
+            rates: the learning rate, or one for each parameter group.
+        """
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield each parameter's name and this rank's part of its gradient.
@@ -158,9 +162,8 @@ class TorchStepper:
             self.scaler.scale(loss / self.accumulation).backward()
         return loss.detach()
 
-    def apply(self, learning_rate: float) -> Stepped:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+    def apply(self, *rates: float) -> Stepped:
+        _set_rates(self.optimizer, rates)
         self.scaler.unscale_(self.optimizer)
         norm = self._norm()
         # With a scaler an overflow is usual: the scaler skips the step and lowers its scale.
@@ -254,9 +257,8 @@ class DeepSpeedStepper:
             self.engine.step()
         return loss.detach()
 
-    def apply(self, learning_rate: float) -> Stepped:
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+    def apply(self, *rates: float) -> Stepped:
+        _set_rates(self.engine.optimizer, rates)
         # Stage 0 in fp32: DeepSpeed does not compute a norm.
         if not hasattr(self.engine.optimizer, "_global_grad_norm"):
             return self._apply_plain(gradient_norm(self.model))
@@ -314,6 +316,12 @@ class DeepSpeedStepper:
             list(self.model.parameters()), enabled=self.engine.zero_optimization_stage() == 3
         )
         return sharded
+
+
+def _set_rates(optimizer: Any, rates: Sequence[float]) -> None:
+    """Set the learning rate of each parameter group; a single rate is that of all."""
+    for group, rate in zip(optimizer.param_groups, [*rates] * len(optimizer.param_groups)):
+        group["lr"] = rate
 
 
 def _weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:

@@ -78,6 +78,7 @@ def evaluate(
     model = session.recipe.model
     counters = measures(model.task, engine)
     with _evaluating(engine.eval_module, engine.plain), _outputs(session) as output_of:
+        engine.plain.hook("on_validation_epoch_start", numbers)
         for batch, counted in turns(session, samples):
             # At each micro batch, because an evaluation may be long.
             if agreed is not None and agreed.now().stops:
@@ -97,6 +98,7 @@ def evaluate(
             for counter in counters:
                 counter.add(output, labels, bool(counted))
             own_metric.add(counted, output, batch)
+        engine.plain.hook("on_validation_epoch_end", numbers)
     # Gathered and summed here, not all-reduced, so that all ranks have the same bits.
     losses, weights = zip(*group.gather_numbers([total, seen]))
     if not sum(weights):
@@ -115,16 +117,18 @@ def evaluate(
 
 
 def _passed(session: Session, taken: Batch) -> Any:
-    """Return the output of the engine's module for a batch.
+    """Return the output of the engine's module for a batch; of a LightningModule in plain PyTorch.
 
     For engine ort a short last batch is filled with copies of its last sample, without labels.
     """
     # If a model reads sizes in Python, ONNX Runtime's graph would be exported again for a short
     # batch, and once more for the first batch of the next evaluation.
-    module = session.engine.eval_module
+    # A validation_step may collect its outputs in Python, which a graph does not do.
+    engine = session.engine
+    module = engine.plain if session.recipe.model.traits.wrapper else engine.eval_module
     micro = session.plan.batch.micro_samples
     samples = {len(value) if value.dim() else 0 for value in taken.values()}
-    graph = session.engine.record.engine.used == "ort" and not session.recipe.model.traits.is_own
+    graph = engine.record.engine.used == "ort" and not session.recipe.model.traits.is_own
     if not graph or len(samples) > 1 or micro in samples or _are_numbers(taken.get("labels")):
         return module(**taken)
     (count,) = samples

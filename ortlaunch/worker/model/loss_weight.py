@@ -42,8 +42,11 @@ class LossWeight:
         self.two_means = traits.pairs and recipe.data.is_custom and not self.declared
         self.varies = recipe.data.is_custom and self.by != "samples"
         self.key = None if self.by in ("samples", "labels") else self.by
+        # The steps of a LightningModule get the whole batch.
         self.taken_out = (
-            self.key and self.key not in inspect.signature(model.model.forward).parameters
+            not traits.wrapper
+            and self.key
+            and self.key not in inspect.signature(model.model.forward).parameters
         )
 
     def passes(

@@ -15,17 +15,21 @@ from torch import nn
 
 from ortlaunch.errors import InputError, MissingDependency, first_line
 from ortlaunch.json_types import Json
+from ortlaunch.launch_plan import Plan
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.memory import padded_vocabulary
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.models import Lora
 from ortlaunch.recipe.text.words import closest
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData, call
+from ortlaunch.worker.data.own import find
 from ortlaunch.worker.data.vocabulary import labels_of_recipe
 from ortlaunch.worker.model import packing
 from ortlaunch.worker.model.chunked_head import ChunkedHead
-from ortlaunch.worker.model.own_numbers import LOSS, numbers_of
+from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, numbers_of
 from ortlaunch.worker.model.pretrained import Loaded, load_pretrained
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -74,7 +78,7 @@ class LossModule(nn.Module):
         if self.chunked is not None:
             loss, output = self.chunked.loss(self.model, batch, self.training)
         else:
-            output = self.model(**batch)
+            output = self._output(batch)
             loss = loss_of(output)
         beside = numbers_of(output) if self.has_numbers else {}
         # ONNX Runtime does not permit an output that depends on no input.
@@ -83,6 +87,29 @@ class LossModule(nn.Module):
         if self.evaluates_with_scores and not self.training:
             beside |= {name: output[name] for name in _SCORES if name in output}
         return {LOSS: loss, **beside} if beside else loss
+
+    def _output(self, batch: dict[str, torch.Tensor]) -> Any:
+        return self.model(**batch)
+
+    def attach(
+        self, recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, samples: int,
+        step: int,
+    ) -> None:  # fmt: skip
+        """Give a LightningModule the sizes of its run and the step of its weights."""
+
+    def hook(self, name: str, into: ValueMeans) -> None:
+        """Call a hook of a LightningModule; other models have none.
+
+        Args:
+            name: the hook's name.
+            into: counts the values that the hook logs.
+        """
+
+    def begin_step(self, step: int, seen: int, into: ValueMeans) -> None:
+        """Move a LightningModule to `step`, from 0, before which the run used `seen` samples."""
+
+    def end_step(self, step: int, seen: int, into: ValueMeans) -> None:
+        """Move a LightningModule to the end of a step, the run's `step`-th, from 1."""
 
     def chunk(self, chunked: ChunkedHead | None) -> None:
         """Compute head and loss in chunks from now on; with None, as the model itself does."""
@@ -156,10 +183,12 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
         _checkpoint_gradients(model)
     if not recipe.data.attend_across_documents:
         packing.require_separate(model)
-    whole = LossModule(model.train())
+    traits = recipe.model.traits
+    wrap = find("model.task", traits.wrapper) if traits.wrapper else LossModule
+    whole: LossModule = wrap(model.train())
     whole.generates_with_cache = generates_with_cache
     whole.loaded = loaded
-    whole.has_numbers = recipe.model.traits.is_own
+    whole.has_numbers = traits.is_own
     return whole
 
 

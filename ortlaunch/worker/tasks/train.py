@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -121,6 +121,7 @@ def _train(
     progress.begin(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
         progress.doing("compiling in the first step")
+    engine.plain.hook("on_train_start", engine.stepper.numbers)
     while state.step < saving.last_step and not agreed.stopped.stops:
         if parity is not None:
             with meter.paused():
@@ -130,6 +131,7 @@ def _train(
         state.step += 1
         state.samples = batches.places_passed(state.step)
         meter.took(loss)
+        engine.plain.end_step(state.step, state.samples, engine.stepper.numbers)
         progress.step()
         last = state.step == recipe.train.steps
         asked = agreed.end()
@@ -158,6 +160,7 @@ def _train(
             with meter.paused(), progress.during("saving a checkpoint"):
                 asked = _save(session, state, saving, agreed, asked)
         agreed.stopped = stop(session, asked, state.step)
+    engine.plain.hook("on_train_end", engine.stepper.numbers)
     agreed.stopped = _saves_through(session, saving, agreed, state.step)
     if metrics:
         write_json(run.engine, engine.report().to_json())
@@ -254,8 +257,19 @@ def step_seed(seed: int, step: int, rank: int) -> int:
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Return the learning rate at `step`, counted from 0."""
+    """Return the recipe's learning rate at `step`, counted from 0."""
     return recipe.optimizer.learning_rate * factor(recipe.schedule, step, recipe.train.steps)
+
+
+def _rates(session: Session, step: int) -> Sequence[float]:
+    """Return the learning rates at `step`: one for all parameters, or one for each group."""
+    if session.engine.scheduler is None:
+        return [learning_rate(session.recipe, step)]
+    epochs = session.batches.places_passed(step) // len(session.batches.samples)
+    return [
+        rate * session.recipe.optimizer.learning_rate
+        for rate in session.engine.scheduler.rates(step, epochs)
+    ]
 
 
 def _step(
@@ -269,7 +283,7 @@ def _step(
         agreed.end()
         bad_steps.answer(error, state)
         agreed.begin()
-        return None, Stepped(None, skipped=True), learning_rate(session.recipe, state.step)
+        return None, Stepped(None, skipped=True), _rates(session, state.step)[0]
 
 
 def train_step(
@@ -288,9 +302,13 @@ def train_step(
     """
     engine = session.engine
     group = session.group
-    rate = state.learning_rate = learning_rate(session.recipe, state.step)
+    rates = _rates(session, state.step)
+    state.learning_rate = rates[0]
     if bad_steps is not None:
         bad_steps.before()
+    engine.plain.begin_step(
+        state.step, session.batches.places_passed(state.step), engine.stepper.numbers
+    )
     losses = _passes(session, state.step)
     # Between passes and update, where the ranks have just waited for each other.
     if agreed is not None:
@@ -300,7 +318,7 @@ def train_step(
         engine.memory.record_usage(engine.stepper)
     if bad_steps is not None:
         bad_steps.check(state.step, losses)
-    stepped = engine.stepper.apply(rate)
+    stepped = engine.stepper.apply(*rates)
     if engine.memory:
         engine.memory.record_usage(engine.stepper)
     if stepped.skipped or stepped.failed:
@@ -310,7 +328,7 @@ def train_step(
             _passes(session, state.step)
             raise bad_step(group, session.batches, state.step, bad, engine.stepper.gradients())
     state.skipped += int(stepped.skipped)
-    return sum_of(losses) / len(losses), stepped, rate
+    return sum_of(losses) / len(losses), stepped, rates[0]
 
 
 def _passes(session: Session, step: int) -> list[torch.Tensor]:
@@ -398,6 +416,8 @@ def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
     before = state.learning_rate
     if (
         before is None
+        # The module's own scheduler computes them.
+        or recipe.optimizer.name == "configured"
         or step >= recipe.train.steps
         or math.isclose(before, learning_rate(recipe, step - 1))
     ):

@@ -1,0 +1,236 @@
+"""A LightningModule as the model of a run: its steps, its hooks, and its `self.trainer`.
+
+The whole `training_step` is the forward pass that an engine runs, so that on engine ort it is one
+graph, whose outputs are the loss and the logged values. Must not import Lightning: the user's
+module does, by either of its names, `lightning` and `pytorch_lightning`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ortlaunch.errors import EngineError, InputError
+from ortlaunch.launch_plan import Plan
+from ortlaunch.recipe import Recipe
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.worker.data.own import in_own_form
+from ortlaunch.worker.model.model import LossModule, loss_of
+from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, by_name
+from ortlaunch.worker.process_group.distributed import DistributedContext
+
+_HOOKS = {
+    "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end",
+    "on_validation_epoch_start", "on_validation_epoch_end",
+}  # fmt: skip
+# The parts of Lightning that a run calls, or that need no call.
+_KNOWN = _HOOKS | {
+    "setup", "configure_model", "configure_optimizers", "training_step", "validation_step",
+    "forward", "prepare_data", "train_dataloader", "val_dataloader",
+}  # fmt: skip
+
+
+class RunTrainer:
+    """The `self.trainer` of a LightningModule: sizes and position of the run, logged values."""
+
+    # ORTModule compares the attributes of an object with a __dict__ before each pass.
+    __slots__ = ("logged", "values")
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {"global_step": 0, "current_epoch": 0}
+        self.logged: dict[str, torch.Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("global_step", "current_epoch") and torch.jit.is_tracing():
+            raise _fixed(f"self.{name}")
+        if name.startswith("__") or name not in self.values:
+            raise AttributeError(
+                f"self.trainer.{name} is not available in a run of ortlaunch; available are "
+                f"{', '.join(sorted(self.values))}"
+            )
+        return self.values[name]
+
+    def __deepcopy__(self, memo: object) -> RunTrainer:
+        return self
+
+    def log(self, name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> None:
+        """Record a value for metrics.jsonl, which has the mean over passes and ranks.
+
+        Raises:
+            EngineError: a graph would keep the value of its first pass.
+            InputError: the value is not one number, or is to be reduced in another way.
+        """
+        if torch.jit.is_tracing() and isinstance(value, (int, float)):
+            raise _fixed(f"the Python number {value!r} that it logs as {name!r}")
+        number = torch.empty(0) if hasattr(value, "compute") else torch.as_tensor(value).detach()
+        if number.numel() != 1 or reduce_fx not in ("mean", torch.mean):
+            raise InputError(
+                f"self.log({name!r}): got {type(value).__name__} with reduce_fx {reduce_fx!r}; "
+                "log one number, of which metrics.jsonl has the mean; of a metric object its value"
+            )
+        self.logged[name] = number.reshape(())
+
+    def log_dict(self, dictionary: Mapping[str, Any], *_: Any, **options: Any) -> None:
+        """Record several values."""
+        for name, value in dictionary.items():
+            self.log(name, value, **options)
+
+
+class _Index:
+    """The `batch_idx` of a traced pass: a graph cannot have it, so that any use is refused."""
+
+    def _refuse(self, *_: object) -> Any:
+        raise _fixed("batch_idx")
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __hash__ = __add__ = __radd__ = \
+        __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __floordiv__ = __mod__ = __int__ = \
+        __index__ = __float__ = __str__ = __format__ = _refuse  # fmt: skip
+
+
+def _fixed(name: str) -> EngineError:
+    return EngineError(
+        f"training_step reads {name}, which changes between passes, and a graph keeps its first "
+        "value; read it in a hook, or train with engine.name=eager"
+    )
+
+
+class LightningLoss(LossModule):
+    """A LightningModule whose forward pass is its `training_step`, or its `validation_step`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.trainer = RunTrainer()
+        self.parameters_of = {
+            name: len(inspect.signature(getattr(model, name)).parameters)
+            for name in ("training_step", "validation_step")
+        }
+        self._adopt()
+        model.setup("fit")
+        model.configure_model()
+
+    def _adopt(self) -> None:
+        """Give the module, and the LightningModules inside it, this trainer."""
+        for each in self.model.modules():
+            if hasattr(each, "_trainer"):
+                vars(each).update(
+                    _trainer=self.trainer, log=self.trainer.log, log_dict=self.trainer.log_dict
+                )
+
+    def attach(
+        self, recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, samples: int,
+        step: int,
+    ) -> None:  # fmt: skip
+        # The text of a bound method has the name of the class that defines it.
+        if recipe.data.evaluation and "method LightningModule." in str(
+            getattr(self.model, "validation_step", "")
+        ):
+            raise InputError(
+                f"data.evaluation: {type(self.model).__name__} has no validation_step to run on it"
+            )
+        self.trainer.values.update(
+            max_steps=recipe.train.max_steps, samples=samples,
+            estimated_stepping_batches=recipe.train.max_steps,
+            global_samples=plan.batch.global_samples, global_step=step,
+            max_epochs=math.ceil((recipe.train.max_steps or 0) * plan.batch.global_samples / samples),
+            num_training_batches=math.ceil(samples / (plan.batch.micro_samples * group.size)),
+            accumulate_grad_batches=plan.batch.accumulation_steps, world_size=group.size,
+            global_rank=group.rank, local_rank=group.local.local_rank,
+            is_global_zero=group.rank == 0, default_root_dir=str(run), log_dir=str(run),
+            logger=None, loggers=[], sanity_checking=False, indices=itertools.count(),
+        )  # fmt: skip
+        for each in self.model.modules():
+            vars(each).update({"_device": group.device} if hasattr(each, "_device") else {})
+
+    def _output(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        # A copy that an exporter makes has lost its trainer.
+        if vars(self.model)["_trainer"] is None:
+            self._adopt()
+        self.trainer.logged = {}
+        # torch.compile would compile again for each index; a module that reads it runs in eager.
+        traced = torch.jit.is_tracing() or torch.compiler.is_compiling()
+        index = _Index() if traced else next(self.trainer.values["indices"])
+        name = "training_step" if self.training else "validation_step"
+        # Lightning, too, leaves out the index of a step that has no parameter for it.
+        output = getattr(self.model, name)(*(in_own_form(batch), index)[: self.parameters_of[name]])
+        validates = not self.training and not isinstance(output, torch.Tensor)
+        loss = self._validation_loss(output) if validates else loss_of(output)
+        return {**self.trainer.logged, LOSS: loss}
+
+    def _validation_loss(self, output: Any) -> torch.Tensor:
+        """Return the `loss` of what validation_step returned or logged, or its only loss.
+
+        Raises:
+            InputError: there is no such value, or there are several.
+        """
+        values = {**self.trainer.logged, **by_name(output)}
+        named = [name for name in values if LOSS in name.lower()] or [*values]
+        if LOSS not in values and len(named) != 1:
+            raise InputError(
+                f"{type(self.model).__name__}.validation_step returns no loss, and logs "
+                f"{' and '.join(named) or 'none'}: return the loss, or log it as 'val_loss'"
+            )
+        return loss_of(values.get(LOSS, values[named[0]]))
+
+    def hook(self, name: str, into: ValueMeans) -> None:
+        self.trainer.values["indices"] = itertools.count()
+        self.trainer.logged = {}
+        getattr(self.model, name)()
+        into.add({LOSS: torch.zeros(()), **self.trainer.logged}, 1.0)
+        into.keep()
+
+    def begin_step(self, step: int, seen: int, into: ValueMeans) -> None:
+        values = self.trainer.values
+        epoch, within = divmod(seen, values["samples"])
+        values.update(
+            global_step=step,
+            current_epoch=epoch,
+            indices=itertools.count(
+                within * values["accumulate_grad_batches"] // values["global_samples"]
+            ),
+        )
+        if within < values["global_samples"]:
+            self.hook("on_train_epoch_start", into)
+
+    def end_step(self, step: int, seen: int, into: ValueMeans) -> None:
+        self.trainer.values["global_step"] = step
+        if seen // self.trainer.values["samples"] > self.trainer.values["current_epoch"]:
+            self.hook("on_train_epoch_end", into)
+
+
+def wrap_lightning(model: nn.Module) -> LightningLoss:
+    """Check the LightningModule that the factory returned, and wrap it.
+
+    Raises:
+        InputError: it is none, or overrides a part of Lightning that a run never calls.
+    """
+    kind = type(model)
+    base = next((each for each in kind.__mro__ if each.__name__ == "LightningModule"), None)
+    if base is None:
+        raise InputError(
+            f"model.factory returned {kind.__name__}; task lightning takes a LightningModule"
+        )
+    parts = {
+        name: value
+        for owner in base.__mro__
+        if "lightning" in owner.__module__
+        for name, value in vars(owner).items()
+        if callable(value) and not name.startswith("_")
+    }
+    own = {name for name in parts if getattr(kind, name) is not getattr(base, name)} | (
+        set() if model.automatic_optimization else {"automatic_optimization"}
+    )
+    # Those of Lightning's other loops are no part of its `fit` either.
+    never = sorted(each for each in own - _KNOWN if "test" not in each and "predict" not in each)
+    if never or "training_step" not in own:
+        raise InputError(
+            f"{kind.__name__} has no training_step, or has {', '.join(never) or 'no other part'}, "
+            f"which a run of ortlaunch never calls; it calls {', '.join(sorted(_HOOKS))}; "
+            "Lightning's own Trainer runs an ORTModule, too (docs/lightning.md)"
+        )
+    return LightningLoss(model)
