@@ -1,4 +1,4 @@
-"""What a program prints around an export reaches the stream that the program chose."""
+"""Text that a program prints around an export reaches the stream that the program chose."""
 
 from __future__ import annotations
 
