@@ -160,6 +160,10 @@ def _written_out(plain: Loss) -> Loss:
         ignore_index: int,
         smoothing: float,
     ) -> object:
+        # CUDA's autocast computes the loss in float32 inside this operator, where a trace does not
+        # see it: ONNX Runtime's loss would be in the scores' type, unlike eager's.
+        if torch.is_autocast_enabled(scores.device.type):
+            scores = scores.float()
         likely = labels.is_floating_point()
         # One sample without a batch dimension: ONNX Runtime's form of it aborts the process.
         if scores.dim() == 1 and not likely:

@@ -16,6 +16,7 @@ from ortlaunch import machine
 from ortlaunch.ortmodule import Settings
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.torch_in_graph import torch_kernels
+from ortlaunch.ortmodule.tracing import cross_entropy
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Checkpointed, wrapped
@@ -358,3 +359,19 @@ def test_scores_of_one_sample(options: str, witness: Witness) -> None:
     """Loss and gradients equal eager's, where ONNX Runtime alone aborts the process."""
     model = OneSample(**OPTIONS[options])
     check(wrapped(model), copy.deepcopy(model), *batch(0.2))
+
+
+def test_a_loss_under_autocast_is_computed_in_float32() -> None:
+    """An export casts the scores as CUDA's autocast does inside the operator."""
+    types = []
+
+    def plain(scores: torch.Tensor, *rest: object) -> torch.Tensor:
+        types.append(scores.dtype)
+        return scores.sum()
+
+    loss = cross_entropy._written_out(plain)
+    scores = torch.zeros(2, 3, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss(scores, torch.zeros(2, dtype=torch.long), None, 1, -100, 0.0)
+    loss(scores, torch.zeros(2, dtype=torch.long), None, 1, -100, 0.0)
+    assert types == [torch.float32, torch.bfloat16]
