@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,7 +13,9 @@ import torch
 from torch import nn
 
 from ortlaunch.rank import Rank
+from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.worker import __main__ as worker
 from ortlaunch.worker.checkpoint import choose
 from ortlaunch.worker.data import Batches, OwnSamples
 from ortlaunch.worker.engine.engine import build_engine
@@ -21,6 +24,7 @@ from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.agreement import agreement
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
+from ortlaunch.worker.supervision.watchdog import Watchdog
 from ortlaunch.worker.tasks.train import TrainState, train
 from tests.makers import plan, recipe
 
@@ -86,3 +90,14 @@ def session_here(
     found = choose(run, group)
     known = identity(batches.samples, model)
     return Session(made, planned, run, group, data, batches, wrapped, engine, found, identity=known)
+
+
+def run_here(folder: Path, recipe: Recipe, task: str = "train") -> RunDir:
+    """Run a recipe's only rank in this process, and return its run folder."""
+    run = RunDir(folder)
+    run.path.mkdir(exist_ok=True)
+    run.recipe.write_text(to_yaml(recipe))
+    run.plan.write_text(replace(plan(recipe), task=task).to_json())
+    rank = Rank(0, 1, 0, 1)
+    assert worker.live(run, rank, Watchdog(rank, run)) == 0
+    return run

@@ -88,7 +88,7 @@ def _described(config: str, given: str) -> _Described | None:
     """Return the data sets of a folder: from the current folder, or from one above the config.
 
     Raises:
-        InputError: the file is not JSON.
+        InputError: the file is not JSON, or not UTF-8.
     """
     above = Path(config).absolute().parents
     for folder in (Path(), *(Path(os.path.relpath(each)) for each in above)):
@@ -97,6 +97,10 @@ def _described(config: str, given: str) -> _Described | None:
             found = json.loads(file.read_text(encoding="utf-8"))
         except OSError:
             continue
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{file}: is not UTF-8: {error.reason} at byte {error.start}"
+            ) from None
         except json.JSONDecodeError as error:
             place = f"{file}:{error.lineno}:{error.colno}"
             raise InputError(f"{place}: is not JSON: {error.msg}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,18 +15,14 @@ import yaml
 from safetensors.torch import load_file
 
 from ortlaunch.errors import EngineError, InputError
-from ortlaunch.rank import Rank
-from ortlaunch.recipe import Recipe, to_yaml
-from ortlaunch.run_folder.folder import RunDir, read_json
-from ortlaunch.worker import __main__ as worker
+from ortlaunch.recipe import Recipe
+from ortlaunch.run_folder.folder import read_json
 from ortlaunch.worker.data.order import Order
 from ortlaunch.worker.data.own import collate_any, in_own_form
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.engine.scheduler import Scheduler
-from ortlaunch.worker.supervision.watchdog import Watchdog
-from tests.makers import plan
 from tests.ort import needs_ort
-from tests.training import records
+from tests.training import records, run_here
 
 lightning = pytest.importorskip("lightning", reason="needs lightning: pip install lightning")
 toys = pytest.importorskip("tests.worker.lightning_modules")
@@ -63,17 +58,6 @@ def evaluated(data: str, **more: Any) -> dict[str, Any]:
         "evaluation": {**factory, "arguments": {"count": 12, "seed": 1}},
         **more,
     }
-
-
-def run_here(folder: Path, recipe: Recipe, task: str = "train") -> RunDir:
-    """Run a recipe's only rank in this process."""
-    run = RunDir(folder)
-    run.path.mkdir(exist_ok=True)
-    run.recipe.write_text(to_yaml(recipe))
-    run.plan.write_text(replace(plan(recipe), task=task).to_json())
-    rank = Rank(0, 1, 0, 1)
-    assert worker.live(run, rank, Watchdog(rank, run)) == 0
-    return run
 
 
 class InOurOrder:

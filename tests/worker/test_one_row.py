@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,11 @@ from pydantic import ValidationError
 from ortlaunch.evaluation_metrics import METRICS, Measure, Metric
 from ortlaunch.launch_plan import Plan
 from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
-from ortlaunch.rank import Rank
-from ortlaunch.recipe import Recipe, to_yaml
-from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.recipe import Recipe
+from ortlaunch.run_folder.folder import read_json
 from ortlaunch.run_folder.reference import markdown
-from ortlaunch.worker import __main__ as worker
-from ortlaunch.worker.supervision.watchdog import Watchdog
-from tests.makers import BERT, bert, plan
+from tests.makers import BERT, bert
+from tests.training import run_here
 
 SMALL = {
     **BERT,
@@ -53,17 +50,6 @@ FAKE = Metric(
 )
 
 
-def run_of(folder: Path, recipe: Recipe, task: str = "train") -> RunDir:
-    """Run a recipe's single rank in this process."""
-    run = RunDir(folder)
-    run.path.mkdir(exist_ok=True)
-    run.recipe.write_text(to_yaml(recipe))
-    run.plan.write_text(replace(plan(recipe), task=task).to_json())
-    rank = Rank(0, 1, 0, 1)
-    assert worker.live(run, rank, Watchdog(rank, run)) == 0
-    return run
-
-
 def small(tmp_path: Path, task: str = "masked-lm", **sections: Any) -> Recipe:
     """Return a recipe of three steps of a tiny BERT on short texts."""
     text = tmp_path / "words.txt"
@@ -89,7 +75,7 @@ def test_a_metric(
     assert "label_count" not in markdown()
     monkeypatch.setitem(METRICS, "label_count", FAKE)
     recipe = small(tmp_path, checkpoint={"keep_best": {"metric": "label_count"}})
-    run = run_of(tmp_path / "run", recipe)
+    run = run_here(tmp_path / "run", recipe)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     (count,) = {line["evaluation_label_count"] for line in lines if "evaluation_loss" in line}
     assert count > 0
@@ -97,7 +83,7 @@ def test_a_metric(
     best = read_json(run.summary)["best"]
     # The count is the same in every evaluation, and only a larger one would be better.
     assert (best["metric"], best["value"], best["step"]) == ("label_count", count, 1)
-    run_of(run.path, recipe, "evaluate")
+    run_here(run.path, recipe, "evaluate")
     assert read_json(run.evaluation)["label_count"] == count
     assert (
         "| `label_count` | number or absent | How many labels there were. Of masked-lm. Best: max. |"
@@ -111,7 +97,7 @@ def test_a_model_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValidationError, match=r"Input should be 'pretraining', .* or 'lightning'"):
         small(tmp_path, "cloze")
     monkeypatch.setitem(MODEL_TASKS, "cloze", ModelTask("AutoModelForMaskedLM", predicts="masked"))
-    run = run_of(tmp_path / "run", small(tmp_path, "cloze"))
+    run = run_here(tmp_path / "run", small(tmp_path, "cloze"))
     assert read_json(run.summary)["steps"] == 3
     assert read_json(run.export / "config.json")["architectures"] == ["BertForMaskedLM"]
     assert Plan.read(run.plan).memory is not None

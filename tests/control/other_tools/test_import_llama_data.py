@@ -147,3 +147,7 @@ def test_a_damaged_description(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A dataset_info.json that is not JSON is an error with its place, and not an absent file."""
     with pytest.raises(InputError, match=r"data/dataset_info.json:2:14: is not JSON"):
         imported(tmp_path, monkeypatch, '{\n  "alpaca": {,}\n}', dataset="alpaca")
+    path = tmp_path / "data" / "dataset_info.json"
+    path.write_bytes(b'{"caf\xe9": {}}')
+    with pytest.raises(InputError, match=r"dataset_info.json: is not UTF-8: .* at byte 5"):
+        import_config(Path("examples/sft.yaml"), None, None, ())
