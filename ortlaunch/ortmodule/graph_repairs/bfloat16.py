@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, owner
+from ortlaunch.ortmodule.base.source_guard import EVALUATION, MANAGER, TRAINING, owner
 from ortlaunch.ortmodule.build import cuda_kernels
 from ortlaunch.ortmodule.torch_in_graph.torch_kernels import Rewriting
 
@@ -32,12 +32,15 @@ _ATEN: dict[str, tuple[str, tuple[object, ...]]] = {
     "SigmoidGrad": ("sigmoid_backward", ()),
     "QuickGelu": ("silu", ()),
 }
+# ORT's session fuses nodes after `complete` has run; these fusions make operators without a kernel.
+_FUSIONS = "QuickGeluFusion;GeluFusion;BiasSoftmaxFusion;SkipLayerNormFusion"
 
 
 def install() -> None:
     """Complete each graph that is built for a GPU."""
     for manager in (TRAINING, EVALUATION):
         wrap_method(owner(manager), "_build_graph", _building)
+    wrap_method(owner(MANAGER), "_get_session_config", _without_fusions)
 
 
 def correct_casts(model: onnx.ModelProto) -> None:
@@ -59,6 +62,16 @@ def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
     # Only after ORT has built the graph, because its gradient brings new nodes.
     if manager._device.type == "cuda":
         complete(manager._onnx_models.optimized_model)
+
+
+def _without_fusions(original: AnyFunction, manager: Manager) -> object:
+    config = original(manager)
+    if (
+        manager._device.type == "cuda"
+        and _KIND in cuda_kernels.types_of(manager._onnx_models.optimized_model.graph).values()
+    ):
+        config[0].add_session_config_entry("optimization.disable_specified_optimizers", _FUSIONS)
+    return config
 
 
 def complete(

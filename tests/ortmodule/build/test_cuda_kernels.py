@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -283,3 +285,32 @@ def test_a_loss_of_another_type_than_its_scores() -> None:
             cuda_kernels.has_kernel(node, {"s": kind, "l": "int64", "y": "float", "p": "float"}, 17)
             is known
         )
+
+
+@pytest.mark.parametrize(
+    ("kind", "operators"), [("bfloat16", ["Sigmoid", "Mul"]), ("float", ["QuickGelu"])]
+)
+def test_a_session_makes_no_operator_without_a_kernel(
+    kind: str, operators: list[str], tmp_path: Path
+) -> None:
+    """In a bfloat16 graph ORT's session does not fuse nodes into operators without a kernel."""
+    import onnxruntime
+
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy")
+    pair = [helper.make_node("Sigmoid", ["x"], ["s"]), helper.make_node("Mul", ["x", "s"], ["y"])]
+    graph = helper.make_graph(pair, "silu", [x], [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    # The kinds of tensors in the graph that was built; the session below is one of float32.
+    built = SimpleNamespace(graph=helper.make_graph([], kind, [helper.make_tensor_value_info(
+        "z", getattr(TensorProto, kind.upper()), [2])], []))  # fmt: skip
+    manager: Any = SimpleNamespace(
+        _device=torch.device("cuda"), _onnx_models=SimpleNamespace(optimized_model=built)
+    )
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    bfloat16._without_fusions(lambda manager: (options, [], []), manager)
+    onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    optimized = onnx.load(options.optimized_model_filepath)
+    assert [node.op_type for node in optimized.graph.node] == operators
