@@ -163,24 +163,6 @@ def test_each_node_is_counted_on_its_execution_provider(
     assert witness.counts()["backward_passes"] == 2
 
 
-def test_copies_of_the_first_session_are_left_out(tmp_path: Path) -> None:
-    """Nodes are placed anew without the copies that the session of a GPU has added to its graph."""
-    from onnx import TensorProto, helper, save
-
-    names = ("x", "x_CUDAExecutionProvider", "y_CUDAExecutionProvider", "y")
-    kinds = ("MemcpyFromHost", "Relu", "MemcpyToHost")
-    nodes = [
-        helper.make_node(kind, [source], [target])
-        for kind, source, target in zip(kinds, names, names[1:])
-    ]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in ("x", "y")]
-    graph = helper.make_graph(nodes, "copied", ends[:1], ends[1:])
-    path = str(tmp_path / "executed.onnx")
-    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    session: Any = SimpleNamespace(get_provider_options=lambda: {"CPUExecutionProvider": {}})
-    assert nodes_by_provider(path, session) == {"CPUExecutionProvider": 1}
-
-
 def test_a_session_that_is_not_on_its_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA model's session on the CPU is an error with the missing library and the command."""
     monkeypatch.setattr(

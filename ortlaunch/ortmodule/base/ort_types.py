@@ -182,6 +182,7 @@ class OrtModule(Protocol):
 class ShapeInference(Protocol):
     """ORT's SymbolicShapeInference."""
 
+    aten_op_dispatcher_: dict[str, Callable[[onnx.NodeProto], None]]
     known_vi_: dict[str, onnx.ValueInfoProto]
     out_mp_: onnx.ModelProto
     symbolic_dims_: dict[str, Any]  # sympy's

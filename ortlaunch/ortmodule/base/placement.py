@@ -15,10 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import OrtSession
 
-# The copies between a GPU and the host that the first session added, and the end of the names of
-# their tensors on the GPU. Another session would add them again, under the same names.
-_COPIES = ("MemcpyFromHost", "MemcpyToHost")
-_COPIED = "_CUDAExecutionProvider"
 # Ends the forward pass, and computes nothing.
 _YIELD = b"YieldOp"
 
@@ -51,22 +47,9 @@ def nodes_by_provider(model: str, session: OrtSession) -> dict[str, int]:
     options.add_session_config_entry("session.save_model_format", "ORT")
     with tempfile.TemporaryDirectory(prefix="ortlaunch-") as folder:
         options.optimized_model_filepath = str(Path(folder, "placed.ort"))
-        onnxruntime.InferenceSession(_without_copies(model), options, providers=providers)
+        onnxruntime.InferenceSession(model, options, providers=providers)
         graph = Saved.GetRootAs(Path(options.optimized_model_filepath).read_bytes()).Model().Graph()
     nodes = [graph.Nodes(place) for place in range(graph.NodesLength())]
     return dict(
         Counter(node.ExecutionProviderType().decode() for node in nodes if node.OpType() != _YIELD)
     )
-
-
-def _without_copies(model: str) -> bytes:
-    """Return the serialized graph of a file as it was before its session added copies."""
-    import onnx
-
-    whole = onnx.load(model)
-    nodes = [node for node in whole.graph.node if node.op_type not in _COPIES]
-    for names in (names for node in nodes for names in (node.input, node.output)):
-        names[:] = [name.removesuffix(_COPIED) for name in names]
-    del whole.graph.node[:]
-    whole.graph.node.extend(nodes)
-    return whole.SerializeToString()

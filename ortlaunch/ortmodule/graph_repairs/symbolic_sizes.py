@@ -1,13 +1,15 @@
-"""Sizes that are formulas, and infinite constants, at which ORT's shape inference fails."""
+"""Sizes that are formulas, infinite constants and our operator, at which ORT's inference fails."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.graph import ShapeInferenceError
+from ortlaunch.ortmodule.torch_in_graph import head_loss
 
 if TYPE_CHECKING:
     import onnx
@@ -18,9 +20,11 @@ if TYPE_CHECKING:
 def infer_symbolic_sizes() -> None:
     """Let ORT's shape inference handle sizes that are formulas.
 
-    It mistakes formulas for names, or queries properties that SymPy cannot determine.
+    It mistakes formulas for names, or queries properties that SymPy cannot determine. It also gives
+    every output of an operator that it does not know the type of the first input.
     """
     inference = _module().SymbolicShapeInference
+    patching.wrap_method(inference, "__init__", _with_head_loss)
     patching.wrap_method(inference, "_infer_aten_upsample", _upsampled)
     patching.wrap_method(inference, "_infer_Slice", _sliced)
     patching.wrap_method(inference, "_infer_Split_Common", _split)
@@ -32,6 +36,30 @@ def infer_symbolic_sizes() -> None:
 
 def _module() -> Any:
     return importlib.import_module("onnxruntime.tools.symbolic_shape_infer")
+
+
+def _with_head_loss(
+    original: AnyFunction, inference: ShapeInference, *args: object, **kwargs: object
+) -> None:
+    original(inference, *args, **kwargs)
+    inference.aten_op_dispatcher_[head_loss.OPERATOR] = functools.partial(_head_loss, inference)
+
+
+def _head_loss(inference: ShapeInference, node: onnx.NodeProto) -> None:
+    """Infer a chunked loss, of which only the gradient of `hidden` has the type of `hidden`."""
+    onnx = importlib.import_module("onnx")
+    own = inference.known_vi_[node.input[0]].type.tensor_type.elem_type
+    exact = own if own == onnx.TensorProto.DOUBLE else onnx.TensorProto.FLOAT
+    hidden, weight = (inference._get_shape(node, place) for place in (0, 1))
+    # A gradient that is not wanted is empty.
+    gradients = (
+        shape if inference._try_get_value(node, place) else [0]
+        for place, shape in ((5, hidden), (6, weight), (7, weight[:1]))
+    )
+    shapes = [[], *gradients, []]
+    for name, kind, shape in zip(node.output, (exact, own, exact, exact, exact), shapes):
+        made = onnx.helper.make_tensor_value_info(name, kind, shape)
+        inference.known_vi_[name].CopyFrom(made)
 
 
 def _upsampled(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto) -> None:

@@ -52,10 +52,10 @@ def _symbolic(
 
 
 def _register_gradient(types: list[torch.dtype]) -> None:
-    """Register the gradient for the current export.
+    """Register the gradient for the current export, with the type codes of its tensors.
 
-    It is registered anew for every export, because ORT's definitions contain the tensors' type
-    codes.
+    ORT keeps the first registration: a process that has exported in float32 cannot build the graph
+    of a float16 model with a chunked loss.
     """
     from onnxruntime.training.ortmodule._custom_gradient_registry import _to_gradient_definition
 
