@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -99,5 +101,7 @@ def run_here(folder: Path, recipe: Recipe, task: str = "train") -> RunDir:
     run.recipe.write_text(to_yaml(recipe))
     run.plan.write_text(replace(plan(recipe), task=task).to_json())
     rank = Rank(0, 1, 0, 1)
-    assert worker.live(run, rank, Watchdog(rank, run)) == 0
+    # A rank sets RANK and others, which would make later tests of this process ranks of a launcher.
+    with mock.patch.dict(os.environ):
+        assert worker.live(run, rank, Watchdog(rank, run)) == 0
     return run
