@@ -208,6 +208,8 @@ def main() -> None:
     else:
         found = {f"{saved} -> {name}": resumed(way, folder / saved, group, []) for saved in WAYS
                  for name, way in WAYS.items()}  # fmt: skip
+    # ZeRO's import of Muon would load it.
+    assert "torch._inductor.compile_fx" not in sys.modules
     every = [json.loads(text) for text in group.gather(json.dumps(found))]
     if rank == 0:
         file.write_text(json.dumps(every))

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,19 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def without_package(name: str) -> Iterator[None]:
+    """Let imports of an optional package fail inside a with-block, unless it is loaded already."""
+    hidden = name not in sys.modules
+    if hidden:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules[name]
 
 
 def wrap_method(owner: object, method: str, around: AnyFunction) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ortlaunch.errors import MissingDependency
 from ortlaunch.ortmodule.base import custom_functions, registry
-from ortlaunch.ortmodule.base.patching import ModuleView, environment
+from ortlaunch.ortmodule.base.patching import ModuleView, environment, without_package
 from ortlaunch.ortmodule.base.registry import Repair
 from ortlaunch.ortmodule.build import cuda_libraries, extensions
 
@@ -259,7 +259,9 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
 
 def _import() -> ModuleType:
     try:
-        return importlib.import_module(_ORTMODULE)
+        # ORT imports DeepSpeed, whose autotuner would load MLflow for 1.7 s of a core.
+        with without_package("mlflow"):
+            return importlib.import_module(_ORTMODULE)
     except ImportError as error:
         extra = extensions.EXTRA_OF[extensions.ort_package()]
         raise MissingDependency(

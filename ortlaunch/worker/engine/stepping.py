@@ -8,6 +8,7 @@ are sharded.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import sys
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from ortlaunch.json_types import Json
+from ortlaunch.ortmodule.base.patching import without_package
 from ortlaunch.ortmodule.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.precisions import PRECISIONS
 from ortlaunch.worker.engine.averaging import Averaging
@@ -229,7 +231,9 @@ class DeepSpeedStepper:
         group: DistributedContext,
         config: Json,
     ) -> None:
-        import deepspeed
+        # Its autotuner would load MLflow for 1.7 s of a core.
+        with without_package("mlflow"):
+            import deepspeed
 
         _only_what_training_needs(deepspeed)
         self.model = model
@@ -395,6 +399,14 @@ def _no_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _only_what_training_needs(deepspeed: Any) -> None:
     # On CPU DeepSpeed would compile, for half a minute, an all-reduce that only its inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # ZeRO imports Muon, which no recipe has. Muon's import compiles functions, for which torch would
+    # load TorchInductor for 1.7 s of a core.
+    compiler = deepspeed.runtime.compiler
+    compile_of_torch = getattr(compiler, "compile", None)
+    compiler.compile = lambda: lambda function: function
+    with contextlib.suppress(ImportError):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    compiler.compile = compile_of_torch
     warnings.filterwarnings(
         "ignore", message="`torch.distributed.* is deprecated", category=FutureWarning
     )
