@@ -113,8 +113,7 @@ def source(function: str) -> str:
     """
     module, _, path = function.partition(":")
     try:
-        text = inspect.getsource(_module(module))
-        node: Any = ast.parse(text)
+        node, lines = _parsed(module)
         if hasattr(_module(module), path) and path not in {
             getattr(child, "name", None) for child in node.body
         }:
@@ -123,12 +122,20 @@ def source(function: str) -> str:
             node = next(child for child in node.body if getattr(child, "name", None) == name)
     except (ImportError, OSError, StopIteration):
         return ""
-    return str(ast.get_source_segment(text, node))
+    # ast.get_source_segment would split the whole file each time: 1 s of a core for all names.
+    return "\n".join(lines[node.lineno - 1 : node.end_lineno])[node.col_offset :]
 
 
 def fingerprint(text: str) -> str:
     """Return the first digits of the text's sha256."""
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+@functools.cache
+def _parsed(module: str) -> tuple[Any, list[str]]:
+    """Return the syntax tree and the lines of a module."""
+    text = inspect.getsource(_module(module))
+    return ast.parse(text), text.split("\n")
 
 
 def _module(name: str) -> ModuleType:
