@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -34,6 +34,8 @@ _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 # A rank's supervisor ends the rank after the grace and records that; it needs the time to do so.
 _MORE_SECONDS = 2.0
+# A killed process ends once the kernel has freed its memory: seconds for a large or a paged one.
+KILLED_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 _LOST_SECONDS = 2.0
 
@@ -187,25 +189,28 @@ def _end_command(command: Process) -> None:
     command.send(signal.SIGTERM)
     # A process that is suspended by SIGSTOP handles SIGTERM only after SIGCONT.
     command.send(signal.SIGCONT)
-    if _gone([command], GRACE_SECONDS + 2 * _MORE_SECONDS):
+    if gone_within(GRACE_SECONDS + 2 * _MORE_SECONDS, command.lives):
         return
     # Collected before the kill: afterwards the descendants have another parent.
     family = [command, *(Process.of(pid) for pid in descendants_of(command.pid))]
+
+    def left() -> list[str]:
+        return [str(one.pid) for one in family if one.lives()]
+
     command.send(signal.SIGKILL)
     # The launcher and the ranks end with the command.
-    if _gone(family, GRACE_SECONDS + _MORE_SECONDS):
+    if gone_within(GRACE_SECONDS + _MORE_SECONDS, left):
         return
     for one in family:
         one.send(signal.SIGKILL)
-    if not _gone(family, _MORE_SECONDS):
-        left = ", ".join(str(one.pid) for one in family if one.lives())
-        raise LaunchError(f"SIGKILL did not end process {left}")
+    if not gone_within(KILLED_SECONDS, left):
+        raise LaunchError(f"SIGKILL did not end process {', '.join(left())}")
 
 
-def _gone(family: Sequence[Process], seconds: float) -> bool:
-    """Whether all of these processes ended within `seconds`."""
+def gone_within(seconds: float, left: Callable[[], object]) -> bool:
+    """Wait until `left` returns nothing; return whether that took no longer than `seconds`."""
     deadline = time.monotonic() + seconds
-    while any(one.lives() for one in family):
+    while left():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

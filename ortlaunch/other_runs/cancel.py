@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import time
 
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.orphans import send
+from ortlaunch.launch.processes import KILLED_SECONDS, gone_within
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.other_runs.queued import cancel as cancel_queued
@@ -69,25 +69,16 @@ def _refuse(run: RunDir, status: Status) -> None:
 
 def _end_rest(run: RunDir, command: Process) -> int:
     """Wait for the ranks, which end with their command; kill the others and return their number."""
-    if _gone(run, command, GRACE_SECONDS + _MORE_SECONDS):
+    if gone_within(GRACE_SECONDS + _MORE_SECONDS, lambda: _left(run, command)):
         return 0
     left = _left(run, command)
     for pid in left:
         send(pid, signal.SIGKILL)
-    if not _gone(run, command, _MORE_SECONDS):
+    if not gone_within(KILLED_SECONDS, lambda: _left(run, command)):
         raise LaunchError(
             f"{run}: SIGKILL did not end process {', '.join(map(str, _left(run, command)))}"
         )
     return len(left)
-
-
-def _gone(run: RunDir, command: Process, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while _left(run, command):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def _left(run: RunDir, command: Process) -> list[int]:
