@@ -14,7 +14,7 @@ import sys
 import time
 
 from ortlaunch import start
-from ortlaunch.rank import Rank
+from ortlaunch.rank import LAUNCHER_VARIABLE, Rank
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.worker.supervision.requests import RankRequest, Requests
 
@@ -29,6 +29,8 @@ def live(run: RunDir, rank: Rank, *_: object) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     requests = Requests()
     requests.listen()
+    # As collectives do: no rank trains while another one cannot handle a request yet.
+    _agree(run, rank, f"began-{os.environ.get(LAUNCHER_VARIABLE)}", 60)
     for step in range(1, recipe["train"]["max_steps"] + 1):
         if rank.rank == 0 and requests.requested:
             write_text(run.checkpoint(step) / "COMPLETE", "")
@@ -47,7 +49,7 @@ def live(run: RunDir, rank: Rank, *_: object) -> int:
 
 
 def _stop(run: RunDir, rank: Rank, step: int, asked: RankRequest) -> int:
-    _agree(run, rank)
+    _agree(run, rank, "stopped", 2)
     by = (
         json.loads(run.stop_request.read_text())["by"]
         if run.stop_request.exists()
@@ -60,11 +62,12 @@ def _stop(run: RunDir, rank: Rank, step: int, asked: RankRequest) -> int:
     return asked.exit_status
 
 
-def _agree(run: RunDir, rank: Rank) -> None:
+def _agree(run: RunDir, rank: Rank, on: str, seconds: float) -> None:
     """Wait for the other ranks, as a collective does, which fails if one has gone."""
-    write_text(run.path / "agreed" / str(rank.rank), "")
-    deadline = time.monotonic() + 2
-    while len(list((run.path / "agreed").glob("[0-9]*"))) < rank.world_size:
+    folder = run.path / "agreed" / on
+    write_text(folder / str(rank.rank), "")
+    deadline = time.monotonic() + seconds
+    while len(list(folder.glob("[0-9]*"))) < rank.world_size:
         if time.monotonic() > deadline:
             raise RuntimeError("Connection closed by peer")
         time.sleep(0.02)
