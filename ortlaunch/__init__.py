@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from ortlaunch.api.runs import Run, runs
     from ortlaunch.api.starts import submit, train
+    from ortlaunch.api.sweeps import Sweep, sweep
     from ortlaunch.diagnose.report import Diagnosis
     from ortlaunch.launch_plan import Plan
     from ortlaunch.other_runs.requests import StopResult
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ortlaunch.planning.world import LaunchOptions
     from ortlaunch.recipe import Recipe
     from ortlaunch.resolve.resume import ResumeOptions
+    from ortlaunch.search.study import Trial
 
 __all__ = [
     "CheckpointHook",
@@ -50,12 +52,15 @@ __all__ = [
     "Status",
     "StepHook",
     "StopResult",
+    "Sweep",
+    "Trial",
     "Validation",
     "__version__",
     "load",
     "plan",
     "runs",
     "submit",
+    "sweep",
     "train",
     "validate",
 ]
@@ -76,6 +81,7 @@ _MODULES = {
     ),
     "api.runs": ("Run", "runs"),
     "api.starts": ("submit", "train"),
+    "api.sweeps": ("Sweep", "sweep"),
     "diagnose.report": ("Diagnosis",),
     "launch_plan": ("Plan",),
     "other_runs.requests": ("StopResult",),
@@ -83,6 +89,7 @@ _MODULES = {
     "planning.world": ("LaunchOptions",),
     "recipe": ("Recipe",),
     "resolve.resume": ("ResumeOptions",),
+    "search.study": ("Trial",),
 }
 
 

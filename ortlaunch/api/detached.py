@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ortlaunch import start
 from ortlaunch.errors import RunError
+from ortlaunch.launch.processes import dying
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir
@@ -33,7 +34,11 @@ def option_words(options: LaunchOptions) -> list[str]:
 
 
 def start_detached(
-    words: Sequence[str], run: RunDir, environ: Mapping[str, str], may_measure: bool = False
+    words: Sequence[str],
+    run: RunDir,
+    environ: Mapping[str, str],
+    may_measure: bool = False,
+    with_caller: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start an `ortlaunch` command in a session of its own; return once its job.json is written.
 
@@ -42,16 +47,18 @@ def start_detached(
         run: its run folder, whose output.txt gets its output.
         environ: variables beside those of this process.
         may_measure: whether the run folder's lock is enough.
+        with_caller: whether it gets SIGTERM when this process ends, also after kill -9.
 
     Raises:
         RunError: the command ended with an error before that.
     """
     run.path.mkdir(parents=True, exist_ok=True)
     before = _written(run.job)
+    argv = [*start.command("ortlaunch"), *words]
     with run.output.open("ab") as output:
         # No signal of a terminal or of a notebook's kernel reaches another session.
         process = subprocess.Popen(
-            [*start.command("ortlaunch"), *words],
+            [*dying(), argv[0], *argv] if with_caller else argv,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.process import heeded
+from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve.prepare import run_folder
 from ortlaunch.resolve.resolve import resolve
 from ortlaunch.resolve.resume import ResumeOptions
@@ -67,3 +71,20 @@ def evaluation_command(
     from ortlaunch.commands import evaluate as evaluations
 
     return evaluations.dry_run(RunDir(run), step, tuple(overrides), options)
+
+
+def sweep(
+    recipe: Path, overrides: Sequence[str], options: LaunchOptions, run_dir: Path | None
+) -> int:
+    """Run the trials of a sweep, print a line for each, and return the exit status."""
+    from ortlaunch.api import sweeps
+
+    for number in heeded((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        ended = sweeps.sweep(recipe, *overrides, run_dir=run_dir, options=options, progress=True)
+    except KeyboardInterrupt:
+        print("stopped; its trials are saved, and the same command continues them", file=sys.stderr)
+        return EXIT_SAVED
+    print(ended)
+    return 0

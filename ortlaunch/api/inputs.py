@@ -93,7 +93,7 @@ def validate(
             [*lines, "if they exist on the machine that trains: ortlaunch validate --elsewhere"]
         )
     # Notes only: the recipe may be right.
-    lines += map(file.explain, inputs.doubtful(file.recipe))
+    lines += [*map(file.explain, inputs.doubtful(file.recipe)), *file.recipe.sweep_lines()]
     return Validation(file.recipe, loaded.path, tuple(lines))
 
 

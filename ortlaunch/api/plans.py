@@ -75,7 +75,9 @@ def planned(
     return PlannedRun(preview(resolved(read(source, assignments, overrides), chosen)))
 
 
-def resolved(loaded: LoadedRecipe, options: LaunchOptions) -> ResolvedRun:
+def resolved(
+    loaded: LoadedRecipe, options: LaunchOptions, environ: Mapping[str, str] = os.environ
+) -> ResolvedRun:
     """Resolve a loaded recipe for these hosts and this machine."""
-    command = Command(loaded.given, loaded.path, options, os.environ)
+    command = Command(loaded.given, loaded.path, options, environ)
     return resolve_file(loaded.file, command)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from ortlaunch.api.detached import last_output, option_words, start_detached
@@ -54,28 +56,50 @@ def train(
     """
     chosen = resume if isinstance(resume, ResumeOptions) else ResumeOptions(str(resume))
     loaded = read(source, assignments, overrides)
-    found = resolved(loaded, options or LaunchOptions())
-    if found.world.inside is not None:
-        raise PlanError(
-            "this process is a rank of a launcher, whose ranks train: use `ortlaunch train` there"
-        )
-    folder = run_folder(None if run_dir is None else Path(run_dir), found, os.environ)
-    # The command prints the lines of these checks again, to output.txt.
-    with contextlib.redirect_stdout(None):
-        preview.before_start(preview.preview(found), folder, chosen)
-    folder = claimed(folder) if run_dir is None else folder
-    recipe, environ = _recipe_words(loaded, found, folder)
-    words = ["train", *recipe, f"--run-dir={folder}", *option_words(found.command.options)]
-    words += [f"--resume={chosen.choice}", *(f"--allow={name}" for name in chosen.allow)]
-    measures = found.file.recipe.engine.name == "auto"
-    process = start_detached(words, folder, environ, measures)
-    run = Run(folder.path)
+    place = None if run_dir is None else Path(run_dir)
+    run, process = started(loaded, options or LaunchOptions(), place, chosen)
     if wait:
         run.wait(progress)
         # A command that ended before it took over an existing run has left that run's record.
         if process.wait() not in (0, EXIT_SAVED):
-            raise RunError(last_output(folder), process.returncode)
+            raise RunError(last_output(RunDir(run.path)), process.returncode)
     return run
+
+
+def started(
+    loaded: LoadedRecipe,
+    options: LaunchOptions,
+    run_dir: Path | None,
+    resume: ResumeOptions = AUTOMATIC,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[Run, subprocess.Popen[bytes]]:
+    """Start a run; errors are those of `train`.
+
+    Args:
+        environ: variables beside those of this process, of a trial of a sweep; such a run also ends
+            with this process.
+
+    Returns:
+        The run, and the process of its command.
+    """
+    found = resolved(loaded, options, {**os.environ, **(environ or {})})
+    if found.world.inside is not None:
+        raise PlanError(
+            "this process is a rank of a launcher, whose ranks train: use `ortlaunch train` there"
+        )
+    folder = run_folder(run_dir, found, os.environ)
+    # The command prints the lines of these checks again, to output.txt.
+    with contextlib.redirect_stdout(None):
+        preview.before_start(preview.preview(found), folder, resume)
+    folder = claimed(folder) if run_dir is None else folder
+    recipe, variables = _recipe_words(loaded, found, folder)
+    words = ["train", *recipe, f"--run-dir={folder}", *option_words(found.command.options)]
+    words += [f"--resume={resume.choice}", *(f"--allow={name}" for name in resume.allow)]
+    measures = found.file.recipe.engine.name == "auto"
+    process = start_detached(
+        words, folder, {**variables, **(environ or {})}, measures, with_caller=environ is not None
+    )
+    return Run(folder.path), process
 
 
 def _recipe_words(

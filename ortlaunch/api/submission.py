@@ -44,6 +44,11 @@ class Submission(NamedTuple):
         # The hosts are unknown until the job starts.
         options = LaunchOptions(planned_only=True, declared=True)
         found = resolved(read(source, words, {}), options)
+        if found.file.recipe.sweep is not None:
+            raise InputError(
+                "sweep: no scheduler runs a sweep; queue `ortlaunch sweep` in a job of your own, or "
+                "queue the recipe's own values with sweep=null"
+            )
         return cls(found, run_folder(run_dir, found, os.environ), run_dir)
 
     @property

@@ -18,7 +18,7 @@ from ortlaunch.cli.results import device, evaluate, export, generate
 from ortlaunch.cli.runs import diagnose, logs, report, status
 from ortlaunch.cli.setup import import_config, recipes, schema, setup, shipped
 from ortlaunch.cli.summaries import SUMMARIES
-from ortlaunch.cli.training import bench, data, parity, plan, train, validate
+from ortlaunch.cli.training import bench, data, parity, plan, sweep, train, validate
 from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeError
 from ortlaunch.file_errors import explained
 from ortlaunch.output import guarded
@@ -77,7 +77,12 @@ for verb in VERBS:
     app.command(name, cls=Verb, short_help=SUMMARIES[name].text, epilog=SUMMARIES[name].example)(
         verb
     )
-for name, family in (("recipes", recipes.app), ("data", data.app), ("device", device.app)):
+for name, family in (
+    ("recipes", recipes.app),
+    ("data", data.app),
+    ("device", device.app),
+    ("sweep", sweep.app),
+):
     app.add_typer(
         family, name=name, short_help=SUMMARIES[name].text, epilog=SUMMARIES[name].example
     )

@@ -20,6 +20,7 @@ _GROUPS = {
         ),
         "validate": ("Check a recipe; all errors at once.", "my.yaml"),
         "plan": ("Show ranks, batch, memory and the command; run nothing.", "my.yaml zero.stage=2"),
+        "sweep": ("Search fields of a recipe; each trial is a run.", "my.yaml"),
         "parity": ("Compare a recipe's engine with plain PyTorch.", "my.yaml --steps 3"),
         "bench": ("Compare the speed of engines and settings.", "my.yaml"),
         "data": ("Prepare a recipe's data.", "prepare my.yaml"),

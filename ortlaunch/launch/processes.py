@@ -83,6 +83,16 @@ class Job:
             self.oom_kills = after - self._oom_kills_before
 
 
+def dying() -> list[str]:
+    """Return the words before a command that gets SIGTERM when this process ends.
+
+    Also after `kill -9`. The path of its program follows, then its arguments from the 0th.
+    """
+    program = die_with_parent.__file__
+    here = (str(os.getpid()), LAUNCHER_VARIABLE, process_space())
+    return [sys.executable, "-I", "-S", program, *here]
+
+
 def submit(request: Request, output: Path | None = None) -> Job:
     """Write the request's files and start its command.
 
@@ -99,17 +109,7 @@ def submit(request: Request, output: Path | None = None) -> Job:
     program = shutil.which(request.argv[0])
     if program is None:
         raise LaunchError(f"cannot start {request.argv[0]}: program not found")
-    # The command gets SIGTERM when this process ends, also after `kill -9`.
-    dying = [
-        sys.executable,
-        "-I",
-        "-S",
-        die_with_parent.__file__,
-        str(os.getpid()),
-        LAUNCHER_VARIABLE,
-        process_space(),
-    ]
-    argv = [*dying, program, *request.argv]
+    argv = [*dying(), program, *request.argv]
     environ = {**os.environ, **dict(request.env)}
     orphans = Orphans()
     with open(output, "ab") if output else contextlib.nullcontext() as sink:

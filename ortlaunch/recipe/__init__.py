@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from ortlaunch.errors import DamagedFile, RecipeError
 from ortlaunch.recipe.check import check
 from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.space import space_problems
 from ortlaunch.recipe.text.place import Line, Problem, SourceError, in_reading_order, keys
 from ortlaunch.recipe.text.source import override, read, read_values
 from ortlaunch.recipe.text.tree import Tree
@@ -83,6 +84,8 @@ def _checked(read: Tree, overrides: tuple[str, ...], problems: list[Line]) -> Re
     """Return the recipe of a tree and overrides; `problems` are those found while reading."""
     recipe, tree, wrong = check(override(read, overrides, problems))
     problems += wrong
+    if recipe is not None and recipe.sweep is not None and not problems:
+        problems = space_problems(tree, recipe.sweep)
     if problems or recipe is None:
         raise RecipeError([str(line) for line in in_reading_order(problems, read.place.source)])
     return RecipeFile(recipe, tree, read, overrides)

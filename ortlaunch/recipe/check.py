@@ -109,7 +109,8 @@ def _mended(tree: Tree, path: KeyPath) -> Tree:
     path = tuple(itertools.takewhile(lambda key: isinstance(key, str), path))
     if path in _PLACEHOLDERS:
         return tree.put(path, parse(_PLACEHOLDERS[path], "", []))
-    return tree.without(path)
+    # A space without its wrong fields would be another one.
+    return tree.without(path[:1] if path[0] == "sweep" else path)
 
 
 def _rules(recipe: Recipe, tree: Tree, doubtful: Sequence[KeyPath]) -> list[Line]:

@@ -155,6 +155,7 @@ def _resolved(file: RecipeFile, world: World | None, command: Command) -> Resolv
         *world.notes,
         *_absent(file, world, command),
         *_engine_notes(file.recipe, world.device, environ),
+        *file.recipe.sweep_lines(),
     ]
     work = workload(file.recipe, world)
     if world.inside is None:

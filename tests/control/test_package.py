@@ -26,7 +26,7 @@ DISTRIBUTIONS = {
 # bare install.
 OPTIONAL = {
     "deepspeed", "matplotlib", "mpi4py", "onnx", "onnxruntime-training-cpu", "peft", "tensorboard", "wandb",
-    "mlflow-skinny",
+    "mlflow-skinny", "optuna",
 }  # fmt: skip
 
 

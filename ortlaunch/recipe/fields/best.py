@@ -1,4 +1,4 @@
-"""Fields about the best evaluation: `checkpoint.keep_best` and `train.stop_after`."""
+"""Fields about the best evaluation: `checkpoint.keep_best`, `train.stop_after`, `sweep.metrics`."""
 
 from typing import Literal
 
@@ -34,7 +34,16 @@ class StopAfter(Section):
     """Number of successive evaluations without a new best value after which the training ends."""
 
 
-def direction(asked: KeepBest | StopAfter) -> str:
+class SearchedMetric(Section):
+    """A metric of a trial's last evaluation, which the search improves."""
+
+    metric: Text = "loss"
+    """As in `checkpoint.keep_best`."""
+    mode: Mode = None
+    """As in `checkpoint.keep_best`."""
+
+
+def direction(asked: KeepBest | StopAfter | SearchedMetric) -> str:
     """Return `mode`, or the metric's own direction where `mode` is null.
 
     A metric of the user's own always has a mode here: `best_rules` refuses a recipe that lacks it.

@@ -12,15 +12,20 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ortlaunch.recipe.fields import best, data, engine, launch, models, schedule, submit
+from ortlaunch.recipe.fields import best, data, engine, launch, models, schedule, submit, sweep
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.section import NameIn
 from ortlaunch.recipe.text.place import KeyPath, dotted
 
+_CONTAINERS = (tuple, dict)
+
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models inside Optional, Union and Annotated; a list's items are not a section."""
-    if typing.get_origin(annotation) is tuple:
+    """Yield the models inside Optional, Union and Annotated.
+
+    The items of a list, and the values of a mapping with keys of the user's, are not a section.
+    """
+    if typing.get_origin(annotation) in _CONTAINERS:
         return
     if (
         typing.get_origin(annotation) is None
@@ -33,11 +38,13 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def items_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models of a list's items."""
+    """Yield the models of the items of a list, or of the values of such a mapping."""
     inside = typing.get_args(annotation)
     for argument in inside:
         yield from (
-            models_in(argument) if typing.get_origin(annotation) is tuple else items_in(argument)
+            models_in(argument)
+            if typing.get_origin(annotation) in _CONTAINERS
+            else items_in(argument)
         )
 
 
@@ -49,7 +56,7 @@ def sections_at(path: KeyPath) -> list[type[BaseModel]]:
     models: list[type[BaseModel]] = [Recipe]
     info = None
     for key in path:
-        if isinstance(key, int):
+        if isinstance(key, int) or (info is not None and not models):
             models = [*items_in(info.annotation)] if info else []
             continue
         info = field_of(models, key)
@@ -129,7 +136,7 @@ def manual() -> dict[tuple[str, str], str]:
     found = {}
     # Python keeps no docstring of a field: the sources are parsed. Cached, because only error
     # messages and `ortlaunch schema` need it.
-    modules = (best, models, data, engine, launch, schedule, submit)
+    modules = (best, models, data, engine, launch, schedule, submit, sweep)
     sources = [ast.parse(inspect.getsource(module)) for module in modules]
     for section in (
         node for source in sources for node in source.body if isinstance(node, ast.ClassDef)

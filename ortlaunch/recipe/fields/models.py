@@ -33,6 +33,7 @@ from ortlaunch.recipe.fields.section import (
     tuple_of,
 )
 from ortlaunch.recipe.fields.submit import Submit
+from ortlaunch.recipe.fields.sweep import Search
 
 # Shared by `train.on_nonfinite` and `train.on_spike`.
 BadStepAction = Literal["stop", "skip", "rollback"]
@@ -355,8 +356,14 @@ class Recipe(Section):
     launch: Launch = Launch()
     submit: Submit = Submit()
     log: Log = Log()
+    sweep: Search | None = None
+    """A search over fields of this recipe, for `ortlaunch sweep`; null: none."""
     # Folder of the file from which the Python API loaded it: the user's own modules are there.
     _folder: str = PrivateAttr("")
+
+    def sweep_lines(self) -> list[str]:
+        """Return the sweep as lines for a person; none without one."""
+        return [] if self.sweep is None else self.sweep.lines(self.train.max_steps)
 
     def epoch_intervals(self) -> Iterator[tuple[str, float]]:
         """Yield the intervals that are given in epochs, by their names in steps.json."""

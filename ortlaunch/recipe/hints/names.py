@@ -75,7 +75,9 @@ def _unknown(
         if child.kind == "mapping" and sections:
             yield from _unknown(child, sections, (*path, key))
         items = [*items_in(info.annotation)]
-        for number, item in child.children.items() if child.kind == "list" and items else ():
+        for number, item in (
+            child.children.items() if items and not (sections and child.kind == "mapping") else ()
+        ):
             yield from (
                 _unknown(item, items, (*path, key, number)) if item.kind == "mapping" else ()
             )

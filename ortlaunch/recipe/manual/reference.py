@@ -62,14 +62,15 @@ def _sections(
 def _references(schema: dict[str, Any], mark: str = "") -> Iterator[tuple[str, str]]:
     """Yield (name in $defs, mark) for each section of a field.
 
-    The mark is `[]` in a list, else "".
+    The mark is `[]` in a list, `.*` in a mapping with the user's keys, else "".
     """
     if "$ref" in schema:
         yield schema["$ref"].rpartition("/")[2], mark
     for branch in _branches(schema):
         yield from _references(branch, mark)
-    if "items" in schema:
-        yield from _references(schema["items"], "[]")
+    for inside, sign in (("items", "[]"), ("additionalProperties", ".*")):
+        if isinstance(schema.get(inside), dict):
+            yield from _references(schema[inside], sign)
 
 
 def _branches(schema: dict[str, Any]) -> list[dict[str, Any]]:

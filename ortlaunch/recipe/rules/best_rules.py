@@ -1,11 +1,13 @@
-"""Rules for `checkpoint.keep_best`, `train.stop_after` and `train.metric`."""
+"""Rules for `checkpoint.keep_best`, `train.stop_after`, `train.metric` and `sweep`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ortlaunch.evaluation_metrics import measures_of, metrics_of
+from ortlaunch.recipe.fields.best import KeepBest, SearchedMetric, StopAfter
 from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.sweep import Search
 from ortlaunch.recipe.text.place import Problem
 
 
@@ -28,18 +30,7 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
     ):
         if asked is None:
             continue
-        # Names of the user's own metrics are known only when they run: any name is accepted then.
-        known = metrics_of(recipe.model.task)
-        own = recipe.train.metric is not None or recipe.model.traits.is_own
-        if asked.metric not in known and not own:
-            message = (
-                f"got {asked.metric}; evaluations of task {recipe.model.task} have "
-                f"{', '.join(known)}"
-            )
-            yield (f"{path}.metric", "model.task"), message
-        elif asked.metric not in known and asked.mode is None:
-            message = f"is missing: give min or max, because {asked.metric} is your own metric"
-            yield (f"{path}.mode", f"{path}.metric"), message
+        yield from _metric(recipe, path, asked)
         # The evaluation at the end alone has nothing to be compared with.
         if not recipe.train.evaluates:
             yield (
@@ -47,3 +38,53 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
                 "has no effect without train.evaluate_every_steps or "
                 "evaluate_every_epochs; set one of them",
             )
+    if recipe.sweep is not None:
+        yield from _sweep(recipe, recipe.sweep)
+
+
+def _metric(
+    recipe: Recipe, path: str, asked: KeepBest | StopAfter | SearchedMetric
+) -> Iterator[Problem]:
+    # Names of the user's own metrics are known only when they run: any name is accepted then.
+    known = metrics_of(recipe.model.task)
+    own = recipe.train.metric is not None or recipe.model.traits.is_own
+    if asked.metric not in known and not own:
+        message = (
+            f"got {asked.metric}; evaluations of task {recipe.model.task} have {', '.join(known)}"
+        )
+        yield (f"{path}.metric", "model.task"), message
+    elif asked.metric not in known and asked.mode is None:
+        message = f"is missing: give min or max, because {asked.metric} is your own metric"
+        yield (f"{path}.mode", f"{path}.metric"), message
+
+
+def _sweep(recipe: Recipe, sweep: Search) -> Iterator[Problem]:
+    for number, asked in enumerate(sweep.metrics):
+        yield from _metric(recipe, f"sweep.metrics[{number}]", asked)
+    if recipe.data.evaluation is None:
+        why = "needs evaluations; set data.evaluation, or data.evaluation: {share: 0.05}"
+        yield ("sweep.metrics", "data.evaluation"), why
+    if sweep.most is None and sweep.steps is None and sweep.hours is None:
+        yield ("sweep.trials",), "is missing: give trials, steps or hours"
+    endless = [name for name, one in sweep.space.items() if one.values is None]
+    if sweep.sampler == "grid" and endless:
+        why = f"got grid, but {', '.join(endless)} has no finite set of values; use choice or int"
+        yield ("sweep.sampler", "sweep.space"), why
+    if sweep.pruner != "none" and not recipe.train.evaluates:
+        why = (
+            f"got {sweep.pruner}, which compares evaluations before the end; set "
+            "train.evaluate_every_steps or evaluate_every_epochs"
+        )
+        yield ("sweep.pruner", "train.evaluate_every_steps"), why
+    for name in ("pruner", "sampler"):
+        chosen = getattr(sweep, name)
+        if len(sweep.metrics) > 1 and chosen not in ("none", "random", "grid", "tpe", "gp"):
+            yield (
+                (f"sweep.{name}", "sweep.metrics"),
+                f"got {chosen}, which improves one metric only",
+            )
+    if sweep.parallel > 1 and recipe.launch.nodes not in (None, 1):
+        why = (
+            f"got {sweep.parallel}; trials on several hosts (launch.nodes) run one at a time: use 1"
+        )
+        yield ("sweep.parallel", "launch.nodes"), why

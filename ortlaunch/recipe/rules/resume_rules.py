@@ -171,6 +171,11 @@ RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "grace_seconds nodes.min nodes.max binding", "launch"),
     **_all(_EFFECT, "every_steps ranks trackers project", "log"),
     **_all(
+        Rule(EFFECT, why="only `ortlaunch sweep` reads it"),
+        "sweep sweep.space sweep.metrics sweep.sampler sweep.pruner sweep.trials sweep.steps "
+        "sweep.hours sweep.parallel",
+    ),
+    **_all(
         _EFFECT,
         "scheduler partition account qos reservation time gpus gpu_type cpus_per_task memory",
         "submit",

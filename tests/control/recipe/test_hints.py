@@ -14,7 +14,7 @@ from ortlaunch.run_folder.folder import RunDir
 from tests.control.typed import Run
 
 # Verbs that are groups of verbs; they are no members of cli.VERBS.
-FAMILIES = {"recipes", "data", "device"}
+FAMILIES = {"recipes", "data", "device", "sweep"}
 
 
 @pytest.mark.parametrize(

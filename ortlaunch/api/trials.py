@@ -1,0 +1,232 @@
+"""Run the trials of a sweep: each is a run in its own folder, of a command that ends with this one."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ortlaunch import machine
+from ortlaunch.api.inputs import LoadedRecipe
+from ortlaunch.api.runs import Run
+from ortlaunch.api.starts import started
+from ortlaunch.errors import InputError, OrtlaunchError, PlanError
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.rank import EXIT_SAVED
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.space import assignments
+from ortlaunch.run_folder import lock
+from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.search.folder import SweepDir
+from ortlaunch.search.study import Study
+from ortlaunch.units import counted, number
+
+_POLL_SECONDS = 0.5
+# Failed trials, and no complete one, after which a sweep ends: the fault is not the values'.
+_HOPELESS = 3
+# Starts of a stopped or killed trial without a further checkpoint, after which it has failed.
+_MOST_STARTS = 3
+_KILLED = (EXIT_SAVED, *(128 + one for one in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)))
+
+
+@dataclass
+class _Started:
+    """A trial that runs now."""
+
+    number: int
+    slot: int
+    """Its share of this machine, from 0."""
+    process: subprocess.Popen[bytes]
+    starts: int = 1
+    """Starts since its newest checkpoint."""
+    saved: int = 0
+    """Step of that checkpoint."""
+
+
+class Trials:
+    """The trials of a sweep, for the process that has its lock."""
+
+    def __init__(
+        self,
+        loaded: LoadedRecipe,
+        options: LaunchOptions,
+        folder: SweepDir,
+        study: Study,
+        progress: bool,
+    ) -> None:
+        self._loaded = loaded
+        self._options = options
+        self._folder = folder
+        self._study = study
+        self._progress = progress
+        self._shares = shares(study.sweep.parallel, loaded.file.recipe, os.environ)
+        hours = study.sweep.hours
+        self._until = time.monotonic() + 3600 * hours if hours else None
+        self._running = list[_Started]()
+
+    def run(self) -> None:
+        """Start trials until a limit, and wait for their ends.
+
+        An exception, as of an interrupt, lets them save and end first.
+        """
+        waiting = [one.number for one in self._study.trials() if one.state == "running"]
+        try:
+            while True:
+                while len(self._running) < self._study.sweep.parallel and (
+                    waiting or self._wants_more()
+                ):
+                    self._start(self._study.ask(waiting.pop(0) if waiting else None))
+                if not self._running:
+                    return
+                time.sleep(_POLL_SECONDS)
+                for one in list(self._running):
+                    self._look(one)
+        finally:
+            for one in self._running:
+                one.process.terminate()
+            for one in self._running:
+                one.process.wait()
+
+    def _wants_more(self) -> bool:
+        """Return whether no limit forbids another trial."""
+        known = self._study.trials()
+        most = self._study.sweep.most
+        steps = self._study.sweep.steps
+        failed = sum(one.state == "fail" for one in known)
+        return (
+            (most is None or len(known) < most)
+            and (
+                steps is None
+                or sum(_steps(self._folder.trial(one.number)) for one in known) < steps
+            )
+            and (self._until is None or time.monotonic() < self._until)
+            and (failed < _HOPELESS or failed < len(known))
+        )
+
+    def _start(self, trial: int, before: _Started | None = None) -> None:
+        """Start a trial's run, or continue it."""
+        run = self._folder.trial(trial)
+        # Of a sweep that was killed; they save and end.
+        while lock.alive_at(run):
+            time.sleep(_POLL_SECONDS)
+        if self._study.noted(trial, "pruned"):
+            self._end(trial, "pruned")
+            return
+        slots = set(range(self._study.sweep.parallel)) - {one.slot for one in self._running}
+        slot = min(slots)
+        fields = self._study.trials()[trial].fields
+        try:
+            file = self._loaded.file.with_overrides(*assignments(fields))
+            loaded = self._loaded._replace(file=file, is_file=False)
+            _, process = started(loaded, self._options, run.path, environ=self._shares[slot])
+        except OrtlaunchError as error:
+            self._end(trial, "fail", reason=str(error))
+            return
+        made = _Started(trial, slot, process)
+        if before is not None:
+            newest = _newest(run)
+            made.starts = 1 if newest > before.saved else before.starts + 1
+            made.saved = newest
+        self._running.append(made)
+
+    def _look(self, one: _Started) -> None:
+        """Prune a trial after a bad evaluation; if it has ended, record that or continue it."""
+        code = one.process.poll()
+        run = self._folder.trial(one.number)
+        measured = self._evaluations(run)
+        single = len(self._study.sweep.metrics) == 1
+        first = {place: values[0] for place, values in measured.items()}
+        if single and self._study.report(one.number, first) and code is None:
+            # Recorded first: a sweep that is killed now does not continue the trial.
+            self._study.note(one.number, pruned=len(measured))
+            # It may be at its end.
+            with contextlib.suppress(InputError):
+                Run(run.path).stop(wait=False)
+        if code is None:
+            return
+        self._running.remove(one)
+        if code == 0:
+            self._complete(one.number, measured[max(measured)] if measured else ())
+        elif self._study.noted(one.number, "pruned"):
+            self._end(one.number, "pruned")
+        elif (code < 0 or code in _KILLED) and (
+            one.starts < _MOST_STARTS or _newest(run) > one.saved
+        ):
+            self._start(one.number, one)
+        else:
+            verdict = Run(run.path).status().job.verdict or f"exit status {code}"
+            self._end(one.number, "fail", reason=verdict)
+
+    def _complete(self, trial: int, values: tuple[float, ...]) -> None:
+        # Not a number, as a diverged training has it.
+        if not values or any(map(math.isnan, values)):
+            names = ", ".join(one.metric for one in self._study.sweep.metrics)
+            self._end(trial, "fail", reason=f"its last evaluation has no number for {names}")
+            return
+        self._end(trial, "complete", values)
+        best = {self._folder.best(one.number): one.number for one in self._study.best()}
+        for path in {*self._folder.path.glob("best_*.yaml")} - set(best):
+            path.unlink()
+        for path, number_of in best.items():
+            write_text(path, self._folder.trial(number_of).recipe.read_text(encoding="utf-8"))
+
+    def _end(
+        self, trial: int, state: str, values: tuple[float, ...] | None = None, reason: str = ""
+    ) -> None:
+        steps = _steps(self._folder.trial(trial))
+        self._study.note(trial, steps=steps, **({"reason": reason} if reason else {}))
+        self._study.end(trial, state, values)
+        if self._progress:
+            ended = self._study.trials()[trial]
+            print(f"trial {trial}: {state} after step {steps}: {ended.line()}", flush=True)
+
+    def _evaluations(self, run: RunDir) -> dict[int, tuple[float, ...]]:
+        """Return the metrics of each evaluation of a run, by its number from 1."""
+        names = [f"evaluation_{one.metric}" for one in self._study.sweep.metrics]
+        every = self._loaded.file.recipe.train.evaluate_every_steps
+        rows = [line for line in json_lines(run.metrics, "step").found if names[0] in line]
+        # A run that was stopped at the step of an evaluation has left that one out.
+        return {
+            math.ceil(row["step"] / every) if every else place: tuple(
+                math.nan if (value := number(row.get(name))) is None else value for name in names
+            )
+            for place, row in enumerate(rows, 1)
+        }
+
+
+def _newest(run: RunDir) -> int:
+    """Return the step of the newest checkpoint; 0 if there is none."""
+    return max((step for step, _ in run.complete_checkpoints()), default=0)
+
+
+def _steps(run: RunDir) -> int:
+    """Return the last step that a run has recorded."""
+    return max((int(line["step"]) for line in json_lines(run.metrics, "step").found), default=0)
+
+
+def shares(parallel: int, recipe: Recipe, environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the variables of each trial that runs at the same time: its part of GPUs and cores.
+
+    Raises:
+        PlanError: there are fewer GPUs than trials.
+    """
+    if parallel == 1:
+        return [{}]
+    gpus = 0 if recipe.launch.device == "cpu" else machine.visible_gpus(environ)
+    each = gpus // parallel
+    if gpus and not each:
+        raise PlanError(f"sweep.parallel: got {parallel}, and {counted(gpus, 'GPU')} for them")
+    names = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    ranks = recipe.launch.processes_per_node or each or 1
+    threads = environ.get("OMP_NUM_THREADS") or str(machine.share_of_cores(parallel * ranks))
+    parts = [names[each * slot : each * (slot + 1)] for slot in range(parallel)]
+    return [
+        {"OMP_NUM_THREADS": threads, **({"CUDA_VISIBLE_DEVICES": ",".join(part)} if gpus else {})}
+        for part in parts
+    ]

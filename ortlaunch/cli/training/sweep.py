@@ -1,0 +1,87 @@
+"""`ortlaunch sweep`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ortlaunch.cli.hints import Verb, Verbs
+from ortlaunch.cli.options import Overrides, RecipePath, with_launch_options
+from ortlaunch.output import go_on_unread
+
+
+class _SweepVerbs(Verbs):
+    """The verbs of `ortlaunch sweep`, of which `run` may be left out."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = next(iter(args), "-")
+        words = args if first.startswith("-") or first in self.commands else ["run", *args]
+        return super().parse_args(ctx, words)
+
+
+app = typer.Typer(
+    cls=_SweepVerbs,
+    help="Search fields of a recipe; each trial is a run. `ortlaunch sweep RECIPE` is `sweep run`.",
+    no_args_is_help=True,
+)
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the sweep.")]
+
+
+@app.command(cls=Verb, short_help="Run the trials of a recipe's section sweep, or continue them.")
+@with_launch_options
+def run(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    options: Any = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--run-dir",
+            help="Folder of the sweep; sweeps/NAME by default. An existing one is continued.",
+        ),
+    ] = None,
+) -> None:
+    """Run the trials of a recipe's section sweep; the same command continues them."""
+    from ortlaunch.api import foreground
+
+    # A sweep must not end because the reader of its output has.
+    go_on_unread()
+    raise typer.Exit(foreground.sweep(recipe, overrides or (), options, run_dir))
+
+
+@app.command(cls=Verb, short_help="Print a table of the trials.")
+def status(folder: Folder) -> None:
+    """Print a table of the trials."""
+    from ortlaunch.api.sweeps import Sweep
+
+    typer.echo(Sweep(folder))
+
+
+@app.command(cls=Verb, short_help="Print the recipe of the best trial.")
+def best(folder: Folder) -> None:
+    """Print the recipe of the best trial; with several metrics of each that no other one beats."""
+    from ortlaunch.api.sweeps import Sweep
+
+    found = Sweep(folder)
+    typer.echo("".join(found.recipe(one.number).read_text() for one in found.best()), nl=False)
+
+
+@app.command(cls=Verb, short_help="Write one HTML page of the runs of all trials.")
+def report(
+    folder: Folder,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="The page; report.html in the folder by default.")
+    ] = None,
+) -> None:
+    """Write one HTML page of the runs of all trials: curves, and what differs."""
+    from ortlaunch.api.sweeps import Sweep
+
+    typer.echo(Sweep(folder).report(to))
+
+
+@app.command(cls=Verb, short_help="Print all trials as JSON.")
+def export(folder: Folder) -> None:
+    """Print all trials as JSON: fields, metrics, state, run folder."""
+    from ortlaunch.api.sweeps import Sweep
+
+    typer.echo(Sweep(folder).to_json())

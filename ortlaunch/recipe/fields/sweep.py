@@ -1,0 +1,155 @@
+"""The recipe's section `sweep`: a search over fields of the recipe, in which each trial is a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from ortlaunch.recipe.fields.best import SearchedMetric
+from ortlaunch.recipe.fields.section import MOST, Positive, Section, tuple_of
+
+_Range = Annotated[tuple[float, float], BeforeValidator(tuple_of)]
+
+
+class Parameter(Section):
+    """Values of one field: exactly one of `choice`, `uniform`, `log_uniform` and `int`."""
+
+    choice: Annotated[tuple[object, ...], BeforeValidator(tuple_of), Field(min_length=1)] | None = (
+        None
+    )
+    """One of these values, as `[adamw, lamb]`; an item may be a list or a mapping."""
+    uniform: _Range | None = None
+    """A number between these two, as `[0.0, 0.1]`."""
+    log_uniform: _Range | None = None
+    """The same with equal weight for each order of magnitude, as `[1e-5, 1e-3]`."""
+    # `int` would hide Python's in this class, so that no plain assignment can declare the field.
+    __annotations__["int"] = Annotated[
+        Annotated[tuple[int, int], BeforeValidator(tuple_of)] | None,
+        Field(default=None, description="A whole number between these two, both included."),
+    ]
+    when: dict[str, object] = {}
+    """Search the field only in trials in which other fields of the space have these values, as
+    `{optimizer.name: sgd}`; the others leave it as the recipe has it. Those fields come first."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Parameter:
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise PydanticCustomError("space", f"give exactly one of {', '.join(KINDS)}")
+        numbers = getattr(self, given[0])
+        if given[0] != "choice" and not numbers[0] < numbers[1]:
+            raise PydanticCustomError(
+                "space", f"{given[0]}: the first number must be the lower one"
+            )
+        if self.log_uniform and self.log_uniform[0] <= 0:
+            raise PydanticCustomError("space", "log_uniform: both numbers must be > 0")
+        return self
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in KINDS if getattr(self, name) is not None)
+
+    @property
+    def ends(self) -> tuple[object, ...]:
+        """The given numbers, or the values of `choice`."""
+        found: tuple[object, ...] = getattr(self, self.kind)
+        return found
+
+    @property
+    def values(self) -> tuple[object, ...] | None:
+        """All values; None if they are not a finite set."""
+        whole = getattr(self, "int", None)
+        return tuple(range(whole[0], whole[1] + 1)) if whole else self.choice
+
+    def applies(self, chosen: Mapping[str, object]) -> bool:
+        """Return whether a trial with these values of other fields searches this field."""
+        return all(chosen.get(name, self) == value for name, value in self.when.items())
+
+
+KINDS = ("choice", "uniform", "log_uniform", "int")
+"""The fields of Parameter that give its values."""
+
+
+class Search(Section):
+    """A search over fields of this recipe, for `ortlaunch sweep`; each trial is a run (docs/sweep.md)."""
+
+    space: Annotated[dict[str, Parameter], Field(min_length=1)]
+    """The fields and their values, by dotted path, as
+    `{optimizer.learning_rate: {log_uniform: [1e-5, 1e-3]}}`. All other fields are the recipe's."""
+    metrics: Annotated[
+        tuple[SearchedMetric, ...], BeforeValidator(tuple_of), Field(min_length=1)
+    ] = (SearchedMetric(),)
+    """The metrics to improve. With several, the result is every trial that no other one beats in all of
+    them, and there is no pruner."""
+    sampler: Literal["random", "grid", "tpe", "gp", "cmaes"] = "tpe"
+    """Optuna's sampler of the next trial. `grid`: every combination once, in the order of the
+    space."""
+    pruner: Literal["none", "asha", "hyperband", "median"] = "none"
+    """Optuna's rule that stops a trial after an evaluation that compares badly with other trials.
+    The stopped run is saved, and `ortlaunch train` can continue it. `asha` (successive halving) and
+    `hyperband` keep a third at each rung: after evaluation 1, 3, 9 and so on."""
+    trials: Positive | None = None
+    """Number of trials in all; null: no limit by it. The sweep ends at the first limit of `trials`,
+    `steps` and `hours`, and `grid` at its last combination."""
+    steps: Annotated[int, Field(ge=1, le=MOST * 1000)] | None = None
+    """No trial starts after all trials together have taken this many steps."""
+    hours: Annotated[float, Field(gt=0)] | None = None
+    """No trial starts this many hours after the command started."""
+    parallel: Positive = 1
+    """Number of trials at the same time on this machine; they share its GPUs and cores evenly."""
+
+    def grid(self) -> Iterator[dict[str, object]]:
+        """Yield the fields of every combination of the space, whose sets are finite, in order."""
+        return combinations([*self.space.items()], lambda one: one.values or (), {})
+
+    @property
+    def most(self) -> int | None:
+        """The largest number of trials; None if only steps or hours limit it."""
+        size = sum(1 for _ in self.grid()) if self.sampler == "grid" else None
+        return min((limit for limit in (self.trials, size) if limit is not None), default=None)
+
+    def lines(self, length: int | None) -> list[str]:
+        """Return the sweep as lines for a person.
+
+        Args:
+            length: steps of a trial; None: unknown.
+        """
+        limits = {"trials": self.most, "steps": self.steps, "hours": self.hours}
+        least = ", ".join(f"{limit:g} {name}" for name, limit in limits.items() if limit)
+        cost = (
+            f"; at most {self.most * length:,} steps"
+            if self.most and length and "train.max_steps" not in self.space
+            else ""
+        )
+        metrics = ", ".join(one.metric for one in self.metrics)
+        return [
+            f"sweep: {metrics} by {self.sampler}, pruner {self.pruner}, {self.parallel} at a time, "
+            f"until {least}{cost}; only `ortlaunch sweep` searches:",
+            *(
+                f"    {name}: {one.kind} {json.dumps(one.ends)}"
+                + (f" when {json.dumps(one.when)}" if one.when else "")
+                for name, one in self.space.items()
+            ),
+        ]
+
+
+def combinations(
+    space: Sequence[tuple[str, Parameter]],
+    values: Callable[[Parameter], Sequence[object]],
+    chosen: Mapping[str, object],
+) -> Iterator[dict[str, object]]:
+    """Yield every combination of values of these fields, after values that are chosen already."""
+    if not space:
+        yield dict(chosen)
+        return
+    (name, parameter), *rest = space
+    if not parameter.applies(chosen):
+        yield from combinations(rest, values, chosen)
+        return
+    for value in values(parameter):
+        yield from combinations(rest, values, {**chosen, name: value})

@@ -1,0 +1,199 @@
+"""Tests of a sweep's trials with runs that are planted: ends of every kind, limits, shares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ortlaunch import machine
+from ortlaunch.api import trials
+from ortlaunch.api.starts import submit
+from ortlaunch.api.sweeps import Sweep, sweep
+from ortlaunch.errors import InputError, PlanError, RunError
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.recipe import to_yaml
+from ortlaunch.run_folder.folder import RunDir
+from tests.makers import CUSTOM, OWN_MODULE, recipe
+
+pytest.importorskip("optuna")
+SEED = {"seed": {"int": [0, 99]}}
+# What a planted run does: its exit status and its evaluations.
+Plan = Callable[[RunDir, int], tuple[int, list[float]]]
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """A function that lets each start of a trial end as planned, and the names of the starts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trials, "_POLL_SECONDS", 0)
+    Path("mine.py").write_text(OWN_MODULE)
+
+    def plant(does: Plan) -> list[str]:
+        starts = list[str]()
+
+        def start(loaded: Any, options: Any, path: Path, environ: Any) -> tuple[None, Any]:
+            run = RunDir(path)
+            path.mkdir(parents=True, exist_ok=True)
+            run.recipe.write_text(to_yaml(loaded.file.recipe))
+            starts.append(path.name)
+            status, losses = does(run, starts.count(path.name))
+            lines = [{"step": 5 * n, "evaluation_loss": loss} for n, loss in enumerate(losses, 1)]
+            run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            process = SimpleNamespace(poll=lambda: status, wait=int, terminate=int)
+            return None, process
+
+        monkeypatch.setattr(trials, "started", start)
+        verdict = SimpleNamespace(job=SimpleNamespace(verdict="ran out of luck\nmore"))
+        monkeypatch.setattr(trials, "Run", lambda path: SimpleNamespace(status=lambda: verdict))
+        return starts
+
+    return plant
+
+
+def swept(**keys: Any) -> dict[str, Any]:
+    """Return the mapping of a recipe with a sweep."""
+    held_out = {"format": "custom", "factory": "mine:data"}
+    data = {**CUSTOM["data"], "evaluation": held_out}
+    return {**CUSTOM, "data": data, "sweep": {"space": SEED, "trials": 3, **keys}}
+
+
+def states(found: Sweep) -> list[tuple[str, int]]:
+    """Return state and steps of each trial."""
+    return [(one.state, one.steps) for one in found.trials()]
+
+
+def test_a_sweep(planted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each trial starts once; the best one's recipe is a file; the same call has nothing to do."""
+    starts = planted(lambda run, start: (0, [3.0, abs(int(run.path.name) - 1)]))
+    found = sweep(swept(parallel=2), progress=True)
+    assert found.path == Path("sweeps/made")
+    assert sorted(starts) == ["0000", "0001", "0002"]
+    assert states(found) == [("complete", 10)] * 3
+    assert [one.number for one in found.best()] == [1]
+    best = recipe(**swept()).model_copy(
+        update={"sweep": None, "seed": found.trials()[1].fields["seed"]}
+    )
+    assert found.recipe(1).read_text() == to_yaml(best)
+    assert [path.name for path in found.path.glob("best*")] == ["best_0001.yaml"]
+    assert "trial 1: complete after step 10: loss 0; seed=" in capsys.readouterr().out
+    assert str(found).splitlines()[0].split() == ["trial", "state", "steps", "result"]
+    assert json.loads(found.to_json())[2]["run"] == "sweeps/made/trials/0002"
+    sweep(swept(trials=4, parallel=1))
+    assert (len(starts), starts[-1]) == (4, "0003")
+    with pytest.raises(PlanError, match=r"is the sweep of another recipe.*\nseed: 42 -> 1$"):
+        sweep(swept(), seed=1)
+
+
+def test_a_killed_trial_continues(planted: Any) -> None:
+    """A trial that is killed or preempted starts again in its folder, and counts once."""
+    starts = planted(lambda run, start: ((137, 85, 0)[start - 1], [1.0] * start))
+    assert states(sweep(swept(trials=1))) == [("complete", 15)]
+    assert starts == ["0000"] * 3
+
+
+def test_trials_that_only_die(planted: Any) -> None:
+    """Three starts without a checkpoint are a failure; three failures alone end the sweep."""
+    starts = planted(lambda run, start: (-9, []))
+    with pytest.raises(RunError, match=r"all trials failed; seed=\d+; ran out of luck$") as error:
+        sweep(swept(trials=9))
+    assert error.value.exit_status == 1
+    assert starts == [name for name in ("0000", "0001", "0002") for _ in range(3)]
+    assert states(Sweep("sweeps/made")) == [("fail", 0)] * 3
+
+
+def test_failed_trials_do_not_end_a_sweep(planted: Any) -> None:
+    """A failed trial is recorded with its reason, one without a number too; others go on."""
+    planted(lambda run, start: ((0, [float("nan")]), (0, [2.0]), (1, [1.0]))[int(run.path.name)])
+    found = sweep(swept())
+    assert states(found) == [("fail", 5), ("complete", 5), ("fail", 5)]
+    assert [one.reason for one in found.trials()] == [
+        "its last evaluation has no number for loss",
+        "",
+        "ran out of luck\nmore",
+    ]
+
+
+def test_a_pruned_trial(planted: Any) -> None:
+    """A trial that a killed sweep had pruned is not started again."""
+    train = {"max_steps": 20, "evaluate_every_steps": 5}
+    starts = planted(lambda run, start: (0, [1.0]))
+    sweep({**swept(pruner="asha", trials=1), "train": train})
+    study = trials.Study(trials.SweepDir(Path("sweeps/made")), recipe(**swept(pruner="asha")), True)
+    study.report(study.ask(), {1: 5.0})
+    study.note(1, pruned=1)
+    del study
+    found = sweep({**swept(pruner="asha", trials=2), "train": train})
+    assert [one.state for one in found.trials()] == ["complete", "pruned"]
+    assert starts == ["0000"]
+
+
+def test_a_trial_is_pruned_while_it_runs(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running trial with a bad evaluation is requested to stop, and its end counts as pruned."""
+    planted(lambda run, start: (85 * int(run.path.name), [1.0 + int(run.path.name)]))
+    plant = trials.started
+    stopped = list[str]()
+
+    def start(*arguments: Any, **named: Any) -> tuple[None, Any]:
+        made, process = plant(*arguments, **named)
+        codes = [None, process.poll()]
+        process.poll = lambda: codes.pop(0) if len(codes) > 1 else codes[0]
+        return made, process
+
+    monkeypatch.setattr(trials, "started", start)
+    monkeypatch.setattr(
+        trials, "Run", lambda path: SimpleNamespace(stop=lambda wait: stopped.append(path.name))
+    )
+    train = {"max_steps": 20, "evaluate_every_steps": 5}
+    found = sweep({**swept(pruner="asha"), "train": train})
+    assert [one.state for one in found.trials()] == ["complete", "pruned", "pruned"]
+    assert stopped == ["0001", "0002"]
+    assert [one.number for one in found.best()] == [0]
+
+
+def test_limits(planted: Any) -> None:
+    """No trial starts after the limit of steps or hours."""
+    planted(lambda run, start: (0, [1.0, 1.0]))
+    assert len(sweep(swept(trials=None, steps=25)).trials()) == 3
+    assert len(sweep(swept(trials=9, hours=1e-9), run_dir="late").trials()) == 0
+
+
+def test_refusals(planted: Any, tmp_path: Path) -> None:
+    """A recipe without a sweep, the folder of a run, and hosts for parallel trials are refused."""
+    planted(lambda run, start: (0, [1.0]))
+    with pytest.raises(InputError, match="has no section sweep"):
+        sweep(swept(), sweep=None)
+    Path("run").mkdir()
+    Path("run/job.json").write_text("{}")
+    with pytest.raises(PlanError, match="--run-dir run: is the folder of a run"):
+        sweep(swept(), run_dir="run")
+    with pytest.raises(PlanError, match="--hostfile run one at a time: use 1"):
+        sweep(swept(parallel=2), options=LaunchOptions(hostfile="hosts"))
+    with pytest.raises(InputError, match=r"run: has no study\.journal: it is no sweep's folder"):
+        Sweep("run")
+    with pytest.raises(InputError, match="sweep: no scheduler runs a sweep"):
+        submit(swept())
+
+
+def test_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials at the same time share GPUs and cores; one trial alone has them all."""
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    monkeypatch.setattr(machine, "cores", lambda: 8)
+    for number in range(5):
+        (tmp_path / f"nvidia{number}").touch()
+    made = recipe()
+    assert trials.shares(1, made, {}) == [{}]
+    assert trials.shares(2, made, {}) == [
+        {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0,1"},
+        {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "2,3"},
+    ]
+    chosen = {"CUDA_VISIBLE_DEVICES": "4,1", "OMP_NUM_THREADS": "3"}
+    assert trials.shares(2, made, chosen)[1] == {**chosen, "CUDA_VISIBLE_DEVICES": "1"}
+    with pytest.raises(PlanError, match=r"sweep\.parallel: got 6, and 5 GPUs for them"):
+        trials.shares(6, made, {})
+    on_cpu = recipe(launch={"device": "cpu"})
+    assert trials.shares(4, on_cpu, {}) == [{"OMP_NUM_THREADS": "2"}] * 4

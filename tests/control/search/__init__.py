@@ -1,0 +1,1 @@
+"""Tests of the study of a sweep, without a run."""

@@ -1,0 +1,112 @@
+"""Tests of the study: its draws, its journal after a kill, and its pruners."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.errors import MissingDependency
+from ortlaunch.recipe import Recipe
+from ortlaunch.search import study as studies
+from ortlaunch.search.folder import SweepDir
+from ortlaunch.search.study import Study, Trial
+from tests.makers import recipe
+
+pytest.importorskip("optuna")
+SPACE = {
+    "optimizer.name": {"choice": ["adamw", "sgd"]},
+    "optimizer.momentum": {"uniform": [0.1, 0.9], "when": {"optimizer.name": "sgd"}},
+    "optimizer.learning_rate": {"log_uniform": [1e-4, 1e-1]},
+    "optimizer.betas": {"choice": [[0.9, 0.99], [0.8, 0.9]]},
+    "seed": {"int": [1, 3]},
+}
+
+
+def swept(**keys: Any) -> Recipe:
+    """Return a recipe with a sweep."""
+    return recipe(sweep={"space": SPACE, "trials": 12, **keys})
+
+
+def drawn(folder: Path, sweep: Recipe, kills: bool) -> list[Trial]:
+    """Return six trials; with `kills` the study is opened anew before each step."""
+    place = SweepDir(folder)
+    folder.mkdir()
+    study = Study(place, sweep, writes=True)
+    for number in range(6):
+        study.ask()
+        if kills:
+            study = Study(place, sweep, writes=True)
+            assert study.ask(number) == number
+        study.end(number, "complete", [float(number % 4)])
+    return study.trials()
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe", "cmaes"])
+def test_a_killed_sweep_draws_the_same_trials(tmp_path: Path, sampler: str) -> None:
+    """Draws are those of a sweep that was never killed; values are in the space."""
+    sweep = swept(sampler=sampler)
+    whole = drawn(tmp_path / "whole", sweep, kills=False)
+    assert drawn(tmp_path / "killed", sweep, kills=True) == whole
+    assert len({str(one.fields) for one in whole}) == 6
+    for one in whole:
+        assert one.fields["optimizer.betas"] in ([0.9, 0.99], [0.8, 0.9])
+        assert ("optimizer.momentum" in one.fields) == (one.fields["optimizer.name"] == "sgd")
+
+
+def test_a_grid_is_drawn_in_order(tmp_path: Path) -> None:
+    """Trial N has combination N, also after a kill."""
+    space = {"seed": {"int": [1, 3]}, "optimizer.betas": {"choice": [[0.9, 0.99], [0.8, 0.9]]}}
+    found = drawn(tmp_path / "s", recipe(sweep={"space": space, "sampler": "grid"}), kills=True)
+    assert [one.fields["seed"] for one in found] == [1, 1, 2, 2, 3, 3]
+    assert [one.fields["optimizer.betas"] for one in found] == [[0.9, 0.99], [0.8, 0.9]] * 3
+
+
+def test_a_writer_was_killed(tmp_path: Path) -> None:
+    """A lock and a half line that a killed writer left do no harm."""
+    sweep = swept()
+    place = SweepDir(tmp_path)
+    Study(place, sweep, writes=True).ask()
+    with place.journal.open("a") as file:
+        file.write('{"op_code": 4, "worker')
+    Path(f"{place.journal}.lock").symlink_to(place.journal)
+    again = Study(place, sweep, writes=True)
+    assert (again.ask(0), again.ask()) == (0, 1)
+    assert [one.state for one in again.trials()] == ["running", "running"]
+
+
+def test_a_bad_trial_is_pruned(tmp_path: Path) -> None:
+    """Successive halving stops a trial whose first evaluation is worse than a third of the others."""
+    study = Study(SweepDir(tmp_path), swept(pruner="asha"), writes=True)
+    stopped = [study.report(study.ask(), {1: loss}) for loss in (1.0, 2.0, 3.0, 0.5)]
+    assert stopped == [False, True, True, False]
+    study.note(1, pruned=1, steps=4)
+    study.end(1, "pruned")
+    study.end(3, "complete", [0.5])
+    assert study.noted(1, "pruned") == 1
+    assert study.trials()[1][1:2] + study.trials()[1][3:] == ("pruned", {"loss": 2.0}, 4, "")
+    assert [one.number for one in study.best()] == [3]
+    # A value that is known already is not compared again.
+    assert not study.report(0, {1: 1.0})
+
+
+def test_several_metrics_have_several_best_trials(tmp_path: Path) -> None:
+    """Best is each trial that no other one beats in all metrics."""
+    metrics = [{"metric": "loss"}, {"metric": "f1", "mode": "max"}]
+    study = Study(SweepDir(tmp_path), swept(metrics=metrics), writes=True)
+    for values in ([1.0, 0.5], [2.0, 0.9], [3.0, 0.4]):
+        study.end(study.ask(), "complete", values)
+    assert [one.values for one in study.best()] == [
+        {"loss": 1.0, "f1": 0.5},
+        {"loss": 2.0, "f1": 0.9},
+    ]
+
+
+def test_optuna_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the package and the extra."""
+    monkeypatch.setattr(studies.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        MissingDependency, match=r'tpe needs optuna: pip install "ortlaunch\[sweep\]"'
+    ):
+        Study(SweepDir(tmp_path), swept())
