@@ -12,7 +12,8 @@ from ortlaunch.bench.report import FAILED, MEASURED, fastest, passes, table, tim
 from ortlaunch.bench.variants import ENGINES
 from ortlaunch.json_types import Json
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.profile_record import lines
 
 
 def bench(
@@ -48,6 +49,11 @@ def bench(
         "\n".join(["", table(rows), *_verdict(rows), f"written: {', '.join(map(str, written))}"]),
         flush=True,
     )
+    # A variant that failed has no profile.
+    for path in filter(
+        Path.exists, (RunDir(row["folder"]).profile for row in rows if "folder" in row)
+    ):
+        print("", *lines(read_json(path)), f"written: {path}", sep="\n", flush=True)
     # This bench measured all that engine auto would, so auto can use its result.
     if not engines and not vary and auto.long_enough(report):
         choice = auto.remember(resolved, auto.decide(rows, folder))

@@ -29,6 +29,7 @@ class Record:
     lines: list[dict[str, Any]]
     """Lines of metrics.jsonl."""
     engine: dict[str, Any]
+    profile: dict[str, Any]
     memory: dict[str, Any]
     summary: dict[str, Any]
     environment: dict[str, Any]
@@ -103,7 +104,8 @@ def _read(run: RunDir, label: str) -> Record:
     return Record(
         run=run, label=label, status=found,
         recipe=files.yaml(run.recipe), lines=files.lines(run.metrics, "step"),
-        engine=files.json(run.engine), memory=files.json(run.memory), summary=files.json(run.summary),
+        engine=files.json(run.engine), profile=files.json(run.profile),
+        memory=files.json(run.memory), summary=files.json(run.summary),
         environment=files.json(run.environment),
         saves=files.lines(run.saves), bad_steps=files.lines(run.bad_steps),
         slow_ranks=files.lines(run.slow_ranks), commands=files.lines(run.commands), exports=files.lines(run.exports),

@@ -15,6 +15,7 @@ from ortlaunch.recipe.text.place import leaves
 from ortlaunch.report.curves import Curve, chart
 from ortlaunch.report.records import Record, command, number
 from ortlaunch.report.tables import Fact, cards, facts, warning
+from ortlaunch.run_folder.profile_record import lines
 from ortlaunch.units import counted, duration, human
 
 # (title, name in metrics.jsonl, whether the axis begins at 0), in the order of the page.
@@ -41,6 +42,9 @@ def content(records: Sequence[Record]) -> Json:
         "overview": facts(records, _OVERVIEW),
         "charts": _curves(records),
         "engine": facts(records, _ENGINE),
+        "profiles": cards(
+            records, lambda one: "\n".join(lines(one.profile)) if one.profile else None
+        ),
         "memories": cards(records, _memory),
         "saves": cards(records, _checkpoints),
         "attempts": cards(records, _starts),

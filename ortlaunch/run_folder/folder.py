@@ -125,6 +125,10 @@ class RunDir:
     engine = _File(
         "engine.json", "rank 0", "what runs: engine, sharding, optimizer", "EngineReport"
     )
+    profile = _File(
+        "profile.json", "rank 0", "where the time of a step goes (log.profile_steps)", "Profile"
+    )
+    trace = _File("trace.json.gz", "rank 0", "the profiled steps, for Perfetto or chrome://tracing")
     memory = _File("memory.json", "rank 0", "memory, planned and measured", "MemoryReport")
     micro_size = _File("micro_size.json", "command", "the size that `micro_size: auto` found")
     trials = _File("micro_size", "command", "`8/`: a trial run of `micro_size: auto`")

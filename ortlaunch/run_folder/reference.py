@@ -11,7 +11,13 @@ from collections.abc import Iterator
 
 from ortlaunch import launch_plan
 from ortlaunch.evaluation_metrics import METRICS
-from ortlaunch.run_folder import engine_report, export_records, records, resume_record
+from ortlaunch.run_folder import (
+    engine_report,
+    export_records,
+    profile_record,
+    records,
+    resume_record,
+)
 from ortlaunch.run_folder.folder import FILES
 
 _HEAD = """\
@@ -39,7 +45,7 @@ _WORDS = {
 
 def markdown() -> str:
     """Return the whole page."""
-    modules = (launch_plan, engine_report, records, resume_record, export_records)
+    modules = (launch_plan, engine_report, profile_record, records, resume_record, export_records)
     bodies = [ast.parse(inspect.getsource(module)).body for module in modules]
     types = {each.name: each for body in bodies for each in body if isinstance(each, ast.ClassDef)}
     parts = [_HEAD.format(folder=_folder())]

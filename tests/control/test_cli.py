@@ -329,6 +329,18 @@ def test_a_dry_run_refuses_what_a_run_refuses(
     assert "no permission to write" in ended.err
 
 
+def test_steps_to_profile(ortlaunch: Run) -> None:
+    """`train --profile-steps A:B` sets log.profile_steps; other text is refused with its key."""
+    dry = ("train", "good.yaml", "--dry-run", "--profile-steps")
+    assert ortlaunch(*dry, "1:2").status == 0
+    refused = ortlaunch(*dry, "2:1")
+    assert refused.status == 2
+    assert "got 2:1; the first step is at most the last" in refused.err
+    refused = ortlaunch(*dry, "2:x")
+    assert refused.status == 2
+    assert "log.profile_steps" in refused.err
+
+
 def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """`parity` sets only the number of steps, by default 3, and refuses engines eager and auto."""
     asked: list[ResolvedRun] = []

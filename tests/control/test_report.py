@@ -18,6 +18,7 @@ from ortlaunch.recipe import to_yaml
 from ortlaunch.report import report
 from ortlaunch.report.curves import number, thinned, ticks
 from ortlaunch.run_folder.folder import RunDir, json_text, write_json, write_text
+from ortlaunch.run_folder.profile_record import Profile
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
 from tests.makers import engine_report, host, onnxruntime, plan, recipe
 
@@ -105,6 +106,31 @@ def test_a_page_of_one_run(tmp_path: Path) -> None:
     assert row(tree, "peak") == ["8 B", "2.0 KiB"]
     assert row(tree, "1") == ["0", "25", "5", "a rank failed"]
     assert row(tree, "forward and backward passes that fell back to PyTorch") == [f"3\n{HOSTILE}"]
+
+
+def test_the_page_has_the_profile(tmp_path: Path) -> None:
+    """The largest costs, kinds of time, measured rates and the profiler's own cost are shown."""
+    run = made(tmp_path / "one", steps(1.0))
+    assert "Where the time of a step goes" not in "".join(page(run, to=tmp_path / "r").itertext())
+    cost = {
+        "phase": "forward", "operator": HOSTILE, "module": "layer.*", "source": "m.py:7",
+        "calls": 2, "seconds": 0.25, "share": 0.5, "matrix_share": 0.4, "bandwidth_share": None,
+    }  # fmt: skip
+    kinds = {"operators": 0.5, "waiting": 0.25}
+    profile = Profile("ort", [4, 6], 0.5, 0.4, 2e11, 3e10, kinds, [cost])
+    write_json(RunDir(run).profile, asdict(profile))
+    text = "".join(page(run, to=tmp_path / "r.html").itertext())
+    for line in (
+        "profile of engine ort, steps 4, 6",
+        "time of a step: operators 50.0%, waiting 25.0%",
+        "the profiler's own cost: +25.0% (0.5 s a step with it, 0.4 s without)",
+        "measured here: matmul 200 GFLOP/s, memory 30.0 GB/s",
+        f"50.0%  0.2500   2      40%             -             forward  {HOSTILE}  layer.*  m.py:7",
+    ):
+        assert line in text
+    write_json(RunDir(run).profile, {**asdict(profile), "seconds_without": None})
+    text = "".join(page(run, to=tmp_path / "r.html").itertext())
+    assert "0.5 s a step with the profiler; no step was measured without it" in text
 
 
 def test_nothing_of_a_run_becomes_markup_or_is_loaded(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (folder / "recipe.yaml").write_text("extends: base.yaml\n")
     ended = bench(
     # {fails: 9} fails in its second turn, {depth: 3} is no argument of the model.
-        folder, "--engines=eager", "--rounds=3", "--steps=2",
+        folder, "--engines=eager", "--rounds=3", "--steps=2", "--profile",
         "--vary=model.arguments={width: 8},{width: 64},{width: 64, fails: 9},{depth: 3}", **noting_opens(folder),
     )  # fmt: skip
     # Status 1, because variants failed.
@@ -114,6 +114,18 @@ def test_turns_are_taken_in_order(measured: tuple[Path, str]) -> None:
     assert len(set(names)) == 2
     assert all(ended <= begun for (_, ended, _), (begun, _, _) in zip(turns, turns[1:]))
     assert {len(turn["seconds"]) for row in rows for turn in row["turns"]} == {2}
+
+
+def test_each_measured_variant_is_profiled(measured: tuple[Path, str]) -> None:
+    """With --profile the table of costs of each measured variant is printed after the figures."""
+    folder, out = measured
+    rows = [row for row in report_of(folder)["variants"] if row["state"] == "measured"]
+    assert len(rows) == 2
+    for row in rows:
+        text = out[: out.index(f"written: {row['folder']}/profile.json")]
+        assert "profile of engine eager, steps 1, 3\n" in text
+        assert "the profiler's own cost: " in text
+        assert (folder / row["folder"] / "trace.json.gz").exists()
 
 
 def test_a_bench_reads_each_file_once(measured: tuple[Path, str]) -> None:

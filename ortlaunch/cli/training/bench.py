@@ -38,6 +38,12 @@ def bench(
             help="Restart each variant for every round, if memory does not hold all at once.",
         ),
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile", help="Also profile each variant: costs by operator, layer and source line."
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder to write; bench/NAME-TIME by default.")
     ] = None,
@@ -52,7 +58,8 @@ def bench(
     from ortlaunch.bench.measure import Length
     from ortlaunch.resolve.resolve import resolve
 
-    resolved = resolve(recipe, overrides or (), options, os.environ)
+    profiled = ["log.profile_steps=[1,6]"] if profile else []
+    resolved = resolve(recipe, (*(overrides or ()), *profiled), options, os.environ)
     # Empty: the bench itself chooses all engines.
     chosen = tuple(name.strip() for name in engines.split(",")) if engines is not None else ()
     length = Length(rounds, steps, one_at_a_time)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -27,10 +27,26 @@ def train(
     run_dir: RunDirOption = None,
     resume: ResumeOption = "auto",
     allow: AllowOption = None,
+    profile_steps: Annotated[
+        str | None,
+        typer.Option(
+            "--profile-steps",
+            metavar="A:B",
+            help="Profile these steps: costs by operator, layer and line (log.profile_steps).",
+        ),
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Train a recipe."""
-    start(recipe, overrides or (), options, run_dir, dry_run, (resume, tuple(allow or ())))
+    profiled = [f"log.profile_steps=[{profile_steps.replace(':', ',')}]"] if profile_steps else []
+    start(
+        recipe,
+        (*(overrides or ()), *profiled),
+        options,
+        run_dir,
+        dry_run,
+        (resume, tuple(allow or ())),
+    )
 
 
 def start(

@@ -169,7 +169,7 @@ RULES: dict[str, RuleOf] = {
         "launch",
     ),
     **_all(_EFFECT, "grace_seconds nodes.min nodes.max binding", "launch"),
-    **_all(_EFFECT, "every_steps ranks trackers project", "log"),
+    **_all(_EFFECT, "every_steps ranks trackers project profile_steps", "log"),
     **_all(
         Rule(EFFECT, why="only `ortlaunch sweep` reads it"),
         "sweep sweep.space sweep.metrics sweep.sampler sweep.pruner sweep.trials sweep.steps "

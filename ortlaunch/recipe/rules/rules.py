@@ -281,6 +281,13 @@ def _train(recipe: Recipe) -> Iterator[Problem]:
             f"got {epochs:g} beside max_steps: {steps}; keep one, and write null in place of the "
             "other",
         )
+    first, last = recipe.log.profile_steps or (1, 1)
+    if first > min(last, steps or last):
+        yield (
+            ("log.profile_steps", "train.max_steps"),
+            f"got {first}:{last}; the first step is at most the last, and at most train.max_steps: "
+            "as 4:9",
+        )
     yield from function("train.hook", recipe.train.hook)
     yield from function("train.metric", recipe.train.metric)
     if recipe.train.loss_weight is not None and not recipe.data.is_custom:

@@ -182,7 +182,9 @@ def build_engine(
         )
         used = "eager" if fallback else "ort"
     if used == "inductor":
-        model.compile(dynamic=False)
+        # A profile needs marks in the kernels that inductor writes for a CPU.
+        marks = {"cpp.enable_kernel_profile": True} if recipe.log.profile_steps else None
+        model.compile(dynamic=False, options=marks)
     chosen = build_optimizer(
         recipe.optimizer, module, used, group.device, plan.deepspeed, group.size
     )

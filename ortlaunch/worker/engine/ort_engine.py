@@ -15,6 +15,7 @@ from ortlaunch.recipe.fields.ort_variables import in_recipes_words
 from ortlaunch.run_folder.engine_report import ExportCopy, GraphReport, OnnxRuntime, TorchCalls
 from ortlaunch.worker.engine import ort_settings
 from ortlaunch.worker.engine.ort_settings import settings_of
+from ortlaunch.worker.engine.spans import source_lines
 from ortlaunch.worker.engine.stepping import Batch
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.own_numbers import loss_in
@@ -59,7 +60,8 @@ def build_ort(
     try:
         if not any(group.gather(reason)):
             wrapped = wrapped_in_ort(recipe, model, group)
-            _probe(recipe, wrapped, model, group, sample)
+            with source_lines(bool(recipe.log.profile_steps)):
+                _probe(recipe, wrapped, model, group, sample)
             require_effect(settings_of(recipe.engine), witness.graphs)
     except MissingDependency:
         raise

@@ -26,6 +26,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train_step
 from ortlaunch.worker.training.parity_steps import is_plain
+from ortlaunch.worker.training.profile import StepProfiler
 from ortlaunch.worker.training.summary import plan_lines
 
 # The pause between two reads of the order.
@@ -63,6 +64,11 @@ def _live(session: Session) -> None:
         }
         if order["do"] == "compare":
             found: Json = {"parity": {**parity(life.session), **loss_from_highest(life.session)}}
+            # At the end, because the profiler costs time and memory.
+            profiler = StepProfiler(session, 1)
+            for number in profiler.steps:
+                with profiler.step(number):
+                    life.steps(1)
         else:
             found = life.turn(order["steps"])
         # Gathered, so that rank 0 reports an order only after all ranks have executed it.

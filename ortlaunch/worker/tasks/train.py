@@ -37,6 +37,7 @@ from ortlaunch.worker.training.hooks import Hook
 from ortlaunch.worker.training.meter import Meter, sum_of
 from ortlaunch.worker.training.metrics import Metrics, records
 from ortlaunch.worker.training.parity_steps import parity_steps
+from ortlaunch.worker.training.profile import StepProfiler
 from ortlaunch.worker.training.rebuilding import report_rebuilding
 from ortlaunch.worker.training.stopping import saved_for, stop
 from ortlaunch.worker.training.summary import announce
@@ -114,6 +115,7 @@ def _train(
     metrics = _open(session, state.step, ending)
     meter = Meter(session)
     parity = parity_steps(session, state.step)
+    profiler = StepProfiler(session, state.step + 1)
     bad_steps.begin(saving, state)
     progress = session.progress
     progress.watch(engine.stepper.module, forward_timer(group.device)) if group.size > 1 else None
@@ -127,7 +129,7 @@ def _train(
             with meter.paused():
                 parity.check(state.step)
         saving.request_when_due(agreed)
-        loss, stepped, rate = _step(session, state, agreed, bad_steps)
+        loss, stepped, rate = _step(session, state, agreed, bad_steps, profiler)
         state.step += 1
         state.samples = batches.places_passed(state.step)
         meter.took(loss)
@@ -273,11 +275,16 @@ def _rates(session: Session, step: int) -> Sequence[float]:
 
 
 def _step(
-    session: Session, state: TrainState, agreed: Agreement, bad_steps: BadSteps
+    session: Session,
+    state: TrainState,
+    agreed: Agreement,
+    bad_steps: BadSteps,
+    profiler: StepProfiler,
 ) -> tuple[torch.Tensor | None, Stepped, float]:
     """Run `train_step`; return None instead of the loss if the step was left out."""
     try:
-        return train_step(session, state, agreed, bad_steps)
+        with profiler.step(state.step + 1):
+            return train_step(session, state, agreed, bad_steps)
     except BadStepError as error:
         # The agreement of this step has begun: end it before the collectives of the answer.
         agreed.end()

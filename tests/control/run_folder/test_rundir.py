@@ -54,6 +54,8 @@ PATHS = {
     "metrics": "metrics.jsonl",
     "parity": "parity.jsonl",
     "engine": "engine.json",
+    "profile": "profile.json",
+    "trace": "trace.json.gz",
     "memory": "memory.json",
     "micro_size": "micro_size.json",
     "trials": "micro_size",

@@ -1,0 +1,245 @@
+"""Spans of time of a profiled step, from torch's profiler and from ONNX Runtime's.
+
+The layer and the source line that called an operator of torch are marks in torch's profile. Its own
+recording of Python stacks costs more, and has no line for an operator such as `a @ b`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._C._profiler import _EventType, _RecordFunctionFast, _TensorMetadata
+from torch.overrides import TorchFunctionMode
+
+from ortlaunch.run_folder.profile_record import PYTHON
+
+# Positions of the two factors among an operator's inputs, and operations for each pair of elements.
+_PRODUCTS = {
+    "aten::mm": (0, 1, 2),
+    "aten::bmm": (0, 1, 2),
+    "aten::addmm": (1, 2, 2),
+    "aten::baddbmm": (1, 2, 2),
+    "aten::mkldnn_linear": (0, 1, 2),
+    "mkldnn::_linear_pointwise": (0, 1, 2),
+    "mkl::_mkl_linear": (0, 1, 2),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 1, 4),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2, 10),
+}
+_HERE = Path(__file__).parents[2]
+_LIBRARIES = (
+    # Code that is generated at run time, such as torch.fx's.
+    "<",
+    contextlib.__file__,
+    f"{_HERE}/",
+    *(
+        f"{Path(torch.__file__).parents[1] / name}/"
+        for name in ("torch", "onnxruntime", "deepspeed")
+    ),
+)
+
+
+@dataclass(eq=False)
+class Span:
+    """An operator, or a part of a step; times in nanoseconds since 1970."""
+
+    start: int
+    end: int
+    name: str
+    """The operator, or READING or PYTHON."""
+    phase: str = ""
+    """forward, backward or optimizer; empty: that of the span around it, as the next two."""
+    module: str = ""
+    source: str = ""
+    flops: float = 0.0
+    bytes: float = 0.0
+    """Bytes that it reads and writes, as far as its profile shows them."""
+    sequence: int = -1
+    """torch's number, by which it links an operator to its derivative."""
+    kind: str = ""
+    alone: int = 0
+    """Nanoseconds in which no span inside it runs."""
+
+
+class LineMarks(TorchFunctionMode):
+    """Marks each call of a torch function with the innermost layer and line of the model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._layers = {id(layer): name or "(model)" for name, layer in model.named_modules()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        layer = line = ""
+        frame: Any = sys._getframe(1)
+        while frame and not (layer and line):
+            layer = layer or self._layers.get(id(frame.f_locals.get("self")), "")
+            line = line or _model_line(frame.f_code.co_filename, frame.f_lineno)
+            frame = frame.f_back
+        with _RecordFunctionFast(f"{PYTHON}|{layer}|{line}"):
+            return func(*args, **(kwargs or {}))
+
+
+def _model_line(file: str, line: int) -> str:
+    """Return FILE:LINE, or nothing for a file of torch, ONNX Runtime, DeepSpeed or ortlaunch.
+
+    ortlaunch's parts of a model (worker/model) count as the model's code.
+    """
+    if file.startswith(_LIBRARIES) and not file.startswith(str(_HERE / "worker" / "model")):
+        return ""
+    return f"{file.rpartition('/site-packages/')[2].removeprefix(f'{Path.cwd()}/')}:{line}"
+
+
+def torch_spans(events: Iterable[Any]) -> Iterator[Span]:
+    """Yield the spans of operators and marks in a tree of torch's profiler."""
+    for event in (each for each in events if each.tag == _EventType.TorchOp):
+        inputs = event.extra_fields.inputs
+        # The bytes of inputs, some of which are in lists, and of memory that it writes.
+        sizes = [
+            math.prod(each.sizes) * each.dtype.itemsize
+            for given in inputs
+            for each in (given if isinstance(given, list) else [given])
+            if isinstance(each, _TensorMetadata)
+        ]
+        # An operator that changes its first input allocates nothing.
+        sizes += sizes[: event.name.endswith("_")] + [
+            max(0, inside.extra_fields.alloc_size)
+            for inside in event.children
+            if inside.tag == _EventType.Allocation
+        ]
+        # Marks have a layer and a line after their name.
+        name, module, source = [*event.name.split("|", 2), "", ""][:3]
+        span = Span(
+            event.start_time_ns, event.end_time_ns, name, "", module, source,
+            bytes=sum(sizes), sequence=event.extra_fields.sequence_number,
+        )  # fmt: skip
+        if name in _PRODUCTS:
+            first, second, each = _PRODUCTS[name]
+            a, b = inputs[first].sizes, inputs[second].sizes
+            span.flops = each * math.prod(a) * math.prod(b) / max(1, a[-1] * math.prod(b[:-2]))
+        yield span
+        yield from torch_spans(event.children)
+
+
+def source_lines(keeps: bool) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which exported graphs keep the Python stack of each node, or do not."""
+    graph: Any = torch._C.Graph
+    # The sixth argument is strip_doc_string.
+    return (
+        mock.patch.object(
+            graph,
+            "_export_onnx",
+            lambda graph, *a, export=graph._export_onnx: export(graph, *a[:5], False, *a[6:]),
+        )
+        if keeps
+        else contextlib.nullcontext()
+    )
+
+
+@dataclass
+class ProfiledSessions:
+    """Sessions of an ORTModule's training graphs that profile their nodes.
+
+    ONNX Runtime profiles a session from its first run to its end. Profiled steps therefore run in
+    sessions of their own, which are built of the same graphs.
+    """
+
+    module: Any
+    uncounted: Callable[[], contextlib.AbstractContextManager[None]]
+    """Returns a context that leaves new sessions out of the run's counters."""
+    agents: dict[Any, Any] = field(default_factory=dict)
+    folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
+
+    def used(self) -> contextlib.ExitStack:
+        """Return a context in which the graphs run in the profiled sessions."""
+        context = contextlib.ExitStack()
+        for manager in self.module._torch_module._ortlaunch_graphs._kept:
+            if manager._export_mode == torch.onnx.TrainingMode.TRAINING:
+                agent = self.agents.get(manager) or self._build(manager)
+                context.enter_context(mock.patch.object(manager, "_execution_agent", agent))
+        return context
+
+    def _build(self, manager: Any) -> Any:
+        """Return a new session of a manager's graph, which profiles its nodes."""
+        plain = manager._execution_agent
+
+        def with_profile(configure: Any = manager._get_session_config) -> Any:
+            config = configure()
+            config[0].enable_profiling = True
+            config[0].profile_file_prefix = f"{self.folder.name}/{len(self.agents)}"
+            return config
+
+        with (
+            mock.patch.object(manager, "_get_session_config", with_profile),
+            mock.patch.object(manager, "_execution_agent", plain),
+            self.uncounted(),
+        ):
+            manager._create_execution_agent()
+            agent = self.agents[manager] = manager._execution_agent
+        # Its passes count as those of the plain session's graph.
+        vars(agent).update(_ortlaunch_graph=vars(plain).get("_ortlaunch_graph"))
+        return agent
+
+    def read(self) -> Iterator[Span]:
+        """End the profiles, and yield the spans of all nodes that ran."""
+        for manager, agent in self.agents.items():
+            session = agent._inference_session
+            model = manager._graph_transition_manager._post_export_processed_model_info
+            nodes = model._post_export_processed_model.graph.node
+            origins = {node.name: _origin(node) for node in nodes}
+            for key, origin in ((f"{name}_grad", _origin(n)) for n in nodes for name in n.input):
+                # A node that is named after a gradient belongs to the tensor's readers, if they
+                # are of one layer and line.
+                origins[key] = origin if origins.get(key, origin) == origin else ("", "")
+            for event in json.loads(Path(session.end_profiling()).read_text(encoding="utf-8")):
+                if event["name"].endswith("_kernel_time"):
+                    start = session.get_profiling_start_time_ns() + 1000 * event["ts"]
+                    yield _node_span(start, event, origins)
+        self.agents.clear()
+
+
+def _node_span(start: int, event: Any, origins: Mapping[str, tuple[str, str]]) -> Span:
+    """Return the span of a node's run, with its layer and line as far as its name shows them.
+
+    ONNX Runtime names a node that it makes after a node of the export (`LAYER/MatMul_Grad/Gemm_5`)
+    or after the gradient that it computes (`LAYER/Gemm_output_0_grad_gelu_backward`).
+    """
+    name = event["name"].removesuffix("_kernel_time").removeprefix("AccumulateGrad_")
+    # The longest name first: Add_1_Grad is a node of Add_1, not of Add.
+    ends = (each.start() for each in reversed([*re.finditer(r"[/_]|$", name)]))
+    origin = next((origins[name[:end]] for end in ends if name[:end] in origins), ("", ""))
+    args = event["args"]
+    span = Span(start, start + 1000 * event["dur"], args["op_name"], "", *origin)
+    span.bytes = sum(
+        int(args.get(f"{each}_size", 0)) for each in ("activation", "parameter", "output")
+    )
+    if span.name in ("MatMul", "FusedMatMul", "Gemm"):
+        shapes = [*args["input_type_shape"][:2], args["output_type_shape"][0]]
+        a, b, c = (next(iter(shape.values())) for shape in shapes)
+        # The elements are m x k, k x n and m x n, each times the batch, in any order.
+        span.flops = 2 * math.sqrt(math.prod([*a, *b, *c]) / max(1, math.prod(b[:-2])))
+    return span
+
+
+def _origin(node: Any) -> tuple[str, str]:
+    """Return the layer in the name of a node's result, and the innermost line of the model."""
+    # Of the result, because ORT's own names of calls of Python have no scope. The exporter's name
+    # of the model is that of the `model` of a LossModule.
+    scope = f"{node.output[0].rpartition('/')[0]}/"
+    _, inside, path = scope.partition("/_original_module/model/")
+    frames = (re.match(r"(.+)\((\d+)\): ", line) for line in node.doc_string.splitlines())
+    lines = (_model_line(frame[1], int(frame[2])) for frame in frames if frame)
+    # The exporter names the layers of a Sequential after it: layers/layers.0.
+    path = re.sub(r"(?<![^/])([^/]+)/(?=\1\.)", "", path[:-1])
+    return inside and (path.replace("/", ".") or "(model)"), next(filter(None, lines), "")
