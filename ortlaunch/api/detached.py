@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ortlaunch import start
 from ortlaunch.errors import RunError
-from ortlaunch.launch.processes import dying
+from ortlaunch.launch.processes import ending_with_this_process
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir
@@ -58,7 +58,7 @@ def start_detached(
     with run.output.open("ab") as output:
         # No signal of a terminal or of a notebook's kernel reaches another session.
         process = subprocess.Popen(
-            [*dying(), argv[0], *argv] if with_caller else argv,
+            [*ending_with_this_process(), argv[0], *argv] if with_caller else argv,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -17,6 +17,7 @@ from ortlaunch.run_folder.folder import json_text, write_text
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.study import Study, Trial
+from ortlaunch.units import aligned
 
 # Fields that may change when a sweep is continued.
 _LIMITS = ("sweep.trials", "sweep.steps", "sweep.hours", "sweep.parallel")
@@ -88,8 +89,7 @@ class Sweep:
         """Return a table of the trials and lines on the best, for a person."""
         trials = self.trials()
         rows = [("trial", "state", "steps", "result"), *map(_row, trials)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines = aligned(rows)
         lines += [
             f"best: trial {one.number}; its recipe: {self.recipe(one.number)}"
             for one in self.best()

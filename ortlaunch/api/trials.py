@@ -29,7 +29,7 @@ from ortlaunch.units import counted, number
 
 _POLL_SECONDS = 0.5
 # Failed trials, and no complete one, after which a sweep ends: the fault is not the values'.
-_HOPELESS = 3
+_FIRST_FAILURES = 3
 # Starts of a stopped or killed trial without a further checkpoint, after which it has failed.
 _MOST_STARTS = 3
 _KILLED = (EXIT_SAVED, *(128 + one for one in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)))
@@ -81,12 +81,12 @@ class Trials:
                 while len(self._running) < self._study.sweep.parallel and (
                     waiting or self._wants_more()
                 ):
-                    self._start(self._study.ask(waiting.pop(0) if waiting else None))
+                    self._start(self._study.draw(waiting.pop(0) if waiting else None))
                 if not self._running:
                     return
                 time.sleep(_POLL_SECONDS)
                 for one in list(self._running):
-                    self._look(one)
+                    self._update(one)
         finally:
             for one in self._running:
                 one.process.terminate()
@@ -106,7 +106,7 @@ class Trials:
                 or sum(_steps(self._folder.trial(one.number)) for one in known) < steps
             )
             and (self._until is None or time.monotonic() < self._until)
-            and (failed < _HOPELESS or failed < len(known))
+            and (failed < _FIRST_FAILURES or failed < len(known))
         )
 
     def _start(self, trial: int, before: _Started | None = None) -> None:
@@ -115,7 +115,7 @@ class Trials:
         # Of a sweep that was killed; they save and end.
         while lock.alive_at(run):
             time.sleep(_POLL_SECONDS)
-        if self._study.noted(trial, "pruned"):
+        if self._study.attribute(trial, "pruned"):
             self._end(trial, "pruned")
             return
         slots = set(range(self._study.sweep.parallel)) - {one.slot for one in self._running}
@@ -135,7 +135,7 @@ class Trials:
             made.saved = newest
         self._running.append(made)
 
-    def _look(self, one: _Started) -> None:
+    def _update(self, one: _Started) -> None:
         """Prune a trial after a bad evaluation; if it has ended, record that or continue it."""
         code = one.process.poll()
         run = self._folder.trial(one.number)
@@ -144,7 +144,7 @@ class Trials:
         first = {place: values[0] for place, values in measured.items()}
         if single and self._study.report(one.number, first) and code is None:
             # Recorded first: a sweep that is killed now does not continue the trial.
-            self._study.note(one.number, pruned=len(measured))
+            self._study.set_attributes(one.number, pruned=len(measured))
             # It may be at its end.
             with contextlib.suppress(InputError):
                 Run(run.path).stop(wait=False)
@@ -153,7 +153,7 @@ class Trials:
         self._running.remove(one)
         if code == 0:
             self._complete(one.number, measured[max(measured)] if measured else ())
-        elif self._study.noted(one.number, "pruned"):
+        elif self._study.attribute(one.number, "pruned"):
             self._end(one.number, "pruned")
         elif (code < 0 or code in _KILLED) and (
             one.starts < _MOST_STARTS or _newest(run) > one.saved
@@ -180,7 +180,7 @@ class Trials:
         self, trial: int, state: str, values: tuple[float, ...] | None = None, reason: str = ""
     ) -> None:
         steps = _steps(self._folder.trial(trial))
-        self._study.note(trial, steps=steps, **({"reason": reason} if reason else {}))
+        self._study.set_attributes(trial, steps=steps, **({"reason": reason} if reason else {}))
         self._study.end(trial, state, values)
         if self._progress:
             ended = self._study.trials()[trial]

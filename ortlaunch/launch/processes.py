@@ -83,7 +83,7 @@ class Job:
             self.oom_kills = after - self._oom_kills_before
 
 
-def dying() -> list[str]:
+def ending_with_this_process() -> list[str]:
     """Return the words before a command that gets SIGTERM when this process ends.
 
     Also after `kill -9`. The path of its program follows, then its arguments from the 0th.
@@ -109,7 +109,7 @@ def submit(request: Request, output: Path | None = None) -> Job:
     program = shutil.which(request.argv[0])
     if program is None:
         raise LaunchError(f"cannot start {request.argv[0]}: program not found")
-    argv = [*dying(), program, *request.argv]
+    argv = [*ending_with_this_process(), program, *request.argv]
     environ = {**os.environ, **dict(request.env)}
     orphans = Orphans()
     with open(output, "ab") if output else contextlib.nullcontext() as sink:

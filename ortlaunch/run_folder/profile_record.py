@@ -1,12 +1,14 @@
 """profile.json as types, and its table as text: where the time of a step goes.
 
-The text under a field is its manual, as in records.py. Standard library only.
+The text under a field is its manual, as in records.py. Of ortlaunch it imports units alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from ortlaunch.units import aligned
 
 KINDS = ("operators", "reading", "copying", "communication", "waiting", "Python")
 COMPUTING, READING, COPYING, COMMUNICATION, WAITING, PYTHON = KINDS
@@ -61,7 +63,6 @@ def lines(profile: dict[str, Any]) -> list[str]:
         [form.format(cost[key]) if cost[key] else "-" for key, (_, form) in _COLUMNS.items()]
         for cost in profile["costs"]
     ]
-    widths = [max(map(len, column)) for column in zip(*cells)]
     kinds = ", ".join(f"{kind} {share:.1%}" for kind, share in profile["kinds"].items())
     return [
         f"profile of engine {profile['engine']}, steps {', '.join(map(str, profile['steps']))}",
@@ -72,5 +73,5 @@ def lines(profile: dict[str, Any]) -> list[str]:
         else f"{seconds:.4g} s a step with the profiler; no step was measured without it",
         f"measured here: matmul {profile['matrix_rate'] / 1e9:,.0f} GFLOP/s, "
         f"memory {profile['bandwidth'] / 1e9:,.1f} GB/s",
-        *("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells),
+        *aligned(cells),
     ]

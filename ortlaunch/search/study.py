@@ -66,7 +66,7 @@ class Study:
         self._seed = recipe.seed
         self._optuna = _optuna(self.sweep.sampler)
         if writes:
-            _mend(folder.journal)
+            _repair(folder.journal)
         backend = importlib.import_module("optuna.storages.journal")
         self._study = self._optuna.create_study(
             storage=backend.JournalStorage(backend.JournalFileBackend(str(folder.journal))),
@@ -85,7 +85,7 @@ class Study:
         found = sorted(self._study.best_trials, key=lambda one: one.number)
         return [self._record(one) for one in (found if len(self.sweep.metrics) > 1 else found[:1])]
 
-    def ask(self, number: int | None = None) -> int:
+    def draw(self, number: int | None = None) -> int:
         """Draw the next trial, or complete the draw of an unfinished one, and return its number."""
         trials = self._study.get_trials(deepcopy=False)
         at = len(trials) if number is None else number
@@ -112,13 +112,13 @@ class Study:
                 trial.report(value, place)
         return bool(trial.should_prune())
 
-    def note(self, number: int, **attributes: object) -> None:
+    def set_attributes(self, number: int, **attributes: object) -> None:
         """Record values beside a trial."""
         for name, value in attributes.items():
             self._trial(number).set_user_attr(name, value)
 
-    def noted(self, number: int, name: str) -> Any:
-        """Return a value that `note` recorded; None if there is none."""
+    def attribute(self, number: int, name: str) -> Any:
+        """Return a value that `set_attributes` recorded; None if there is none."""
         return self._study.get_trials(deepcopy=False)[number].user_attrs.get(name)
 
     def end(self, number: int, state: str, values: Sequence[float] | None = None) -> None:
@@ -131,7 +131,7 @@ class Study:
 
     def _record(self, one: Any) -> Trial:
         fields = {name: self._value(name, label) for name, label in one.params.items()}
-        names = [asked.metric for asked in self.sweep.metrics]
+        names = [metric.metric for metric in self.sweep.metrics]
         return Trial(
             one.number, one.state.name.lower(), fields, dict(zip(names, one.values or ())),
             one.user_attrs.get("steps", 0), one.user_attrs.get("reason", ""),
@@ -174,7 +174,7 @@ def _optuna(sampler: str) -> Any:
     for package in ("optuna", *_NEEDS.get(sampler, ())):
         if importlib.util.find_spec(package) is None:
             raise MissingDependency(
-                f'sweep with sampler {sampler} needs {package}: pip install "ortlaunch[sweep]"'
+                f'sweep with sampler {sampler} needs {package}: pip install "ortlaunch[sweep]" {package}'
             )
     import optuna
 
@@ -182,7 +182,7 @@ def _optuna(sampler: str) -> Any:
     return optuna
 
 
-def _mend(journal: Path) -> None:
+def _repair(journal: Path) -> None:
     """Remove what a writer that was killed has left: its lock, and a half line."""
     Path(f"{journal}.lock").unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError), journal.open("r+b") as file:

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
+from unittest import mock
 
 import torch
 from torch import nn
@@ -401,12 +402,12 @@ def _only_what_training_needs(deepspeed: Any) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # ZeRO imports Muon, which no recipe has. Muon's import compiles functions, for which torch would
     # load TorchInductor for 1.7 s of a core.
-    compiler = deepspeed.runtime.compiler
-    compile_of_torch = getattr(compiler, "compile", None)
-    compiler.compile = lambda: lambda function: function
-    with contextlib.suppress(ImportError):
+    uncompiled = mock.patch.object(
+        deepspeed.runtime.compiler, "compile", create=True, return_value=lambda function: function
+    )
+    # Older versions have no Muon.
+    with uncompiled, contextlib.suppress(ImportError):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    compiler.compile = compile_of_torch
     warnings.filterwarnings(
         "ignore", message="`torch.distributed.* is deprecated", category=FutureWarning
     )

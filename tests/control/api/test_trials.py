@@ -124,8 +124,8 @@ def test_a_pruned_trial(planted: Any) -> None:
     starts = planted(lambda run, start: (0, [1.0]))
     sweep({**swept(pruner="asha", trials=1), "train": train})
     study = trials.Study(trials.SweepDir(Path("sweeps/made")), recipe(**swept(pruner="asha")), True)
-    study.report(study.ask(), {1: 5.0})
-    study.note(1, pruned=1)
+    study.report(study.draw(), {1: 5.0})
+    study.set_attributes(1, pruned=1)
     del study
     found = sweep({**swept(pruner="asha", trials=2), "train": train})
     assert [one.state for one in found.trials()] == ["complete", "pruned"]

@@ -35,10 +35,10 @@ def drawn(folder: Path, sweep: Recipe, kills: bool) -> list[Trial]:
     folder.mkdir()
     study = Study(place, sweep, writes=True)
     for number in range(6):
-        study.ask()
+        study.draw()
         if kills:
             study = Study(place, sweep, writes=True)
-            assert study.ask(number) == number
+            assert study.draw(number) == number
         study.end(number, "complete", [float(number % 4)])
     return study.trials()
 
@@ -67,24 +67,24 @@ def test_a_writer_was_killed(tmp_path: Path) -> None:
     """A lock and a half line that a killed writer left do no harm."""
     sweep = swept()
     place = SweepDir(tmp_path)
-    Study(place, sweep, writes=True).ask()
+    Study(place, sweep, writes=True).draw()
     with place.journal.open("a") as file:
         file.write('{"op_code": 4, "worker')
     Path(f"{place.journal}.lock").symlink_to(place.journal)
     again = Study(place, sweep, writes=True)
-    assert (again.ask(0), again.ask()) == (0, 1)
+    assert (again.draw(0), again.draw()) == (0, 1)
     assert [one.state for one in again.trials()] == ["running", "running"]
 
 
 def test_a_bad_trial_is_pruned(tmp_path: Path) -> None:
     """Successive halving stops a trial whose first evaluation is worse than a third of the others."""
     study = Study(SweepDir(tmp_path), swept(pruner="asha"), writes=True)
-    stopped = [study.report(study.ask(), {1: loss}) for loss in (1.0, 2.0, 3.0, 0.5)]
+    stopped = [study.report(study.draw(), {1: loss}) for loss in (1.0, 2.0, 3.0, 0.5)]
     assert stopped == [False, True, True, False]
-    study.note(1, pruned=1, steps=4)
+    study.set_attributes(1, pruned=1, steps=4)
     study.end(1, "pruned")
     study.end(3, "complete", [0.5])
-    assert study.noted(1, "pruned") == 1
+    assert study.attribute(1, "pruned") == 1
     assert study.trials()[1][1:2] + study.trials()[1][3:] == ("pruned", {"loss": 2.0}, 4, "")
     assert [one.number for one in study.best()] == [3]
     # A value that is known already is not compared again.
@@ -96,7 +96,7 @@ def test_several_metrics_have_several_best_trials(tmp_path: Path) -> None:
     metrics = [{"metric": "loss"}, {"metric": "f1", "mode": "max"}]
     study = Study(SweepDir(tmp_path), swept(metrics=metrics), writes=True)
     for values in ([1.0, 0.5], [2.0, 0.9], [3.0, 0.4]):
-        study.end(study.ask(), "complete", values)
+        study.end(study.draw(), "complete", values)
     assert [one.values for one in study.best()] == [
         {"loss": 1.0, "f1": 0.5},
         {"loss": 2.0, "f1": 0.9},
@@ -107,6 +107,15 @@ def test_optuna_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """The error names the package and the extra."""
     monkeypatch.setattr(studies.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        MissingDependency, match=r'tpe needs optuna: pip install "ortlaunch\[sweep\]"'
+        MissingDependency, match=r'tpe needs optuna: pip install "ortlaunch\[sweep\]" optuna'
     ):
         Study(SweepDir(tmp_path), swept())
+
+
+def test_a_package_outside_the_extra_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remedy for sampler gp installs scipy, which the extra does not."""
+    monkeypatch.setattr(studies.importlib.util, "find_spec", lambda name: name != "scipy" or None)
+    with pytest.raises(MissingDependency, match=r"gp needs scipy: .* scipy$"):
+        Study(SweepDir(tmp_path), swept(sampler="gp"))
