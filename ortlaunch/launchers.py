@@ -67,6 +67,16 @@ def launcher_of(name: str) -> Launcher:
     return _INSIDE if name == INSIDE else LAUNCHERS[name]
 
 
+def refusal(name: str | None) -> str:
+    """Return the reason why an option cannot name this launcher; "" if it can."""
+    if name in (None, "auto", *LAUNCHERS):
+        return ""
+    # Users of other tools name the queue as the launcher.
+    queue = name in ("slurm", "sbatch", "kubernetes", "azureml")
+    why = "that is a scheduler: ortlaunch submit RECIPE --scheduler NAME; --launcher is "
+    return f"got {name}; {why if queue else ''}one of {', '.join(('auto', *LAUNCHERS))}"
+
+
 def rendezvous(name: str, hosts: int) -> str:
     """Return how the ranks of a plan meet, as text."""
     launcher = launcher_of(name)

@@ -152,7 +152,8 @@ def play(players: Sequence[VariantJob], length: Length, print_line: PrintLine) -
             for p in players
             if p.measured
         )
-        print_line(f"round {number}/{length.rounds}, s/step: {', '.join(shown)}")
+        if text := ", ".join(shown):
+            print_line(f"round {number}/{length.rounds}, s/step: {text}")
     for player in players if not length.one_at_a_time else ():
         _try(player, print_line, partial(_finish, player))
 

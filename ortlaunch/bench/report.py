@@ -172,7 +172,7 @@ def _cells(row: Json) -> tuple[str, ...]:
     return (
         row["name"],
         f"{seconds['median']:.4g}",
-        f"{seconds['quartile_1']:.4g} - {seconds['quartile_3']:.4g}",
+        f"{seconds['quartile_1']:.3g} - {seconds['quartile_3']:.3g}",
         f"{row['samples_per_second']:,.1f}",
         f"{tokens:,.0f}" if tokens else "-",
         f"{mfu:.1%}" if mfu else "-",

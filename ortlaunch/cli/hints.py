@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from typer import BadParameter
 from typer.core import TyperCommand, TyperGroup
 
 from ortlaunch.cli.summaries import SUMMARIES
@@ -54,6 +55,7 @@ _WORDS = {"config": _RECIPE, "config_file": _RECIPE, "recipe": _RECIPE, "config_
 
 # Typer's metavars, such as <list[str]>.
 _TYPE = re.compile(r"<(\w+)[^<>]*>")
+_PYDANTIC = re.compile(r"^Input should be (.*?)(, unable to .*)?$")
 # Everything else is shown as TEXT.
 _TYPES = {"int": "NUMBER", "float": "NUMBER", "path": "PATH"}
 
@@ -84,12 +86,17 @@ class Verb(TyperCommand):
         for number, word in enumerate(args):
             name, equals, value = word.partition("=")
             value = value if equals else "".join(args[number + 1 : number + 2])
-            if name == "--nproc-per-node" and not value.isdecimal():
+            if name == "--nproc-per-node" and not value.strip("0").isdecimal():
                 usual = "the default is one rank per GPU, or one"
                 raise InputError(
                     f"--nproc-per-node: got {value or 'nothing'}; give a number, 1 or more; {usual}"
                 )
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except BadParameter as error:
+            # Typer passes pydantic's message on.
+            error.message = _PYDANTIC.sub(r"it must be \1", error.message)
+            raise
 
 
 class Verbs(TyperGroup):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ortlaunch.launchers import LAUNCHERS
+from ortlaunch.launchers import refusal
 
 
 def shipped_recipes(incomplete: str) -> list[str]:
@@ -160,16 +160,8 @@ def _launch_options(
     # Imported here, as in all verbs: `--help` must not load the planning.
     from ortlaunch.planning.world import LaunchOptions
 
-    if launcher not in (None, "auto", *LAUNCHERS):
-        # Users of other tools name the queue as the launcher.
-        queue = launcher in ("slurm", "sbatch", "kubernetes", "azureml")
-        why = (
-            "that is a scheduler: ortlaunch submit RECIPE --scheduler NAME; --launcher is "
-            if queue
-            else ""
-        )
-        names = ", ".join(("auto", *LAUNCHERS))
-        raise typer.BadParameter(f"got {launcher}; {why}one of {names}", param_hint="--launcher")
+    if refused := refusal(launcher):
+        raise typer.BadParameter(refused, param_hint="--launcher")
     # Only the command line reads it: commands.jsonl and the command that continues a run.
     return LaunchOptions(
         launcher, nproc_per_node, hostfile, include, exclude, typed=tuple(sys.argv)

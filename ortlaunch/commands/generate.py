@@ -31,6 +31,9 @@ def generate(request: GenerationRequest, progress: bool = False) -> str:
         InputError: the model does not exist, or does not generate text.
         RunError: the process that generates failed.
     """
+    if request.tokens < 1 or request.temperature < 0:
+        given = f"tokens: got {request.tokens}, and temperature: got {request.temperature:g}"
+        raise InputError(f"{given}; tokens must be >= 1, and temperature >= 0")
     model, step, chats = _source(request)
     with contextlib.ExitStack() as stack:
         # A training may still run: the checkpoint must not be deleted meanwhile.

@@ -106,7 +106,11 @@ def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
     # Original failures come first, then by time. The first record is most likely the cause.
     for record in found.records[:1]:
         yield f"  {record.get('summary')}"
-        yield from (f"    | {line}" for line in evidence.last_lines(found.run, record["rank"]))
+        # The command prints a traceback with the frames of packages left out.
+        short = found.text.partition(f"\n{VERDICT}")[0]
+        log = evidence.last_lines(found.run, record["rank"])
+        shown = short.splitlines() if short.startswith("Traceback") else log
+        yield from (f"    | {line}" for line in shown)
     others = [f"{record['rank']}" for record in found.records[1:]]
     if others:
         yield f"  rank {', '.join(others[:16])} ended later: {len(others)} in all"

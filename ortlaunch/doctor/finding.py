@@ -40,7 +40,7 @@ class Finding:
     def __str__(self) -> str:
         """Return one line of the table."""
         mend = f"; {self.mend}" if self.mend else ""
-        return f"  {self.host:<20} {self.check:<12} {self.verdict:<8} {self.what}{mend}"
+        return f"  {self.host:<20} {self.check:<14} {self.verdict:<8} {self.what}{mend}"
 
 
 def judged(

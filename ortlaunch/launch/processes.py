@@ -262,8 +262,10 @@ def _request_stop(job: Job, stop: Stop, number: int) -> None:
     """Request the ranks to save and stop; the timer kills all of them after their grace."""
     name = signal.Signals(number).name
     grace = stop.grace_seconds
+    # `ortlaunch stop` and schedulers send SIGUSR1, which no user types.
+    cause = f"stop requested ({name})" if number == signal.SIGUSR1 else name
     _print_line(
-        f"{name}: saves after this step, stops within {grace} s (launch.grace_seconds); Ctrl-C: now"
+        f"{cause}: saves after this step, stops within {grace} s (launch.grace_seconds); Ctrl-C: now"
     )
     stop.write(name)
     _signal_group(job, signal.SIGCONT)

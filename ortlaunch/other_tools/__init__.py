@@ -73,7 +73,7 @@ class Imported(NamedTuple):
         """Return the report as text."""
         guessed = f", by {', '.join(self.marks)}" if self.marks else ""
         over = (
-            [f"set by the command, whatever is said above: {', '.join(self.overrides)}"]
+            [f"set by the command line, in place of the above: {', '.join(self.overrides)}"]
             if self.overrides
             else []
         )
@@ -187,11 +187,11 @@ def lines(account: ImportReport) -> Iterator[str]:
     yield from _list("without a counterpart", account.dropped)
     yield from _list("nothing to set", account.needless)
     if account.assumed:
-        yield "not said, so set:"
+        yield "not in the config, so set:"
         yield from (f"  {each}" for each in account.assumed)
     yield from _list("taken", account.taken)
     if account.empty:
-        yield f"ask for nothing (null, false, empty): {', '.join(account.empty)}"
+        yield f"without effect (null, false, empty): {', '.join(account.empty)}"
 
 
 def _list(title: str, remarks: Sequence[Remark]) -> Iterator[str]:

@@ -225,4 +225,4 @@ def _wandb(draft: Draft) -> None:
     project = draft.pop("wandb_project")
     if project is not None:
         draft.put("log.project", project, "wandb_project")
-        draft.assume("log.trackers", ["wandb"], "wandb_project asks for it")
+        draft.assume("log.trackers", ["wandb"], "wandb_project requires it")

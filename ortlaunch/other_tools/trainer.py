@@ -289,7 +289,7 @@ def precision(draft: Draft) -> None:
                 node,
                 kind,
                 kind,
-                "auto would have asked the hardware" if node.scalar == "auto" else "",
+                "with auto, that tool would detect it" if node.scalar == "auto" else "",
             )
     exact = draft.pop("tf32")
     # tf32 affects only float32 matmuls, so not a training in bf16 or fp16.

@@ -8,7 +8,7 @@ from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import PROCESS, Memory, Node
 from ortlaunch.machine import cores, tightest_limit
 from ortlaunch.planning.world import World
-from ortlaunch.units import human
+from ortlaunch.units import counted, human
 
 
 def crowded(world: World, memory: Memory | None, planned_only: bool) -> Iterator[str]:
@@ -58,7 +58,7 @@ def _memory(node: Node, rank: tuple[int, int, str], planned_only: bool) -> Itera
     if least > most:
         each = f"({human(PROCESS)} a process + {human(model)} {of})"
         text = (
-            f"{node.host}: {node.slots} ranks x {each} = {human(least)} at least, and {where} is "
+            f"{node.host}: {counted(node.slots, 'rank')} x {each} = {human(least)} at least, and {where} is "
             f"{human(most)}; use fewer ranks, a smaller model or more hosts"
         )
         # Where not even the processes fit, a plan is refused too.

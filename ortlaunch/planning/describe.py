@@ -48,7 +48,7 @@ def _world_lines(plan: Plan) -> list[str]:
             kind = "GPU" if plan.device == "cuda" else "slot"
             devices = _short(node.devices)
             ranks = f"ranks {node.first_rank}-{last}" if node.slots > 1 else f"rank {last}"
-            lines.append(f"  {node.host}: {ranks}, {kind} {devices}")
+            lines.append(f"  {node.host}: {ranks}, {kind}{'s' * (node.slots > 1)} {devices}")
     return lines
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ortlaunch import machine
 from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import Node
-from ortlaunch.launchers import INSIDE, LAUNCHERS, launcher_of
+from ortlaunch.launchers import INSIDE, LAUNCHERS, launcher_of, refusal
 from ortlaunch.planning.forwarding import forwarded
 from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select
 from ortlaunch.planning.slurm_names import hosts_of_step
@@ -84,6 +84,11 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
         PlanError, HostfileError, RankError: the requested options do not fit together, or not on
             this machine.
     """
+    # The command line checks its options itself; the Python API passes any value.
+    if refused := refusal(options.launcher):
+        raise PlanError(f"launcher: {refused}")
+    if options.processes_per_node is not None and options.processes_per_node < 1:
+        raise PlanError(f"processes_per_node: got {options.processes_per_node}; give 1 or more")
     found = None if options.declared else _enclosing(environ)
     gpus = machine.visible_gpus(environ)
     device = recipe.launch.device if recipe.launch.device != "auto" else ("cuda" if gpus else "cpu")

@@ -14,6 +14,7 @@ from importlib import import_module
 from ortlaunch.die_with_parent import die_with_parent
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.tasks import TASKS
+from ortlaunch.worker.__main__ import expect_no_gpu
 
 
 def main() -> int:
@@ -21,6 +22,7 @@ def main() -> int:
     die_with_parent(signal.SIGTERM, os.getppid())
     # Other libraries import DeepSpeed, which would guess the device and warn.
     os.environ["DS_ACCELERATOR"] = "cpu"
+    expect_no_gpu("cpu")
     task = TASKS[sys.argv[1]]
     assert task.request is not None, "the command starts ranks for the other tasks"
     try:

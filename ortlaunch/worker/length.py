@@ -93,7 +93,7 @@ def length_line(recipe: Recipe, batch: BatchPlan, samples: int) -> str:
     per_epoch = samples / batch.global_samples
     return (
         f"data: {samples:,} samples; {recipe.train.steps:,} steps of {batch.global_samples:,} "
-        f"are {seen:,} samples, {seen / samples:.3g} epochs"
+        f"are {seen:,} samples, {float(f'{seen / samples:.3g}'):,.9g} epochs"
     ) + "".join(
         f"; {name.replace('_', ' ')} {every:g} epochs: {max(1.0, every * per_epoch):,.4g} steps"
         for name, every in recipe.epoch_intervals()

@@ -121,6 +121,17 @@ def test_the_account_of_a_rank(kind: str, tmp_path: Path) -> None:
     assert "  rank 0 ended later: 1 in all" in found.evidence
 
 
+def test_the_evidence_is_the_short_traceback(tmp_path: Path) -> None:
+    """The evidence has the traceback that the command printed, without frames of packages."""
+    run = made(tmp_path, cause="raised", detail="ValueError: x")
+    ended(
+        run, "Traceback (most recent call last):\n  ... 18 frames\nValueError: x\nverdict: rank 1"
+    )
+    found = diagnose(run)
+    assert "    |   ... 18 frames" in found.evidence
+    assert not [line for line in found.evidence if "last words" in line or "verdict" in line]
+
+
 def test_a_rank_that_the_kernel_ended(tmp_path: Path) -> None:
     """A rank whose record counts a kill for memory gets a verdict that names the kernel."""
     found = diagnose(made(tmp_path, **KILLED, cause="out-of-memory", memory_kills=1))

@@ -122,7 +122,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "cli.cluster.selftest": ({"commands", "doctor", "process", "cli"}, {"typer"}),
     "cli.results.device": ({"errors", "commands", "tasks", "cli"}, {"typer"}),
     "cli.setup": (
-        {"errors", "doctor", "other_tools", "recipe", "resolve", "run_folder", "cli"}, {"typer"}
+        {"errors", "doctor", "other_tools", "recipe", "resolve", "run_folder", "units", "cli"}, {"typer"}
     ),
     "cli.training.bench": ({"output", "bench", "resolve", "cli"}, {"typer"}),
     "cli.training.data": ({"commands", "recipe", "resolve", "cli"}, {"typer"}),

@@ -165,3 +165,5 @@ def test_the_length_in_a_line() -> None:
     """The line has steps, samples and epochs, for any of them in the recipe."""
     line = length_line(recipe(train={"max_steps": 1000}), BATCH, 1234)
     assert line == "data: 1,234 samples; 1,000 steps of 16 are 16,000 samples, 13 epochs"
+    line = length_line(recipe(train={"max_steps": 100_000}), BATCH, 762)
+    assert line.endswith("1,600,000 samples, 2,100 epochs")

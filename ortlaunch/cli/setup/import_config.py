@@ -42,6 +42,7 @@ def import_config(
     from ortlaunch.other_tools import import_config as turned
     from ortlaunch.resolve.shipped import locate
     from ortlaunch.run_folder.folder import write_text
+    from ortlaunch.units import fitted
 
     target = to or Path(f"{config.stem}-recipe.yaml")
     # An imported recipe may have been edited since.
@@ -50,4 +51,4 @@ def import_config(
     # Written only if the result is valid.
     found = turned(config, tool, locate(base) if base else None, overrides or [])
     write_text(target, found.file())
-    typer.echo(f"{found}\nrecipe: {target}")
+    typer.echo(fitted(f"{found}\nrecipe: {target}"))

@@ -249,7 +249,7 @@ def _parity(recipe: Recipe) -> Iterator[Problem]:
         for key in asked:
             message = (
                 "has no effect with engine eager: it compares another engine with plain "
-                "PyTorch; leave it out"
+                "PyTorch; leave it out, or choose one: engine.name=ort"
             )
             yield (f"engine.{key}", "engine.name"), message
     elif engine.name != "auto" and not compared_steps(recipe).steps:

@@ -344,7 +344,7 @@ def number_labels(
     if unknown:
         raise DataError(
             f"data.evaluation: label {unknown[0]!r} is in no row of data.train, "
-            f"which has {len(words)}"
+            f"whose labels are {', '.join(words[:_SHOWN])}{_more(len(words))}"
         )
     numbers = {word: number for number, word in enumerate(words)}
     for part in (*parts, *held_out):

@@ -36,6 +36,18 @@ def test_a_plan() -> None:
         (CUSTOM, {"resume": "7"}, InputError, "7"),
         (
             CUSTOM,
+            {"options": ortlaunch.LaunchOptions(launcher="slurm")},
+            PlanError,
+            "launcher: got slurm; that is a scheduler",
+        ),
+        (
+            CUSTOM,
+            {"options": ortlaunch.LaunchOptions(processes_per_node=0)},
+            PlanError,
+            "processes_per_node: got 0; give 1 or more",
+        ),
+        (
+            CUSTOM,
             {"resume": ortlaunch.ResumeOptions(allow=("x",))},
             InputError,
             "--allow: got x; one of",

@@ -243,7 +243,7 @@ def test_the_slots_of_a_host_are_one_short_line(devices: tuple[int, ...], shown:
     lines = describe(
         plan(recipe(), [Host("a", len(devices), devices)], "mpi"), recipe()
     ).splitlines()
-    assert lines[1].endswith(f", slot {shown}")
+    assert lines[1].endswith(f", slots {shown}")
 
 
 def test_describe_names_every_part() -> None:
@@ -253,8 +253,8 @@ def test_describe_names_every_part() -> None:
     lines = describe(made, asked).splitlines()
     assert lines[:4] == [
         "made: 4 ranks on 2 hosts, cpu, launcher mpi",
-        "  a: ranks 0-1, slot 0,1",
-        "  b: ranks 2-3, slot 0,3",
+        "  a: ranks 0-1, slots 0,1",
+        "  b: ranks 2-3, slots 0,3",
         "  ranks connect through: a TCP port of rank 0's host, sent by MPI",
     ]
     assert lines[4] == "  environment variables sent to the hosts: NCCL_DEBUG"

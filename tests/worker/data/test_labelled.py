@@ -208,7 +208,8 @@ def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="names in one source and numbers in another"):
         number_labels(Mixture([word, number], [1, 1]), None)
     with pytest.raises(
-        DataError, match=r"data.evaluation: label 'c' is in no row of data.train, which has 2"
+        DataError,
+        match=r"data.evaluation: label 'c' is in no row of data.train, whose labels are a, b",
     ):
         number_labels(word, unknown)
     with pytest.raises(DataError, match="every label is 'b'"):
