@@ -150,5 +150,7 @@ def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> No
     for node in nodes:
         copies.append(NodeProto())
         copies[-1].CopyFrom(node)
+        # ORT names the copies that it makes for recomputation after the nodes.
+        copies[-1].name = node.name or next(filter(None, node.output), "")
     graph.ClearField("node")
     graph.node.extend(copies)
