@@ -82,7 +82,7 @@ def validate(
     file, folder = loaded.file, loaded.path.parent
     # These need the disk; `load` has checked everything that the text alone shows.
     missing = (
-        *inputs.missing_files(file.recipe, beside=folder),
+        *inputs.missing_files(file.recipe),
         *inputs.broken_factories(file.recipe, folder),
         *inputs.unknown_type(file.recipe),
     )
@@ -93,7 +93,8 @@ def validate(
             [*lines, "if they exist on the machine that trains: ortlaunch validate --elsewhere"]
         )
     # Notes only: the recipe may be right.
-    lines += [*map(file.explain, inputs.doubtful(file.recipe)), *file.recipe.sweep_lines()]
+    lines += [*map(file.explain, inputs.doubtful(file.recipe)), *file.notes]
+    lines += file.recipe.sweep_lines()
     return Validation(file.recipe, loaded.path, tuple(lines))
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ortlaunch.errors import DamagedFile, RecipeError
 from ortlaunch.recipe.check import check
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.space import space_problems
+from ortlaunch.recipe.text.paths import expanded
 from ortlaunch.recipe.text.place import Line, Problem, SourceError, in_reading_order, keys
 from ortlaunch.recipe.text.source import override, read, read_values
 from ortlaunch.recipe.text.tree import Tree
@@ -34,9 +36,18 @@ __all__ = [
 class RecipeFile:
     """A valid recipe, with the place of each of its keys and the tree that was read for it."""
 
-    def __init__(self, recipe: Recipe, tree: Tree, read: Tree, overrides: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        tree: Tree,
+        read: Tree,
+        overrides: tuple[str, ...],
+        notes: Sequence[str] = (),
+    ) -> None:
         self.recipe = recipe
         self.overrides = overrides
+        self.notes = tuple(notes)
+        """The folders that relative paths of the recipe start from, where there is a choice."""
         self._tree = tree
         # The tree before overrides: further overrides start from it.
         self._read = read
@@ -82,13 +93,14 @@ def _loaded(reader: Callable[[list[Line]], Tree], overrides: Sequence[str]) -> R
 
 def _checked(read: Tree, overrides: tuple[str, ...], problems: list[Line]) -> RecipeFile:
     """Return the recipe of a tree and overrides; `problems` are those found while reading."""
-    recipe, tree, wrong = check(override(read, overrides, problems))
+    whole, notes = expanded(override(read, overrides, problems), os.environ)
+    recipe, tree, wrong = check(whole)
     problems += wrong
     if recipe is not None and recipe.sweep is not None and not problems:
         problems = space_problems(tree, recipe.sweep)
     if problems or recipe is None:
         raise RecipeError([str(line) for line in in_reading_order(problems, read.place.source)])
-    return RecipeFile(recipe, tree, read, overrides)
+    return RecipeFile(recipe, tree, read, overrides, notes)
 
 
 def to_yaml(recipe: Recipe) -> str:

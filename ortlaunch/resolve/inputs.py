@@ -20,6 +20,7 @@ from pathlib import Path
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.families import FAMILIES
+from ortlaunch.recipe.text.paths import EXPANDED
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.recipe.text.words import closest
 from ortlaunch.tasks import TASKS
@@ -29,14 +30,10 @@ from ortlaunch.user_modules import factories, folders
 _HIDDEN = ("globals(", "__getattr__", "exec(", "setattr(", "import *", "vars(", "locals(")
 
 
-def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) -> Iterator[Problem]:
+def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
     """Yield data files, and local folders of models and tokenizers, that are absent on this host.
 
     They may be created later, or be on other hosts.
-
-    Args:
-        beside: the recipe's folder. Paths are relative to the current folder; a file in the
-            recipe's folder is only suggested.
     """
     # An evaluation reads no training data.
     sources = [
@@ -48,13 +45,13 @@ def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) ->
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
             if not _matches(pattern):
                 what = f"got {pattern}, which matches no file here (current folder: {_here()})"
-                yield (f"{key}.path",), what + _remedy(pattern, beside)
+                yield (f"{key}.path",), what + _remedy(pattern)
     template = recipe.data.chat_template
     if template is not None and "{" not in template and not os.path.isfile(template):
         what = (
             f"got {template}, and no such file exists (the text of a template contains {{{{ }}}})"
         )
-        yield ("data.chat_template",), what + _remedy(template, beside)
+        yield ("data.chat_template",), what + _remedy(template)
     for key, value in (
         ("model.pretrained", recipe.model.pretrained),
         ("data.tokenizer", recipe.data.tokenizer),
@@ -63,8 +60,8 @@ def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) ->
             continue
         # Any other value may be the name of a model on the Hugging Face Hub.
         named = value.startswith(("/", "./", "../", "~")) or "$" in value or "://" in value
-        if named or (beside / value).is_dir():
-            yield (key,), f"got {value}, and no such folder exists here{_remedy(value, beside)}"
+        if named:
+            yield (key,), f"got {value}, and no such folder exists here{_remedy(value)}"
 
 
 def unknown_type(recipe: Recipe) -> Iterator[Problem]:
@@ -132,25 +129,17 @@ def _matches(pattern: str) -> bool:
     return any(os.path.isfile(path) for path in glob.iglob(pattern, recursive=True))
 
 
-def _remedy(path: str, beside: Path) -> str:
+def _remedy(path: str) -> str:
     """Return the text on a replacement for a path that does not exist."""
     if "://" in path:
         return "; only paths on this machine's disks are supported: copy or mount it, and give that path"
     if path.startswith("~") or "$" in path:
-        whole = os.path.expanduser(os.path.expandvars(path))
-        write = (
-            f"write {whole}"
-            if "$" not in whole
-            else "write the full path (this variable is not set here)"
-        )
-        return f"; ~ and $NAME are not expanded in a recipe: {write}"
-    other = beside / path
-    if not os.path.isabs(path) and (_matches(str(other)) or other.is_dir()):
+        names = ", ".join(f"${name}" for name in EXPANDED)
         return (
-            "; it is beside the recipe, but paths are relative to the current folder: write "
-            f"{other}"
+            f"; ~, {names} and the names in launch.forward are expanded, where they are set: give "
+            "that variable a value, or write the full path"
         )
-    return ""
+    return "" if os.path.isabs(path) else ", nor beside the recipe"
 
 
 def _here() -> str:

@@ -152,6 +152,7 @@ def _resolved(file: RecipeFile, world: World | None, command: Command) -> Resolv
     _require_rules(file, world, options)
     notes = [f"recipe: {path}"] if path != given else []
     notes += [
+        *file.notes,
         *world.notes,
         *_absent(file, world, command),
         *_engine_notes(file.recipe, world.device, environ),
@@ -186,7 +187,7 @@ def _absent(file: RecipeFile, world: World, command: Command) -> list[str]:
     # With other hosts, an absent file or function gives a note only.
     here = all(host.is_here for host in world.hosts)
     doubtful = inputs.doubtful(file.recipe)
-    missing = inputs.missing_files(file.recipe, command.options.task, command.path.parent)
+    missing = inputs.missing_files(file.recipe, command.options.task)
     unknown = inputs.unknown_type(file.recipe)
     broken = inputs.broken_factories(file.recipe, command.modules)
     files = [file.explain(problem) for problem in missing]

@@ -13,7 +13,9 @@ def validate(
     elsewhere: Annotated[
         bool,
         typer.Option(
-            "--elsewhere", help="For another machine: report missing files as notes, not errors."
+            "--elsewhere",
+            "--no-files",
+            help="For another machine: report missing files as notes, not errors.",
         ),
     ] = False,
 ) -> None:

@@ -50,8 +50,10 @@ class Corpus(Section):
     objects is read, too, all of it in memory); `hub`: a data set's name on the hub; `custom`: your
     own `factory`."""
     path: OneOrMore | None = None
-    """Files for text, jsonl and parquet; `*` and `**` are allowed. Relative to the current
-    folder."""
+    """Files for text, jsonl and parquet; `*` and `**` are allowed. Like `model.pretrained`,
+    `data.tokenizer` and `data.chat_template`, a relative path starts beside the recipe, or else in
+    the current folder. `~`, $HOME, $SCRATCH, $TMPDIR, $WORK, $DATA and the variables that
+    `launch.forward` lists are expanded."""
     name: Text | None = None
     """Data set on the hub, for format hub."""
     subset: Text | None = None
