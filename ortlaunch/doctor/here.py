@@ -20,19 +20,19 @@ _TORCH = (2, 6)  # the oldest that both recipes train on: docs/matrix.md
 
 
 def check_this_host(
-    asked: hosts.HostRequirements, recipe: Recipe | None = None, world: World | None = None
+    required: hosts.HostRequirements, recipe: Recipe | None = None, world: World | None = None
 ) -> list[Finding]:
     """Check the requirements of any run on this machine, then those of a recipe.
 
     Args:
-        asked: the requirements of the hosts.
+        required: the requirements of the hosts.
         recipe: a recipe whose packages are checked; None for none.
         world: the hosts and ranks of that recipe.
     """
-    node = asked.nodes[0]._replace(host=HERE) if asked.nodes else Node(HERE, 1, 0, (0,))
+    node = required.nodes[0]._replace(host=HERE) if required.nodes else Node(HERE, 1, 0, (0,))
     # A plan for several hosts that do not exist yet: this machine is none of them.
-    if len(asked.nodes) > 1:
-        asked = asked._replace(device="cpu")
+    if len(required.nodes) > 1:
+        required = required._replace(device="cpu")
     versions = probe.versions()
     found = [
         _python(),
@@ -44,7 +44,9 @@ def check_this_host(
         _cache(),
     ]
     # Without nodes there are no slots, so no number of GPUs to compare with.
-    found += [one for one in hosts.of_this_host(node, asked) if asked.nodes or one.check != "gpus"]
+    found += [
+        one for one in hosts.of_this_host(node, required) if required.nodes or one.check != "gpus"
+    ]
     if recipe is not None and world is not None:
         wrong = [
             Finding(HERE, "recipe", FAILED, what, mend)

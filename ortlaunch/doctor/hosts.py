@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.doctor import asking, probe
-from ortlaunch.doctor.asking import Answer, Question, Reached, Silence
+from ortlaunch.doctor import host_probes, probe
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged
+from ortlaunch.doctor.host_probes import Answer, NoAnswer, ProbeRequest, Reached
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import LOCAL_NAMES, Node
@@ -38,18 +38,18 @@ class HostRequirements(NamedTuple):
     ports: tuple[int, int] | None = None  # range of ports that all hosts must reach of each other
 
     @property
-    def question(self) -> Question:
+    def request(self) -> ProbeRequest:
         """The request to each host."""
         names = tuple(node.host for node in self.nodes)
-        return Question(
+        return ProbeRequest(
             names, self.folder, self.interface, self.device == "cuda", self.port, self.ports
         )
 
 
-def check_hosts(asked: HostRequirements) -> list[Finding]:
+def check_hosts(required: HostRequirements) -> list[Finding]:
     """Run every check on every host; return the findings in the order of the hosts."""
-    with _token(asked.folder) as token:
-        answers, meeting = asking.query_hosts(asked.question)
+    with _token(required.folder) as token:
+        answers, meeting = host_probes.query_hosts(required.request)
     here = probe.versions()
     sources = probe.sources()
     found: list[Finding] = []
@@ -57,9 +57,9 @@ def check_hosts(asked: HostRequirements) -> list[Finding]:
     shut = _shut(answers)
     first_of = dict[str, str]()
     # With an absent host, routes are not judged: others may lack a route only to that one.
-    routed = len(asked.nodes) > 1 and not any(isinstance(answer, Silence) for answer in answers)
-    for node, answer in zip(asked.nodes, answers):
-        if isinstance(answer, Silence):
+    routed = len(required.nodes) > 1 and not any(isinstance(answer, NoAnswer) for answer in answers)
+    for node, answer in zip(required.nodes, answers):
+        if isinstance(answer, NoAnswer):
             found.append(Finding(node.host, answer.check, FAILED, answer.what, answer.mend))
             continue
         properties = answer.properties
@@ -87,41 +87,41 @@ def check_hosts(asked: HostRequirements) -> list[Finding]:
                     False,
                     what,
                     mend,
-                    else_=FAILED if asked.device == "cuda" else WARNING,
+                    else_=FAILED if required.device == "cuda" else WARNING,
                 )
             )
-        found += _network(node.host, answer, asked, routed, meeting)
+        found += _network(node.host, answer, required, routed, meeting)
         found += _reached(
             node.host, answer.reached, shut, sum(isinstance(one, Answer) for one in answers) - 1
         )
-        found += _own(node, properties, asked, token)
-        if not asked.quick:
-            found += _slow(node.host, answer, asked, usual)
+        found += _own(node, properties, required, token)
+        if not required.quick:
+            found += _slow(node.host, answer, required, usual)
     return found
 
 
-def _usual_cpus(answers: Sequence[Answer | Silence]) -> int:
+def _usual_cpus(answers: Sequence[Answer | NoAnswer]) -> int:
     """Return the number of CPUs that most hosts have."""
     counts = [answer.properties["cpus"] for answer in answers if isinstance(answer, Answer)]
     return max(counts, key=counts.count, default=0)
 
 
-def of_this_host(node: Node, asked: HostRequirements) -> list[Finding]:
+def of_this_host(node: Node, required: HostRequirements) -> list[Finding]:
     """Run the checks of this host that need no other host."""
-    properties = probe.properties(asked.question.request_to(node.host))
-    doors = probe.Doors(properties["address"] or "127.0.0.1", (asked.port,))
+    properties = probe.properties(required.request.request_to(node.host))
+    doors = probe.Doors(properties["address"] or "127.0.0.1", (required.port,))
     properties["listens"] = doors.ports[0][0] if doors.ports else doors.error
-    alone = asked._replace(nodes=(node,))
+    alone = required._replace(nodes=(node,))
     answer = Answer(properties, 0.0)
     doors.close()
     found = [
         *_network(node.host, answer, alone, False, node.host),
-        *_own(node, properties, asked, None),
+        *_own(node, properties, required, None),
     ]
     # Both compare with other hosts.
     return [
         one
-        for one in (*found, *_slow(node.host, answer, asked, properties["cpus"]))
+        for one in (*found, *_slow(node.host, answer, required, properties["cpus"]))
         if one.check not in ("clock", "cpus")
     ]
 
@@ -141,12 +141,12 @@ def _packages(host: str, there: dict[str, str], here: dict[str, str]) -> Finding
 
 
 def _network(
-    host: str, answer: Answer, asked: HostRequirements, routed: bool, meeting: str | None
+    host: str, answer: Answer, required: HostRequirements, routed: bool, meeting: str | None
 ) -> Iterator[Finding]:
     """Yield findings on a host's address, and on the port where ranks meet."""
     properties = answer.properties
-    if asked.interface is not None and asked.interface not in properties["interfaces"]:
-        what = f"no {asked.interface} there; it has {', '.join(properties['interfaces'])}"
+    if required.interface is not None and required.interface not in properties["interfaces"]:
+        what = f"no {required.interface} there; it has {', '.join(properties['interfaces'])}"
         yield Finding(
             host, "interface", FAILED, what, "set launch.interface to one that every host has"
         )
@@ -156,19 +156,19 @@ def _network(
         mend = "use the name under which the other hosts reach it" if host in LOCAL_NAMES else mend
         what = properties["address"] or "no route to the other hosts except loopback"
         yield judged(host, "address", properties["address"] is not None, what, mend, else_=FAILED)
-    named = asked.ports is not None or host == asked.nodes[0].host
+    named = required.ports is not None or host == required.nodes[0].host
     if isinstance(properties["listens"], str) and named:
-        where = f"port {asked.port}" if asked.port else "a free port"
-        where = f"ports {asked.ports[0]} and {asked.ports[1]}" if asked.ports else where
+        where = f"port {required.port}" if required.port else "a free port"
+        where = f"ports {required.ports[0]} and {required.ports[1]}" if required.ports else where
         mend = (
             "end the process that uses it, or give another one"
-            if asked.port or asked.ports
+            if required.port or required.ports
             else "run `ip address` there"
         )
         yield Finding(
             host, "port", FAILED, f"cannot listen at {where}: {properties['listens']}", mend
         )
-    elif host == meeting and (len(asked.nodes) > 1 or asked.port):
+    elif host == meeting and (len(required.nodes) > 1 or required.port):
         yield Finding(
             host,
             "port",
@@ -177,7 +177,7 @@ def _network(
         )
 
 
-def _shut(answers: Sequence[Answer | Silence]) -> dict[tuple[str, int], str]:
+def _shut(answers: Sequence[Answer | NoAnswer]) -> dict[tuple[str, int], str]:
     """Return the ports that no host could reach, with the reason.
 
     The reason is then on the host of the port, such as its firewall.
@@ -241,11 +241,11 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _own(
-    node: Node, properties: Json, asked: HostRequirements, token: str | None
+    node: Node, properties: Json, required: HostRequirements, token: str | None
 ) -> Iterator[Finding]:
     """Yield findings on a host's GPUs, its run folder and its disk."""
     host = node.host
-    if asked.device == "cuda":
+    if required.device == "cuda":
         what = f"{properties['gpus']} for {counted(node.slots, 'slot')}"
         mend = (
             "reduce its slots"
@@ -256,21 +256,25 @@ def _own(
     # Only a shared folder has the file that this host has just written.
     if token is not None:
         shared = properties["token"] == token
-        what = f"{asked.folder} {'is shared' if shared else 'the folder there is not the one here'}"
+        what = (
+            f"{required.folder} {'is shared' if shared else 'the folder there is not the one here'}"
+        )
         mend = "give a --run-dir on a disk that all hosts share"
         if shared and not properties["writable"]:
             shared = False
-            what = f"{asked.folder} cannot be written there"
+            what = f"{required.folder} cannot be written there"
             mend = "check how its disk is mounted there"
         yield judged(host, "run folder", shared, what, mend, else_=FAILED)
-    enough = properties["free"] >= asked.bytes_needed
-    need = f", and checkpoints take {human(asked.bytes_needed)}" if asked.bytes_needed else ""
+    enough = properties["free"] >= required.bytes_needed
+    need = f", and checkpoints take {human(required.bytes_needed)}" if required.bytes_needed else ""
     yield judged(host, "disk", enough, (f"{human(properties['free'])} "
                                        f"free{need}"), "free disk space, or lower checkpoint.keep",
                  else_=FAILED)  # fmt: skip
 
 
-def _slow(host: str, answer: Answer, asked: HostRequirements, usual_cpus: int) -> Iterator[Finding]:
+def _slow(
+    host: str, answer: Answer, required: HostRequirements, usual_cpus: int
+) -> Iterator[Finding]:
     """Yield findings on conditions that may slow a run, or end it late."""
     properties = answer.properties
     skew = answer.skew
@@ -300,7 +304,7 @@ def _slow(host: str, answer: Answer, asked: HostRequirements, usual_cpus: int) -
                 "ulimit -l unlimited, where ranks start",
             )
         )
-    if asked.device == "cuda" and properties["gpus"]:
+    if required.device == "cuda" and properties["gpus"]:
         checks.append(_idle(properties["busy_gpus"]))
     for check, good, what, mend in checks:
         yield judged(host, check, good, what, mend, else_=WARNING)

@@ -338,14 +338,14 @@ def busy_gpus() -> list[str] | None:
         return None
 
 
-def properties(question: Json) -> Json:
+def properties(request: Json) -> Json:
     """Return all properties of this host that need no other host.
 
     Args:
-        question: `peers` (names), `interface` (or null), `folder` (the run's, or null), `cuda`
+        request: `peers` (names), `interface` (or null), `folder` (the run's, or null), `cuda`
             (whether GPUs count).
     """
-    folder = question["folder"]
+    folder = request["folder"]
     count = gpus()
     return {
         "hostname": socket.gethostname(),
@@ -354,10 +354,10 @@ def properties(question: Json) -> Json:
         "sources": sources(),
         "machine": machine(),
         "cpus": len(os.sched_getaffinity(0)),
-        "address": address(question["peers"], question["interface"]),
+        "address": address(request["peers"], request["interface"]),
         "interfaces": interfaces(),
         "gpus": count,
-        "busy_gpus": busy_gpus() if question["cuda"] and count else [],
+        "busy_gpus": busy_gpus() if request["cuda"] and count else [],
         "token": token(str(folder)) if folder else None,
         "writable": folder is None or os.access(folder, os.W_OK),
         "free": free(str(folder or os.getcwd())),
@@ -370,18 +370,18 @@ def properties(question: Json) -> Json:
     }
 
 
-def main(question: Json) -> None:
+def main(request: Json) -> None:
     """Print the properties of this host; then, for each line of input, connections to other hosts.
 
     A line has `ADDRESS TCP UDP MTU` of each peer; the answer has the time and the result for each.
     Returns at the end of the input.
 
     Args:
-        question: `peers`, `interface`, `folder` and `cuda` as above, and `ports` to listen on; 0:
+        request: `peers`, `interface`, `folder` and `cuda` as above, and `ports` to listen on; 0:
             any.
     """
-    first = properties(question)
-    doors = Doors(first["address"] or "127.0.0.1", question["ports"])
+    first = properties(request)
+    doors = Doors(first["address"] or "127.0.0.1", request["ports"])
     ports = doors.ports
     print({**first, "doors": ports, "mtu": mtu(first["address"]), "listens": ports[0][0] if ports else doors.error},
           flush=True)  # fmt: skip

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ortlaunch.doctor import asking, probe
-from ortlaunch.doctor.asking import Answer, Reached, Silence
+from ortlaunch.doctor import host_probes, probe
 from ortlaunch.doctor.finding import FAILED, WARNING, format_findings
+from ortlaunch.doctor.host_probes import Answer, NoAnswer, Reached
 from ortlaunch.doctor.hosts import HostRequirements, check_hosts
 from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Node
@@ -44,13 +44,13 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(probe, "sources", lambda: 7)
 
     def tell(answer: Answer = WELL, **told: Any) -> None:
-        def ask(question: asking.Question) -> tuple[list[Answer], str]:
+        def ask(request: host_probes.ProbeRequest) -> tuple[list[Answer], str]:
             # `check_hosts` has just written the token; a host that shares the folder answers with it.
-            seen = probe.token(str(question.folder)) if question.folder else None
+            seen = probe.token(str(request.folder)) if request.folder else None
             first = WELL._replace(properties={**GOOD, "token": seen, "machine": "m"}, reached=())
             return [first, answer._replace(properties={**GOOD, "token": seen, **told})], "a"
 
-        monkeypatch.setattr(asking, "query_hosts", ask)
+        monkeypatch.setattr(host_probes, "query_hosts", ask)
 
     return tell
 
@@ -131,7 +131,7 @@ def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = {"a": (shut,), "b": (open_._replace(error="refused"),), "c": (open_, shut)}
     nodes = tuple(Node(name, 1, rank, (0,)) for rank, name in enumerate(tries))
     answers = [WELL._replace(reached=reached) for reached in tries.values()]
-    monkeypatch.setattr(asking, "query_hosts", lambda question: (answers, "a"))
+    monkeypatch.setattr(host_probes, "query_hosts", lambda request: (answers, "a"))
     wrong = [
         (one.host, one.what)
         for one in check_hosts(HostRequirements(nodes, "cpu", None))
@@ -181,7 +181,7 @@ def ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # In a Slurm job the hosts would not be reached by ssh.
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     # Instead of 12 seconds, which the host that hangs would take.
-    monkeypatch.setattr(asking, "_SECONDS", 3.0)
+    monkeypatch.setattr(host_probes, "_SECONDS", 3.0)
 
 
 def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
@@ -190,14 +190,16 @@ def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
     The reasons: the last line of ssh's error output, no Python, and no answer in time.
     """
     (tmp_path / probe.TOKEN).write_text("word")
-    question = asking.Question(("good", "refuses", "bare", "hangs"), tmp_path, None, False, 0)
-    (good, refuses, bare, hangs), meeting = asking.query_hosts(question)
+    request = host_probes.ProbeRequest(
+        ("good", "refuses", "bare", "hangs"), tmp_path, None, False, 0
+    )
+    (good, refuses, bare, hangs), meeting = host_probes.query_hosts(request)
     assert isinstance(good, Answer)
     assert (good.properties["hostname"], good.properties["token"]) == (socket.gethostname(), "word")
     assert good.properties["packages"] == probe.versions()
     assert good.properties["packages"]["torch"]
     assert abs(good.skew) <= good.doubt + 0.1
-    assert isinstance(refuses, Silence)
+    assert isinstance(refuses, NoAnswer)
     assert (refuses.check, refuses.what) == (
         "reached",
         "ssh: connect to host refuses: No route to host",
@@ -230,10 +232,10 @@ def test_which_hosts_try_which() -> None:
     """In a small group each host tries all others; of 128 hosts each but the first tries a few."""
     few = range(5)
     many = range(128)
-    assert {at: asking._others(at, [*few]) for at in few} == {
+    assert {at: host_probes._others(at, [*few]) for at in few} == {
         at: [one for one in few if one != at] for at in few
     }  # type: ignore[arg-type, type-var]
-    chosen: Any = {at: asking._others(at, [*many]) for at in many}  # type: ignore[arg-type, type-var]
+    chosen: Any = {at: host_probes._others(at, [*many]) for at in many}  # type: ignore[arg-type, type-var]
     # The first host tries all others.
     assert len(chosen[0]) == 127
     assert max(len(chosen[at]) for at in many[1:]) <= 15
@@ -254,13 +256,13 @@ class SimulatedCall:
     most_open = 0
     groups: ClassVar[list[list[str]]] = []
 
-    def __init__(self, question: asking.Question, seconds: float, host: str) -> None:
+    def __init__(self, request: host_probes.ProbeRequest, seconds: float, host: str) -> None:
         kind = type(self)
         self.host = host
         self.listens = not host.startswith("dead")
         kind.open_now.add(host)
         kind.most_open = max(kind.most_open, len(kind.open_now))
-        self.answer: Any = WELL if self.listens else Silence("reached", "no answer", "")
+        self.answer: Any = WELL if self.listens else NoAnswer("reached", "no answer", "")
         if self.listens:
             kind.living -= 1
             kind.everyone_asked.set() if kind.living == 0 else None
@@ -283,9 +285,11 @@ def test_dead_hosts_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     At most 128 connections are used.
     """
     names = tuple(f"dead{at}" if at % 16 == 1 else f"host{at}" for at in range(1024))
-    monkeypatch.setattr(asking, "_ProbeCall", SimulatedCall)
+    monkeypatch.setattr(host_probes, "_ProbeCall", SimulatedCall)
     monkeypatch.setattr(SimulatedCall, "living", 960)
-    answers, meeting = asking.query_hosts(asking.Question(names, None, None, False, 0))
+    answers, meeting = host_probes.query_hosts(
+        host_probes.ProbeRequest(names, None, None, False, 0)
+    )
     assert [isinstance(answer, Answer) for answer in answers] == [
         not name.startswith("dead") for name in names
     ]
@@ -307,7 +311,7 @@ def test_whose_port_is_taken(
     answers[host] = WELL._replace(
         properties={**GOOD, "listens": "Address already in use"}, reached=()
     )
-    monkeypatch.setattr(asking, "query_hosts", lambda question: (answers, None))
+    monkeypatch.setattr(host_probes, "query_hosts", lambda request: (answers, None))
     monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
     found = [
         finding

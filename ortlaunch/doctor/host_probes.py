@@ -21,7 +21,7 @@ from ortlaunch.launch.ssh import needs_no_ssh, ssh
 
 _CONNECT_SECONDS = 8  # ssh's own limit
 # Modules must not be imported from the current folder there. The argument is the probe's length in
-# bytes: all that follows on standard input are questions to it.
+# bytes: all that follows on standard input are requests to it.
 _PYTHON = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "exec(sys.stdin.buffer.read(int(sys.argv[1])))"
@@ -38,7 +38,7 @@ _AT_ONCE = 128
 _GROUP = 64
 
 
-class Question(NamedTuple):
+class ProbeRequest(NamedTuple):
     """The request to all hosts."""
 
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ class Question(NamedTuple):
         return Path(probe.__file__).read_bytes() + f"\nmain({self.request_to(host)!r})\n".encode()
 
 
-class Silence(NamedTuple):
+class NoAnswer(NamedTuple):
     """The reason why a host did not answer; `check` names the failed check."""
 
     check: str
@@ -103,7 +103,7 @@ class Reached(NamedTuple):
     mtu: int
 
 
-def query_hosts(question: Question) -> tuple[list[Answer | Silence], str | None]:
+def query_hosts(request: ProbeRequest) -> tuple[list[Answer | NoAnswer], str | None]:
     """Query all hosts.
 
     At most `_AT_ONCE` connections are open. As soon as enough hosts have answered, they form a
@@ -113,7 +113,7 @@ def query_hosts(question: Question) -> tuple[list[Answer | Silence], str | None]
         Each host's answer, in the order of the names; and the name of the host that all others
         tried to reach, None if none listened.
     """
-    names = question.names
+    names = request.names
     seconds = _SECONDS + _MORE_SECONDS * min(len(names), _AT_ONCE)
     calls: dict[int, _ProbeCall] = {}
     running: dict[Future[_ProbeCall], int] = {}
@@ -127,7 +127,7 @@ def query_hosts(question: Question) -> tuple[list[Answer | Silence], str | None]
     ):
         while running or started < len(names):
             while started < len(names) and len(running) + len(group) < _AT_ONCE:
-                running[first.submit(_ProbeCall, question, seconds, names[started])] = started
+                running[first.submit(_ProbeCall, request, seconds, names[started])] = started
                 started += 1
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 at = running.pop(done)
@@ -184,23 +184,23 @@ def _others(call: _ProbeCall, group: list[_ProbeCall]) -> list[_ProbeCall]:
 class _ProbeCall:
     """A probe that was started on a host, with its answer or the reason for none."""
 
-    def __init__(self, question: Question, seconds: float, host: str) -> None:
+    def __init__(self, request: ProbeRequest, seconds: float, host: str) -> None:
         self.host = host
         self._deadline = time.monotonic() + seconds
         self._began = time.monotonic()
         self._seconds = seconds
-        self.answer: Answer | Silence = self._first(question.to(host))
+        self.answer: Answer | NoAnswer = self._first(request.to(host))
 
     @property
     def listens(self) -> bool:
         """Whether other hosts can try to reach it."""
-        if isinstance(self.answer, Silence):
+        if isinstance(self.answer, NoAnswer):
             return False
         return self.answer.properties["address"] is not None and bool(
             self.answer.properties["doors"]
         )
 
-    def _first(self, program: bytes) -> Answer | Silence:
+    def _first(self, program: bytes) -> Answer | NoAnswer:
         remote = [sys.executable, "-c", _PYTHON, str(len(program))]
         command = remote if needs_no_ssh(self.host) else _at(self.host, remote)
         self._process: subprocess.Popen[bytes] | None = None
@@ -213,7 +213,7 @@ class _ProbeCall:
                 start_new_session=True,  # so that `close` can kill its whole process group
             )
         except OSError as error:
-            return Silence(
+            return NoAnswer(
                 "reached",
                 f"cannot start {command[0]} here: {error.strerror}",
                 f"install {command[0]}",
@@ -222,7 +222,7 @@ class _ProbeCall:
         line = self._line()
         took = time.monotonic() - self._began
         if line is None:
-            return Silence(
+            return NoAnswer(
                 "reached", f"no answer within {self._seconds:.0f} s", f"try: ssh {self.host} true"
             )
         with contextlib.suppress(ValueError, SyntaxError):
@@ -231,7 +231,7 @@ class _ProbeCall:
 
     def second(self, group: list[_ProbeCall]) -> None:
         """Measure the host's clock, and let it try the ports of the others in the group."""
-        if isinstance(self.answer, Silence):
+        if isinstance(self.answer, NoAnswer):
             return
         places = [
             (one, tcp, udp) for one in _others(self, group) for tcp, udp in one.properties["doors"]
@@ -249,7 +249,7 @@ class _ProbeCall:
             found = ast.literal_eval((line or b"").decode())
             doubt = max(0.0, time.time() - before - found["took"]) / 2
         except (ValueError, SyntaxError):
-            self.answer = Silence("reached", "it stopped answering", f"try: ssh {self.host} true")
+            self.answer = NoAnswer("reached", "it stopped answering", f"try: ssh {self.host} true")
             return
         reached = [Reached(one.host, tcp, error, udp, whole, min(one.properties["mtu"], self.properties["mtu"]))
                    for (one, tcp, _), (error, udp, whole) in zip(places, found["reach"])]  # fmt: skip
@@ -274,7 +274,7 @@ class _ProbeCall:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.0 if isinstance(self.answer, Silence) else _LEAVE_SECONDS)
+            self._process.wait(0.0 if isinstance(self.answer, NoAnswer) else _LEAVE_SECONDS)
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -307,7 +307,7 @@ class _ProbeCall:
             text += piece
         return text.splitlines()[-1]
 
-    def _failed(self, line: bytes) -> Silence:
+    def _failed(self, line: bytes) -> NoAnswer:
         """Return the reason why a probe ended or printed something else."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -318,8 +318,8 @@ class _ProbeCall:
         # A shell's status for a program that it cannot execute or find.
         if status in (126, 127):
             mend = "install the same environment there, under the same path"
-            return Silence("interpreter", f"{sys.executable} is missing there ({said})", mend)
-        return Silence("reached", said, f"ssh {self.host} must work without a password")
+            return NoAnswer("interpreter", f"{sys.executable} is missing there ({said})", mend)
+        return NoAnswer("reached", said, f"ssh {self.host} must work without a password")
 
     def _errors(self) -> bytes:
         """Return the probe's error output."""
