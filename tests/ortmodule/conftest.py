@@ -7,9 +7,9 @@ import torch
 
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import build
-from tests.ortmodule.forks import fresh
+from tests.ortmodule.forks import fresh, fresh_ort, servers
 
-__all__ = ["fresh"]
+__all__ = ["fresh", "fresh_ort", "servers"]
 
 
 @pytest.fixture(scope="session")

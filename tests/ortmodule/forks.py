@@ -1,7 +1,7 @@
 """A server with torch loaded, which forks a fresh process for each piece of code.
 
 The server must not load ONNX Runtime, nor a package that keeps references to parts of torch that
-ortlaunch's repairs replace.
+ortlaunch's repairs replace. A second server, a fork of the first, has both.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,54 +20,87 @@ import pytest
 Process = subprocess.CompletedProcess[str]
 Run = Callable[..., Process]
 
-# The server reads one JSON request a line. gc.freeze keeps the collector from copying shared pages
-# in the children, and signal.alarm ends a child at its time limit.
+# A server reads one JSON request a line. gc.freeze keeps the collector from copying shared pages
+# in the children, and signal.alarm ends a child at its time limit. The second server imports ONNX
+# Runtime as compat.py does, and applies no repair that follows the import.
 _SERVER = """
 import gc, json, os, signal, sys
 import torch, torch.onnx, torch._dynamo, torch.distributed.tensor, torch.utils.cpp_extension, onnx, pydantic, pytest
 import ortlaunch.recipe
+
+def served(requests, answers):
+    gc.freeze()
+    second = None
+    for line in requests:
+        asked = json.loads(line)
+        if asked.pop("ort"):
+            second = second or with_ort()
+            print(json.dumps({**asked, "ort": False}), file=second[1], flush=True)
+            print(second[0].readline(), end="", file=answers, flush=True)
+            continue
+        pid = os.fork()
+        if not pid:
+            return asked
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers, flush=True)
+    if second:
+        second[1].close()
+        os.wait()
+    os._exit(0)
+
+def with_ort():
+    requests, write_requests = os.pipe()
+    read_answers, answers = os.pipe()
+    if os.fork():
+        os.close(requests)
+        os.close(answers)
+        return os.fdopen(read_answers), os.fdopen(write_requests, "w")
+    os.close(write_requests)
+    os.close(read_answers)
+    os.dup2(2, 1)
+    from ortlaunch.ortmodule.base import registry
+    from ortlaunch.ortmodule.tracing import compat
+    registry.apply(compat._BEFORE_IMPORT)
+    compat._import()
+    import tests.ortmodule.modules
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
+    run(served(os.fdopen(requests), os.fdopen(answers, "w")))
+
+def run(asked):
+    signal.alarm(asked["timeout"])
+    for number in (1, 2):
+        os.dup2(os.open(f"{asked['output']}.{number}", os.O_WRONLY | os.O_CREAT, 0o600), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.clear()
+    os.environ.update(asked["environ"])
+    os.chdir(asked["folder"])
+    sys.path[0] = ""
+    sys.argv = ["-c", *asked["arguments"]]
+    status = 0
+    try:
+        exec(compile(asked["code"], "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        status = end.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
 for loaded in ("onnxruntime", "transformers", "deepspeed"):
     assert loaded not in sys.modules, loaded
-gc.freeze()
 print("ready", flush=True)
-for line in sys.stdin:
-    asked = json.loads(line)
-    pid = os.fork()
-    if not pid:
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-else:
-    sys.exit()
-signal.alarm(asked["timeout"])
-for number in (1, 2):
-    os.dup2(os.open(f"{asked['output']}.{number}", os.O_WRONLY | os.O_CREAT, 0o600), number)
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-os.environ.clear()
-os.environ.update(asked["environ"])
-os.chdir(asked["folder"])
-sys.path[0] = ""
-sys.argv = ["-c", *asked["arguments"]]
-status = 0
-try:
-    exec(compile(asked["code"], "<string>", "exec"), {"__name__": "__main__"})
-except SystemExit as end:
-    status = end.code if isinstance(end.code, int) else 0 if end.code is None else print(end.code, file=sys.stderr) or 1
-except BaseException:
-    import traceback
-    traceback.print_exc()
-    status = 1
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(status)
+run(served(sys.stdin, sys.stdout))
 """
 
 
 @pytest.fixture(scope="session")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Return `fresh(code, *arguments, **environ)`, which runs code in a forked process.
-
-    The process has torch loaded and nothing of ortlaunch but its recipes.
-    """
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Return `run(ort, code, *arguments, **environ)` of both servers."""
     folder = tmp_path_factory.mktemp("forks")
     numbers = itertools.count()
     # One thread: a process with a pool of OpenMP threads cannot be forked safely.
@@ -83,10 +117,10 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         # The imports of the server take seconds.
         assert server.stdout.readline() == "ready\n"
 
-        def run(code: str, *arguments: str, timeout: int = 120, **more: str) -> Process:
+        def run(ort: bool, code: str, *arguments: str, timeout: int = 120, **more: str) -> Process:
             output = folder / str(next(numbers))
             asked = {"code": code, "arguments": arguments, "environ": {**os.environ, **more}, "timeout": timeout,
-                     "folder": os.getcwd(), "output": str(output)}  # fmt: skip
+                     "folder": os.getcwd(), "output": str(output), "ort": ort}  # fmt: skip
             server.stdin.write(json.dumps(asked) + "\n")
             server.stdin.flush()
             status = int(server.stdout.readline())
@@ -95,3 +129,21 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
         yield run
         server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def fresh(servers: Run) -> Run:
+    """Return `fresh(code, *arguments, **environ)`, which runs code in a forked process.
+
+    The process has torch loaded and nothing of ortlaunch but its recipes.
+    """
+    return partial(servers, False)
+
+
+@pytest.fixture(scope="session")
+def fresh_ort(servers: Run) -> Run:
+    """Return a function like `fresh`, whose process has also imported ONNX Runtime.
+
+    The repairs before that import are applied there, and no others.
+    """
+    return partial(servers, True)

@@ -305,11 +305,11 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[2]]))
 
 
 @pytest.mark.parametrize("repair", list(WITHOUT))
-def test_each_repair_is_needed(repair: str, fresh: Run) -> None:
+def test_each_repair_is_needed(repair: str, fresh_ort: Run) -> None:
     """Without the repair its test fails, or ONNX Runtime crashes in it."""
     file, _, test = WITHOUT[repair].partition("::")
     path = next(Path(__file__).parent.rglob(file))
-    done = fresh(RUN, repair, f"{path}::{test}")
+    done = fresh_ort(RUN, repair, f"{path}::{test}")
     assert done.returncode in (1, -signal.SIGSEGV), done.stdout + done.stderr
     # pytest's status 1 alone could also mean other errors.
     assert done.returncode < 0 or "1 failed" in done.stdout

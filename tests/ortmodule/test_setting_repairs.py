@@ -35,9 +35,9 @@ for settings in json.loads(sys.argv[2]):
 
 
 @pytest.mark.parametrize("skipped", ["nothing", "skip_ignored_labels"])
-def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None, fresh: Run) -> None:
+def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None, fresh_ort: Run) -> None:
     """Without its repair ORTModule iterates over None if one of the two optimizers is off."""
-    done = fresh(
+    done = fresh_ort(
         WITHOUT_REPAIR,
         skipped,
         json.dumps([{"compute_optimizer": False}, {"sparsity_optimizer": False}]),
@@ -49,12 +49,14 @@ def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None, fres
 
 
 @pytest.mark.parametrize("skipped", ["nothing", "fix_grad_management_device"])
-def test_gradient_management_needs_its_repair(skipped: str, built: None, fresh: Run) -> None:
+def test_gradient_management_needs_its_repair(skipped: str, built: None, fresh_ort: Run) -> None:
     """Without its repair ORTModule passes parameters to torch.zeros as a device."""
     # The setting needs this extension.
     if extensions.interop_refusal():
         pytest.skip("needs ORT's extension torch_interop_utils")
-    done = fresh(WITHOUT_REPAIR, skipped, json.dumps([{"memory_efficient_grad_management": True}]))
+    done = fresh_ort(
+        WITHOUT_REPAIR, skipped, json.dumps([{"memory_efficient_grad_management": True}])
+    )
     if skipped == "nothing":
         assert done.returncode == 0, done.stderr
     else:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from tests.ort import needs_ort
-from tests.ortmodule.modules import python, same, wrapped
+from tests.ortmodule.forks import Run
+from tests.ortmodule.modules import same, wrapped
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
@@ -71,13 +72,13 @@ print(loss.item(), module.module.weight.grad.sum().item())
 """
 
 
-def test_a_fresh_process_loads_a_pickle(tmp_path: Path) -> None:
+def test_a_fresh_process_loads_a_pickle(tmp_path: Path, fresh: Run) -> None:
     """A pickle alone makes a new process import ONNX Runtime, with all repairs that this needs."""
     module = wrapped(nn.Linear(4, 2))
     path = tmp_path / "module.pickle"
     loss = module(torch.ones(2, 4)).sum()
     path.write_bytes(pickle.dumps(module))
-    process = python(_LOADS, str(path))
+    process = fresh(_LOADS, str(path))
     assert process.returncode == 0, process.stderr
     assert [float(number) for number in process.stdout.split()[-2:]] == pytest.approx(
         # The gradient of 2 x 4 weights is 2, the number of rows.

@@ -408,10 +408,10 @@ print("equal")
 """
 
 
-def test_a_checkpoint_around_the_module_does_not_deadlock(fresh: Run) -> None:
+def test_a_checkpoint_around_the_module_does_not_deadlock(fresh_ort: Run) -> None:
     """A checkpoint's hooks are not called for tensors that a function inside the graph saves."""
     # ONNX Runtime holds a lock there: a hook would hang, and a signal would end the process.
-    done = fresh(_CHECKPOINTED, timeout=120)
+    done = fresh_ort(_CHECKPOINTED, timeout=120)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["equal"]), done.stderr
 
 

@@ -17,9 +17,8 @@ from ortlaunch.ortmodule.tracing import compat
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 
-# Arguments: the repair or form to leave out, then modules to import first. Each check fails with a
-# message of its own, by which WITHOUT and FORMS recognize it.
-ONE_STEP = """
+# Arguments: the repair or form to leave out, then modules to import first.
+PROLOGUE = """
 import sys, warnings
 skipped, first = sys.argv[1], sys.argv[2:]
 for name in first:
@@ -27,9 +26,12 @@ for name in first:
 import torch
 from ortlaunch.ortmodule import repaired
 from ortlaunch.ortmodule.base import registry
+from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.torch_in_graph import operator_table
 from ortlaunch.ortmodule.tracing import compat
 from ortlaunch.ortmodule import ORTModule, Settings
+
+refusal = extensions.interop_refusal()
 
 def kept(repairs):
     return tuple(repair for repair in repairs if repair.name != skipped)
@@ -62,41 +64,38 @@ def gradient(custom):
     model = Model(custom)
     ORTModule(model, Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
     return model.linear.weight.grad.tolist()[0]
-
+"""
+# Each check fails with a message of its own, by which WITHOUT and FORMS recognize it.
+CHECKS = {
+    "step": """
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     assert gradient(custom=False) == [2.0] * 4
 noise = [str(w.message) for w in caught if w.category.__name__ in ("TracerWarning", "DeprecationWarning")]
 assert not noise, "warnings of the export: " + noise[0]
+""",
+    "convolution": """
 try:
     convolution = ORTModule(torch.nn.Conv2d(1, 1, 3), Settings(threads=1, torch_operators="off"))
     convolution(torch.ones(1, 1, 4, 4)).sum().backward()
 except Exception as error:
     raise SystemExit(f"a convolution: {error}")
-from ortlaunch.ortmodule.build import extensions
-refusal = extensions.interop_refusal()
+""",
+    "padding": """
 from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 words = torch.nn.Sequential(torch.nn.Embedding(5, 4, padding_idx=0))
 hooks = GraphTransitionManager._add_check_embedding_sparsity_hook(True, torch.device("cuda"), None, None, words)
 assert bool(hooks) != bool(refusal), "padding would take a Python operator"
+""",
+    "backward": """
 try:
     assert gradient(custom=True) == [-2.0] * 4, "a custom backward was replaced"
 except Exception as error:
     if not refusal or "Couldn't export Python operator" not in str(error):
         raise
     assert refusal in str(error), "the refusal has no reason"
-class Masked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, mask):
-        assert mask.dtype == torch.bool, "a mask became uint8"
-        return x * mask
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-class Mask(Model):
-    def forward(self, x):
-        return Masked.apply(self.linear(x), x[:, :1] > 0).sum()
+""",
+    "detach": """
 class Stopped(Model):
     def forward(self, x):
         hidden = self.linear(x)
@@ -105,12 +104,16 @@ class Stopped(Model):
 stopped = Stopped(False)
 ORTModule(stopped, Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
 assert stopped.linear.weight.grad.tolist()[0] == [2.0] * 4, "the gradient went through detach"
+""",
+    "weights": """
 infer, weights = torch._C._jit_pass_onnx_graph_shape_type_inference, []
 torch._C._jit_pass_onnx_graph_shape_type_inference = lambda graph, given, opset: (
     weights.extend(weight.numel() for weight in given.values()), infer(graph, given, opset))
 ORTModule(torch.nn.Linear(2000, 1), Settings(threads=1, torch_operators="off"))(torch.ones(2, 2000)).sum().backward()
 assert weights == [1, 1], f"weights of these sizes were copied: {weights}"
 torch._C._jit_pass_onnx_graph_shape_type_inference = infer
+""",
+    "index_put": """
 class Added(Model):
     def forward(self, x):
         return torch.zeros(1, 1).index_put((torch.tensor([0, 0]),), self.linear(x), accumulate=True).sum()
@@ -118,6 +121,8 @@ class Added(Model):
 added = Added(False)
 total = ORTModule(added, Settings(threads=1, torch_operators="off"))(torch.ones(2, 4))
 assert abs(total - 2 * added.linear(torch.ones(4))) < 1e-5, "index_put kept one of two values"
+""",
+    "no_grad": """
 class Off(Model):
     def forward(self, x):
         hidden = self.linear(x)
@@ -128,6 +133,8 @@ class Off(Model):
 off = Off(False)
 ORTModule(off, Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
 assert off.linear.weight.grad.tolist()[0] == [2.0] * 4, "the gradient went through no_grad"
+""",
+    "documents": """
 class Counted(Model):
     def forward(self, x):
         return (self.linear(x)[1:] * torch.diff(x > 0, dim=0).cumsum(0)).sum()
@@ -136,6 +143,8 @@ try:
     ORTModule(Counted(False), Settings(threads=1, torch_operators="off"))(torch.ones(2, 4))
 except Exception as error:
     raise SystemExit(f"documents: {error}")
+""",
+    "root": """
 class Root(Model):
     def forward(self, x):
         return (-self.linear(x).abs() - 1).clamp(min=0).sqrt().sum()
@@ -143,6 +152,8 @@ class Root(Model):
 root = Root(False)
 ORTModule(root, Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
 assert root.linear.weight.grad.isfinite().all(), "a root of nothing has a gradient of nan"
+""",
+    "cast": """
 class Squared(Model):
     def forward(self, x):
         scores = torch.nn.functional.log_softmax(self.linear(x), -1, dtype=torch.float32)
@@ -157,6 +168,8 @@ ours = squared.linear.weight.grad.clone()
 squared.zero_grad()
 squared(torch.ones(2, 4)).backward()
 torch.testing.assert_close(ours, squared.linear.weight.grad)
+""",
+    "stacked": """
 class Repeated(Model):
     def forward(self, x):
         hidden = self.linear(x).repeat_interleave(2, dim=-1)
@@ -166,6 +179,8 @@ try:
     ORTModule(Repeated(False), Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
 except Exception as error:
     raise SystemExit(f"stacked over another dimension: {error}")
+""",
+    "call": """
 class Swapped(Model):
     def forward(self, x):
         weights = {"weight": self.linear.weight * 2, "bias": self.linear.bias}
@@ -175,6 +190,8 @@ try:
     ORTModule(Swapped(False), Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
 except Exception as error:
     raise SystemExit(f"weights of a call: {error}")
+""",
+    "view": """
 class Tripled(Model):
     def forward(self, x):
         hidden = self.linear(x)
@@ -185,6 +202,8 @@ class Tripled(Model):
 tripled = Tripled(False)
 ORTModule(tripled, Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
 assert tripled.linear.weight.grad.tolist()[0] == [4.0] * 4, "a change through a view was left out"
+""",
+    "checkpoint": """
 class Kept(Model):
     def forward(self, x):
         return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False).sum()
@@ -193,6 +212,8 @@ try:
     ORTModule(Kept(False), Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
 except Exception as error:
     raise SystemExit(f"a checkpoint: {error}")
+""",
+    "parts": """
 class Halves(Model):
     def forward(self, x):
         first, last = self.linear(x).expand(-1, 2).chunk(2, -1)
@@ -201,6 +222,8 @@ class Halves(Model):
 halves = ORTModule(Halves(False), Settings(threads=1, torch_operators="off"))
 small, large = halves(torch.ones(2, 4)), halves(torch.ones(5, 4))
 assert abs(large[0] / small[0] - 2) < 1e-5, "the number of rows of a part stayed that of the first batch"
+""",
+    "attention": """
 class Attention(torch.nn.Module):
     def __init__(self, dropout):
         super().__init__()
@@ -210,45 +233,64 @@ class Attention(torch.nn.Module):
 
 for dropout in (0.0, 0.5):
     ORTModule(Attention(dropout), Settings(threads=1, torch_operators="off"))(torch.ones(2, 3, 4)).backward()
+""",
+    "mask": """
+class Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mask):
+        assert mask.dtype == torch.bool, "a mask became uint8"
+        return x * mask
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+class Mask(Model):
+    def forward(self, x):
+        return Masked.apply(self.linear(x), x[:, :1] > 0).sum()
+
 if not refusal:
     ORTModule(Mask(True), Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
+""",
+}
+EPILOGUE = """
 assert torch.onnx.export is export and torch.cuda.nvtx.range_push is push, "torch was changed"
 print("applied:", *registry.applied())
 """
+EVERYTHING = "".join((PROLOGUE, *CHECKS.values(), EPILOGUE))
 
-# By repair: the error of the program without it.
+# By repair: the check that fails without it, and the error.
 WITHOUT = {
-    "alias_moved_exporter_modules": "does not import",
-    "forget_failed_import": "a checkpoint: ",
-    "load_cached_extensions": "extensions were not detected",
-    "disable_custom_autograd": "torch_interop_utils",
-    "export_with_torchscript": "exporting the PyTorch model to ONNX",
-    "refuse_custom_backward": "a custom backward was replaced",
-    "skip_padding_hook": "padding would take a Python operator",
-    "keep_bool_arguments": "a mask became uint8",
-    "export_exact_forms": "the gradient went through detach",
-    "export_sdpa_dropout": "scaled_dot_product_attention with dropout",
-    "keep_constants_apart": "stacked over another dimension: ",
-    "trace_swapped_weights": "weights of a call: ",
-    "stop_gradient_under_no_grad": "the gradient went through no_grad",
-    "propagate_inplace_views": "a change through a view was left out",
-    "infer_shapes_without_weights": "weights of these sizes were copied",
-    "follow_chunk_sizes": "the number of rows of a part stayed",
-    "silence_export_warnings": "warnings of the export",
-    "restore_convolution_symbolics": "a convolution: ",
-    "skip_nvtx_without_cuda": "NVTX functions not installed",
+    "alias_moved_exporter_modules": ("step", "does not import"),
+    "forget_failed_import": ("checkpoint", "a checkpoint: "),
+    "load_cached_extensions": ("step", "extensions were not detected"),
+    "disable_custom_autograd": ("step", "torch_interop_utils"),
+    "export_with_torchscript": ("step", "exporting the PyTorch model to ONNX"),
+    "refuse_custom_backward": ("backward", "a custom backward was replaced"),
+    "skip_padding_hook": ("padding", "padding would take a Python operator"),
+    "keep_bool_arguments": ("mask", "a mask became uint8"),
+    "export_exact_forms": ("detach", "the gradient went through detach"),
+    "export_sdpa_dropout": ("attention", "scaled_dot_product_attention with dropout"),
+    "keep_constants_apart": ("stacked", "stacked over another dimension: "),
+    "trace_swapped_weights": ("call", "weights of a call: "),
+    "stop_gradient_under_no_grad": ("no_grad", "the gradient went through no_grad"),
+    "propagate_inplace_views": ("view", "a change through a view was left out"),
+    "infer_shapes_without_weights": ("weights", "weights of these sizes were copied"),
+    "follow_chunk_sizes": ("parts", "the number of rows of a part stayed"),
+    "silence_export_warnings": ("step", "warnings of the export"),
+    "restore_convolution_symbolics": ("convolution", "a convolution: "),
+    "skip_nvtx_without_cuda": ("step", "NVTX functions not installed"),
 }
 
 
-# By row of operator_table.py: the error of the program without it.
+# By row of operator_table.py: the check that fails without it, and the error.
 FORMS = {
-    "detach": "the gradient went through detach",
-    "unflatten": "assert is_literal",
-    "scaled_dot_product_attention": "gradient_builder_base.h",
-    "index_put": "index_put kept one of two values",
-    "to": "a cast: ",
-    "diff": "documents: ",
-    "clamp": "a root of nothing has a gradient of nan",
+    "detach": ("detach", "the gradient went through detach"),
+    "unflatten": ("attention", "assert is_literal"),
+    "scaled_dot_product_attention": ("attention", "gradient_builder_base.h"),
+    "index_put": ("index_put", "index_put kept one of two values"),
+    "to": ("cast", "a cast: "),
+    "diff": ("documents", "documents: "),
+    "clamp": ("root", "a root of nothing has a gradient of nan"),
 }
 # Repairs that are applied only if the extension for custom autograd functions cannot be built.
 REFUSING = ("disable_custom_autograd", "refuse_custom_backward", "skip_padding_hook")
@@ -274,7 +316,7 @@ def applied(fresh: Run, cache: Path) -> list[str]:
 
     This is the worst case.
     """
-    done = fresh(ONE_STEP, "nothing", "onnxruntime", ORTLAUNCH_CACHE=str(cache))
+    done = fresh(EVERYTHING, "nothing", "onnxruntime", ORTLAUNCH_CACHE=str(cache))
     assert done.returncode == 0, done.stderr
     return done.stdout.split("applied:")[1].split()
 
@@ -294,25 +336,29 @@ def repairs(fresh: Run, refusing: Path) -> dict[str, Path]:
 @needs_ort
 @pytest.mark.parametrize("repair", list(WITHOUT))
 def test_each_repair_is_needed_where_it_is_applied(
-    repairs: dict[str, Path], repair: str, fresh: Run
+    repairs: dict[str, Path], repair: str, fresh: Run, fresh_ort: Run
 ) -> None:
-    """Without any one applied repair, one step of a tiny model fails with that repair's error."""
+    """Without any one applied repair, one check of a tiny model fails with that repair's error."""
     if repair not in repairs:
         pytest.skip(f"not needed on torch {torch.__version__}")
     # Only this repair needs an import of ORT that failed before.
     first = ["onnxruntime.training"] if repair == "forget_failed_import" else []
-    done = fresh(ONE_STEP, repair, *first, ORTLAUNCH_CACHE=str(repairs[repair]))
+    before_import = repair in {each.name for each in compat._BEFORE_IMPORT}
+    check, message = WITHOUT[repair]
+    run = fresh if before_import else fresh_ort
+    done = run(PROLOGUE + CHECKS[check], repair, *first, ORTLAUNCH_CACHE=str(repairs[repair]))
     assert done.returncode != 0
-    assert WITHOUT[repair] in done.stderr
+    assert message in done.stderr
 
 
 @needs_ort
 @pytest.mark.parametrize("operator", list(FORMS))
-def test_each_form_is_needed(built: None, operator: str, fresh: Run) -> None:
+def test_each_form_is_needed(built: None, operator: str, fresh_ort: Run) -> None:
     """Without its row in the table the exporter's form fails, or computes another function."""
-    done = fresh(ONE_STEP, operator)
+    check, message = FORMS[operator]
+    done = fresh_ort(PROLOGUE + CHECKS[check], operator)
     assert done.returncode != 0
-    assert FORMS[operator] in done.stderr
+    assert message in done.stderr
 
 
 @needs_ort

@@ -14,7 +14,8 @@ from torch import nn
 from ortlaunch.worker.engine.engine import cast_parameters
 from ortlaunch.worker.model.chunked_loss import chunked_loss
 from tests.ort import needs_ort
-from tests.ortmodule.modules import manager_of, python, wrapped
+from tests.ortmodule.forks import Run
+from tests.ortmodule.modules import manager_of, wrapped
 
 pytestmark = needs_ort
 FLOAT = onnx.TensorProto.FLOAT
@@ -159,10 +160,10 @@ def two_losses() -> None:
         torch.testing.assert_close(half_gradient.float(), gradient, rtol=2e-2, atol=2e-4)
 
 
-def test_a_chunked_loss_is_float32_in_a_float16_graph(built: None) -> None:
+def test_a_chunked_loss_is_float32_in_a_float16_graph(built: None, fresh_ort: Run) -> None:
     """A chunked loss is added to another loss in float32; loss and gradients are eager's."""
     # In a fresh process: ORT keeps the gradient of an operator that an export in float32 registered.
-    done = python("from tests.ortmodule.tracing import test_half; test_half.two_losses()")
+    done = fresh_ort("from tests.ortmodule.tracing import test_half; test_half.two_losses()")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
