@@ -161,8 +161,7 @@ def as_function(
         return outputs if len(outputs) > 1 else outputs[0]
 
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        with _timed(counted), _noting_errors():
-            counted.backward += 1
+        with one_call(name, backward=True):
             found = _derive(ctx, gradients)
         return found if len(found) > 1 else found[0]
 
@@ -172,6 +171,16 @@ def as_function(
     return types.new_class(
         title, (torch.autograd.Function,), {}, lambda body: body.update(members, **place)
     )
+
+
+@contextlib.contextmanager
+def one_call(name: str, backward: bool = False) -> Iterator[None]:
+    """Count and measure one call of torch from a graph, and note its error."""
+    counted = calls.setdefault(name, Calls())
+    counted.forward += not backward
+    counted.backward += backward
+    with _timed(counted), _noting_errors():
+        yield
 
 
 @contextlib.contextmanager

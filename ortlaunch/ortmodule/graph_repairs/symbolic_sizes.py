@@ -1,4 +1,4 @@
-"""Sizes that are formulas, infinite constants and our operator, at which ORT's inference fails."""
+"""Sizes that are formulas, infinite constants and our operators, at which ORT's inference fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unittest import mock
 
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.graph import ShapeInferenceError
-from ortlaunch.ortmodule.torch_in_graph import head_loss
+from ortlaunch.ortmodule.torch_in_graph import attention_kernels, head_loss
 
 if TYPE_CHECKING:
     import onnx
@@ -24,7 +24,7 @@ def infer_symbolic_sizes() -> None:
     every output of an operator that it does not know the type of the first input.
     """
     inference = _module().SymbolicShapeInference
-    patching.wrap_method(inference, "__init__", _with_head_loss)
+    patching.wrap_method(inference, "__init__", _with_own_operators)
     patching.wrap_method(inference, "_infer_aten_upsample", _upsampled)
     patching.wrap_method(inference, "_infer_Slice", _sliced)
     patching.wrap_method(inference, "_infer_Split_Common", _split)
@@ -38,18 +38,17 @@ def _module() -> Any:
     return importlib.import_module("onnxruntime.tools.symbolic_shape_infer")
 
 
-def _with_head_loss(
+def _with_own_operators(
     original: AnyFunction, inference: ShapeInference, *args: object, **kwargs: object
 ) -> None:
     original(inference, *args, **kwargs)
-    inference.aten_op_dispatcher_[head_loss.OPERATOR] = functools.partial(_head_loss, inference)
+    for name, infer in ((head_loss.OPERATOR, _head_loss), (attention_kernels.FORWARD, _attention)):
+        inference.aten_op_dispatcher_[name] = functools.partial(infer, inference)
 
 
 def _head_loss(inference: ShapeInference, node: onnx.NodeProto) -> None:
     """Infer a chunked loss, of which only the gradient of `hidden` has the type of `hidden`."""
-    onnx = importlib.import_module("onnx")
-    own = inference.known_vi_[node.input[0]].type.tensor_type.elem_type
-    exact = own if own == onnx.TensorProto.DOUBLE else onnx.TensorProto.FLOAT
+    own, exact = _kinds(inference, node)
     hidden, weight = (inference._get_shape(node, place) for place in (0, 1))
     # A gradient that is not wanted is empty.
     gradients = (
@@ -57,9 +56,27 @@ def _head_loss(inference: ShapeInference, node: onnx.NodeProto) -> None:
         for place, shape in ((5, hidden), (6, weight), (7, weight[:1]))
     )
     shapes = [[], *gradients, []]
-    for name, kind, shape in zip(node.output, (exact, own, exact, exact, exact), shapes):
-        made = onnx.helper.make_tensor_value_info(name, kind, shape)
-        inference.known_vi_[name].CopyFrom(made)
+    _give(inference, node, (exact, own, exact, exact, exact), shapes)
+
+
+def _attention(inference: ShapeInference, node: onnx.NodeProto) -> None:
+    """Infer attention, of shape (batch, length, heads, size), and its log-sum-exp of the scores."""
+    query, value = (inference._get_shape(node, place) for place in (0, 2))
+    sums = [str(one) for one in inference._new_symbolic_shape(3, node, 1)]
+    _give(inference, node, _kinds(inference, node), ([*query[:3], value[3]], sums))
+
+
+def _kinds(inference: ShapeInference, node: onnx.NodeProto) -> tuple[int, int]:
+    """Return the type of the first input, and the same in float32 or above."""
+    types = importlib.import_module("onnx").TensorProto
+    own = inference.known_vi_[node.input[0]].type.tensor_type.elem_type
+    return own, own if own == types.DOUBLE else types.FLOAT
+
+
+def _give(inference: ShapeInference, node: onnx.NodeProto, kinds: Any, shapes: Any) -> None:
+    make = importlib.import_module("onnx").helper.make_tensor_value_info
+    for name, kind, shape in zip(node.output, kinds, shapes):
+        inference.known_vi_[name].CopyFrom(make(name, kind, shape))
 
 
 def _upsampled(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto) -> None:

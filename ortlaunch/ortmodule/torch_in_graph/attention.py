@@ -7,20 +7,31 @@ imported it.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
 from ortlaunch import machine
+from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.torch_in_graph import attention_kernels
+
+if TYPE_CHECKING:
+    import onnx
+    from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
 
 NAME = "aten::scaled_dot_product_attention"
 # Any: the functions that read and pause a trace have no stubs.
 _TRACER: Any = torch._C
 _MASKS = "transformers.masking_utils"
+# From (batch, heads, length, size) to (batch, length, heads, size), and back.
+_SWAPPED = [0, 2, 1, 3]
 _PACKED = "find_packed_sequence_indices"
 # Operators that keep positions 0, 1, 2, ... consecutive.
 _COUNTING = {
@@ -29,22 +40,107 @@ _COUNTING = {
 }  # fmt: skip
 
 
-def is_fused(inputs: Sequence[Any], device: str, learns_mask: bool) -> bool:
-    """Return whether torch's fused kernel computes a traced attention faster than ONNX nodes do.
+def is_fused(inputs: Sequence[Any], device: str, learns_mask: bool, asked: bool) -> bool:
+    """Return whether a traced attention stays torch's fused kernel; note why it does not.
 
     Args:
         inputs: the inputs of the traced call: query, key, value, mask, dropout probability, ...
         device: the device's type.
-        learns_mask: whether the mask has a gradient, for which torch has no fused kernel.
+        learns_mask: whether the mask has a gradient.
+        asked: whether the settings list the operator, which then stays torch's at any length.
     """
-    query, key, value, _, dropout = inputs[:5]
-    sizes = [one.type().sizes() for one in (query, key, value)]
-    if learns_mask or any(size is None or len(size) != 4 for size in sizes):
+    obstacle = _obstacle(inputs, device, learns_mask)
+    # An attention that the settings list, and that has no fused kernel, is any other call of torch.
+    if asked:
+        return not obstacle
+    if obstacle:
+        tally.note(f"attention {obstacle} is written out in the graph: torch has no kernel for it")
         return False
-    if sizes[0][2] * sizes[1][2] < machine.FUSED_ATTENTION_SCORES or sizes[1][3] != sizes[2][3]:
+    scores = math.prod(size[2] or 1 for size in map(_sizes, inputs[:2]))
+    if scores < machine.FUSED_ATTENTION_SCORES:
+        tally.note("attention over short sequences is written out in the graph, which is faster")
         return False
-    # torch has no fused CPU kernel with dropout.
-    return device != "cpu" or not dropout.toIValue()
+    return True
+
+
+def _obstacle(inputs: Sequence[Any], device: str, learns_mask: bool) -> str:
+    """Return why torch has no fused kernel for an attention; empty if it has one."""
+    sizes = [_sizes(one) for one in inputs[:3]]
+    if learns_mask:
+        return "with a mask that is trained"
+    if any(one.node().kind() != "prim::Constant" for one in inputs[4:7]):
+        return "with a dropout, scale or causal flag that the forward pass computes"
+    if device == "cpu" and inputs[4].toIValue():
+        return "with dropout on a CPU"
+    if any(len(size) != 4 for size in sizes):
+        return "of tensors without batch or heads"
+    if any((sizes[0][1] or 1) % (size[1] or 1) for size in sizes):
+        return "with more heads of keys than of queries"
+    return "with values of another size than the keys" if sizes[1][3] != sizes[2][3] else ""
+
+
+def _sizes(value: Any) -> Sequence[int | None]:
+    sizes: Sequence[int | None] | None = value.type().sizes()
+    return sizes or ()
+
+
+def written(g: GraphContext, given: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    """Write an attention as a call of torch's kernel for CPUs, with the kernel's own gradient.
+
+    Args:
+        g: the graph.
+        given: the inputs of the traced call, for which `is_fused` is true.
+        inputs: their values in the graph.
+    """
+    attention_kernels.define_operators()
+    _register_gradient()
+    causal, scale = (setting.toIValue() for setting in given[5:7])
+    attended, _ = g.op(
+        "org.pytorch.aten::ATen",
+        *(g.op("Transpose", one, perm_i=_SWAPPED) for one in inputs[:3]),
+        _none(g) if given[3].node().mustBeNone() else inputs[3],
+        g.op("Constant", value_t=torch.tensor(bool(causal))),
+        _none(g) if scale is None else g.op("Constant", value_t=torch.tensor(float(scale))),
+        operator_s=attention_kernels.FORWARD,
+        overload_name_s="",
+        outputs=2,
+    )
+    attended.setType(inputs[0].type().with_sizes([None] * 4))
+    return g.op("Transpose", attended, perm_i=_SWAPPED)
+
+
+def _none(g: GraphContext) -> torch.Value:
+    none = g.op("prim::Constant")
+    none.setType(torch._C.OptionalType.ofTensor())
+    return none
+
+
+@functools.cache
+def _register_gradient() -> None:
+    """Register the gradient of the operator with ORT, once in a process."""
+    from onnxruntime.training.ortmodule._custom_gradient_registry import _to_gradient_definition
+
+    # GO is the gradient of an output, GI that of an input, I an input, O an output.
+    node = (
+        ("ATen", "org.pytorch.aten"),
+        ["GO(0)", *(f"I({place})" for place in range(6)), "O(0)", "O(1)"],
+        ["GI(0)", "GI(1)", "GI(2)"],
+        {"operator": {"value": attention_kernels.BACKWARD, "dtype": "string"}},
+    )
+    module: Any = importlib.import_module("onnxruntime.capi._pybind_state")
+    key = f"org.pytorch.aten::ATen::{attention_kernels.FORWARD}::"
+    module.register_gradient_definition(key, _to_gradient_definition([node]))
+
+
+# Any: a Rewriting of torch_kernels.py, which imports this module.
+def complete_gradients(rewriting: Any, node: onnx.NodeProto) -> bool:
+    """Name the gradients of frozen inputs, which ORT leaves out but torch's operator returns."""
+    if any(one.s == attention_kernels.BACKWARD.encode() for one in node.attribute):
+        names = [*node.output, "", ""][:3]
+        node.output[:] = [name or f"{node.name}_{place}" for place, name in enumerate(names)]
+        rewriting.made.update(node.output)
+    # The node stays.
+    return False
 
 
 @contextlib.contextmanager

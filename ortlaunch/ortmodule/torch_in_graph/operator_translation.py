@@ -112,6 +112,8 @@ class _Translator:
         self._training = export.training
         self._able = able
         self._by_rule = by_rule
+        # torch's kernel for CPUs needs no extension.
+        self._auto = settings_of(export.options).torch_operators == "auto"
         self._names = {*names, *_blamed_so_far(export.options)}
         self._schemas: dict[str, Any] = {}
         self._device = export.device.type
@@ -159,10 +161,13 @@ class _Translator:
                 self._drawn = call.write(context, self._gradients, draws=True, before=self._drawn)
                 return self._drawn
         asked = name.rstrip("_") in self._names or call.is_complex()
+        if name == attention.NAME and self._is_fused(call.given(), inputs, asked):
+            if self._device == "cpu":
+                return attention.written(context, call.given(), inputs)
+            # The kernels for GPUs are called with torch's derivative (docs/gpu.md).
+            asked = True
         if self._by_rule:
-            asked = (
-                asked or is_torchs(name.rstrip("_"), call.given()) or self._is_fused(call, inputs)
-            )
+            asked = asked or is_torchs(name.rstrip("_"), call.given())
         if self._able and asked:
             return self._instead(call, context, None)
         before = len(new)
@@ -181,10 +186,9 @@ class _Translator:
             return self._instead(call, context, None, outputs)
         return outputs
 
-    def _is_fused(self, call: Any, inputs: Sequence[Any]) -> bool:
-        if call.name != attention.NAME:
-            return False
-        return attention.is_fused(call.given(), self._device, self._gradients.reach(inputs[3]))
+    def _is_fused(self, given: Sequence[Any], inputs: Sequence[Any], asked: bool) -> bool:
+        learns_mask = self._gradients.reach(inputs[3])
+        return (asked or self._auto) and attention.is_fused(given, self._device, learns_mask, asked)
 
     def _lost(self, written: Sequence[Any], outputs: Any) -> str:
         values = outputs if isinstance(outputs, (tuple, list)) else [outputs]

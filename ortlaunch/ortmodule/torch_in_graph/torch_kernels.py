@@ -20,7 +20,7 @@ from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import Settings, settings_of
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
-from ortlaunch.ortmodule.torch_in_graph import dropout
+from ortlaunch.ortmodule.torch_in_graph import attention, dropout
 
 if TYPE_CHECKING:
     import onnx
@@ -93,6 +93,7 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
         "Sigmoid": lambda graph, node: _function(graph, node, "sigmoid"),
         "GeluGrad": _gelu_gradient,
         "LayerNormalizationGrad": _norm_gradient,
+        "ATen": attention.complete_gradients,
         **({} if recomputes else {"Dropout": _dropout, "DropoutGrad": _dropout_gradient}),
         **(
             dict.fromkeys(("MatMul", "FusedMatMul", "Gemm"), _product)

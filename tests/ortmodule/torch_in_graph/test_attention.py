@@ -14,9 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ortlaunch import machine
 from ortlaunch.ortmodule.base import torch_calls
+from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.build import extensions
 from tests.ort import needs_ort
-from tests.ortmodule.modules import same, wrapped
+from tests.ortmodule.modules import same, training_graph, wrapped
 
 pytestmark = [
     needs_ort,
@@ -100,10 +101,10 @@ def _every_length(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_calls.restart()
 
 
-def compare(model: nn.Module, batches: Any = BATCHES) -> int:
+def compare(model: nn.Module, batches: Any = BATCHES, **settings: Any) -> int:
     """Compare losses and gradients with eager's; return the number of calls of torch's kernel."""
     eager = copy.deepcopy(model)
-    module = wrapped(model)
+    module = wrapped(model, **settings)
     for batch in batches:
         losses = []
         for one in (module, eager):
@@ -122,9 +123,9 @@ def test_masks(kind: str) -> None:
     assert compare(Attention(MASKS[kind])) == len(BATCHES)
 
 
-@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("size", [7, 80, 256])
 def test_head_sizes(size: int) -> None:
-    """Large heads equal eager too."""
+    """Small and large heads, and odd sizes, equal eager too."""
     assert compare(Attention(MASKS["padding"], size=size)) == len(BATCHES)
 
 
@@ -132,6 +133,63 @@ def test_grouped_queries() -> None:
     """Two queries that share a key equal eager."""
     mask: Mask = lambda lengths: {"is_causal": True, "enable_gqa": True}  # noqa: E731
     assert compare(Attention(mask, groups=2)) == len(BATCHES)
+
+
+@pytest.mark.parametrize("frozen", [["keys"], ["queries", "values"]], ids="+".join)
+def test_frozen_inputs(frozen: list[str]) -> None:
+    """An input without a gradient, such as a layer that LoRA freezes, gets none."""
+    model = Attention(MASKS["causal"])
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    assert compare(model) == len(BATCHES)
+
+
+class Cross(nn.Module):
+    """Attention to another sequence, by parts of one tensor that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Linear(16, 32)
+        self.others = nn.Linear(16, 64)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the attention."""
+        queries = self.queries(x).unflatten(2, (4, 8))
+        keys, values = self.others(y).unflatten(2, (4, 16)).chunk(2, -1)
+        heads = (part.transpose(1, 2) for part in (queries, keys, values))
+        return functional.scaled_dot_product_attention(*heads).square().mean()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_other_sequences(shared: bool) -> None:
+    """Keys may have another length than queries, and the whole batch may share them."""
+    batches = [
+        (torch.randn(rows, 9, 16), torch.randn(1 if shared else rows, length, 16))
+        for rows, length in ((2, 5), (3, 12), (1, 1))
+    ]
+    assert compare(Cross(), batches) == len(batches)
+
+
+def test_no_second_forward_pass() -> None:
+    """The graph has the kernel and the kernel's derivative, and keeps no scores."""
+    module = wrapped(Attention(MASKS["padding"]))
+    module(*BATCHES[0]).backward()
+    nodes = training_graph(module).node
+    operators = [
+        one.s.decode() for node in nodes for one in node.attribute if one.name == "operator"
+    ]
+    assert [name for name in operators if name.startswith("ortlaunch")] == [
+        "ortlaunch::attention",
+        "ortlaunch::attention_backward",
+    ]
+    assert not {"PythonOp", "Softmax"} & {node.op_type for node in nodes}
+
+
+def test_gradient_checkpointing() -> None:
+    """With recomputation, too, gradients equal eager's."""
+    model = llama()
+    model.gradient_checkpointing_enable()
+    assert compare(Loss(model.train()), [(TOKENS[0],)]) == 2
 
 
 class Learned(Attention):
@@ -147,11 +205,23 @@ class Learned(Attention):
 
 
 def test_what_has_no_kernel_is_written_out() -> None:
-    """A mask with a gradient, and attention below the size limit, use ONNX nodes."""
+    """A mask with a gradient, and attention below the size limit, use ONNX nodes; notes say so."""
+    tally.notes.clear()
     assert compare(Learned()) == 0
     # The fixture restores it.
     machine.FUSED_ATTENTION_SCORES = LENGTH * LENGTH + 1
     assert compare(Attention(MASKS["causal"])) == 0
+    assert tally.notes == [
+        "attention with a mask that is trained is written out in the graph: torch has no kernel for it",
+        "attention over short sequences is written out in the graph, which is faster",
+    ]
+
+
+def test_attention_of_the_list_stays_torchs() -> None:
+    """Attention that the settings list is torch's with a trained mask too; no note denies it."""
+    tally.notes.clear()
+    assert compare(Learned(), torch_operators=["scaled_dot_product_attention"]) == len(BATCHES)
+    assert not tally.notes
 
 
 def llama(**config: Any) -> LlamaForCausalLM:

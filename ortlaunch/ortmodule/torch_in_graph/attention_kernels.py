@@ -1,0 +1,105 @@
+"""torch's fused attention for CPUs in ORT's graphs: `ortlaunch::attention` and its gradient.
+
+The backward pass uses the log-sum-exp of the scores, which the forward pass returns. So no pass
+keeps the matrix of scores, and the forward pass runs once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ortlaunch.ortmodule.base import torch_calls
+
+FORWARD = "ortlaunch::attention"
+BACKWARD = "ortlaunch::attention_backward"
+_ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, float? scale"
+_RESULTS = "Tensor attended, Tensor sums"
+# The name of the calls in torch_calls.
+_COUNTED = "aten.scaled_dot_product_attention"
+_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@functools.cache
+def define_operators() -> torch.library.Library:
+    """Register the operators, once in a process.
+
+    The operators exist for as long as the returned library.
+    """
+    library = torch.library.Library("ortlaunch", "FRAGMENT")
+    library.define(f"attention({_ARGUMENTS}) -> ({_RESULTS})")
+    library.define(
+        f"attention_backward(Tensor gradient, {_ARGUMENTS}, {_RESULTS}) -> (Tensor, Tensor, Tensor)"
+    )
+    library.impl("attention", _attention, "CPU")
+    library.impl("attention_backward", _attention_backward, "CPU")
+    return library
+
+
+def _attention(*given: Any) -> tuple[Tensor, Tensor]:
+    """Return attention and the log-sum-exp of the scores.
+
+    Queries, keys, values and the result have shape (batch, length, heads, size). Models make them
+    and the kernel writes them in this order.
+    """
+    with torch_calls.one_call(_COUNTED):
+        inputs, settings = _for_kernel(*given)
+        if not all(one.numel() for one in inputs):
+            # The kernel divides by the lengths.
+            exact = torch.promote_types(inputs[0].dtype, torch.float32)
+            return torch.zeros_like(_swapped(inputs[0])), inputs[0].new_zeros(0, 0, 0, dtype=exact)
+        attended, sums = getattr(torch.ops.aten, _KERNEL)(*inputs, **settings)
+        return _swapped(attended), sums
+
+
+def _attention_backward(gradient: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value."""
+    *given, attended, sums = rest
+    with torch_calls.one_call(_COUNTED, backward=True):
+        if not sums.numel():
+            return tuple(map(torch.zeros_like, given[:3]))
+        inputs, settings = _for_kernel(*given)
+        kernel = getattr(torch.ops.aten, f"{_KERNEL}_backward")
+        found = kernel(_swapped(gradient), *inputs, _swapped(attended), sums, **settings)
+        return tuple(_like(_swapped(one), original) for one, original in zip(found, given))
+
+
+def _for_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return the inputs of shape (batch, heads, length, size), and the settings with the mask.
+
+    The kernel requires as many keys as queries in batch and heads, and a whole additive mask.
+    """
+    three = (query, key, value)
+    (batch,) = torch.broadcast_shapes(*(one.shape[:1] for one in three))
+    heads = query.shape[2]
+    # A tensor that is not shared is not copied.
+    inputs = [
+        _swapped(one.unsqueeze(3).expand(batch, -1, -1, heads // one.shape[2], -1).flatten(2, 3))
+        for one in three
+    ]
+    if mask is not None:
+        # ORT passes bool as uint8.
+        if not mask.is_floating_point():
+            mask = query.new_zeros(mask.shape).masked_fill_(mask == 0, -torch.inf)
+        mask = mask.to(query.dtype).expand(*inputs[0].shape[:3], key.shape[1])
+    return inputs, {"dropout_p": 0.0, "is_causal": causal, "attn_mask": mask, "scale": scale}
+
+
+def _swapped(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2)
+
+
+def _like(gradient: Tensor, original: Tensor) -> Tensor:
+    """Return a gradient summed over the heads and the samples that share a part of a tensor."""
+    shared = gradient.unflatten(2, (original.shape[2], -1))
+    return shared.sum_to_size(*original.unsqueeze(3).shape).squeeze(3)
