@@ -118,6 +118,9 @@ class Trials:
         if self._study.attribute(trial, "pruned"):
             self._end(trial, "pruned")
             return
+        if run.stopped_by_user():
+            self._complete(trial)
+            return
         slots = set(range(self._study.sweep.parallel)) - {one.slot for one in self._running}
         slot = min(slots)
         fields = self._study.trials()[trial].fields
@@ -151,9 +154,11 @@ class Trials:
         if code is None:
             return
         self._running.remove(one)
-        if code == 0:
-            self._complete(one.number, measured[max(measured)] if measured else ())
-        elif self._study.attribute(one.number, "pruned"):
+        pruned = self._study.attribute(one.number, "pruned")
+        # A hook, or `ortlaunch stop`, has ended the trial for good.
+        if code == 0 or (code == EXIT_SAVED and not pruned and run.stopped_by_user()):
+            self._complete(one.number)
+        elif pruned:
             self._end(one.number, "pruned")
         elif (code < 0 or code in _KILLED) and (
             one.starts < _MOST_STARTS or _newest(run) > one.saved
@@ -163,7 +168,9 @@ class Trials:
             verdict = Run(run.path).status().job.verdict or f"exit status {code}"
             self._end(one.number, "fail", reason=verdict)
 
-    def _complete(self, trial: int, values: tuple[float, ...]) -> None:
+    def _complete(self, trial: int) -> None:
+        measured = self._evaluations(self._folder.trial(trial))
+        values = measured[max(measured)] if measured else ()
         # Not a number, as a diverged training has it.
         if not values or any(map(math.isnan, values)):
             names = ", ".join(one.metric for one in self._study.sweep.metrics)

@@ -17,14 +17,13 @@ import time
 from dataclasses import replace
 
 from ortlaunch.cause import Cause, Failure
-from ortlaunch.errors import DamagedFile
 from ortlaunch.launch import JobState
 from ortlaunch.launch.attempts import failed_turn, in_vain, restarts_without_progress
 from ortlaunch.launch.failure import End, explain_end, first_failure
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs.queued import is_prepared
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.folder import COMPLETE, RunDir, read_json, write_text
+from ortlaunch.run_folder.folder import COMPLETE, RunDir, write_text
 
 
 def main() -> int:
@@ -34,7 +33,7 @@ def main() -> int:
     status = int(sys.argv[3])
     end = _end(run, status)
     record = JobRecord.begun(run, "inside", JobState.RUNNING)
-    if end.status == EXIT_SAVED and not _was_stopped_by_a_person(run):
+    if end.status == EXIT_SAVED and not run.stopped_by_user():
         write_text(run.requeue_request, "")
     elif limit:
         record, end = _after_a_fault(run, record, end, limit)
@@ -66,7 +65,7 @@ def _end(run: RunDir, status: int) -> End:
 def _is_in_vain(run: RunDir) -> bool:
     """Whether a requeued start ran into the time limit before its first step."""
     # The next start would end in the same way.
-    if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0") or _was_stopped_by_a_person(run):
+    if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0") or run.stopped_by_user():
         return False
     if not is_prepared(run):
         return True
@@ -78,17 +77,6 @@ def _is_in_vain(run: RunDir) -> bool:
     return all(
         (path / COMPLETE).stat().st_mtime_ns < began for _, path in run.complete_checkpoints()
     )
-
-
-def _was_stopped_by_a_person(run: RunDir) -> bool:
-    """Whether `ortlaunch stop` or a hook requested the end."""
-    # The command of a single rank writes the same file on a signal, with the signal's name.
-    if not run.stop_request.exists():
-        return False
-    try:
-        return read_json(run.stop_request).get("by") not in signal.Signals.__members__
-    except DamagedFile:
-        return True
 
 
 def _after_a_fault(run: RunDir, record: JobRecord, end: End, limit: int) -> tuple[JobRecord, End]:

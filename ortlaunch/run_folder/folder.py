@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,16 @@ class RunDir:
     def trial_of(self, micro_size: int) -> RunDir:
         """Return the folder of one trial of `micro_size: auto`, a run that writes trial.json."""
         return RunDir(self.trials / str(micro_size))
+
+    def stopped_by_user(self) -> bool:
+        """Return whether `ortlaunch stop` or a hook requested the end."""
+        # The command of a single rank writes the same file on a signal, with the signal's name.
+        if not self.stop_request.exists():
+            return False
+        try:
+            return read_json(self.stop_request).get("by") not in signal.Signals.__members__
+        except DamagedFile:
+            return True
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
         """Return (step, folder) of every complete checkpoint, oldest first.

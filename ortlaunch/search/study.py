@@ -45,8 +45,13 @@ class Trial(NamedTuple):
     def line(self) -> str:
         """Return metrics, fields and the reason, for a person."""
         measured = ", ".join(f"{name} {value:.6g}" for name, value in self.values.items())
-        fields = " ".join(f"{name}={json.dumps(value)}" for name, value in self.fields.items())
+        fields = " ".join(f"{name}={_shown(value)}" for name, value in self.fields.items())
         return "; ".join(filter(None, (measured, fields, self.reason.partition("\n")[0])))
+
+
+def _shown(value: object) -> str:
+    """Return a value for a person; best_*.yaml and study.journal have all digits."""
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
 
 
 class Study:

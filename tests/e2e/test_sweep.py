@@ -21,7 +21,7 @@ from tests.e2e.runs import EAGER, SLOW, TOY, environment, merged, reach
 from tests.launch.tiny import processes_of
 
 pytest.importorskip("optuna")
-ORTLAUNCH = str(Path(sys.executable).with_name("ortlaunch"))
+ORTLAUNCH = [sys.executable, "-m", "ortlaunch"]
 HELD_OUT = {"format": "custom", "factory": "toys:data", "arguments": {"seed": 1, "samples": 32}}
 SWEPT: dict[str, Any] = merged(
     TOY,
@@ -29,7 +29,8 @@ SWEPT: dict[str, Any] = merged(
         **EAGER,
         "model": {"factory": "slow:net"},
         "data": {"evaluation": HELD_OUT},
-        "train": {"evaluate_every_steps": 2},
+        "train": {"evaluate_every_steps": 2, "hook": "slow:Stopping"},
+        "log": {"every_steps": 1},
         "checkpoint": {"every_steps": 2},
         "sweep": {
             "space": {"optimizer.learning_rate": {"choice": [1e-2, 1e-9, 1e-3]}},
@@ -41,10 +42,19 @@ SWEPT: dict[str, Any] = merged(
 )
 
 
+# Stops the trial with the smallest rate.
+HOOK = """
+
+class Stopping:
+    def on_step(self, step, values):
+        return "stop" if values["learning_rate"] < 1e-8 and step == 7 else None
+"""
+
+
 def sweep(home: Path) -> subprocess.Popen[str]:
     """Start `ortlaunch sweep` in the folder."""
     return subprocess.Popen(
-        [ORTLAUNCH, "sweep", "swept.yaml"],
+        [*ORTLAUNCH, "sweep", "swept.yaml"],
         cwd=home,
         env=environment(home),
         stdout=subprocess.PIPE,
@@ -68,7 +78,7 @@ def test_a_sweep_is_killed(home: Path) -> None:
 
     The best trial's recipe, trained again, gives the same evaluation.
     """
-    (home / "slow.py").write_text(SLOW)
+    (home / "slow.py").write_text(SLOW + HOOK)
     (home / "slow").touch()
     (home / "swept.yaml").write_text(yaml.safe_dump(SWEPT))
     first = sweep(home)
@@ -87,8 +97,7 @@ def test_a_sweep_is_killed(home: Path) -> None:
     finally:
         (home / "slow").unlink()
         first.kill()
-    left = Sweep(home / "sweeps/toy").trials()
-    assert [one.state for one in left] == ["running", "running"]
+    assert Sweep(home / "sweeps/toy").trials()[0].state == "running"
     second = sweep(home)
     printed, _ = second.communicate(timeout=150)
     assert second.returncode == 0, printed
@@ -99,11 +108,14 @@ def test_a_sweep_is_killed(home: Path) -> None:
         {"optimizer.learning_rate": rate} for rate in (1e-2, 1e-9, 1e-3)
     ]
     assert trials[0][1:2] + trials[0][4:5] == ("complete", 10)
-    assert {one.state for one in trials} <= {"complete", "pruned"}
+    assert {one.state for one in trials[2:]} <= {"complete", "pruned"}
+    # Ended by its hook, and not started again.
+    assert trials[1].state == "complete"
+    assert 7 <= trials[1].steps < 10
     assert [one.number for one in found.best()] == [0]
     # The module of the user is beside the recipe.
     (home / "again.yaml").write_text(found.recipe(0).read_text())
-    words = [ORTLAUNCH, "train", "again.yaml", "--run-dir=again"]
+    words = [*ORTLAUNCH, "train", "again.yaml", "--run-dir=again"]
     subprocess.run(words, cwd=home, env=environment(home), check=True, timeout=100)
     # A stop at the step of an evaluation left that one out.
     assert set(evaluations(run)) <= set(evaluations(RunDir(home / "again")))

@@ -1,6 +1,6 @@
 """A rank that trains with transformers' Trainer, then with ORTTrainer, in one group of ranks.
 
-test_trainer_ranks.py starts it by torchrun. Arguments: a folder, and the ZeRO stage or "none".
+test_trainer_ranks.py starts it by torchrun. Arguments: a folder, and the ZeRO stage, "none" or "search".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, Trainer, TrainingAr
 from ortlaunch.errors import EngineError
 from ortlaunch.trainer import ORTTrainer, ORTTrainingArguments
 from tests.trainer import tiny
-from tests.trainer.tiny import Result, arguments, assert_close, made, trained
+from tests.trainer.tiny import Result, arguments, assert_close, assert_same_search, made, trained
 from tests.worker.leaving import leave
 
 
@@ -82,7 +82,10 @@ def refused(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    (refused if sys.argv[2] == "3" else main)(
-        Path(sys.argv[1]), *sys.argv[2:][: sys.argv[2] != "3"]
-    )
+    if sys.argv[2] == "search":
+        assert_same_search(Path(sys.argv[1]), ddp_backend="gloo")
+    elif sys.argv[2] == "3":
+        refused(Path(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]), sys.argv[2])
     leave()

@@ -32,6 +32,7 @@ from ortlaunch.trainer import (
 from tests.ort import needs_ort
 from tests.trainer import tiny
 from tests.trainer.tiny import arguments, assert_close, made, trained
+from tests.worker.hub import Hub
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 
@@ -100,6 +101,18 @@ def test_a_saved_model_is_plain(
             logits = [one(input_ids=row).logits for one in (loaded, trainer.model.eval())]
         torch.testing.assert_close(*logits)
     assert type(trainer.model).__name__ != "ORTModule"
+
+
+def test_an_upload_is_the_plain_model(classifier: Both, hub: Hub, tmp_path: Path) -> None:
+    """push_to_hub uploads files that load in transformers, with the trained weights."""
+    trainer = classifier.ort.trainer
+    trainer.push_to_hub()
+    assert hub.created
+    assert {"config.json", "model.safetensors", "README.md"} <= hub.files.keys()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(hub.files[name])
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded.state_dict(), trainer.model.state_dict())
 
 
 def test_training_resumes_in_the_middle(classifier: Both, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.ort import needs_ort
 from tests.torchrun import torchrun
+from tests.trainer.tiny import assert_same_search
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 
@@ -27,3 +28,12 @@ def test_zero_3_is_refused(tmp_path: Path) -> None:
     """ORTModule cannot train weights that ZeRO 3 has sharded: an error before the first step."""
     pytest.importorskip("deepspeed")
     torchrun(1, "-m", "tests.trainer.ranks", str(tmp_path), "3", timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_search_is_trainers(tmp_path: Path) -> None:
+    """hyperparameter_search on one process and on two has the result of transformers' Trainer."""
+    pytest.importorskip("optuna")
+    assert_same_search(tmp_path / "one")
+    torchrun(2, "-m", "tests.trainer.ranks", str(tmp_path / "two"), "search", timeout=280)

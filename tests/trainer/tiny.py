@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from transformers import (
@@ -18,6 +19,8 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+
+from ortlaunch.trainer import ORTTrainer, ORTTrainingArguments
 
 STEPS = 20
 VOCABULARY = 99
@@ -125,6 +128,42 @@ def made(kind: type[Trainer], model: nn.Module, args: TrainingArguments, **other
     return kind(
         model, args, train_dataset=samples(model, 40), eval_dataset=samples(model, 8), **others
     )
+
+
+def searched(
+    kind: type[Trainer], args: type[TrainingArguments], folder: Path, **others: Any
+) -> Any:
+    """Return transformers' best run of three trials over the learning rate, by Optuna."""
+    optuna = pytest.importorskip("optuna")
+    # Without a save: a checkpoint of each trial takes longer than its steps.
+    short: dict[str, Any] = {"max_steps": 4, "eval_steps": 4, "save_strategy": "no"}
+    model = bert()
+    return kind(
+        args=arguments(args, folder, **short, load_best_model_at_end=False, **others),
+        model_init=bert,
+        train_dataset=samples(model, 40),
+        eval_dataset=samples(model, 8),
+    ).hyperparameter_search(
+        hp_space=lambda trial: {
+            "learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True)
+        },
+        backend="optuna",
+        n_trials=3,
+        direction="minimize",
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
+
+
+def assert_same_search(folder: Path, **others: Any) -> None:
+    """Raise AssertionError if the search of ORTTrainer has another result than Trainer's."""
+    stock = searched(Trainer, TrainingArguments, folder / "trainer", **others)
+    ours = searched(ORTTrainer, ORTTrainingArguments, folder / "ort", **others)
+    # Other ranks than 0 have no result.
+    if stock is None:
+        assert ours is None
+        return
+    assert (ours.run_id, ours.hyperparameters) == (stock.run_id, stock.hyperparameters)
+    assert_close([ours.objective], [stock.objective])
 
 
 def assert_close(ours: list[float], stock: list[float]) -> None:

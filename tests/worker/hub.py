@@ -12,6 +12,10 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
 
 # huggingface_hub requests it once a day for each cache folder, without a token.
 PUBLIC = "/api/agent-harnesses"
@@ -97,3 +101,16 @@ def serving(hub: Hub) -> Iterator[Hub]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Serve a local hub for this process and its children, with a token."""
+    with serving(Hub()) as hub:
+        # Constants for this process, which has imported them; variables for its children.
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield hub

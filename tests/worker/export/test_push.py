@@ -19,7 +19,7 @@ from ortlaunch.worker.export.export import huggingface
 from ortlaunch.worker.export.model_card import model_card
 from ortlaunch.worker.export.push import check, push
 from tests.makers import bert, engine_report, onnxruntime
-from tests.worker.hub import Hub, serving
+from tests.worker.hub import Hub
 
 # An evaluation at step 4, and training metrics after it.
 LINES = (
@@ -43,19 +43,6 @@ def run(tmp_path: Path) -> RunDir:
     write_text(run.exported(4, "huggingface") / "model.safetensors", "weights")
     write_text(run.exported(4, "huggingface") / "config.json", "{}")
     return run
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Serve a local hub for this process and its children, with a token."""
-    with serving(Hub()) as hub:
-        # Constants for this process, which has imported them; variables for its children.
-        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_ENDPOINT", hub.address)
-        monkeypatch.setenv("HF_TOKEN", "hf_secret")
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        yield hub
 
 
 def test_the_card(run: RunDir) -> None:
