@@ -10,7 +10,7 @@ from ortlaunch import tasks
 from ortlaunch.commands.export import chosen_step
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe, read_resolved
-from ortlaunch.recipe.fields.data import is_chat
+from ortlaunch.recipe.fields.data import uses_template
 from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.run_folder.held import held
 from ortlaunch.tasks import GenerationRequest
@@ -78,7 +78,7 @@ def _source(request: GenerationRequest) -> tuple[Path, int | None, bool | None]:
 
 def learned_chats(recipe: Recipe) -> bool:
     """Whether any training data of the recipe are chats."""
-    return any(is_chat(part.source) for part in recipe.data.parts)
+    return any(uses_template(part.source) for part in recipe.data.parts)
 
 
 def _run_learned_chats(model: Path) -> bool | None:

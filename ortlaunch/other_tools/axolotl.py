@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any, get_args
+
 from ortlaunch.other_tools import trainer
-from ortlaunch.other_tools.draft import Draft, in_one_line
+from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty
+from ortlaunch.recipe.fields.data import SpecialToken
+from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from ortlaunch.recipe.text.tree import Tree
 
 _PREFERENCES = "there is no preference training here"
 # `ds_type` or the file's suffix -> format of the recipe.
 _SUFFIXES = {"json": "jsonl", "jsonl": "jsonl", "text": "text", "txt": "text", "parquet": "parquet"}
 _TEXT = ("completion", "pretrain")
-_PROMPT = "the tokenizer's chat template (data.chat_template) writes the prompt, not Axolotl's text"
+_CHATS = {
+    "chat_template": "messages",
+    "chat_template.default": "messages",
+    "sharegpt": "conversations",
+}
+# Axolotl's names of roles, beside the chat template's.
+_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def convert(draft: Draft) -> None:
@@ -24,6 +35,7 @@ def convert(draft: Draft) -> None:
     _datasets(draft)
     trainer.held_out(draft, "val_set_size")
     _template(draft)
+    _tokens(draft)
     _packing(draft)
     _wandb(draft)
     trainer.optimizer(draft, "optimizer")
@@ -135,20 +147,14 @@ def _columns(
         return {
             "text_column": values.pop("field", None) or values.pop("text_column", None) or "text"
         }
-    if kind in ("chat_template", "sharegpt"):
-        column = "messages" if kind == "chat_template" else "conversations"
-        if kind == "sharegpt":
-            draft.drop(
-                f"{key}.type", here, "messages have role and content here, not from and value"
-            )
-        return {"messages_column": values.pop("field_messages", None) or column}
-    # A mapping is Axolotl's form of a custom prompt; it names the columns.
-    if kind == "alpaca" or isinstance(kind, dict):
-        fields = kind if isinstance(kind, dict) else {}
-        draft.drop(f"{key}.type", here, f"{_PROMPT}; the column input is not read")
-        prompt = fields.get("field_instruction", "instruction")
-        answer = fields.get("field_output", "output")
-        return {"prompt_column": prompt, "response_column": answer}
+    learned = {"train_on": "all"} if draft.value("train_on_inputs") else {}
+    # A mapping is Axolotl's form of a custom prompt.
+    if isinstance(kind, dict):
+        return {**_prompt(draft, here, f"{key}.type", kind), **learned}
+    if kind in _CHATS:
+        return {**_messages(draft, node, key, str(kind), values), **learned}
+    if kind == "alpaca":
+        return {"prompt": "alpaca", **learned}
     if kind is not None:
         draft.drop(
             f"{key}.type",
@@ -158,22 +164,109 @@ def _columns(
     return {}
 
 
+def _messages(
+    draft: Draft, node: Tree, key: str, kind: str, values: dict[str, Any]
+) -> dict[str, object]:
+    """Convert the keys of a data set of chats."""
+    named = values.pop("message_property_mappings", None) or {}
+    keys = dict[str, object]()
+    for ours, usual in (("role", "from"), ("content", "value")):
+        given = named.pop(ours, None) or values.pop(f"message_field_{ours}", None)
+        found = given or (usual if kind == "sharegpt" else ours)
+        keys |= {f"{ours}_key": found} if found != ours else {}
+    if named:
+        values["message_property_mappings"] = named
+    given = values.pop("roles", None)
+    roles = {each: role for role, names in (given or {}).items() for each in names} or (
+        _ROLES if "role_key" in keys else {}
+    )
+    keys |= {"roles": {name: role for name, role in roles.items() if name != role}} if roles else {}
+    if values.get("message_field_training"):
+        keys["train_key"] = values.pop("message_field_training")
+    for theirs in ("train_on_eos", "train_on_eot"):
+        keys |= {"train_on_end": False} if values.get(theirs) == "none" else {}
+        if values.get(theirs) in ("none", "turn"):
+            why = "train_on_end; the end mark of an answer counts if the answer does"
+            draft.needless(f"{key}.{theirs}", node.find((theirs,)) or node, why)
+            del values[theirs]
+    if {*(values.get("roles_to_train") or ())} in ({"assistant"}, {"gpt"}):
+        del values["roles_to_train"]
+    return {"messages_column": values.pop("field_messages", None) or _CHATS[kind], **keys}
+
+
+def _prompt(draft: Draft, here: Tree, key: str, given: dict[str, Any]) -> dict[str, object]:
+    """Convert a custom prompt: a format, and the names of its columns."""
+    form = given.pop("format", None) or "{instruction} {input} "
+    # Axolotl's own default, also beside a `format`.
+    without = given.pop("no_input_format", None) or "{instruction} "
+    source: dict[str, object] = {
+        "prompt": {"template": form, "without_input": without},
+        "prompt_column": given.pop("field_instruction", None) or "instruction",
+        "response_column": given.pop("field_output", None) or "output",
+    }
+    column = given.pop("field_input", None)
+    if column and "{input}" in form:
+        source["input_column"] = column
+    if given.get("system_format") == "{system}":
+        del given["system_format"]
+    for name, value in given.items():
+        if value not in (None, ""):
+            why = "write it into the template of data.train.prompt (with {system}: system_column)"
+            draft.drop(f"{key}.{name}", here.find((name,)) or here, why)
+    return source
+
+
+def _tokens(draft: Draft) -> None:
+    """Convert special tokens, and further tokens of the vocabulary."""
+    # An older form of `tokens` is a mapping, as `special_tokens`.
+    for key in ("special_tokens", "tokens"):
+        tokens = draft.pop(key)
+        if tokens is None:
+            continue
+        if tokens.kind != "mapping":
+            draft.put("data.added_tokens", tokens, key)
+            continue
+        known = {}
+        for name, node in tokens.children.items():
+            if name in get_args(SpecialToken) and node.scalar:
+                known[str(name)] = node.scalar
+            elif node.kind == "list":
+                draft.put("data.added_tokens", node, f"{key}.{name}")
+            elif not is_empty(node):
+                draft.drop(f"{key}.{name}", node, "no counterpart")
+        if known:
+            draft.put("data.special_tokens", tokens, key, known)
+    ends = draft.pop("eot_tokens")
+    if ends is not None:
+        why = "the end mark that the chat template writes after an answer counts with the answer"
+        draft.needless("eot_tokens", ends, why)
+
+
 def _template(draft: Draft) -> None:
     """Convert the chat template."""
     named = draft.pop("chat_template")
     own = draft.pop("chat_template_jinja")
+    train = str(draft.expected("data.train"))
+    if named is not None and "messages_column" not in train:
+        draft.needless("chat_template", named, "of no effect there: no data set has chats")
+        return
     if own is not None:
         draft.put("data.chat_template", own, "chat_template_jinja")
+    family = re.match("[a-z]*", str(named.scalar).lower()) if named is not None else None
     if named is not None and (own is not None or str(named.scalar).startswith("tokenizer_default")):
         draft.needless(
             "chat_template", named, "data.chat_template, or the tokenizer's own if there is none"
         )
+    elif named is not None and named.scalar in CHAT_TEMPLATES:
+        draft.put("data.chat_template", named, "chat_template")
     elif named is not None:
         why = (
             "the tokenizer's own is taken; Axolotl's of that name can be given as "
             "data.chat_template"
         )
-        draft.drop("chat_template", named, why)
+        # Axolotl's template of a family is a copy of the family's own.
+        same = family is not None and family[0] in str(draft.expected("data.tokenizer")).lower()
+        (draft.alter if same else draft.drop)("chat_template", named, why)
 
 
 def _schedule(draft: Draft) -> None:
@@ -195,18 +288,15 @@ def _has_chats(draft: Draft) -> bool:
     train = draft.recipe.find(("data", "train"))
     # By text, because data.train may be one source or a list of them.
     text = str(train.plain()) if train is not None else ""
-    return "messages_column" in text or "prompt_column" in text
+    return "messages_column" in text or "prompt" in text
 
 
 def _packing(draft: Draft) -> None:
-    """Convert packing and the loss on prompts.
-
-    Here only answers count in the loss of chats, and plain text is always packed.
-    """
+    """Convert packing and the loss on prompts. Here plain text is always packed."""
     # Not `pop`, here and below: false has a meaning, too.
     inputs = draft.left.pop("train_on_inputs", None)
     if inputs is not None and inputs.scalar:
-        draft.drop("train_on_inputs", inputs, "answers alone count in the loss of chats")
+        draft.alter("train_on_inputs", inputs, "train_on: all; of a chat its role marks count, too")
     elif inputs is not None:
         draft.needless("train_on_inputs", inputs, "answers alone count in the loss of chats")
     chats = _has_chats(draft)

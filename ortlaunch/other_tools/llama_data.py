@@ -58,8 +58,14 @@ class _Refused(Exception):
     """A data set that no source of the recipe can be."""
 
 
-def convert(draft: Draft, chats: bool) -> None:
-    """Convert the data sets of training and evaluation; `chats`: not those of pre-training."""
+def convert(draft: Draft, chats: bool, learned: Json) -> None:
+    """Convert the data sets of training and evaluation.
+
+    Args:
+        draft: the conversion.
+        chats: whether the rows are chats, not those of pre-training.
+        learned: fields of each source for the loss of chats.
+    """
     given = draft.pop("dataset_dir")
     most = draft.pop("max_samples")
     described = _described(
@@ -73,7 +79,7 @@ def convert(draft: Draft, chats: bool) -> None:
             draft.drop(key, node, why)
         elif node is not None and described is not None:
             limit = number(most)
-            used |= _part(draft, (key, part), node, described, (chats, limit))
+            used |= _part(draft, (key, part), node, described, (chats, limit, learned))
     for key, node, why in (
         ("dataset_dir", given, "data.train.path"),
         ("max_samples", most, "most_rows of each source"),
@@ -113,7 +119,7 @@ def _part(
     keys: tuple[str, str],
     node: Tree,
     described: _Described,
-    options: tuple[bool, float | None],
+    options: tuple[bool, float | None, Json],
 ) -> bool:
     """Convert the data sets of one key; return whether the recipe has at least one of them."""
     key, part = keys
@@ -141,9 +147,9 @@ def _part(
     return bool(sources)
 
 
-def _source(info: Json, folder: Path, chats: bool, limit: float | None) -> Json:
+def _source(info: Json, folder: Path, chats: bool, limit: float | None, learned: Json) -> Json:
     columns = info.get("columns") or {}
-    source = {**_place(info, folder), **(_chats(info, columns) if chats else {})}
+    source = {**_place(info, folder), **(_chats(info, columns) if chats else {}), **learned}
     if not chats and source["format"] != "text":
         source["text_column"] = columns.get("prompt", "instruction")
     limits = [each for each in (info.get("num_samples"), limit) if each]

@@ -63,7 +63,7 @@ def _adapters(draft: Draft) -> None:
 def _data(draft: Draft, chats: bool) -> None:
     # Not `take`: `packing: false` has a meaning, too.
     packed = draft.left.pop("packing", None)
-    llama_data.convert(draft, chats)
+    llama_data.convert(draft, chats, _learned(draft) if chats else {})
     template = draft.pop("template")
     if template is not None and not chats:
         draft.needless("template", template, "of no effect there: pre-training is on plain text")
@@ -76,6 +76,16 @@ def _data(draft: Draft, chats: bool) -> None:
     if packed is not None:
         why = "a chat is a sample of its own" if chats else "text is always packed"
         (draft.drop if bool(packed.scalar) == chats else draft.needless)("packing", packed, why)
+
+
+def _learned(draft: Draft) -> dict[str, str]:
+    """Convert the choice of what counts in the loss of chats."""
+    for key, part in (("train_on_prompt", "all"), ("mask_history", "last")):
+        node = draft.pop(key)
+        if node is not None:
+            draft.needless(key, node, f"train_on: {part} of each source has it")
+            return {"train_on": part}
+    return {}
 
 
 def _defaults(draft: Draft) -> None:

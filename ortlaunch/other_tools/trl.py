@@ -49,6 +49,10 @@ def convert(draft: Draft) -> None:
     _data(draft, chats=template is not None)
     _packing(draft, chats=template is not None)
     _adapters(draft)
+    for key in ("eos_token", "pad_token"):
+        token = draft.pop(key)
+        if token is not None:
+            draft.put(f"data.special_tokens.{key}", token, key)
 
 
 def _data(draft: Draft, chats: bool) -> None:
@@ -66,20 +70,17 @@ def _data(draft: Draft, chats: bool) -> None:
             if chats
             else {"text_column": in_one_line(field) if field else "text"}
         )
+        learned = {"train_on": "all"} if chats and answers is None else {}
         source = {
             "format": "hub",
             "name": hub.scalar,
             **({"subset": in_one_line(subset)} if subset else {}),
             **columns,
+            **learned,
         }
         why = f"taken as text; for chats add data.train.messages_column=messages, and {_ANSWERS}"
-        whole = (
-            ""
-            if answers is not None
-            else f"{_ANSWERS}, TRL's without assistant_only_loss in the whole chat's"
-        )
         split = {"split": in_one_line(first)} if first else {}
-        draft.put("data.train", hub, "dataset_name", {**source, **split}, whole if chats else why)
+        draft.put("data.train", hub, "dataset_name", {**source, **split}, "" if chats else why)
         if second is not None and draft.value("eval_strategy") not in (None, False, "no"):
             draft.put(
                 "data.evaluation",

@@ -20,6 +20,7 @@ from pathlib import Path
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.families import FAMILIES
+from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from ortlaunch.recipe.text.paths import EXPANDED
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.recipe.text.words import closest
@@ -47,9 +48,12 @@ def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
                 what = f"got {pattern}, which matches no file here (current folder: {_here()})"
                 yield (f"{key}.path",), what + _remedy(pattern)
     template = recipe.data.chat_template
-    if template is not None and "{" not in template and not os.path.isfile(template):
+    given = template is None or "{" in template or template in CHAT_TEMPLATES
+    if template is not None and not given and not os.path.isfile(template):
+        names = ", ".join(CHAT_TEMPLATES)
         what = (
-            f"got {template}, and no such file exists (the text of a template contains {{{{ }}}})"
+            f"got {template}, and no such file exists (the text of a template contains {{{{ }}}}; "
+            f"known by name: {names})"
         )
         yield ("data.chat_template",), what + _remedy(template)
     for key, value in (

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
+from ortlaunch.recipe.fields.prompts import PromptName, PromptTemplate
 from ortlaunch.recipe.fields.section import (
     LIST,
     MAPPING,
@@ -20,6 +21,7 @@ from ortlaunch.recipe.fields.section import (
     Positive,
     Section,
     Text,
+    Words,
     tuple_of,
 )
 
@@ -40,6 +42,15 @@ def _kind_of_one(value: object) -> str:
 def _kind_of_evaluation(value: object) -> str:
     part = isinstance(value, dict) and bool({"share", "samples"} & value.keys())
     return PART if part or isinstance(value, HeldOut) else _kind_of_one(value)
+
+
+SpecialToken = Literal[
+    "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"
+]
+PromptChoice = Annotated[
+    Annotated[PromptName, Tag(WORD)] | Annotated[PromptTemplate, Tag(MAPPING)],
+    Discriminator(_kind_of_one),
+]
 
 
 class Corpus(Section):
@@ -94,6 +105,20 @@ class Corpus(Section):
     system_column: Text | None = None
     """Column with the text of a system message, before the prompt or the messages, where it is not
     empty."""
+    prompt: PromptChoice | None = None
+    """Format that writes a row of instruction, input and response as plain text, in place of the
+    chat template: `alpaca`, Stanford Alpaca's, or a `template` of your own. The columns are
+    `prompt_column`, `input_column` and `response_column`; without them `instruction`, `input` and
+    `output`. The tokenizer's end mark ends the response; it counts in the loss as the response
+    does."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Part of a chat or of a prompt with its response that counts in the loss: all answers, the
+    `last` answer, or `all` of the text."""
+    train_on_end: bool = True
+    """Whether an answer's end mark (end of turn, end of text) counts in the loss, too."""
+    train_key: Text | None = None
+    """Key of a message that decides whether this answer counts, as `train` or `weight`: true or 1,
+    false or 0. An answer without it counts."""
     role_key: Text = "role"
     """Key of a message's role, as `from` in ShareGPT's form."""
     content_key: Text = "content"
@@ -201,9 +226,17 @@ class Data(Section):
     tokenizer: TokenizerChoice | None = None
     """Local folder or hub id, or `{train: wordpiece, vocab_size: 30522}`; null only for custom
     data."""
+    special_tokens: dict[SpecialToken, Text] = {}
+    """Special tokens in place of the tokenizer's, as `{pad_token: <pad>, eos_token: <|im_end|>}`. A
+    token that the vocabulary lacks is added to it; a pretrained model then needs a larger
+    `model.config.vocab_size`, which the error names."""
+    added_tokens: Words = ()
+    """More special tokens for the vocabulary, such as marks of a chat template that the tokenizer
+    would split into pieces."""
     chat_template: Text | None = None
-    """Template that writes chats: a Jinja file, or its text; null: the tokenizer's own. It is
-    exported with the tokenizer. Where it marks answers by {% generation %}, the loss counts those;
+    """Template that writes chats: `chatml`, `gemma`, `llama3`, `mistral`, `phi_3`, `vicuna` or
+    `zephyr`, a Jinja file, or its text; null: the tokenizer's own. It is exported with the
+    tokenizer. Where it marks answers by {% generation %}, the loss counts those;
     else it counts the text that the template writes for messages of role assistant, after the
     template's prompt for an answer (`add_generation_prompt`)."""
     sequence_length: Annotated[int, Field(ge=8, le=MOST)] | None = None
@@ -285,7 +318,14 @@ def is_chat(source: str | Corpus) -> bool:
     """Return whether the rows of a source are chats."""
     if isinstance(source, str):
         return source == "python-chats"
-    return bool(source.messages_column or source.prompt_column or source.response_column)
+    return bool(
+        source.messages_column or source.prompt_column or source.response_column or source.prompt
+    )
+
+
+def uses_template(source: str | Corpus) -> bool:
+    """Return whether a chat template writes the rows of a source."""
+    return is_chat(source) and (isinstance(source, str) or source.prompt is None)
 
 
 def is_custom(source: str | Corpus) -> bool:

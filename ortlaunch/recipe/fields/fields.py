@@ -12,7 +12,17 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ortlaunch.recipe.fields import best, data, engine, launch, models, schedule, submit, sweep
+from ortlaunch.recipe.fields import (
+    best,
+    data,
+    engine,
+    launch,
+    models,
+    prompts,
+    schedule,
+    submit,
+    sweep,
+)
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.section import NameIn
 from ortlaunch.recipe.text.place import KeyPath, dotted
@@ -136,7 +146,7 @@ def manual() -> dict[tuple[str, str], str]:
     found = {}
     # Python keeps no docstring of a field: the sources are parsed. Cached, because only error
     # messages and `ortlaunch schema` need it.
-    modules = (best, models, data, engine, launch, schedule, submit, sweep)
+    modules = (best, models, data, prompts, engine, launch, schedule, submit, sweep)
     sources = [ast.parse(inspect.getsource(module)) for module in modules]
     for section in (
         node for source in sources for node in source.body if isinstance(node, ast.ClassDef)

@@ -12,13 +12,17 @@ from ortlaunch.recipe.fields.data import (
     TokenizerTraining,
     is_chat,
     is_custom,
+    uses_template,
 )
 from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.prompts import PLACE_NAMES, PLACES, PROMPTS, PromptTemplate
 from ortlaunch.recipe.fields.section import DOES_NOTHING, MOST, chosen
 from ortlaunch.recipe.rules.model_rules import function
 from ortlaunch.recipe.text.place import Problem
 
-_CHATS = ("system_column", "input_column", "role_key", "content_key", "roles")
+_LEARNED = ("train_on", "train_on_end")
+_CHATS = ("system_column", "input_column", "role_key", "content_key", "roles", "prompt",
+          "train_key", *_LEARNED)  # fmt: skip
 _COLUMNS = ("text_column", "label_column", "messages_column", "prompt_column", "response_column",
             *_CHATS, "most_rows")  # fmt: skip
 # Fields that each format uses; any other field has no effect.
@@ -80,7 +84,7 @@ def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
             (f"{path}.{pair[0]}", f"{path}.messages_column"),
             "is an alternative to messages_column; give only one",
         )
-    elif len(pair) == 1:
+    elif len(pair) == 1 and not corpus.prompt:
         other = "response_column" if pair == ["prompt_column"] else "prompt_column"
         yield (f"{path}.{other}", f"{path}.{pair[0]}"), f"is missing: {pair[0]} needs it"
     if corpus.role_key == corpus.content_key:
@@ -88,14 +92,51 @@ def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
             f"got {corpus.content_key}, which is role_key, too; they are two keys of a message"
         )
         yield (f"{path}.content_key", f"{path}.role_key"), message
-    form = "messages_column" if corpus.messages_column else "prompt_column" if pair else ""
+    pairs = bool(pair or corpus.prompt)
+    form = "messages_column" if corpus.messages_column else "prompt_column" if pairs else ""
     fields = {
-        "messages_column": ("role_key", "content_key", "roles", "system_column"),
-        "prompt_column": ("input_column", "system_column"),
+        "messages_column": (
+            "role_key",
+            "content_key",
+            "roles",
+            "system_column",
+            "train_key",
+            *_LEARNED,
+        ),
+        "prompt_column": ("input_column", "system_column", "prompt", *_LEARNED),
     }
     for key in sorted(chosen(corpus) & {*_CHATS} - {*fields.get(form, ())}):
         own = form or "rows without messages_column or prompt_column"
         yield (f"{path}.{key}", kind), f"has no effect with {own}; remove it"
+    for key in sorted(chosen(corpus) & {"train_key", "train_on_end"}):
+        if corpus.train_on == "all":
+            yield (
+                (f"{path}.{key}", f"{path}.train_on"),
+                "has no effect with train_on: all; remove it",
+            )
+    if corpus.prompt is not None:
+        yield from _prompt(path, corpus, corpus.prompt)
+
+
+def _prompt(path: str, corpus: Corpus, prompt: str | PromptTemplate) -> Iterator[Problem]:
+    """Yield the problems of the places in a prompt's template."""
+    form = PROMPTS[prompt] if isinstance(prompt, str) else prompt
+    places = set(PLACES.findall(form.template))
+    for key in ("template", "without_input"):
+        names = PLACES.findall(getattr(form, key) or "{instruction}")
+        for name in sorted({*names} - {*PLACE_NAMES}):
+            message = (
+                f"got {{{name}}}; it may have {', '.join(f'{{{each}}}' for each in PLACE_NAMES)}"
+            )
+            yield (f"{path}.prompt.{key}",), message
+        if "instruction" not in names:
+            yield (f"{path}.prompt.{key}",), "has no {instruction}, the text of prompt_column"
+    for key, name in (("system_column", "system"), ("input_column", "input")):
+        if getattr(corpus, key) and name not in places:
+            yield (
+                (f"{path}.{key}", f"{path}.prompt"),
+                f"has no effect with this prompt, whose template has no {{{name}}}",
+            )
 
 
 def _mixture(data: Data) -> Iterator[Problem]:
@@ -185,12 +226,13 @@ def _chats(data: Data, task: str) -> Iterator[Problem]:
     chats = [key for key, source in data.sources() if is_chat(source)]
     for key in chats if MODEL_TASKS[task].predicts != "next" else ():
         yield (key, "model.task"), f"contains chats, which are for task causal-lm, not for {task}"
-    if data.chat_template is not None and not chats:
+    written = any(uses_template(source) for _, source in data.sources())
+    if data.chat_template is not None and not written:
         yield (
             ("data.chat_template", "data.train"),
             "has no effect without chats: no source has a messages_column",
         )
-    if chats and isinstance(data.tokenizer, TokenizerTraining) and data.chat_template is None:
+    if written and isinstance(data.tokenizer, TokenizerTraining) and data.chat_template is None:
         paths = ("data.chat_template", "data.tokenizer.train", chats[0])
         yield paths, "is missing: a tokenizer that is trained here has no chat template of its own"
 

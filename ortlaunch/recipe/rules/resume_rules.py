@@ -72,10 +72,11 @@ RULES: dict[str, RuleOf] = {
         _DATA,
         "train.messages_column train.prompt_column train.response_column "
         "train.input_column train.system_column train.role_key train.content_key train.roles "
-        "train.most_rows",
+        "train.most_rows train.prompt train.prompt.template train.prompt.without_input "
+        "train.train_on train.train_on_end train.train_key",
         "data",
     ),
-    **_all(_DATA, "chat_template attend_across_documents", "data"),
+    **_all(_DATA, "chat_template special_tokens added_tokens attend_across_documents", "data"),
     **dict.fromkeys(
         ("data.bucket_lengths", "data.padding"),
         Rule(EFFECT, why="the same samples, with less padding"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.recipe.fields.prompts import PROMPTS
 from ortlaunch.worker.data.corpus import corpus_name, documents_read, rows, value
 from ortlaunch.worker.data.reading import DataError, Row
 
@@ -41,7 +42,9 @@ def chats_read(source: str | Corpus) -> Iterator[tuple[Chat, float]]:
     for row in rows(source):
         unseen -= row.values.keys()
         messages = _messages(row, source) if source.messages_column else _pair(row, source)
-        yield Chat([*_system(row, source), *messages], row.place), row.share
+        # A prompt has the system's text within.
+        system = [] if source.prompt else [*_system(row, source)]
+        yield Chat([*system, *messages], row.place), row.share
     if unseen:
         raise DataError(f"{corpus_name(source)}: no row has a column {' or '.join(sorted(unseen))}")
 
@@ -97,19 +100,40 @@ def _message(row: Row, source: Corpus, name: str, message: Any) -> Json:
             raise DataError(f"{row.place}: {name}: {key} is {message[key]!r:.80}; it must be text")
     # Parquet gives every message all keys that one message has; the absent ones are None.
     read = {str(names.get(key, key)): each for key, each in message.items() if each is not None}
-    return {**read, "role": source.roles.get(read["role"], read["role"])}
+    role = source.roles.get(read["role"], read["role"])
+    counts = read.get(source.train_key or "")
+    if counts not in (None, True, False) or (counts and role != "assistant"):
+        only = "" if counts not in (True, False) else f" in a message of role {role}"
+        raise DataError(
+            f"{row.place}: {name}: {source.train_key} is {counts!r:.80}{only}; it must be true or "
+            "false, and true for answers alone"
+        )
+    return {**read, "role": role}
 
 
 def _pair(row: Row, source: Corpus) -> list[Json]:
-    found = []
-    for role, column in (("user", source.prompt_column), ("assistant", source.response_column)):
-        assert column is not None, "the recipe's rules ask for both"
-        content = value(row, column)
-        if not isinstance(content, str) or not content:
-            raise DataError(f"{row.place}: {column} is {content!r:.80}; it must be text")
-        extra = _optional(row, source.input_column) if role == "user" else ""
-        content = f"{content}\n{extra}" if extra else content
-        found.append({"role": role, "content": content})
+    # With a prompt the columns have the names of Alpaca, and the input's may be absent.
+    asked, answer = (
+        _text(row, column)
+        for column in (
+            source.prompt_column or "instruction",
+            source.response_column or "output",
+        )
+    )
+    extra = _optional(row, source.input_column or ("input" if source.prompt else None))
+    if source.prompt:
+        form = PROMPTS[source.prompt] if isinstance(source.prompt, str) else source.prompt
+        system = _optional(row, source.system_column)
+        asked = form.text({"instruction": asked, "input": extra, "system": system})
+    elif extra:
+        asked = f"{asked}\n{extra}"
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
+def _text(row: Row, column: str) -> str:
+    found = value(row, column)
+    if not isinstance(found, str) or not found:
+        raise DataError(f"{row.place}: {column} is {found!r:.80}; it must be text")
     return found
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ortlaunch.cache import note
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from ortlaunch.worker.data.chat_rows import Chat, chats_read
 from ortlaunch.worker.data.corpus import fingerprint
 from ortlaunch.worker.data.reading import DataError
@@ -27,6 +28,7 @@ from ortlaunch.worker.data.tokens import (
     Documents,
     ShowProgress,
     Work,
+    begin_of_text,
     plain_backend,
     stored,
     vocabulary_of,
@@ -59,7 +61,12 @@ def tokenized_chats(
         DataError: there is no chat template, or a chat is invalid, or the template cannot render
             it; the message gives file and line.
     """
-    template = _Template(tokenizer)
+    corpus = source if isinstance(source, Corpus) else None
+    template = (
+        _Prompts(tokenizer)
+        if corpus and corpus.prompt
+        else _Template(tokenizer, corpus.train_on if corpus else "assistant")
+    )
     # All that the tokens depend on; the 1 is the version of this format.
     key = (
         f"chats 1 {fingerprint(source)} {template.text} "
@@ -71,9 +78,81 @@ def tokenized_chats(
         written = [template.render(chat) for chat in chats]
         # The template has written the special tokens already.
         encoded = backend.encode_batch([each.text for each in written], add_special_tokens=False)
-        return (_marked(found, each.answers) for found, each in zip(encoded, written))
+        for found, each, chat in zip(encoded, written, chats):
+            learned = _learned(each, chat, source, template.end_marks)
+            yield [*template.begin, *_marked(found, learned)]
 
     return stored(Work(key, lambda: chats_read(source), encode), show_progress)
+
+
+def _learned(
+    found: Rendered, chat: Chat, source: str | Corpus, end_marks: tuple[str, ...]
+) -> list[tuple[int, int]]:
+    """Return the ranges of the text that count in the loss, by the source's fields.
+
+    Raises:
+        DataError: messages say whether they count, and the template marks other passages.
+    """
+    if isinstance(source, str):
+        return found.answers
+    if source.train_on == "all":
+        return [(0, len(found.text))]
+    chosen = found.answers[-1:] if source.train_on == "last" else found.answers
+    if source.train_key:
+        messages = [each for each in chat.messages if each["role"] == "assistant"]
+        messages = messages[-1:] if source.train_on == "last" else messages
+        if len(messages) != len(chosen):
+            raise DataError(
+                f"{chat.place}: the chat template marks {len(chosen)} passages, and "
+                f"{len(messages)} answers may have {source.train_key}"
+            )
+        chosen = [
+            each
+            for each, message in zip(chosen, messages)
+            if message.get(source.train_key) in (None, True)
+        ]
+    if source.train_on_end:
+        return chosen
+    return [
+        (first, _before_mark(found.text[first:after], end_marks) + first) for first, after in chosen
+    ]
+
+
+def _before_mark(text: str, end_marks: tuple[str, ...]) -> int:
+    """Return the length of an answer without its end mark, and without spaces around the mark."""
+    shown = text.rstrip()
+    mark = next((mark for mark in end_marks if shown.endswith(mark)), "")
+    return len(shown.removesuffix(mark).rstrip()) if mark else len(text)
+
+
+class _Prompts:
+    """Prompts that are text already: the tokenizer's begin mark, prompt, response, end mark."""
+
+    text = "prompts"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        _require_offsets(tokenizer)
+        if tokenizer.eos_token is None:
+            raise DataError(
+                "data.tokenizer has no eos_token, which ends a response; set "
+                "data.special_tokens.eos_token"
+            )
+        self.begin = begin_of_text(tokenizer)
+        self.end_marks = (str(tokenizer.eos_token),)
+
+    def render(self, chat: Chat) -> Rendered:
+        """Return the text of a prompt with its response, which ends with the end mark."""
+        prompt, response = (str(message["content"]) for message in chat.messages)
+        text = f"{prompt}{response.removesuffix(self.end_marks[0])}{self.end_marks[0]}"
+        return Rendered(text, [(len(prompt), len(text))])
+
+
+def _require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
+    if not tokenizer.is_fast:
+        raise DataError(
+            "data.tokenizer: does not report the positions of tokens in a text; use a fast "
+            "tokenizer"
+        )
 
 
 def _marked(encoded: Any, answers: list[tuple[int, int]]) -> Sequence[int]:
@@ -93,22 +172,21 @@ def _marked(encoded: Any, answers: list[tuple[int, int]]) -> Sequence[int]:
 
 
 class _Template:
-    """The tokenizer's chat template."""
+    """The tokenizer's chat template, which writes the begin mark, too."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if not tokenizer.is_fast:
-            raise DataError(
-                "data.tokenizer: does not report the positions of tokens in a text; use a fast "
-                "tokenizer"
-            )
+    begin = list[int]()
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str) -> None:
+        _require_offsets(tokenizer)
+        self.train_on = train_on
         if not tokenizer.chat_template:
             raise DataError(
                 "data.tokenizer has no chat template; set data.chat_template to a Jinja file "
-                "or its text, usually from the model card"
+                f"or its text, usually from the model card, or one of {', '.join(CHAT_TEMPLATES)}"
             )
         self.tokenizer = tokenizer
         self.text = str(tokenizer.get_chat_template())
-        self.marks = _MARKED.search(self.text) is not None
+        self._uses_marks = _MARKED.search(self.text) is not None and train_on != "all"
         added = tokenizer.added_tokens_decoder.values()
         self.end_marks = tuple(
             {*tokenizer.all_special_tokens, *(str(each) for each in added if each.special)}
@@ -121,7 +199,7 @@ class _Template:
             DataError: the template refuses the chat, or its answers cannot be located.
         """
         try:
-            found = self._marked(chat) if self.marks else self._compared(chat)
+            found = self._marked(chat) if self._uses_marks else self._compared(chat)
         except DataError:
             raise
         # Errors of Jinja, and any error that the template's own code raises.
@@ -150,12 +228,12 @@ class _Template:
     def _compared(self, chat: Chat) -> Rendered:
         messages = chat.messages
         whole = self._text(messages)
-        answers = [
-            self._answer(whole, chat, number)
-            for number, each in enumerate(messages)
-            if each["role"] == "assistant"
-        ]
-        return Rendered(whole, answers)
+        # A template may rewrite earlier turns, so no more answers are searched than count.
+        if self.train_on == "all":
+            return Rendered(whole, [(0, len(whole))])
+        numbers = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
+        chosen = numbers[-1:] if self.train_on == "last" else numbers
+        return Rendered(whole, [self._answer(whole, chat, number) for number in chosen])
 
     def _answer(self, whole: str, chat: Chat, number: int) -> tuple[int, int]:
         """Return the character range of an answer: from after the generation prompt.

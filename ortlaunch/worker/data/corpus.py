@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.errors import first_line
-from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus, is_chat
 from ortlaunch.recipe.fields.section import chosen
 from ortlaunch.worker.data.reading import (
     LONGEST_TEXT,
@@ -179,9 +179,10 @@ def fingerprint(source: str | Corpus) -> str:
 
 def _columns(source: Corpus) -> str:
     # What has its default is left out, so that a corpus without it keeps its fingerprint.
-    others = ("input_column", "system_column", "role_key", "content_key", "roles", "most_rows")
+    others = ("input_column", "system_column", "role_key", "content_key", "roles", "most_rows",
+              "prompt", "train_on", "train_on_end", "train_key")  # fmt: skip
     given = [f" {key}: {getattr(source, key)}" for key in others if key in chosen(source)]
-    if source.messages_column or source.prompt_column:
+    if is_chat(source):
         chat = f"{source.messages_column} {source.prompt_column} {source.response_column}"
         return "".join((chat, *given))
     return "".join((source.text_column, *given))

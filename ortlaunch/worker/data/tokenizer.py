@@ -14,6 +14,7 @@ from filelock import FileLock
 from ortlaunch.cache import cache_folder, renew
 from ortlaunch.errors import InputError, first_line
 from ortlaunch.recipe.fields.data import Data, TokenizerTraining, is_chat
+from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from ortlaunch.worker.data.chat_rows import chat_texts
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
 
@@ -45,6 +46,9 @@ def load_tokenizer(data: Data, kept: Path | None = None) -> Any:
     if data.tokenizer is None:
         return None
     tokenizer = _loaded(data, kept)
+    if kept is None and (data.special_tokens or data.added_tokens):
+        tokenizer.add_special_tokens(data.special_tokens)
+        tokenizer.add_tokens([*data.added_tokens], special_tokens=True)
     # A kept tokenizer was saved with the chat template of its training.
     if data.chat_template is not None and kept is None:
         tokenizer.chat_template = _template(data.chat_template)
@@ -52,7 +56,9 @@ def load_tokenizer(data: Data, kept: Path | None = None) -> Any:
 
 
 def _template(given: str) -> str:
-    """Return the text of a chat template, which is given directly or as a file name."""
+    """Return the text of a chat template, which is given by name, directly or as a file name."""
+    if given in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[given]
     # Every template has braces; a file name with braces is not supported.
     if "{" in given:
         return given

@@ -295,7 +295,7 @@ def config_of(recipe: Recipe, data: LoadedData) -> Any:
         )
     if recipe.model.traits.label == "number":
         fields = {**fields, "num_labels": 1, "problem_type": "regression"}
-    fields = {**_from_data(data, config, source is None), **fields}
+    fields = {**_from_data(recipe, data, config), **fields}
     try:
         if source is None:
             config = AutoConfig.for_model(kind, **fields)
@@ -326,12 +326,14 @@ def _refuse_unknown(fields: Json, config: PreTrainedConfig) -> None:
             )
 
 
-def _from_data(data: LoadedData, config: PreTrainedConfig, fresh: bool) -> Json:
+def _from_data(recipe: Recipe, data: LoadedData, config: PreTrainedConfig) -> Json:
     """Return the config's fields that follow from tokenizer and labels, if the recipe has none."""
     found: Json = {}
+    fresh = recipe.model.pretrained is None
     for name in _SPECIAL_WORDS if data.tokenizer is not None else ():
         word = getattr(data.tokenizer, name, None)
-        if word is not None and hasattr(config, name) and (fresh or getattr(config, name) is None):
+        chosen = fresh or name.removesuffix("_id") in recipe.data.special_tokens
+        if word is not None and hasattr(config, name) and (chosen or getattr(config, name) is None):
             found[name] = word
     if data.tokenizer is not None and fresh:
         found["vocab_size"] = padded_vocabulary(len(data.tokenizer))

@@ -82,10 +82,7 @@ def test_what_the_recipes_hold(tmp_path: Path) -> None:
         "eager",
     )
     assert isinstance(one.data.train, Corpus)
-    assert (one.data.train.name, one.data.train.response_column) == (
-        "mhenrichsen/alpaca_2k_test",
-        "output",
-    )
+    assert (one.data.train.name, one.data.train.prompt) == ("mhenrichsen/alpaca_2k_test", "alpaca")
     one = recipe(imported("llama_factory.yaml"), tmp_path)
     assert (one.model.lora and one.model.lora.alpha, one.schedule.warmup_ratio, one.precision) == (
         16,
@@ -213,6 +210,7 @@ def test_trls_sft(tmp_path: Path) -> None:
         "dataset_test_split": "test",
         "chat_template": "{{ messages }}",
         "packing": True,
+        "eos_token": "<e>",
     }
     others = {
         "use_peft": True,
@@ -223,7 +221,7 @@ def test_trls_sft(tmp_path: Path) -> None:
     }
     found = import_config(config(tmp_path, **absent, **chats, **others), "hf-trainer", None, ())
     made = yaml.safe_load(found.recipe)
-    source = {"format": "hub", "name": "a/b", "messages_column": "messages"}
+    source = {"format": "hub", "name": "a/b", "messages_column": "messages", "train_on": "all"}
     assert (made["data"]["train"], made["data"]["evaluation"]) == (
         source,
         {**source, "split": "test"},
@@ -234,9 +232,7 @@ def test_trls_sft(tmp_path: Path) -> None:
     )
     # alpha and dropout above are TRL's defaults; the config gives r alone.
     assert (made["data"]["chat_template"], "engine" in made) == ("{{ messages }}", False)
-    assert (
-        "TRL's without assistant_only_loss in the whole" in said(found, "changed")["dataset_name"]
-    )
+    assert made["data"]["special_tokens"] == {"eos_token": "<e>"}
     assert {"packing", "model_revision"} <= said(found, "dropped").keys()
     with pytest.raises(InputError, match=r"beta: 0\.1: of TRL's trainers SFTTrainer alone"):
         import_config(config(tmp_path, **absent, **chats, beta=0.1), "hf-trainer", None, ())
@@ -245,8 +241,12 @@ def test_trls_sft(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "where", "key", "text"),
     [
-        ({"chat_template": "llama3"}, "dropped", "chat_template",
+        ({"chat_template": "llama3"}, "taken", "chat_template", "data.chat_template"),
+        ({"chat_template": "jamba"}, "dropped", "chat_template",
          "can be given as data.chat_template"),
+        ({"chat_template": "here_2"}, "changed", "chat_template", "the tokenizer's own is taken"),
+        ({"chat_template": "llama3", "datasets": [{"path": "a/b", "type": "alpaca"}]}, "needless",
+         "chat_template", "no data set has chats"),
         ({"chat_template": "tokenizer_default"}, "needless", "chat_template",
          "the tokenizer's own"),
         ({"chat_template_jinja": "a.jinja"}, "taken", "chat_template_jinja", "data.chat_template"),
@@ -255,12 +255,19 @@ def test_trls_sft(tmp_path: Path) -> None:
         # Plain text has no samples of its own: it is packed with or without the key.
         ({"datasets": [{"path": "a/b", "type": "completion"}], "sample_packing": True},
          "needless", "sample_packing", "always packed"),
-        ({"datasets": [{"path": "a/b", "type": "sharegpt"}]}, "dropped", "datasets.type",
-         "not from and value"),
-        ({"special_tokens": {"pad_token": "<pad>"}}, "dropped", "special_tokens",
-         "nearest: data.tokenizer"),
+        ({"special_tokens": {"pad_token": "<pad>", "x_token": "x"}}, "taken", "special_tokens",
+         "data.special_tokens: {pad_token: <pad>}"),
+        ({"special_tokens": {"x_token": "x"}}, "dropped", "special_tokens.x_token", "no counter"),
+        ({"special_tokens": {"additional_special_tokens": ["<a>"]}}, "taken",
+         "special_tokens.additional_special_tokens", "data.added_tokens"),
+        ({"tokens": ["<a>"]}, "taken", "tokens", "data.added_tokens"),
+        ({"tokens": {"bos_token": "<s>"}}, "taken", "tokens", "data.special_tokens: {bos_token"),
+        ({"eot_tokens": ["<a>"]}, "needless", "eot_tokens", "counts with the answer"),
+        ({"train_on_inputs": True}, "changed", "train_on_inputs", "train_on: all"),
+        ({"datasets": [{"path": "a/b", "type": {"field_system": "s", "format": "{instruction}"}}]},
+         "dropped", "datasets.type.field_system", "system_column"),
         ({"datasets": [{"path": "a/b", "type": "alpaca"}]}, "taken", "datasets",
-         "data.train: {format: hub, name: a/b"),
+         "data.train: {format: hub, name: a/b, prompt: alpaca}"),
         ({"tf32": True}, "taken", "tf32", "engine.matmul_precision: high"),
         ({"tf32": True, "bf16": True}, "needless", "tf32", "the precision of the passes"),
         ({"dataloader_num_workers": 4}, "taken", "dataloader_num_workers", "data.workers"),
@@ -276,6 +283,44 @@ def test_axolotls_own_ways(
     path = tmp_path / "c.yml"
     path.write_text(json.dumps({**AXOLOTL, **keys}))
     assert text in said(import_config(path, "axolotl", None, ()), where)[key]
+
+
+SHAREGPT = {
+    "role_key": "from",
+    "content_key": "value",
+    "roles": {"human": "user", "gpt": "assistant"},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"type": "sharegpt"}, {"messages_column": "conversations", **SHAREGPT}),
+        ({"type": "chat_template", "message_property_mappings": {"role": "from", "content": "value"},
+          "roles_to_train": ["assistant"], "train_on_eos": "turn"},
+         {"messages_column": "messages", **SHAREGPT}),
+        ({"type": "chat_template", "field_messages": "talk", "message_field_training": "train",
+          "message_field_content": "text", "roles": {"user": ["me", "user"], "assistant": ["it"]},
+          "train_on_eot": "none"},
+         {"messages_column": "talk", "content_key": "text", "train_key": "train",
+          "roles": {"me": "user", "it": "assistant"}, "train_on_end": False}),
+        ({"type": {"format": "Q: {instruction} {input}", "no_input_format": "Q: {instruction}",
+                   "field_instruction": "ask", "field_input": "more", "field_output": "say"}},
+         {"prompt": {"template": "Q: {instruction} {input}", "without_input": "Q: {instruction}"},
+          "prompt_column": "ask", "response_column": "say", "input_column": "more"}),
+        # Axolotl's defaults.
+        ({"type": {"format": "Q: {instruction}\n{input}"}},
+         {"prompt": {"template": "Q: {instruction}\n{input}", "without_input": "{instruction} "},
+          "prompt_column": "instruction", "response_column": "output"}),
+    ],
+)  # fmt: skip
+def test_axolotls_rows(given: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    """Fields of messages, roles and custom prompts become fields of the source, without a loss."""
+    path = tmp_path / "c.yml"
+    path.write_text(json.dumps({**AXOLOTL, "datasets": [{"path": "a/b", **given}]}))
+    found = import_config(path, "axolotl", None, ())
+    source = {"format": "hub", "name": "a/b", **expected}
+    assert (yaml.safe_load(found.recipe)["data"]["train"], found.account.dropped) == (source, [])
 
 
 @pytest.mark.parametrize(

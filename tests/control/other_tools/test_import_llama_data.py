@@ -62,6 +62,10 @@ def imported(
             {**ALPACA, "path": "data/alpaca.json", "most_rows": 9},
         ),
         (
+            {"dataset": "alpaca", "mask_history": True},
+            {**ALPACA, "path": "data/alpaca.json", "train_on": "last"},
+        ),
+        (
             {"dataset": "talks", "max_samples": 99},
             {
                 "format": "jsonl",
