@@ -34,7 +34,14 @@ from ortlaunch.version import __version__
 # Shorter than the bench of `ortlaunch bench`, because training waits for it.
 SHORT = Length(rounds=3, steps=3)
 # Fields of `data` that decide the shape of a batch.
-_SHAPES = ("sequence_length", "bucket_lengths", "padding", "attend_across_documents", "tokenizer")
+_SHAPES = (
+    "sequence_length",
+    "bucket_lengths",
+    "padding",
+    "attend_across_documents",
+    "packing",
+    "tokenizer",
+)
 # Fields of `engine` that are not part of the key.
 _NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")
 # Packages whose version may change an engine's speed.

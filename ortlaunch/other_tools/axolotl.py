@@ -300,15 +300,21 @@ def _packing(draft: Draft) -> None:
     elif inputs is not None:
         draft.needless("train_on_inputs", inputs, "answers alone count in the loss of chats")
     chats = _has_chats(draft)
-    why = (
-        "a chat is a sample of its own, padded to data.sequence_length"
-        if chats
-        else "text is always packed"
-    )
+    packs = chats and bool(draft.value("sample_packing"))
+    why = "a chat is a sample of its own" if chats else "text is always packed"
     for key in ("sample_packing", "eval_sample_packing"):
-        if draft.value(key) is not None:
-            node = draft.left.pop(key)
-            (draft.drop if bool(node.scalar) == chats else draft.needless)(key, node, why)
+        if draft.value(key) is None:
+            continue
+        node = draft.left.pop(key)
+        if packs and key == "sample_packing":
+            draft.put("data.packing", node, key)
+        elif not chats or bool(node.scalar) == packs:
+            draft.needless(key, node, "data.packing has it" if packs else why)
+        else:
+            draft.alter(key, node, "data.packing is for training and evaluation")
+    if packs and "text_column" in str(draft.expected("data.train")):
+        why = "with data.packing no document attends to another"
+        draft.assume("data.attend_across_documents", False, why)
 
 
 def _wandb(draft: Draft) -> None:

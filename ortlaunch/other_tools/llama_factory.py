@@ -63,6 +63,7 @@ def _adapters(draft: Draft) -> None:
 def _data(draft: Draft, chats: bool) -> None:
     # Not `take`: `packing: false` has a meaning, too.
     packed = draft.left.pop("packing", None)
+    neat = draft.pop("neat_packing")
     llama_data.convert(draft, chats, _learned(draft) if chats else {})
     template = draft.pop("template")
     if template is not None and not chats:
@@ -74,8 +75,17 @@ def _data(draft: Draft, chats: bool) -> None:
         )
         draft.alter("template", template, why)
     if packed is not None:
-        why = "a chat is a sample of its own" if chats else "text is always packed"
-        (draft.drop if bool(packed.scalar) == chats else draft.needless)("packing", packed, why)
+        if chats and packed.scalar:
+            why = "" if neat is not None else "packed chats do not attend to each other here"
+            draft.put("data.packing", packed, "packing", why=why)
+        else:
+            why = "a chat is a sample of its own" if chats else "text is always packed"
+            draft.needless("packing", packed, why)
+    # There it implies packing.
+    if neat is not None and chats:
+        draft.put("data.packing", neat, "neat_packing")
+    elif neat is not None:
+        draft.put("data.attend_across_documents", neat, "neat_packing", value=False)
 
 
 def _learned(draft: Draft) -> dict[str, str]:

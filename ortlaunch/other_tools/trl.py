@@ -110,9 +110,11 @@ def _data(draft: Draft, chats: bool) -> None:
 def _packing(draft: Draft, chats: bool) -> None:
     # Not `pop`: `packing: false` has a meaning, too.
     packed = draft.left.pop("packing", None)
-    if packed is not None:
+    if packed is not None and chats and packed.scalar:
+        draft.put("data.packing", packed, "packing")
+    elif packed is not None:
         why = "a chat is a sample of its own" if chats else "text is always packed"
-        (draft.drop if bool(packed.scalar) == chats else draft.needless)("packing", packed, why)
+        draft.needless("packing", packed, why)
 
 
 def _adapters(draft: Draft) -> None:

@@ -263,6 +263,11 @@ class Data(Section):
     attends to earlier documents of its sample. false: each document is independent, by a
     block-diagonal mask of fixed shape and by positions that restart at 0; its first token is not
     predicted. Attention then needs a mask, and is slower than fused kernels without one."""
+    packing: bool = False
+    """Whether several chats, or prompts with their responses, share a sample. They are packed whole
+    by first-fit decreasing; none attends to another, and positions restart at 0, as with
+    `attend_across_documents: false`. A sample of a batch, or a weight of a mixture, is then such a
+    pack; `evaluation: {share: ...}` still holds out rows. Text is always packed."""
     masked_lm: MaskedLm | None = None
     """Masking; null: BERT's (15 %, no limit)."""
     collate: Text | None = None
@@ -292,6 +297,11 @@ class Data(Section):
     def is_custom(self) -> bool:
         """Whether the user's own functions make the training samples."""
         return all(is_custom(part.source) for part in self.parts)
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether samples hold documents that do not attend to each other."""
+        return self.packing or not self.attend_across_documents
 
     @property
     def lengths(self) -> Sequence[int]:

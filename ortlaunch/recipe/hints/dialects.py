@@ -26,6 +26,7 @@ _PACKED = (
     "none: causal-lm samples of text are always packed (data.attend_across_documents: "
     "attention between them)"
 )
+_CHATS_PACKED = "data.packing (of chats; text is always packed)"
 _RESUME = "the command line option --run-dir with the folder of the run to continue"
 _CHECKPOINTING = "model.gradient_checkpointing"
 _RAW_ZERO = "zero.stage, and zero.deepspeed for raw settings"
@@ -133,7 +134,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "micro_batch_size": "batch.micro_size",
         "num_epochs": _EPOCHS,
         "sequence_len": "data.sequence_length",
-        "sample_packing": _PACKED,
+        "sample_packing": _CHATS_PACKED,
         "pad_to_sequence_len": _PACKED,
         "lr_scheduler": "schedule.name",
         "adapter": "model.lora",
@@ -171,8 +172,8 @@ DIALECTS: dict[str, dict[str, str]] = {
         "dataset": "data.train",
         "dataset_dir": "data.train.path",
         "cutoff_len": "data.sequence_length",
-        "packing": _PACKED,
-        "neat_packing": "data.attend_across_documents: false",
+        "packing": _CHATS_PACKED,
+        "neat_packing": "data.packing (of text: data.attend_across_documents: false)",
         # LLaMA-Factory's `stage` is pt, sft and others. A user may also mean ZeRO's stage.
         "stage": "model.task (for ZeRO's stage: zero.stage)",
         "finetuning_type": "model.lora (leave it out to train all weights)",

@@ -238,14 +238,24 @@ def _chats(data: Data, task: str) -> Iterator[Problem]:
 
 
 def _packing(data: Data, task: str) -> Iterator[Problem]:
+    path = "data.attend_across_documents"
+    texts = [key for key, source in data.sources() if not is_chat(source)]
+    if data.packing and len(texts) == len([*data.sources()]):
+        yield ("data.packing", "data.train"), "has no effect without chats; text is always packed"
+    elif data.packing and texts and data.attend_across_documents:
+        message = f"is missing: false; {texts[0]} is text, and packed chats never attend to others"
+        yield (path, "data.packing"), message
+    if data.packing and data.lengths:
+        key = "data.bucket_lengths" if data.bucket_lengths else "data.padding"
+        yield (key, "data.packing"), "has no effect with data.packing, whose samples are full"
     if data.attend_across_documents:
         return
-    path = "data.attend_across_documents"
     if data.is_custom or MODEL_TASKS[task].predicts != "next":
         own = "custom data" if data.is_custom else task
         yield (path, "model.task", "data.train.format"), f"is for causal-lm on text, not for {own}"
     for key in (key for key, source in data.sources() if is_chat(source)):
-        yield (path, key), "has no effect with chats: each chat is one sample"
+        if not (data.packing and texts):
+            yield (path, key), "has no effect with chats: each is one sample, or packed apart"
 
 
 def _buckets(data: Data, task: str) -> Iterator[Problem]:

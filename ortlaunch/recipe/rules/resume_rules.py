@@ -76,7 +76,9 @@ RULES: dict[str, RuleOf] = {
         "train.train_on train.train_on_end train.train_key",
         "data",
     ),
-    **_all(_DATA, "chat_template special_tokens added_tokens attend_across_documents", "data"),
+    **_all(
+        _DATA, "chat_template special_tokens added_tokens attend_across_documents packing", "data"
+    ),
     **dict.fromkeys(
         ("data.bucket_lengths", "data.padding"),
         Rule(EFFECT, why="the same samples, with less padding"),

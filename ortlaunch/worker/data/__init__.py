@@ -29,6 +29,7 @@ from ortlaunch.worker.data.labelled import (
 from ortlaunch.worker.data.masking import MaskedBlocks, Masking
 from ortlaunch.worker.data.mixture import Mixture, shares, source_seed, split
 from ortlaunch.worker.data.own import OwnCollate, OwnSamples, call, collate_any, find
+from ortlaunch.worker.data.packs import packed
 from ortlaunch.worker.data.pairs import SentencePairs
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples, Stack, collate, cut_padding
@@ -90,10 +91,13 @@ class LoadedData:
     def _split(self) -> tuple[Samples, Samples | None]:
         """The samples of `data.train`, and those of them that are held out for evaluation."""
         whole = self._numbered(_training(self._recipe, self.tokenizer, self._show_progress))
-        held = self._recipe.data.evaluation
+        data = self._recipe.data
+        held = data.evaluation
         if not isinstance(held, HeldOut):
-            return whole, None
-        return split(whole, held, self._recipe.seed)
+            return packed(whole, data, "data.train"), None
+        # Rows are held out, not packs.
+        kept, chosen = split(whole, held, self._recipe.seed)
+        return packed(kept, data, "data.train"), packed(chosen, data, "data.evaluation")
 
     @functools.cached_property
     def train(self) -> Samples:
@@ -107,11 +111,9 @@ class LoadedData:
         tell = self._show_progress
         if source is None or isinstance(source, HeldOut):
             return self._split[1] if source else None
-        return self._numbered(
-            make_samples(
-                self._recipe, source, self.tokenizer, show_progress=tell, key="data.evaluation"
-            )
-        )
+        key = "data.evaluation"
+        made = make_samples(self._recipe, source, self.tokenizer, show_progress=tell, key=key)
+        return packed(self._numbered(made), self._recipe.data, key)
 
     def _numbered(self, samples: Samples) -> Samples:
         if self._vocabulary is not None:

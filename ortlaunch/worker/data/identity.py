@@ -11,6 +11,7 @@ import numpy as np
 
 from ortlaunch.worker.data.mixture import Mixture, Part
 from ortlaunch.worker.data.order import order_name
+from ortlaunch.worker.data.packs import Packs
 from ortlaunch.worker.data.samples import Samples
 
 # Only these pieces of the corpus are hashed, as it may be larger than memory.
@@ -36,7 +37,8 @@ def identity(samples: Samples) -> dict[str, object]:
 def _held_out(samples: Samples) -> int:
     """Return the number of samples that are held out; with seed and total it says which."""
     parts = samples.parts if isinstance(samples, Mixture) else [samples]
-    return sum(len(part.whole) - len(part) for part in parts if isinstance(part, Part))
+    whole = (part.samples if isinstance(part, Packs) else part for part in parts)
+    return sum(len(part.whole) - len(part) for part in whole if isinstance(part, Part))
 
 
 def _order(samples: Samples) -> str:

@@ -168,7 +168,7 @@ def _notes(recipe: Recipe, forward: Forward) -> list[str]:
         found.append(
             "optimizer: weight_decay applies to all weights; no_decay is not supported on devices"
         )
-    if not recipe.data.attend_across_documents:
+    if recipe.data.separates_documents:
         found.append(
             "data: the graphs have no document mask; use one row per document, with "
             "attention_mask, as `ortlaunch device` does"

@@ -181,7 +181,7 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
     # After the adapters: with checkpointing on, peft would change the embeddings' output.
     if recipe.model.gradient_checkpointing:
         _checkpoint_gradients(model)
-    if not recipe.data.attend_across_documents:
+    if recipe.data.separates_documents:
         packing.require_separate(model)
     traits = recipe.model.traits
     wrap = find("model.task", traits.wrapper) if traits.wrapper else LossModule
