@@ -73,7 +73,8 @@ def test_a_host_is_lost_and_taken_back(home: Home) -> None:
     assert train.wait(timeout=60) == 0, (home.folder / "said").read_text()
 
     assert (
-        "left out:   host2                reached      failed" in (home.folder / "said").read_text()
+        "left out:   host2                reached        failed"
+        in (home.folder / "said").read_text()
     )
     assert back.endswith(" on 2 hosts: host1, host2\n")
     # Steps after the checkpoint were lost with the host, and are trained again.

@@ -82,21 +82,21 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "ssh refused": Case(("host2                reached      failed   ssh: connect to host "
+    "ssh refused": Case(("host2                reached        failed   ssh: connect to host "
                         "host2 port 23: "),
                         _ssh_refused),
-    "another torch": Case(("host2                packages     failed   torch "
+    "another torch": Case(("host2                packages       failed   torch "
                           "2.6.0 (here "), _another_torch),
-    "link down": Case("host2                reached      failed   ", _link_down),
+    "link down": Case("host2                reached        failed   ", _link_down),
     ("a "
-    "host missing"): Case(("host9                reached      "
+    "host missing"): Case(("host9                reached        "
                           "failed   ssh: "), hosts="host1 slots=1\nhost9 slots=1\n"),
     ("wrong "
-    "interface"): Case("host2                interface    failed   no eth9 there; it has lo, eth0",
+    "interface"): Case("host2                interface      failed   no eth9 there; it has lo, eth0",
                             words=("launch.interface=eth9",), doctor=("--interface", "eth9")),
     # /mnt is each host's own disk.
     ("folder "
-    "not shared"): Case(("host2                run folder   failed   /mnt/run the folder there is not the one "
+    "not shared"): Case(("host2                run folder     failed   /mnt/run the folder there is not the one "
         "here"),
                               run_dir="/mnt/run", doctor=("--run-dir", "/mnt/run")),
     ("disk "
