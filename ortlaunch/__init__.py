@@ -9,7 +9,7 @@ from ortlaunch.version import __version__
 # As typing.TYPE_CHECKING, without the import of typing.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ortlaunch.api.inputs import Validation, load, validate
+    from ortlaunch.api.inputs import Validation, load, show_data, validate
     from ortlaunch.api.plans import plan
     from ortlaunch.api.protocols import (
         CheckpointHook,
@@ -59,6 +59,7 @@ __all__ = [
     "load",
     "plan",
     "runs",
+    "show_data",
     "submit",
     "sweep",
     "train",
@@ -66,7 +67,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "api.inputs": ("Validation", "load", "validate"),
+    "api.inputs": ("Validation", "load", "show_data", "validate"),
     "api.plans": ("plan",),
     "api.protocols": (
         "CheckpointHook",

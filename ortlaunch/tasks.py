@@ -78,6 +78,17 @@ class DataRequest(NamedTuple):
     """The resolved recipe, as YAML."""
 
 
+class ShowDataRequest(NamedTuple):
+    """A request to show samples of a recipe's data, and an audit of them."""
+
+    recipe: str
+    """The resolved recipe, as YAML."""
+    samples: int
+    """Number of samples of each part to show."""
+    json: bool
+    """Whether the result is printed as JSON."""
+
+
 class DeviceRequest(NamedTuple):
     """A request for a verb of `ortlaunch device`."""
 
@@ -97,7 +108,8 @@ class DeviceRequest(NamedTuple):
 
 
 Request = (
-    ExportRequest | PushRequest | GenerationRequest | ModelEvaluationRequest | DataRequest | DeviceRequest
+    ExportRequest | PushRequest | GenerationRequest | ModelEvaluationRequest | DataRequest | ShowDataRequest
+    | DeviceRequest
 )  # fmt: skip
 
 
@@ -136,6 +148,7 @@ TASKS = {
     "generate": Task("ortlaunch.worker.export.generate", GenerationRequest),
     "evaluate model": Task("ortlaunch.worker.evaluation.evaluate_model", ModelEvaluationRequest),
     "prepare data": Task("ortlaunch.worker.tasks.prepare_data", DataRequest),
+    "show data": Task("ortlaunch.worker.tasks.show_data", ShowDataRequest),
     "device": Task("ortlaunch.worker.device.verbs", DeviceRequest),
 }
 

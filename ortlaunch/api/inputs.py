@@ -6,9 +6,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ortlaunch import recipe
+from ortlaunch.commands.prepare_data import audited
 from ortlaunch.errors import RecipeError
 from ortlaunch.recipe import Recipe, RecipeFile
 from ortlaunch.resolve import inputs
@@ -96,6 +97,25 @@ def validate(
     lines += [*map(file.explain, inputs.doubtful(file.recipe)), *file.notes]
     lines += file.recipe.sweep_lines()
     return Validation(file.recipe, loaded.path, tuple(lines))
+
+
+def show_data(
+    source: Source, *assignments: str, samples: int = 3, **overrides: object
+) -> dict[str, Any]:
+    """Return samples as the model will see them, and an audit of the data.
+
+    Args:
+        source, assignments, overrides: as in `load`.
+        samples: samples of `data.train` and of `data.evaluation`.
+
+    Returns:
+        The JSON of `ortlaunch data show --json`.
+
+    Raises:
+        InputError: the recipe is wrong, or its data come from a function.
+        RunError: the data cannot be read.
+    """
+    return audited(load(source, *assignments, **overrides), samples)
 
 
 def read(

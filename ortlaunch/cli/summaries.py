@@ -23,7 +23,7 @@ _GROUPS = {
         "sweep": ("Search fields of a recipe; each trial is a run.", "my.yaml"),
         "parity": ("Compare a recipe's engine with plain PyTorch.", "my.yaml --steps 3"),
         "bench": ("Compare the speed of engines and settings.", "my.yaml"),
-        "data": ("Prepare a recipe's data.", "prepare my.yaml"),
+        "data": ("Prepare or inspect a recipe's data.", "show my.yaml"),
     },
     "Runs": {
         "list": ("List your runs, the newest first.", ""),

@@ -85,6 +85,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     from ortlaunch.worker.data import LoadedData
     from ortlaunch.worker.data.own import find
     from ortlaunch.worker.data.vocabulary import goes_on_with
+    from ortlaunch.worker.data_audit import require_sound
     from ortlaunch.worker.model.matmul_precision import matmul_precision
     from ortlaunch.worker.model.model import config_of
     from ortlaunch.worker.process_group import distributed
@@ -105,6 +106,8 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
         progress.doing("reading data")
         data = LoadedData(recipe, progress.show, goes_on_with(run, recipe))
         data.read_for(plan.traits)
+        if plan.traits.saves:
+            require_sound(data)
         if not recipe.model.traits.is_own:
             # Only for its checks: tokenizer and labels must fit the model.
             config_of(recipe, data)

@@ -145,8 +145,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
 FLOORS = {
     "recipe": ("text", "fields", "rules", "hints", "manual"),
     "ortmodule": ("build", "base", "deepspeed", "tracing", "torch_in_graph", "state", "graph_repairs"),
-    "worker": ("supervision", "process_group", "data", "model", "deepspeed", "engine", "checkpoint", "onnx", "length",
-               "session", "evaluation", "device", "export", "training", "tasks"),
+    "worker": ("supervision", "process_group", "data", "data_audit", "model", "deepspeed", "engine", "checkpoint",
+               "onnx", "length", "session", "evaluation", "device", "export", "training", "tasks"),
 }  # fmt: skip
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 

@@ -1,11 +1,15 @@
-"""`ortlaunch data`: prepare the data of a training."""
+"""`ortlaunch data`: prepare and inspect the data of a training."""
+
+from typing import Annotated
 
 import typer
 
 from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.options import Overrides, RecipePath
 
-app = typer.Typer(cls=Verbs, help="Prepare the data of a training.", no_args_is_help=True)
+app = typer.Typer(
+    cls=Verbs, help="Prepare and inspect the data of a training.", no_args_is_help=True
+)
 
 
 @app.command(cls=Verb, short_help="Read and tokenize a recipe's data into the cache.")
@@ -16,3 +20,22 @@ def prepare(recipe: RecipePath, overrides: Overrides = None) -> None:
     from ortlaunch.resolve.shipped import locate
 
     raise typer.Exit(run(load(locate(recipe), overrides or ()).recipe))
+
+
+@app.command(cls=Verb, short_help="Show samples as the model will see them, and audit the data.")
+def show(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option("--samples", min=0, help="Samples of each part.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Samples and audit as JSON.")] = False,
+) -> None:
+    """Show samples as the model will see them, and audit the data.
+
+    Text that counts in the loss is green, or within [[ ]]. The audit has the lengths of rows,
+    classes, and findings such as cut answers, duplicates, or evaluation rows in the training data.
+    """
+    from ortlaunch.commands.prepare_data import show as run
+    from ortlaunch.recipe import load
+    from ortlaunch.resolve.shipped import locate
+
+    raise typer.Exit(run(load(locate(recipe), overrides or ()).recipe, samples, as_json))

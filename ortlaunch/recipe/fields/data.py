@@ -47,6 +47,7 @@ def _kind_of_evaluation(value: object) -> str:
 SpecialToken = Literal[
     "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"
 ]
+SevereFinding = Literal["no_answers", "unknown_tokens", "overlap"]
 PromptChoice = Annotated[
     Annotated[PromptName, Tag(WORD)] | Annotated[PromptTemplate, Tag(MAPPING)],
     Discriminator(_kind_of_one),
@@ -268,6 +269,11 @@ class Data(Section):
     by first-fit decreasing; none attends to another, and positions restart at 0, as with
     `attend_across_documents: false`. A sample of a batch, or a weight of a mixture, is then such a
     pack; `evaluation: {share: ...}` still holds out rows. Text is always packed."""
+    allow_findings: Annotated[tuple[SevereFinding, ...], BeforeValidator(tuple_of)] = ()
+    """Severe findings of the data's audit that shall not end the training: `no_answers`, nearly all
+    chats have no learned token; `unknown_tokens`, half of the tokens are unknown to the tokenizer;
+    `overlap`, half of the evaluation rows are training rows, from another source. `ortlaunch data
+    show` prints all findings."""
     masked_lm: MaskedLm | None = None
     """Masking; null: BERT's (15 %, no limit)."""
     collate: Text | None = None

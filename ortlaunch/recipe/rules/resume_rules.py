@@ -83,7 +83,7 @@ RULES: dict[str, RuleOf] = {
         ("data.bucket_lengths", "data.padding"),
         Rule(EFFECT, why="the same samples, with less padding"),
     ),
-    "data.evaluation": _EFFECT,
+    **_all(_EFFECT, "evaluation allow_findings", "data"),
     **_all(_DATA, "tokenizer tokenizer.train tokenizer.vocab_size sequence_length", "data"),
     **_all(
         _DATA,

@@ -72,7 +72,7 @@ class LoadedData:
             show_progress: called with progress messages for the user.
             vocabulary: the vocabulary of the existing weights; None: the model is new.
         """
-        self._recipe = recipe
+        self.recipe = recipe
         self._show_progress = show_progress
         self._vocabulary = vocabulary
         self.tokenizer = load_tokenizer(recipe.data, vocabulary.tokenizer if vocabulary else None)
@@ -90,13 +90,13 @@ class LoadedData:
     @functools.cached_property
     def _split(self) -> tuple[Samples, Samples | None]:
         """The samples of `data.train`, and those of them that are held out for evaluation."""
-        whole = self._numbered(_training(self._recipe, self.tokenizer, self._show_progress))
-        data = self._recipe.data
+        whole = self._numbered(_training(self.recipe, self.tokenizer, self._show_progress))
+        data = self.recipe.data
         held = data.evaluation
         if not isinstance(held, HeldOut):
             return packed(whole, data, "data.train"), None
         # Rows are held out, not packs.
-        kept, chosen = split(whole, held, self._recipe.seed)
+        kept, chosen = split(whole, held, self.recipe.seed)
         return packed(kept, data, "data.train"), packed(chosen, data, "data.evaluation")
 
     @functools.cached_property
@@ -107,13 +107,13 @@ class LoadedData:
     @functools.cached_property
     def evaluation(self) -> Samples | None:
         """The evaluation samples; None if the recipe has none."""
-        source = self._recipe.data.evaluation
+        source = self.recipe.data.evaluation
         tell = self._show_progress
         if source is None or isinstance(source, HeldOut):
             return self._split[1] if source else None
         key = "data.evaluation"
-        made = make_samples(self._recipe, source, self.tokenizer, show_progress=tell, key=key)
-        return packed(self._numbered(made), self._recipe.data, key)
+        made = make_samples(self.recipe, source, self.tokenizer, show_progress=tell, key=key)
+        return packed(self._numbered(made), self.recipe.data, key)
 
     def _numbered(self, samples: Samples) -> Samples:
         if self._vocabulary is not None:

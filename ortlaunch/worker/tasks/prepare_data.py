@@ -7,20 +7,36 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING
 
-from ortlaunch.recipe import parse_resolved
+from ortlaunch.cache import cache_root
+from ortlaunch.recipe import Recipe, parse_resolved
 from ortlaunch.tasks import TASKS, DataRequest
+
+if TYPE_CHECKING:
+    from ortlaunch.worker.data import LoadedData
 
 _LINE_SECONDS = 30.0
 
 
 def run(request: DataRequest) -> None:
     """Prepare a recipe's data, and print the numbers of samples."""
-    recipe = parse_resolved(request.recipe)
+    data, notes = load(parse_resolved(request.recipe))
+    print(*notes, sep="\n", end="\n" if notes else "")
+    for name, samples in (("data.train", data.train), ("data.evaluation", data.evaluation)):
+        if samples is not None:
+            print(f"{name}: {len(samples):,} samples")
+    for note in data.class_lines():
+        print(note)
+    print(f"ready in {cache_root()}")
+
+
+def load(recipe: Recipe) -> tuple[LoadedData, list[str]]:
+    """Return a recipe's data, which are then in the cache, and notes for the user."""
     line = _Line()
     line.show("loading libraries")
     try:
-        from ortlaunch.cache import cache_root, take_notes
+        from ortlaunch.cache import take_notes
         from ortlaunch.file_errors import of_ours
         from ortlaunch.worker.data import LoadedData
 
@@ -29,14 +45,7 @@ def run(request: DataRequest) -> None:
             data.read_for(TASKS["train"])
     finally:
         line.end()
-    for note in take_notes():
-        print(note)
-    for name, samples in (("data.train", data.train), ("data.evaluation", data.evaluation)):
-        if samples is not None:
-            print(f"{name}: {len(samples):,} samples")
-    for note in data.class_lines():
-        print(note)
-    print(f"ready in {cache_root()}")
+    return data, take_notes()
 
 
 class _Line:

@@ -1,0 +1,129 @@
+"""`ortlaunch data show`: samples as the model will see them, and an audit of the data."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from ortlaunch.errors import printable
+from ortlaunch.json_types import Json
+from ortlaunch.recipe import Recipe, parse_resolved
+from ortlaunch.recipe.fields.data import uses_template
+from ortlaunch.tasks import ShowDataRequest
+from ortlaunch.worker.data import LoadedData
+from ortlaunch.worker.data.chat_rows import chats_read
+from ortlaunch.worker.data_audit import Finding, PartAudit, Row, audits, class_counts
+from ortlaunch.worker.tasks.prepare_data import load
+
+# Samples of each part, and raw chats of each source, that are audited.
+_MOST = 20_000
+_ROLES = {"system", "user", "assistant", "tool"}
+# Bins of the histogram, and characters of its longest bar.
+_BINS = 10
+_BAR = 40
+# Text that is not learned, and text that is: on a terminal, and elsewhere.
+_COLOURS = (("\x1b[2m", "\x1b[0m"), ("\x1b[32m", "\x1b[0m"))
+_BRACKETS = (("", ""), ("[[", "]]"))
+
+
+def run(request: ShowDataRequest) -> None:
+    """Print samples of a recipe's data, and the audit."""
+    recipe = parse_resolved(request.recipe)
+    data, notes = load(recipe)
+    parts = audits(data, _MOST)
+    parts[0].findings.extend(raw_findings(recipe))
+    found = {
+        "parts": {part.key: _document(part, request.samples, data) for part in parts},
+        "classes": dict(class_counts(data).most_common()),
+        "notes": notes,
+    }
+    print(json.dumps(found, ensure_ascii=False, indent=2)) if request.json else _print(parts, found)
+
+
+def raw_findings(recipe: Recipe) -> Iterator[Finding]:
+    """Yield findings on messages as the rows have them: system messages and roles."""
+    systems = Counter[str]()
+    roles = Counter[str]()
+    for source in (each for _, each in recipe.data.sources() if uses_template(each)):
+        for chat, _ in itertools.islice(chats_read(source), _MOST):
+            first = chat.messages[0]
+            systems[repr(first["content"][:40]) if first["role"] == "system" else "none"] += 1
+            roles.update(each["role"] for each in chat.messages if each["role"] not in _ROLES)
+    # Where nearly each chat has its own, they are a part of the question.
+    few = 1 < len(systems) <= max(2, sum(systems.values()) // 10)
+    for name, counts, text in (
+        ("system_variants", systems if few else {}, "chats have several system messages"),
+        ("unknown_roles", roles, "messages have roles that data.train.roles can map"),
+    ):
+        if counts:
+            kinds = ", ".join(f"{each} ({count:,})" for each, count in counts.items())
+            yield Finding(name, f"{text}: {kinds:.200}")
+
+
+def _document(part: PartAudit, count: int, data: LoadedData) -> Json:
+    """Return the audit of a part with some samples, evenly spread."""
+    lengths = [len(row.ids) for row in part.rows]
+    width = -(-(max(lengths) - min(lengths) + 1) // _BINS)
+    sizes, edges = np.histogram(lengths, np.arange(min(lengths), max(lengths) + width + 1, width))
+    by_sample = [[*rows] for _, rows in itertools.groupby(part.rows, lambda row: row.sample)]
+    chosen = np.linspace(0, len(by_sample) - 1, min(count, len(by_sample))).astype(int)
+    return {
+        "samples": part.samples,
+        "audited_rows": len(part.rows),
+        "tokens": sum(lengths),
+        "learned_tokens": sum(int(row.learned.sum()) for row in part.rows),
+        "lengths": [
+            {"up_to": int(edge) - 1, "rows": int(size)} for edge, size in zip(edges[1:], sizes)
+        ],
+        "findings": [each._asdict() for each in part.findings],
+        "shown": [[_pieces(row, data) for row in by_sample[place]] for place in chosen],
+    }
+
+
+def _pieces(row: Row, data: LoadedData) -> Json:
+    starts = np.flatnonzero(np.diff(row.learned)) + 1
+    pieces = zip(np.split(row.ids, starts), np.split(row.learned, starts))
+    named = row.label is not None and data.class_names
+    return {
+        "sample": row.sample,
+        "tokens": len(row.ids),
+        "label": data.class_names[row.label] if named else row.label,
+        "pieces": [
+            {"text": data.tokenizer.decode(ids.tolist()), "learned": bool(learned[0])}
+            for ids, learned in pieces
+        ],
+    }
+
+
+def _print(parts: list[PartAudit], found: Json) -> None:
+    marks = _COLOURS if sys.stdout.isatty() and "NO_COLOR" not in os.environ else _BRACKETS
+    for key, part in found["parts"].items():
+        for row in itertools.chain(*part["shown"]):
+            label = "" if row["label"] is None else f", label {printable(str(row['label']))}"
+            print(f"{key}, sample {row['sample']:,}: {row['tokens']:,} tokens{label}")
+            # Line ends and tabs stay; other control characters are shown as escapes.
+            texts = (
+                re.sub(r"[^\n\t]+", lambda of: printable(of[0]), each["text"])
+                for each in row["pieces"]
+            )
+            shown = (marks[each["learned"]] for each in row["pieces"])
+            print(*(f"{a}{text}{b}" for text, (a, b) in zip(texts, shown)), sep="", end="\n\n")
+    print(
+        f"learned text is {'[[so]]' if marks is _BRACKETS else 'green'}", *found["notes"], sep="\n"
+    )
+    for part in parts:
+        bins = found["parts"][part.key]["lengths"]
+        print(part.lines()[0])
+        for each in bins:
+            bar = "#" * -(-_BAR * each["rows"] // max(each["rows"] for each in bins))
+            print(f"  up to {each['up_to']:>7,} tokens {each['rows']:>7,} {bar}".rstrip())
+    classes = [f"class {name}: {count:,} rows" for name, count in found["classes"].items()]
+    findings = [line for part in parts for line in part.lines()[1:]] or ["no findings"]
+    print(*map(printable, [*classes, *findings]), sep="\n")

@@ -1,0 +1,204 @@
+"""The audit of data: each planted fault is named, and sound data have no finding."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from ortlaunch.recipe import Recipe, to_yaml
+from ortlaunch.tasks import ShowDataRequest
+from ortlaunch.worker.data import LoadedData
+from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data_audit import audits, require_sound
+from ortlaunch.worker.tasks import show_data
+from ortlaunch.worker.tasks.show_data import raw_findings
+from tests.makers import bert
+from tests.worker.data.test_chats import cache
+
+__all__ = ["cache"]
+WORDS = [
+    first + second
+    for first in ("ba", "ko", "ri", "tu", "me", "sa", "no", "li", "ge", "du")
+    for second in ("ran", "lek", "mos", "vit", "dup")
+]
+# Has all letters, which the tokenizer needs for the names of roles.
+FOX = "the quick brown fox jumps over the lazy dog"
+MARKS = ["<|im_start|>", "<|im_end|>"]
+# The tokenizer does not know these.
+FOREIGN = [*map(chr, range(0x4E00, 0x5E00))]
+RANDOM = random.Random(0)
+
+
+def text(count: int = 12) -> str:
+    """Return random words."""
+    return " ".join(RANDOM.choices(WORDS, k=count))
+
+
+def chat(answer: str | None = None, system: str = FOX, ask: str = "") -> dict[str, Any]:
+    """Return a chat; its texts are random words by default."""
+    said = text() if answer is None else answer
+    roles = {"system": system, "user": ask or text(), "assistant": said}
+    return {
+        "messages": [
+            {"role": role, "content": own} for role, own in roles.items() if own or role != "system"
+        ]
+    }
+
+
+CHATS = [chat() for _ in range(100)]
+OTHERS = [chat() for _ in range(8)]
+LABELLED = [{"text": text(), "label": label} for label in ("torch", "optimum") for _ in range(30)]
+
+
+def made(
+    folder: Path, train: list[Any], evaluation: list[Any] | None = None, **data: Any
+) -> Recipe:
+    """Return a recipe of these rows: chats, or texts with a class."""
+    sources = {}
+    for key, rows in (("train", train), ("evaluation", evaluation)):
+        if rows is not None:
+            path = folder / f"{key}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            columns = {"messages_column": "messages"} if "messages" in rows[0] else {}
+            sources[key] = {"format": "jsonl", "path": [str(path)], **columns}
+    chats = "messages" in train[0]
+    template = {"chat_template": "chatml", "added_tokens": MARKS} if chats else {}
+    task = "causal-lm" if chats else "sequence-classification"
+    config = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8}
+    return bert(
+        model={"task": task, **({"config": config} if chats else {})},
+        data={
+            "tokenizer": tokenizer_here(),
+            "sequence_length": 128,
+            **template,
+            **sources,
+            **data,
+        },
+    )
+
+
+@functools.cache
+def tokenizer_here() -> str:
+    """Return the folder of a tokenizer of the usual words, for all tests."""
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    usual = ["[UNK]", "[PAD]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=usual)
+    backend.train_from_iterator([FOX, "extra", *WORDS], trainer)
+    backend.decoder = decoders.WordPiece()
+    folder = tempfile.mkdtemp()
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=usual[0], pad_token=usual[1])
+    fast.save_pretrained(folder)
+    return folder
+
+
+def names(recipe: Recipe) -> set[str]:
+    """Return the names of all findings."""
+    parts = audits(LoadedData(recipe))
+    return {each.name for part in parts for each in (*part.findings, *raw_findings(recipe))}
+
+
+def near(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat whose answer has one more word."""
+    *before, last = row["messages"]
+    return {"messages": [*before, {**last, "content": last["content"] + " extra"}]}
+
+
+LONG = [chat(text(60)) for _ in range(30)]
+TWICE = "{{ bos_token * 2 }}{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("train", "others", "expected"),
+    [
+        (CHATS, {"evaluation": OTHERS}, set()),
+        (CHATS, {"added_tokens": []}, {"split_marks", "unknown_tokens", "no_end_mark"}),
+        (CHATS, {"chat_template": "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"},
+         {"no_end_mark"}),
+        (CHATS, {"chat_template": TWICE, "special_tokens": {"bos_token": "<s>"}},
+         {"two_begin_marks"}),
+        ([*CHATS, *LONG], {"sequence_length": 64}, {"cut_answers"}),
+        ([*CHATS, *(chat(ask=text(80)) for _ in range(9))], {"sequence_length": 80},
+         {"no_answers"}),
+        ([*CHATS, *(chat(system=FOX.title()) for _ in range(3))], {}, {"system_variants"}),
+        ([*CHATS, *(chat(system="") for _ in range(3))], {}, {"system_variants"}),
+        (CHATS, {"evaluation": [*OTHERS, *CHATS[:2]]}, {"overlap"}),
+        ([*CHATS, *CHATS[:3]], {}, {"duplicates"}),
+        ([*CHATS, *map(near, CHATS[:3])], {}, {"near_duplicates"}),
+        ([*CHATS, chat(""), chat("  ")], {}, {"empty_answers"}),
+        ([*CHATS, {"messages": [{"role": "human", "content": text()}, *chat()["messages"][2:]]}],
+         {}, {"unknown_roles", "system_variants"}),
+        (LABELLED, {}, set()),
+        ([*LABELLED, {"text": text(), "label": "torhc"}], {}, {"misspelt_class"}),
+        ([*LABELLED, {"text": text(), "label": "Torch "}], {}, {"misspelt_class"}),
+        ([*LABELLED, {**LABELLED[0], "label": "optimum"}], {},
+         {"duplicates", "conflicting_labels"}),
+        (LABELLED, {"sequence_length": 8}, {"cut_rows"}),
+    ],
+)  # fmt: skip
+def test_each_fault_is_named(
+    train: list[Any], others: dict[str, Any], expected: set[str], tmp_path: Path, cache: Any
+) -> None:
+    """A planted fault is found by its name, and nothing else is."""
+    assert names(made(tmp_path, train, **others)) == expected
+
+
+def checked(recipe: Recipe) -> str:
+    """Return the lines of a training on its data, if it may start."""
+    data = LoadedData(recipe)
+    require_sound(data)
+    return "\n".join(line for part in audits(data) for line in part.lines())
+
+
+@pytest.mark.parametrize(
+    ("train", "others", "name"),
+    [
+        (CHATS, {"evaluation": CHATS}, "overlap"),
+        ([chat("".join(RANDOM.choices(FOREIGN, k=90))) for _ in range(100)], {}, "unknown_tokens"),
+        ([*CHATS[:9], *(chat(ask=text(80)) for _ in range(99))], {"sequence_length": 80},
+         "no_answers"),
+    ],
+)  # fmt: skip
+def test_severe_findings_end_a_training_unless_allowed(
+    train: list[Any], others: dict[str, Any], name: str, tmp_path: Path, cache: Any
+) -> None:
+    """The error has the name that allows the finding."""
+    with pytest.raises(DataError, match=rf"data\.allow_findings=\[{name}\]"):
+        checked(made(tmp_path, train, **others))
+    assert f"({name})" in checked(made(tmp_path, train, **others, allow_findings=[name]))
+
+
+def test_one_source_for_both_is_no_severe_overlap(tmp_path: Path, cache: Any) -> None:
+    """The recipe shows it already."""
+    both = made(tmp_path, CHATS)
+    data = both.data.model_copy(update={"evaluation": both.data.train})
+    assert "100 of 100 rows are in data.train, too" in checked(
+        both.model_copy(update={"data": data})
+    )
+
+
+def test_what_is_shown(tmp_path: Path, cache: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Learned text is marked, packed chats are apart, and the JSON has the same."""
+    recipe = made(tmp_path, CHATS, packing=True, evaluation=OTHERS)
+    show_data.run(ShowDataRequest(to_yaml(recipe), 1, json=False))
+    shown = capsys.readouterr().out
+    asked, answer = (each["content"] for each in CHATS[0]["messages"][1:])
+    assert f"{asked} <|im_end|>" in shown
+    assert f"[[{answer} <|im_end|>]]" in shown
+    assert shown.count("data.train, sample 0: ") > 1
+    assert "no findings" in shown
+    show_data.run(ShowDataRequest(to_yaml(recipe), 2, json=True))
+    part = json.loads(capsys.readouterr().out)["parts"]["data.train"]
+    assert (part["audited_rows"], part["findings"], len(part["shown"])) == (100, [], 2)
+    assert sum(each["rows"] for each in part["lengths"]) == 100
+    pieces = part["shown"][0][0]["pieces"]
+    assert [each["learned"] for each in pieces] == [False, True]
