@@ -15,7 +15,7 @@ from ortlaunch import machine
 from ortlaunch.api.inputs import LoadedRecipe
 from ortlaunch.api.runs import Run
 from ortlaunch.api.starts import started
-from ortlaunch.errors import InputError, OrtlaunchError, PlanError
+from ortlaunch.errors import InputError, OrtlaunchError, PlanError, RunError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import Recipe
@@ -43,9 +43,9 @@ class _Started:
     slot: int
     """Its share of this machine, from 0."""
     process: subprocess.Popen[bytes]
-    starts: int = 1
+    starts: int
     """Starts since its newest checkpoint."""
-    saved: int = 0
+    saved: int
     """Step of that checkpoint."""
 
 
@@ -109,8 +109,12 @@ class Trials:
             and (failed < _FIRST_FAILURES or failed < len(known))
         )
 
-    def _start(self, trial: int, before: _Started | None = None) -> None:
-        """Start a trial's run, or continue it."""
+    def _start(self, trial: int, starts: int = 0, saved: int = 0) -> None:
+        """Start a trial's run, or continue it.
+
+        Args:
+            starts: earlier starts since the checkpoint of step `saved`.
+        """
         run = self._folder.trial(trial)
         # Of a sweep that was killed; they save and end.
         while lock.alive_at(run):
@@ -124,19 +128,21 @@ class Trials:
         slots = set(range(self._study.sweep.parallel)) - {one.slot for one in self._running}
         slot = min(slots)
         fields = self._study.trials()[trial].fields
+        newest = _newest(run)
+        starts = 1 if newest > saved else starts + 1
         try:
             file = self._loaded.file.with_overrides(*assignments(fields))
             loaded = self._loaded._replace(file=file, is_file=False)
             _, process = started(loaded, self._options, run.path, environ=self._shares[slot])
         except OrtlaunchError as error:
-            self._end(trial, "fail", reason=str(error))
+            # Killed before its record was written.
+            killed = isinstance(error, RunError) and _is_killed(error.exit_status)
+            if killed and starts < _MOST_STARTS:
+                self._start(trial, starts, newest)
+            else:
+                self._end(trial, "fail", reason=str(error))
             return
-        made = _Started(trial, slot, process)
-        if before is not None:
-            newest = _newest(run)
-            made.starts = 1 if newest > before.saved else before.starts + 1
-            made.saved = newest
-        self._running.append(made)
+        self._running.append(_Started(trial, slot, process, starts, newest))
 
     def _update(self, one: _Started) -> None:
         """Prune a trial after a bad evaluation; if it has ended, record that or continue it."""
@@ -160,10 +166,8 @@ class Trials:
             self._complete(one.number)
         elif pruned:
             self._end(one.number, "pruned")
-        elif (code < 0 or code in _KILLED) and (
-            one.starts < _MOST_STARTS or _newest(run) > one.saved
-        ):
-            self._start(one.number, one)
+        elif _is_killed(code) and (one.starts < _MOST_STARTS or _newest(run) > one.saved):
+            self._start(one.number, one.starts, one.saved)
         else:
             verdict = Run(run.path).status().job.verdict or f"exit status {code}"
             self._end(one.number, "fail", reason=verdict)
@@ -205,6 +209,10 @@ class Trials:
             )
             for place, row in enumerate(rows, 1)
         }
+
+
+def _is_killed(code: int) -> bool:
+    return code < 0 or code in _KILLED
 
 
 def _newest(run: RunDir) -> int:

@@ -96,6 +96,19 @@ def test_a_killed_trial_continues(planted: Any) -> None:
     assert starts == ["0000"] * 3
 
 
+def test_a_trial_is_killed_before_its_record(planted: Any) -> None:
+    """A command that is killed before job.json starts again, too; three such ends are a failure."""
+
+    def does(run: RunDir, start: int) -> tuple[int, list[float]]:
+        if start < 3 or run.path.name == "0001":
+            raise RunError("a line of an earlier start", -9)
+        return 0, [1.0]
+
+    starts = planted(does)
+    assert states(sweep(swept(trials=2))) == [("complete", 5), ("fail", 0)]
+    assert starts == ["0000"] * 3 + ["0001"] * 3
+
+
 def test_trials_that_only_die(planted: Any) -> None:
     """Three starts without a checkpoint are a failure; three failures alone end the sweep."""
     starts = planted(lambda run, start: (-9, []))
