@@ -72,8 +72,11 @@ def site(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Site:
     if INSTALLED:
         build()
         share_extensions(folder / "cache")
-    text = [f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(400)]
-    for name in ("train", "held-out"):
+    for name, animals in (("train", "cats"), ("held-out", "birds")):
+        text = [
+            f"the {i % 7} {animals} saw {i % 5} dogs near the {i % 3} old houses"
+            for i in range(400)
+        ]
         (folder / f"{name}.txt").write_text("\n\n".join(text))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     return Site(lab, folder)
