@@ -35,12 +35,16 @@ test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
 
 # On hosts of their own with ssh and Slurm (tests/cluster/lab.py): takes root and Debian's packages of .ci/run.
+# Most of the time is waits, so three labs run at once.
 test-cluster: $(INSTALLED)
-	$(BIN)/python -m pytest -m "lab and not long and not nightly" --durations 10
+	$(LAB) -m "lab and not long and not nightly"
 
 # The rest of them: a minute and more each, as a time limit of Slurm's takes.
 test-cluster-long: $(INSTALLED)
-	$(BIN)/python -m pytest -m "lab and long" --durations 10
+	$(LAB) -m "lab and long"
+
+LAB = $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10 \
+	$$(grep -rl "mark.lab" tests --include 'test_*.py')
 
 # A shell on the login node of such a cluster; exit ends it.
 lab: $(INSTALLED)

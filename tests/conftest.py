@@ -27,16 +27,26 @@ _LEFT_BY_LAUNCHERS = (
     "MASTER_", "GROUP_", "ROLE_", "CUDA_VISIBLE_DEVICES", "ORTLAUNCH_PROGRESS",
 )  # fmt: skip
 
-# Folders with long files; the files of the other folders are short and run at the end.
-_LONGEST_FIRST = ("e2e", "launch", "worker", "ortmodule")
+# Files and folders that take long; all others are short and run at the end.
+_LONGEST_FIRST = (
+    "cluster/test_runs.py", "cluster/test_requeue.py", "cluster/test_ends.py",
+    "e2e", "launch", "worker", "ortmodule",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the folders of tests: those that start complete runs come first."""
+    """Order the tests: those that start complete runs come first."""
     # Otherwise one process of `make test` would run a long file alone at the end.
-    folders = {name: place for place, name in enumerate(_LONGEST_FIRST)}
     root = Path(__file__).parent
-    items.sort(key=lambda item: folders.get(item.path.relative_to(root).parts[0], len(folders)))
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(root).as_posix()
+        return next(
+            (at for at, name in enumerate(_LONGEST_FIRST) if path.startswith(name)),
+            len(_LONGEST_FIRST),
+        )
+
+    items.sort(key=place)
 
 
 @functools.cache
