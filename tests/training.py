@@ -71,6 +71,11 @@ def train_here(
         return Trained(session.run, model, train(session, agreed))
 
 
+class _Data(SimpleNamespace):
+    # As LoadedData, a key of the cache of audits.
+    __hash__ = object.__hash__
+
+
 def session_here(
     folder: Path, model: nn.Module, samples: Sequence[Mapping[str, Any]], *,
     evaluation: Sequence[Mapping[str, Any]] | None = None, **sections: Any,
@@ -86,8 +91,12 @@ def session_here(
     wrapped.has_numbers = made.model.task == "custom"
     engine = build_engine(made, planned, wrapped, group, batches.micro_batch(0, 0, 0))
     held_out = None if evaluation is None else OwnSamples(evaluation)
-    data: Any = SimpleNamespace(
-        train=batches.samples, evaluation=held_out, tokenizer=None, class_lines=list
+    data: Any = _Data(
+        train=batches.samples,
+        evaluation=held_out,
+        tokenizer=None,
+        class_lines=list,
+        recipe=made,
     )
     found = choose(run, group)
     known = identity(batches.samples, model)

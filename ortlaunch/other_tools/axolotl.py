@@ -285,10 +285,10 @@ def _schedule(draft: Draft) -> None:
 
 
 def _has_chats(draft: Draft) -> bool:
-    train = draft.recipe.find(("data", "train"))
-    # By text, because data.train may be one source or a list of them.
-    text = str(train.plain()) if train is not None else ""
-    return "messages_column" in text or "prompt" in text
+    # By text, because data.train may be one source or a list of them. A corpus that the command
+    # names replaces the config's.
+    text = str(draft.expected("data.train"))
+    return any(mark in text for mark in ("messages_column", "prompt", "python-chats"))
 
 
 def _packing(draft: Draft) -> None:

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_api
 
 # huggingface_hub requests it once a day for each cache folder, without a token.
 PUBLIC = "/api/agent-harnesses"
@@ -109,6 +109,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     with serving(Hub()) as hub:
         # Constants for this process, which has imported them; variables for its children.
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(hf_api.api, "endpoint", hub.address)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         monkeypatch.setenv("HF_TOKEN", "hf_secret")

@@ -12,7 +12,7 @@ from ortlaunch.run_folder.engine_report import (
     GraphReport,
     OnnxRuntime,
 )
-from ortlaunch.units import counted
+from ortlaunch.units import counted, fitted
 from ortlaunch.worker.data_audit import audits
 from ortlaunch.worker.length import length_line
 from ortlaunch.worker.session import Session
@@ -25,7 +25,7 @@ def announce(session: Session) -> None:
     length = length_line(session.recipe, session.plan.batch, len(session.data.train))
     if session.group.rank == 0:
         data = [length, *session.data.class_lines()]
-        data += [line for part in audits(session.data) for line in part.lines()]
+        data += [fitted(line) for part in audits(session.data) for line in part.lines()]
         lines = [*plan_lines(engine.report()), *engine.notes, *data, *copy_modules(session.run)]
         print(*lines, sep="\n", flush=True)
 
