@@ -16,7 +16,7 @@ from ortlaunch.errors import DamagedFile, RecipeError
 from ortlaunch.recipe.check import check
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.space import space_problems
-from ortlaunch.recipe.text.paths import expanded
+from ortlaunch.recipe.text.paths import expand_paths
 from ortlaunch.recipe.text.place import Line, Problem, SourceError, in_reading_order, keys
 from ortlaunch.recipe.text.source import override, read, read_values
 from ortlaunch.recipe.text.tree import Tree
@@ -93,7 +93,7 @@ def _loaded(reader: Callable[[list[Line]], Tree], overrides: Sequence[str]) -> R
 
 def _checked(read: Tree, overrides: tuple[str, ...], problems: list[Line]) -> RecipeFile:
     """Return the recipe of a tree and overrides; `problems` are those found while reading."""
-    whole, notes = expanded(override(read, overrides, problems), os.environ)
+    whole, notes = expand_paths(override(read, overrides, problems), os.environ)
     recipe, tree, wrong = check(whole)
     problems += wrong
     if recipe is not None and recipe.sweep is not None and not problems:

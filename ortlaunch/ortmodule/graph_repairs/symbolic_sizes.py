@@ -56,14 +56,14 @@ def _head_loss(inference: ShapeInference, node: onnx.NodeProto) -> None:
         for place, shape in ((5, hidden), (6, weight), (7, weight[:1]))
     )
     shapes = [[], *gradients, []]
-    _give(inference, node, (exact, own, exact, exact, exact), shapes)
+    _set_types(inference, node, (exact, own, exact, exact, exact), shapes)
 
 
 def _attention(inference: ShapeInference, node: onnx.NodeProto) -> None:
     """Infer attention, of shape (batch, length, heads, size), and its log-sum-exp of the scores."""
     query, value = (inference._get_shape(node, place) for place in (0, 2))
     sums = [str(one) for one in inference._new_symbolic_shape(3, node, 1)]
-    _give(inference, node, _kinds(inference, node), ([*query[:3], value[3]], sums))
+    _set_types(inference, node, _kinds(inference, node), ([*query[:3], value[3]], sums))
 
 
 def _kinds(inference: ShapeInference, node: onnx.NodeProto) -> tuple[int, int]:
@@ -73,7 +73,8 @@ def _kinds(inference: ShapeInference, node: onnx.NodeProto) -> tuple[int, int]:
     return own, own if own == types.DOUBLE else types.FLOAT
 
 
-def _give(inference: ShapeInference, node: onnx.NodeProto, kinds: Any, shapes: Any) -> None:
+def _set_types(inference: ShapeInference, node: onnx.NodeProto, kinds: Any, shapes: Any) -> None:
+    """Record the types and the shapes of a node's outputs."""
     make = importlib.import_module("onnx").helper.make_tensor_value_info
     for name, kind, shape in zip(node.output, kinds, shapes):
         inference.known_vi_[name].CopyFrom(make(name, kind, shape))

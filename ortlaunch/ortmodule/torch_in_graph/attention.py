@@ -40,18 +40,18 @@ _COUNTING = {
 }  # fmt: skip
 
 
-def is_fused(inputs: Sequence[Any], device: str, learns_mask: bool, asked: bool) -> bool:
+def is_fused(inputs: Sequence[Any], device: str, learns_mask: bool, listed: bool) -> bool:
     """Return whether a traced attention stays torch's fused kernel; note why it does not.
 
     Args:
         inputs: the inputs of the traced call: query, key, value, mask, dropout probability, ...
         device: the device's type.
         learns_mask: whether the mask has a gradient.
-        asked: whether the settings list the operator, which then stays torch's at any length.
+        listed: whether the settings list the operator, which then stays torch's at any length.
     """
     obstacle = _obstacle(inputs, device, learns_mask)
     # An attention that the settings list, and that has no fused kernel, is any other call of torch.
-    if asked:
+    if listed:
         return not obstacle
     if obstacle:
         tally.note(f"attention {obstacle} is written out in the graph: torch has no kernel for it")

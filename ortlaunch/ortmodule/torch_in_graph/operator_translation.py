@@ -186,9 +186,11 @@ class _Translator:
             return self._instead(call, context, None, outputs)
         return outputs
 
-    def _is_fused(self, given: Sequence[Any], inputs: Sequence[Any], asked: bool) -> bool:
+    def _is_fused(self, given: Sequence[Any], inputs: Sequence[Any], listed: bool) -> bool:
         learns_mask = self._gradients.reach(inputs[3])
-        return (asked or self._auto) and attention.is_fused(given, self._device, learns_mask, asked)
+        return (listed or self._auto) and attention.is_fused(
+            given, self._device, learns_mask, listed
+        )
 
     def _lost(self, written: Sequence[Any], outputs: Any) -> str:
         values = outputs if isinstance(outputs, (tuple, list)) else [outputs]

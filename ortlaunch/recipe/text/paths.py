@@ -18,7 +18,7 @@ from ortlaunch.recipe.text.tree import Tree
 # Variables that are expanded beside those that launch.forward names.
 EXPANDED = ("HOME", "SCRATCH", "TMPDIR", "WORK", "DATA")
 # Folders that a run writes, which start from the current folder.
-_WRITTEN: tuple[KeyPath, ...] = (
+_OUTPUT_PATHS: tuple[KeyPath, ...] = (
     ("engine", "save_onnx"),
     ("engine", "tuning_results"),
     ("zero", "offload", "nvme_path"),
@@ -26,7 +26,7 @@ _WRITTEN: tuple[KeyPath, ...] = (
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
-def expanded(tree: Tree, environ: Mapping[str, str]) -> tuple[Tree, list[str]]:
+def expand_paths(tree: Tree, environ: Mapping[str, str]) -> tuple[Tree, list[str]]:
     """Return the tree with its paths expanded, and a note for each path whose folder was chosen.
 
     Variables that are not set, or not in the list, stay.
@@ -36,12 +36,12 @@ def expanded(tree: Tree, environ: Mapping[str, str]) -> tuple[Tree, list[str]]:
     names = {*EXPANDED, *map(str, own)}
     known = {name: value for name, value in environ.items() if name in names and value}
     notes = []
-    for path in [*_read(tree), *_WRITTEN]:
+    for path in [*_input_paths(tree), *_OUTPUT_PATHS]:
         node = tree.find(path)
         if node is None or not isinstance(node.scalar, str):
             continue
         text = _with_variables(node.scalar, known)
-        found, note = (text, "") if path in _WRITTEN else _from_folder(text, node)
+        found, note = (text, "") if path in _OUTPUT_PATHS else _from_folder(text, node)
         if note:
             notes.append(f"{dotted(path)}: {note}")
         if found != node.scalar:
@@ -49,7 +49,7 @@ def expanded(tree: Tree, environ: Mapping[str, str]) -> tuple[Tree, list[str]]:
     return tree, notes
 
 
-def _read(tree: Tree) -> Iterator[KeyPath]:
+def _input_paths(tree: Tree) -> Iterator[KeyPath]:
     """Yield the places of the files and folders that a run reads."""
     yield from (("model", "pretrained"), ("data", "tokenizer"), ("data", "chat_template"))
     parts = tree.find(("data", "train"))
@@ -100,5 +100,6 @@ def _is_current(folder: Path) -> bool:
 def _is_there(path: str) -> bool:
     try:
         return next(glob.iglob(path, recursive=True), None) is not None
+    # The check for missing files reports such a pattern.
     except (OSError, ValueError):
         return False
