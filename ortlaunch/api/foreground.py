@@ -84,7 +84,10 @@ def sweep(
     try:
         ended = sweeps.sweep(recipe, *overrides, run_dir=run_dir, options=options, progress=True)
     except KeyboardInterrupt:
-        print("stopped; its trials are saved, and the same command continues them", file=sys.stderr)
+        print(
+            "stopped; its trials are saved or queued, and the same command continues them",
+            file=sys.stderr,
+        )
         return EXIT_SAVED
     print(ended)
     return 0

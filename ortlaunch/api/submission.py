@@ -46,8 +46,8 @@ class Submission(NamedTuple):
         found = resolved(read(source, words, {}), options)
         if found.file.recipe.sweep is not None:
             raise InputError(
-                "sweep: no scheduler runs a sweep; queue `ortlaunch sweep` in a job of your own, or "
-                "queue the recipe's own values with sweep=null"
+                "sweep: a job is one run; `ortlaunch sweep` with sweep.submit=true queues a job for "
+                "each trial, and sweep=null queues the recipe's own values"
             )
         return cls(found, run_folder(run_dir, found, os.environ), run_dir)
 

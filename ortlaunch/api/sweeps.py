@@ -8,7 +8,8 @@ from pathlib import Path
 from ortlaunch.api.inputs import Source, read
 from ortlaunch.api.plans import resolved
 from ortlaunch.api.runs import write_report
-from ortlaunch.api.trials import Trials, shares
+from ortlaunch.api.trial_starts import shares
+from ortlaunch.api.trials import Trials
 from ortlaunch.errors import InputError, PlanError, RunError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import Recipe, read_resolved, to_yaml
@@ -129,17 +130,14 @@ def sweep(
     recipe = loaded.file.recipe
     if recipe.sweep is None:
         raise InputError(f"{loaded.given}: has no section sweep, which gives fields and values")
-    if recipe.sweep.parallel > 1 and chosen.hostfile:
-        raise PlanError(
-            "sweep.parallel: trials on the hosts of --hostfile run one at a time: use 1"
-        )
-    resolved(loaded, chosen, {**os.environ, **shares(recipe.sweep.parallel, recipe, os.environ)[0]})
+    parts = shares(recipe, chosen)
+    resolved(loaded, parts[0].options, {**os.environ, **parts[0].environ})
     folder = SweepDir(Path("sweeps", recipe.name) if run_dir is None else Path(run_dir))
     with RunLock() as lock:
         lock.acquire(folder.run)
         _record(folder, recipe)
         study = Study(folder, recipe, writes=True)
-        Trials(loaded, chosen, folder, study, progress).run()
+        Trials(loaded, parts, folder, study, progress).run()
     ended = study.trials()
     if ended and all(one.state == "fail" for one in ended):
         raise RunError(f"{folder}: all trials failed; {ended[-1].line()}", 1)

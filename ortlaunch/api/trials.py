@@ -1,33 +1,33 @@
-"""Run the trials of a sweep: each is a run in its own folder, of a command that ends with this one."""
+"""Run the trials of a sweep: each is a run in its own folder.
+
+The command of a trial ends with this one; a job of Slurm goes on without it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ortlaunch import machine
 from ortlaunch.api.inputs import LoadedRecipe
 from ortlaunch.api.runs import Run
-from ortlaunch.api.starts import started
-from ortlaunch.errors import InputError, OrtlaunchError, PlanError, RunError
-from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.api.trial_starts import QueuedTrial, Share, queued, start
+from ortlaunch.errors import InputError, OrtlaunchError, RunError
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.space import assignments
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.run_folder.lines import json_lines
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.study import Study
-from ortlaunch.units import counted, number
+from ortlaunch.units import number
 
 _POLL_SECONDS = 0.5
+# Of jobs: each look is a request to Slurm's controller.
+_QUEUE_POLL_SECONDS = 5.0
 # Failed trials, and no complete one, after which a sweep ends: the fault is not the values'.
 _FIRST_FAILURES = 3
 # Starts of a stopped or killed trial without a further checkpoint, after which it has failed.
@@ -41,8 +41,8 @@ class _Started:
 
     number: int
     slot: int
-    """Its share of this machine, from 0."""
-    process: subprocess.Popen[bytes]
+    """The number of its share, from 0."""
+    process: subprocess.Popen[bytes] | QueuedTrial
     starts: int
     """Starts since its newest checkpoint."""
     saved: int
@@ -55,17 +55,16 @@ class Trials:
     def __init__(
         self,
         loaded: LoadedRecipe,
-        options: LaunchOptions,
+        shares: list[Share],
         folder: SweepDir,
         study: Study,
         progress: bool,
     ) -> None:
         self._loaded = loaded
-        self._options = options
+        self._shares = shares
         self._folder = folder
         self._study = study
         self._progress = progress
-        self._shares = shares(study.sweep.parallel, loaded.file.recipe, os.environ)
         hours = study.sweep.hours
         self._until = time.monotonic() + 3600 * hours if hours else None
         self._running = list[_Started]()
@@ -84,7 +83,7 @@ class Trials:
                     self._start(self._study.draw(waiting.pop(0) if waiting else None))
                 if not self._running:
                     return
-                time.sleep(_POLL_SECONDS)
+                time.sleep(_QUEUE_POLL_SECONDS if self._study.sweep.submit else _POLL_SECONDS)
                 for one in list(self._running):
                     self._update(one)
         finally:
@@ -116,13 +115,15 @@ class Trials:
             starts: earlier starts since the checkpoint of step `saved`.
         """
         run = self._folder.trial(trial)
+        # The first start of this command: an earlier one may have queued the trial.
+        job = None if starts else queued(run)
         # Of a sweep that was killed; they save and end.
-        while lock.alive_at(run):
+        while job is None and lock.alive_at(run):
             time.sleep(_POLL_SECONDS)
-        if self._study.attribute(trial, "pruned"):
+        if job is None and self._study.attribute(trial, "pruned"):
             self._end(trial, "pruned")
             return
-        if run.stopped_by_user():
+        if job is None and run.stopped_by_user():
             self._complete(trial)
             return
         slots = set(range(self._study.sweep.parallel)) - {one.slot for one in self._running}
@@ -131,9 +132,13 @@ class Trials:
         newest = _newest(run)
         starts = 1 if newest > saved else starts + 1
         try:
-            file = self._loaded.file.with_overrides(*assignments(fields))
-            loaded = self._loaded._replace(file=file, is_file=False)
-            _, process = started(loaded, self._options, run.path, environ=self._shares[slot])
+            # Inside a job its own launcher counts.
+            launcher = ["launch.launcher=auto"] if self._study.sweep.submit else []
+            loaded = self._loaded._replace(
+                file=self._loaded.file.with_overrides(*assignments(fields), *launcher),
+                is_file=False,
+            )
+            process = job or start(loaded, self._shares[slot], run)
         except OrtlaunchError as error:
             # Killed before its record was written.
             killed = isinstance(error, RunError) and _is_killed(error.exit_status)
@@ -223,25 +228,3 @@ def _newest(run: RunDir) -> int:
 def _steps(run: RunDir) -> int:
     """Return the last step that a run has recorded."""
     return max((int(line["step"]) for line in json_lines(run.metrics, "step").found), default=0)
-
-
-def shares(parallel: int, recipe: Recipe, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the variables of each trial that runs at the same time: its part of GPUs and cores.
-
-    Raises:
-        PlanError: there are fewer GPUs than trials.
-    """
-    if parallel == 1:
-        return [{}]
-    gpus = 0 if recipe.launch.device == "cpu" else machine.visible_gpus(environ)
-    each = gpus // parallel
-    if gpus and not each:
-        raise PlanError(f"sweep.parallel: got {parallel}, and {counted(gpus, 'GPU')} for them")
-    names = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    ranks = recipe.launch.processes_per_node or each or 1
-    threads = environ.get("OMP_NUM_THREADS") or str(machine.share_of_cores(parallel * ranks))
-    parts = [names[each * slot : each * (slot + 1)] for slot in range(parallel)]
-    return [
-        {"OMP_NUM_THREADS": threads, **({"CUDA_VISIBLE_DEVICES": ",".join(part)} if gpus else {})}
-        for part in parts
-    ]

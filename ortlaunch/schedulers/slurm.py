@@ -158,13 +158,18 @@ fi
 """
 
 
-def submit(request: Request) -> str:
-    """Write the script, queue it and return the job's id."""
+def require_sbatch() -> None:
+    """Raise MissingDependency on a host that has no Slurm."""
     if shutil.which("sbatch") is None:
         raise MissingDependency(
             "sbatch not found: submit on a host of the cluster; --dry-run prints the script "
             "anywhere"
         )
+
+
+def submit(request: Request) -> str:
+    """Write the script, queue it and return the job's id."""
+    require_sbatch()
     for path, text in request.files:
         write_text(Path(path), text)
     ended = run_command(*request.argv, what=_WHAT)

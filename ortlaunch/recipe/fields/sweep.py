@@ -101,7 +101,11 @@ class Search(Section):
     hours: Annotated[float, Field(gt=0)] | None = None
     """No trial starts this many hours after the command started."""
     parallel: Positive = 1
-    """Number of trials at the same time on this machine; they share its GPUs and cores evenly."""
+    """Number of trials at the same time; they share this machine's GPUs and cores evenly, or the hosts
+    of --hostfile."""
+    submit: bool = False
+    """Queue each trial as a job of Slurm, with the section `submit`, `launch.nodes` and
+    `launch.processes_per_node`; `parallel` is the number of jobs in the queue."""
 
     def grid(self) -> Iterator[dict[str, object]]:
         """Yield the fields of every combination of the space, whose sets are finite, in order."""
@@ -127,8 +131,10 @@ class Search(Section):
             else ""
         )
         metrics = ", ".join(one.metric for one in self.metrics)
+        jobs = " as jobs of Slurm" if self.submit else ""
         return [
-            f"sweep: {metrics} by {self.sampler}, pruner {self.pruner}, {self.parallel} at a time, "
+            f"sweep: {metrics} by {self.sampler}, pruner {self.pruner}, {self.parallel} at a "
+            f"time{jobs}, "
             f"until {least}{cost}; only `ortlaunch sweep` searches:",
             *(
                 f"    {name}: {one.kind} {json.dumps(one.ends)}"

@@ -83,8 +83,6 @@ def _sweep(recipe: Recipe, sweep: Search) -> Iterator[Problem]:
                 (f"sweep.{name}", "sweep.metrics"),
                 f"got {chosen}, which improves one metric only",
             )
-    if sweep.parallel > 1 and recipe.launch.nodes not in (None, 1):
-        why = (
-            f"got {sweep.parallel}; trials on several hosts (launch.nodes) run one at a time: use 1"
-        )
-        yield ("sweep.parallel", "launch.nodes"), why
+    if sweep.submit and recipe.submit.scheduler != "slurm":
+        why = f"got true, and submit.scheduler is {recipe.submit.scheduler}; only slurm runs trials"
+        yield ("sweep.submit", "submit.scheduler"), why

@@ -176,7 +176,7 @@ RULES: dict[str, RuleOf] = {
     **_all(
         Rule(EFFECT, why="only `ortlaunch sweep` reads it"),
         "sweep sweep.space sweep.metrics sweep.sampler sweep.pruner sweep.trials sweep.steps "
-        "sweep.hours sweep.parallel",
+        "sweep.hours sweep.parallel sweep.submit",
     ),
     **_all(
         _EFFECT,

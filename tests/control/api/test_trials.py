@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from ortlaunch import machine
-from ortlaunch.api import trials
+from ortlaunch.api import trial_starts, trials
 from ortlaunch.api.starts import submit
 from ortlaunch.api.sweeps import Sweep, sweep
 from ortlaunch.errors import InputError, PlanError, RunError
+from ortlaunch.planning.hosts import Host, parse_hostfile, select
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import to_yaml
 from ortlaunch.run_folder.folder import RunDir
@@ -36,18 +37,17 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
     def plant(does: Plan) -> list[str]:
         starts = list[str]()
 
-        def start(loaded: Any, options: Any, path: Path, environ: Any) -> tuple[None, Any]:
-            run = RunDir(path)
+        def start(loaded: Any, share: Any, run: RunDir) -> Any:
+            path = run.path
             path.mkdir(parents=True, exist_ok=True)
             run.recipe.write_text(to_yaml(loaded.file.recipe))
             starts.append(path.name)
             status, losses = does(run, starts.count(path.name))
             lines = [{"step": 5 * n, "evaluation_loss": loss} for n, loss in enumerate(losses, 1)]
             run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            process = SimpleNamespace(poll=lambda: status, wait=int, terminate=int)
-            return None, process
+            return SimpleNamespace(poll=lambda: status, wait=int, terminate=int)
 
-        monkeypatch.setattr(trials, "started", start)
+        monkeypatch.setattr(trials, "start", start)
         verdict = SimpleNamespace(job=SimpleNamespace(verdict="ran out of luck\nmore"))
         monkeypatch.setattr(trials, "Run", lambda path: SimpleNamespace(status=lambda: verdict))
         return starts
@@ -148,16 +148,16 @@ def test_a_pruned_trial(planted: Any) -> None:
 def test_a_trial_is_pruned_while_it_runs(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A running trial with a bad evaluation is requested to stop, and its end counts as pruned."""
     planted(lambda run, start: (85 * int(run.path.name), [1.0 + int(run.path.name)]))
-    plant = trials.started
+    plant = trials.start
     stopped = list[str]()
 
-    def start(*arguments: Any, **named: Any) -> tuple[None, Any]:
-        made, process = plant(*arguments, **named)
+    def start(*arguments: Any) -> Any:
+        process: Any = plant(*arguments)
         codes = [None, process.poll()]
         process.poll = lambda: codes.pop(0) if len(codes) > 1 else codes[0]
-        return made, process
+        return process
 
-    monkeypatch.setattr(trials, "started", start)
+    monkeypatch.setattr(trials, "start", start)
     monkeypatch.setattr(
         trials, "Run", lambda path: SimpleNamespace(stop=lambda wait: stopped.append(path.name))
     )
@@ -184,12 +184,26 @@ def test_refusals(planted: Any, tmp_path: Path) -> None:
     Path("run/job.json").write_text("{}")
     with pytest.raises(PlanError, match="--run-dir run: is the folder of a run"):
         sweep(swept(), run_dir="run")
-    with pytest.raises(PlanError, match="--hostfile run one at a time: use 1"):
+    Path("hosts").write_text("a slots=2\n")
+    with pytest.raises(PlanError, match=r"sweep\.parallel: got 2, and 1 host for them"):
         sweep(swept(parallel=2), options=LaunchOptions(hostfile="hosts"))
+    with pytest.raises(PlanError, match=r"sweep\.submit: Slurm chooses the hosts"):
+        sweep(swept(submit=True), options=LaunchOptions(hostfile="hosts"))
+    with pytest.raises(
+        InputError, match=r"sweep\.submit: got true, and submit\.scheduler is azureml"
+    ):
+        sweep(swept(submit=True), "submit.scheduler=azureml")
     with pytest.raises(InputError, match=r"run: has no study\.journal: it is no sweep's folder"):
         Sweep("run")
-    with pytest.raises(InputError, match="sweep: no scheduler runs a sweep"):
+    with pytest.raises(InputError, match=r"sweep: a job is one run; .* sweep\.submit=true queues"):
         submit(swept())
+
+
+def shares(parallel: int, environ: dict[str, str], **launch: Any) -> list[Any]:
+    """Return the variables of each trial at the same time."""
+    made = recipe(**swept(parallel=parallel), launch=launch)
+    found = trial_starts.shares(made, LaunchOptions(), environ)
+    return [one.environ for one in found]
 
 
 def test_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,15 +212,25 @@ def test_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 8)
     for number in range(5):
         (tmp_path / f"nvidia{number}").touch()
-    made = recipe()
-    assert trials.shares(1, made, {}) == [{}]
-    assert trials.shares(2, made, {}) == [
+    assert shares(1, {}) == [{}]
+    assert shares(2, {}) == [
         {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0,1"},
         {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "2,3"},
     ]
     chosen = {"CUDA_VISIBLE_DEVICES": "4,1", "OMP_NUM_THREADS": "3"}
-    assert trials.shares(2, made, chosen)[1] == {**chosen, "CUDA_VISIBLE_DEVICES": "1"}
+    assert shares(2, chosen)[1] == {**chosen, "CUDA_VISIBLE_DEVICES": "1"}
     with pytest.raises(PlanError, match=r"sweep\.parallel: got 6, and 5 GPUs for them"):
-        trials.shares(6, made, {})
-    on_cpu = recipe(launch={"device": "cpu"})
-    assert trials.shares(4, on_cpu, {}) == [{"OMP_NUM_THREADS": "2"}] * 4
+        shares(6, {})
+    assert shares(4, {}, device="cpu") == [{"OMP_NUM_THREADS": "2"}] * 4
+
+
+def test_shares_of_hosts(tmp_path: Path) -> None:
+    """Trials at the same time get equally many of the chosen hosts, with the chosen slots."""
+    file = tmp_path / "hosts"
+    file.write_text("a slots=2\nme@b slots=2\n[::2] slots=1\nc slots=2\nd slots=2\n")
+    options = LaunchOptions(hostfile=str(file), exclude="c@b:0")
+    found = trial_starts.shares(recipe(**swept(parallel=2)), options)
+    assert [one.options.include for one in found] == ["a:0,1@b:1", "[::2]:0@d:0,1"]
+    hosts = parse_hostfile(file.read_text(), "hosts").hosts
+    assert select(hosts, found[0].options.include) == (hosts[0], Host("me@b", 1, (1,)))
+    assert {one.options.exclude for one in found} == {None}

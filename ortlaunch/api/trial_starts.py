@@ -1,0 +1,129 @@
+"""Start a trial of a sweep: on its share of this machine or of the hosts, or as a job of Slurm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ortlaunch import machine
+from ortlaunch.api.inputs import LoadedRecipe
+from ortlaunch.api.plans import resolved
+from ortlaunch.api.starts import started
+from ortlaunch.api.submission import Submission
+from ortlaunch.errors import PlanError
+from ortlaunch.launch.record import JobRecord
+from ortlaunch.other_runs.queued import is_queued
+from ortlaunch.other_runs.status import read_status
+from ortlaunch.planning.hosts import Host, read_hostfile, select
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.recipe import Recipe
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.schedulers import slurm
+from ortlaunch.units import counted
+
+# Of a job: its hosts are unknown until it starts.
+QUEUED = LaunchOptions(planned_only=True, declared=True)
+
+
+class Share(NamedTuple):
+    """What one of the trials that run at the same time may use."""
+
+    environ: Mapping[str, str]
+    """Variables beside those of this process."""
+    options: LaunchOptions
+
+
+class QueuedTrial:
+    """A trial that is a job of Slurm, with methods of Popen; it outlives the sweep's command."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+
+    def poll(self) -> int | None:
+        """Return the exit status of the job; None while it is queued or runs."""
+        status = read_status(self._run)
+        return status.job.exit_status if status.state.is_end else None
+
+    def terminate(self) -> None:
+        """Leave the job in the queue."""
+
+    def wait(self) -> int:
+        """Return at once."""
+        return 0
+
+
+def queued(run: RunDir) -> QueuedTrial | None:
+    """Return the job of a trial, which may have ended; None if there is none."""
+    record = JobRecord.read(run)
+    return QueuedTrial(run) if record and is_queued(record) else None
+
+
+def start(loaded: LoadedRecipe, share: Share, run: RunDir) -> subprocess.Popen[bytes] | QueuedTrial:
+    """Start a trial, or queue it; errors are those of `train` and `submit`."""
+    if not share.options.declared:
+        return started(loaded, share.options, run.path, environ=share.environ)[1]
+    Submission(resolved(loaded, share.options), run, run.path).send()
+    return QueuedTrial(run)
+
+
+def shares(
+    recipe: Recipe, options: LaunchOptions, environ: Mapping[str, str] = os.environ
+) -> list[Share]:
+    """Return the share of each trial that runs at the same time.
+
+    Raises:
+        PlanError: there are fewer GPUs or hosts than trials, or hosts are given for jobs.
+        HostfileError: the host file is wrong.
+        MissingDependency: this host cannot queue jobs.
+    """
+    assert recipe.sweep is not None
+    parallel = recipe.sweep.parallel
+    if recipe.sweep.submit:
+        if options != LaunchOptions(typed=options.typed):
+            raise PlanError(
+                "sweep.submit: Slurm chooses the hosts of a trial; leave out options of hosts and "
+                "launcher, and set launch.nodes and launch.processes_per_node"
+            )
+        slurm.require_sbatch()
+        return [Share({}, QUEUED)] * parallel
+    if parallel == 1:
+        return [Share({}, options)]
+    if options.hostfile:
+        per_node = options.processes_per_node or recipe.launch.processes_per_node
+        listed = read_hostfile(options.hostfile, per_node).hosts
+        hosts = [*map(_filter, select(listed, options.include, options.exclude))]
+        each = _each(len(hosts), parallel, "host")
+        parts = ("@".join(hosts[each * slot : each * (slot + 1)]) for slot in range(parallel))
+        return [Share({}, options._replace(include=part, exclude=None)) for part in parts]
+    return [Share(part, options) for part in _of_this_machine(recipe, parallel, environ)]
+
+
+def _filter(host: Host) -> str:
+    """Return a host with its slots as --include has it."""
+    name = host.name.rpartition("@")[2]
+    return f"{f'[{name}]' if ':' in name else name}:{','.join(map(str, host.devices))}"
+
+
+def _each(number: int, parallel: int, noun: str) -> int:
+    """Return how many of these a trial gets."""
+    if number < parallel:
+        raise PlanError(f"sweep.parallel: got {parallel}, and {counted(number, noun)} for them")
+    return number // parallel
+
+
+def _of_this_machine(
+    recipe: Recipe, parallel: int, environ: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """Return the variables of each trial: its GPUs and cores."""
+    gpus = 0 if recipe.launch.device == "cpu" else machine.visible_gpus(environ)
+    each = _each(gpus, parallel, "GPU") if gpus else 0
+    names = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    ranks = recipe.launch.processes_per_node or each or 1
+    threads = environ.get("OMP_NUM_THREADS") or str(machine.share_of_cores(parallel * ranks))
+    parts = [names[each * slot : each * (slot + 1)] for slot in range(parallel)]
+    return [
+        {"OMP_NUM_THREADS": threads, **({"CUDA_VISIBLE_DEVICES": ",".join(part)} if gpus else {})}
+        for part in parts
+    ]
