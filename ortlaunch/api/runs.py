@@ -216,6 +216,18 @@ class Run:
             GenerationRequest(str(self.path), prompt, step, tokens, temperature, seed, raw)
         )
 
+    def compare(self, other: Run) -> list[str]:
+        """Return a line for each difference from this run to another one.
+
+        Recipe, world, data, code and packages are compared, then state, step and newest metrics.
+
+        Raises:
+            InputError: one of them has not begun.
+        """
+        from ortlaunch.commands.compare import compare
+
+        return compare(self._folder, other._folder)
+
     def diagnose(self) -> Diagnosis:
         """Return why the run ended: a verdict, the evidence and advice.
 
@@ -236,23 +248,29 @@ class Run:
         return f'<iframe srcdoc="{text}" width="100%" height="{_HEIGHT}" style="border:0"></iframe>'
 
 
-def runs(newest: int | None = 20) -> list[Run]:
+def runs(
+    newest: int | None = 20, name: str = "", state: str | None = None, metric: str | None = None
+) -> list[Run]:
     """Return the runs that this user started or queued, the newest first.
 
     Args:
         newest: the largest number; None: all of them.
+        name: a part of the folder's path, with `*` and `?` as in a shell.
+        state: the state as `status` prints it, as `failed`.
+        metric: a limit of a newest value, as `evaluation_loss<1.5`.
+
+    Raises:
+        InputError: there is no such state, or the limit is no limit.
     """
-    return [Run(each.run) for each in statuses(newest)]
+    return [Run(each.run) for each in statuses(newest, name, state, metric)]
 
 
-def statuses(newest: int | None) -> list[Status]:
-    """Return the status of those runs."""
-    return listing.newest_statuses(newest)
+statuses = listing.newest_statuses
 
 
 def listed(found: Sequence[Status]) -> str:
     """Return a table of runs for a person."""
-    return "\n".join([listing.HEAD, *map(listing.line, found)]) if found else "no runs yet"
+    return "\n".join([listing.HEAD, *map(listing.line, found)]) if found else "no runs"
 
 
 def write_report(paths: Sequence[Path], to: Path | None) -> Path:

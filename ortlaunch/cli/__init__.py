@@ -41,6 +41,7 @@ VERBS = (
     bench.bench,
     submit.submit,
     status.status,
+    status.compare,
     status.stop,
     status.checkpoint,
     status.restart,

@@ -37,10 +37,10 @@ _VERBS = {
     **dict.fromkeys(
         ("show", "cp", "copy", "init", "new"), "recipes list, recipes show, recipes copy"
     ),
-    **dict.fromkeys(("ls", "ps", "queue", "jobs"), "list"),
+    **dict.fromkeys(("ls", "ps", "queue", "jobs", "runs"), "list"),
     **dict.fromkeys(("sbatch", "queue-run", "enqueue"), "submit RECIPE"),
     **dict.fromkeys(("tail", "log"), "logs RUN_FOLDER"),
-    **dict.fromkeys(("plot", "curves", "compare", "dashboard", "html"), "report RUN_FOLDER..."),
+    **dict.fromkeys(("plot", "curves", "dashboard", "html"), "report RUN_FOLDER..."),
     "help": "--help",
     "version": "--version",
 }

@@ -28,6 +28,7 @@ _GROUPS = {
     "Runs": {
         "list": ("List your runs, the newest first.", ""),
         "status": ("Show state, last step, loss and speed of a run.", "latest"),
+        "compare": ("Print what differs between two runs.", "runs/a runs/b"),
         "logs": ("Print a rank's output.", "latest --follow"),
         "report": ("Write an HTML page of runs.", "runs/bert-tiny-20261123-171950"),
         "diagnose": ("Explain why a run failed.", "latest"),

@@ -2,20 +2,75 @@
 
 from __future__ import annotations
 
-from ortlaunch.errors import OrtlaunchError
+import contextlib
+import operator
+import re
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from itertools import islice
+
+from ortlaunch.errors import InputError, OrtlaunchError
+from ortlaunch.launch import JobState
 from ortlaunch.other_runs import registry
 from ortlaunch.other_runs.status import Status, read_status
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.units import number
+
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 
-def newest_statuses(newest: int | None) -> list[Status]:
-    """Return the status of the newest runs; those with unreadable files are left out."""
-    found = []
-    for run in registry.runs()[:newest]:
-        try:
-            found.append(read_status(run))
-        except OrtlaunchError:
-            continue
-    return found
+def newest_statuses(
+    newest: int | None, name: str = "", state: str | None = None, metric: str | None = None
+) -> list[Status]:
+    """Return the status of the newest runs; those with unreadable files are left out.
+
+    Args:
+        newest: the largest number of them; None: all.
+        name: a part of the folder's path, with `*` and `?` as in a shell.
+        state: the state as `status` prints it.
+        metric: a limit of a newest value, as `evaluation_loss<1.5`.
+
+    Raises:
+        InputError: there is no such state, or the limit is no limit.
+    """
+    states = [each.value for each in JobState]
+    if state is not None and state not in states:
+        raise InputError(f"state: got {state}; one of {', '.join(states)}")
+    keeps = _limit(metric) if metric else lambda status: True
+    found = (
+        status
+        for run in registry.runs()
+        if fnmatchcase(str(run), f"*{name}*")
+        for status in _readable(run)
+        if state in (None, status.state.value) and keeps(status)
+    )
+    return list(islice(found, newest))
+
+
+def _readable(run: RunDir) -> Iterator[Status]:
+    with contextlib.suppress(OrtlaunchError):
+        yield read_status(run)
+
+
+def _limit(metric: str) -> Callable[[Status], bool]:
+    """Return whether a run's newest value is within a limit."""
+    parts = re.fullmatch(r"(\w+)\s*([<>]=?)\s*([-+.e\d]+)", metric)
+    limit = number(parts[3]) if parts else None
+    if parts is None or limit is None:
+        raise InputError(f"metric: got {metric}; give a limit, as 'evaluation_loss<1.5'")
+    name = parts[1]
+    compare = _COMPARISONS[parts[2]]
+
+    def keeps(status: Status) -> bool:
+        value = number(status.metrics.get(name))
+        return value is not None and compare(value, limit)
+
+    return keeps
 
 
 HEAD = f"{'state':<10} {'step':>12}  {'job':<16} {'started':<19}  folder"

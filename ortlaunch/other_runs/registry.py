@@ -27,8 +27,9 @@ def add(run: RunDir) -> None:
 def resolve_name(given: Path) -> Path:
     """Return the folder of the run that `given` names.
 
-    `latest`, a run's name and a folder's name stand for the newest such run of this user. Other
-    paths are returned unchanged.
+    `latest`, a run's name and a folder's name stand for the newest such run of this user; the
+    beginning of a folder's name stands for the only one that begins so. Other paths are returned
+    unchanged.
     """
     if given.exists() or str(given) != given.name:
         return given
@@ -36,8 +37,10 @@ def resolve_name(given: Path) -> Path:
     pattern = re.compile(
         "" if str(given) == "latest" else rf"{re.escape(str(given))}(-\d{{8}}-\d{{6}}(-\d+)?)?$"
     )
-    found = next((run.path for run in runs() if pattern.match(run.path.name)), None)
-    return found or given
+    known = [run.path for run in runs()]
+    found = next((path for path in known if pattern.match(path.name)), None)
+    begins = [path for path in known if path.name.startswith(str(given))]
+    return found or (begins[0] if len(begins) == 1 else given)
 
 
 def runs() -> list[RunDir]:

@@ -1,5 +1,5 @@
-"""`ortlaunch status`, `stop`, `checkpoint`, `restart` and `cancel`: query and control a run of
-another command."""
+"""`ortlaunch status`, `compare`, `stop`, `checkpoint`, `restart` and `cancel`: query and control runs
+of other commands."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ RunFolder = Annotated[
     typer.Argument(
         metavar="RUN",
         help="Run folder, as `ortlaunch train` prints it; `latest`, or a run's name: the newest "
-        "run of that name.",
+        "run of that name; or the beginning of one folder's name.",
         show_default=False,
         callback=by_name,
     ),
@@ -50,6 +50,17 @@ def status(
     typer.echo(fitted(text) if sys.stdout.isatty() and not json else text)
     if wait:
         raise typer.Exit(found.job.exit_status or 0)
+
+
+def compare(first: RunFolder, second: RunFolder) -> None:
+    """Print what differs between two runs: recipe, world, data, code, packages, and the result.
+
+    Each line is FIELD: FIRST -> SECOND. `ortlaunch plan --diff` compares runs before they start.
+    """
+    from ortlaunch.api.runs import Run
+
+    lines = Run(first).compare(Run(second))
+    typer.echo("\n".join(lines) if lines else f"{second} is the same as {first}")
 
 
 def stop(

@@ -258,12 +258,14 @@ class Change(NamedTuple):
     after: Any
     rule: Rule
 
+    @property
+    def text(self) -> str:
+        """The change without a verdict."""
+        return f"{self.field}: {_as_written(self.before)} -> {_as_written(self.after)}"
+
     def line(self, allowed: tuple[str, ...] = ()) -> str:
         """Return the change as a line for the user."""
-        told = (
-            f"{self.field}: {_as_written(self.before)} -> {_as_written(self.after)}: "
-            f"{self._verdict(allowed)}"
-        )
+        told = f"{self.text}: {self._verdict(allowed)}"
         return f"{told} ({self.rule.why})" if self.rule.why else told
 
     def _verdict(self, allowed: tuple[str, ...]) -> str:

@@ -162,7 +162,7 @@ def test_help_has_an_example_and_no_types_of_python(verb: str, ortlaunch: Run) -
 
 
 def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`latest` and a recipe's name give its newest run; paths and unknown names stay unchanged."""
+    """`latest`, a recipe's name and one run's beginning give a run; paths and other names stay."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     for age, name in enumerate(("a-20260101-000000", "a-20260102-000000-2", "a-b-20260103-000000")):
         run = RunDir(tmp_path / "runs" / name)
@@ -175,6 +175,7 @@ def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_
         "latest": "a-b-20260103-000000",
         "a": "a-20260102-000000-2",
         "a-b": "a-b-20260103-000000",
+        "a-20260102": "a-20260102-000000-2",
     }.items():
         assert registry.resolve_name(Path(given)).name == expected
     for given in ("runs/a", "b", "a-2026"):

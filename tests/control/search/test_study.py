@@ -91,6 +91,27 @@ def test_a_bad_trial_is_pruned(tmp_path: Path) -> None:
     assert not study.report(0, {1: 1.0})
 
 
+def test_optuna_reads_the_study(tmp_path: Path) -> None:
+    """Optuna's own storage class reads trials, values, states and the best trial."""
+    optuna = pytest.importorskip("optuna")
+    place = SweepDir(tmp_path)
+    made = Study(place, swept(pruner="asha"), writes=True)
+    made.report(made.draw(), {1: 2.0})
+    made.end(0, "complete", [1.5])
+    made.report(made.draw(), {1: 3.0})
+    made.end(1, "pruned")
+    backend = optuna.storages.journal.JournalFileBackend(str(place.journal))
+    storage = optuna.storages.JournalStorage(backend)
+    study = optuna.load_study(study_name=swept().name, storage=storage)
+    assert [one.state.name for one in study.trials] == ["COMPLETE", "PRUNED"]
+    assert study.trials[1].intermediate_values == {1: 3.0}
+    assert (study.best_trial.number, study.best_value) == (0, 1.5)
+    assert (
+        study.best_params["optimizer.learning_rate"]
+        == made.best()[0].fields["optimizer.learning_rate"]
+    )
+
+
 def test_several_metrics_have_several_best_trials(tmp_path: Path) -> None:
     """Best is each trial that no other one beats in all metrics."""
     metrics = [{"metric": "loss"}, {"metric": "f1", "mode": "max"}]
