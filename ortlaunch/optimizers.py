@@ -26,7 +26,10 @@ class OptimizerTraits(NamedTuple):
     """Name of the state's layout; optimizers with the same one can load each other's state."""
     # ZeRO shards flat buffers, where a rank may have only a part of a tensor.
     needs_whole_tensors: bool = False
-    """Whether it scales each tensor by the tensor's own norm."""
+    """Whether the update of a value depends on the whole tensor."""
+    # The others count their steps by parameter group.
+    combines: bool = False
+    """Whether it can optimize some parameters beside another optimizer."""
     on_device: str = "AdamW"
     """ONNX Runtime's optimizer class for on-device training."""
     on_device_note: str = ""
@@ -34,9 +37,11 @@ class OptimizerTraits(NamedTuple):
 
 
 _ADAM = ("betas", "epsilon")
+MUON_MOMENTUM = 0.95
+"""Muon's momentum where the recipe gives none: the default of torch and of Muon's author."""
 OPTIMIZERS = {
     "fused_adam": OptimizerTraits(f"{_WORKER}:fused_adam_or_torch", _ADAM, 2, state="adam"),
-    "adamw": OptimizerTraits(f"{_WORKER}:adamw", _ADAM, 2, state="adam"),
+    "adamw": OptimizerTraits(f"{_WORKER}:adamw", _ADAM, 2, state="adam", combines=True),
     "lamb": OptimizerTraits(
         f"{_WORKER}:lamb",
         (*_ADAM, "always_adapt"),
@@ -46,7 +51,22 @@ OPTIMIZERS = {
         on_device_note="optimizer: lamb is not available on devices; ONNX Runtime's AdamW replaces it",
     ),
     "sgd": OptimizerTraits(
-        f"{_WORKER}:sgd", ("momentum",), 0, adapts=False, state="sgd", on_device="SGD"
+        f"{_WORKER}:sgd",
+        ("momentum",),
+        0,
+        adapts=False,
+        state="sgd",
+        combines=True,
+        on_device="SGD",
+    ),
+    "muon": OptimizerTraits(
+        f"{_WORKER}:muon",
+        (*_ADAM, "momentum"),
+        2,  # AdamW's. Matrices of layers have one.
+        state="muon",
+        needs_whole_tensors=True,
+        combines=True,
+        on_device_note="optimizer: muon is not available on devices; ONNX Runtime's AdamW replaces it",
     ),
     # The LightningModule's own.
     "configured": OptimizerTraits(

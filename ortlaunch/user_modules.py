@@ -58,6 +58,8 @@ def factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "train.hook", recipe.train.hook
     if recipe.train.metric:
         yield "train.metric", recipe.train.metric
+    if recipe.optimizer.attributes:
+        yield "optimizer.attributes", recipe.optimizer.attributes
     if recipe.data.collate:
         yield "data.collate", recipe.data.collate
     for key, source in recipe.data.sources():

@@ -87,7 +87,7 @@ def engine_report(used: str = "eager", **changes: Any) -> EngineReport:
         engine=EngineChoice(used, used, None), device="cpu", precision="fp32",
         matmul_precision=MatmulPrecision("highest", "highest", 23, "float32", None), ranks=1,
         threads_per_rank=2, parameters=2, trained_parameters=1, sharding="none",
-        optimizer=OptimizerChoice("adamw", "AdamW", None),
+        optimizer=OptimizerChoice("adamw", "AdamW", None, []),
         chunked_loss=ChunkedLoss("auto", None, "off"), attention=None, pretrained=None,
         gradient_checkpointing=None, onnxruntime=onnxruntime() if used == "ort" else None,
         versions={}, fp16_optimizer=FusedNorm(False, None, ""), freed_memory=None,

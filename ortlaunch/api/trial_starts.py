@@ -28,7 +28,7 @@ QUEUED = LaunchOptions(planned_only=True, declared=True)
 
 
 class Share(NamedTuple):
-    """What one of the trials that run at the same time may use."""
+    """The part of the machine of one of the trials that run at the same time."""
 
     environ: Mapping[str, str]
     """Variables beside those of this process."""

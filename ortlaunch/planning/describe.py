@@ -27,6 +27,10 @@ def describe(plan: Plan, recipe: Recipe) -> str:
     compared = compared_steps(recipe)
     if compared.steps and compared.why:
         lines.append(f"parity: step 1 is compared with plain PyTorch once ({compared.why})")
+    if recipe.model.freeze and known:
+        lines.append(
+            "memory is an upper bound: model.freeze names parameters that a plan cannot see"
+        )
     unknown = [f"memory: unknown: {why_unknown(recipe)}"]
     return "\n".join([*lines, *(memory_lines(known, choice, plan.device) if known else unknown)])
 

@@ -114,6 +114,22 @@ class ChunkedLoss:
 
 
 @dataclass
+class OptimizerGroup:
+    """Parameters that are optimized alike, or the frozen ones."""
+
+    optimizer: str | None
+    """Name of the optimizer in the recipe; null: they are frozen."""
+    learning_rate: float
+    """Peak learning rate; 0: they are frozen."""
+    weight_decay: float
+    """Weight decay."""
+    values: int
+    """Number of values in all parameters."""
+    parameters: list[str]
+    """Names of the parameters in the user's model."""
+
+
+@dataclass
 class OptimizerChoice:
     """The requested optimizer, and the one that runs."""
 
@@ -123,6 +139,8 @@ class OptimizerChoice:
     """The class that runs."""
     why: str | None
     """Why it replaces the requested one; null: it is the requested one."""
+    groups: list[OptimizerGroup]
+    """Every parameter with its group; one that a LightningModule configures is not listed."""
 
 
 @dataclass

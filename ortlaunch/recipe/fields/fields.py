@@ -18,6 +18,7 @@ from ortlaunch.recipe.fields import (
     engine,
     launch,
     models,
+    optimizer,
     prompts,
     schedule,
     submit,
@@ -146,7 +147,7 @@ def manual() -> dict[tuple[str, str], str]:
     found = {}
     # Python keeps no docstring of a field: the sources are parsed. Cached, because only error
     # messages and `ortlaunch schema` need it.
-    modules = (best, models, data, prompts, engine, launch, schedule, submit, sweep)
+    modules = (best, models, optimizer, data, prompts, engine, launch, schedule, submit, sweep)
     sources = [ast.parse(inspect.getsource(module)) for module in modules]
     for section in (
         node for source in sources for node in source.body if isinstance(node, ast.ClassDef)

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
-from ortlaunch.optimizers import OPTIMIZERS, OptimizerTraits
 from ortlaunch.precisions import PRECISIONS, Precision
 from ortlaunch.recipe.fields.best import KeepBest, StopAfter
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.launch import Launch
+from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.recipe.fields.schedule import Schedule
 from ortlaunch.recipe.fields.section import (
     Decay,
@@ -29,7 +29,6 @@ from ortlaunch.recipe.fields.section import (
     SecondsOrAuto,
     Section,
     Text,
-    Words,
     tuple_of,
 )
 from ortlaunch.recipe.fields.submit import Submit
@@ -90,6 +89,9 @@ class Model(Section):
     (`engine.memory_optimization: 1`) on ort. Saves most of the activations, costs about a forward
     pass, a quarter to a third of a step; for models that do not fit otherwise. A custom model must
     have a method `gradient_checkpointing_enable`, which is called."""
+    freeze: OneOrMore | None = None
+    """Patterns of parameter names, in which `*` matches any text, as `*.embeddings.*`: these
+    parameters are not trained. A pattern that matches no parameter is an error."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights (needs the extra `lora`)."""
 
@@ -112,39 +114,6 @@ class Batch(Section):
     are in its micro_size.json."""
     accumulation_steps: Positive | None = None
     """Forward and backward passes of each rank before an optimizer step."""
-
-
-class Optimizer(Section):
-    """How weights change."""
-
-    name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
-    """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (engine.json names it);
-    both compute the same as torch's AdamW, with decay before the step by rate x weight_decay.
-    `lamb`: the large-batch optimizer of BERT; not above ZeRO 0, where its trust ratio would be
-    wrong. `configured`, for task lightning: the optimizer and the scheduler that the module's
-    configure_optimizers returns, whose rates are multiplied by learning_rate, usually 1."""
-    # Required: no default would suit every model.
-    learning_rate: Annotated[float, Field(gt=0)]
-    """Peak learning rate."""
-    # Strict mode accepts no list of YAML for a tuple; the validator converts it.
-    betas: Annotated[tuple[Decay, Decay], BeforeValidator(tuple_of)] = (0.9, 0.999)
-    """Decay of the first and second moment (adam and lamb)."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator (adam and lamb)."""
-    momentum: Decay = 0.0
-    """Momentum (sgd)."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay (adam, lamb); L2 for sgd."""
-    no_decay: Words = ("bias", "norm", "LayerNorm")
-    """Parameters whose name contains one of these words have no weight decay."""
-    always_adapt: bool = False
-    """lamb: scale every tensor by its own norm, as the paper's algorithm. False: only those with
-    weight decay, as NVIDIA's FusedLAMB and Google's BERT."""
-
-    @property
-    def traits(self) -> OptimizerTraits:
-        """The optimizer's row in the table of optimizers."""
-        return OPTIMIZERS[self.name]
 
 
 class Offload(Section):

@@ -52,7 +52,7 @@ def _all(rule: Rule, names: str, section: str = "") -> dict[str, RuleOf]:
 RULES: dict[str, RuleOf] = {
     "name": _EFFECT,
     "seed": Rule(REFUSED, "data", "it determines order, masking and dropout"),
-    **_all(_MODEL, "task pretrained config factory arguments", "model"),
+    **_all(_MODEL, "task pretrained config factory arguments freeze", "model"),
     "model.allow_partial": Rule(EFFECT, why="a checkpoint has all weights"),
     "model.attention": Rule(EFFECT, why="the same function with other kernels"),
     "model.gradient_checkpointing": Rule(EFFECT, why="the same values with other memory use"),
@@ -97,7 +97,8 @@ RULES: dict[str, RuleOf] = {
     "optimizer.name": _optimizer,
     **_all(
         _EFFECT,
-        "learning_rate betas epsilon momentum weight_decay no_decay always_adapt",
+        "learning_rate betas epsilon momentum weight_decay no_decay always_adapt layer_decay groups "
+        "attributes",
         "optimizer",
     ),
     **_all(

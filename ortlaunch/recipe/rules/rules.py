@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ortlaunch.optimizers import OPTIMIZERS
 from ortlaunch.recipe.fields.deepspeed_keys import deepspeed_rules
 from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.recipe.fields.section import DOES_NOTHING, chosen
 from ortlaunch.recipe.rules.bad_step_rules import bad_step_rules
 from ortlaunch.recipe.rules.best_rules import best_rules
@@ -180,13 +181,17 @@ def _near_multiples(total: int, unit: int) -> str:
     return f"{below} or {above} would be valid" if below else f"{above} would be valid"
 
 
+# What configure_optimizers of a LightningModule decides.
+_GROUPED = {"weight_decay", "no_decay", "groups", "layer_decay", "attributes"}
+
+
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     optimizer = recipe.optimizer
     zero = recipe.zero
-    takes = optimizer.traits.fields
+    takes = tuple(dict.fromkeys(f for name in optimizer.names for f in OPTIMIZERS[name].fields))
     # Fields of no optimizer in particular, as learning_rate, are not among them.
     of_some = {field for traits in OPTIMIZERS.values() for field in traits.fields} | (
-        {"weight_decay", "no_decay"} if optimizer.name == "configured" else set()
+        _GROUPED if optimizer.name == "configured" else set()
     )
     if optimizer.name == "configured" and not recipe.model.traits.wrapper:
         yield (
@@ -203,12 +208,32 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
             (f"optimizer.{key}", "optimizer.name"),
             DOES_NOTHING.format(optimizer.name, " and ".join(takes) or "learning_rate alone"),
         )
-    if optimizer.traits.needs_whole_tensors and zero is not None and zero.stage > 0:
+    yield from _combined(optimizer)
+    whole = [name for name in optimizer.names if OPTIMIZERS[name].needs_whole_tensors]
+    if whole and zero is not None and zero.stage > 0:
         yield (
             ("optimizer.name", "zero.stage"),
-            f"got {optimizer.name} with ZeRO {zero.stage}: {optimizer.name.upper()} scales each "
-            "tensor by its own norm, and ZeRO splits tensors into flat pieces, so every scale "
-            "would be wrong; use fused_adam, or zero.stage: 0",
+            f"got {whole[0]} with ZeRO {zero.stage}: {whole[0].upper()} computes an update from a "
+            "whole tensor, and ZeRO splits tensors into flat pieces, so every update would be "
+            "wrong; use fused_adam, or zero.stage: 0",
+        )
+
+
+def _combined(optimizer: Optimizer) -> Iterator[Problem]:
+    """Yield the groups whose optimizer cannot run beside the others."""
+    able = [name for name, traits in OPTIMIZERS.items() if traits.combines]
+    others = {name for name in optimizer.names if name != optimizer.name}
+    for at, group in enumerate(optimizer.groups):
+        if group.name and group.name != optimizer.name and group.name not in able:
+            yield (
+                (f"optimizer.groups[{at}].name",),
+                f"got {group.name}; beside another optimizer there can be {', '.join(able)}",
+            )
+    if others and not optimizer.traits.combines:
+        yield (
+            ("optimizer.name", "optimizer.groups"),
+            f"got {optimizer.name} with groups of {', '.join(sorted(others))}; beside another "
+            f"optimizer there can be {', '.join(able)}",
         )
 
 

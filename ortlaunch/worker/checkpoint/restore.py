@@ -16,6 +16,7 @@ from torch import nn
 from ortlaunch.errors import CheckpointError
 from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import read_json
+from ortlaunch.units import counted
 from ortlaunch.worker.checkpoint.snapshot import BUFFER, FORMAT, INDEX, WEIGHT, file_of
 from ortlaunch.worker.checkpoint.tensor_file import Entry, read_header, read_range
 from ortlaunch.worker.model.named_state import (
@@ -183,19 +184,27 @@ def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
     by_master: dict[int, list[ParameterRange]] = {}
     for part in named.parts:
         by_master.setdefault(id(part.master), []).append(part)
-    kinds = {kind for kind, _ in shards.pieces if kind != WEIGHT}
+    saved = {name for kind, name in shards.pieces if kind != WEIGHT}
     for group in named.optimizer.param_groups if counts_by_group(named.optimizer) else ():
         group.update(step=0) if "step" in group else None
     for parts in by_master.values():
         _load_master(shards, parts, named.optimizer)
-    wanted = tensor_kinds(named.optimizer.param_groups[0])
-    if kinds and wanted and not kinds.intersection(wanted):
-        there = shards.index["optimizer"]["class"]
-        return [
-            f"the checkpoint has the state of {there}; {type(named.optimizer).__name__} starts "
-            "with a new state"
-        ]
-    return []
+    new = [
+        part.name
+        for parts in by_master.values()
+        for part in parts
+        if part.name in saved
+        and tensor_kinds(part.group)
+        and part.master not in named.optimizer.state
+    ]
+    if not new:
+        return []
+    there = shards.index["optimizer"]["class"]
+    some = "" if len(new) == len(named.parts) else f" for {counted(len(new), 'tensor')}: {new[0]}"
+    return [
+        f"the checkpoint has the state of {there}; {type(named.optimizer).__name__} starts "
+        f"with a new state{some}"
+    ]
 
 
 def _load_master(

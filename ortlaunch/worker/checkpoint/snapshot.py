@@ -99,7 +99,6 @@ def take(named: NamedState, state: dict[str, object], group: DistributedContext)
 
 
 def _index(named: NamedState, state: dict[str, object], ranks: int) -> dict[str, object]:
-    group = named.optimizer.param_groups[0]
     return {
         "format": FORMAT,
         "ranks": ranks,
@@ -108,7 +107,9 @@ def _index(named: NamedState, state: dict[str, object], ranks: int) -> dict[str,
         "buffers": {name: list(value.shape) for name, value in named.buffers.items()},
         "optimizer": {
             "class": type(named.optimizer).__name__,
-            "tensors": list(tensor_kinds(group)),
+            "tensors": sorted(
+                {kind for group in named.optimizer.param_groups for kind in tensor_kinds(group)}
+            ),
         },
         "loss_scale": named.loss_scale.read() if named.loss_scale else None,
     }

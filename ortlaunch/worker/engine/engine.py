@@ -200,7 +200,9 @@ def build_engine(
         parameters=sum(size for size, _ in sizes),
         trained_parameters=sum(size for size, trained in sizes if trained),
         sharding=_sharding(recipe, group),
-        optimizer=OptimizerChoice(recipe.optimizer.name, chosen.used, chosen.why or None),
+        optimizer=OptimizerChoice(
+            recipe.optimizer.name, chosen.used, chosen.why or None, [*chosen.groups]
+        ),
         chunked_loss=chunked,
         attention=_attention(model),
         pretrained=dict(model.loaded) if model.loaded else None,

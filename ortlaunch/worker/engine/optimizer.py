@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -11,9 +11,17 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
+from ortlaunch.optimizers import MUON_MOMENTUM, OPTIMIZERS
 from ortlaunch.ortmodule.fused_adam import ONNXRUNTIME, TORCH, fused_adam, why_too_large
-from ortlaunch.recipe.fields.models import Optimizer
+from ortlaunch.recipe.fields.optimizer import Optimizer
+from ortlaunch.run_folder.engine_report import OptimizerGroup
 from ortlaunch.worker.engine.scheduler import Scheduler
+from ortlaunch.worker.model.parameter_groups import (
+    CombinedOptimizer,
+    describe_groups,
+    named_parameters,
+    parameter_groups,
+)
 
 
 class Building(NamedTuple):
@@ -55,6 +63,8 @@ class BuiltOptimizer(NamedTuple):
     """Notes for the user."""
     scheduler: Scheduler | None = None
     """The learning rates that a LightningModule configured; None: the recipe's schedule."""
+    groups: tuple[OptimizerGroup, ...] = ()
+    """The record of its parameter groups."""
 
 
 def build_optimizer(
@@ -65,7 +75,7 @@ def build_optimizer(
     deepspeed: Mapping[str, Any] | None = None,
     ranks: int = 1,
 ) -> BuiltOptimizer:
-    """Build the recipe's optimizer over the trained parameters, in decay and no-decay groups.
+    """Build the recipe's optimizer over the trained parameters.
 
     Args:
         recipe: the recipe's `optimizer`.
@@ -76,20 +86,31 @@ def build_optimizer(
         ranks: the number of ranks over which DeepSpeed divides them.
 
     Raises:
-        InputError: the model has no trained parameter.
+        InputError: the model has no trained parameter, or the recipe's groups do not fit it.
     """
-    groups, notes = parameter_groups(recipe, model.named_parameters())
-    if not groups:
+    if not any(p.requires_grad for p in model.parameters()):
         count = len([*model.parameters()])
         why = (
             f"none of its {count} parameters has requires_grad" if count else "it has no parameters"
         )
         raise InputError(f"model: there is nothing to train: {why}")
-    module, _, name = recipe.traits.builder.partition(":")
-    build: Callable[[Building], BuiltOptimizer] = getattr(import_module(module), name)
-    return build(Building(recipe, groups, engine, device, deepspeed, ranks, model))._replace(
-        notes=notes
-    )
+    groups, notes = parameter_groups(recipe, model)
+    records = describe_groups(groups, model, recipe.learning_rate)
+    by_name: dict[str, list[Json]] = {}
+    for group in groups:
+        by_name.setdefault(group.pop("optimizer"), []).append(group)
+    built = []
+    for name, own in by_name.items():
+        module, _, function = OPTIMIZERS[name].builder.partition(":")
+        build: Callable[[Building], BuiltOptimizer] = getattr(import_module(module), function)
+        built.append(build(Building(recipe, own, engine, device, deepspeed, ranks, model)))
+    one = built[0]
+    if len(built) > 1:
+        one = BuiltOptimizer(
+            CombinedOptimizer([each.optimizer for each in built]),
+            " and ".join(each.used for each in built),
+        )
+    return one._replace(notes=(*notes, *one.notes), groups=tuple(records))
 
 
 def lamb(parts: Building) -> BuiltOptimizer:
@@ -106,6 +127,29 @@ def sgd(parts: Building) -> BuiltOptimizer:
         parts.groups, lr=parts.recipe.learning_rate, momentum=parts.recipe.momentum
     )
     return BuiltOptimizer(made, "torch.optim.SGD")
+
+
+def muon(parts: Building) -> BuiltOptimizer:
+    """Build torch's Muon, with the scale that makes AdamW's rates and decays fit it.
+
+    Raises:
+        InputError: torch has no Muon, or a parameter is not a matrix.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        raise InputError(f"optimizer: muon needs torch 2.9 or newer; this is {torch.__version__}")
+    names = {id(p): name for name, p in named_parameters(parts.model)}
+    others = [names[id(p)] for group in parts.groups for p in group["params"] if p.ndim != 2]
+    if others:
+        raise InputError(
+            f"optimizer.groups: muon is for matrices only, and not for {', '.join(others)}"
+        )
+    made = torch.optim.Muon(
+        parts.groups,
+        lr=parts.recipe.learning_rate,
+        momentum=parts.recipe.momentum or MUON_MOMENTUM,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return BuiltOptimizer(made, "torch.optim.Muon")
 
 
 def adamw(parts: Building) -> BuiltOptimizer:
@@ -147,31 +191,3 @@ def _why_not_these(
     if zero:
         sizes = [[-(-sum(group) // (ranks if zero.get("stage") else 1))] for group in sizes]
     return why_too_large(size for group in sizes for size in group)
-
-
-def parameter_groups(
-    recipe: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]
-) -> tuple[list[dict[str, object]], tuple[str, ...]]:
-    """Return the groups of trained parameters with and without weight decay, and notes.
-
-    A name of `no_decay` that matches no parameter makes a note.
-    """
-    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    spared = {name for name, _ in trained for word in recipe.no_decay if word in name}
-    groups = [
-        {
-            "params": [p for name, p in trained if name not in spared],
-            "weight_decay": recipe.weight_decay,
-        },
-        {"params": [p for name, p in trained if name in spared], "weight_decay": 0.0},
-    ]
-    idle = [word for word in recipe.no_decay if not any(word in name for name, _ in trained)]
-    # The default lists the norms of several model families, of which each model has only some:
-    # only the user's own names make a note.
-    own = recipe.no_decay != Optimizer.model_fields["no_decay"].default and recipe.weight_decay > 0
-    notes = (
-        (f"optimizer.no_decay: no parameter's name contains {', '.join(idle)}",)
-        if idle and own
-        else ()
-    )
-    return [group for group in groups if group["params"]], notes

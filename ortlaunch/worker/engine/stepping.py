@@ -324,9 +324,12 @@ class DeepSpeedStepper:
 
 
 def _set_rates(optimizer: Any, rates: Sequence[float]) -> None:
-    """Set the learning rate of each parameter group; a single rate is that of all."""
+    """Set the learning rate of each parameter group; a single rate is that of all.
+
+    A group may have a factor of that rate (parameter_groups).
+    """
     for group, rate in zip(optimizer.param_groups, [*rates] * len(optimizer.param_groups)):
-        group["lr"] = rate
+        group["lr"] = rate * group.get("rate_factor", 1.0)
 
 
 def _weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:

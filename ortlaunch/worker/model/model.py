@@ -28,6 +28,7 @@ from ortlaunch.worker.data.vocabulary import labels_of_recipe
 from ortlaunch.worker.model import packing
 from ortlaunch.worker.model.chunked_head import ChunkedHead
 from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, numbers_of
+from ortlaunch.worker.model.parameter_groups import freeze
 from ortlaunch.worker.model.pretrained import Loaded, load_pretrained
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -178,6 +179,8 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
         generates_with_cache = _train_without_cache(model)
     if recipe.model.lora:
         model = _with_adapters(model, recipe.model.lora, recipe.model.task)
+    if recipe.model.freeze:
+        freeze(model, recipe.model.freeze)
     # After the adapters: with checkpointing on, peft would change the embeddings' output.
     if recipe.model.gradient_checkpointing:
         _checkpoint_gradients(model)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ortlaunch.json_types import Json
+from ortlaunch.worker.model.parameter_groups import CombinedOptimizer
 
 Numbers = dict[str, float]
 
@@ -115,4 +116,6 @@ def tensor_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
 def counts_by_group(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer keeps one `step` per parameter group, not per parameter."""
     # LAMB and ONNX Runtime's FusedAdam do.
-    return not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD))
+    return not isinstance(
+        optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, CombinedOptimizer)
+    )

@@ -11,6 +11,7 @@ from ortlaunch.run_folder.engine_report import (
     EngineReport,
     GraphReport,
     OnnxRuntime,
+    OptimizerGroup,
 )
 from ortlaunch.units import counted, fitted
 from ortlaunch.worker.data_audit import audits
@@ -69,12 +70,45 @@ def plan_lines(report: EngineReport) -> list[str]:
     lines += _binding(report.binding)
     if optimizer.why:
         lines.append(f"optimizer: {optimizer.used} in place of {optimizer.asked}: {optimizer.why}")
+    lines += _groups(optimizer.groups)
     if fp16.applied:
         why = f" ({fp16.why})" if fp16.why else ""
         lines.append(f"FP16_Optimizer: {fp16.by}'s, overflow check and norm in one pass{why}")
     elif report.sharding.startswith("DeepSpeed"):
         lines.append(f"FP16_Optimizer: not applied: {fp16.why}")
     return lines
+
+
+def _short(name: str) -> str:
+    # A line has at most 100 columns.
+    return name if len(name) <= 48 else f"...{name[-45:]}"
+
+
+def _groups(groups: Sequence[OptimizerGroup]) -> list[str]:
+    """Return a table of the parameter groups, if the trained ones differ in more than decay."""
+    kinds = {(group.optimizer, group.learning_rate) for group in groups if group.optimizer}
+    if len(kinds) < 2:
+        return []
+    rows = [("optimizer", "rate", "decay", "tensors", "values", "first parameter")]
+    rows += [
+        (
+            group.optimizer or "frozen",
+            f"{group.learning_rate:.3g}" if group.optimizer else "",
+            f"{group.weight_decay:g}" if group.optimizer else "",
+            f"{len(group.parameters):,}",
+            f"{group.values:,}",
+            _short(group.parameters[0]),
+        )
+        for group in groups
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at in (0, 5) else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _matmul_precision(report: EngineReport) -> list[str]:

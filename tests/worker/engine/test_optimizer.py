@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import InputError
-from ortlaunch.recipe.fields.models import Optimizer
+from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.worker.engine.lamb import Lamb
-from ortlaunch.worker.engine.optimizer import _why_not_these, build_optimizer, parameter_groups
+from ortlaunch.worker.engine.optimizer import _why_not_these, build_optimizer
+from ortlaunch.worker.model.parameter_groups import parameter_groups
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -68,7 +69,7 @@ def test_words_of_no_decay_choose_the_group(
     """Each parameter is in one group, without decay if its name matches; no group is empty."""
     model = Net()
     groups, notes = parameter_groups(
-        recipe(**({} if no_decay is None else {"no_decay": no_decay})), model.named_parameters()
+        recipe(**({} if no_decay is None else {"no_decay": no_decay})), model
     )
     assert notes == ()
     found = {group["weight_decay"]: names(model, group) for group in groups}
@@ -79,7 +80,7 @@ def test_frozen_parameters_are_left_out() -> None:
     """A frozen parameter is in no group, and a name that matches only frozen ones is noted."""
     model = Net()
     model.dense.requires_grad_(False)
-    groups, notes = parameter_groups(recipe(no_decay=("dense", "norm")), model.named_parameters())
+    groups, notes = parameter_groups(recipe(no_decay=("dense", "norm")), model)
     assert [names(model, group) for group in groups] == [
         ["LayerNorm.weight", "LayerNorm.bias"],
         ["input_layernorm.weight", "q_norm.weight"],
@@ -249,7 +250,7 @@ def test_fused_adam_is_replaced_where_it_would_write_elsewhere(
     )
     if zero is None:
         model = nn.ParameterList([*model][:1])
-    found = _why_not_these(parameter_groups(recipe(), model.named_parameters())[0], zero, ranks)
+    found = _why_not_these(parameter_groups(recipe(), model)[0], zero, ranks)
     assert why in found
     assert bool(why) == bool(found)
 

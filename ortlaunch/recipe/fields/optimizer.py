@@ -1,0 +1,84 @@
+"""The recipe's section `optimizer`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from ortlaunch.optimizers import OPTIMIZERS, OptimizerTraits
+from ortlaunch.recipe.fields.section import Decay, NameIn, OneOrMore, Section, Text, Words, tuple_of
+
+
+class ParameterGroup(Section):
+    """Settings of some parameters, in place of the optimizer's."""
+
+    match: OneOrMore
+    """Patterns of parameter names, in which `*` matches any text, as `*.embed_tokens.weight`. Names
+    are the model's own; engine.json lists them. A parameter belongs to the first group that matches
+    it. A pattern that matches no trained parameter is an error."""
+    name: Annotated[str, NameIn(OPTIMIZERS)] | None = None
+    """Optimizer of these parameters: adamw, muon or sgd; null: `optimizer.name`."""
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Peak learning rate; the schedule is that of all parameters. null: `optimizer.learning_rate`,
+    and `optimizer.layer_decay`."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay, also of parameters that `no_decay` names; null: the optimizer's."""
+    betas: Annotated[tuple[Decay, Decay], BeforeValidator(tuple_of)] | None = None
+    """Decay of the first and second moment (adam and lamb); null: the optimizer's."""
+    epsilon: Annotated[float, Field(gt=0)] | None = None
+    """Added to the denominator (adam and lamb); null: the optimizer's."""
+    momentum: Decay | None = None
+    """Momentum (sgd, muon); null: the optimizer's."""
+
+
+class Optimizer(Section):
+    """How weights change."""
+
+    name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
+    """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (engine.json names it);
+    both compute the same as torch's AdamW, with decay before the step by rate x weight_decay.
+    `lamb`: the large-batch optimizer of BERT; not above ZeRO 0, where its trust ratio would be
+    wrong. `muon`: torch's Muon for the matrices of layers (numbered parts of names, as `layers.3`),
+    with the scale that lets AdamW's rates and decays fit, and AdamW for all other parameters; not
+    above ZeRO 0. `configured`, for task lightning: the optimizer and the scheduler that the module's
+    configure_optimizers returns, whose rates are multiplied by learning_rate, usually 1."""
+    # Required: no default would suit every model.
+    learning_rate: Annotated[float, Field(gt=0)]
+    """Peak learning rate."""
+    # Strict mode accepts no list of YAML for a tuple; the validator converts it.
+    betas: Annotated[tuple[Decay, Decay], BeforeValidator(tuple_of)] = (0.9, 0.999)
+    """Decay of the first and second moment (adam and lamb)."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator (adam and lamb)."""
+    momentum: Decay = 0.0
+    """Momentum (sgd, muon); for muon 0 means 0.95."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay (adam, lamb); L2 for sgd."""
+    no_decay: Words = ("bias", "norm", "LayerNorm")
+    """Parameters whose name contains one of these words have no weight decay."""
+    always_adapt: bool = False
+    """lamb: scale every tensor by its own norm, as the paper's algorithm. False: only those with
+    weight decay, as NVIDIA's FusedLAMB and Google's BERT."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Factor of the learning rate from each layer to the one below it, as in finetuning of BERT and
+    ViT: the head has the whole rate, layer i of n the rate x layer_decay^(n - i), embeddings one
+    factor less than layer 0. Layers are the numbered parts of parameter names, as `layers.3`."""
+    groups: Annotated[tuple[ParameterGroup, ...], BeforeValidator(tuple_of)] = ()
+    """Settings of single parameters. The run prints the resulting groups, and engine.json lists
+    each parameter with its group."""
+    attributes: Text | None = None
+    """`package.module:function` for groups that no pattern describes: it is called with the name and
+    the parameter, and returns a mapping of the fields of a group, or None. It comes before
+    `groups`."""
+
+    @property
+    def traits(self) -> OptimizerTraits:
+        """The optimizer's row in the table of optimizers."""
+        return OPTIMIZERS[self.name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The optimizers of all parameters, the first for those without a group of their own."""
+        others = ("adamw",) if self.name == "muon" else ()
+        return (self.name, *others, *(group.name for group in self.groups if group.name))
