@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import slurm
 from ortlaunch.units import counted
 
+# Between requests to Slurm's controller on a job; its metrics are read more often.
+_QUEUE_SECONDS = 5.0
 # Of a job: its hosts are unknown until it starts.
 QUEUED = LaunchOptions(planned_only=True, declared=True)
 
@@ -40,9 +43,13 @@ class QueuedTrial:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
+        self._next = 0.0
 
     def poll(self) -> int | None:
         """Return the exit status of the job; None while it is queued or runs."""
+        if time.monotonic() < self._next:
+            return None
+        self._next = time.monotonic() + _QUEUE_SECONDS
         status = read_status(self._run)
         return status.job.exit_status if status.state.is_end else None
 

@@ -26,8 +26,6 @@ from ortlaunch.search.study import Study
 from ortlaunch.units import number
 
 _POLL_SECONDS = 0.5
-# Of jobs: each look is a request to Slurm's controller.
-_QUEUE_POLL_SECONDS = 5.0
 # Failed trials, and no complete one, after which a sweep ends: the fault is not the values'.
 _FIRST_FAILURES = 3
 # Starts of a stopped or killed trial without a further checkpoint, after which it has failed.
@@ -83,7 +81,7 @@ class Trials:
                     self._start(self._study.draw(waiting.pop(0) if waiting else None))
                 if not self._running:
                     return
-                time.sleep(_QUEUE_POLL_SECONDS if self._study.sweep.submit else _POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)
                 for one in list(self._running):
                     self._update(one)
         finally:
