@@ -28,6 +28,8 @@ from ortlaunch.units import number
 _POLL_SECONDS = 0.5
 # Failed trials, and no complete one, after which a sweep ends: the fault is not the values'.
 _FIRST_FAILURES = 3
+# Trials in a row with values of earlier ones, after which a sweep ends.
+_REPEATS = 10
 # Starts of a stopped or killed trial without a further checkpoint, after which it has failed.
 _MOST_STARTS = 3
 _KILLED = (EXIT_SAVED, *(128 + one for one in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)))
@@ -104,6 +106,8 @@ class Trials:
             )
             and (self._until is None or time.monotonic() < self._until)
             and (failed < _FIRST_FAILURES or failed < len(known))
+            # A finite space may have no further values.
+            and (len(known) < _REPEATS or not all(one.repeats for one in known[-_REPEATS:]))
         )
 
     def _start(self, trial: int, starts: int = 0, saved: int = 0) -> None:
@@ -123,6 +127,13 @@ class Trials:
             return
         if job is None and run.stopped_by_user():
             self._complete(trial)
+            return
+        twin = None if run.path.exists() else self._study.twin(trial)
+        if twin is not None:
+            values = (*twin.values.values(),) if twin.state == "complete" else None
+            self._end(
+                trial, twin.state, values, f"not trained: trial {twin.number} has these values"
+            )
             return
         slots = set(range(self._study.sweep.parallel)) - {one.slot for one in self._running}
         slot = min(slots)

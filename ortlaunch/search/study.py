@@ -40,7 +40,12 @@ class Trial(NamedTuple):
     """The metrics; of a pruned trial that of its last evaluation; {} if there are none."""
     steps: int
     reason: str
-    """Why it failed; "" if it did not."""
+    """Why it failed, or was not trained; "" else."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an earlier trial had the same fields, so that it was not trained."""
+        return bool(self.reason) and self.state != "fail"
 
     def line(self) -> str:
         """Return metrics, fields and the reason, for a person."""
@@ -87,8 +92,15 @@ class Study:
 
     def best(self) -> list[Trial]:
         """Return the best complete trial; with several metrics all that no other trial beats."""
-        found = sorted(self._study.best_trials, key=lambda one: one.number)
-        return [self._record(one) for one in (found if len(self.sweep.metrics) > 1 else found[:1])]
+        found = sorted(map(self._record, self._study.best_trials))
+        trained = [one for one in found if not one.repeats]
+        return trained if len(self.sweep.metrics) > 1 else trained[:1]
+
+    def twin(self, number: int) -> Trial | None:
+        """Return an earlier trial with the same fields that was complete or pruned."""
+        *known, trial = self.trials()[: number + 1]
+        ended = (one for one in known if one.state in ("complete", "pruned"))
+        return next((one for one in ended if one.fields == trial.fields), None)
 
     def draw(self, number: int | None = None) -> int:
         """Draw the next trial, or complete the draw of an unfinished one, and return its number."""

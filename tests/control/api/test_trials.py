@@ -168,6 +168,23 @@ def test_a_trial_is_pruned_while_it_runs(planted: Any, monkeypatch: pytest.Monke
     assert [one.number for one in found.best()] == [0]
 
 
+def test_the_same_values_again(planted: Any) -> None:
+    """A trial with an earlier one's values takes its result; ten in a row end the sweep."""
+    losses = {"0000": 2.0, "0001": 1.0}
+    starts = planted(lambda run, start: (0, [losses.get(run.path.name, 0.5)]))
+    space = {"seed": {"choice": [1, 2]}}
+    found = sweep(swept(space=space, sampler="random", trials=None, steps=999))
+    assert len(starts) == 2
+    trials = found.trials()
+    assert all(one.repeats for one in trials[-10:])
+    for one in trials:
+        first = trials[[each.fields for each in trials].index(one.fields)]
+        assert (one.state, one.values) == ("complete", first.values)
+        assert one.repeats == (one is not first)
+        assert one.reason in ("", f"not trained: trial {first.number} has these values")
+    assert [one.repeats for one in found.best()] == [False]
+
+
 def test_limits(planted: Any) -> None:
     """No trial starts after the limit of steps or hours."""
     planted(lambda run, start: (0, [1.0, 1.0]))
