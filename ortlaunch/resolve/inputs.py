@@ -44,7 +44,8 @@ def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
     ]
     for key, corpus in sources:
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
-            if not _matches(pattern):
+            # Only a rank reads URLs, of a streamed corpus.
+            if "://" not in pattern and not _matches(pattern):
                 what = f"got {pattern}, which matches no file here (current folder: {_here()})"
                 yield (f"{key}.path",), what + _remedy(pattern)
     template = recipe.data.chat_template

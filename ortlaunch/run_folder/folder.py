@@ -142,6 +142,7 @@ class RunDir:
     )
     tensorboard = _File("tensorboard", "rank 0", "TensorBoard's events")
     trackers = _File("trackers", "rank 0", "files of W&B and MLflow")
+    stream = _File("stream", "ranks", "the next tokens of streamed data (data.train.stream)")
     checkpoints = _File(
         "checkpoints",
         "ranks",

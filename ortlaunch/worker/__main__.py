@@ -104,7 +104,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     if not recipe.data.is_custom:
         # Before the group exists: reading may take any time, and may fail while no rank waits.
         progress.doing("reading data")
-        data = LoadedData(recipe, progress.show, goes_on_with(run, recipe))
+        data = LoadedData(recipe, progress.show, goes_on_with(run, recipe), run.stream)
         data.read_for(plan.traits)
         if plan.traits.saves:
             require_sound(data)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import HeldOut, uses_template
 from ortlaunch.worker.data import Conversations, LabelledTexts, LoadedData, OwnSamples
+from ortlaunch.worker.data.mixture import at_hand, streams_of
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 
@@ -116,16 +117,21 @@ def audits(data: LoadedData, most: int = AT_START) -> list[PartAudit]:
     """
     recipe = data.recipe
     length = recipe.data.sequence_length or 1
+    at_start = most == AT_START
     most = max(_LEAST, min(most, most * _USUAL // length))
     made = list[PartAudit]()
     for key, samples in (("data.train", data.train), ("data.evaluation", data.evaluation)):
         sources = [*_sources(samples)]
         if samples is None or any(isinstance(each, OwnSamples) for each in sources):
             continue
-        chosen = np.unique(np.linspace(0, len(samples) - 1, min(most, len(samples))).astype(int))
+        # A training does not wait for the samples of a stream here.
+        if at_start and streams_of(samples):
+            continue
+        hand = at_hand(samples)
+        chosen = np.unique(np.linspace(0, len(hand) - 1, min(most, len(hand))).astype(int))
         rows = [
             row
-            for index in chosen.tolist()
+            for index in (hand[place] for place in chosen.tolist())
             for row in _rows(samples.sample(index, 0), index, recipe.model.traits.label)
         ]
         chats = [each for each in sources if isinstance(each, Conversations)]
@@ -135,7 +141,7 @@ def audits(data: LoadedData, most: int = AT_START) -> list[PartAudit]:
             _equal(rows, data.tokenizer),
             _answers(rows, length, data.tokenizer) if chats else (),
         )
-        made.append(PartAudit(key, len(samples), rows, [*found]))
+        made.append(PartAudit(key, len(hand), rows, [*found]))
     if len(made) > 1:
         held = recipe.data.evaluation
         same = isinstance(held, HeldOut) or recipe.data.train == held

@@ -11,6 +11,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.worker.checkpoint import CompleteCheckpoint
 from ortlaunch.worker.data.left_out import samples_trained_on
+from ortlaunch.worker.data.streams.samples import ENDLESS
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
@@ -90,10 +91,12 @@ def _begun(run: RunDir, epochs: float | None) -> Json | None:
 def length_line(recipe: Recipe, batch: BatchPlan, samples: int) -> str:
     """Return a line for the terminal with the length in steps, samples and epochs."""
     seen = recipe.train.steps * batch.global_samples
+    steps = f"{recipe.train.steps:,} steps of {batch.global_samples:,} are {seen:,} samples"
+    if samples >= ENDLESS:
+        return f"data: streamed; {steps}"
     per_epoch = samples / batch.global_samples
     return (
-        f"data: {samples:,} samples; {recipe.train.steps:,} steps of {batch.global_samples:,} "
-        f"are {seen:,} samples, {float(f'{seen / samples:.3g}'):,.9g} epochs"
+        f"data: {samples:,} samples; {steps}, {float(f'{seen / samples:.3g}'):,.9g} epochs"
     ) + "".join(
         f"; {name.replace('_', ' ')} {every:g} epochs: {max(1.0, every * per_epoch):,.4g} steps"
         for name, every in recipe.epoch_intervals()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, read_json
@@ -95,13 +96,23 @@ def build_session(
     memory = MemoryUse(group.device, model)
     built = time.perf_counter()
     batches = Batches(samples, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))
+    first = 0
+    if batches.streams and len({*group.gather(str(trained_on))}) > 1:
+        raise InputError(
+            "data.train: the ranks have listed different files; give a list that stays"
+        )
+    if found is not None and batches.streams:
+        # Streamed samples before the checkpoint's are not kept.
+        first = found.step
+        batches.go_on(first, found.samples)
+        batches.seek(found.streams)
     if not measures:
         recipe = with_steps(recipe, plan.batch, run, group, len(samples), found)
     model.attach(recipe, plan, run, group, len(samples), found.step if found else 0)
     progress.doing(
         exporting(group.device) if recipe.engine.name == "ort" else "building the engine"
     )
-    engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
+    engine = build_engine(recipe, plan, model, group, batches.micro_batch(first, 0, group.rank))
     engine.memory = memory
     if run.choice.exists():
         engine.record.engine = replace(engine.record.engine, **read_json(run.choice))

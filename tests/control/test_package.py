@@ -26,7 +26,7 @@ DISTRIBUTIONS = {
 # bare install.
 OPTIONAL = {
     "deepspeed", "matplotlib", "mpi4py", "onnx", "onnxruntime-training-cpu", "peft", "tensorboard", "wandb",
-    "mlflow-skinny", "optuna",
+    "mlflow-skinny", "optuna", "fsspec",
 }  # fmt: skip
 
 

@@ -54,6 +54,32 @@ PromptChoice = Annotated[
 ]
 
 
+_UNITS = {"MiB": 20, "GiB": 30, "TiB": 40}
+
+
+class StreamSettings(Section):
+    """Samples of a corpus that are fetched and tokenized while the training runs.
+
+    The files of an epoch are read one after the other, in an order by the seed; the samples of a
+    window of `shuffle` samples are shuffled. A resume in any number of ranks has the same order. It
+    opens one file, at the window of the checkpoint. The number of samples is not known in advance,
+    so the training's length and its intervals are set in steps. The last tokens of each file, fewer
+    than a sample, are left out. Not for chats, texts with labels and pairs of sentences.
+    """
+
+    buffer: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(MiB|GiB|TiB)$")] = "2GiB"
+    """Disk space for tokens (4 bytes each) that are waiting, in the run folder, with a unit: MiB,
+    GiB or TiB. It has at least four windows."""
+    shuffle: Positive = 4096
+    """Samples of a window. The first step waits for the first window. A file whose rows are sorted
+    needs larger windows, or an order of its own."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The buffer in bytes."""
+        return int(float(self.buffer[:-3]) * (1 << _UNITS[self.buffer[-3:]]))
+
+
 class Corpus(Section):
     """Source of samples."""
 
@@ -129,6 +155,12 @@ class Corpus(Section):
     names. Answers are messages of role assistant."""
     most_rows: Positive | None = None
     """Read only this many rows (of text: documents), the first ones; null: all."""
+    stream: StreamSettings | None = None
+    """Train while the files are fetched and tokenized, as `{buffer: 2GiB}`; null: all of them are
+    read before step 1. The files of `path` may then be URLs, too: `https://host/part-*.jsonl.gz`,
+    `s3://bucket/**/*.parquet`, `hf://datasets/owner/name/**/*.parquet` (extra `stream`; each
+    protocol has its usual variables of the environment for accounts). A lost connection is tried
+    again for a quarter of an hour."""
     factory: Text | None = None
     """`package.module:function` for format custom: returns an object with `__len__` and
     `__getitem__`; each item is a mapping from names of arguments of the model's forward to tensors

@@ -182,7 +182,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "lora_target": "model.lora.target_modules",
         "flash_attn": "model.attention",
         "val_size": "data.evaluation: {share: 0.05} or {samples: 500}",
-        "streaming": _STREAMS,
+        "streaming": "data.train.stream",
         "overwrite_cache": _STREAMS,
         "template": "data.chat_template (Jinja; null: the tokenizer's own)",
         "plot_loss": "none: `ortlaunch report` draws it",

@@ -19,6 +19,7 @@ from ortlaunch.recipe.fields.prompts import PLACE_NAMES, PLACES, PROMPTS, Prompt
 from ortlaunch.recipe.fields.section import DOES_NOTHING, MOST, chosen
 from ortlaunch.recipe.rules.model_rules import function
 from ortlaunch.recipe.text.place import Problem
+from ortlaunch.units import human
 
 _LEARNED = ("train_on", "train_on_end")
 _CHATS = ("system_column", "input_column", "role_key", "content_key", "roles", "prompt",
@@ -51,6 +52,7 @@ def data_rules(recipe: Recipe) -> Iterator[Problem]:
     for key, source in recipe.data.sources():
         if isinstance(source, Corpus):
             yield from _corpus(key, source)
+            yield from _stream(key, source, recipe)
     yield from _mixture(recipe.data)
     yield from _kinds(recipe)
     yield from _words(recipe.data, recipe.model.task)
@@ -72,7 +74,8 @@ def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
     takes = _FORMAT_FIELDS[corpus.format]
     if getattr(corpus, needed) is None:
         yield (f"{path}.{needed}", kind), f"is missing: format {corpus.format} needs {needed}"
-    for key in sorted(chosen(corpus) - {"format"} - set(takes)):
+    # `_stream` reports where a stream is possible.
+    for key in sorted(chosen(corpus) - {"format", "stream"} - set(takes)):
         yield (
             (f"{path}.{key}", kind),
             DOES_NOTHING.format(f"format {corpus.format}", ", ".join(takes)),
@@ -137,6 +140,47 @@ def _prompt(path: str, corpus: Corpus, prompt: str | PromptTemplate) -> Iterator
                 (f"{path}.{key}", f"{path}.prompt"),
                 f"has no effect with this prompt, whose template has no {{{name}}}",
             )
+
+
+def _stream(key: str, corpus: Corpus, recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of a source whose samples are not known in advance."""
+    path = f"{key}.stream"
+    stream = corpus.stream
+    if stream is None:
+        remote = next((each for each in corpus.path or () if "://" in each), None)
+        if remote:
+            message = (
+                f"got {remote}; to read a URL give {path}: {{buffer: 2GiB}}; or copy or mount it"
+            )
+            yield (f"{key}.path",), message
+        return
+    data = recipe.data
+    traits = recipe.model.traits
+    least = 4 * stream.shuffle * (data.sequence_length or 0) * 4
+    unknown = f"needs all samples of data.train, and {path} has none yet; give"
+    whole = is_chat(corpus) or traits.label or traits.pairs
+    for place, wrong, message in (
+        (path, corpus.path is None, "is for text, jsonl and parquet; a data set of the hub is format: "
+         "parquet, path: hf://datasets/NAME/**/*.parquet"),
+        (path, key == "data.evaluation", "has no effect on evaluation, which reads all samples each "
+         "time; leave it out"),
+        (path, whole, "is for text without labels; chats, labels and pairs of sentences need all "
+         "rows: leave it out"),
+        (f"{path}.buffer", stream.buffer_bytes < least, f"got {stream.buffer}, less than four windows of "
+         f"shuffle: {stream.shuffle} samples, {human(least)}; enlarge it, or lower shuffle"),
+        (f"{key}.most_rows", corpus.most_rows, f"{unknown} fewer files"),
+        ("data.tokenizer.train", isinstance(data.tokenizer, TokenizerTraining),
+         f"{unknown} the name or folder of a tokenizer"),
+        ("data.evaluation", isinstance(data.evaluation, HeldOut), f"{unknown} a corpus of its own"),
+        ("train.epochs", recipe.train.epochs, f"{unknown} train.max_steps"),
+        ("train.evaluate_every_epochs", recipe.train.evaluate_every_epochs,
+         f"{unknown} train.evaluate_every_steps"),
+        ("checkpoint.every_epochs", recipe.checkpoint.every_epochs, f"{unknown} checkpoint.every_steps"),
+        *((f"data.train[{number}].weight", part.weight is None and part.source is corpus,
+           f"{unknown} weights") for number, part in enumerate(data.parts)),
+    ):  # fmt: skip
+        if wrong:
+            yield (place, path), message
 
 
 def _mixture(data: Data) -> Iterator[Problem]:

@@ -76,6 +76,9 @@ RULES: dict[str, RuleOf] = {
         "train.train_on train.train_on_end train.train_key",
         "data",
     ),
+    "data.train.stream": _DATA,
+    "data.train.stream.shuffle": _DATA,
+    "data.train.stream.buffer": Rule(EFFECT, why="the same samples"),
     **_all(
         _DATA, "chat_template special_tokens added_tokens attend_across_documents packing", "data"
     ),

@@ -19,6 +19,7 @@ from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json
 from ortlaunch.run_folder.resume_record import ResumeRecord
 from ortlaunch.worker.checkpoint.damage import damage, newest_of_all, set_aside_damaged
 from ortlaunch.worker.checkpoint.manifest import samples_seen
+from ortlaunch.worker.checkpoint.snapshot import INDEX
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
@@ -32,6 +33,12 @@ class CompleteCheckpoint(NamedTuple):
     def samples(self) -> int:
         """Samples that all steps so far took, with any batch sizes."""
         return samples_seen(self.folder)
+
+    @property
+    def streams(self) -> list[list[int]]:
+        """The positions of the streamed sources after these samples."""
+        found: list[list[int]] = read_json(self.folder / INDEX)["state"].get("streams", [])
+        return found
 
 
 def choose(run: RunDir, group: DistributedContext) -> CompleteCheckpoint | None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.utils.data import default_collate
 
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.data import Corpus, HeldOut, MaskedLm, is_chat
+from ortlaunch.recipe.fields.data import Corpus, HeldOut, MaskedLm, StreamSettings, is_chat
 from ortlaunch.tasks import Task
 from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.data.batches import Batches
 from ortlaunch.worker.data.chats import Conversations, tokenized_chats
-from ortlaunch.worker.data.corpus import corpus_name
+from ortlaunch.worker.data.corpus import corpus_name, files
 from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.labelled import (
     OF_ROWS,
@@ -33,11 +34,14 @@ from ortlaunch.worker.data.packs import packed
 from ortlaunch.worker.data.pairs import SentencePairs
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples, Stack, collate, cut_padding
+from ortlaunch.worker.data.streams.samples import StreamedSamples, temporary_folder
+from ortlaunch.worker.data.streams.writer import Streamed
 from ortlaunch.worker.data.tokenizer import load_tokenizer
 from ortlaunch.worker.data.tokens import (
     Documents,
     ShowProgress,
     begin_of_text,
+    marked,
     silent,
     tokenized_documents,
 )
@@ -64,6 +68,7 @@ class LoadedData:
         recipe: Recipe,
         show_progress: ShowProgress = silent,
         vocabulary: Vocabulary | None = None,
+        streams: Path | None = None,
     ) -> None:
         """Read all samples now, or, if weights exist already, each part on its first access.
 
@@ -71,8 +76,10 @@ class LoadedData:
             recipe: the recipe of the run.
             show_progress: called with progress messages for the user.
             vocabulary: the vocabulary of the existing weights; None: the model is new.
+            streams: the run's folder for streamed samples; None: a temporary one.
         """
         self.recipe = recipe
+        self._streams = streams
         self._show_progress = show_progress
         self._vocabulary = vocabulary
         self.tokenizer = load_tokenizer(recipe.data, vocabulary.tokenizer if vocabulary else None)
@@ -90,7 +97,9 @@ class LoadedData:
     @functools.cached_property
     def _split(self) -> tuple[Samples, Samples | None]:
         """The samples of `data.train`, and those of them that are held out for evaluation."""
-        whole = self._numbered(_training(self.recipe, self.tokenizer, self._show_progress))
+        whole = self._numbered(
+            _training(self.recipe, self.tokenizer, self._show_progress, self._streams)
+        )
         data = self.recipe.data
         held = data.evaluation
         if not isinstance(held, HeldOut):
@@ -183,17 +192,20 @@ def reader(recipe: Recipe, device: str) -> Reader:
 
 
 def _training(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, show_progress: ShowProgress
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    show_progress: ShowProgress,
+    streams: Path | None,
 ) -> Samples:
+    def of(source: str | Corpus, seed: int) -> Samples:
+        if isinstance(source, Corpus) and source.stream:
+            return _streamed(recipe, source, tokenizer, streams, show_progress, seed)
+        return make_samples(recipe, source, tokenizer, seed, show_progress)
+
     parts = recipe.data.parts
     if not isinstance(recipe.data.train, tuple):
-        return make_samples(recipe, recipe.data.train, tokenizer, show_progress=show_progress)
-    made = [
-        make_samples(
-            recipe, part.source, tokenizer, source_seed(recipe.seed, number), show_progress
-        )
-        for number, part in enumerate(parts)
-    ]
+        return of(recipe.data.train, recipe.seed)
+    made = [of(part.source, source_seed(recipe.seed, n)) for n, part in enumerate(parts)]
     mixed = Mixture(made, [part.weight or len(of) for part, of in zip(parts, made)])
     counts = shares(mixed.weights)
     if not all(counts):
@@ -241,10 +253,7 @@ def make_samples(
             0,
         )
         return Conversations(tokenized_chats(source, tokenizer, show_progress), length, pad, key)
-    # A pretrained model has seen no text without its begin mark; see `begin_of_text`.
-    pretrained = traits.predicts == "next" and isinstance(recipe.data.tokenizer, str)
-    begin = begin_of_text(tokenizer) if pretrained else []
-    end = traits.predicts != "masked"
+    end, begin = _marks(recipe, tokenizer)
     documents = tokenized_documents(
         source, tokenizer, end_of_text=end, begin=begin, show_progress=show_progress
     )
@@ -255,6 +264,37 @@ def make_samples(
             f"fewer than one sample of {length}"
         )
     return samples
+
+
+def _marks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[bool, list[int]]:
+    """Return whether the end mark follows each document, and the tokens before it."""
+    # A pretrained model has seen no text without its begin mark; see `begin_of_text`.
+    predicts = recipe.model.traits.predicts
+    pretrained = predicts == "next" and isinstance(recipe.data.tokenizer, str)
+    return predicts != "masked", begin_of_text(tokenizer) if pretrained else []
+
+
+def _streamed(
+    recipe: Recipe,
+    source: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path | None,
+    show_progress: ShowProgress,
+    seed: int,
+) -> StreamedSamples:
+    """Return the samples of a streamed corpus; without a run's folder, for a look at the first."""
+    stream = source.stream or StreamSettings()
+    settings, encode = marked(tokenizer, *_marks(recipe, tokenizer))
+    length = recipe.data.sequence_length or 0
+    streamed = Streamed(source, files(source), encode, length, stream.shuffle, seed)
+    return StreamedSamples(
+        streamed,
+        lambda documents, own: _of_text(recipe, documents, tokenizer, own),
+        settings,
+        folder or temporary_folder(),
+        stream.buffer_bytes if folder else 0,
+        show_progress,
+    )
 
 
 def _of_text(

@@ -14,9 +14,10 @@ import torch
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data.ahead import Ahead, Places, Reader, seed_sample
 from ortlaunch.worker.data.left_out import LeftOut
-from ortlaunch.worker.data.mixture import Mixture
+from ortlaunch.worker.data.mixture import streams_of
 from ortlaunch.worker.data.order import Order
 from ortlaunch.worker.data.samples import Samples, Stack, collate, cut_padding
+from ortlaunch.worker.data.streams.writer import Position
 
 
 class Batches:
@@ -53,14 +54,37 @@ class Batches:
         # The step from which the present batch size counts, and the samples consumed before it.
         self._step = 0
         self._first_place = 0
-        self.order = (
-            samples.order(seed) if isinstance(samples, Mixture) else Order(len(samples), seed)
-        )
+        self.streams = streams_of(samples)
+        # Only some samples have an order of their own.
+        own: Any = getattr(samples, "order", None)
+        self.order: Any = own(seed) if own else Order(len(samples), seed)
+        self.passed(0)
 
     def go_on(self, step: int, seen: int) -> None:
         """Let step `step` begin after `seen` places, whatever the batch size was before it."""
         self._step = step
         self._first_place = seen
+
+    def passed(self, seen: int) -> list[Position]:
+        """Release streamed samples before a place; return the position of each streamed source."""
+        if not self.streams:
+            return []
+        found: list[Position] = self.order.passed(seen, 2 * self.batch.global_samples)
+        return found
+
+    def seek(self, positions: Sequence[Sequence[int]]) -> None:
+        """Let each streamed source begin at a position of `passed`."""
+        for stream, position in zip(self.streams, positions):
+            stream.seek(position)
+
+    def close(self) -> None:
+        """End the tokenizing of streamed sources."""
+        for stream in self.streams:
+            stream.close()
+
+    def epoch(self, seen: int) -> float:
+        """Return the passes over the data after `seen` places; of streams, over the files."""
+        return self.streams[0].epoch if self.streams else round(seen / len(self.samples), 4)
 
     def places_passed(self, step: int) -> int:
         """Return how many places of the order the steps before `step` (from 0) have passed.
@@ -171,7 +195,9 @@ class Batches:
         return self._at(range(first + within, first + within + b.micro_samples))
 
     def _at(self, numbers: range) -> list[tuple[int, int]]:
-        return self.order.at([self.left_out.place(self._first_place, number) for number in numbers])
+        places = [self.left_out.place(self._first_place, number) for number in numbers]
+        found: list[tuple[int, int]] = self.order.at(places)
+        return found
 
     def _by_length(self, first: int, count: int) -> list[tuple[int, int]]:
         """Return the samples of a whole step, sorted by bucket; within a bucket the order stays."""

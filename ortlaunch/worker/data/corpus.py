@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ortlaunch.errors import first_line
@@ -26,6 +26,7 @@ from ortlaunch.worker.data.reading import (
     names_of_numbers,
     read_file,
 )
+from ortlaunch.worker.data.streams.remote import remote_files
 
 
 def documents(source: str | Corpus) -> Iterator[str]:
@@ -53,8 +54,15 @@ def documents_read(source: str | Corpus, lists: bool = False) -> Iterator[tuple[
             (topics[name], number / len(topics)) for number, name in enumerate(sorted(topics), 1)
         )
         return
+    yield from texts_of(rows(source), source, lists)
+
+
+def texts_of(
+    found: Iterable[Row], source: Corpus, lists: bool = False
+) -> Iterator[tuple[str, float]]:
+    """Yield the texts of rows, each with its share; arguments and errors as of `documents_read`."""
     column = source.text_column if source.format != "text" else "text"
-    for row in rows(source):
+    for row in found:
         text = value(row, column)
         if lists and isinstance(text, list):
             text = " ".join(map(str, text))
@@ -131,8 +139,10 @@ def files(source: Corpus) -> list[str]:
     """
     found: list[str] = []
     for pattern in source.path or ():
-        matches = sorted(
-            path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)
+        matches: Sequence[str] = (
+            remote_files(pattern)
+            if "://" in pattern
+            else sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
         )
         if not matches:
             raise MissingData(
@@ -158,7 +168,7 @@ def fingerprint(source: str | Corpus) -> str:
             str(source.name),
             str(source.subset),
             source.split,
-            _columns(source),
+            columns(source),
             _commit(source),
         ]
     else:
@@ -171,13 +181,13 @@ def fingerprint(source: str | Corpus) -> str:
         )
         parts = [
             kind,
-            _columns(source),
+            columns(source),
             *(f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in stats),
         ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _columns(source: Corpus) -> str:
+def columns(source: Corpus) -> str:
     # What has its default is left out, so that a corpus without it keeps its fingerprint.
     others = ("input_column", "system_column", "role_key", "content_key", "roles", "most_rows",
               "prompt", "train_on", "train_on_end", "train_key")  # fmt: skip

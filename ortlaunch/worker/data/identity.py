@@ -13,6 +13,7 @@ from ortlaunch.worker.data.mixture import Mixture, Part
 from ortlaunch.worker.data.order import order_name
 from ortlaunch.worker.data.packs import Packs
 from ortlaunch.worker.data.samples import Samples
+from ortlaunch.worker.data.streams.samples import StreamedSamples
 
 # Only these pieces of the corpus are hashed, as it may be larger than memory.
 _PIECES = 64
@@ -43,7 +44,9 @@ def _held_out(samples: Samples) -> int:
 
 def _order(samples: Samples) -> str:
     if isinstance(samples, Mixture):
-        return f"mixture of {', '.join(order_name(len(part)) for part in samples.parts)}"
+        return f"mixture of {', '.join(map(_order, samples.parts))}"
+    if isinstance(samples, StreamedSamples):
+        return "stream"
     return order_name(len(samples))
 
 
@@ -55,6 +58,8 @@ def _fingerprint(samples: object) -> str | None:
             if None in parts
             else hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
         )
+    if isinstance(samples, StreamedSamples):
+        return samples.fingerprint
     if hasattr(samples, "tokens"):
         tokens = samples.tokens
         found = hashlib.blake2b(str(len(samples.tokens)).encode(), digest_size=8)

@@ -24,12 +24,16 @@ from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.worker.data.order import Order, permutation
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import Sample, Samples
+from ortlaunch.worker.data.streams.samples import StreamedSamples
+from ortlaunch.worker.data.streams.writer import Position
 
 # Places of a block.
 BLOCK = 1 << 16
 # The "epoch" whose order chooses what is held out: no training gets there, so that the order of its
 # samples is independent of the choice.
 _CHOICE = 1 << 32
+# Samples of each source that an audit reads, where a source is streamed.
+_FEW = 20_000
 _Ints = NDArray[np.int64]
 
 
@@ -93,7 +97,11 @@ class Mixture:
         return max(getattr(part, "largest", (-1, "")) for part in self.parts)
 
     def order(self, seed: int) -> MixedOrder:
-        return MixedOrder([len(part) for part in self.parts], self.weights, seed)
+        found = MixedOrder([len(part) for part in self.parts], self.weights, seed)
+        for number, part in enumerate(self.parts):
+            if isinstance(part, StreamedSamples):
+                found.orders[number] = part
+        return found
 
 
 class MixedOrder:
@@ -102,7 +110,9 @@ class MixedOrder:
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
         self.seed = seed
         self.counts = shares(weights)
-        self.orders = [Order(size, source_seed(seed, number)) for number, size in enumerate(sizes)]
+        self.orders: list[Order | StreamedSamples] = [
+            Order(size, source_seed(seed, number)) for number, size in enumerate(sizes)
+        ]
         self.begins = [0, *itertools.accumulate(sizes[:-1])]
         # The present block, and the next one if a batch reaches into it.
         self._blocks: dict[int, tuple[_Ints, _Ints]] = {}
@@ -110,6 +120,18 @@ class MixedOrder:
     def at(self, places: list[int]) -> list[tuple[int, int]]:
         """Return (sample, epoch of its source) at each of these places."""
         return [self._at(*divmod(place, BLOCK)) for place in places]
+
+    def passed(self, place: int, reach: int) -> list[Position]:
+        """Release the samples of streamed sources before a place; return their positions."""
+        block, within = divmod(place, BLOCK)
+        before = np.bincount(self._block(block)[0][:within], minlength=len(self.counts))
+        of_source = (block * self.counts + before).tolist()
+        return [
+            position
+            for order, own in zip(self.orders, of_source)
+            if isinstance(order, StreamedSamples)
+            for position in order.passed(own, reach)
+        ]
 
     def _at(self, block: int, within: int) -> tuple[int, int]:
         # Every earlier block had `counts[number]` samples of this source.
@@ -135,6 +157,27 @@ class MixedOrder:
             before[np.argsort(sources, kind="stable")] = places - np.repeat(begins, self.counts)
             self._blocks[block] = sources, before
         return self._blocks[block]
+
+
+def streams_of(samples: Samples) -> list[StreamedSamples]:
+    """Return the streamed sources of a data set."""
+    parts = samples.parts if isinstance(samples, Mixture) else [samples]
+    return [part for part in parts if isinstance(part, StreamedSamples)]
+
+
+def at_hand(samples: Samples) -> Sequence[int]:
+    """Return the indices of samples that can be read now: all, or the first ones of each source."""
+    if not streams_of(samples):
+        return range(len(samples))
+    parts = samples.parts if isinstance(samples, Mixture) else [samples]
+    begins = itertools.accumulate([0, *map(len, parts)])
+    return [
+        begin + index
+        for begin, part in zip(begins, parts)
+        for index in (part.first(_FEW) if isinstance(part, StreamedSamples) else range(len(part)))[
+            :_FEW
+        ]
+    ]
 
 
 def shares(weights: Sequence[float]) -> _Ints:

@@ -86,7 +86,7 @@ def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row
         DataError: the file cannot be read, is not of this format, or has no rows.
     """
     try:
-        if os.path.getsize(path) == 0:
+        if size_of(path) == 0:
             raise DataError(f"{path}: is empty; leave it out")
         kind = document if form == "text" else form
         rows = (
@@ -109,12 +109,28 @@ def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row
         raise DataError(f"{path}: cannot be read as {form}: {reason}") from error
 
 
+class RemoteFile(str):
+    """The URL of a file that is read over a network, and its size in bytes."""
+
+    size: int
+    open: Callable[[], BinaryIO]
+
+
+def size_of(path: str) -> int:
+    """Return the bytes of a file."""
+    return path.size if isinstance(path, RemoteFile) else os.path.getsize(path)
+
+
+def _opened(path: str) -> BinaryIO:
+    return path.open() if isinstance(path, RemoteFile) else open(path, "rb")
+
+
 class _TextFile:
     """A file, compressed or not, and the share of it that has been read."""
 
     def __init__(self, path: str) -> None:
         # Closed by `__exit__`.
-        self._raw, self._size = open(path, "rb"), os.path.getsize(path)  # noqa: SIM115
+        self._raw, self._size = _opened(path), size_of(path)
         opened = _OPENED.get(os.path.splitext(path)[1])
         self.bytes: BinaryIO = opened(self._raw) if opened else self._raw
 
@@ -249,7 +265,7 @@ def _refuse_half_pairs(values: Json, place: str) -> None:
 def _parquet(path: str) -> Iterator[Row]:
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path) as file:
+    with _opened(path) as opened, parquet.ParquetFile(opened) as file:
         number = 0
         rows = max(1, file.metadata.num_rows)
         described = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
@@ -280,6 +296,8 @@ def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
     """Yield the rows of a .zst, .lz4 or .zip file."""
     import datasets
 
+    if isinstance(path, RemoteFile):
+        raise DataError(f"{path}: .zst, .lz4 and .zip cannot be streamed; use .gz, or unpack it")
     if form not in _LOADER:
         raise DataError(f"{path}: a Parquet file has its own compression; unpack this file")
     by = "document" if document == "file" else document

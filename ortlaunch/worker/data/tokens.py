@@ -135,14 +135,22 @@ def tokenized_documents(
         begin: tokens before each document.
         show_progress: called with progress messages.
     """
+    settings, encode = marked(tokenizer, end_of_text, begin)
+    key = f"texts with ends {fingerprint(source)} {settings}"
+    return stored(Work(key, lambda: documents_read(source), encode), show_progress)
+
+
+def marked(
+    tokenizer: PreTrainedTokenizerBase, end_of_text: bool, begin: Sequence[int]
+) -> tuple[str, Callable[[list[str]], Iterable[Sequence[int]]]]:
+    """Return the function from texts to tokens with marks, and a text that determines it."""
     end = [tokenizer.eos_token_id] if end_of_text and tokenizer.eos_token_id is not None else []
-    key = f"texts with ends {fingerprint(source)} {[*begin]} {end} {vocabulary_of(tokenizer)}"
     encode = _encoder(tokenizer)
 
     def between_marks(texts: list[str]) -> Iterator[list[int]]:
         return ([*begin, *ids, *end] for ids in encode(texts))
 
-    return stored(Work(key, lambda: documents_read(source), between_marks), show_progress)
+    return f"{[*begin]} {end} {vocabulary_of(tokenizer)}", between_marks
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -185,14 +193,14 @@ def _write_tokens(base: Path, work: Work, show_progress: ShowProgress) -> list[P
     for left in filter(is_temporary, base.parent.glob(f".{base.name}.*")):
         left.unlink()
     before = _written(base, ends, note)
-    chunks = _chunks(itertools.islice(work.items(), before.documents, None))
+    unwritten = chunks(itertools.islice(work.items(), before.documents, None))
     # A new file is made, as another process may have mapped the earlier one.
     if not before.documents:
         ends.unlink(missing_ok=True)
     with contextlib.closing(ShardWriter(base, before.tokens)) as tokens, ends.open("ab") as after:
         # 8 bytes (int64) for each document; ends written after the last save are dropped.
         after.truncate(before.documents * 8)
-        _write(tokens, after, note, before, _encoded(chunks, work.encode), show_progress)
+        _write(tokens, after, note, before, encoded(unwritten, work.encode), show_progress)
     return [*shard_paths(base), ends]
 
 
@@ -247,7 +255,7 @@ def _save(tokens: ShardWriter, after: IO[bytes], note: Path, done: Written) -> N
     write_json(note, done._asdict())
 
 
-def _encoded(
+def encoded(
     chunks: Iterator[Chunk], encode: Callable[[list[Any]], Iterable[Sequence[int]]]
 ) -> Iterator[Encoded]:
     """Yield the token ids of each chunk; the next chunk is read while one is tokenized."""
@@ -299,7 +307,7 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
     return backend
 
 
-def _chunks(items: Iterable[tuple[Any, float]]) -> Iterator[Chunk]:
+def chunks(items: Iterable[tuple[Any, float]]) -> Iterator[Chunk]:
     """Yield chunks that are bounded in documents and characters, which bounds memory."""
     taken = list[object]()
     letters = 0

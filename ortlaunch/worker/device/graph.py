@@ -19,6 +19,7 @@ from ortlaunch.errors import EngineError, InputError, first_line
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, stack_of
+from ortlaunch.worker.data.mixture import at_hand
 from ortlaunch.worker.model.chunked_head import LABELS
 from ortlaunch.worker.model.model import LossModule, loss_of
 from ortlaunch.worker.onnx.onnx_export import real_batches
@@ -75,7 +76,9 @@ def labelled_batches(recipe: Recipe, whole: LossModule, data: LoadedData) -> lis
     The first two batches differ in the number of samples and, for texts, in length.
     """
     samples = data.evaluation or data.train
-    few = stack_of(recipe)([samples.sample(index % len(samples), epoch=0) for index in range(3)])
+    hand = at_hand(samples)
+    chosen = [samples.sample(hand[index % len(hand)], epoch=0) for index in range(3)]
+    few = stack_of(recipe)(chosen)
     model: Any = whole.model
     # The forward of a peft model has no named parameters.
     model = model.get_base_model() if hasattr(model, "get_base_model") else model

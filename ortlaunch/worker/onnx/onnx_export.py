@@ -23,6 +23,7 @@ from ortlaunch.ortmodule.tracing.tracing import with_autocasts_cache
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
+from ortlaunch.worker.data.mixture import at_hand
 from ortlaunch.worker.model.model import LossModule, give_back_cache
 from ortlaunch.worker.onnx.onnx_own import Outputs, own_outputs
 
@@ -142,7 +143,8 @@ def _require() -> None:
 def real_batches(model: nn.Module, data: LoadedData) -> list[Batch]:
     """Return three batches of the run's own data: padded, shorter, and with a single sample."""
     samples = data.evaluation or data.train
-    whole = collate([samples.sample(index % len(samples), epoch=0) for index in range(3)])
+    hand = at_hand(samples)
+    whole = collate([samples.sample(hand[index % len(hand)], epoch=0) for index in range(3)])
     length = whole["input_ids"].size(1)
     batch = {}
     for name in _inputs(model, whole):

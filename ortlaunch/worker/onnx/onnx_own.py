@@ -15,6 +15,7 @@ from torch import nn
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, stack_of
+from ortlaunch.worker.data.mixture import at_hand
 from ortlaunch.worker.model.model import loss_of
 from ortlaunch.worker.model.own_numbers import LOSS, outputs_by_name
 
@@ -51,10 +52,11 @@ def own_outputs(recipe: Recipe, model: nn.Module, data: LoadedData) -> tuple[Out
         InputError: the model has no output besides its loss, or one with the name of an input.
     """
     samples = data.evaluation or data.train
+    hand = at_hand(samples)
     model = model.eval()
     stack = stack_of(recipe)
     whole = [
-        stack([samples.sample(index % len(samples), epoch=0) for index in indices])
+        stack([samples.sample(hand[index % len(hand)], epoch=0) for index in indices])
         for indices in _SAMPLES
     ]
     inputs = _inputs(model, whole[0])

@@ -22,10 +22,13 @@ _LINE_SECONDS = 30.0
 def run(request: DataRequest) -> None:
     """Prepare a recipe's data, and print the numbers of samples."""
     data, notes = load(parse_resolved(request.recipe))
+    from ortlaunch.worker.data.mixture import streams_of
+
     print(*notes, sep="\n", end="\n" if notes else "")
     for name, samples in (("data.train", data.train), ("data.evaluation", data.evaluation)):
         if samples is not None:
-            print(f"{name}: {len(samples):,} samples")
+            count = f"{len(samples):,} samples"
+            print(f"{name}: {'is streamed' if streams_of(samples) else count}")
     for note in data.class_lines():
         print(note)
     print(f"ready in {cache_root()}")

@@ -16,6 +16,7 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker import checkpoint
+from ortlaunch.worker.data import Batches
 from ortlaunch.worker.engine.schedule import factor
 from ortlaunch.worker.engine.stepping import Stepped
 from ortlaunch.worker.evaluation.evaluation import evaluate, evaluation_names
@@ -58,6 +59,14 @@ class TrainState:
     """Bad steps whose update was skipped."""
     best: best.Memory = field(default_factory=dict)
     """Evaluations, for checkpoint.keep_best and train.stop_after."""
+    streams: Sequence[Sequence[int]] = ()
+    """The positions of the streamed sources after these samples."""
+
+    def end_step(self, batches: Batches) -> None:
+        """Count a step, whose samples no rank needs any more."""
+        self.step += 1
+        self.samples = batches.places_passed(self.step)
+        self.streams = batches.passed(self.samples)
 
 
 def run(session: Session) -> int:
@@ -130,8 +139,7 @@ def _train(
                 parity.check(state.step)
         saving.request_when_due(agreed)
         loss, stepped, rate = _step(session, state, agreed, bad_steps, profiler)
-        state.step += 1
-        state.samples = batches.places_passed(state.step)
+        state.end_step(batches)
         meter.took(loss)
         engine.plain.end_step(state.step, state.samples, engine.stepper.numbers)
         progress.step()
@@ -187,7 +195,7 @@ def _log(
         "learning_rate": rate,
         "gradient_norm": stepped.gradient_norm,
         "samples": state.samples,
-        "epoch": round(state.samples / len(session.batches.samples), 4),
+        "epoch": session.batches.epoch(state.samples),
         "skipped_steps": state.skipped,
         "left_out_steps": state.left_out,
     }
@@ -240,6 +248,7 @@ def _saves_through(
 
 def _open(session: Session, step: int, ending: contextlib.ExitStack) -> Metrics | None:
     """Read batches ahead from this step on; return rank 0's metrics. `ending` closes both."""
+    ending.callback(session.batches.close)
     ending.enter_context(session.reading_ahead())
     if session.group.rank > 0:
         return None
@@ -399,6 +408,7 @@ def _resume(session: Session) -> TrainState:
     state = TrainState(**{"samples": seen, **loaded})
     state.best = best.remembered(session, state.best)
     batches.go_on(state.step, state.samples)
+    batches.seek(state.streams)
     if session.group.rank == 0:
         notes = *_batch_notes(state, batches.batch, usual), *_schedule_notes(session.recipe, state)
         print(f"resumed after step {step} from {folder}", *notes, sep="\n", flush=True)

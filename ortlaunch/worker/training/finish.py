@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -50,7 +51,13 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
             # If this start made no step, keep the memory.json of the earlier start that trained.
             write_json(run.memory, as_json(used)) if trained or not run.memory.exists() else None
             summary = summarize(run, len(session.data.train), session.progress.seconds())
-            summary = replace(summary, best=kept, stopped_early=_early(recipe, step, memory))
+            summary = replace(
+                summary,
+                best=kept,
+                stopped_early=_early(recipe, step, memory),
+                epochs=session.batches.epoch(summary.samples),
+            )
+            shutil.rmtree(run.stream, ignore_errors=True)
             write_json(run.summary, as_json(summary))
             loaded_by = _loaded_by(recipe, run, session.model.model)
             lines += filter(None, [best.stops_early(recipe, step, memory)])

@@ -61,6 +61,7 @@ PATHS = {
     "trials": "micro_size",
     "trial": "trial.json",
     "tensorboard": "tensorboard",
+    "stream": "stream",
     "checkpoints": "checkpoints",
     "resume": "resume.json",
     "saves": "saves.jsonl",

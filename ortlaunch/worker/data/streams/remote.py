@@ -1,0 +1,148 @@
+"""Files behind a URL (http, s3, hf and the other protocols of fsspec), read in blocks.
+
+A lost connection is tried again with growing pauses, and a line for each. fsspec and its backends
+are the extra `stream`; they are imported here alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO, TypeVar
+
+from ortlaunch.errors import MissingDependency, first_line
+from ortlaunch.units import duration
+from ortlaunch.worker.data.reading import DataError, RemoteFile
+
+_Value = TypeVar("_Value")
+# Bytes of a request.
+_BLOCK = 1 << 22
+# Pauses before another attempt, in seconds: a quarter of an hour in all.
+_PAUSES = (1, 2, 4, 8, 15, 30, *(60,) * 14)
+# HTTP statuses of a request that may succeed later, although it is the client's error.
+_LATER = (408, 425, 429)
+
+
+def remote_files(pattern: str) -> list[RemoteFile]:
+    """Return the files that a URL, or a URL with `*`, matches, sorted.
+
+    Raises:
+        DataError: the protocol is unknown, or a file has no size.
+        MissingDependency: the protocol's package is not installed.
+    """
+    try:
+        import fsspec
+
+        system, path = fsspec.url_to_fs(pattern)
+    except ImportError as error:
+        raise MissingDependency(
+            f'{pattern}: {first_line(error)}; type: pip install "ortlaunch[stream]"'
+        ) from None
+    except ValueError as error:
+        raise DataError(
+            f"{pattern}: {first_line(error)}; http, https, s3 and hf are usual"
+        ) from None
+
+    def listed() -> list[tuple[str, int | None]]:
+        paths = sorted(system.glob(path)) if "*" in pattern else [path]
+        return [*zip(paths, system.sizes(paths))]
+
+    return [_file(system, *each) for each in _with_retries(pattern, listed)]
+
+
+def _file(system: Any, path: str, size: int | None) -> RemoteFile:
+    found = RemoteFile(system.unstrip_protocol(path))
+    if size is None:
+        raise DataError(f"{found}: the server reports no size; it must send Content-Length")
+    found.size = size
+    found.open = functools.partial(_open, system, path, found)
+    return found
+
+
+def _open(system: Any, path: str, file: RemoteFile) -> BinaryIO:
+    return io.BufferedReader(_Blocks(system, path, file))
+
+
+class _Blocks(io.RawIOBase):
+    """A remote file, read by requests for ranges of bytes."""
+
+    def __init__(self, system: Any, path: str, file: RemoteFile) -> None:
+        self.system = system
+        self.path = path
+        self.file = file
+        self.at = 0
+        # A block and its first byte. A text reader reads 8 KiB at a time, past BufferedReader's own.
+        self.block = (0, b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = (
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.file.size}[whence]
+        )
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer)
+        start, block = self.block
+        if not start <= self.at < start + len(block):
+            start = self.at
+            count = max(0, min(_BLOCK, self.file.size - start))
+            block = _with_retries(self.file, functools.partial(self._read, start, count))
+            self.block = (start, block)
+        found = block[self.at - start :][: len(view)]
+        view[: len(found)] = found
+        self.at += len(found)
+        return len(found)
+
+    def _read(self, start: int, count: int) -> bytes:
+        found: bytes = (
+            self.system.cat_file(self.path, start=start, end=start + count) if count else b""
+        )
+        if len(found) > count:
+            raise DataError(
+                f"{self.file}: the server ignores requests for a range of bytes; use a server with "
+                "ranges (nginx, Apache, an object store), or copy the files to a disk"
+            )
+        if len(found) < count:
+            raise OSError(f"got {len(found):,} of {count:,} bytes")
+        return found
+
+
+def _with_retries(url: str, request: Callable[[], _Value]) -> _Value:
+    """Return the result of a request, which is repeated while the connection fails.
+
+    Raises:
+        DataError: there is no such file, no permission, or no connection after all pauses.
+    """
+    for pause in (*_PAUSES, None):
+        try:
+            return request()
+        except DataError:
+            raise
+        # Each protocol has error classes of its own.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            if pause is None or _is_final(error):
+                raise DataError(f"{url}: cannot be read: {reason}") from error
+        print(f"{url}: {reason:.200}; the next attempt is in {duration(pause)}", flush=True)
+        time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _is_final(error: BaseException) -> bool:
+    # fsspec reports a lost connection as a missing file, with the real error as its cause.
+    hidden = error.__cause__ if isinstance(error, FileNotFoundError) else None
+    real = hidden or error
+    status = getattr(real, "status", 0)
+    refused = 400 <= status < 500 and status not in _LATER
+    return refused or isinstance(real, (FileNotFoundError, PermissionError))

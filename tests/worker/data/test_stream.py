@@ -1,0 +1,329 @@
+"""A streamed corpus: its order in any world and after any resume, its disk space and its errors."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.launch_plan import BatchPlan
+from ortlaunch.recipe.fields.data import Corpus, StreamSettings
+from ortlaunch.worker.data import Batches, Blocks, Mixture, OwnSamples
+from ortlaunch.worker.data.corpus import files
+from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.streams import remote
+from ortlaunch.worker.data.streams.samples import StreamedSamples
+from ortlaunch.worker.data.streams.writer import Streamed
+
+LENGTH = 8
+SHUFFLE = 16
+GLOBAL = 12
+# Bytes of a window.
+WINDOW = LENGTH * SHUFFLE * 4
+
+
+def write_shards(folder: Path, count: int = 5, lines: int = 90) -> None:
+    """Write files of lines whose words are numbers, none of them twice."""
+    number = 0
+    for shard in range(count):
+        texts = []
+        for line in range(lines + 7 * shard):
+            words = range(number, number + 3 + line % 6)
+            number = words.stop
+            texts.append(" ".join(map(str, words)))
+        (folder / f"part{shard}.txt").write_text("\n".join(texts) + "\n")
+
+
+def encode(texts: list[str]) -> list[list[int]]:
+    return [[int(word) for word in text.split()] for text in texts]
+
+
+def stream(path: Path | str | list[str], folder: Path, buffer: int = 0) -> Any:
+    paths = tuple(path) if isinstance(path, list) else (str(path),)
+    corpus = Corpus(format="text", path=paths, document="line", stream=StreamSettings())
+    streamed = Streamed(corpus, files(corpus), encode, LENGTH, SHUFFLE, 7)
+    return StreamedSamples(
+        streamed,
+        lambda documents, seed: Blocks(documents.tokens, LENGTH, False),
+        "",
+        folder,
+        buffer,
+    )
+
+
+def batches(samples: Any, world: int = 1) -> Batches:
+    return Batches(samples, BatchPlan(GLOBAL, GLOBAL // world, 1, world, None), 7)
+
+
+Taken = list[tuple[int, list[int]]]
+
+
+def trained(of: Batches, steps: range) -> list[Taken]:
+    """Return (sample, its tokens) of each step, over all ranks."""
+    world = of.batch.data_parallel_ranks
+    found = []
+    for step in steps:
+        taken = []
+        for rank in range(world):
+            ids = of.micro_batch(step, 0, rank)["input_ids"].tolist()
+            taken += [*zip(of.indices(step, 0, rank), ids)]
+        of.passed(of.places_passed(step + 1))
+        found.append(taken)
+    of.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    write_shards(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
+    """Return the steps of an uninterrupted training of two epochs and a half."""
+    samples = stream(shards / "*.txt", tmp_path_factory.mktemp("whole"))
+    return trained(batches(samples), range(70))
+
+
+def test_an_epoch_has_each_sample_once(whole: list[Taken], shards: Path) -> None:
+    """All windows of all files are read once an epoch, shuffled, and again in another order."""
+    taken = [ids for step in whole for _, ids in step]
+    per_epoch = sum(
+        len([word for text in path.read_text().split("\n") for word in text.split()]) // LENGTH
+        for path in shards.iterdir()
+    )
+    first, second = taken[:per_epoch], taken[per_epoch : 2 * per_epoch]
+    assert len({*map(tuple, first)}) == per_epoch
+    assert sorted(first) == sorted(second)
+    assert first not in (sorted(first), second)
+    indices = [index for step in whole for index, _ in step]
+    assert sorted(indices[: 2 * per_epoch]) == list(range(2 * per_epoch))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_resume_in_another_world_takes_the_same_samples(
+    whole: list[Taken], shards: Path, tmp_path: Path, kept: bool
+) -> None:
+    """Stopped after any step, with and without the windows on the disk, it goes on exactly."""
+    positions: Any = []
+    seen = 0
+    for number, (world, begin, end) in enumerate(
+        [(1, 0, 4), (2, 4, 23), (3, 23, 24), (2, 24, 51), (1, 51, 60)]
+    ):
+        samples = stream(shards / "*.txt", tmp_path / ("same" if kept else str(number)))
+        of = batches(samples, world)
+        of.go_on(begin, seen)
+        of.seek(positions)
+        assert trained(of, range(begin, end)) == whole[begin:end]
+        # As JSON, which a checkpoint is.
+        positions = json.loads(json.dumps(of.passed(of.places_passed(end))))
+        seen = of.places_passed(end)
+
+
+def test_a_resume_opens_one_file(
+    shards: Path, tmp_path: Path, whole: list[Taken], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The position alone leads to the file and the document, in any epoch."""
+    of = batches(stream(shards / "*.txt", tmp_path / "a"))
+    trained(of, range(66))
+    positions = of.passed(of.places_passed(66))
+    opened = []
+    from ortlaunch.worker.data.streams import writer
+
+    read = writer.read_file
+    monkeypatch.setattr(writer, "read_file", lambda *a: (opened.append(a[0]), read(*a))[1])
+    again = batches(stream(shards / "*.txt", tmp_path / "b"))
+    again.go_on(66, 66 * GLOBAL)
+    again.seek(positions)
+    assert trained(again, range(66, 67)) == whole[66:67]
+    assert len({*opened}) <= 3
+    assert opened[0] == again.streams[0].streamed.file(positions[0].turn)
+
+
+def test_a_rollback_reads_deleted_windows_again(
+    whole: list[Taken], shards: Path, tmp_path: Path
+) -> None:
+    """The same process goes back to a checkpoint whose windows are gone."""
+    of = batches(stream(shards / "*.txt", tmp_path), 2)
+    trained(of, range(5))
+    positions = of.passed(5 * GLOBAL)
+    trained(of, range(5, 50))
+    of.go_on(5, 5 * GLOBAL)
+    of.seek(positions)
+    assert trained(of, range(5, 50)) == whole[5:50]
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    found = {}
+    for path in folder.rglob("*.u32*"):
+        with suppress(FileNotFoundError):
+            found[path.name] = path.stat().st_size
+    return found
+
+
+def test_the_disk_space_is_bounded(shards: Path, tmp_path: Path) -> None:
+    """The windows never exceed the buffer, over more than 20 times of it."""
+    buffer = 6 * WINDOW
+    steps = 165
+    of = batches(stream(shards / "*.txt", tmp_path, buffer))
+    most = 0
+    for step in range(steps):
+        assert len(of.micro_batch(step, 0, 0)["input_ids"]) == GLOBAL
+        of.passed(of.places_passed(step + 1))
+        before, after = (sizes(tmp_path) for _ in range(2))
+        # Else the writer was at work between the two.
+        most = max(most, sum(after.values())) if before == after else most
+    of.close()
+    assert steps * GLOBAL * LENGTH * 4 > 20 * buffer
+    assert 2 * WINDOW < most <= buffer
+
+
+def test_a_mixture_of_a_stream_and_indexed_samples(shards: Path, tmp_path: Path) -> None:
+    """Weights hold, and a resume in another world has the same samples of both."""
+
+    def mixed(folder: str) -> Mixture:
+        own = OwnSamples([{"input_ids": [-n] * LENGTH, "labels": [-n] * LENGTH} for n in range(50)])
+        return Mixture([own, stream(shards / "*.txt", tmp_path / folder)], [1.0, 3.0])
+
+    one = batches(mixed("a"))
+    first = trained(one, range(20))
+    positions = one.passed(20 * GLOBAL)
+    rest = trained(one, range(20, 50))
+    again = batches(mixed("b"), 3)
+    again.go_on(20, 20 * GLOBAL)
+    again.seek(positions)
+    assert trained(again, range(20, 50)) == rest
+    streamed = [ids[0] >= 0 and ids[-1] > 0 for step in first + rest for _, ids in step]
+    assert 0.7 < sum(streamed) / len(streamed) < 0.8
+    assert len(positions) == 1
+
+
+class Server(BaseHTTPRequestHandler):
+    """Serves a folder with ranges; the class attributes make it slow or let it fail."""
+
+    folder = Path()
+    failing = 0
+    requests: list[tuple[str, str]] = []
+    ranges = True
+    seconds = 0.0
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        cls = type(self)
+        time.sleep(cls.seconds)
+        path = cls.folder / self.path[1:]
+        cls.requests.append((self.command, self.path[1:]))
+        number = len(cls.requests)
+        if not path.is_file():
+            self.send_error(404)
+            return
+        # In turn: an error of the server, a lost connection, half of an answer.
+        fault = (number // cls.failing) % 3 if cls.failing and number % cls.failing == 0 else None
+        if fault == 0:
+            self.send_error(503)
+        if fault in (0, 1):
+            return
+        data = path.read_bytes()
+        asked = self.headers.get("Range")
+        if asked and cls.ranges:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            data = data[int(first) : int(last) + 1]
+        self.send_response(206 if asked and cls.ranges else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Accept-Ranges", "bytes")
+        self.end_headers()
+        if body:
+            self.wfile.write(data[: len(data) // 2] if fault else data)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@contextmanager
+def served(folder: Path, **settings: Any) -> Iterator[tuple[str, Any]]:
+    handler = type("Handler", (Server,), {"folder": folder, "requests": [], **settings})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=partial(server.serve_forever, poll_interval=0.02))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", handler
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_lost_connection_is_tried_again(
+    whole: list[Taken],
+    shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A server that fails in each third request gives the samples of the local files."""
+    monkeypatch.setattr(remote, "_PAUSES", (0.01,) * 9)
+    monkeypatch.setattr(remote, "_BLOCK", 700)
+    names = sorted(path.name for path in shards.iterdir())
+    with served(shards, failing=3) as (url, handler):
+        samples = stream([f"{url}/{name}" for name in names], tmp_path)
+        assert trained(batches(samples), range(30)) == whole[:30]
+    assert len(handler.requests) > 30
+    assert "; the next attempt is in 0:00" in capfd.readouterr().out
+
+
+def test_the_first_step_comes_before_the_second_file(shards: Path, tmp_path: Path) -> None:
+    """A server that holds the second file back lets the training begin."""
+    with served(shards) as (url, handler):
+        one = stream(f"{url}/part1.txt", tmp_path / "a")
+        assert len(trained(batches(one), range(1))[0]) == GLOBAL
+        # A whole file is one block.
+        assert [path for command, path in handler.requests if command == "GET"] == ["part1.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("none.txt", {}, "none.txt: cannot be read: FileNotFoundError"),
+        ("part1.txt", {"ranges": False}, "the server ignores requests for a range of bytes"),
+        ("bad.txt", {}, "bad.txt:2: is not UTF-8"),
+    ],
+)
+def test_errors_of_a_server(
+    shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    settings: Any,
+    said: str,
+) -> None:
+    """A file that is absent, a server without ranges and bad bytes are errors of the data."""
+    monkeypatch.setattr(remote, "_BLOCK", 100)
+    folder = tmp_path / "served"
+    folder.mkdir()
+    write_shards(folder, 2)
+    (folder / "bad.txt").write_bytes(b"1 2\n\xff\xfe\n")
+    with served(folder, **settings) as (url, _), pytest.raises(DataError, match=said):
+        trained(batches(stream(f"{url}/{name}", tmp_path / "windows")), range(1))
+
+
+def test_files_without_a_sample(tmp_path: Path) -> None:
+    """An epoch without one sample is an error, not an endless wait."""
+    (tmp_path / "a.txt").write_text("1 2 3\n")
+    started = time.monotonic()
+    with pytest.raises(DataError, match=r"no file of 1 has the tokens of one sample \(8\)"):
+        trained(batches(stream(tmp_path / "*.txt", tmp_path / "windows")), range(1))
+    assert time.monotonic() - started < 30

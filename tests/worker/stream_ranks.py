@@ -1,0 +1,39 @@
+"""One rank of a training without a model on a streamed corpus; test_stream_kills.py kills it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+from ortlaunch.run_folder.folder import read_json, write_json
+from tests.worker.data import test_stream
+
+
+def run(rank: int, world: int, paths: list[str], folder: Path, meet: Barrier) -> None:
+    """Take the batches of a rank from the newest checkpoint on; one checkpoint every third step."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    of = test_stream.batches(test_stream.stream(paths, folder / "stream"), world)
+    checkpoint = folder / "checkpoint.json"
+    begin: Any = {"step": 0, "positions": []}
+    if checkpoint.exists():
+        begin = read_json(checkpoint)
+    of.go_on(begin["step"], begin["step"] * test_stream.GLOBAL)
+    of.seek(begin["positions"])
+    meet.wait()
+    with (folder / f"rank{rank}.jsonl").open("a") as taken:
+        for step in itertools.count(begin["step"]):
+            ids = of.micro_batch(step, 0, rank)["input_ids"].tolist()
+            found = [*zip(of.indices(step, 0, rank), ids)]
+            # As the sum of the gradients.
+            meet.wait()
+            positions = of.passed(of.places_passed(step + 1))
+            taken.write(json.dumps({"step": step, "world": world, "taken": found}) + "\n")
+            taken.flush()
+            if rank == 0 and step % 3 == 2:
+                write_json(checkpoint, {"step": step + 1, "positions": positions})
+            time.sleep(0.005)
