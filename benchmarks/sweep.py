@@ -2,6 +2,7 @@
 
 python benchmarks/sweep.py FOLDER
     24 trials each: the grid, TPE + ASHA between the grid's ends, and on the grid's own points
+    with early and with late evaluations
 python -m tests.cluster.lab 2 python benchmarks/sweep.py FOLDER --sweeps grid,tpe-asha-slurm
     TPE + ASHA with trials that are jobs of Slurm, in the tests' cluster; a finished grid is kept
 
@@ -52,6 +53,8 @@ SWEEPS: dict[str, dict[str, Any]] = {
     "grid": {"space": GRID, "sampler": "grid"},
     "tpe-asha": {"space": BETWEEN, **ASHA},
     "tpe-asha-points": {"space": GRID, **ASHA},
+    # ASHA's rungs are evaluations: here after a third of a trial, and at its end.
+    "tpe-asha-points-late": {"space": GRID, **ASHA, "every": 18},
     "tpe-asha-slurm": {"space": BETWEEN, **ASHA, "submit": True},
 }
 
@@ -62,10 +65,11 @@ def recipe(folder: Path, seed: int, search: dict[str, Any]) -> dict[str, Any]:
     made["seed"] = seed
     made["data"]["sequence_length"] = LENGTH
     made["engine"] = {"name": "eager"}
-    made["train"]["evaluate_every_steps"] = EVERY
+    made["train"]["evaluate_every_steps"] = search.get("every", EVERY)
     # The rest of the processor is another trial's.
     made["launch"] = {"processes_per_node": 1}
     made["sweep"] = {"metrics": [{"metric": "loss"}], "trials": 24, "parallel": 2, **search}
+    made["sweep"].pop("every", None)
     return made
 
 
@@ -102,7 +106,9 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=finetune.SEED, help="of trials and draws")
     parser.add_argument(
-        "--sweeps", default="grid,tpe-asha,tpe-asha-points", help=f"of {', '.join(SWEEPS)}"
+        "--sweeps",
+        default="grid,tpe-asha,tpe-asha-points,tpe-asha-points-late",
+        help=f"of {', '.join(SWEEPS)}",
     )
     options = parser.parse_args()
     folder = options.folder.resolve()
