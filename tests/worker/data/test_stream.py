@@ -285,6 +285,36 @@ def test_a_lost_connection_is_tried_again(
     assert "; the next attempt is in 0:00" in capfd.readouterr().out
 
 
+def test_files_of_s3_are_read_again_after_an_outage(
+    whole: list[Taken], shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket gives the samples of the local files, also after its server was down."""
+    server_of = pytest.importorskip("moto.server").ThreadedMotoServer
+    pytest.importorskip("s3fs")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setattr(remote, "_PAUSES", (0.1,) * 60)
+    server = server_of(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    client = pytest.importorskip("boto3").client("s3")
+    client.create_bucket(Bucket="bucket")
+    for path in shards.iterdir():
+        client.upload_file(str(path), "bucket", f"data/{path.name}")
+    of = batches(stream("s3://bucket/data/*.txt", tmp_path))
+    server.stop()
+    again = server_of(ip_address="127.0.0.1", port=port, verbose=False)
+    timer = threading.Timer(1.0, again.start)
+    timer.start()
+    try:
+        assert trained(of, range(30)) == whole[:30]
+    finally:
+        timer.join()
+        again.stop()
+
+
 def test_the_first_step_comes_before_the_second_file(shards: Path, tmp_path: Path) -> None:
     """A server that holds the second file back lets the training begin."""
     with served(shards) as (url, handler):
@@ -297,7 +327,7 @@ def test_the_first_step_comes_before_the_second_file(shards: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
-        ("none.txt", {}, "none.txt: cannot be read: FileNotFoundError"),
+        ("none.txt", {}, "none.txt: cannot be read: ClientResponseError: 404"),
         ("part1.txt", {"ranges": False}, "the server ignores requests for a range of bytes"),
         ("bad.txt", {}, "bad.txt:2: is not UTF-8"),
     ],

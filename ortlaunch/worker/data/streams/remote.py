@@ -131,8 +131,10 @@ def _with_retries(url: str, request: Callable[[], _Value]) -> _Value:
             raise
         # Each protocol has error classes of its own.
         except Exception as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            if pause is None or _is_final(error):
+            # fsspec reports a lost connection as a missing file, with the real error as its cause.
+            real = (isinstance(error, FileNotFoundError) and error.__cause__) or error
+            reason = f"{type(real).__name__}: {first_line(real)}"
+            if pause is None or _is_final(real):
                 raise DataError(f"{url}: cannot be read: {reason}") from error
         print(f"{url}: {reason:.200}; the next attempt is in {duration(pause)}", flush=True)
         time.sleep(pause)
@@ -140,9 +142,6 @@ def _with_retries(url: str, request: Callable[[], _Value]) -> _Value:
 
 
 def _is_final(error: BaseException) -> bool:
-    # fsspec reports a lost connection as a missing file, with the real error as its cause.
-    hidden = error.__cause__ if isinstance(error, FileNotFoundError) else None
-    real = hidden or error
-    status = getattr(real, "status", 0)
+    status = getattr(error, "status", 0)
     refused = 400 <= status < 500 and status not in _LATER
-    return refused or isinstance(real, (FileNotFoundError, PermissionError))
+    return refused or isinstance(error, (FileNotFoundError, PermissionError))
