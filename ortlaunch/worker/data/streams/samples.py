@@ -153,8 +153,8 @@ class StreamedSamples:
         # Another rank may be a step behind.
         self._passed = (self._passed[1], place)
         self._reach = reach
-        self._demand.required = place + reach
         self._demand.present = self.position(self._passed[0]).number
+        self._demand.required = place + reach
         self._demand.changed.set()
         return [self.position(place)]
 

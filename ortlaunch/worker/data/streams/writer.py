@@ -170,23 +170,25 @@ class StreamWriter:
         source: Iterator[Window] | None = None
         while not self._stopped.is_set():
             self.demand.changed.clear()
+            # In this order: what is deleted for the later `present` makes room for `required`.
+            required = self.demand.required
             present = self.demand.present
             self._delete(present - 1)
             known = read_window(path_of(self.folder, position.number))
             if known is not None:
                 position = known.after
                 source = None
-            elif self._is_full(position, present):
+            elif self._is_full(position, present, required):
                 self.demand.changed.wait()
             else:
                 source = source or self._written(position)
                 position = next(source).after
 
-    def _is_full(self, next_one: Position, present: int) -> bool:
+    def _is_full(self, next_one: Position, present: int, required: int) -> bool:
         return (
             next_one.number - (present - 1) >= self.windows
             and next_one.number > self.demand.wanted
-            and next_one.first >= self.demand.required
+            and next_one.first >= required
         )
 
     def _delete(self, until: int) -> None:
