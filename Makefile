@@ -13,7 +13,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --use-pep517 --c
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test test-ci test-slow test-cluster test-cluster-long test-control lab check bench docs matrix nightly zoo gpu gpu-wheels clean
+.PHONY: train test test-ci test-slow test-cluster test-control lab check bench docs matrix nightly zoo gpu gpu-wheels clean
 
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
@@ -27,24 +27,18 @@ test: $(INSTALLED)
 test-control: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/control
 
-# The most telling slow ones.
+# The most telling slow tests and those of the lab, of which most of the time is waits: a worker more pays.
 test-ci: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "slow and ci"
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10 \
+	    -m "slow and (ci or lab) and not nightly"
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
 
 # On hosts of their own with ssh and Slurm (tests/cluster/lab.py): takes root and Debian's packages of .ci/run.
-# Most of the time is waits, so three labs run at once.
 test-cluster: $(INSTALLED)
-	$(LAB) -m "lab and not long and not nightly"
-
-# The rest of them: a minute and more each, as a time limit of Slurm's takes.
-test-cluster-long: $(INSTALLED)
-	$(LAB) -m "lab and long"
-
-LAB = $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10 \
-	$$(grep -rl "mark.lab" tests --include 'test_*.py')
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "lab and not nightly" \
+	    $$(grep -rl "mark.lab" tests --include 'test_*.py')
 
 # A shell on the login node of such a cluster; exit ends it.
 lab: $(INSTALLED)

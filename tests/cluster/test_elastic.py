@@ -12,7 +12,7 @@ from tests.cluster.home import RECIPE, Home
 from tests.cluster.lab import LOGIN
 from tests.e2e.runs import COMMAND, merged
 
-pytestmark = [pytest.mark.lab, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(200)]
 STEPS = 40
 # Two ranks with micro batches of 8: one line a rank for each step.
 SAMPLES = 16

@@ -130,7 +130,6 @@ def test_mpirun_starts_beside_the_files_of_a_killed_one(home: Home) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-@pytest.mark.long
 def test_a_stalled_run_whose_supervisors_hear_nothing_of_each_other(home: Home) -> None:
     """Blocked UDP is reported; a link lost after that ends the run as a stall, status 124."""
     words = [

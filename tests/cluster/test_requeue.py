@@ -91,7 +91,6 @@ def test_a_rank_that_was_killed(home: Home, undisturbed: dict[int, float]) -> No
     assert home.status()["job"]["attempts"][0]["exit_status"] == 137
 
 
-@pytest.mark.long
 def test_a_time_limit(home: Home, undisturbed: dict[int, float]) -> None:
     """A run longer than its time limit is requeued until it is finished."""
     # Slurm may send the signal up to 30 s early, so a turn trains for 30 to 60 s.

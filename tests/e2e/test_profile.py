@@ -12,6 +12,8 @@ from tests.e2e.runs import TOY, TWO_RANKS, Train, ended_well, merged
 from tests.ort import needs_ort
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @needs_ort
 def test_two_ranks_on_ort(train: Train) -> None:
     """Nodes of both passes have layer and line; collectives and waiting are apart."""

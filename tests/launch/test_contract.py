@@ -17,7 +17,7 @@ from ortlaunch.launch.failure import first_failure
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank, detect
 from ortlaunch.run_folder.folder import RunDir
-from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, TORCHRUN_FIRST, needs_mpi, write_recipe
+from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, needs_mpi, write_recipe
 from tests.makers import host, plan, recipe
 
 MPICH = os.environ.get("ORTLAUNCH_TEST_MPICH") or shutil.which("mpiexec.hydra") or ""
@@ -154,7 +154,9 @@ def start(launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("launcher", TORCHRUN_FIRST)
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
     """Under the user's own launcher, two ranks share one run folder and one training."""
     write_recipe(tmp_path, train={"max_steps": 3}, launch={"env": {"NOTE": "two words"}})

@@ -166,6 +166,8 @@ def test_what_ends_rank_0_is_printed_once(how: str, said: str, tmp_path: Path):
     assert (tmp_path / "run/logs/rank_00000.err").read_text().count(said) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_saves_and_ends_everything(start, tmp_path: Path, launcher: str):

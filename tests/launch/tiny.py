@@ -32,11 +32,6 @@ def _lacking_for_mpi() -> str:
 NO_MPI = _lacking_for_mpi()
 needs_mpi = pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
 LAUNCHERS = ("torchrun", pytest.param("mpi", marks=needs_mpi))
-# CI runs the tests with mpi.
-TORCHRUN_FIRST = (
-    "torchrun",
-    pytest.param("mpi", marks=[needs_mpi, pytest.mark.slow, pytest.mark.ci]),
-)
 MODULE = """
 import os
 import signal

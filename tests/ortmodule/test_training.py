@@ -96,7 +96,12 @@ def graph_gradients(module: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [("bert", "eager"), ("bert", "sdpa"), ("llama", "sdpa"), ("llama", "eager")],
+    [
+        ("bert", "eager"),
+        pytest.param("bert", "sdpa", marks=[pytest.mark.slow, pytest.mark.ci]),
+        ("llama", "sdpa"),
+        pytest.param("llama", "eager", marks=[pytest.mark.slow, pytest.mark.ci]),
+    ],
 )
 def test_training_equals_eager(witness: Witness, family: str, attention: str) -> None:
     """Six AdamW steps equal eager in losses and first gradients, and ORT runs every pass."""

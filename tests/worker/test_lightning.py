@@ -118,7 +118,12 @@ def _group_of_a_failed_run() -> Iterator[None]:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("model", "data"),
-    [("BoringModel", "rows"), ("demo", "rows"), ("transformer", "words"), ("Digits", "images")],
+    [
+        pytest.param("BoringModel", "rows", marks=[pytest.mark.slow, pytest.mark.ci]),
+        pytest.param("demo", "rows", marks=[pytest.mark.slow, pytest.mark.ci]),
+        ("transformer", "words"),
+        ("Digits", "images"),
+    ],
 )
 def test_losses_are_lightnings(tmp_path: Path, model: str, data: str, engine: str) -> None:
     """Lightning's demos have the losses, and at the end the weights, of Lightning's Trainer."""

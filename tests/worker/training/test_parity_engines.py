@@ -40,7 +40,7 @@ def words() -> dict[str, torch.Tensor]:
     ("family", "dropout", "lora"),
     [
         pytest.param("bert", 0.0, False, marks=pytest.mark.slow),
-        ("bert", 0.1, False),
+        pytest.param("bert", 0.1, False, marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param("llama", 0.0, False, marks=pytest.mark.slow),
         pytest.param("llama", 0.1, False, marks=pytest.mark.slow),
         ("llama", 0.1, True),
