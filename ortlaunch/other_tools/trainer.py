@@ -25,12 +25,14 @@ SCHEDULES = {
     "cosine_with_min_lr": ("cosine", ""),
     "warmup_stable_decay": ("wsd", "the decay's length is schedule.decay_ratio"),
 }
+_OTHER_SCALE = "torch's Muon with AdamW's scale of the rate; the tool has its own"
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw"), ("adamw", "")),
     **dict.fromkeys(
         ("adamw_torch_fused", "adamw_ort_fused", "adamw_apex_fused"), ("fused_adam", "")
     ),
     "sgd": ("sgd", ""),
+    "muon": ("muon", _OTHER_SCALE),
 }
 # Trainer's defaults. Intervals of logs and checkpoints keep the recipe's defaults.
 _DEFAULTS = {
@@ -200,6 +202,15 @@ def optimizer(draft: Draft, key: str) -> None:
                 else "another optimizer: there is none of that name here"
             )
         draft.put("optimizer.name", node, key, ours, why)
+    muon = draft.pop("use_muon")
+    if muon is not None:
+        draft.put("optimizer.name", muon, "use_muon", "muon", _OTHER_SCALE)
+    ratio = draft.pop("loraplus_lr_ratio")
+    rate = number(draft.left.get("learning_rate")) or draft.expected("optimizer.learning_rate")
+    if ratio is not None and rate:
+        # LoRA+: the second matrix of each adapter learns faster.
+        faster = [{"match": "*lora_B*", "learning_rate": rate * (number(ratio) or 1)}]
+        draft.put("optimizer.groups", ratio, "loraplus_lr_ratio", faster)
     first = draft.pop("adam_beta1")
     second = draft.pop("adam_beta2")
     given = first or second

@@ -580,3 +580,13 @@ def test_a_program_is_no_config(tmp_path: Path, ortlaunch: Run) -> None:
     ended = ortlaunch("import", "train_hf.py")
     assert ended.status == 2
     assert "give its TrainingArguments as JSON" in ended.err
+
+
+def test_a_rate_of_its_own_for_adapters_and_muon(tmp_path: Path) -> None:
+    """LoRA+ becomes a group with its rate, and Muon the optimizer of that name."""
+    path = tmp_path / "axolotl.json"
+    path.write_text(json.dumps({**AXOLOTL, "adapter": "lora", "loraplus_lr_ratio": 16}))
+    (group,) = recipe(import_config(path, "axolotl", None, ()), tmp_path).optimizer.groups
+    assert (group.match, group.learning_rate) == (("*lora_B*",), 1.6)
+    path.write_text(json.dumps({**AXOLOTL, "optimizer": "muon"}))
+    assert recipe(import_config(path, "axolotl", None, ()), tmp_path).optimizer.name == "muon"
