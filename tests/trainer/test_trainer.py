@@ -168,6 +168,8 @@ class Seen(TrainerCallback):
         self.kinds.add(type(model).__name__)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_loss_in_python_and_a_new_model_for_each_training(tmp_path: Path) -> None:
     """`compute_loss_func`, `model_init` and callbacks work; each new model has an ORTModule."""
     results = {}
@@ -201,6 +203,8 @@ def _doubled(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None)
     return 2 * torch.nn.functional.cross_entropy(outputs.logits, labels) / 2
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_lora(tmp_path: Path) -> None:
     """A peft model trains as with Trainer, in the given settings; its adapter is saved."""
     peft = pytest.importorskip("peft")
