@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import pandas
 
     from ortlaunch.diagnose.report import Diagnosis
+    from ortlaunch.search.parallel import Picture
 
 # Pixels of a report in a notebook.
 _HEIGHT = 600
@@ -273,8 +274,8 @@ def listed(found: Sequence[Status]) -> str:
     return "\n".join([listing.HEAD, *map(listing.line, found)]) if found else "no runs"
 
 
-def write_report(paths: Sequence[Path], to: Path | None) -> Path:
-    """Write one HTML page of runs, and return its path."""
+def write_report(paths: Sequence[Path], to: Path | None, sweep: Picture | None = None) -> Path:
+    """Write one HTML page of runs, with the picture of their sweep, and return its path."""
     from ortlaunch.report import report
 
-    return report(paths, to, now())
+    return report(paths, to, now(), sweep)

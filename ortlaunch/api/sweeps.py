@@ -9,7 +9,7 @@ from ortlaunch.api.inputs import Source, read
 from ortlaunch.api.plans import resolved
 from ortlaunch.api.runs import write_report
 from ortlaunch.api.trial_starts import shares
-from ortlaunch.api.trials import Trials
+from ortlaunch.api.trials import Objective, Trials
 from ortlaunch.errors import InputError, PlanError, RunError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import Recipe, read_resolved, to_yaml
@@ -17,6 +17,7 @@ from ortlaunch.resolve.prepare import differences
 from ortlaunch.run_folder.folder import json_text, write_text
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.search.folder import SweepDir
+from ortlaunch.search.parallel import picture
 from ortlaunch.search.study import Study, Trial
 from ortlaunch.units import aligned
 
@@ -79,7 +80,9 @@ class Sweep:
         begun = [run.path for run in runs if run.recipe.exists()]
         if not begun:
             raise InputError(f"{self.path}: no trial has begun")
-        return write_report(begun, to or self._folder.run.report)
+        study = Study(self._folder, self._recipe)
+        drawn = picture(study.sweep, study.trials(), study.best(), study.importances())
+        return write_report(begun, to or self._folder.run.report, drawn)
 
     def to_json(self) -> str:
         """Return all trials as a JSON list, each with the path of its run folder."""
@@ -108,6 +111,7 @@ def sweep(
     run_dir: str | os.PathLike[str] | None = None,
     progress: bool = False,
     options: LaunchOptions | None = None,
+    objective: Objective | None = None,
     **overrides: object,
 ) -> Sweep:
     """Run the trials of a recipe's section `sweep`, or continue them, and wait for the end.
@@ -119,6 +123,8 @@ def sweep(
         run_dir: the folder of the sweep; None: `sweeps/NAME`. An existing one is continued.
         progress: whether to print a line for each trial.
         options: launcher, hosts and ranks of each trial.
+        objective: called with the run of each complete trial; it returns the value of the first
+            metric, in place of its last evaluation. Pruners use evaluations in any case.
 
     Raises:
         InputError: recipe, hosts or folder are wrong, or Optuna is not installed. Nothing was
@@ -137,7 +143,7 @@ def sweep(
         lock.acquire(folder.run)
         _record(folder, recipe)
         study = Study(folder, recipe, writes=True)
-        Trials(loaded, parts, folder, study, progress).run()
+        Trials(loaded, parts, folder, study, progress, objective).run()
     ended = study.trials()
     if ended and all(one.state == "fail" for one in ended):
         raise RunError(f"{folder}: all trials failed; {ended[-1].line()}", 1)

@@ -10,6 +10,7 @@ import math
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ortlaunch.api.inputs import LoadedRecipe
@@ -25,6 +26,7 @@ from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.study import Study
 from ortlaunch.units import number
 
+Objective = Callable[[Run], float]
 _POLL_SECONDS = 0.5
 # Failed trials, and no complete one, after which a sweep ends: the fault is not the values'.
 _FIRST_FAILURES = 3
@@ -59,12 +61,14 @@ class Trials:
         folder: SweepDir,
         study: Study,
         progress: bool,
+        objective: Objective | None = None,
     ) -> None:
         self._loaded = loaded
         self._shares = shares
         self._folder = folder
         self._study = study
         self._progress = progress
+        self._objective = objective
         hours = study.sweep.hours
         self._until = time.monotonic() + 3600 * hours if hours else None
         self._running = list[_Started]()
@@ -189,6 +193,8 @@ class Trials:
     def _complete(self, trial: int) -> None:
         measured = self._evaluations(self._folder.trial(trial))
         values = measured[max(measured)] if measured else ()
+        if self._objective is not None:
+            values = (float(self._objective(Run(self._folder.trial(trial).path))), *values[1:])
         # Not a number, as a diverged training has it.
         if not values or any(map(math.isnan, values)):
             names = ", ".join(one.metric for one in self._study.sweep.metrics)

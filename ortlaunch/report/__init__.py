@@ -14,6 +14,7 @@ from ortlaunch.report.records import Record, read
 from ortlaunch.report.sections import content
 from ortlaunch.report.tables import cell
 from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.search.parallel import Picture
 from ortlaunch.units import human
 from ortlaunch.version import __version__
 
@@ -21,12 +22,12 @@ from ortlaunch.version import __version__
 _FIRST = "<!DOCTYPE html><!-- ortlaunch report -->\n"
 
 
-def report(runs: Sequence[Path], to: Path | None, now: str) -> Path:
+def report(runs: Sequence[Path], to: Path | None, now: str, sweep: Picture | None = None) -> Path:
     """Write the page, and return its path.
 
     Args: runs: folders of the runs to compare, one column each. to: the page's path; None:
     report.html in the run's folder, or in the current folder for several runs. now: the current
-    time, as the page shows it.
+    time, as the page shows it. sweep: the picture of the runs' sweep; None: they are of none.
 
     Raises: InputError: a folder is not a run's, or the page's path has a file that is no report.
     """
@@ -36,11 +37,11 @@ def report(runs: Sequence[Path], to: Path | None, now: str) -> Path:
         raise InputError(
             f"{target} exists already and is not a report; give another file with --to"
         )
-    write_text(target, page(records, now))
+    write_text(target, page(records, now, sweep))
     return target
 
 
-def page(records: Sequence[Record], now: str) -> str:
+def page(records: Sequence[Record], now: str, sweep: Picture | None = None) -> str:
     """Return the page as text."""
     pages = Environment(
         loader=PackageLoader("ortlaunch", "report"),
@@ -54,7 +55,7 @@ def page(records: Sequence[Record], now: str) -> str:
     )
     pages.filters.update(cell=cell, human=human)
     return pages.get_template("page.html").render(
-        content(records), **AREA, version=__version__, now=now
+        content(records), **AREA, version=__version__, now=now, sweep=sweep
     )
 
 

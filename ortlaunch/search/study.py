@@ -50,11 +50,11 @@ class Trial(NamedTuple):
     def line(self) -> str:
         """Return metrics, fields and the reason, for a person."""
         measured = ", ".join(f"{name} {value:.6g}" for name, value in self.values.items())
-        fields = " ".join(f"{name}={_shown(value)}" for name, value in self.fields.items())
+        fields = " ".join(f"{name}={shown(value)}" for name, value in self.fields.items())
         return "; ".join(filter(None, (measured, fields, self.reason.partition("\n")[0])))
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Return a value for a person; best_*.yaml and study.journal have all digits."""
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
 
@@ -95,6 +95,22 @@ class Study:
         found = sorted(map(self._record, self._study.best_trials))
         trained = [one for one in found if not one.repeats]
         return trained if len(self.sweep.metrics) > 1 else trained[:1]
+
+    def importances(self) -> dict[str, float]:
+        """Return the share of each field in the first metric's variance, the largest first.
+
+        It is {} before there are enough trials.
+        """
+        with contextlib.suppress(ValueError, RuntimeError), warnings.catch_warnings():
+            # Of parts of Optuna that may still change.
+            warnings.simplefilter("ignore")
+            found: dict[str, float] = self._optuna.importance.get_param_importances(
+                self._study,
+                evaluator=self._optuna.importance.PedAnovaImportanceEvaluator(),
+                target=lambda one: one.values[0],
+            )
+            return found
+        return {}
 
     def twin(self, number: int) -> Trial | None:
         """Return an earlier trial with the same fields that was complete or pruned."""

@@ -110,7 +110,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "search": ({"errors", "recipe", "run_folder", "search"}, set()),
     "search.study": ({"errors", "recipe", "search"}, {"optuna"}),  # the only module that imports it
     "other_tools": ({"errors", "json_types", "recipe", "evaluation_metrics", "model_tasks", "other_tools"}, set()),
-    "report": ({*GROUND, "recipe", "run_folder", "other_runs", "report"}, {"yaml", "jinja2", "markupsafe"}),
+    "report": ({*GROUND, "recipe", "run_folder", "other_runs", "search", "report"}, {"yaml", "jinja2", "markupsafe"}),
     "api": ({*SHARED, *CONTROL, "api"} - {"output", "ortmodule.build.extensions"}, {"tqdm", "pandas"}),
     "api.protocols": (set(), {"torch"}),  # for type checkers alone
     "cli": ({"api", "errors", "file_errors", "output", "units", "version", "launchers", "cli"}, {"typer"}),

@@ -49,7 +49,8 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
 
         monkeypatch.setattr(trials, "start", start)
         verdict = SimpleNamespace(job=SimpleNamespace(verdict="ran out of luck\nmore"))
-        monkeypatch.setattr(trials, "Run", lambda path: SimpleNamespace(status=lambda: verdict))
+        made = lambda path: SimpleNamespace(path=path, status=lambda: verdict)  # noqa: E731
+        monkeypatch.setattr(trials, "Run", made)
         return starts
 
     return plant
@@ -87,6 +88,14 @@ def test_a_sweep(planted: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert (len(starts), starts[-1]) == (4, "0003")
     with pytest.raises(PlanError, match=r"is the sweep of another recipe.*\nseed: 42 -> 1$"):
         sweep(swept(), seed=1)
+
+
+def test_an_objective_of_ones_own(planted: Any) -> None:
+    """A function of each complete run gives the value that the search improves."""
+    planted(lambda run, start: (0, [3.0]))
+    found = sweep(swept(), objective=lambda run: abs(int(run.path.name) - 1))
+    assert [one.values["loss"] for one in found.trials()] == [1.0, 0.0, 1.0]
+    assert [one.number for one in found.best()] == [1]
 
 
 def test_a_killed_trial_continues(planted: Any) -> None:

@@ -11,6 +11,7 @@ from ortlaunch.errors import MissingDependency
 from ortlaunch.recipe import Recipe
 from ortlaunch.search import study as studies
 from ortlaunch.search.folder import SweepDir
+from ortlaunch.search.parallel import picture
 from ortlaunch.search.study import Study, Trial
 from tests.makers import recipe
 
@@ -140,3 +141,28 @@ def test_a_package_outside_the_extra_is_missing(
     monkeypatch.setattr(studies.importlib.util, "find_spec", lambda name: name != "scipy" or None)
     with pytest.raises(MissingDependency, match=r"gp needs scipy: .* scipy$"):
         Study(SweepDir(tmp_path), swept(sampler="gp"))
+
+
+def test_parallel_coordinates_and_importances(tmp_path: Path) -> None:
+    """Each complete trial has a line over the axes of its fields, and the best one is marked."""
+    sweep = swept(sampler="random")
+    study = Study(SweepDir(tmp_path), sweep, writes=True)
+    assert study.importances() == {}
+    for number in range(8):
+        study.draw()
+        rate = study.trials()[number].fields["optimizer.learning_rate"]
+        study.end(number, *(("complete", [float(str(rate))]) if number else ("fail",)))
+    trials = study.trials()
+    assert study.importances().keys() == SPACE.keys()
+    assert sum(study.importances().values()) == pytest.approx(1)
+    made = picture(study.sweep, trials, study.best(), study.importances())
+    assert [axis.name for axis in made.axes] == [*SPACE, "loss"]
+    (best,) = study.best()
+    assert [line.is_best for line in made.lines] == [False] * 6 + [True]
+    assert made.lines[-1].text.startswith(f"trial {best.number}: loss ")
+    assert [len(line.points) for line in made.lines[-1:]] == [len(best.fields) + 1]
+    # The metric is the rate: the best trial is at the bottom of the metric's axis.
+    assert made.lines[-1].points[-1] == (made.axes[-1].x, made.bottom)
+    assert all(made.top <= y <= made.bottom for line in made.lines for _, y in line.points)
+    # Ends of the logarithmic axis.
+    assert made.axes[2].labels == [(made.bottom, "0.0001"), (made.top, "0.1")]
