@@ -33,6 +33,7 @@ from ortlaunch import (
     Validation,
 )
 from ortlaunch.errors import InputError, RecipeError, RunError
+from ortlaunch.ortmodule import FP16_Optimizer, FusedAdam, ORTModule
 
 
 def a_run(path: Path) -> None:
@@ -50,6 +51,14 @@ def a_run(path: Path) -> None:
     assert_type(ortlaunch.submit(recipe, scheduler="slurm", run_dir="x"), Run)
     assert_type(ortlaunch.runs(newest=None), list[Run])
     assert_type(ortlaunch.__version__, str)
+
+
+def a_loop(net: nn.Module) -> None:
+    """ONNX Runtime's parts in a loop of one's own."""
+    module = ORTModule(net)
+    optimizer: torch.optim.Optimizer = FusedAdam(net.parameters(), lr=1e-3)
+    assert_type(FP16_Optimizer(optimizer), torch.optim.Optimizer)
+    assert_type(module.report(), dict[str, Any])
 
 
 def a_folder() -> None:
