@@ -116,7 +116,8 @@ def main() -> int:
     os.environ.update(finetune.SETTINGS)
     finetune.fetch_model(folder)
     finetune.write_data(folder, training=480, evaluation=96)
-    found = {name: run(folder, name, options.seed) for name in options.sweeps.split(",")}
+    names = dict.fromkeys(["grid", *options.sweeps.split(",")])
+    found = {name: run(folder, name, options.seed) for name in names}
     grid = found["grid"][0]
     target = grid.best()[0].values["loss"]
     most = SHARE * sum(one.steps for one in grid.trials())
