@@ -62,7 +62,7 @@ def picture(
     names = [*search.space, *metrics]
     xs = dict(zip(names, _spread(len(names), _LEFT, _RIGHT)))
     axes = [Axis(xs[name], name, _labels(parameter)) for name, parameter in search.space.items()]
-    heights = {name: dict[int, float]() for name in metrics}
+    heights: dict[str, dict[int, float]] = {}
     for name in metrics:
         values = [one.values[name] for one in complete]
         ends = (min(values, default=0.0), max(values, default=0.0))

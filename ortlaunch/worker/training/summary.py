@@ -13,7 +13,7 @@ from ortlaunch.run_folder.engine_report import (
     OnnxRuntime,
     OptimizerGroup,
 )
-from ortlaunch.units import counted, fitted
+from ortlaunch.units import aligned, counted, fitted
 from ortlaunch.worker.data_audit import audits
 from ortlaunch.worker.length import length_line
 from ortlaunch.worker.session import Session
@@ -101,14 +101,7 @@ def _groups(groups: Sequence[OptimizerGroup]) -> list[str]:
         )
         for group in groups
     ]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join(
-            cell.ljust(width) if at in (0, 5) else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
+    return aligned(rows)
 
 
 def _matmul_precision(report: EngineReport) -> list[str]:

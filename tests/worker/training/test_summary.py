@@ -14,6 +14,8 @@ from ortlaunch.run_folder.engine_report import (
     FusedNorm,
     GraphReport,
     MatmulPrecision,
+    OptimizerChoice,
+    OptimizerGroup,
 )
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.worker.engine.binding import Bound
@@ -166,3 +168,23 @@ def test_what_came_up_later_is_told_once() -> None:
     found = report(notes=["not cached", "exported again"])
     assert late_notes(found, ("not cached",)) == ["exported again"]
     assert late_notes(engine_report("eager"), ()) == []
+
+
+def test_groups_of_parameters_are_a_table() -> None:
+    """Groups that differ in rate or optimizer are listed, frozen parameters as the last line."""
+    groups = [
+        OptimizerGroup("muon", 0.02, 0.1, 1200, ["layers.0.weight", "layers.1.weight"]),
+        OptimizerGroup("adamw", 0.001, 0.0, 6, ["head.bias"]),
+        OptimizerGroup(None, 0.0, 0.0, 42, ["embed.weight"]),
+    ]
+    found = plan_lines(engine_report(optimizer=OptimizerChoice("muon", "Muon", None, groups)))
+    at = found.index("optimizer  rate   decay  tensors  values  first parameter")
+    assert found[at + 1 : at + 4] == [
+        "muon       0.02   0.1    2        1,200   layers.0.weight",
+        "adamw      0.001  0      1        6       head.bias",
+        "frozen                   1        42      embed.weight",
+    ]
+    alike = plan_lines(
+        engine_report(optimizer=OptimizerChoice("adamw", "AdamW", None, [groups[1], groups[2]]))
+    )
+    assert not any("first parameter" in line for line in alike)
