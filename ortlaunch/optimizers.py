@@ -17,13 +17,15 @@ class OptimizerTraits(NamedTuple):
     """`module:function` of the worker that creates the optimizer."""
     fields: tuple[str, ...]
     """Settings of the recipe that only some optimizers have, and this one does."""
-    moments: int
-    """Float32 values of state for each trained parameter; 0: one if `momentum` is set."""
+    moments: float
+    """State for each trained parameter, in float32 values; 0: one if `momentum` is set."""
     adapts: bool = True
     """Whether a step's size is about the learning rate, independent of the gradient's size."""
     # A checkpoint of one can be resumed with the other.
     state: str = ""
     """Name of the state's layout; optimizers with the same one can load each other's state."""
+    tensors: tuple[str, ...] = ()
+    """State tensors of a parameter that can have another shape or type than it; () if none can."""
     # ZeRO shards flat buffers, where a rank may have only a part of a tensor.
     needs_whole_tensors: bool = False
     """Whether the update of a value depends on the whole tensor."""
@@ -67,6 +69,26 @@ OPTIMIZERS = {
         needs_whole_tensors=True,
         combines=True,
         on_device_note="optimizer: muon is not available on devices; ONNX Runtime's AdamW replaces it",
+    ),
+    "adafactor": OptimizerTraits(
+        f"{_WORKER}:adafactor",
+        (),
+        0,  # One value for each row and each column.
+        state="adafactor",
+        tensors=("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"),
+        needs_whole_tensors=True,
+        combines=True,
+        on_device_note="optimizer: adafactor is not available on devices; ONNX Runtime's AdamW "
+        "replaces it",
+    ),
+    "adamw_8bit": OptimizerTraits(
+        f"{_WORKER}:adamw_8bit",
+        _ADAM,
+        2 / 4,  # Two bytes. The scales, two float32 values for each 256, are not counted.
+        state="adamw_8bit",
+        tensors=("state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"),
+        needs_whole_tensors=True,
+        combines=True,
     ),
     # The LightningModule's own.
     "configured": OptimizerTraits(

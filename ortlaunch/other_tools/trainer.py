@@ -32,6 +32,11 @@ OPTIMIZERS = {
         ("adamw_torch_fused", "adamw_ort_fused", "adamw_apex_fused"), ("fused_adam", "")
     ),
     "sgd": ("sgd", ""),
+    "adafactor": ("adafactor", ""),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), ("adamw_8bit", "")),
+    **dict.fromkeys(
+        ("paged_adamw_8bit", "paged_adamw_bnb_8bit"), ("adamw_8bit", "with its state not paged")
+    ),
     "muon": ("muon", _OTHER_SCALE),
 }
 # Trainer's defaults. Intervals of logs and checkpoints keep the recipe's defaults.

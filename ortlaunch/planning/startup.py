@@ -10,7 +10,7 @@ _MASTER = _GRADIENT = 4  # float32
 
 def state_bytes(recipe: Recipe) -> int:
     """Return the bytes of optimizer state for each trained parameter."""
-    return 4 * (recipe.optimizer.traits.moments or bool(recipe.optimizer.momentum))
+    return int(4 * (recipe.optimizer.traits.moments or bool(recipe.optimizer.momentum)))
 
 
 def at_start(recipe: Recipe, tensors: list[int], trainable: int, width: int, ranks: int) -> int:

@@ -91,7 +91,9 @@ class Model(Section):
     have a method `gradient_checkpointing_enable`, which is called."""
     freeze: OneOrMore | None = None
     """Patterns of parameter names, in which `*` matches any text, as `*.embeddings.*`: these
-    parameters are not trained. A pattern that matches no parameter is an error."""
+    parameters are not trained. A pattern that begins with `!` makes an exception to those before
+    it: `["*", "!classifier.*"]` trains the classifier alone. A pattern that matches no parameter is
+    an error."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights (needs the extra `lora`)."""
 

@@ -18,16 +18,17 @@ class ParameterGroup(Section):
     are the model's own; engine.json lists them. A parameter belongs to the first group that matches
     it. A pattern that matches no trained parameter is an error."""
     name: Annotated[str, NameIn(OPTIMIZERS)] | None = None
-    """Optimizer of these parameters: adamw, muon or sgd; null: `optimizer.name`."""
+    """Optimizer of these parameters: adamw, adamw_8bit, adafactor, muon or sgd; null:
+    `optimizer.name`."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Peak learning rate; the schedule is that of all parameters. null: `optimizer.learning_rate`,
     and `optimizer.layer_decay`."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay, also of parameters that `no_decay` names; null: the optimizer's."""
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(tuple_of)] | None = None
-    """Decay of the first and second moment (adam and lamb); null: the optimizer's."""
+    """Decay of the first and second moment (adamw, adamw_8bit, fused_adam, lamb); null: the optimizer's."""
     epsilon: Annotated[float, Field(gt=0)] | None = None
-    """Added to the denominator (adam and lamb); null: the optimizer's."""
+    """Added to the denominator (adamw, adamw_8bit, fused_adam, lamb); null: the optimizer's."""
     momentum: Decay | None = None
     """Momentum (sgd, muon); null: the optimizer's."""
 
@@ -41,16 +42,20 @@ class Optimizer(Section):
     `lamb`: the large-batch optimizer of BERT; not above ZeRO 0, where its trust ratio would be
     wrong. `muon`: torch's Muon for the matrices of layers (numbered parts of names, as `layers.3`),
     with the scale that lets AdamW's rates and decays fit, and AdamW for all other parameters; not
-    above ZeRO 0. `configured`, for task lightning: the optimizer and the scheduler that the module's
-    configure_optimizers returns, whose rates are multiplied by learning_rate, usually 1."""
+    above ZeRO 0. `adafactor`: transformers', which keeps one value for each row and column of a
+    matrix, at the recipe's rate (relative_step and scale_parameter are False). `adamw_8bit`:
+    bitsandbytes', which keeps moments in 8 bits, those of tensors below 4,096 values in 32 bits
+    (extra `bitsandbytes`). Both not above ZeRO 0. `configured`, for task lightning: the
+    optimizer and the scheduler that the module's configure_optimizers returns, whose rates are
+    multiplied by learning_rate, usually 1."""
     # Required: no default would suit every model.
     learning_rate: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
     # Strict mode accepts no list of YAML for a tuple; the validator converts it.
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(tuple_of)] = (0.9, 0.999)
-    """Decay of the first and second moment (adam and lamb)."""
+    """Decay of the first and second moment (adamw, adamw_8bit, fused_adam, lamb)."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator (adam and lamb)."""
+    """Added to the denominator (adamw, adamw_8bit, fused_adam, lamb)."""
     momentum: Decay = 0.0
     """Momentum (sgd, muon); for muon 0 means 0.95."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

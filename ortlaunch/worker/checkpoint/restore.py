@@ -20,6 +20,7 @@ from ortlaunch.units import counted
 from ortlaunch.worker.checkpoint.snapshot import BUFFER, FORMAT, INDEX, WEIGHT, file_of
 from ortlaunch.worker.checkpoint.tensor_file import Entry, read_header, read_range
 from ortlaunch.worker.model.named_state import (
+    STATE_TENSORS,
     NamedState,
     ParameterRange,
     buffers_of,
@@ -85,6 +86,20 @@ class Shards:
             raise CheckpointError(
                 f"{self.folder} lacks the {kind} of {part.name} from element {at:,} on"
             )
+
+    def whole(self, kind: str, part: ParameterRange) -> torch.Tensor:
+        """Return a tensor in the shape and the type in which it was saved.
+
+        Raises:
+            CheckpointError: some values are in no file.
+        """
+        pieces = [entry for _, entry in self.pieces[kind, part.name]]
+        if len(pieces) == 1:
+            return read_range(pieces[0], 0, pieces[0].elements).view(pieces[0].shape)
+        # A divided tensor has the parameter's shape.
+        values = torch.empty(part.count, dtype=pieces[0].dtype)
+        self.read(kind, part, values)
+        return values.view(part.master.shape)
 
 
 def _index_of(folder: Path) -> Json:
@@ -215,8 +230,13 @@ def _load_master(
     # Remove the old state, which exists on a rollback. A checkpoint saved before step 1 has no
     # state.
     before = optimizer.state.pop(master, {})
+    own = STATE_TENSORS in group
     state: Json = {}
     for kind in tensor_kinds(group):
+        if own:
+            if shards.has(kind, parts[0].name):
+                state[kind] = shards.whole(kind, parts[0]).to(master.device)
+            continue
         there = [part for part in parts if shards.has(kind, part.name)]
         if there:
             state[kind] = _zeros(before.get(kind), master)
@@ -227,7 +247,9 @@ def _load_master(
         for part in parts
         if (step := shards.numbers.get("step", {}).get(part.name)) is not None
     ]
-    if state and steps and "betas" in group:
+    if state and steps and own:
+        state["step"] = int(max(steps))
+    elif state and steps and "betas" in group:
         if counts_by_group(optimizer):
             group["step"] = int(max(steps))
         # The same form in which torch's optimizers create it.

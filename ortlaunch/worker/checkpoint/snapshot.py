@@ -26,6 +26,7 @@ from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker.checkpoint.manifest import File
 from ortlaunch.worker.checkpoint.tensor_file import write_tensors
 from ortlaunch.worker.model.named_state import (
+    STATE_TENSORS,
     NamedState,
     ParameterRange,
     counts_by_group,
@@ -93,6 +94,11 @@ def take(named: NamedState, state: dict[str, object], group: DistributedContext)
                 and kind != "step"
             ):
                 tensors.append(_entry(kind, part, value, named))
+            # A tensor with a shape of its own is not divided.
+            elif kind in part.group.get(STATE_TENSORS, ()) and isinstance(value, torch.Tensor):
+                if part.start == 0:
+                    whole = value.detach().reshape(-1)
+                    tensors.append((f"{kind}:{part.name}@0", tuple(value.shape), whole))
             else:
                 numbers.setdefault(kind, {})[part.name] = _number(kind, part, value)
     return Snapshot(group.rank, _index(named, state, group.size), tensors, numbers)

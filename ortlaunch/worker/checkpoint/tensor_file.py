@@ -7,6 +7,7 @@ copies all of them first.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import zlib
@@ -43,8 +44,12 @@ class Entry(NamedTuple):
     dtype: torch.dtype
     begin: int
     """Offset of its first byte in the file."""
-    elements: int
-    """Number of its elements."""
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
 
 
 def write_tensors(
@@ -140,9 +145,10 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 def _entry(path: Path, base: int, size: int, entry: Json) -> Entry:
     begin, end = entry["data_offsets"]
     dtype = _NAMED[entry["dtype"]]
-    if not 0 <= begin <= end <= size - base:
-        raise ValueError(f"a tensor at {begin} to {end} of {size - base} bytes")
-    return Entry(path, dtype, base + begin, (end - begin) // dtype.itemsize)
+    shape = tuple(entry["shape"])
+    if not 0 <= begin <= end <= size - base or end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"a tensor {shape} at {begin} to {end} of {size - base} bytes")
+    return Entry(path, dtype, base + begin, shape)
 
 
 def read_range(entry: Entry, start: int, count: int) -> torch.Tensor:

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError
+from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.json_types import Json
 from ortlaunch.optimizers import MUON_MOMENTUM, OPTIMIZERS
 from ortlaunch.ortmodule.fused_adam import ONNXRUNTIME, TORCH, fused_adam, why_too_large
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.run_folder.engine_report import OptimizerGroup
 from ortlaunch.worker.engine.scheduler import Scheduler
+from ortlaunch.worker.model.named_state import STATE_TENSORS
 from ortlaunch.worker.model.parameter_groups import (
     CombinedOptimizer,
     describe_groups,
@@ -103,6 +104,8 @@ def build_optimizer(
     for name, own in by_name.items():
         module, _, function = OPTIMIZERS[name].builder.partition(":")
         build: Callable[[Building], BuiltOptimizer] = getattr(import_module(module), function)
+        for group in own if OPTIMIZERS[name].tensors else ():
+            group[STATE_TENSORS] = OPTIMIZERS[name].tensors
         built.append(build(Building(recipe, own, engine, device, deepspeed, ranks, model)))
     one = built[0]
     if len(built) > 1:
@@ -150,6 +153,43 @@ def muon(parts: Building) -> BuiltOptimizer:
         adjust_lr_fn="match_rms_adamw",
     )
     return BuiltOptimizer(made, "torch.optim.Muon")
+
+
+def adafactor(parts: Building) -> BuiltOptimizer:
+    """Build transformers' Adafactor, at the recipe's learning rate."""
+    from transformers.optimization import Adafactor
+
+    made = Adafactor(
+        parts.groups,
+        lr=parts.recipe.learning_rate,
+        # Its own rates, from the step and from each tensor's size, would replace the schedule.
+        relative_step=False,
+        scale_parameter=False,
+    )
+    return BuiltOptimizer(made, "transformers.Adafactor")
+
+
+def adamw_8bit(parts: Building) -> BuiltOptimizer:
+    """Build bitsandbytes' AdamW, whose moments have 8 bits a value.
+
+    Raises:
+        MissingDependency: bitsandbytes is not installed.
+        InputError: it has no kernels for the device.
+    """
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise MissingDependency(
+            f"optimizer.name: adamw_8bit needs bitsandbytes: {error}; "
+            'type: pip install "ortlaunch[bitsandbytes]"'
+        ) from None
+    if parts.device.type not in bitsandbytes.supported_torch_devices:
+        raise InputError(
+            f"optimizer.name: adamw_8bit: bitsandbytes {bitsandbytes.__version__} has no kernels "
+            f"for {parts.device.type}"
+        )
+    made = bitsandbytes.optim.AdamW8bit(parts.groups, **parts.adam)
+    return BuiltOptimizer(made, "bitsandbytes.optim.AdamW8bit")
 
 
 def adamw(parts: Building) -> BuiltOptimizer:

@@ -17,6 +17,11 @@ from ortlaunch.json_types import Json
 from ortlaunch.worker.model.parameter_groups import CombinedOptimizer
 
 Numbers = dict[str, float]
+STATE_TENSORS = "state_tensors"
+"""Key of a parameter group with the names of state tensors that have shapes and types of their own.
+
+Such an optimizer updates whole parameters and counts the steps of each as an int.
+"""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,8 @@ def grad_scaler(scaler: torch.amp.GradScaler) -> LossScale | None:
 
 def tensor_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the optimizer's state tensors for each weight of this group."""
+    if STATE_TENSORS in group:
+        return tuple(group[STATE_TENSORS])
     if "betas" in group:
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if group.get("momentum") else ()

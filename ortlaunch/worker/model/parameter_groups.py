@@ -49,15 +49,18 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names match a pattern.
+    """Freeze the parameters for which the last pattern that matches does not begin with `!`.
 
     Raises:
         InputError: a pattern matches no parameter.
     """
     named = dict(model.named_parameters())
-    _require_matches("model.freeze", patterns, named, "parameter")
+    _require_matches(
+        "model.freeze", [each.removeprefix("!") for each in patterns], named, "parameter"
+    )
     for name, parameter in named.items():
-        if _matches(name, patterns):
+        matching = [each for each in patterns if _matches(name, [each.removeprefix("!")])]
+        if matching and not matching[-1].startswith("!"):
             parameter.requires_grad_(False)
 
 
