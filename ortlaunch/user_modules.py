@@ -60,6 +60,8 @@ def factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "train.metric", recipe.train.metric
     if recipe.optimizer.attributes:
         yield "optimizer.attributes", recipe.optimizer.attributes
+    if recipe.engine.postprocess:
+        yield "engine.postprocess", recipe.engine.postprocess
     if recipe.data.collate:
         yield "data.collate", recipe.data.collate
     for key, source in recipe.data.sources():

@@ -226,13 +226,12 @@ def key(resolved: ResolvedRun) -> Json:
     batch = resolved.work.batch
     whole = recipe.model_dump(mode="json")
     own = recipe.data.factories
+    functions = (recipe.model.factory, recipe.engine.postprocess, *own)
     return {
         "model": whole["model"],
         "data": {name: whole["data"][name] for name in _SHAPES},
         "custom_data": whole["data"]["train"] if own else None,
-        "code": [
-            _code(resolved.command.modules, each) for each in (recipe.model.factory, *own) if each
-        ],
+        "code": [_code(resolved.command.modules, each) for each in functions if each],
         "batch": [batch.micro_samples, batch.accumulation_steps],
         "precision": recipe.precision,
         "zero": whole["zero"],

@@ -19,7 +19,7 @@ from ortlaunch.ortmodule import options, witness
 from ortlaunch.ortmodule.base import registry
 from ortlaunch.ortmodule.base.patching import environment, wrap_method
 from ortlaunch.ortmodule.base.registry import Repair
-from ortlaunch.ortmodule.base.settings import Settings, settings_of
+from ortlaunch.ortmodule.base.settings import Settings, function_name, settings_of
 from ortlaunch.ortmodule.build import cuda_libraries
 from ortlaunch.ortmodule.repaired import import_ortmodule
 from ortlaunch.ortmodule.repairs import apply_repairs
@@ -73,7 +73,10 @@ class ORTModule(Wrapper):
             `torch_calls`: operators and layers that torch ran inside the graphs; `notes`.
         """
         counting = witness.current()
-        chosen = dataclasses.asdict(self._settings())
+        settings = self._settings()
+        chosen = dataclasses.asdict(settings)
+        if settings.postprocess:
+            chosen["postprocess"] = function_name(settings.postprocess)
         defaults = dataclasses.asdict(Settings())
         return {
             "provider": counting.graphs[-1].provider if counting.graphs else "",

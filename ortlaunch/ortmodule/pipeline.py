@@ -23,7 +23,13 @@ from ortlaunch.ortmodule.base.export import Export, export_of
 from ortlaunch.ortmodule.base.ort_types import AnyFunction
 from ortlaunch.ortmodule.base.registry import applied
 from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
-from ortlaunch.ortmodule.graph_repairs import bfloat16, broadcasts, concatenations, convolutions
+from ortlaunch.ortmodule.graph_repairs import (
+    bfloat16,
+    broadcasts,
+    concatenations,
+    convolutions,
+    postprocess,
+)
 from ortlaunch.ortmodule.state import buffers, model_state, unsupported, weight_changes
 from ortlaunch.ortmodule.state import python_values as values
 from ortlaunch.ortmodule.torch_in_graph import (
@@ -153,6 +159,7 @@ def _traced_once(export: Export, original: AnyFunction, arguments: dict[str, obj
         bfloat16.correct_casts(model)
         for rewrite in _in_force(_PASSES):
             rewrite(export, model)
+        model = postprocess.apply(export, model)
     return model, schema
 
 

@@ -211,6 +211,18 @@ class TorchCalls:
 
 
 @dataclass
+class Postprocess:
+    """The user's function on the exported graph (`engine.postprocess`)."""
+
+    function: str
+    """The function, as `module:function`."""
+    nodes_before: int
+    """Nodes of the newest exported training graph; of an evaluation graph if only that exists."""
+    nodes_after: int
+    """Nodes of the graph that the function returned."""
+
+
+@dataclass
 class OnnxRuntime:
     """The settings of ONNX Runtime and counts of its work, on rank 0."""
 
@@ -260,6 +272,8 @@ class OnnxRuntime:
     """Share of these operators and layers in the time of the passes."""
     deepcopy_before_export: ExportCopy | None = None
     """Whether a copy was exported, and the memory that decided it."""
+    postprocess: Postprocess | None = None
+    """The function on the exported graph; null: none."""
 
 
 @dataclass

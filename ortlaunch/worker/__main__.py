@@ -95,6 +95,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     for field, name in (
         ("train.metric", recipe.train.metric),
         ("data.collate", recipe.data.collate),
+        ("engine.postprocess", recipe.engine.postprocess),
     ):
         if name:
             # A missing function must fail before training.

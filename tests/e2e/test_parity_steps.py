@@ -99,6 +99,21 @@ def program(name, dropout):
     return {"moving": Moving, "nested": Nested, "sampled": Sampled}[name]()
 
 
+def identity(model, operator="Identity"):
+    import onnx
+
+    nodes = [*model.graph.node]
+    at = next(i for i, node in enumerate(nodes) if model.graph.output[0].name in node.output)
+    between = onnx.helper.make_node(operator, [nodes[at].input[0]], ["between"])
+    nodes[at].input[0] = "between"
+    model.graph.node.insert(at, between)
+    return model
+
+
+def wrong_value(model):
+    return identity(model, "Tanh")
+
+
 def data(samples=64):
     x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(0))
     return [{"x": row, "y": row.sum().reshape(1)} for row in x]
@@ -247,6 +262,27 @@ def test_a_wrong_operator_stops_the_run(start: Start, arguments: tuple[str, ...]
     assert run.lines("parity.jsonl")[0]["passed"] is False
     assert run.lines("metrics.jsonl") == []
     assert not (run.folder / "checkpoints").exists()
+
+
+@needs_ort
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_function_on_the_graph_is_compared(start: Start) -> None:
+    """An Identity changes no bit of the training; a function that changes values ends the run."""
+    plain = ended_well(start("train", "no-function", {"engine": {"parity_steps": 0}}))
+    named = {"engine": {"postprocess": "parity_toys:identity"}}
+    run = ended_well(start("train", "identity", named))
+    assert run.curve() == plain.curve()
+    assert run.truth()["parity"]["why"] == "engine.postprocess changes the graph"
+    found = run.truth()["onnxruntime"]["postprocess"]
+    before, after = found.pop("nodes_before"), found.pop("nodes_after")
+    assert (found, after) == ({"function": "parity_toys:identity"}, before + 1)
+    assert f"engine.postprocess: parity_toys:identity made {after} nodes of an" in run.out
+    wrong = start("train", "changed", {"engine": {"postprocess": "parity_toys:wrong_value"}})
+    assert wrong.status == 1
+    assert "differ by more than 0.0001 in step 1" in wrong.err
+    assert "engine.postprocess=parity_toys:wrong_value changed the graph that ran" in wrong.err
+    assert wrong.lines("metrics.jsonl") == []
 
 
 @needs_ort

@@ -307,6 +307,7 @@ FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
     "allow_traced_values": "tests/ortmodule/state/test_python_values.py::test_it_is_allowed_where_the_recipe_says_so",
     "torch_operators": "tests/ortmodule/torch_in_graph/test_operator_translation.py::test_named_operators",
     "torch_modules": "tests/ortmodule/torch_in_graph/test_operator_translation.py::test_a_module_that_no_trace_follows",
+    "postprocess": "tests/ortmodule/graph_repairs/test_postprocess.py::test_the_changed_graph_runs",
     "memory_optimization": memory_optimization,
     "memory_optimization_config": memory_optimization_config,
     "memory_efficient_grad_management": memory_efficient_grad_management,

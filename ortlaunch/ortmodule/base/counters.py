@@ -27,6 +27,8 @@ class Tally:
     """Seconds in those exports, including the passes of the model that they run."""
     label_density: float | None = None
     """Share of the labels in a batch that count, where the others are left out of the computation."""
+    postprocess: Json | None = None
+    """The user's function on the newest exported graph, with its nodes before and after."""
     # A list and not a set, so that notes are printed in the order in which they arose.
     notes: list[str] = field(default_factory=list)
 

@@ -5,9 +5,9 @@ options.py translates them to ORT's options.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ortlaunch.errors import EngineError
 
@@ -65,6 +65,9 @@ class Settings:
     """Operators that torch runs in ORT's graph; `auto`: those that ORT cannot export or derive."""
     torch_modules: Sequence[str] = ()
     """Layers, by path with `*`, that torch runs as a whole inside ONNX Runtime's graph."""
+    # Takes and returns an onnx.ModelProto, which this module must not import.
+    postprocess: Callable[[Any], Any] | None = None
+    """Changes each exported onnx.ModelProto before its gradients are built; a module's function."""
     torch_matmul: bool | None = None
     """CPU: torch computes products by a matrix; None: on Intel's processors."""
     tf32: bool = False
@@ -127,6 +130,12 @@ _VALID: dict[str, tuple[object, ...]] = {
     "cast_propagation_level": (0, 1, 2),
     "conv_algorithm_search": ("heuristic", "exhaustive"),
 }
+
+
+def function_name(function: Callable[..., object]) -> str:
+    """Return `module:function`; of a callable object, its class."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def settings_of(manager: object) -> Settings:

@@ -89,7 +89,7 @@ class Engine(Section):
     itself stays bit for bit the same as without it. Costs two passes for each such step, memory for
     two sets of gradients and a copy of the weights, and for a model with dropout a second export.
     Not with ZeRO 3. `auto`: 1 on ort where the model is your own (`factory`) or of a family that
-    ortlaunch's tests do not train (other than BERT and Llama), else 0; a model that cannot be
+    ortlaunch's tests do not train (other than BERT and Llama), and with `postprocess`, else 0; a model that cannot be
     compared is trained, and the run reports that."""
     parity_tolerance: Annotated[float, Field(gt=0)] | None = None
     """The run stops, and names the parameters, where the loss, a gradient or a buffer differs by
@@ -98,6 +98,12 @@ class Engine(Section):
     it counts as rounding where the engine is within this of float64 or, for differences of up to 10
     times this, at most 10 times as far from float64 as PyTorch is. null: 1e-4 in fp32, 0.05 in
     fp16, 0.2 in bf16."""
+    postprocess: Text | None = None
+    """ort: a function of yours, as `package.module:function`, that takes each exported graph (an
+    onnx.ModelProto) before its gradients are built, and returns the graph that is trained, with the
+    same inputs and outputs. It also gets the evaluation's graph. engine.json has its nodes before
+    and after; `parity_steps: auto` then compares step 1 with plain PyTorch, so that a function that
+    changes results ends the run."""
     deepcopy_before_export: bool | None = None
     """ort: export from a copy of the model, so that the export's own passes do not change its
     buffers. Costs the bytes of its parameters during the export. null: on, unless twice those bytes

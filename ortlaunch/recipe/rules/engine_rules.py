@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.ort_variables import contradictions
+from ortlaunch.recipe.rules.model_rules import function
 from ortlaunch.recipe.text.place import Problem
 
 # cluster:strategy:count, several of them separated by commas.
@@ -47,6 +48,7 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
         )
     yield from _onednn(recipe)
     yield from _chunked_loss(recipe)
+    yield from function("engine.postprocess", recipe.engine.postprocess)
     # The fields below belong to engine ort; `_engine` of rules.py reports them with other engines.
     if recipe.engine.name != "ort":
         return

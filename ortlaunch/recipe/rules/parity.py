@@ -31,6 +31,8 @@ def compared_steps(recipe: Recipe, model_type: str | None = None) -> Compared:
         return Compared(0)
     if recipe.zero and recipe.zero.stage == 3:
         return Compared(0, "under ZeRO 3 no rank has all weights for the comparison")
+    if recipe.engine.postprocess:
+        return Compared(1, "engine.postprocess changes the graph")
     if recipe.model.factory:
         return Compared(1, "your own model")
     family = model_type or _family(recipe)

@@ -139,7 +139,7 @@ RULES: dict[str, RuleOf] = {
     ),
     **_all(
         _EFFECT,
-        "matmul_precision onednn chunked_loss torch_matmul torch_operators torch_modules",
+        "matmul_precision onednn chunked_loss torch_matmul torch_operators torch_modules postprocess",
         "engine",
     ),
     **_all(_EFFECT, "zero zero.stage zero.fused_gradient_norm zero.deepspeed zero.offload"),

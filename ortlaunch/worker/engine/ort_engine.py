@@ -12,7 +12,14 @@ from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.ortmodule.build import cuda_libraries
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.ort_variables import in_recipes_words
-from ortlaunch.run_folder.engine_report import ExportCopy, GraphReport, OnnxRuntime, TorchCalls
+from ortlaunch.run_folder.engine_report import (
+    ExportCopy,
+    GraphReport,
+    OnnxRuntime,
+    Postprocess,
+    TorchCalls,
+)
+from ortlaunch.worker.data.own import find
 from ortlaunch.worker.engine import ort_settings
 from ortlaunch.worker.engine.ort_settings import settings_of
 from ortlaunch.worker.engine.spans import source_lines
@@ -87,10 +94,14 @@ def wrapped_in_ort(recipe: Recipe, model: LossModule, group: DistributedContext)
     # The state that transformers' models read does not change between steps. A model class of the
     # user may change its state in any pass.
     follow = recipe.model.factory is not None
-    here = group.local.local_world_size
-    return ORTModule(
-        model, settings_of(recipe.engine, processes_on_host=here, follow_model_state=follow)
+    named = recipe.engine.postprocess
+    settings = settings_of(
+        recipe.engine,
+        processes_on_host=group.local.local_world_size,
+        follow_model_state=follow,
+        postprocess=find("engine.postprocess", named) if named else None,
     )
+    return ORTModule(model, settings)
 
 
 def _probe(
@@ -126,7 +137,9 @@ def onnxruntime_report(recipe: Recipe, witness: Witness) -> OnnxRuntime:
 
     record = report(witness)
     copied = record["deepcopy_before_export"]
+    changed = record["postprocess"]
     typed = {
+        "postprocess": changed and Postprocess(**changed),
         "deepcopy_before_export": copied and ExportCopy(**copied),
         "torch_calls": {name: TorchCalls(**one) for name, one in record["torch_calls"].items()},
         "notes": [in_recipes_words(note) for note in record["notes"]],

@@ -13,7 +13,12 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.ort_variables import contradictions, in_recipes_words, variables_in
 
-_SAME = [field.name for field in dataclasses.fields(Settings) if field.name in Engine.model_fields]
+# The recipe names the function; `wrapped_in_ort` imports it, after transformers' repairs.
+_SAME = [
+    field.name
+    for field in dataclasses.fields(Settings)
+    if field.name in Engine.model_fields and field.name != "postprocess"
+]
 _variables: dict[str, str] = {}
 
 

@@ -189,7 +189,18 @@ class ParitySteps:
             f"engine {used} and plain PyTorch differ by more than {self.tolerance:g} "
             f"in step {record['step']}, on the same weights and batch (rank {record['rank']})\n"
             f"loss: {record['loss']:.6g} on {used}, {record['reference_loss']:.6g} in PyTorch\n"
-            f"{table(record, used)}{_not_judged(record)}\n{_ADVICE}{_OFF if self.why else ''}"
+            f"{table(record, used)}{_not_judged(record)}\n{self._suspect()}{_ADVICE}"
+            f"{_OFF if self.why else ''}"
+        )
+
+    def _suspect(self) -> str:
+        """Return a line that names the user's function on the graph, if there is one."""
+        function = self.recipe.engine.postprocess
+        return (
+            f"engine.postprocess={function} changed the graph that ran, and plain PyTorch has no "
+            "such change; correct the function, or leave it out\n"
+            if function
+            else ""
         )
 
     def _automatic(self, record: Record) -> str:
