@@ -30,7 +30,9 @@ test-control: $(INSTALLED)
 # The most telling slow tests and those of the lab, of which most of the time is waits: a worker more pays.
 # Some need packages that are not installed before: peft imports bitsandbytes in every run where it finds it, in 2 seconds.
 test-ci: $(INSTALLED)
-	$(PIP_INSTALL) --editable ".[$(EXTRAS),bitsandbytes]"
+	$(PIP_INSTALL) --editable ".[$(EXTRAS),bitsandbytes,stream]"
+	@test -x build/moto/bin/moto_server || { $(BIN)/python -m venv build/moto && \
+	    build/moto/bin/pip install --quiet "moto[server]>=5,<6"; }
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10 \
 	    -m "slow and (ci or lab) and not nightly"
 

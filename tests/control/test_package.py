@@ -25,8 +25,8 @@ DISTRIBUTIONS = {
 # Distributions imported only for some recipes, launchers or commands. All others must come with a
 # bare install.
 OPTIONAL = {
-    "deepspeed", "matplotlib", "mpi4py", "onnx", "onnxruntime-training-cpu", "bitsandbytes", "peft", "tensorboard", "wandb",
-    "mlflow-skinny", "optuna", "fsspec",
+    "deepspeed", "matplotlib", "mpi4py", "onnx", "onnxruntime-training-cpu", "peft", "tensorboard", "wandb",
+    "mlflow-skinny", "optuna", "fsspec", "bitsandbytes",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -287,34 +288,58 @@ def test_a_lost_connection_is_tried_again(
     assert "; the next attempt is in 0:00" in capfd.readouterr().out
 
 
+MOTO = Path(__file__).resolve().parents[3] / "build/moto/bin/python"
+# Each line of input starts or stops the server, which keeps its files in memory.
+SERVE_S3 = """
+import sys
+from moto.server import ThreadedMotoServer
+port = 0
+while sys.stdin.readline():
+    server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
+    server.start()
+    port = server.get_host_and_port()[1]
+    print(port, flush=True)
+    sys.stdin.readline()
+    server.stop()
+    print("stopped", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.skipif(not MOTO.exists(), reason="make test-ci installs moto, a server of S3")
 def test_files_of_s3_are_read_again_after_an_outage(
     whole: list[Taken], shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket gives the samples of the local files, also after its server was down."""
-    server_of = pytest.importorskip("moto.server").ThreadedMotoServer
-    pytest.importorskip("s3fs")
+    import s3fs
+
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setattr(remote, "_PAUSES", (0.1,) * 60)
-    server = server_of(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    client = pytest.importorskip("boto3").client("s3")
-    client.create_bucket(Bucket="bucket")
-    for path in shards.iterdir():
-        client.upload_file(str(path), "bucket", f"data/{path.name}")
-    of = batches(stream("s3://bucket/data/*.txt", tmp_path))
-    server.stop()
-    again = server_of(ip_address="127.0.0.1", port=port, verbose=False)
-    timer = threading.Timer(1.0, again.start)
-    timer.start()
-    try:
-        assert trained(of, range(30)) == whole[:30]
-    finally:
-        timer.join()
-        again.stop()
+    monkeypatch.setattr(remote, "_PAUSES", (0.1,) * 100)
+    command = [str(MOTO), "-c", SERVE_S3]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write("start\n")
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        bucket = s3fs.S3FileSystem(endpoint_url=url, skip_instance_cache=True)
+        bucket.mkdir("bucket")
+        bucket.put(str(shards), "bucket/data", recursive=True)
+        of = batches(stream("s3://bucket/data/*.txt", tmp_path))
+        server.stdin.write("stop\n")
+        assert server.stdout.readline() == "stopped\n"
+        timer = threading.Timer(1.0, server.stdin.write, ["start\n"])
+        timer.start()
+        try:
+            assert trained(of, range(30)) == whole[:30]
+            assert server.stdout.readline()
+        finally:
+            timer.join()
+            server.kill()
 
 
 def test_the_first_step_comes_before_the_second_file(shards: Path, tmp_path: Path) -> None:
