@@ -26,6 +26,8 @@ class ExportRequest(NamedTuple):
     format: str
     lora: str = ""
     """`merged`, `alone`, or "": as the recipe sets it."""
+    automatic: bool = False
+    """Whether `checkpoint.export` requested it, so that it is deleted with its checkpoint."""
 
 
 class PushRequest(NamedTuple):
@@ -177,8 +179,14 @@ def answer_of(request: Request, shown: Collection[str] = ()) -> str:
 def _run(
     request: Request, stdout: int | None, stderr: int | None
 ) -> subprocess.CompletedProcess[str]:
-    name = next(name for name, task in TASKS.items() if task.request is type(request))
     # On standard input, because a prompt may be longer than an argument list allows.
-    command = [*start.command("ortlaunch.worker.alone"), name]
     text = json.dumps(request._asdict())
-    return subprocess.run(command, input=text, text=True, check=False, stdout=stdout, stderr=stderr)
+    return subprocess.run(
+        command(request), input=text, text=True, check=False, stdout=stdout, stderr=stderr
+    )
+
+
+def command(request: Request) -> list[str]:
+    """Return the command of a task without a plan; it reads the request as JSON."""
+    name = next(name for name, task in TASKS.items() if task.request is type(request))
+    return [*start.command("ortlaunch.worker.alone"), name]

@@ -28,6 +28,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.watchdog import Watchdog
 from ortlaunch.worker.tasks.train import TrainState, train
+from ortlaunch.worker.training.checkpoint_exports import CheckpointExports
 from tests.makers import plan, recipe
 
 # Stage 3 allocates a buffer of its bucket's size at once, 2 GB by default, and the engine may live
@@ -68,7 +69,7 @@ def train_here(
     """Train `model` on `samples` on the eager engine and the CPU; `sections` are the recipe's."""
     session = session_here(folder, model, samples, evaluation=evaluation, **sections)
     with agreement(session.group) as agreed:
-        return Trained(session.run, model, train(session, agreed))
+        return Trained(session.run, model, train(session, agreed, CheckpointExports(session)))
 
 
 class _Data(SimpleNamespace):

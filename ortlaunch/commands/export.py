@@ -76,7 +76,7 @@ def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:
         return False
     lines = json_lines(run.exports, "step", "format", "folder").found
     return (step, form, str(folder.absolute())) in [
-        (line["step"], line["format"], line["folder"]) for line in lines
+        (line["step"], line["format"], line["folder"]) for line in lines if not line.get("error")
     ]
 
 

@@ -247,9 +247,15 @@ def _checkpoints(one: Record) -> dict[str, object] | None:
         "saves": [_save(line, one.kept) for line in one.saves]
         + [(step, "kept", None) for step in one.kept if step not in said],
         "evaluated": [_evaluated(each) for each in one.evaluations],
-        "exported": _values_of(one.exports, "step", "format", "folder"),
+        "exported": [
+            (each.get("step"), each.get("format"), _exported(each)) for each in one.exports
+        ],
     }
     return found if any(found.values()) else None
+
+
+def _exported(line: Json) -> object:
+    return warning(line["error"]) if line.get("error") else line.get("folder")
 
 
 def _save(line: Json, kept: Sequence[int]) -> tuple[object, ...]:

@@ -40,7 +40,7 @@ class OnnxCheck:
 
 @dataclass
 class ExportLine:
-    """One `ortlaunch export`, a line each."""
+    """One `ortlaunch export`, or one export of `checkpoint.export`, a line each."""
 
     step: int
     """Optimizer step of the checkpoint."""
@@ -50,6 +50,10 @@ class ExportLine:
     """Folder of the exported model."""
     onnx: OnnxCheck | None = None
     """For format onnx: the comparison with PyTorch."""
+    automatic: bool = False
+    """Whether `checkpoint.export` requested it; it is deleted with its checkpoint."""
+    error: str | None = None
+    """Why an automatic export failed; null: it is complete."""
 
 
 @dataclass

@@ -155,7 +155,7 @@ class RunDir:
     export = _File("export", "rank 0", "the trained model")
     exports = _File(
         "exports.jsonl",
-        "`ortlaunch export`",
+        "`ortlaunch export`, rank 0",
         "models in `exports/step_00000500{,_onnx,_ondevice}/`",
         "ExportLine",
     )

@@ -196,6 +196,8 @@ class Summary:
     export."""
     failed_saves: int = 0
     """Checkpoints that could not be written (checkpoint.on_failure: continue), over all starts."""
+    failed_exports: int = 0
+    """Exports of checkpoints that failed (checkpoint.export) and were not repeated."""
     evaluation: dict[str, float] | None = None
     """The last evaluation's other metrics, by their names in evaluation.json; absent for tasks
     without any."""

@@ -216,7 +216,7 @@ def test_the_end_says_what_came_out(full: Run) -> None:
     seconds = full.records()[-1]["elapsed_seconds"]
     parts = summary.pop("seconds")
     assert summary == {"steps": 10, "samples": 160, "epochs": 0.625, "loss": loss, "evaluation_loss": evaluation,
-                       "training_seconds": seconds, "failed_saves": 0,
+                       "training_seconds": seconds, "failed_saves": 0, "failed_exports": 0,
                        "bad_steps": {}}  # fmt: skip
     assert [*parts] == [("loading "
                         "libraries"), "reading checkpoints", "reading data", "building the model",

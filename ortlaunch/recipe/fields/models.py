@@ -266,6 +266,13 @@ class Checkpoint(Section):
     keep_best: KeepBest | None = None
     """Save after each evaluation that is the best so far, and keep the best checkpoint in addition
     to those of `keep`, as `{metric: f1_macro}`; null: none."""
+    export: Annotated[tuple[Literal["huggingface", "onnx"], ...], BeforeValidator(tuple_of)] = ()
+    """Also write each checkpoint as a model, as [huggingface, onnx], into `exports/`, as `ortlaunch
+    export` does (an ONNX model is run and compared with PyTorch). One process beside rank 0 does so
+    on the CPU while training goes on, and the end of the run waits for it. An export is deleted
+    with its checkpoint (`keep`). One that fails is printed and recorded (exports.jsonl), and
+    training goes on. Costs that process's CPU time, and on rank 0's host memory for a copy of the
+    model and of the data."""
     on_failure: Literal["stop", "continue"] = "stop"
     """Response to a save that fails (a full disk, a folder that became read-only); older
     checkpoints stay unchanged. `stop`: the run ends. `continue`: the run prints the failure, counts

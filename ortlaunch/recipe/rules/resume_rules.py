@@ -161,7 +161,7 @@ RULES: dict[str, RuleOf] = {
     "train.loss_weight": Rule(REFUSED, "loss", "the loss becomes a different mean"),
     **_all(
         _EFFECT,
-        "every_minutes every_steps every_epochs keep keep_every on_failure async",
+        "every_minutes every_steps every_epochs keep keep_every export on_failure async",
         "checkpoint",
     ),
     **_all(_EFFECT, "keep_best keep_best.export", "checkpoint"),

@@ -11,6 +11,7 @@ import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from ortlaunch.errors import CheckpointError, LastSaveError
 from ortlaunch.json_types import Json
@@ -18,6 +19,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
 from ortlaunch.run_folder.held import is_held
+from ortlaunch.run_folder.lines import json_lines
 from ortlaunch.run_folder.records import SaveLine
 from ortlaunch.worker.checkpoint import saves
 from ortlaunch.worker.checkpoint.background import Background
@@ -56,6 +58,8 @@ class Saving:
         self.last_step = recipe.train.steps
         # Called with the step of each complete checkpoint.
         self.completed: Callable[[int], object] = lambda step: None
+        # The steps of checkpoints that an export reads.
+        self.in_use: Callable[[], tuple[int, ...]] = lambda: ()
         # Whether a step completes a further `checkpoint.every_epochs`; the loop has the batches.
         self.completes_pass: Callable[[int], bool] = lambda step: False
         self.best: int | None = None
@@ -187,7 +191,7 @@ class Saving:
     def finish(self) -> None:
         """Wait for a save in progress, and remove checkpoints that need not stay."""
         self.wait()
-        self._prune()
+        self.prune()
         self.group.barrier()
 
     def _record(self, step: int, waited: float, error: str | None) -> None:
@@ -199,16 +203,16 @@ class Saving:
         # The former best is pruned only now, not while its successor was being written.
         if step == self.next_best:
             self.best = step
-        self._prune()
+        self.prune()
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
         """Remove checkpoints that need not stay."""
         if self.group.rank == 0:
             prune(
                 self.run,
                 self.policy.keep,
                 self.policy.keep_every,
-                () if self.best is None else (self.best,),
+                (*self.in_use(), *(() if self.best is None else (self.best,))),
             )
 
 
@@ -226,6 +230,22 @@ def prune(
                 # First, so that nobody loads the checkpoint during its removal.
                 (folder / COMPLETE).unlink()
             shutil.rmtree(folder, ignore_errors=True)
+            # An incomplete one is of a killed run: a command that writes one holds the checkpoint.
+            partial = run.exported(step, "huggingface").parent.glob(f"{folder.name}*.partial")
+            for export in (*automatic_exports(run, step), *partial):
+                shutil.rmtree(export, ignore_errors=True)
+
+
+def automatic_exports(run: RunDir, step: int) -> list[Path]:
+    """Return the folders of a checkpoint's exports that `checkpoint.export` requested."""
+    # The newest line of a folder counts: a user may have written another export there since. Only
+    # its name is compared, because a run folder may have been moved.
+    newest = {}
+    for line in json_lines(run.exports, "step", "format", "folder").found:
+        folder = run.exported(step, line["format"])
+        if line["step"] == step and Path(line["folder"]).name == folder.name:
+            newest[folder] = line.get("automatic") and not line.get("error")
+    return [folder for folder, automatic in newest.items() if automatic]
 
 
 def _for_good(steps: list[int], every: int) -> Iterator[int]:

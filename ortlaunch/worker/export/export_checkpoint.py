@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 
 def run(request: ExportRequest) -> None:
     """Write the requested export."""
-    write(RunDir(request.run), request.step, Path(request.folder), request.format, request.lora)
+    run, step, folder, form, lora, automatic = request
+    write(RunDir(run), step, Path(folder), form, lora, automatic)
     print(f"export of step {request.step}: {request.folder}")
 
 
-def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> None:
+def write(
+    run: RunDir, step: int, folder: Path, form: str, lora: str = "", automatic: bool = False
+) -> None:
     """Build the model of a run, load the weights of a checkpoint, and write the export.
 
     Args:
@@ -41,6 +44,7 @@ def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> No
         folder: the folder to write; it exists afterwards only if the export is complete.
         form: the format, a key of `FORMATS`.
         lora: merged, alone, or "" for the recipe's setting.
+        automatic: whether `checkpoint.export` requested it.
     """
     from ortlaunch.worker.device.artifacts import as_on_a_device
     from ortlaunch.worker.export.export import FORMATS
@@ -60,12 +64,8 @@ def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> No
         shutil.rmtree(partial, ignore_errors=True)
         raise
     partial.replace(folder)
-    _print_line(
-        run,
-        ExportLine(
-            step, form, str(folder.absolute()), found if isinstance(found, OnnxCheck) else None
-        ),
-    )
+    check = found if isinstance(found, OnnxCheck) else None
+    _print_line(run, ExportLine(step, form, str(folder.absolute()), check, automatic))
     if isinstance(found, DeviceArtifacts):
         print_device_artifacts(found)
 

@@ -27,6 +27,7 @@ from ortlaunch.worker.supervision.pulse import STEPPING
 from ortlaunch.worker.supervision.requests import RankRequest
 from ortlaunch.worker.training import best
 from ortlaunch.worker.training.bad_steps import BadSteps, RollBack
+from ortlaunch.worker.training.checkpoint_exports import CheckpointExports
 from ortlaunch.worker.training.finish import export_unsaved, finish
 from ortlaunch.worker.training.finite import (
     bad_losses,
@@ -72,18 +73,20 @@ class TrainState:
 def run(session: Session) -> int:
     """Train and finish the run; after a stop, return the exit status of the stop."""
     announce(session)
-    with agreement(session.group) as agreed:
-        try:
-            state = train(session, agreed)
-        except LastSaveError as error:
-            export_unsaved(session, error)
-    if agreed.stopped.stops:
-        return agreed.stopped.exit_status
+    with contextlib.closing(CheckpointExports(session)) as exports:
+        with agreement(session.group) as agreed:
+            try:
+                state = train(session, agreed, exports)
+            except LastSaveError as error:
+                export_unsaved(session, error)
+        if agreed.stopped.stops:
+            return agreed.stopped.exit_status
+        exports.wait()
     finish(session, state.step, state.best)
     return 0
 
 
-def train(session: Session, agreed: Agreement) -> TrainState:
+def train(session: Session, agreed: Agreement, exports: CheckpointExports) -> TrainState:
     """Train from the session's checkpoint to `train.max_steps`, or until the ranks agree to stop.
 
     After a stop all is saved, and `agreed.stopped` has the request.
@@ -94,7 +97,7 @@ def train(session: Session, agreed: Agreement) -> TrainState:
     # Each RollBack resumes from the newest checkpoint.
     while True:
         with contextlib.suppress(RollBack), contextlib.ExitStack() as ending:
-            return _train(session, agreed, bad_steps, hook, ending)
+            return _train(session, agreed, bad_steps, hook, exports, ending)
 
 
 def _train(
@@ -102,6 +105,7 @@ def _train(
     agreed: Agreement,
     bad_steps: BadSteps,
     hook: Hook,
+    exports: CheckpointExports,
     ending: contextlib.ExitStack,
 ) -> TrainState:
     recipe = session.recipe
@@ -110,10 +114,7 @@ def _train(
     engine = session.engine
     batches = session.batches
     state = _resume(session)
-    saving = checkpoint.Saving(run, recipe, group, engine.stepper, session.identity)
-    saving.best = best.kept_step(state.best)
-    saving.completed = hook.on_checkpoint
-    saving.completes_pass = lambda step: batches.completes(step, recipe.checkpoint.every_epochs)
+    saving = _saving(session, state, hook, exports)
     if best.stops_early(recipe, state.step, state.best):
         saving.last_step = state.step
     if state.step >= saving.last_step:
@@ -138,6 +139,7 @@ def _train(
             with meter.paused():
                 parity.check(state.step)
         saving.request_when_due(agreed)
+        exports.advance()
         loss, stepped, rate = _step(session, state, agreed, bad_steps, profiler)
         state.end_step(batches)
         meter.took(loss)
@@ -175,6 +177,31 @@ def _train(
     if metrics:
         write_json(run.engine, engine.report().to_json())
     return state
+
+
+def _saving(
+    session: Session, state: TrainState, hook: Hook, exports: CheckpointExports
+) -> checkpoint.Saving:
+    """Return the checkpoints of a training that begins at `state`."""
+    every = session.recipe.checkpoint.every_epochs
+
+    def completed(step: int) -> None:
+        hook.on_checkpoint(step)
+        exports.add(step)
+
+    saving = checkpoint.Saving(
+        session.run,
+        session.recipe,
+        session.group,
+        session.engine.stepper,
+        session.identity,
+    )
+    saving.best = best.kept_step(state.best)
+    saving.completes_pass = lambda step: session.batches.completes(step, every)
+    saving.completed = completed
+    saving.in_use = exports.in_use
+    exports.released = saving.prune
+    return saving
 
 
 def _log(

@@ -22,7 +22,7 @@ from ortlaunch.worker.data.left_out import recorded
 from ortlaunch.worker.engine.memory_use import memory_line
 from ortlaunch.worker.export.export import export
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.training import best
+from ortlaunch.worker.training import best, checkpoint_exports
 from ortlaunch.worker.training.metrics import EVALUATION, own_names, records
 from ortlaunch.worker.training.summary import print_outcome
 
@@ -161,6 +161,7 @@ def summarize(run: RunDir, samples: int, seconds: dict[str, float]) -> Summary:
         bad_steps=dict(Counter(line.action for line in recorded(run) if line.action != "stop")),
         seconds=seconds,
         failed_saves=failures(run),
+        failed_exports=checkpoint_exports.failures(run),
         evaluation=_evaluated(last) or None,
     )
 
@@ -196,6 +197,7 @@ def summary_lines(summary: Summary) -> list[str]:
         f"in {duration(summary.training_seconds)}",
         *([", ".join(losses)] if losses else []),
         *([f"{summary.failed_saves} saves failed: saves.jsonl"] if summary.failed_saves else []),
+        *([f"{summary.failed_exports} exports failed: exports.jsonl"] if summary.failed_exports else []),
         *_bad_steps(summary.bad_steps),
     ]  # fmt: skip
 

@@ -77,4 +77,4 @@ def test_what_is_started(
     monkeypatch.setattr(tasks, "answer_of", lambda request, shown: started.append(request))
     folder = run.path / "exports" / f"step_{taken:08d}"
     assert exports.export(run, ExportOptions(step)) == folder
-    assert started == [tasks.ExportRequest(str(run), taken, str(folder), "huggingface", "")]
+    assert started == [tasks.ExportRequest(str(run), taken, str(folder), "huggingface")]
