@@ -28,7 +28,7 @@ def layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) -
     attention = _attention(c)
     # Llama: norms with their inputs and outputs; gate, its SiLU, up, their product. BERT: two norms,
     # GELU's input and output.
-    numbers = attention + (6 * h + 4 * i if c["model_type"] == "llama" else 4 * h + 2 * i)
+    numbers = attention + (6 * h + 4 * i if c["model_type"] != "bert" else 4 * h + 2 * i)
     dropped = 2 * h if c.get("hidden_dropout_prob") else 0
     # Scores grow with the square of the length, so a token's share grows with the length.
     scores = heads * length * _score(recipe, c, length, width, device)

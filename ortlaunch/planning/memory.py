@@ -18,7 +18,7 @@ from ortlaunch.planning.activations import kept_beside_recomputation, layer_byte
 from ortlaunch.planning.startup import at_start, on_host, state_bytes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import TokenizerTraining
-from ortlaunch.recipe.fields.families import FAMILIES, complete
+from ortlaunch.recipe.fields.families import DECODERS, FAMILIES, SIZES, complete
 from ortlaunch.recipe.fields.models import Lora
 from ortlaunch.recipe.fields.pretrained import config_of
 from ortlaunch.recipe.rules.parity import compared_steps
@@ -88,7 +88,11 @@ def full_config(recipe: Recipe) -> Json | None:
     """Return the model's config with every default, or None if it is unknown without transformers."""
     if recipe.model.pretrained:
         known = config_of(recipe.model.pretrained)
-        return None if known is None else complete({**known, **(recipe.model.config or {})})
+        own = recipe.model.config or {}
+        # Without the model's own config the recipe has to give the sizes.
+        return (
+            None if known is None and not set(own) >= SIZES else complete({**(known or {}), **own})
+        )
     config = complete(recipe.model.config)
     if config is None:
         return None
@@ -99,7 +103,7 @@ def full_config(recipe: Recipe) -> Json | None:
 
 
 def tensor_sizes(config: Json, task: str) -> list[int]:
-    """Return the elements of each parameter of a BERT or Llama model with the head of `task`.
+    """Return the elements of each parameter of a BERT or a decoder with the head of `task`.
 
     Tied weights are counted once.
     """
@@ -149,7 +153,9 @@ def _llama(c: Json, task: str) -> list[int]:
     if label:
         labels = _labels(c, task)
         head = [labels * h, *([labels] if label == "word" else [])]
-    return [vocab * h, *[*attention, *mlp, h, h] * c["num_hidden_layers"], h, *head]
+    own = DECODERS[c["model_type"]]
+    norms = [h] * (2 + own.norms) + [width, width] * own.head_norms
+    return [vocab * h, *[*attention, *mlp, *norms] * c["num_hidden_layers"], h, *head]
 
 
 def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu") -> Memory | None:
@@ -159,7 +165,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
     """
     config = full_config(recipe)
     if config is None or (
-        config["model_type"] == "llama" and recipe.model.traits.predicts == "masked"
+        config["model_type"] != "bert" and recipe.model.traits.predicts == "masked"
     ):
         return None
     tensors = trained = tensor_sizes(config, recipe.model.task)
@@ -198,7 +204,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
                 ),
             )
         )
-    kind = str(config["model_type"])
+    kind = "bert" if config["model_type"] == "bert" else "llama"
     libraries = _contexts(recipe, ranks)
     stages = [
         (
@@ -267,7 +273,7 @@ def why_unknown(recipe: Recipe) -> str:
             "config.json"
         )
     kind = {**known, **(model.config or {})}.get("model_type")
-    if kind not in FAMILIES:
+    if kind not in (*FAMILIES, *DECODERS):
         return (
             f"models of type {kind} have no estimate; a training records its memory in memory.json"
         )
@@ -369,8 +375,13 @@ def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
         "q_proj": (h, width), "k_proj": (h, narrow), "v_proj": (h, narrow), "o_proj": (width, h),
         "gate_proj": (h, i), "up_proj": (h, i), "down_proj": (i, h),
     }  # fmt: skip
+    if c["model_type"] == "phi3":
+        llama = {
+            "qkv_proj": (h, width + 2 * narrow), "o_proj": (width, h),
+            "gate_up_proj": (h, 2 * i), "down_proj": (i, h),
+        }  # fmt: skip
     shapes = (
-        llama if c["model_type"] == "llama" else {"query": (h, h), "key": (h, h), "value": (h, h)}
+        llama if c["model_type"] != "bert" else {"query": (h, h), "key": (h, h), "value": (h, h)}
     )
     heads_of_bert: list[tuple[int, int]] = []
     if "all-linear" in lora.target_modules:

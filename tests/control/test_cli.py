@@ -51,7 +51,7 @@ VERBS = {
     "device average": "Average the weights of clients' checkpoints",
     "data prepare": "Read and tokenize a recipe's data into the cache",
     "data show": "Show samples as the model will see them, and audit the data",
-    "recipes list": "Name the shipped recipes.",
+    "recipes list": "List the shipped recipes: model, method, memory.",
     "recipes show": "Print a shipped recipe.",
     "recipes copy": "Copy a shipped recipe",
 }
@@ -382,12 +382,22 @@ def test_status_of_a_run_that_failed(options: list[str], status: int, ortlaunch:
 
 
 def test_recipes_list(ortlaunch: Run) -> None:
-    """`recipes list` prints one name on each line, for every shipped recipe."""
+    """`recipes list` prints a line for every shipped recipe, with model, method and memory."""
     ended = ortlaunch("recipes", "list")
-    names = ended.out.splitlines()
-    assert {"bert-large/phase1", "bert-large/phase2", "bert-large/tiny", "llama2-7b/tiny"} <= set(
-        names
-    )
+    rows = [line.split() for line in ended.out.splitlines()[1:-1]]
+    names = [row[0] for row in rows]
+    assert [
+        "models/llama3-8b-lora",
+        "meta-llama/Llama-3.1-8B",
+        "LoRA",
+        "ort",
+        "23.4",
+        "23.3",
+    ] in rows
+    assert max(map(len, ended.out.splitlines())) <= 100
+    assert {"bert-large/phase1", "bert-large/phase2", "bert-large/tiny", "llama2-7b/tiny"} <= {
+        *names
+    }
     assert len(names) == len(list((ROOT / "recipes").rglob("*.yaml")))
 
 

@@ -19,10 +19,10 @@ Name = Annotated[
 
 @app.command("list", cls=Verb)
 def list_recipes() -> None:
-    """Name the shipped recipes."""
-    from ortlaunch.resolve.shipped import names
+    """List the shipped recipes: model, method, memory."""
+    from ortlaunch.resolve.catalog import catalog
 
-    typer.echo("\n".join(names()))
+    typer.echo("\n".join(catalog()))
 
 
 @app.command("show", cls=Verb)

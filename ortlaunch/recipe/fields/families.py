@@ -6,7 +6,7 @@ with transformers. The worker checks other model types against transformers itse
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 # Fields of every transformers config (PretrainedConfig).
 COMMON = {
@@ -63,6 +63,30 @@ LLAMA: dict[str, Any] = {
     "head_dim": None,
 }
 FAMILIES = {"bert": BERT, "llama": LLAMA}
+
+
+class Decoder(NamedTuple):
+    """Parameters of a model type beside those of Llama."""
+
+    norms: int = 0
+    """Norms of a layer beside Llama's two."""
+    head_norms: bool = False
+    """Whether queries and keys of each head have a norm."""
+    tied: bool = False
+    """Whether the head has the weights of the embeddings by default."""
+
+
+# Their plans count memory; only transformers knows their other fields.
+DECODERS = {
+    "llama": Decoder(),
+    "mistral": Decoder(),
+    "phi3": Decoder(),
+    "qwen3": Decoder(head_norms=True),
+    "gemma3_text": Decoder(norms=2, head_norms=True, tied=True),
+}
+SIZES = {
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
+}  # fmt: skip
 CONFIG_FIELDS = COMMON | set(BERT) | set(LLAMA)
 # Linear layers that can get a low-rank adapter, by the last part of their name.
 LINEAR_LAYERS = {
@@ -78,6 +102,14 @@ def known_fields(model_type: object) -> set[str] | None:
 
 
 def complete(config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the config with the family's defaults filled in, or None for other model types."""
-    family = FAMILIES.get(str((config or {}).get("model_type")))
-    return None if family is None else {**family, **(config or {})}
+    """Return the config with the family's defaults filled in, or None for other model types.
+
+    Types like Llama have Llama's defaults, but none for their sizes.
+    """
+    kind = str((config or {}).get("model_type"))
+    if config is None or kind not in (*FAMILIES, *DECODERS):
+        return None
+    if kind in FAMILIES:
+        return {**FAMILIES[kind], **config}
+    defaults = {**LLAMA, "tie_word_embeddings": DECODERS[kind].tied}
+    return {**defaults, **config} if set(config) >= SIZES else None

@@ -77,7 +77,8 @@ def test_the_families_are_complete() -> None:
         f"examples/{name}"
         for name in ("gpt2", "own-module", "text-classification", "vit", "whisper")
     }
-    assert names == bert | llama | examples
+    # tests/e2e/test_models.py counts those of recipes/models.
+    assert names - {name for name in names if name.startswith("models/")} == bert | llama | examples
 
 
 @each_recipe

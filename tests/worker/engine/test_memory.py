@@ -12,8 +12,9 @@ from torch import nn
 from ortlaunch.launch_plan import Bytes, Memory
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.memory import estimate, full_config, padded_vocabulary, tensor_sizes
-from ortlaunch.recipe import Recipe
+from ortlaunch.recipe import Recipe, load
 from ortlaunch.recipe.fields.families import complete
+from ortlaunch.resolve import shipped
 from tests.makers import BERT, WORDS, bert
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -92,6 +93,33 @@ def test_llama_has_transformers_count(task: str, fields: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("llama3-8b", 8_030_261_248),
+        ("qwen3-8b", 8_190_735_360),
+        ("gemma3-1b", 999_885_952),
+        ("mistral-7b", 7_248_023_552),
+        ("phi4-mini", 3_836_021_760),
+        ("smollm2-1.7b", 1_711_376_384),
+    ],
+)
+@pytest.mark.skipif(version("transformers") < "5", reason="transformers 4 lacks some types")
+def test_curated_models_have_their_sizes(name: str, published: int) -> None:
+    """The decoders of recipes/models have their published sizes, here and in transformers."""
+    config = load(shipped.find(f"models/{name}")).recipe.model.config or {}
+    assert sum(tensor_sizes(complete(config) or {}, "causal-lm")) == published
+    assert parameters(transformers_model(config, "causal-lm")) == published
+    adapters = load(shipped.find(f"models/{name}-lora")).recipe
+    planned = estimate(adapters, 1, 1, "cuda")
+    peft = pytest.importorskip("peft")
+    with_adapters = peft.get_peft_model(
+        transformers_model(config, "causal-lm"), peft.LoraConfig(r=16, target_modules="all-linear")
+    )
+    assert planned is not None
+    assert planned.trainable == parameters(with_adapters, trained=True)
+
+
+@pytest.mark.parametrize(
     ("config", "task", "published"),
     [
         (LLAMA_7B, "causal-lm", 6_738_415_616),
@@ -156,7 +184,7 @@ def known(recipe: Recipe, micro: int = 2, ranks: int = 1) -> Memory:
     "model",
     [
         {"task": "causal-lm", "config": {"model_type": "gpt2"}},
-        {"task": "masked-lm", "config": BERT, "pretrained": "somewhere"},
+        {"task": "masked-lm", "config": {"model_type": "bert"}, "pretrained": "somewhere"},
         {"task": "masked-lm", "pretrained": "somewhere"},
         {"task": "masked-lm", "config": LLAMA},
         {"task": "masked-lm", "config": BERT, "lora": {"target_modules": ["dense"]}},

@@ -1,0 +1,166 @@
+"""The recipes of recipes/models: each trains at reduced size, on the engine that it states."""
+
+from __future__ import annotations
+
+import json
+import sys
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from ortlaunch.recipe import Recipe, load
+from ortlaunch.resolve import shipped
+from tests.ort import needs_ort
+from tests.training import records, run_here
+
+NAMES = [name for name in shipped.names() if name.startswith("models/")]
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+SMALL_ENCODER = {
+    **{key: value for key, value in SMALL.items() if "key_value" not in key and key != "head_dim"},
+}  # fmt: skip
+SMALL_WHISPER = {
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "vocab_size": 64,
+    "max_source_positions": 50, "max_target_positions": 16, "decoder_start_token_id": 1,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Instructions, labelled texts, images and recordings, in the formats that the recipes read."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = [
+        {"instruction": f"Add {n} and {n + 1}.", "input": "", "output": str(2 * n + 1)}
+        for n in range(40)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [
+        {"sentence": f"text {n} is {word}", "label": word}
+        for n in range(20)
+        for word in ("good", "bad")
+    ]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    for label in ("dark", "light"):
+        (folder / "images" / label).mkdir(parents=True)
+        for number in range(8):
+            color = (20 * number, 10, 10) if label == "dark" else (250, 20 * number, 250)
+            Image.new("RGB", (40, 30), color).save(folder / "images" / label / f"{number}.png")
+    with open(folder / "sounds.jsonl", "w") as lines:
+        for number in range(12):
+            lines.write(json.dumps({"audio": f"{number}.wav", "text": f"tone {number}"}) + "\n")
+            sound = numpy.sin(numpy.arange(16_000) * 0.05 * (number + 1)) * 20_000
+            with wave.open(str(folder / f"{number}.wav"), "wb") as file:
+                file.setparams((1, 2, 16_000, 0, "NONE", ""))
+                file.writeframes(sound.astype(numpy.int16).tobytes())
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<|startoftranscript|>": 1, "<|endoftext|>": 2, "tone": 3}
+    words |= {str(n): 4 + n for n in range(12)}
+    bare = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    bare.pre_tokenizer = pre_tokenizers.Whitespace()
+    bare.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>").save_pretrained(
+        folder / "words"
+    )
+    return folder
+
+
+def reduced(name: str, data: Path) -> Recipe:
+    """Return the recipe with a small model of its architecture, small data and three steps."""
+    whole = load(shipped.find(name)).recipe
+    changes: dict[str, Any] = {
+        "precision": "fp32", "zero": None, "batch": {"global_size": 4, "micro_size": 2},
+        "train.epochs": None, "train.max_steps": 3, "train.evaluate_every_steps": None,
+        "data.evaluation": None, "checkpoint.every_steps": None, "log.every_steps": 1,
+        "schedule.warmup_steps": None, "schedule.warmup_ratio": None,
+    }  # fmt: skip
+    if whole.engine.name == "ort":
+        changes["engine.parity_steps"] = 3
+    family = (whole.model.config or {}).get("model_type")
+    if whole.model.factory:
+        is_image = "image" in whole.model.factory
+        arguments = {**whole.model.arguments, "pretrained": None}
+        if is_image:
+            small = {**SMALL_ENCODER, "image_size": 32, "patch_size": 8}
+            arguments |= {"config": small, "classes": 2}
+            changes["data.train.arguments"] = {"folder": str(data / "images"), "size": 32}
+        else:
+            arguments["config"] = SMALL_WHISPER
+            changes["data.train.arguments"] = {
+                "path": str(data / "sounds.jsonl"), "tokenizer": str(data / "words"),
+                "longest": 8, "seconds": 1,
+            }  # fmt: skip
+        changes["model.arguments"] = arguments
+    elif family:
+        changes["model.config"] = {"model_type": family, **SMALL}
+        changes["data.train"] = {
+            "format": "jsonl", "path": str(data / "rows.jsonl"), "prompt": "alpaca"
+        }  # fmt: skip
+    else:
+        kind = "deberta-v2" if "deberta" in name else "modernbert"
+        changes["model.config"] = {"model_type": kind, **SMALL_ENCODER}
+        if kind == "deberta-v2":
+            # As deberta-v3-base's own config.json.
+            changes["model.config"] |= {
+                "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0,
+                "position_biased_input": False, "max_relative_positions": -1,
+            }  # fmt: skip
+        changes["data.train"] = {
+            "format": "jsonl", "path": str(data / "texts.jsonl"), "text_column": "sentence"
+        }  # fmt: skip
+    if not whole.model.factory:
+        changes |= {
+            "model.pretrained": None, "data.sequence_length": 96,
+            "data.tokenizer": {"train": "bpe", "vocab_size": 400},
+        }  # fmt: skip
+    return load(
+        shipped.find(name), [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    ).recipe
+
+
+def test_there_are_ten_models_with_two_methods() -> None:
+    """Each model has a recipe for all weights and one for adapters."""
+    models = [name for name in NAMES if not name.endswith("-lora")]
+    assert len(models) == 10
+    assert sorted(NAMES) == sorted([*models, *(f"{name}-lora" for name in models)])
+
+
+@needs_ort
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("name", NAMES)
+def test_a_curated_recipe_trains(
+    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps train, on ort with the losses and gradients of plain PyTorch."""
+    monkeypatch.syspath_prepend(str(shipped.folder() / "models"))
+    recipe = reduced(name, data)
+    torch.manual_seed(0)
+    run = run_here(tmp_path / "run", recipe)
+    losses = [record["loss"] for record in records(run) if "loss" in record]
+    assert len(losses) == 3
+    engine = json.loads(run.engine.read_text())
+    assert engine["engine"]["used"] == recipe.engine.name
+    trained = sum(group["values"] for group in engine["optimizer"]["groups"] if group["optimizer"])
+    frozen = sum(
+        group["values"] for group in engine["optimizer"]["groups"] if not group["optimizer"]
+    )
+    assert trained > 0
+    # Whisper always freezes the positions of its encoder.
+    assert (frozen > trained) is name.endswith("-lora")
+    if recipe.engine.name == "ort":
+        assert engine["parity"], engine
+    for module in ("image_folder", "recordings"):
+        sys.modules.pop(module, None)
