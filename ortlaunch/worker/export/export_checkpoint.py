@@ -63,9 +63,11 @@ def write(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    partial.replace(folder)
     check = found if isinstance(found, OnnxCheck) else None
+    # Recorded first: after a kill in between the next start repeats a missing export, but it would
+    # take a folder without a line for the user's own.
     _print_line(run, ExportLine(step, form, str(folder.absolute()), check, automatic))
+    partial.replace(folder)
     if isinstance(found, DeviceArtifacts):
         print_device_artifacts(found)
 
