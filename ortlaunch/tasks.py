@@ -109,9 +109,22 @@ class DeviceRequest(NamedTuple):
     """The resolved recipe, as YAML."""
 
 
+class ImportRequest(NamedTuple):
+    """A request for `ortlaunch device import`."""
+
+    artifacts: str
+    checkpoint: str
+    """A device's checkpoint, or an average."""
+    run: str
+    step: int
+    """The step of the run's checkpoint with everything that a device does not train."""
+    to: str
+    """A new folder."""
+
+
 Request = (
     ExportRequest | PushRequest | GenerationRequest | ModelEvaluationRequest | DataRequest | ShowDataRequest
-    | DeviceRequest
+    | DeviceRequest | ImportRequest
 )  # fmt: skip
 
 
@@ -152,6 +165,7 @@ TASKS = {
     "prepare data": Task("ortlaunch.worker.tasks.prepare_data", DataRequest),
     "show data": Task("ortlaunch.worker.tasks.show_data", ShowDataRequest),
     "device": Task("ortlaunch.worker.device.verbs", DeviceRequest),
+    "device_import": Task("ortlaunch.worker.export.import_checkpoint", ImportRequest),
 }
 
 

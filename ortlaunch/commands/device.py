@@ -8,13 +8,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from ortlaunch import tasks
+from ortlaunch.commands.export import chosen_step
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import load, to_yaml
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.tasks import DeviceRequest
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.held import held
+from ortlaunch.tasks import DeviceRequest, ImportRequest
 
 # Fields of the recipe that can change on a device; the others are fixed in the graphs.
 _OPEN = ("data", "batch.micro_size", "train.max_steps", "train.epochs", "optimizer.learning_rate", "schedule", "seed",
@@ -25,11 +29,39 @@ _MARK = b"ODTC"
 
 def export(request: DeviceRequest) -> int:
     """Write a model for onnxruntime alone into a new folder; return the status as `start` does."""
-    if request.to and Path(request.to).exists():
-        raise InputError(
-            f"{request.to} exists already; remove it, or give another folder with --to"
-        )
+    _require_new(request.to)
     return start(request, None)
+
+
+def import_checkpoint(
+    artifacts: Path, checkpoint: Path | None, folder: Path, step: int | None, to: Path
+) -> int:
+    """Write a device's weights as a checkpoint and an export of a run; return as `start` does.
+
+    Args:
+        artifacts: the folder of the artifacts.
+        checkpoint: a device's checkpoint, or an average; None: the artifacts' own.
+        folder: the run's folder.
+        step: the run's checkpoint with everything that a device does not train; None: the newest.
+        to: a new folder.
+
+    Raises:
+        InputError: there are no artifacts, no run or no checkpoint, or `to` exists.
+    """
+    _require_new(str(to))
+    place = _artifacts(str(artifacts))
+    chosen = checkpoint or place.checkpoint
+    _require_checkpoints([str(chosen)])
+    run = RunDir(folder)
+    # A training may still run: the checkpoint must not be deleted meanwhile.
+    with held(run, lambda: chosen_step(run, step)) as found:
+        request = ImportRequest(str(place), str(chosen), str(run), found, str(to))
+        return tasks.run_alone(request)
+
+
+def _require_new(to: str | None) -> None:
+    if to and Path(to).exists():
+        raise InputError(f"{to} exists already; remove it, or give another folder with --to")
 
 
 def average(request: DeviceRequest) -> int:
@@ -55,24 +87,34 @@ def start(request: DeviceRequest, overrides: tuple[str, ...] | None) -> int:
         InputError: there are no artifacts, no checkpoint or no folder for the result, or an
             override is not possible on a device.
     """
-    place = DeviceFolder(request.artifacts)
+    place = _artifacts(request.artifacts)
+    # A training on the device continues its own checkpoint, unless the user gives another one.
+    own = str(place.checkpoint)
+    start_from = request.checkpoint or own
+    request = request._replace(checkpoint=start_from, to=request.to or own)
+    _require_checkpoints(request.checkpoints or (start_from,))
+    if request.verb in ("train", "average"):
+        _make_place(Path(request.to or ""), own)
+    if overrides is not None:
+        request = request._replace(recipe=_recipe(place, overrides))
+    return tasks.run_alone(request)
+
+
+def _artifacts(folder: str) -> DeviceFolder:
+    place = DeviceFolder(folder)
     missing = place.missing()
     if missing:
         raise InputError(
             f"{place} is not a folder of training artifacts: it lacks {', '.join(missing)}; "
             "ortlaunch export RUN --format ondevice writes one"
         )
-    # A training on the device continues its own checkpoint, unless the user gives another one.
-    own = str(place.checkpoint)
-    request = request._replace(checkpoint=request.checkpoint or own, to=request.to or own)
-    for path in request.checkpoints or (request.checkpoint,):
-        if not Path(path or "").is_file():
+    return place
+
+
+def _require_checkpoints(paths: Iterable[str]) -> None:
+    for path in paths:
+        if not Path(path).is_file():
             raise InputError(f"no such checkpoint: {path}")
-    if request.verb in ("train", "average"):
-        _make_place(Path(request.to or ""), own)
-    if overrides is not None:
-        request = request._replace(recipe=_recipe(place, overrides))
-    return tasks.run_alone(request)
 
 
 def _make_place(to: Path, own: str) -> None:

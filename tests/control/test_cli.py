@@ -48,6 +48,7 @@ VERBS = {
     "device train": "Train a checkpoint on data.train",
     "device evaluate": "Measure a checkpoint on data.evaluation, as",
     "device export": "Write a checkpoint as model.onnx",
+    "device import": "Write a device's or an average's weights as a checkpoint",
     "device average": "Average the weights of clients' checkpoints",
     "data prepare": "Read and tokenize a recipe's data into the cache",
     "data show": "Show samples as the model will see them, and audit the data",

@@ -8,11 +8,12 @@ import typer
 
 from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.options import Overrides
+from ortlaunch.cli.runs.status import RunFolder
 from ortlaunch.errors import InputError
 
 app = typer.Typer(
     cls=Verbs,
-    help="Train on a device, and average the weights of several devices.",
+    help="Train on a device, and average devices' weights; return them to the run.",
     no_args_is_help=True,
 )
 
@@ -85,6 +86,26 @@ def export(
     raise typer.Exit(
         device.export(DeviceRequest("export", str(artifacts), _text(checkpoint), str(to)))
     )
+
+
+@app.command("import", cls=Verb, short_help="Return a checkpoint to its run.")
+def import_checkpoint(
+    artifacts: Artifacts,
+    run: RunFolder,
+    to: Annotated[Path, typer.Option("--to", help="A new folder.", show_default=False)],
+    checkpoint: Checkpoint = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", min=1, help="Checkpoint of the run; the newest by default."),
+    ] = None,
+) -> None:
+    """Write a device's or an average's weights as a checkpoint and an export of the run.
+
+    `ortlaunch train --resume FOLDER` continues from it, on any engine.
+    """
+    from ortlaunch.commands import device
+
+    raise typer.Exit(device.import_checkpoint(artifacts, checkpoint, run, step, to))
 
 
 @app.command(cls=Verb, short_help="Average the weights of clients' checkpoints.")

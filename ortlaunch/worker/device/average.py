@@ -47,7 +47,7 @@ def average(
     wrong = [
         line
         for path, state in zip(checkpoints, states)
-        for line in _differences(path, state, wanted)
+        for line in differences(path, state, wanted)
     ]
     if wrong:
         raise CheckpointError("\n".join(wrong))
@@ -77,7 +77,7 @@ def average(
     )
 
 
-def _differences(path: Path, state: Any, wanted: list[Weights]) -> Iterator[str]:
+def differences(path: Path, state: Any, wanted: list[Weights]) -> Iterator[str]:
     """Yield the differences of a checkpoint from the artifacts, and weights with inf or nan."""
     found = dict(state.parameters)
     names = [each["name"] for each in wanted]

@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.rank import Rank
-from ortlaunch.recipe import Recipe, load, parse_resolved
+from ortlaunch.recipe import Recipe, load, parse_resolved, read_resolved
 from ortlaunch.run_folder.device_folder import DeviceFolder
+from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.worker.checkpoint.restore import Shards
+from ortlaunch.worker.checkpoint.tensor_file import read_range
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.device import graph
 from ortlaunch.worker.device.artifacts import as_on_a_device, ondevice
@@ -32,10 +36,13 @@ from ortlaunch.worker.device.evaluate import evaluate
 from ortlaunch.worker.device.inference import export
 from ortlaunch.worker.device.train import train
 from ortlaunch.worker.evaluation.evaluate_model import evaluated, measured
+from ortlaunch.worker.export.export_checkpoint import write as write_export
+from ortlaunch.worker.export.import_checkpoint import import_checkpoint
 from ortlaunch.worker.model.model import LossModule, build_model
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests import makers
 from tests.ort import needs_ort
+from tests.training import records, run_here
 
 pytestmark = needs_ort
 # Without dropout, so that losses can be compared with PyTorch's.
@@ -340,3 +347,67 @@ def test_batches_of_the_users_own_collate(tmp_path: Path, monkeypatch: pytest.Mo
         evaluate(made.place, made.recipe, made.data, tmp_path / "trained").metrics["loss"]
         < before / 4
     )
+
+
+@pytest.mark.parametrize("recipe", [BERT, LORA], ids=["all weights", "adapters"])
+def test_a_checkpoint_returns_to_its_run(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a device trained is an export and a checkpoint, from which a training continues."""
+    shorter = recipe.model_copy(
+        update={"train": recipe.train.model_copy(update={"max_steps": 2, "epochs": None})}
+    )
+    run = run_here(tmp_path / "run", shorter)
+    artifacts = DeviceFolder(tmp_path / "artifacts")
+    write_export(run, 2, artifacts.path, "ondevice")
+    device_recipe = read_resolved(artifacts.recipe)
+    data = LoadedData(device_recipe)
+    train(artifacts, device_recipe, data, artifacts.checkpoint, artifacts.checkpoint, 1)
+    back = RunDir(tmp_path / "back")
+    import_checkpoint(artifacts, artifacts.checkpoint, run, 2, back)
+    assert "checkpoint of step 2, without optimizer state" in capsys.readouterr().out
+    state = load_state(artifacts.checkpoint)
+    shards = Shards(back.checkpoint(2))
+    trained = [name for kind, name in shards.pieces if kind == "weight"]
+    described = read_json(artifacts.description)["parameters"]
+    assert sorted(trained) == sorted(each["name"] for each in described if each["trained"])
+    before = Shards(run.checkpoint(2))
+    for name in trained:
+        (_, entry), = shards.pieces["weight", name]  # fmt: skip
+        (_, old), = before.pieces["weight", name]  # fmt: skip
+        weights = read_range(entry, 0, entry.elements).view(entry.shape)
+        assert np.array_equal(weights, state.parameters[name].data)
+        assert not torch.equal(weights, read_range(old, 0, old.elements).view(old.shape))
+    # The export is the model that the device evaluates.
+    whole = getattr(transformers, read_json(back.export / "config.json")["architectures"][0])
+    exported = whole.from_pretrained(back.export).eval()
+    batch = collate([data.train.sample(0, 0)])
+    device = Device(artifacts, artifacts.checkpoint).evaluate(batch)
+    with torch.no_grad():
+        loss = exported(**{name: batch[name] for name in batch}).loss
+    assert abs(float(loss) - float(device["loss"])) < 1e-5
+    # A training of more steps goes on in the new folder.
+    longer = shorter.model_copy(update={"train": shorter.train.model_copy(update={"max_steps": 4})})
+    run_here(back.path, longer)
+    assert [record["step"] for record in records(back) if "loss" in record][-1] == 4
+
+
+def test_weights_that_differ_from_the_run_are_refused(tmp_path: Path) -> None:
+    """A frozen weight is that of the run; another model's weights are listed."""
+    shorter = LORA.model_copy(
+        update={"train": LORA.train.model_copy(update={"max_steps": 1, "epochs": None})}
+    )
+    run = run_here(tmp_path / "run", shorter)
+    artifacts = DeviceFolder(tmp_path / "artifacts")
+    write_export(run, 1, artifacts.path, "ondevice")
+    device = Device(artifacts, artifacts.checkpoint)
+    name = next(
+        each["name"]
+        for each in read_json(artifacts.description)["parameters"]
+        if not each["trained"]
+    )
+    device.state.parameters[name] = device.state.parameters[name].data + np.float32(1)
+    save_state(device.state, tmp_path / "changed", with_optimizer=False)
+    with pytest.raises(CheckpointError, match=f"{name}: is not trained, and differs from that"):
+        import_checkpoint(artifacts, tmp_path / "changed", run, 1, RunDir(tmp_path / "back"))
+    assert not (tmp_path / "back").exists()
