@@ -27,8 +27,16 @@ class ModelTask:
     peft: str | None = None
     """peft's name of a task with a new head; None: there is no new head."""
 
+    new_head: str = ""
+    """Name of a head for labels, which LoRA trains whole, of tasks that peft does not know."""
+
     wrapper: str = ""
     """`module:function` of the worker that wraps a LightningModule; "": the model is none."""
+
+    @property
+    def has_new_head(self) -> bool:
+        """Whether the pretrained model's head may be another one than the task's."""
+        return bool(self.label or self.new_head)
 
     @property
     def is_own(self) -> bool:
@@ -65,6 +73,13 @@ MODEL_TASKS = {
         label="word",
         pipeline="token-classification",
         peft="TOKEN_CLS",
+    ),
+    # Of custom data, whose samples have `pixel_values` or `input_features`, and `labels`.
+    "image-classification": ModelTask(
+        "AutoModelForImageClassification", pipeline="image-classification", new_head="classifier"
+    ),
+    "speech-seq2seq": ModelTask(
+        "AutoModelForSpeechSeq2Seq", pipeline="automatic-speech-recognition"
     ),
     "custom": ModelTask(),
     "lightning": ModelTask(wrapper="ortlaunch.worker.model.lightning_module:wrap_lightning"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from ortlaunch.json_types import Json
 from ortlaunch.machine import FUSED_ATTENTION_SCORES
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.fields.families import DECODERS, Decoder
 
 # Bytes that a dropout keeps for each value: torch on a CPU keeps the factor, others a boolean.
 _SCALE = 4
@@ -28,7 +29,11 @@ def layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) -
     attention = _attention(c)
     # Llama: norms with their inputs and outputs; gate, its SiLU, up, their product. BERT: two norms,
     # GELU's input and output.
-    numbers = attention + (6 * h + 4 * i if c["model_type"] != "bert" else 4 * h + 2 * i)
+    plain = ("bert", "deberta-v2", "vit", "whisper")
+    numbers = attention + (4 * h + 2 * i if c["model_type"] in plain else 6 * h + 4 * i)
+    # Norms of queries and keys, and Gemma's two norms more.
+    own = DECODERS.get(c["model_type"], Decoder())
+    numbers += attention // 2 * own.head_norms + 2 * h * own.norms
     dropped = 2 * h if c.get("hidden_dropout_prob") else 0
     # Scores grow with the square of the length, so a token's share grows with the length.
     scores = heads * length * _score(recipe, c, length, width, device)
@@ -63,6 +68,9 @@ def _score(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int
     Kept are the softmax and, with dropout, its mask and its output.
     """
     dropped = _drops(c)
+    if c["model_type"] == "deberta-v2":
+        # No fused kernel: scores of contents and of positions are summed step by step. Measured.
+        return 4 * width
     if not _fused(recipe, c, length, device):
         return width + (width + _mask(recipe, width, device) if dropped else 0)
     # torch's fused kernels for CPUs have no dropout: with it, scores are computed in float32.

@@ -3,8 +3,8 @@
 They are computed from the recipe's numbers alone, and from a pretrained model's config.json if it
 is on this host. Weights, gradients and optimizer state are exact counts, compared with the live
 tensors of two ranks in tests/worker/engine/test_memory_use_ranks.py; activations are an estimate.
-Only BERT and Llama configs are counted here; for other models the result is None, and the worker
-counts them.
+BERT and decoders like Llama are counted here, and four more families in model_sizes.py; for other
+models the result is None, and the worker counts them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Bytes, Memory
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.activations import kept_beside_recomputation, layer_bytes
+from ortlaunch.planning.model_sizes import SHAPES, shape_of, sized
 from ortlaunch.planning.startup import at_start, on_host, state_bytes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import TokenizerTraining
@@ -90,10 +91,11 @@ def full_config(recipe: Recipe) -> Json | None:
         known = config_of(recipe.model.pretrained)
         own = recipe.model.config or {}
         # Without the model's own config the recipe has to give the sizes.
-        return (
-            None if known is None and not set(own) >= SIZES else complete({**(known or {}), **own})
-        )
-    config = complete(recipe.model.config)
+        given = {**(known or {}), **own}
+        if known is None and not set(own) >= SIZES:
+            return sized(own)
+        return complete(given) or sized(given)
+    config = complete(recipe.model.config) or sized(recipe.model.config or {})
     if config is None:
         return None
     tokenizer = recipe.data.tokenizer
@@ -107,6 +109,8 @@ def tensor_sizes(config: Json, task: str) -> list[int]:
 
     Tied weights are counted once.
     """
+    if config["model_type"] in SHAPES:
+        return shape_of(config, task).tensors()
     return _bert(config, task) if config["model_type"] == "bert" else _llama(config, task)
 
 
@@ -165,7 +169,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
     """
     config = full_config(recipe)
     if config is None or (
-        config["model_type"] != "bert" and recipe.model.traits.predicts == "masked"
+        config["model_type"] in DECODERS and recipe.model.traits.predicts == "masked"
     ):
         return None
     tensors = trained = tensor_sizes(config, recipe.model.task)
@@ -204,7 +208,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
                 ),
             )
         )
-    kind = "bert" if config["model_type"] == "bert" else "llama"
+    kind = "llama" if config["model_type"] in DECODERS else "bert"
     libraries = _contexts(recipe, ranks)
     stages = [
         (
@@ -218,7 +222,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
     chosen = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
     chunk = chunked(
         recipe,
-        micro_samples * (recipe.data.sequence_length or 0),
+        micro_samples * _length(recipe, config),
         int(config["vocab_size"]),
         device,
     )
@@ -273,7 +277,7 @@ def why_unknown(recipe: Recipe) -> str:
             "config.json"
         )
     kind = {**known, **(model.config or {})}.get("model_type")
-    if kind not in (*FAMILIES, *DECODERS):
+    if kind not in (*FAMILIES, *DECODERS, *SHAPES):
         return (
             f"models of type {kind} have no estimate; a training records its memory in memory.json"
         )
@@ -366,6 +370,9 @@ def _setting(recipe: Recipe, name: str, default: float) -> float:
 
 def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
     """Return the elements of each adapter's two matrices, or None for an unknown target module."""
+    if c["model_type"] in SHAPES:
+        linear = shape_of(c, task).linear(lora.target_modules)
+        return None if linear is None else [lora.r * side for pair in linear for side in pair]
     h = c["hidden_size"]
     i = c["intermediate_size"]
     heads = c["num_attention_heads"]
@@ -406,7 +413,7 @@ def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
 
 def _activations(recipe: Recipe, c: Json, micro: int, width: int, device: str) -> int:
     """Return the bytes of activations of a rank."""
-    length = recipe.data.sequence_length or 0
+    length = _length(recipe, c)
     layers = int(c["num_hidden_layers"])
     tokens = micro * length
     a_layer = tokens * layer_bytes(recipe, c, length, width, device)
@@ -419,6 +426,11 @@ def _activations(recipe: Recipe, c: Json, micro: int, width: int, device: str) -
         kept += kept_beside_recomputation(recipe, c, length, width, device)
         return layers * tokens * kept + beside
     return layers * a_layer + logits
+
+
+def _length(recipe: Recipe, c: Json) -> int:
+    """Return the tokens of a sample; of images and sounds by the model's config."""
+    return recipe.data.sequence_length or int(c.get("positions", 0))
 
 
 def _logits(recipe: Recipe, c: Json, tokens: int, device: str) -> int:

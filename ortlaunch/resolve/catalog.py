@@ -31,17 +31,14 @@ def catalog() -> list[str]:
 
 def _model(recipe: Recipe) -> str:
     model = recipe.model
-    given = model.pretrained or model.arguments.get("pretrained")
     kind = (model.config or {}).get("model_type")
-    return str(given or kind or model.factory)
+    return str(model.pretrained or kind or model.factory)
 
 
 def _method(recipe: Recipe) -> str:
-    model = recipe.model
-    if model.lora or model.arguments.get("lora"):
+    if recipe.model.lora:
         return "LoRA"
-    starts = model.pretrained or model.arguments.get("pretrained")
-    return "all weights" if starts else "new weights"
+    return "all weights" if recipe.model.pretrained else "new weights"
 
 
 def _memory(recipe: Recipe, ranks: int) -> str:

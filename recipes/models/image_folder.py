@@ -1,42 +1,9 @@
-"""A Vision Transformer from trained weights, and images in one folder a class: FOLDER/CLASS/*.jpg."""
+"""Images in one folder a class: FOLDER/CLASS/*.jpg."""
 
 from pathlib import Path
 
 import torch
 from PIL import Image
-from transformers import AutoConfig, ViTForImageClassification
-
-
-def model(pretrained, classes, lora=None, config=None):
-    """Return the model with a new head.
-
-    Args:
-        pretrained: hub id or folder of a ViT; None with `config`: random weights.
-        classes: number of classes.
-        lora: rank of adapters on all linear layers; None: all weights are trained.
-        config: fields of a config without trained weights.
-    """
-    if pretrained is None:
-        made = ViTForImageClassification(AutoConfig.for_model("vit", num_labels=classes, **config))
-    else:
-        # The head of another number of classes is replaced.
-        made = ViTForImageClassification.from_pretrained(
-            pretrained, num_labels=classes, ignore_mismatched_sizes=True
-        )
-    if lora is None:
-        return made
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(
-        made,
-        LoraConfig(
-            r=lora,
-            lora_alpha=2 * lora,
-            target_modules="all-linear",
-            exclude_modules=["classifier"],
-            modules_to_save=["classifier"],
-        ),
-    )
 
 
 class Images:

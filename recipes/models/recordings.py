@@ -1,4 +1,4 @@
-"""Whisper from trained weights, and recordings with their text: {"audio": FILE.wav, "text": ...} a line of JSONL."""
+"""Recordings with their text: {"audio": FILE.wav, "text": ...} a line of JSONL."""
 
 import json
 import wave
@@ -6,36 +6,7 @@ from pathlib import Path
 
 import numpy
 import torch
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    WhisperFeatureExtractor,
-    WhisperForConditionalGeneration,
-)
-
-
-def model(pretrained, lora=None, config=None):
-    """Return the model.
-
-    Args:
-        pretrained: hub id or folder of a Whisper; None with `config`: random weights.
-        lora: rank of adapters on queries and values; None: all weights are trained.
-        config: fields of a config without trained weights.
-    """
-    if pretrained is None:
-        made = WhisperForConditionalGeneration(AutoConfig.for_model("whisper", **config))
-    else:
-        made = WhisperForConditionalGeneration.from_pretrained(pretrained)
-    made.config.use_cache = False
-    # SpecAugment draws its masks with numpy, outside any graph.
-    made.config.apply_spec_augment = False
-    if lora is None:
-        return made
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(
-        made, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules=["q_proj", "v_proj"])
-    )
+from transformers import AutoTokenizer, WhisperFeatureExtractor
 
 
 class Recordings:

@@ -70,9 +70,11 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run_folder.device_folder": (set(), set()),
     "planning": ({*GROUND, "recipe", "launch_plan", "planning"}, set()),
     "planning.memory": (
-        {"recipe", "json_types", "model_tasks", "launch_plan", "planning.activations", "planning.startup"}, set()
+        {"recipe", "json_types", "model_tasks", "launch_plan", "planning.activations", "planning.model_sizes",
+         "planning.startup"}, set()
     ),
     "planning.startup": ({"recipe", "launch_plan"}, set()),
+    "planning.model_sizes": ({"json_types", "model_tasks"}, set()),
     "planning.activations": ({"recipe", "json_types", "machine"}, set()),
     "launch": ({*GROUND, "launch_plan", "run_folder", "launch"}, set()),
     "schedulers": ({*GROUND, "launch_plan", "run_folder", "launch", "schedulers"}, {"yaml"}),  # manifests are YAML

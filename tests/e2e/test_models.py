@@ -11,9 +11,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 from ortlaunch.recipe import Recipe, load
+from ortlaunch.recipe.fields.families import DECODERS
 from ortlaunch.resolve import shipped
 from tests.ort import needs_ort
 from tests.training import records, run_here
@@ -89,45 +91,61 @@ def reduced(name: str, data: Path) -> Recipe:
     if whole.engine.name == "ort":
         changes["engine.parity_steps"] = 3
     family = (whole.model.config or {}).get("model_type")
-    if whole.model.factory:
-        is_image = "image" in whole.model.factory
-        arguments = {**whole.model.arguments, "pretrained": None}
-        if is_image:
-            small = {**SMALL_ENCODER, "image_size": 32, "patch_size": 8}
-            arguments |= {"config": small, "classes": 2}
-            changes["data.train.arguments"] = {"folder": str(data / "images"), "size": 32}
-        else:
-            arguments["config"] = SMALL_WHISPER
-            changes["data.train.arguments"] = {
+    if whole.data.is_custom:
+        small: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_labels": 2}
+        sizes = {key: SMALL[key] for key in whole.model.config or {} if key in SMALL}
+        small = SMALL_WHISPER if family == "whisper" else {**sizes, **small}
+        changes["model.config"] = {"model_type": family, **small}
+        arguments: dict[str, Any] = {"folder": str(data / "images"), "size": 32}
+        if family == "whisper":
+            arguments = {
                 "path": str(data / "sounds.jsonl"), "tokenizer": str(data / "words"),
                 "longest": 8, "seconds": 1,
             }  # fmt: skip
-        changes["model.arguments"] = arguments
-    elif family:
+        changes |= {"data.train.arguments": arguments, "model.pretrained": None}
+        changes["data.evaluation"] = {
+            "format": "custom", "factory": whole.data.train.factory, "arguments": arguments
+        }  # fmt: skip
+        changes["train.evaluate_every_steps"] = 3
+    elif family in DECODERS:
         changes["model.config"] = {"model_type": family, **SMALL}
         changes["data.train"] = {
             "format": "jsonl", "path": str(data / "rows.jsonl"), "prompt": "alpaca"
         }  # fmt: skip
     else:
-        kind = "deberta-v2" if "deberta" in name else "modernbert"
-        changes["model.config"] = {"model_type": kind, **SMALL_ENCODER}
-        if kind == "deberta-v2":
-            # As deberta-v3-base's own config.json.
-            changes["model.config"] |= {
-                "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0,
-                "position_biased_input": False, "max_relative_positions": -1,
-            }  # fmt: skip
+        changes["model.config"] = {"model_type": family, **SMALL_ENCODER}
         changes["data.train"] = {
             "format": "jsonl", "path": str(data / "texts.jsonl"), "text_column": "sentence"
         }  # fmt: skip
-    if not whole.model.factory:
+    if not whole.data.is_custom:
         changes |= {
             "model.pretrained": None, "data.sequence_length": 96,
             "data.tokenizer": {"train": "bpe", "vocab_size": 400},
         }  # fmt: skip
+    if family == "deberta-v2":
+        sizes = {**SMALL_ENCODER, "position_buckets": 16, "vocab_size": 400}
+        changes["model.config"] = {"model_type": family, **sizes}
+        changes["model.pretrained"] = deberta(data / "deberta", sizes)
     return load(
         shipped.find(name), [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     ).recipe
+
+
+def deberta(folder: Path, sizes: dict[str, Any]) -> str:
+    """Save a small DeBERTa v3 from random weights, with its positions; return its folder.
+
+    Fields of version 3 that transformers' config has no default for are only read from a file.
+    """
+    if not folder.exists():
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(
+            "deberta-v2", **sizes, relative_attention=True, pos_att_type=["p2c", "c2p"], type_vocab_size=0,
+            position_biased_input=False, share_att_key=True, norm_rel_ebd="layer_norm",
+            pooler_hidden_size=sizes["hidden_size"],
+        )  # fmt: skip
+        auto = transformers.AutoModelForSequenceClassification
+        auto.from_config(config).save_pretrained(folder)
+    return str(folder)
 
 
 def test_there_are_ten_models_with_two_methods() -> None:
@@ -158,6 +176,11 @@ def test_a_curated_recipe_trains(
         group["values"] for group in engine["optimizer"]["groups"] if not group["optimizer"]
     )
     assert trained > 0
+    if recipe.data.evaluation is not None:
+        assert any("evaluation_loss" in record for record in records(run))
+        # The export is transformers' own, adapters merged.
+        architecture = json.loads((run.export / "config.json").read_text())["architectures"][0]
+        getattr(transformers, architecture).from_pretrained(run.export)
     # Whisper always freezes the positions of its encoder.
     assert (frozen > trained) is name.endswith("-lora")
     if recipe.engine.name == "ort":

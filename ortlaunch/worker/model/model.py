@@ -250,7 +250,7 @@ def _transformers_model(recipe: Recipe, data: LoadedData) -> tuple[nn.Module, Lo
         if recipe.model.pretrained is None:
             return auto.from_config(config, attn_implementation=attention), None
         return load_pretrained(
-            auto, recipe.model.pretrained, config, new_head=bool(recipe.model.traits.label),
+            auto, recipe.model.pretrained, config, new_head=recipe.model.traits.has_new_head,
             partial=recipe.model.allow_partial, attn_implementation=attention, torch_dtype=torch.float32,
         )  # fmt: skip
     except (OSError, ValueError) as error:
@@ -399,6 +399,7 @@ def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         if "all-linear" in lora.target_modules
         else list(lora.target_modules),
         task_type=MODEL_TASKS[task].peft,
+        modules_to_save=[MODEL_TASKS[task].new_head] if MODEL_TASKS[task].new_head else None,
     )
     # peft 0.21 reads an attribute that transformers 5.23 renamed: the user cannot change that.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)

@@ -9,18 +9,16 @@ from ortlaunch.recipe import load
 from ortlaunch.resolve import shipped
 
 GPU = 80e9
-DECODERS = [
-    name
-    for name in shipped.names()
-    if name.startswith("models/") and load(shipped.find(name)).recipe.model.config
-]
+# On one GPU, all weights of these need the optimizer in host memory.
+LARGE = ("models/llama3-8b", "models/mistral-7b", "models/phi4-mini", "models/qwen3-8b")
+NAMES = [name for name in shipped.names() if name.startswith("models/")]
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_curated_model_fits(name: str, ranks: int) -> None:
     """All fit 8 x 80 GB and, with adapters or the optimizer in host memory, one GPU of 80 GB."""
-    offloads = () if ranks == 8 or name.endswith("-lora") else ("zero.offload.optimizer=cpu",)
+    offloads = ("zero.offload.optimizer=cpu",) if ranks == 1 and name in LARGE else ()
     recipe = load(shipped.find(name), offloads).recipe
     memory = estimate(recipe, int(recipe.batch.micro_size or 1), ranks, "cuda")
     assert memory is not None

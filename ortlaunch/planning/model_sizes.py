@@ -1,0 +1,148 @@
+"""Tensors of ModernBERT, DeBERTa v3, ViT and Whisper, from the fields of their configs.
+
+A config is used if it has every size that its family needs: nothing is filled in. A test compares
+the counts with transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ortlaunch.json_types import Json
+from ortlaunch.model_tasks import MODEL_TASKS
+
+# Name, inputs and outputs of a linear layer.
+Linear = tuple[str, int, int]
+
+
+class Layers(NamedTuple):
+    """Equal layers: their number, the linear layers of one, and its biases and norms."""
+
+    number: int
+    linear: list[Linear]
+    vectors: list[int]
+
+
+class Shape(NamedTuple):
+    """A model: its layers, and the tensors of its embeddings, last norm and head."""
+
+    layers: list[Layers]
+    rest: list[int]
+
+    def tensors(self) -> list[int]:
+        """Return the elements of each parameter."""
+        of_layers = [
+            size
+            for each in self.layers
+            for size in [*(a * b for _, a, b in each.linear), *each.vectors] * each.number
+        ]
+        return [*of_layers, *self.rest]
+
+    def linear(self, names: Sequence[str]) -> list[tuple[int, int]] | None:
+        """Return inputs and outputs of the linear layers of these names; None: one is unknown."""
+        every = {name for each in self.layers for name, _, _ in each.linear}
+        wanted = every if "all-linear" in names else set(names)
+        if not wanted <= every:
+            return None
+        return [
+            (a, b)
+            for each in self.layers
+            for name, a, b in each.linear * each.number
+            if name in wanted
+        ]
+
+
+def _classes(c: Json, task: str, width: int) -> list[int]:
+    """Return weight and bias of a head for labels; nothing for tasks without."""
+    traits = MODEL_TASKS[task]
+    count = 1 if traits.label == "number" else c.get("num_labels", 2)
+    return [width * count, count] if traits.has_new_head else []
+
+
+def _encoder_layer(h: int, i: int, names: tuple[str, ...]) -> tuple[list[Linear], list[int]]:
+    """Return the linear layers of BERT's layer, with biases, and its two norms."""
+    sizes = [(h, h)] * 4 + [(h, i), (i, h)]
+    linear = [(name, a, b) for name, (a, b) in zip(names, sizes)]
+    return linear, [*(b for _, _, b in linear), *[h] * 4]
+
+
+def _deberta(c: Json, task: str) -> Shape:
+    h = c["hidden_size"]
+    names = ("query_proj", "key_proj", "value_proj", "dense", "dense", "dense")
+    layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
+    # Of version 3: no absolute positions, one table of relative ones with a norm, shared projections.
+    embeddings = [c["vocab_size"] * h, h, h, 2 * c["position_buckets"] * h, h, h]
+    return Shape([layer], [*embeddings, h * h, h, *_classes(c, task, h)])
+
+
+def _modernbert(c: Json, task: str) -> Shape:
+    h = c["hidden_size"]
+    i = c["intermediate_size"]
+    count = c["num_hidden_layers"]
+    linear = [("Wqkv", h, 3 * h), ("Wo", h, h), ("Wi", h, 2 * i), ("Wo", i, h)]
+    # The first layer has one norm, the others two; norms of embeddings, of the end, of the head.
+    rest = [c["vocab_size"] * h, h, h, h * h, h, *[h] * (count - 1)]
+    return Shape([Layers(count, linear, [h])], [*rest, *_classes(c, task, h)])
+
+
+def _vit(c: Json, task: str) -> Shape:
+    h = c["hidden_size"]
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
+    layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
+    patch = 3 * c["patch_size"] ** 2 * h
+    return Shape([layer], [patch, h, h, _patches(c) * h, h, h, *_classes(c, task, h)])
+
+
+def _patches(c: Json) -> int:
+    """Return the tokens of an image, with the one of its class."""
+    return int((c["image_size"] // c["patch_size"]) ** 2 + 1)
+
+
+def _whisper(c: Json, task: str) -> Shape:
+    h = c["d_model"]
+    attention = ("q_proj", "k_proj", "v_proj", "out_proj")
+    linear, vectors = _encoder_layer(h, c["encoder_ffn_dim"], (*attention, "fc1", "fc2"))
+    # Keys have no bias. Cross attention has a norm of its own.
+    encoder = Layers(c["encoder_layers"], linear, vectors[1:])
+    cross = [(name, h, h) for name in attention]
+    decoder = Layers(c["decoder_layers"], [*linear, *cross], [*vectors[1:], *[h] * 5])
+    audio = [3 * c["num_mel_bins"] * h, h, 3 * h * h, h, c["max_source_positions"] * h, h, h]
+    words = [c["vocab_size"] * h, c["max_target_positions"] * h, h, h]
+    return Shape([encoder, decoder], [*audio, *words])
+
+
+_ENCODER = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+_WHISPER = ("d_model", "encoder_ffn_dim", "encoder_layers", "decoder_layers", "num_mel_bins", "vocab_size",
+            "encoder_attention_heads", "max_source_positions", "max_target_positions")  # fmt: skip
+# The function that returns a family's shape, and the fields of the config that it needs.
+SHAPES: dict[str, tuple[Callable[[Json, str], Shape], tuple[str, ...]]] = {
+    "deberta-v2": (_deberta, (*_ENCODER, "vocab_size", "position_buckets")),
+    "modernbert": (_modernbert, (*_ENCODER, "vocab_size")),
+    "vit": (_vit, (*_ENCODER, "image_size", "patch_size")),
+    "whisper": (_whisper, _WHISPER),
+}
+
+
+def sized(config: Json) -> Json | None:
+    """Return a config with the names of sizes that a plan reads; None if one is unknown."""
+    kind = config.get("model_type")
+    if kind not in SHAPES or not all(config.get(name) is not None for name in SHAPES[kind][1]):
+        return None
+    if kind == "vit":
+        return {**config, "vocab_size": 0, "positions": _patches(config)}
+    if kind != "whisper":
+        return config
+    return {
+        **config,
+        "hidden_size": config["d_model"],
+        "intermediate_size": config["encoder_ffn_dim"],
+        "num_attention_heads": config["encoder_attention_heads"],
+        "num_hidden_layers": config["encoder_layers"] + config["decoder_layers"],
+        "positions": config["max_source_positions"],
+    }
+
+
+def shape_of(config: Json, task: str) -> Shape:
+    """Return the tensors of a config that `sized` returned, with the head of `task`."""
+    return SHAPES[config["model_type"]][0](config, task)

@@ -1,0 +1,127 @@
+"""Plans of recipes/models compared with transformers, peft and the tensors that torch saves."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import torch
+
+from ortlaunch.planning.memory import estimate, full_config, tensor_sizes
+from ortlaunch.planning.model_sizes import SHAPES
+from ortlaunch.recipe import Recipe, load
+from ortlaunch.resolve import shipped
+from tests.worker.model.test_gradient_checkpointing_ranks import saved
+
+pytestmark = pytest.mark.skipif(
+    version("transformers") < "5", reason="transformers 4 lacks some types"
+)
+# Fields of the models' own configs beside the recipes' sizes.
+OWN: dict[str, dict[str, Any]] = {
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True,
+                   "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+                   "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "modernbert": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    "whisper": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+    "phi3": {"pad_token_id": 0},
+}  # fmt: skip
+MODELS = [
+    name.removeprefix("models/")
+    for name in shipped.names()
+    if name.startswith("models/") and not name.endswith("-lora")
+]
+# Decoders have the same tests in tests/worker/engine/test_memory.py.
+PUBLISHED = {
+    "modernbert-base": 149_606_402,
+    "deberta-v3-base": 184_423_682,
+    "whisper-small": 241_734_912,
+    "vit-base": 85_806_346,
+}
+
+
+def recipe(name: str) -> Recipe:
+    """Return a curated recipe by name."""
+    return load(shipped.find(f"models/{name}")).recipe
+
+
+def built(recipe: Recipe, device: str, **more: Any) -> Any:
+    """Return transformers' model of a recipe's sizes, from random weights."""
+    import transformers
+
+    fields = dict(recipe.model.config or {})
+    kind = fields.pop("model_type")
+    fields |= OWN.get(kind, {}) | more
+    if kind == "deberta-v2":
+        fields["pooler_hidden_size"] = fields["hidden_size"]
+    if kind == "whisper":
+        fields["decoder_ffn_dim"] = fields["encoder_ffn_dim"]
+        fields["decoder_attention_heads"] = fields["encoder_attention_heads"]
+    auto = getattr(transformers, recipe.model.traits.auto_class)
+    with torch.device(device):
+        return auto.from_config(transformers.AutoConfig.for_model(kind, **fields))
+
+
+def test_each_family_has_a_recipe() -> None:
+    """Every family of planning/model_sizes.py is compared here."""
+    assert {(recipe(name).model.config or {})["model_type"] for name in PUBLISHED} == set(SHAPES)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_are_the_published_ones(name: str) -> None:
+    """Parameters, and those of adapters, are those of transformers and peft."""
+    peft = pytest.importorskip("peft")
+    whole = recipe(name)
+    model = built(whole, "meta")
+    assert sum(weight.numel() for weight in model.parameters()) == PUBLISHED[name]
+    assert sum(tensor_sizes(full_config(whole) or {}, whole.model.task)) == PUBLISHED[name]
+    adapters = recipe(f"{name}-lora")
+    assert adapters.model.lora is not None
+    lora = peft.LoraConfig(
+        r=adapters.model.lora.r, target_modules=list(adapters.model.lora.target_modules)
+    )
+    trained = [p.numel() for p in peft.get_peft_model(model, lora).parameters() if p.requires_grad]
+    planned = estimate(adapters, 1, 1, "cuda")
+    assert planned is not None
+    assert planned.trainable == sum(trained)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_keeps_what_is_planned(name: str) -> None:
+    """The planned bytes of one more layer are within a tenth of those that torch saves."""
+    measured, planned = zip(*(kept(recipe(name), layers) for layers in (2, 3)))
+    assert planned[1] - planned[0] == pytest.approx(measured[1] - measured[0], rel=0.1)
+
+
+def kept(whole: Recipe, layers: int) -> tuple[int, int]:
+    """Return the bytes that a small model in fp32 saves for its backward pass, and the plan's."""
+    sizes = dict(whole.model.config or {})
+    # DeBERTa's tables of positions are small beside the scores of its whole length only.
+    length = 512 if sizes["model_type"] == "deberta-v2" else 128
+    small = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 32, "num_hidden_layers": layers, "d_model": 128, "encoder_ffn_dim": 320,
+             "encoder_attention_heads": 4, "encoder_layers": layers, "decoder_layers": 1, "vocab_size": 96,
+             "image_size": 88, "patch_size": 8, "max_source_positions": 128, "num_labels": 2}  # fmt: skip
+    sizes.update({key: small[key] for key in small if key in sizes})
+    model = whole.model.model_copy(update={"config": sizes, "gradient_checkpointing": False})
+    text = whole.data.sequence_length is not None
+    data = whole.data.model_copy(update={"sequence_length": length if text else None})
+    engine = whole.engine.model_copy(update={"name": "eager"})
+    made = whole.model_copy(
+        update={"model": model, "data": data, "engine": engine, "zero": None, "precision": "fp32"}
+    )
+    positions = {} if sizes["model_type"] == "vit" else {"max_position_embeddings": 512}
+    net = built(made, "cpu", **positions).train()
+    ids = torch.randint(3, 90, (2, length))
+    labels = torch.tensor([0, 1]) if "classification" in whole.model.task else ids
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if not text:
+        batch = {
+            "image-classification": {"pixel_values": torch.randn(2, 3, 88, 88)},
+            "speech-seq2seq": {"input_features": torch.randn(2, 80, 256)},
+        }[whole.model.task]
+    weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    measured = saved(lambda: net(**batch, labels=labels).loss, weights)[1]
+    memory = estimate(made, 2, 1, "cuda")
+    assert memory is not None
+    return measured, dict(memory.by_stage)["DDP"].activations
