@@ -157,7 +157,7 @@ def copy(name: str, target: Path) -> list[Path]:
         for old, new in pairs:
             text = old.read_text(encoding="utf-8")
             # An absolute path, so that an editor finds the schema from any folder.
-            write_text(new, text.replace("$schema=../", f"$schema={folder().resolve()}/"))
+            write_text(new, re.sub(r"(?<=\$schema=)(\.\./)+", f"{folder().resolve()}/", text))
     except OSError as error:
         raise InputError(f"{error.filename}: cannot be written: {error.strerror}") from None
     return [new for _, new in pairs]

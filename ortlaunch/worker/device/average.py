@@ -18,7 +18,7 @@ from ortlaunch.worker.device.device import (
     STEPS,
     Device,
     int_property,
-    load_state,
+    load_weights,
     require,
     save_state,
 )
@@ -42,7 +42,7 @@ def average(
         InputError: a client has no positive weight.
     """
     require()
-    states = [load_state(path) for path in checkpoints]
+    states = [load_weights(place, path) for path in checkpoints]
     wanted = read_json(place.description)["parameters"]
     wrong = [
         line
@@ -54,7 +54,9 @@ def average(
     _require_same_frozen(checkpoints, states, wanted)
     parts = _parts(checkpoints, states, weights)
     # Only the state of a living module accepts weights.
-    device = Device(place, checkpoints[0])
+    device = Device(place, place.checkpoint)
+    for name, parameter in states[0].parameters:
+        device.state.parameters[name] = parameter.data
     for parameter in (each for each in wanted if each["trained"]):
         name = parameter["name"]
         # Summed in float64, and rounded to float32 once.

@@ -114,6 +114,38 @@ def load_state(path: Path) -> Any:
         ) from None
 
 
+def load_weights(place: DeviceFolder, path: Path) -> Any:
+    """Return the state of a checkpoint, or of a file of weights that a browser sent.
+
+    Such a file, NAME.f32, has the trained weights in one row, little-endian float32, in the order
+    of onnxruntime's `getContiguousParameters(true)`; NAME.samples beside it has the number of
+    samples.
+
+    Raises:
+        CheckpointError: the file is no checkpoint, or has another number of weights.
+    """
+    if path.suffix != ".f32":
+        return load_state(path)
+    import numpy as np
+    from onnxruntime import OrtValue
+
+    device = Device(place, place.checkpoint)
+    values = np.fromfile(path, "<f4")
+    size = device.module.get_parameters_size(True)
+    if path.stat().st_size != 4 * size:
+        raise CheckpointError(
+            f"{path} has {path.stat().st_size:,} bytes; the {size:,} trained weights take {4 * size:,}"
+        )
+    # The module takes the value inside of the Python class.
+    device.module.copy_buffer_to_parameters(OrtValue.ortvalue_from_numpy(values)._ortvalue, True)
+    samples = path.with_suffix(".samples")
+    try:
+        device.state.properties[SAMPLES] = int(samples.read_text()) if samples.exists() else 0
+    except ValueError:
+        raise CheckpointError(f"{samples} is not a number of samples") from None
+    return device.state
+
+
 def save_state(state: Any, path: Path, with_optimizer: bool) -> None:
     """Write a checkpoint under a temporary name first, so that it is never incomplete."""
     from onnxruntime.training.api import CheckpointState

@@ -18,7 +18,7 @@ from ortlaunch.worker.checkpoint.restore import Shards
 from ortlaunch.worker.checkpoint.snapshot import take
 from ortlaunch.worker.checkpoint.transaction import write
 from ortlaunch.worker.device.average import differences
-from ortlaunch.worker.device.device import load_state, require
+from ortlaunch.worker.device.device import load_weights, require
 from ortlaunch.worker.export.export import huggingface
 from ortlaunch.worker.export.export_checkpoint import trained
 from ortlaunch.worker.model.model import LossModule
@@ -49,7 +49,7 @@ def import_checkpoint(
             or has inf or nan.
     """
     require()
-    state = load_state(checkpoint)
+    state = load_weights(place, checkpoint)
     wanted = read_json(place.description)["parameters"]
     wrong = [*differences(checkpoint, state, wanted)]
     if wrong:

@@ -75,7 +75,14 @@ def test_the_families_are_complete() -> None:
     llama = {f"llama2-7b/{name}" for name in own}
     examples = {
         f"examples/{name}"
-        for name in ("gpt2", "own-module", "text-classification", "vit", "whisper")
+        for name in (
+            "gpt2",
+            "on-device/bytes",
+            "own-module",
+            "text-classification",
+            "vit",
+            "whisper",
+        )
     }
     # tests/e2e/test_models.py counts those of recipes/models.
     assert names - {name for name in names if name.startswith("models/")} == bert | llama | examples

@@ -353,7 +353,7 @@ def test_batches_of_the_users_own_collate(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_checkpoint_returns_to_its_run(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a device trained is an export and a checkpoint, from which a training continues."""
+    """A device's weights are an export and a checkpoint, from which a training continues."""
     shorter = recipe.model_copy(
         update={"train": recipe.train.model_copy(update={"max_steps": 2, "epochs": None})}
     )
