@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -94,7 +95,9 @@ def start(tmp_path: Path):
         if process.poll() is None:
             process.kill()
     for pid in processes_of(tmp_path):
-        os.kill(pid, signal.SIGKILL)
+        # It may end by itself in the meantime.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def gone_within(folder: Path, seconds: float) -> bool:
@@ -107,12 +110,14 @@ def gone_within(folder: Path, seconds: float) -> bool:
     return True
 
 
-def wait_for_steps(folder: Path, count: int) -> None:
-    """Wait until the run has trained some steps."""
+def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str] | None = None) -> None:
+    """Wait until the run has trained some steps; fail at once if its process has ended."""
     # Generous: with torch, ranks on a busy machine need long to start.
     deadline = time.monotonic() + 60
     metrics = folder / "run" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
+        if process is not None and process.poll() is not None:
+            pytest.fail(f"ended with {process.returncode}: {process.communicate()}")
         assert time.monotonic() < deadline, "the run did not start to train"
         time.sleep(0.1)
 
@@ -305,7 +310,7 @@ def test_a_notice_saves_or_stops(start, tmp_path: Path, launcher: str):
 def test_a_second_run_in_the_folder_is_refused(start, tmp_path: Path):
     """A second start in a living run's folder is refused, and the first run continues."""
     process = start("torchrun", "slow", torch=False)
-    wait_for_steps(tmp_path, 2)
+    wait_for_steps(tmp_path, 2, process)
     second = start("torchrun", "slow", torch=False)
     _, errors = second.communicate(timeout=40)
     assert second.returncode == 2, errors

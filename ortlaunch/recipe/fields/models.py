@@ -60,7 +60,8 @@ class Model(Section):
     task: Annotated[str, NameIn(MODEL_TASKS)]
     """`pretraining` is BERT's: masked words and next sentence. `sequence-classification`: a class
     for a text; `sequence-regression`: a number; `token-classification`: a class for each word.
-    `image-classification` and `speech-seq2seq` are for custom data.
+    `image-classification` and `speech-seq2seq` are for custom data, whose samples have
+    `pixel_values` or `input_features`, and `labels`.
     `custom` and `lightning` (a LightningModule) require `factory`."""
     pretrained: Text | None = None
     """Local folder or hub id of a transformers model to start from; null: random weights from

@@ -16,6 +16,7 @@ from ortlaunch.worker.device.device import (
     AVERAGED,
     SAMPLES,
     STEPS,
+    WEIGHTS,
     Device,
     int_property,
     load_weights,
@@ -54,9 +55,9 @@ def average(
     _require_same_frozen(checkpoints, states, wanted)
     parts = _parts(checkpoints, states, weights)
     # Only the state of a living module accepts weights.
-    device = Device(place, place.checkpoint)
-    for name, parameter in states[0].parameters:
-        device.state.parameters[name] = parameter.data
+    # The frozen weights are the same in each. A browser's file has none.
+    whole = [path for path in checkpoints if path.suffix != WEIGHTS]
+    device = Device(place, whole[0] if whole else place.checkpoint)
     for parameter in (each for each in wanted if each["trained"]):
         name = parameter["name"]
         # Summed in float64, and rounded to float32 once.

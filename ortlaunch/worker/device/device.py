@@ -19,6 +19,8 @@ STEPS = "ortlaunch.steps"
 """Property of a checkpoint: optimizer steps on devices."""
 SAMPLES = "ortlaunch.samples"
 """Property of a checkpoint: samples since the last average; for an average, the clients' sum."""
+WEIGHTS = ".f32"
+"""Suffix of a file of weights that a browser sent."""
 AVERAGED = "ortlaunch.averaged"
 """Property of a checkpoint: 1 for an average."""
 
@@ -124,7 +126,7 @@ def load_weights(place: DeviceFolder, path: Path) -> Any:
     Raises:
         CheckpointError: the file is no checkpoint, or has another number of weights.
     """
-    if path.suffix != ".f32":
+    if path.suffix != WEIGHTS:
         return load_state(path)
     import numpy as np
     from onnxruntime import OrtValue

@@ -411,3 +411,9 @@ def test_weights_that_differ_from_the_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{name}: is not trained, and differs from that"):
         import_checkpoint(artifacts, tmp_path / "changed", run, 1, RunDir(tmp_path / "back"))
     assert not (tmp_path / "back").exists()
+    # What a browser sends has no names, only a size.
+    (tmp_path / "short.f32").write_bytes(bytes(12))
+    with pytest.raises(
+        CheckpointError, match=r"short.f32 has 12 bytes; the .* trained weights take"
+    ):
+        average(artifacts, [tmp_path / "short.f32", artifacts.checkpoint], [1, 1], tmp_path / "to")
