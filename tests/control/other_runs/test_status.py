@@ -294,9 +294,11 @@ def test_cancel(
         assert not (launcher.exists() and Process.of(int(launcher.read_text())).lives())
         # The plain command handles SIGTERM; the deaf one has to be killed; the one with a deaf rank
         # has the default action.
-        assert process.wait() == (
-            143 if how == "plain" else -signal.SIGKILL if how == "deaf" else -signal.SIGTERM
-        )
+        # A plain one that has recorded its end may be killed while Python exits, on a busy machine.
+        expected = {
+            "plain": (143, -signal.SIGKILL), "deaf": (-signal.SIGKILL,), "deaf rank": (-signal.SIGTERM,),
+        }[how]  # fmt: skip
+        assert process.wait() in expected
         assert cancel(run).startswith(f"nothing to cancel: it has ended\n{run}: cancelled")
 
 
