@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.rank import Rank
+from ortlaunch.recipe import read_resolved
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.run_folder.origin import ORIGIN
@@ -54,9 +56,9 @@ def import_checkpoint(
     wrong = [*differences(checkpoint, state, wanted)]
     if wrong:
         raise CheckpointError("\n".join(wrong))
-    recipe, model, data = trained(run, step)
-    # A checkpoint has float32 weights, in each precision of the training.
-    model.float()
+    # In float32, as a checkpoint and the artifacts are: in bf16 frozen weights would be rounded.
+    whole = read_resolved(run.recipe).model_copy(update={"precision": "fp32"})
+    recipe, model, data = trained(run, step, whole)
     changed = _fill(model, {each["name"]: state.parameters[each["name"]].data for each in wanted})
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
@@ -69,10 +71,13 @@ def import_checkpoint(
     source = run.checkpoint(step)
     loop = Shards(source).index["state"]
     made_by = read_json(source / ORIGIN) if (source / ORIGIN).exists() else {}
-    to.checkpoints.mkdir(parents=True)
-    write(to, made_by, alone, take(named, loop, alone), step, loop["samples"])
-    to.export.mkdir()
-    huggingface(recipe, to.export, model, data)
+    partial = RunDir(to.path.with_name(f"{to.path.name}.partial"))
+    shutil.rmtree(partial.path, ignore_errors=True)
+    partial.checkpoints.mkdir(parents=True)
+    write(partial, made_by, alone, take(named, loop, alone), step, loop["samples"])
+    partial.export.mkdir()
+    huggingface(recipe, partial.export, model, data)
+    partial.path.replace(to.path)
     print(
         f"{counted(changed, 'weight')} of {checkpoint}, the rest of {source}\n"
         f"checkpoint of step {step}, without optimizer state: {to.checkpoint(step)}\n"
