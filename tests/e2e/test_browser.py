@@ -88,6 +88,7 @@ def in_a_page(artifacts: Path, text: Path, received: Path) -> tuple[list[float],
         browser.wait()
         made.shutdown()
         made.server_close()
+    assert "/losses" in sent, f"the page sent {[*sent]} in 90 seconds"
     body = sent["/losses"]
     losses: list[float] = json.loads(body[body.index(b"[", body.rindex(b"\n")) :])
     return losses, [*sent.values()]
@@ -149,4 +150,6 @@ def test_four_clients_train_and_return(home: Path, tmp_path: Path) -> None:
     ortlaunch("device", "import", "artifacts", "run", "--to", "back")
     more = ("train.max_steps=60", "log.every_steps=1", "engine.name=ort")
     ortlaunch("train", recipe, *more, "--resume", "back", "--run-dir=continued")
+    engine = json.loads((tmp_path / "continued/engine.json").read_text())
+    assert engine["engine"]["used"] == "ort"
     assert last_losses(tmp_path / "continued", 5) < last_losses(tmp_path / "run", 5)

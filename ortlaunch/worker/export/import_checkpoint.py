@@ -75,6 +75,11 @@ def import_checkpoint(
     shutil.rmtree(partial.path, ignore_errors=True)
     partial.checkpoints.mkdir(parents=True)
     write(partial, made_by, alone, take(named, loop, alone), step, loop["samples"])
+    # A training that continues keeps the words and the classes of the run.
+    if run.vocabulary.exists():
+        shutil.copy(run.vocabulary, partial.vocabulary)
+    if run.tokenizer.exists():
+        shutil.copytree(run.tokenizer, partial.tokenizer)
     partial.export.mkdir()
     huggingface(recipe, partial.export, model, data)
     partial.path.replace(to.path)

@@ -1,4 +1,4 @@
-"""What page.html does, in Python, with onnxruntime alone: train the artifacts on a text, and write the weights.
+"""Train the artifacts on a text with onnxruntime alone, as page.html does, and write the weights.
 
 python client.py ARTIFACTS mine.txt weights.f32
 """

@@ -27,8 +27,8 @@ class Handler(SimpleHTTPRequestHandler):
     def translate_path(self, path):
         """Return the file of an address; a name that leaves its folder has none."""
         first, _, rest = urlsplit(path).path.lstrip("/").partition("/")
-        if not rest:
-            return str(Path(__file__).with_name(first or "page.html"))
+        if not first:
+            return str(Path(__file__).with_name("page.html"))
         folder = self.folders.get(first, self.received / "none").resolve()
         file = (folder / rest).resolve()
         return str(file if file.is_relative_to(folder) else folder / "none")

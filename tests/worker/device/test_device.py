@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 import transformers
 
 from ortlaunch.errors import CheckpointError, InputError
+from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
-from ortlaunch.recipe import Recipe, load, parse_resolved, read_resolved
+from ortlaunch.recipe import Recipe, load, parse_resolved, read_resolved, to_yaml
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.worker.checkpoint.restore import Shards
@@ -366,6 +368,10 @@ def test_a_checkpoint_returns_to_its_run(
     back = RunDir(tmp_path / "back")
     import_checkpoint(artifacts, artifacts.checkpoint, run, 2, back)
     assert "checkpoint of step 2, without optimizer state" in capsys.readouterr().out
+    assert back.vocabulary.read_text() == run.vocabulary.read_text()
+    assert [path.name for path in back.tokenizer.iterdir()] == [
+        path.name for path in run.tokenizer.iterdir()
+    ]
     state = load_state(artifacts.checkpoint)
     shards = Shards(back.checkpoint(2))
     trained = [name for kind, name in shards.pieces if kind == "weight"]
@@ -390,6 +396,21 @@ def test_a_checkpoint_returns_to_its_run(
     longer = shorter.model_copy(update={"train": shorter.train.model_copy(update={"max_steps": 4})})
     run_here(back.path, longer)
     assert [record["step"] for record in records(back) if "loss" in record][-1] == 4
+
+
+def test_frozen_weights_are_compared_in_float32(tmp_path: Path) -> None:
+    """DeepSpeed rounds the frozen weights of a run in bf16, but the artifacts have the whole ones."""
+    shorter = LORA.model_copy(
+        update={"train": LORA.train.model_copy(update={"max_steps": 1, "epochs": None})}
+    )
+    run = run_here(tmp_path / "run", shorter)
+    artifacts = DeviceFolder(tmp_path / "artifacts")
+    write_export(run, 1, artifacts.path, "ondevice")
+    # The records of such a run; the checkpoint has the same form.
+    run.recipe.write_text(to_yaml(shorter.model_copy(update={"precision": "bf16"})))
+    run.plan.write_text(replace(Plan.read(run.plan), deepspeed={"bf16": {}}).to_json())
+    import_checkpoint(artifacts, artifacts.checkpoint, run, 1, RunDir(tmp_path / "back"))
+    assert RunDir(tmp_path / "back").checkpoint(1).exists()
 
 
 def test_weights_that_differ_from_the_run_are_refused(tmp_path: Path) -> None:
