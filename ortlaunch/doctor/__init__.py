@@ -61,7 +61,7 @@ def lacking_for_ort(on_gpu: bool) -> Iterator[tuple[str, str]]:
         absent = extensions.missing()
     except MissingDependency as error:
         what, _, mend = str(error).partition(" Type: ")
-        yield what.rstrip("."), mend
+        yield what.rstrip("."), mend or "engines eager and inductor do not need it"
         return
     if on_gpu and extensions.ort_package() == "onnxruntime-training-cpu":
         yield (

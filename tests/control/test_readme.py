@@ -133,6 +133,7 @@ def test_the_readme_leads_to_every_page() -> None:
     assert set(PAGES) - seen == set()
 
 
-def test_the_readme_stays_short() -> None:
-    """README has at most 230 lines, so that a new user reads all of it."""
-    assert len(README.splitlines()) <= 230
+@pytest.mark.parametrize(("page", "most"), [("README.md", 230), ("CHANGELOG.md", 80)])
+def test_a_page_stays_short(page: str, most: int) -> None:
+    """README and CHANGELOG are short enough that a new user reads all of them."""
+    assert (ROOT / page).read_text(encoding="utf-8").count("\n") <= most

@@ -54,8 +54,8 @@ def ort_package() -> str:
         raise MissingDependency(_clash_hint({**training, **others}, EXTRA_OF[name]))
     if found != ORT_VERSION:
         raise MissingDependency(
-            f"the ort engine's repairs are written for {name} {ORT_VERSION}, and {found} is "
-            f'installed. Type: pip install "ortlaunch[{EXTRA_OF[name]}]"'
+            f"the repairs of ORTModule are for {name} {ORT_VERSION}, and {found} is installed. "
+            f'Type: pip install "ortlaunch[{EXTRA_OF[name]}]"'
         )
     return name
 
@@ -188,7 +188,7 @@ def _announce_and_build() -> None:
     print(f"built in {time.monotonic() - start:.0f} s: {folder}")
     if interop_refusal():
         print(
-            f"without {INTEROP}: engine ort refuses custom autograd functions, because "
+            f"{INTEROP} could not be built, so ORTModule refuses custom autograd functions: "
             f"{interop_refusal()}"
         )
 
@@ -206,13 +206,11 @@ def _torch_version() -> str:
 def _install_hint() -> str:
     if sys.version_info[:2] > NEWEST_PYTHON:
         return (
-            "onnxruntime-training ends at Python 3.11 and this is "
-            f"Python {sys.version_info[0]}.{sys.version_info[1]}. "
-            "Use Python 3.10 or 3.11 for the ort engine, or plain PyTorch "
-            "(in a recipe: engine.name: eager or inductor)"
+            "onnxruntime-training has no wheel for a Python newer than 3.11, and this is "
+            f"Python {sys.version_info[0]}.{sys.version_info[1]}. Use Python 3.10 or 3.11"
         )
     return (
-        "the ort engine needs ONNX Runtime Training. "
+        "ORTModule needs ONNX Runtime Training. "
         'Type: pip install "ortlaunch[ort-cpu]" (on a GPU machine: "ortlaunch[ort-cuda]")'
     )
 

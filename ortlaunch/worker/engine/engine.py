@@ -342,5 +342,5 @@ def _fp16_optimizer(
     if used == "ort":
         return FusedNorm(*fuse(stepper.engine.optimizer, group.device.type))
     applied, by, why = fuse_gradient_norm(stepper.engine.optimizer)
-    reasons = (f"engine {used} runs without ONNX Runtime", why)
+    reasons = ("the engine has no ONNX Runtime", why)
     return FusedNorm(applied, by, "; ".join(reason for reason in reasons if reason))

@@ -76,7 +76,7 @@ def plan_lines(report: EngineReport) -> list[str]:
         lines.append(f"FP16_Optimizer: {fp16.by}'s, overflow check and norm in one pass{why}")
     elif report.sharding.startswith("DeepSpeed"):
         lines.append(f"FP16_Optimizer: not applied: {fp16.why}")
-    return lines
+    return [fitted(line) for line in lines]
 
 
 def _short(name: str) -> str:

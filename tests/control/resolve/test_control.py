@@ -383,7 +383,11 @@ def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) ->
             ["a", "b"],
             "its torch extensions are not built for this torch (a, b): run `ortlaunch setup` once",
         ),
-        (MissingDependency("no wheel"), [], "no wheel"),
+        (
+            MissingDependency("no wheel"),
+            [],
+            "no wheel: engines eager and inductor do not need it",
+        ),
         (None, [], None),
     ],
 )

@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ortlaunch.ortmodule.deepspeed import gradient_norm, sources
 from ortlaunch.ortmodule.deepspeed.gradient_norm import Applied, fuse_gradient_norm, restore
 from ortlaunch.rank import Rank
+from ortlaunch.units import fitted
 from ortlaunch.worker.engine import engine
 from ortlaunch.worker.engine.stepping import DeepSpeedStepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -291,7 +292,7 @@ def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str
 FUSED = "FP16_Optimizer: ortlaunch's, overflow check and norm in one pass"
 LEFT = "FP16_Optimizer: not applied"
 WITHOUT = "it modifies DeepSpeed's ZeRO optimizer, which this run does not use"
-EAGER = "engine eager runs without ONNX Runtime"
+EAGER = "the engine has no ONNX Runtime"
 CPU_ORT = "ONNX Runtime's is for CUDA"
 OFF = "zero.fused_gradient_norm is false"
 OFFLOAD = "with CPU offload DeepSpeed measures gradients as it copies them"
@@ -316,7 +317,7 @@ OFFLOAD = "with CPU offload DeepSpeed measures gradients as it copies them"
             {"zero": {}},
             {"cpu_offload": True},
             (False, None, f"{EAGER}; {OFFLOAD}"),
-            [f"{LEFT}: {EAGER}; {OFFLOAD}"],
+            [fitted(f"{LEFT}: {EAGER}; {OFFLOAD}")],
         ),
     ],
 )
@@ -327,6 +328,7 @@ def test_it_is_recorded_and_said(
     optimizer = None if fields is None else zero(gradients(3), **fields)
     found, said = told(recipe(**made), used, optimizer)
     assert (found, said) == (Applied(*fp16)._asdict(), lines)
+    assert all(len(line) <= 100 for line in "\n".join(said).splitlines())
     # The record agrees with the optimizer's methods.
     assert optimizer is None or ("get_grad_norm_direct" in vars(optimizer)) == fp16[0]
 

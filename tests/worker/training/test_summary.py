@@ -83,8 +83,9 @@ def test_a_run_without_a_graph_counts_no_nodes() -> None:
 def test_defaults_are_not_told() -> None:
     """Default settings are not printed; the only other line is on FP16_Optimizer."""
     assert plan_lines(report())[1:] == [FP16]
-    # Short enough for a line of the terminal, also with a reason.
+    # Short enough for a line of the terminal, also with the reasons of the engines.
     assert len(f"{FP16} (ONNX Runtime's is for CUDA)") <= 100
+    assert len(f"{FP16} (the engine has no ONNX Runtime)") <= 100
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
     assert lines[1].startswith(
         "deepcopy_before_export: off, for twice the parameters (4,000 bytes) would not fit "
     )
-    assert "free memory (5,000 bytes, by control group /x); forward" in lines[1]
+    assert "free\n    memory (5,000 bytes, by control group /x); forward" in lines[1]
     assert lines[2] == "from the environment: ORTMODULE_LOG_LEVEL=ERROR"
     # A copy that the recipe switched off is one of the settings.
     chosen = {"deepcopy_before_export": False, "log_level": "info"}
