@@ -97,7 +97,7 @@ def ours(turn: Turn, stepper: Any, folder: Path) -> int:
     """Time ortlaunch's save, its check against the manifest, and its load; return the bytes."""
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker import checkpoint
-    from ortlaunch.worker.checkpoint.damage import damage
+    from ortlaunch.worker.checkpoint.verify import damage
 
     run = RunDir(folder / "ours")
     state = {"step": 1, "samples": 1}

@@ -271,7 +271,7 @@ def beats_of(ranks: int) -> Step:
     """CPU use of rank 0 for heartbeats of simulated ranks, in % of a core; none may be silent."""
     from ortlaunch.die_with_parent import die_with_parent
     from ortlaunch.rank import Rank
-    from ortlaunch.worker.supervision.exchange import Exchange, beat_seconds
+    from ortlaunch.worker.supervision.heartbeats import Exchange, beat_seconds
     from ortlaunch.worker.supervision.stall import Beat
 
     def beat(rank: int) -> Beat:

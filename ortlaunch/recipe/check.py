@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.section import LIST, MAPPING, NUMBER, PART, WORD
 from ortlaunch.recipe.hints.messages import missing, wrong
-from ortlaunch.recipe.hints.names import settle
+from ortlaunch.recipe.hints.unknown_keys import settle
 from ortlaunch.recipe.rules.rules import broken
 from ortlaunch.recipe.text.place import KeyPath, Line, dotted, keys
 from ortlaunch.recipe.text.tree import Tree

@@ -1,7 +1,8 @@
 """Queue the job of a plan with a scheduler; the job's record outlives the command.
 
 `request` has no side effects; `submit`, `state` and `cancel` act. Schedulers are named by string
-and imported on use. This package may import the plan's types, launch's Request and JobState,
+and imported on use: a new one is a row of SCHEDULERS, a module beside slurm.py and a name in
+recipe/fields/submit.py. This package may import the plan's types, launch's Request and JobState,
 run_folder and errors, but never the recipe, whose section `submit` it gets as plain values.
 """
 

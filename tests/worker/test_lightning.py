@@ -21,7 +21,7 @@ from ortlaunch.run_folder.folder import read_json
 from ortlaunch.worker.data.order import Order
 from ortlaunch.worker.data.own import collate_any, in_own_form
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.engine.scheduler import Scheduler
+from ortlaunch.worker.engine.torch_scheduler import Scheduler
 from tests.ort import needs_ort
 from tests.training import records, run_here
 

@@ -1,4 +1,7 @@
-"""Advice about an unknown key: the key that the user most likely meant."""
+"""Advice about an unknown key: the key that the user most likely meant.
+
+recipe/text/words.py compares spellings, dialects.py has the keys of other tools.
+"""
 
 from __future__ import annotations
 

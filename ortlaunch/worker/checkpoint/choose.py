@@ -17,9 +17,9 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json
 from ortlaunch.run_folder.resume_record import ResumeRecord
-from ortlaunch.worker.checkpoint.damage import damage, newest_of_all, set_aside_damaged
 from ortlaunch.worker.checkpoint.manifest import samples_seen
 from ortlaunch.worker.checkpoint.snapshot import INDEX
+from ortlaunch.worker.checkpoint.verify import damage, newest_of_all, set_aside_damaged
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 

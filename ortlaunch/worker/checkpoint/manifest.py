@@ -1,5 +1,6 @@
 """The description in a checkpoint's folder: manifest (size and CRC-32 of each file) and samples.
 
+verify.py compares them before a checkpoint is loaded.
 The checksum detects accidents (a cut file, a flipped bit), but no attacks: docs/trust.md.
 """
 

@@ -12,7 +12,7 @@ import torch
 
 from ortlaunch.errors import InputError
 from ortlaunch.worker.engine.optimizer import Building, BuiltOptimizer
-from ortlaunch.worker.engine.scheduler import Scheduler
+from ortlaunch.worker.engine.torch_scheduler import Scheduler
 
 
 def configured(parts: Building) -> BuiltOptimizer:

@@ -41,8 +41,8 @@ from ortlaunch.worker.engine.ort_engine import (
     ort_notes,
     wrapped_in_ort,
 )
-from ortlaunch.worker.engine.scheduler import Scheduler
 from ortlaunch.worker.engine.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
+from ortlaunch.worker.engine.torch_scheduler import Scheduler
 from ortlaunch.worker.model.chunked_head import chunk_head
 from ortlaunch.worker.model.loss_weight import LossWeight
 from ortlaunch.worker.model.matmul_precision import (

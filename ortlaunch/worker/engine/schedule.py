@@ -1,4 +1,7 @@
-"""The learning rate as a pure function of the step: a resumed run needs no state for it."""
+"""The learning rate as a pure function of the step: a resumed run needs no state for it.
+
+Names and settings of the schedules are in recipe/fields/schedule.py.
+"""
 
 from __future__ import annotations
 

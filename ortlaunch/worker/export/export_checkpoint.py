@@ -88,8 +88,8 @@ def trained(
     import torch
 
     from ortlaunch.user_modules import make_importable
-    from ortlaunch.worker.checkpoint.damage import damage
     from ortlaunch.worker.checkpoint.restore import load_weights
+    from ortlaunch.worker.checkpoint.verify import damage
     from ortlaunch.worker.data import load_data
     from ortlaunch.worker.data.vocabulary import of_run
     from ortlaunch.worker.model.identity import of_frozen

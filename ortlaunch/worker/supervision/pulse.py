@@ -1,7 +1,8 @@
 """A rank's step, phase and number of progress marks, in memory shared with its supervisor.
 
 The rank writes a few values at points that it passes anyway. The supervisor reads them, also while
-the rank's Python is busy in C code, stopped or dead. Standard library only.
+the rank's Python is busy in C code, stopped or dead, and sends them to rank 0's supervisor
+(heartbeats.py). Standard library only.
 """
 
 from __future__ import annotations

@@ -26,13 +26,13 @@ from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.run_folder.lines import append_line
 from ortlaunch.run_folder.lost import Lost
 from ortlaunch.worker.supervision.child import Child
-from ortlaunch.worker.supervision.exchange import Exchange, beat_seconds
+from ortlaunch.worker.supervision.heartbeats import Exchange, beat_seconds
 from ortlaunch.worker.supervision.lost_host import LostHosts
 from ortlaunch.worker.supervision.pulse import AUTO, NEVER, Activity, Pulse
 from ortlaunch.worker.supervision.slow import SlowRanks
 from ortlaunch.worker.supervision.stall import EXIT_STATUS, Beat, Verdict, judge
 
-# Of rank 0's supervisor, which judges; the others send heartbeats (exchange.beat_seconds).
+# Of rank 0's supervisor, which judges; the others send heartbeats (heartbeats.beat_seconds).
 _JUDGE_SECONDS = 1.0
 # From the meeting of the ranks to a report of those that sent no heartbeat.
 _UNHEARD_SECONDS = 10.0

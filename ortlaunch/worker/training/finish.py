@@ -16,8 +16,8 @@ from ortlaunch.run_folder.folder import RunDir, write_json
 from ortlaunch.run_folder.records import BestEvaluation, StoppedEarly, Summary, as_json
 from ortlaunch.units import duration
 from ortlaunch.worker.checkpoint import failures, load, samples_seen
-from ortlaunch.worker.checkpoint.damage import damage
 from ortlaunch.worker.checkpoint.saving import KEEP
+from ortlaunch.worker.checkpoint.verify import damage
 from ortlaunch.worker.data.left_out import recorded
 from ortlaunch.worker.engine.memory_use import memory_line
 from ortlaunch.worker.export.export import export

@@ -13,8 +13,8 @@ import torch
 
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, write_text
-from ortlaunch.worker.supervision import exchange, stall
-from ortlaunch.worker.supervision.exchange import Exchange, beat_seconds
+from ortlaunch.worker.supervision import heartbeats, stall
+from ortlaunch.worker.supervision.heartbeats import Exchange, beat_seconds
 from ortlaunch.worker.supervision.pulse import (
     AUTO,
     BACKWARD,
@@ -104,7 +104,7 @@ def test_many_ranks_beat_less_often_and_are_silent_later(ranks: int, seconds: fl
 def test_a_look_takes_a_bounded_number_of_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor reads a bounded number of heartbeats a turn, and the rest in the next turn."""
     # It must also read its rank's output.
-    monkeypatch.setattr(exchange, "_MESSAGES_AT_ONCE", 3)
+    monkeypatch.setattr(heartbeats, "_MESSAGES_AT_ONCE", 3)
     hub, *others = met(6)
     for other in others:
         other.send_beat(beat(other.rank.rank))
@@ -229,7 +229,7 @@ def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) 
     hub.receive()
     other.receive()
     now = time.monotonic()
-    monkeypatch.setattr("ortlaunch.worker.supervision.exchange.time.monotonic", lambda: now + 40)
+    monkeypatch.setattr("ortlaunch.worker.supervision.heartbeats.time.monotonic", lambda: now + 40)
     beats = other.beats(beat(1))
     assert beats is not None
     found = judge(beats, 20.0, 99.0)
@@ -248,7 +248,9 @@ def test_a_rank_that_nobody_ever_answered_is_watched_alone(monkeypatch: pytest.M
     # As if UDP were blocked: no message is received.
     _, other = met(2)
     now = time.monotonic()
-    monkeypatch.setattr("ortlaunch.worker.supervision.exchange.time.monotonic", lambda: now + 3600)
+    monkeypatch.setattr(
+        "ortlaunch.worker.supervision.heartbeats.time.monotonic", lambda: now + 3600
+    )
     busy = beat(1, still=3600.0, idle=0.0, warm=False, phase="exporting to ONNX Runtime")
     beats = other.beats(busy)
     assert beats == [busy]
@@ -267,7 +269,7 @@ def test_a_datagram_that_is_refused_is_no_end(monkeypatch: pytest.MonkeyPatch) -
     other.send_beat(beat(1))
     other.receive()
     now = time.monotonic()
-    monkeypatch.setattr("ortlaunch.worker.supervision.exchange.time.monotonic", lambda: now + 40)
+    monkeypatch.setattr("ortlaunch.worker.supervision.heartbeats.time.monotonic", lambda: now + 40)
     assert [one.rank for one in other.beats(beat(1)) or []] == [0, 1]
 
 

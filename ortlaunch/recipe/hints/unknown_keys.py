@@ -1,6 +1,6 @@
 """Unknown keys: each is reported with advice.
 
-Its value is moved to the key that was meant, so that the value is checked as well.
+advice.py chooses the key that was meant. The value is moved to it, so that it is checked as well.
 """
 
 from __future__ import annotations
