@@ -20,6 +20,7 @@ from ortlaunch.report.curves import number, thinned, ticks
 from ortlaunch.run_folder.folder import RunDir, json_text, write_json, write_text
 from ortlaunch.run_folder.profile_record import Profile
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
+from ortlaunch.search.parallel import Axis, Picture, TrialLine
 from tests.makers import engine_report, host, onnxruntime, plan, recipe
 
 # Would end a table cell and run a script if it were not escaped.
@@ -188,6 +189,24 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
         path.unlink()
     heads = [head.text for head in page(run, to=tmp_path / "r.html").iter("h2")]
     assert heads == ["Results", "Starts and bad steps", "Recipe"]
+
+
+def test_a_sweep(tmp_path: Path) -> None:
+    """The page of a sweep is named after it, and its best trial is the one thick line, with values."""
+    runs = [made(tmp_path / name, steps(1.0)) for name in ("0000", "0001")]
+    axis = Axis(70.0, "optimizer.learning_rate", [(12.0, "0.1"), (250.0, "0.001")])
+    lines = [
+        TrialLine([(70.0, 20.0)], False, "trial 1: loss 2"),
+        TrialLine([(70.0, 200.0)], True, "trial 0: loss 1"),
+    ]
+    drawn = Picture([axis], lines, [("optimizer.learning_rate", 1.0)], "loss")
+    text = report(runs, tmp_path / "r.html", "now", drawn).read_text()
+    assert f"<h1>{recipe().name}: sweep of 2 trials</h1>" in text
+    assert "Thick line, the best: trial 0: loss 1<" in text
+    assert text.count('class="curve best"') == 1
+    # Long names of fields are two lines, so that those of neighbouring axes do not overlap.
+    assert ">optimizer</text>" in text
+    assert ">learning_rate</text>" in text
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
