@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, get_args
 
-from ortlaunch.other_tools import trainer
-from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty
+from ortlaunch.other_tools import sharding, trainer
+from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty, null, number
 from ortlaunch.recipe.fields.data import SpecialToken
-from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
+from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES, PROMPTS
 from ortlaunch.recipe.text.tree import Tree
 
-_PREFERENCES = "there is no preference training here"
+# Keys of a training that ortlaunch does not have.
+_REFUSED = {
+    "rl": "there is no preference training here",
+    "reward_model": "there is no preference training here",
+    "process_reward_model": "there is no preference training here",
+    "processor_type": "images and sound beside text cannot be trained here",
+}
 # `ds_type` or the file's suffix -> format of the recipe.
 _SUFFIXES = {"json": "jsonl", "jsonl": "jsonl", "text": "text", "txt": "text", "parquet": "parquet"}
 _TEXT = ("completion", "pretrain")
@@ -20,15 +27,35 @@ _CHATS = {
     "chat_template.default": "messages",
     "sharegpt": "conversations",
 }
+_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 # Axolotl's names of roles, beside the chat template's.
 _ROLES = {"human": "user", "gpt": "assistant"}
+# Axolotl's styles of an Alpaca prompt: its system message, its turn, and its turn without input.
+_STYLES = {
+    "chat": (
+        "SYSTEM: {system}\n",
+        "USER: {instruction}\n{input}\nASSISTANT:",
+        "USER: {instruction}\nASSISTANT:",
+    ),
+    "chatml": (
+        "<|im_start|>system\n{system}<|im_end|>\n",
+        "<|im_start|>user\n{instruction}\n{input}<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>user\n{instruction}<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "phi": (
+        "<|system|>\n{system}<|end|>\n",
+        "<|user|>\n{instruction}<|end|>{input}<|assistant|>",
+        "<|user|>\n{instruction}<|end|>\n<|assistant|>\n",
+    ),
+}
 
 
 def convert(draft: Draft) -> None:
     """Convert a config."""
-    rl = draft.pop("rl")
-    if rl is not None:
-        raise trainer.refused("rl", rl, _PREFERENCES)
+    for key, why in _REFUSED.items():
+        node = draft.pop(key)
+        if node is not None:
+            raise trainer.refused(key, node, why)
     draft.assume("model.task", "causal-lm", "Axolotl trains no other")
     _model(draft)
     _adapter(draft)
@@ -37,9 +64,11 @@ def convert(draft: Draft) -> None:
     _template(draft)
     _tokens(draft)
     _packing(draft)
-    _wandb(draft)
+    _trackers(draft)
+    _memory(draft)
     trainer.optimizer(draft, "optimizer")
     _schedule(draft)
+    _watchdog(draft)
     trainer.training(draft)
     trainer.length(draft, 1)  # Axolotl's default is one epoch, Trainer's three
     for path, value in (("batch.accumulation_steps", 1), ("train.max_grad_norm", 1.0)):
@@ -49,13 +78,18 @@ def convert(draft: Draft) -> None:
 def _model(draft: Draft) -> None:
     base = draft.pop("base_model")
     tokenizer = draft.pop("tokenizer_config")
+    mistral = draft.pop("tokenizer_use_mistral_common")
+    if mistral is not None:
+        why = "the tokenizer that transformers reads for the model, with its chat template"
+        draft.alter("tokenizer_use_mistral_common", mistral, why)
+    revision = draft.pop("revision_of_model") if base is not None else None
     if base is not None:
-        draft.put("model.pretrained", base, "base_model")
-        draft.assume(
-            "data.tokenizer",
-            in_one_line(tokenizer if tokenizer is not None else base),
-            "it lies with the model",
-        )
+        source = in_one_line(base) + (f"@{in_one_line(revision)}" if revision else "")
+        draft.put("model.pretrained", base, "base_model", source)
+        own = in_one_line(tokenizer) if tokenizer is not None else source
+        draft.assume("data.tokenizer", own, "it lies with the model")
+    if revision is not None:
+        draft.needless("revision_of_model", revision, "model.pretrained has it")
     if tokenizer is not None:
         draft.needless("tokenizer_config", tokenizer, "data.tokenizer has it")
     kind = draft.pop("model_type")
@@ -79,15 +113,111 @@ def _adapter(draft: Draft) -> None:
     names = draft.pop("lora_target_modules")
     if every is not None:
         draft.put("model.lora.target_modules", every, "lora_target_linear", ["all-linear"])
-    if names is not None:
+    given = names.plain() if names is not None and names.kind == "list" else []
+    # A linear layer that the list names, too; the head and the word table are none of them.
+    if names is not None and every is not None and not {*given} & {"lm_head", "embed_tokens"}:
+        draft.needless("lora_target_modules", names, "all-linear has them")
+    elif names is not None:
         draft.put("model.lora.target_modules", names, "lora_target_modules")
+    experts = draft.pop("lora_target_parameters")
+    if experts is not None:
+        draft.put("model.lora.target_parameters", experts, "lora_target_parameters")
+        draft.assume("engine.name", "eager", "lora_target_parameters requires it")
     rank = draft.pop("lora_r")
     alpha = draft.pop("lora_alpha")
+    root = draft.pop("peft_use_rslora")
+    if root is not None:
+        # It divides alpha by the root of the rank, peft's usual scale by the rank.
+        rooted = (number(alpha) or 8) * math.sqrt(number(rank) or 8)
+        draft.put("model.lora.alpha", root, "lora_alpha, peft_use_rslora", round(rooted, 6))
+        alpha = None
     for node, key, ours in ((rank, "lora_r", "r"), (alpha, "lora_alpha", "alpha")):
         if node is not None:
             draft.put(f"model.lora.{ours}", node, key)
         draft.assume(f"model.lora.{ours}", 8, "peft's default")
     return None
+
+
+def _memory(draft: Draft) -> None:
+    """Convert settings that decide where weights are, and which of them are trained."""
+    _parts_of_model(draft)
+    each = draft.pop("dp_shard_size")
+    if each is not None and (number(each) or 0) > 1:
+        sharding.shard(draft, 3, "by dp_shard_size")
+        draft.alter("dp_shard_size", each, "zero.stage; weights are sharded over all ranks")
+    elif each is not None:
+        draft.needless("dp_shard_size", each, "1 stands for none")
+    trainer.offloading(draft, "activation_offloading")
+    attention = draft.pop("attn_implementation")
+    if attention is not None and attention.scalar in ("eager", "sdpa"):
+        draft.put("model.attention", attention, "attn_implementation")
+    elif attention is not None:
+        draft.needless("attn_implementation", attention, "the fastest that works is chosen")
+    flow = draft.pop("streaming")
+    if flow is not None:
+        why = "rows are read and shuffled before step 1; data.train.stream streams text"
+        draft.alter("streaming", flow, why)
+    summed = draft.left.get("accelerator_config")
+    if summed is not None and summed.plain() == _EACH_BATCH:
+        draft.needless("accelerator_config", draft.left.pop("accelerator_config"),
+                       "it is for memory; gradients are averaged once a step")  # fmt: skip
+    for key, ours in (("float16", "fp16"), ("bfloat16", "bf16")):
+        node = draft.pop(key)
+        if node is not None:
+            draft.put("precision", node, key, ours, "weights and optimizer state are in 32 bits")
+    total = draft.pop("batch_size")
+    micro = number(draft.left.get("micro_batch_size")) or 1
+    if total is not None:
+        passes = max(1, int((number(total) or 1) // micro))
+        draft.put("batch.accumulation_steps", total, "batch_size", passes)
+
+
+def _parts_of_model(draft: Draft) -> None:
+    """Convert Axolotl's patterns of parameters that are trained."""
+    node = draft.pop("unfrozen_parameters")
+    if node is None:
+        return
+    patterns = [_pattern(one) for each in node.plain() for one in _expanded(str(each))]
+    if draft.expected("model.lora.r"):
+        draft.needless("unfrozen_parameters", node, "an adapter is trained, no weight of the model")
+    elif node.kind != "list" or not all(patterns):
+        draft.drop("unfrozen_parameters", node, "write them as model.freeze: ['*', '!...']")
+    else:
+        draft.put("model.freeze", node, "unfrozen_parameters", ["*", *map("!{}".format, patterns)])
+
+
+def _expanded(theirs: str) -> list[str]:
+    """Return an expression for each digit of a range, as of layers 4[0-9]+."""
+    found = re.search(r"\[(\d)-(\d)\]\+?", theirs)
+    if found is None:
+        return [theirs]
+    digits = range(int(found[1]), int(found[2]) + 1)
+    return [each for d in digits for each in _expanded(theirs.replace(found[0], str(d), 1))]
+
+
+def _pattern(theirs: str) -> str | None:
+    """Return the recipe's pattern for a regular expression; None if there is none.
+
+    In Axolotl's expressions a dot is a dot, and one without ^ matches anywhere.
+    """
+    bare = theirs.removeprefix("^").removesuffix("$").removesuffix(".*")
+    if not re.fullmatch(r"[\w.]+", bare):
+        return None
+    return f"{'' if theirs.startswith('^') else '*'}{bare}{'' if theirs.endswith('$') else '*'}"
+
+
+def _watchdog(draft: Draft) -> None:
+    """Convert the loss that ends a training, and how often it may come."""
+    limit = draft.pop("loss_watchdog_threshold")
+    times = draft.pop("loss_watchdog_patience")
+    if limit is not None:
+        spike = {"deviations": null(limit), "limit": limit, "patience": number(times) or 3}
+        why = "every step is judged, not every log line"
+        draft.put("train.on_spike", limit, "loss_watchdog_threshold", spike, why)
+    if limit is not None and times is not None:
+        draft.needless("loss_watchdog_patience", times, "train.on_spike has it")
+    elif times is not None:
+        draft.needless("loss_watchdog_patience", times, "there is no loss_watchdog_threshold")
 
 
 def _datasets(draft: Draft) -> None:
@@ -132,6 +262,8 @@ def _source(draft: Draft, node: Tree, key: str, usual: str | None) -> dict[str, 
     for theirs, ours in (("name", "subset"), ("split", "split"), ("revision", "revision")):
         if values.get(theirs) and not form:
             source[ours] = values.pop(theirs)
+    if values.get("data_files") and not form:
+        source["files"] = values.pop("data_files")
     source.update(_columns(draft, node, key, kind, values))
     for name, value in values.items():
         if value not in (None, False, ""):
@@ -155,6 +287,9 @@ def _columns(
         return {**_messages(draft, node, key, str(kind), values), **learned}
     if kind == "alpaca":
         return {"prompt": "alpaca", **learned}
+    family, _, style = str(kind).partition(":")
+    if family == "alpaca" and style in _STYLES:
+        return {"prompt": _styled(style), **learned}
     if kind is not None:
         draft.drop(
             f"{key}.type",
@@ -164,12 +299,22 @@ def _columns(
     return {}
 
 
+def _styled(style: str) -> dict[str, str]:
+    """Return the template of an Alpaca prompt in another style."""
+    system, turn, without = _STYLES[style]
+    alpaca = PROMPTS["alpaca"]
+    # The sentence before the first heading.
+    texts = (str(text).partition("\n\n")[0] for text in (alpaca.template, alpaca.without_input))
+    whole, short = (system.replace("{system}", text) for text in texts)
+    return {"template": whole + turn, "without_input": short + without}
+
+
 def _messages(
     draft: Draft, node: Tree, key: str, kind: str, values: dict[str, Any]
 ) -> dict[str, object]:
     """Convert the keys of a data set of chats."""
     named = values.pop("message_property_mappings", None) or {}
-    keys = dict[str, object]()
+    keys = dict[str, Any]()
     for ours, usual in (("role", "from"), ("content", "value")):
         given = named.pop(ours, None) or values.pop(f"message_field_{ours}", None)
         found = given or (usual if kind == "sharegpt" else ours)
@@ -191,6 +336,14 @@ def _messages(
             del values[theirs]
     if {*(values.get("roles_to_train") or ())} in ({"assistant"}, {"gpt"}):
         del values["roles_to_train"]
+    if values.pop("drop_system_message", None):
+        keys["roles"] = {**keys.get("roles", {}), "system": None}
+    thoughts = values.get("field_thinking")
+    if thoughts and values.get("template_thinking_key", "reasoning_content") == thoughts:
+        for theirs in ("field_thinking", "template_thinking_key"):
+            if values.pop(theirs, None):
+                why = "a message's other keys are given to the chat template by their names"
+                draft.needless(f"{key}.{theirs}", node.find((theirs,)) or node, why)
     return {"messages_column": values.pop("field_messages", None) or _CHATS[kind], **keys}
 
 
@@ -271,6 +424,20 @@ def _template(draft: Draft) -> None:
 
 def _schedule(draft: Draft) -> None:
     """Convert the schedule; Axolotl's defaults are a cosine and a warm-up of 3 % of the steps."""
+    least = draft.left.get("cosine_min_lr_ratio")
+    if least is not None and number(least) == 1:
+        key = "cosine_min_lr_ratio"
+        draft.put("schedule.name", draft.left.pop(key), key, "constant")
+        cosine = draft.pop("lr_scheduler")
+        if cosine is not None:
+            draft.needless("lr_scheduler", cosine, "a cosine down to the same rate is constant")
+    flat = draft.left.get("cosine_constant_lr_ratio")
+    if flat is not None and not number(flat):
+        draft.needless("cosine_constant_lr_ratio", draft.left.pop("cosine_constant_lr_ratio"),
+                       "0 stands for none")  # fmt: skip
+    curve = draft.pop("lr_quadratic_warmup")
+    if curve is not None:
+        draft.put("schedule.warmup_power", curve, "lr_quadratic_warmup", 2.0)
     named = draft.value("lr_scheduler")
     if (
         named != "constant"
@@ -317,8 +484,12 @@ def _packing(draft: Draft) -> None:
         draft.assume("data.attend_across_documents", False, why)
 
 
-def _wandb(draft: Draft) -> None:
+def _trackers(draft: Draft) -> None:
     project = draft.pop("wandb_project")
     if project is not None:
         draft.put("log.project", project, "wandb_project")
         draft.assume("log.trackers", ["wandb"], "wandb_project requires it")
+    board = draft.pop("use_tensorboard")
+    if board is not None:
+        names = ["wandb", "tensorboard"] if project is not None else ["tensorboard"]
+        draft.put("log.trackers", board, "use_tensorboard", names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ortlaunch.other_tools import sharding
 from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty, number
 from ortlaunch.recipe.fields.deepspeed_keys import DEEPSPEED_OWNED, NESTED, TOP
 from ortlaunch.recipe.text.tree import Tree
@@ -54,7 +55,7 @@ def beside(draft: Draft, node: Tree) -> None:
             "deepspeed", node, "there is no such file here; give zero.stage, and zero.deepspeed"
         )
         # Usual names are such as ds_z3_config.json.
-        return _shard(
+        return sharding.shard(
             draft,
             next((n for n in (3, 2, 1) if str(n) in in_one_line(node)), 0),
             "by that file's name",
@@ -74,7 +75,7 @@ def _places(node: Tree) -> list[Path]:
 
 
 def _parts(draft: Draft, parts: dict[str, Tree], prefix: str) -> None:
-    _shard(draft, _stage(parts.get("zero_optimization")), "by zero_optimization")
+    sharding.shard(draft, _stage(parts.get("zero_optimization")), "by zero_optimization")
     _batch(draft, parts)  # before the loop, because it removes a redundant size
     for key, node in parts.items():
         if node.scalar == "auto":
@@ -95,16 +96,6 @@ def _parts(draft: Draft, parts: dict[str, Tree], prefix: str) -> None:
             draft.put("log.trackers", node, f"{prefix}{key}", ["wandb"])
         else:
             draft.drop(f"{prefix}{key}", node, "DeepSpeed has no such setting, or has it no more")
-
-
-def _shard(draft: Draft, stage: int, why: str) -> None:
-    draft.assume("zero.stage", stage, why)
-    if stage == 3:
-        draft.assume(
-            "engine.name",
-            "eager",
-            "ONNX Runtime has no ZeRO 3; zero.stage=2 engine.name=ort runs on it",
-        )
 
 
 def _batch(draft: Draft, parts: dict[str, Tree]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ortlaunch.recipe.fields.fields import choices, everywhere, names_in, section_at
-from ortlaunch.recipe.hints.dialects import DIALECTS
+from ortlaunch.recipe.hints.dialects import DIALECTS, WHOLE
 from ortlaunch.recipe.text.place import HIDDEN, SECRET, Place, keys, without_secrets
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.words import closest, normal
@@ -171,6 +171,8 @@ class Draft:
         ours = ours or everywhere().get(normal(key)) or ""
         if ours.startswith(NONE):
             self.needless(key, node, ours.removeprefix(NONE))
+        elif ours == WHOLE and number(node) == 1:
+            self.needless(key, node, "1 stands for none")
         elif not is_key(ours):
             self.drop(key, node, f"no counterpart; nearest: {ours}" if ours else "no counterpart")
         elif choices(keys(ours)) and isinstance(node.scalar, str):

@@ -100,6 +100,8 @@ def _evaluations(draft: Draft, has_data: bool) -> None:
         for name, node in ((key, strategy), *((name, draft.pop(name)) for name in names)):
             if node is not None and kind == "no":
                 draft.needless(name, node, "data.evaluation is evaluated at the end alone")
+            elif node is not None and "Axolotl" in draft.tools:
+                draft.needless(name, node, "of no effect there: no data are held out")
             elif node is not None:
                 draft.drop(name, node, _NO_DATA)
         return

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ortlaunch.errors import InputError
 from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
-from ortlaunch.other_tools import deepspeed, intervals, trl
-from ortlaunch.other_tools.draft import Draft, in_one_line, null, number
+from ortlaunch.other_tools import deepspeed, intervals, sharding, trl
+from ortlaunch.other_tools.draft import Draft, in_one_line, null, number, tree_of
 from ortlaunch.recipe.text.tree import Tree
 
 # Trainer's name -> the recipe's, and how the meaning differs.
@@ -69,7 +69,9 @@ def training(draft: Draft) -> None:
     _clipping(draft)
     _recomputation(draft)
     compiled = draft.pop("torch_compile")
-    if compiled is not None:
+    if compiled is not None and draft.recipe.find(("model", "offload_activations")) is not None:
+        draft.drop("torch_compile", compiled, "engine eager alone has model.offload_activations")
+    elif compiled is not None:
         draft.put("engine.name", compiled, "torch_compile", "inductor")
     _grouping(draft)
     name(draft)
@@ -85,6 +87,16 @@ def training(draft: Draft) -> None:
     config = draft.pop("deepspeed")
     if config is not None:
         deepspeed.beside(draft, config)
+    sharding.fsdp(draft)
+    _whole_states(draft)
+
+
+def _whole_states(draft: Draft) -> None:
+    """Replace an optimizer of 8 bits, which updates whole tensors, where ZeRO splits them."""
+    node = draft.recipe.find(("optimizer", "name"))
+    if node is not None and node.scalar == "adamw_8bit" and draft.expected("zero.stage"):
+        draft.recipe = draft.recipe.put(("optimizer", "name"), tree_of("adamw", node))
+        draft.alter("optimizer", node, "optimizer.name: adamw; ZeRO splits the tensors of 8 bits")
 
 
 def _task(draft: Draft) -> None:
@@ -108,20 +120,19 @@ def model(draft: Draft) -> None:
     """Convert the model, its tokenizer and its config."""
     source = draft.pop("model_name_or_path")
     tokenizer = draft.pop("tokenizer_name")
-    if source is not None:
-        draft.put("model.pretrained", source, "model_name_or_path")
-    if tokenizer is not None or source is not None:
-        key = "tokenizer_name" if tokenizer is not None else "model_name_or_path"
-        draft.put("data.tokenizer", tokenizer or source, key)  # type: ignore[arg-type]
     kind, changes, revision = (
         draft.pop(key) for key in ("model_type", "config_overrides", "model_revision")
     )
-    if revision is not None and revision.scalar == "main":
-        draft.needless("model_revision", revision, "it is the newest")
-    elif revision is not None:
-        draft.drop(
-            "model_revision", revision, "the newest is taken; give a folder that holds this one"
-        )
+    given = in_one_line(revision) if revision is not None else "main"
+    pinned = f"{in_one_line(source)}@{given}" if source is not None and given != "main" else None
+    if source is not None:
+        draft.put("model.pretrained", source, "model_name_or_path", pinned)
+    if tokenizer is not None:
+        draft.put("data.tokenizer", tokenizer, "tokenizer_name")
+    elif source is not None:
+        draft.put("data.tokenizer", source, "model_name_or_path", pinned)
+    if revision is not None:
+        draft.needless("model_revision", revision, "model.pretrained has it")
     if kind is not None and source is None:
         draft.put("model.config.model_type", kind, "model_type")
     elif kind is not None:
@@ -258,9 +269,10 @@ def _warmup(draft: Draft, kind: str, ratio: Tree | None, steps: Tree | None) -> 
         steps = None
     for key, node in (("warmup_steps", steps), ("warmup_ratio", ratio)):
         if node is not None and kind == "constant":
-            draft.drop(key, node, "Trainer's `constant` has no warm-up, whatever is given")
+            why = "of no effect there: Trainer's `constant` has no warm-up, whatever is given"
+            draft.needless(key, node, why)
         elif node is not None and key == "warmup_ratio" and steps is not None:
-            draft.drop(key, node, "warmup_steps comes first")
+            draft.needless(key, node, "of no effect there: warmup_steps comes first")
         elif node is not None and key == "warmup_steps" and (value is None or value >= 1):
             draft.put(
                 "schedule.warmup_steps",
@@ -335,6 +347,16 @@ def _recomputation(draft: Draft) -> None:
             True,
             "layers are computed again, and nothing is offloaded",
         )
+
+
+def offloading(draft: Draft, key: str) -> None:
+    """Convert activations in host memory, which engine eager alone has."""
+    node = draft.pop(key)
+    if node is not None:
+        # Another name chooses a way to copy, or a disk.
+        why = "" if node.scalar is True else "in host memory, by copies that the step waits for"
+        draft.put("model.offload_activations", node, key, True, why)
+        draft.assume("engine.name", "eager", f"{key} requires it")
 
 
 def _grouping(draft: Draft) -> None:
@@ -413,7 +435,7 @@ def length(draft: Draft, epochs: float) -> None:
     if steps is not None and (number(steps) or 0) > 0:
         draft.put("train.max_steps", steps, "max_steps")
         if given is not None:
-            draft.drop(key, given, "max_steps comes first")
+            draft.needless(key, given, "of no effect there: max_steps comes first")
         return
     if steps is not None:
         draft.needless("max_steps", steps, "it stands for none")

@@ -370,6 +370,8 @@ def _setting(recipe: Recipe, name: str, default: float) -> float:
 
 def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
     """Return the elements of each adapter's two matrices, or None for an unknown target module."""
+    if lora.target_parameters or lora.modules_to_save:
+        return None
     if c["model_type"] in SHAPES:
         linear = shape_of(c, task).linear(lora.target_modules)
         return None if linear is None else [lora.r * side for pair in linear for side in pair]

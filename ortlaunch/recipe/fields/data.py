@@ -96,6 +96,8 @@ class Corpus(Section):
     """Data set on the hub, for format hub."""
     subset: Text | None = None
     """Configuration of the hub data set, as `wikitext-2-raw-v1`."""
+    files: OneOrMore | None = None
+    """Files of the hub data set to read, as `data/train-*.jsonl`; null: those of the split."""
     revision: Text | None = None
     """Commit, tag or branch of the hub data set; null: its newest. With a full commit hash cached
     tokens are also found offline."""
@@ -150,9 +152,10 @@ class Corpus(Section):
     """Key of a message's role, as `from` in ShareGPT's form."""
     content_key: Text = "content"
     """Key of a message's content, as `value` in ShareGPT's form."""
-    roles: dict[Text, Text] = {}
+    roles: dict[Text, Text | None] = {}
     """Roles by their names in the rows, as `{human: user, gpt: assistant}`; other roles keep their
-    names. Answers are messages of role assistant."""
+    names. null leaves the messages of a role out, as `{system: null}`. Answers are messages of role
+    assistant."""
     most_rows: Positive | None = None
     """Read only this many rows (of text: documents), the first ones; null: all."""
     stream: StreamSettings | None = None
@@ -257,8 +260,8 @@ class Data(Section):
     """Held-out corpus for the evaluation loss, or a part of the training data, as `{share: 0.05}`
     or `{samples: 500}`; null: none."""
     tokenizer: TokenizerChoice | None = None
-    """Local folder or hub id, or `{train: wordpiece, vocab_size: 30522}`; null only for custom
-    data."""
+    """Local folder or hub id (or `owner/name@revision`), or `{train: wordpiece, vocab_size: 30522}`;
+    null only for custom data."""
     special_tokens: dict[SpecialToken, Text] = {}
     """Special tokens in place of the tokenizer's, as `{pad_token: <pad>, eos_token: <|im_end|>}`. A
     token that the vocabulary lacks is added to it; a pretrained model then needs a larger

@@ -29,6 +29,7 @@ from ortlaunch.recipe.fields.section import (
     SecondsOrAuto,
     Section,
     Text,
+    Words,
     tuple_of,
 )
 from ortlaunch.recipe.fields.submit import Submit
@@ -49,6 +50,12 @@ class Lora(Section):
     """Dropout before the adapters."""
     target_modules: OneOrMore = ("q_proj", "v_proj")
     """Names of the linear layers that get an adapter; `all-linear`: all but the head."""
+    target_parameters: Words = ()
+    """More weights that get an adapter, by the end of their names, for experts that a model has in
+    one tensor, as `experts.gate_up_proj`. Not with engine ort, and with `dropout` 0."""
+    modules_to_save: Words = ()
+    """Modules that are trained whole beside the adapters, as [embed_tokens, lm_head], and saved
+    and exported with them."""
     merge: bool = True
     """Export the whole model with the adapters merged into its weights; false: only the adapters,
     in peft's format. Checkpoints contain only the adapters in any case."""
@@ -64,8 +71,8 @@ class Model(Section):
     `pixel_values` or `input_features`, and `labels`.
     `custom` and `lightning` (a LightningModule) require `factory`."""
     pretrained: Text | None = None
-    """Local folder or hub id of a transformers model to start from; null: random weights from
-    `config`."""
+    """Local folder or hub id of a transformers model to start from, with a commit, a tag or a branch
+    as `owner/name@revision`; null: random weights from `config`."""
     config: dict[str, Any] | None = None
     """Fields of the transformers config, `model_type` first. With `pretrained`: fields to change;
     its vocabulary is resized to another `vocab_size`, with new words initialized near the mean of
@@ -91,6 +98,10 @@ class Model(Section):
     (`engine.memory_optimization: 1`) on ort. Saves most of the activations, costs about a forward
     pass, a quarter to a third of a step; for models that do not fit otherwise. A custom model must
     have a method `gradient_checkpointing_enable`, which is called."""
+    offload_activations: bool = False
+    """Keep the tensors that wait for the backward pass in host memory: less GPU memory, for the
+    time of two copies. With `gradient_checkpointing` these are the inputs of the layers. For engine
+    eager on GPUs; the values are the same."""
     freeze: OneOrMore | None = None
     """Patterns of parameter names, in which `*` matches any text, as `*.embeddings.*`: these
     parameters are not trained. A pattern that begins with `!` makes an exception to those before
@@ -161,10 +172,14 @@ class Spike(Section):
 
     action: BadStepAction = "stop"
     """As `train.on_nonfinite`: `stop`, `skip` or `rollback`."""
-    deviations: Annotated[float, Field(gt=0)] = 10.0
+    deviations: Annotated[float, Field(gt=0)] | None = 10.0
     """A step's loss has jumped if it is above the median of the last `window` losses by more than
     this many of their standard deviations (robust: 1.4826 x their median distance from the median;
-    at least 1 % of the median)."""
+    at least 1 % of the median); null: by `limit` alone."""
+    limit: float | None = None
+    """A loss above this has jumped, too, whatever the earlier ones are; null: no limit."""
+    patience: Positive = 1
+    """Number of successive steps with a loss above `limit` after which the last is judged."""
     window: Annotated[int, Field(ge=8, le=10_000)] = 100
     """Number of losses to compare with, each the mean over all ranks; no step is judged before this
     start has this many."""

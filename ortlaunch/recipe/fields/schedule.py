@@ -13,7 +13,7 @@ Length = Annotated[int, Field(ge=0)]
 
 
 class Schedule(Section):
-    """Learning rate over the steps, after a linear warm-up."""
+    """Learning rate over the steps, after a warm-up."""
 
     name: Literal["linear", "cosine", "polynomial", "constant", "wsd"] = "linear"
     """Decay after the warm-up: `linear`, `cosine` and `polynomial` to 0 at the last step (or to
@@ -22,6 +22,8 @@ class Schedule(Section):
     """Steps from 0 to the peak; alternatively give `warmup_ratio`."""
     warmup_ratio: Fraction | None = None
     """Warm-up as a share of all steps."""
+    warmup_power: Annotated[float, Field(gt=0)] = 1.0
+    """Exponent of the warm-up: 1 is linear, 2 quadratic."""
     minimum_ratio: Decay = 0.0
     """Final rate of `linear`, `cosine` and `wsd`, as a share of `optimizer.learning_rate`: 0.1 in
     Llama 2."""

@@ -32,9 +32,12 @@ _CHECKPOINTING = "model.gradient_checkpointing"
 _RAW_ZERO = "zero.stage, and zero.deepspeed for raw settings"
 _STREAMS = "none: data is read once and cached"
 _QUANTIZED = "precision (there is no quantized training)"
-_WHOLE = (
+WHOLE = (
     "zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence parallelism)"
 )
+_FASTEST = "none: model.attention chooses the fastest that works"
+_SAME_RESULT = "none: evaluation uses batch.micro_size, and its result does not depend on it"
+_LOGGER = "none: it is of another logger's account; log.trackers has tensorboard, wandb, mlflow"
 
 # If two tools use one name, FOREIGN keeps the later tool's entry. At present no name is in two
 # tables.
@@ -48,10 +51,10 @@ DIALECTS: dict[str, dict[str, str]] = {
         "min_lr": "schedule.minimum_ratio (a share of optimizer.learning_rate)",
         "clip_grad": "train.max_grad_norm",
         "save": "checkpoint.every_steps",
-        "tensor_model_parallel_size": _WHOLE,
-        "pipeline_model_parallel_size": _WHOLE,
-        "context_parallel_size": _WHOLE,
-        "sequence_parallel": _WHOLE,
+        "tensor_model_parallel_size": WHOLE,
+        "pipeline_model_parallel_size": WHOLE,
+        "context_parallel_size": WHOLE,
+        "sequence_parallel": WHOLE,
     },
     "NVIDIA's BERT": {
         "max_predictions_per_seq": "data.masked_lm.max_predictions",
@@ -67,7 +70,7 @@ DIALECTS: dict[str, dict[str, str]] = {
     "llm-foundry": {
         "global_train_batch_size": "batch.global_size",
         "device_train_microbatch_size": "batch.micro_size",
-        "device_eval_batch_size": "batch.micro_size (evaluation uses it too)",
+        "device_eval_batch_size": _SAME_RESULT,
         # A time with its unit, as `10ba` or `1ep`.
         "max_duration": "train.max_steps or train.epochs (a number)",
         "max_seq_len": "data.sequence_length",
@@ -113,8 +116,8 @@ DIALECTS: dict[str, dict[str, str]] = {
         "scheduler": "schedule",
         "scheduler.params": "schedule",
         "zero_stage": "zero.stage",
-        "tensor_parallel": _WHOLE,
-        "autotp_size": _WHOLE,
+        "tensor_parallel": WHOLE,
+        "autotp_size": WHOLE,
         "num_gpus": "launch.processes_per_node",
         "num_nodes": "launch.nodes",
         "hostfile": "the command line option --hostfile",
@@ -144,8 +147,8 @@ DIALECTS: dict[str, dict[str, str]] = {
         "lora_target_linear": "model.lora.target_modules",
         "load_in_8bit": _QUANTIZED,
         "load_in_4bit": _QUANTIZED,
-        "flash_attention": "none: model.attention chooses the fastest that works",
-        "xformers_attention": "none: model.attention chooses the fastest that works",
+        "flash_attention": _FASTEST,
+        "xformers_attention": _FASTEST,
         "val_set_size": "data.evaluation: {share: 0.05} or {samples: 500}",
         "evals_per_epoch": "train.evaluate_every_epochs (a part of an epoch: 1 / evals_per_epoch)",
         "saves_per_epoch": "checkpoint.every_epochs (a part of an epoch: 1 / saves_per_epoch)",
@@ -155,16 +158,55 @@ DIALECTS: dict[str, dict[str, str]] = {
         "is_llama_derived_model": "none: the model's config defines it",
         "wandb_entity": "none: W&B reads it from WANDB_ENTITY",
         "dataset_processes": "none: text is always tokenized in parallel",
-        "auto_resume_from_checkpoints": _RESUME,
+        "auto_resume_from_checkpoints": "none: a run continues by itself in the folder of --run-dir",
+        "use_ray": "none: ortlaunch starts the processes",
+        "ray_num_workers": "launch.processes_per_node",
+        "cosine_constant_lr_ratio": "schedule.decay_ratio (with schedule.name wsd)",
+        "base_model_ignore_patterns": "none: only the weights that the model needs are fetched",
+        "max_packed_sequence_len": "none: Axolotl itself reads no such key any more",
         "cosine_min_lr_ratio": "schedule.minimum_ratio",
         "special_tokens": "data.special_tokens",
         "tokens": "data.added_tokens",
         "train_on_inputs": "data.train.train_on: all",
-        "loss_watchdog_threshold": "train.on_spike (a jump above the previous losses)",
+        "loss_watchdog_threshold": "train.on_spike: {limit: ...}",
+        "loss_watchdog_patience": "train.on_spike: {patience: ...}",
         "use_tensorboard": "log.trackers: [tensorboard]",
         "use_mlflow": "log.trackers: [mlflow]",
         "mlflow_experiment_name": "log.project",
-        "sequence_parallel_degree": _WHOLE,
+        "sequence_parallel_degree": WHOLE,
+        "tensor_parallel_size": WHOLE,
+        "context_parallel_size": WHOLE,
+        "expert_parallel_size": WHOLE,
+        "dp_replicate_size": WHOLE,
+        "eval_batch_size": _SAME_RESULT,
+        "ddp_find_unused_parameters": "none: parameters without a gradient are detected",
+        "lora_fan_in_fan_out": "none: peft detects it",
+        "lora_modules_to_save": "model.lora.modules_to_save",
+        "lora_target_parameters": "model.lora.target_parameters",
+        "unfrozen_parameters": "model.freeze (with exceptions, as ['*', '!lm_head*'])",
+        "model_config": "model.config",
+        "overrides_of_model_config": "model.config",
+        "shuffle_merged_datasets": "none: the samples of all sources are shuffled together",
+        "tokenizer_use_fast": "none: it is always the fast one",
+        "tokenizer_legacy": "none: the tokenizer's files define it",
+        "activation_offloading": "model.offload_activations",
+        "hf_use_auth_token": "none: HF_TOKEN, or the login of the hub's own command, is used",
+        "low_cpu_mem_usage": "none: weights are read into the model's own memory",
+        "device_map": "none: each rank has its device",
+        "resize_token_embeddings_to_32x": "none: it rounds the word table's size up, for speed alone",
+        "eta_min": "none: Axolotl itself reads no such key",
+        "adam_eps": "none: Axolotl itself reads no such key",
+        "streaming_multipack_buffer_size": "none: text is packed without a buffer",
+        **dict.fromkeys(
+            (
+                *("use_swanlab", "swanlab_project", "swanlab_experiment_name", "swanlab_mode"),
+                *("swanlab_description", "swanlab_workspace", "swanlab_api_key"),
+                *("use_comet", "comet_workspace", "comet_project_name"),
+                *("use_trackio", "trackio_project_name", "trackio_run_name"),
+                *("use_otel_metrics", "otel_metrics_host", "otel_metrics_port"),
+            ),
+            _LOGGER,
+        ),
     },
     "LLaMA-Factory": {
         "model_name_or_path": "model.pretrained",
@@ -196,7 +238,7 @@ DIALECTS: dict[str, dict[str, str]] = {
     "Hugging Face": {
         "output_dir": "the command line option --run-dir",
         "per_device_train_batch_size": "batch.micro_size",
-        "per_device_eval_batch_size": "batch.micro_size (evaluation uses it too)",
+        "per_device_eval_batch_size": _SAME_RESULT,
         "gradient_accumulation_steps": "batch.accumulation_steps",
         "num_train_epochs": _EPOCHS,
         "lr": "optimizer.learning_rate",
@@ -213,6 +255,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "logging_steps": "log.every_steps",
         "logging_dir": "none: TensorBoard files are in the run folder",
         "save_steps": "checkpoint.every_steps",
+        "save_only_model": "none: checkpoints have the optimizer's state, too",
         "save_strategy": "checkpoint.every_steps or checkpoint.every_epochs",
         "save_total_limit": "checkpoint.keep",
         "resume_from_checkpoint": _RESUME,
@@ -273,8 +316,8 @@ DIALECTS: dict[str, dict[str, str]] = {
         "nnodes": "launch.nodes",
     },
     "vLLM": {
-        "tensor_parallel_size": _WHOLE,
-        "pipeline_parallel_size": _WHOLE,
+        "tensor_parallel_size": WHOLE,
+        "pipeline_parallel_size": WHOLE,
     },
     "Slurm": {
         "ntasks_per_node": "launch.processes_per_node",

@@ -27,6 +27,11 @@ def bad_step_rules(recipe: Recipe) -> Iterator[Problem]:
                 paths,
                 f"got {limit}, and no setting uses {action}; also set train.on_nonfinite: {action}",
             )
+    spike = train.on_spike
+    if spike and spike.limit is None and (spike.deviations is None or spike.patience > 1):
+        paths = ("train.on_spike", "train.on_spike.deviations", "train.on_spike.patience")
+        lacks = "patience" if spike.deviations else "deviations: null"
+        yield paths, f"has {lacks} and no limit; also set train.on_spike.limit, a loss"
     # A raw setting may have any type: its values are checked elsewhere, not by pydantic.
     raw = recipe.zero.deepspeed.get("bf16") if recipe.zero else None
     if (

@@ -31,7 +31,7 @@ _FORMAT_FIELDS = {
     "text": ("path", "document", "most_rows"),
     "jsonl": ("path", *_COLUMNS),
     "parquet": ("path", *_COLUMNS),
-    "hub": ("name", "subset", "revision", "split", *_COLUMNS),
+    "hub": ("name", "subset", "files", "revision", "split", *_COLUMNS),
     "custom": ("factory", "arguments"),
 }
 # The one field that each format requires.

@@ -49,6 +49,12 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _onednn(recipe)
     yield from _chunked_loss(recipe)
     yield from function("engine.postprocess", recipe.engine.postprocess)
+    if recipe.model.lora and recipe.model.lora.target_parameters and recipe.engine.name == "ort":
+        paths = ("model.lora.target_parameters", "engine.name")
+        yield paths, "got engine ort, which has no adapters on single weights; use eager"
+    if recipe.model.offload_activations and recipe.engine.name != "eager":
+        paths = ("model.offload_activations", "engine.name")
+        yield paths, f"got engine {recipe.engine.name}; engine eager alone has it"
     # The fields below belong to engine ort; `_engine` of rules.py reports them with other engines.
     if recipe.engine.name != "ort":
         return

@@ -55,12 +55,17 @@ RULES: dict[str, RuleOf] = {
     **_all(_MODEL, "task pretrained config factory arguments freeze", "model"),
     "model.allow_partial": Rule(EFFECT, why="a checkpoint has all weights"),
     "model.attention": Rule(EFFECT, why="the same function with other kernels"),
-    "model.gradient_checkpointing": Rule(EFFECT, why="the same values with other memory use"),
+    **_all(
+        Rule(EFFECT, why="the same values with other memory use"),
+        "gradient_checkpointing offload_activations",
+        "model",
+    ),
     **_all(_MODEL, "lora lora.r lora.alpha lora.dropout lora.target_modules", "model"),
+    **_all(_MODEL, "target_parameters modules_to_save", "model.lora"),
     "model.lora.merge": Rule(EFFECT, why="it affects only the export"),
     **_all(
         _DATA,
-        "train train.format train.path train.name train.subset train.revision train.split",
+        "train train.format train.path train.name train.subset train.files train.revision train.split",
         "data",
     ),
     **_all(
@@ -106,7 +111,7 @@ RULES: dict[str, RuleOf] = {
     ),
     **_all(
         _EFFECT,
-        "name warmup_steps warmup_ratio minimum_ratio power decay_ratio decay_type",
+        "name warmup_steps warmup_ratio warmup_power minimum_ratio power decay_ratio decay_type",
         "schedule",
     ),
     # Weights in a checkpoint are float32 in every precision: loading works, but the steps differ.
@@ -151,7 +156,8 @@ RULES: dict[str, RuleOf] = {
         "max_rollbacks stall_seconds",
         "train",
     ),
-    **_all(_EFFECT, "on_spike on_spike.action on_spike.deviations on_spike.window", "train"),
+    **_all(_EFFECT, "on_spike", "train"),
+    **_all(_EFFECT, "action deviations limit patience window", "train.on_spike"),
     **_all(_EFFECT, "hook metric stop_after stop_after.evaluations", "train"),
     **_all(
         Rule(EFFECT, why="the best is determined from now on"),

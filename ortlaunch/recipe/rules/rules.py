@@ -65,6 +65,9 @@ def device_rules(recipe: Recipe, device: str, hosts: str = "the run's hosts") ->
     yield from engine_device_rules(recipe, device)
     if device != "cpu":
         return
+    if recipe.model.offload_activations:
+        paths = ("model.offload_activations", "launch.device")
+        yield paths, "has no effect on a CPU, whose activations are in host memory; leave it out"
     # Often this is a login node, and the hosts of the run have GPUs: the message suggests both remedies.
     found = recipe.launch.device == "auto"
     cpu = "CPU (launch.device is auto, and this host has no visible GPU)" if found else "CPU"

@@ -25,6 +25,9 @@ def schedule_rules(recipe: Recipe) -> Iterator[Problem]:
             ("schedule.warmup_ratio", "schedule.warmup_steps"),
             "is given beside warmup_steps; keep one",
         )
+    if schedule.warmup_power != 1 and not (schedule.warmup_steps or schedule.warmup_ratio):
+        paths = ("schedule.warmup_power", "schedule.warmup_steps")
+        yield paths, "has no effect without a warm-up; also set warmup_steps or warmup_ratio"
     steps = recipe.train.max_steps
     if schedule.warmup_steps is not None and steps is not None and schedule.warmup_steps > steps:
         yield (

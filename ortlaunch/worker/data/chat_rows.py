@@ -72,10 +72,11 @@ def _messages(row: Row, source: Corpus) -> list[Json]:
     found = value(row, column)
     if not isinstance(found, list) or not found:
         raise DataError(f"{row.place}: {column} is {found!r:.80}; it must be a list of messages")
-    messages = [
+    read = (
         _message(row, source, f"message {number} of {column}", each)
         for number, each in enumerate(found, 1)
-    ]
+    )
+    messages = [each for each in read if each["role"] is not None]
     if all(each["role"] != "assistant" for each in messages):
         roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
         raise DataError(

@@ -116,8 +116,9 @@ def _of_the_hub(source: Corpus) -> Iterator[Row]:
 
     try:
         found = datasets.load_dataset(
-            source.name, source.subset, split=source.split, revision=source.revision, streaming=True
-        )
+            source.name, source.subset, data_files=_files_of_hub(source), split=source.split,
+            revision=source.revision, streaming=True,
+        )  # fmt: skip
         names = names_of_numbers(found.features.to_dict() if found.features else {})
         yield from (
             Row(row, f"{corpus_name(source)}: row {number}", 0.0, names)
@@ -129,6 +130,10 @@ def _of_the_hub(source: Corpus) -> Iterator[Row]:
     # The errors of pyarrow and of the hub are subclasses of these.
     except (OSError, ValueError) as error:
         raise DataError(f"{corpus_name(source)}: cannot be read: {first_line(error)}") from error
+
+
+def _files_of_hub(source: Corpus) -> list[str] | None:
+    return list(source.files) if source.files else None
 
 
 def files(source: Corpus) -> list[str]:
@@ -189,7 +194,7 @@ def fingerprint(source: str | Corpus) -> str:
 
 def columns(source: Corpus) -> str:
     # What has its default is left out, so that a corpus without it keeps its fingerprint.
-    others = ("input_column", "system_column", "role_key", "content_key", "roles", "most_rows",
+    others = ("files", "input_column", "system_column", "role_key", "content_key", "roles", "most_rows",
               "prompt", "train_on", "train_on_end", "train_key")  # fmt: skip
     given = [f" {key}: {getattr(source, key)}" for key in others if key in chosen(source)]
     if is_chat(source):
@@ -211,7 +216,7 @@ def _commit(source: Corpus) -> str:
 
     try:
         found: str = datasets.load_dataset_builder(
-            source.name, source.subset, revision=source.revision
+            source.name, source.subset, data_files=_files_of_hub(source), revision=source.revision
         ).hash
     except (OSError, ValueError) as error:
         reason = first_line(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -72,13 +73,29 @@ def _template(given: str) -> str:
         ) from None
 
 
+def pinned(name: str) -> str:
+    """Return the local folder of a hub id with a revision, NAME@REVISION; any other name as is.
+
+    Raises:
+        OSError: the hub has no such revision, or cannot be reached.
+    """
+    repository, mark, revision = name.partition("@")
+    if not mark or os.path.exists(name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    # Copies of the weights in formats that transformers does not read.
+    others = ["original/*", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]
+    return snapshot_download(repository, revision=revision, ignore_patterns=others)
+
+
 def _loaded(data: Data, kept: Path | None) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if isinstance(data.tokenizer, TokenizerTraining):
         return PreTrainedTokenizerFast.from_pretrained(kept or _trained(data, data.tokenizer))
     try:
-        return AutoTokenizer.from_pretrained(kept or data.tokenizer)
+        return AutoTokenizer.from_pretrained(kept or pinned(str(data.tokenizer)))
     except (OSError, ValueError) as error:
         raise InputError(
             f"data.tokenizer: cannot load {data.tokenizer!r}: {first_line(error)}; "

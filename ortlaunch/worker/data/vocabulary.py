@@ -20,6 +20,7 @@ from ortlaunch.recipe.fields.data import TokenizerTraining
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.run_folder.records import VocabularyRecord, as_json
 from ortlaunch.run_folder.resume_record import ResumeRecord
+from ortlaunch.worker.data.tokenizer import pinned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -126,7 +127,7 @@ def labels_of_model(recipe: Recipe) -> Mapping[str, int]:
     from transformers import AutoConfig
 
     try:
-        return of_config(AutoConfig.from_pretrained(model.pretrained), model.task).labels
+        return of_config(AutoConfig.from_pretrained(pinned(model.pretrained)), model.task).labels
     except (OSError, ValueError):
         # The same error is reported when the model is built.
         return {}

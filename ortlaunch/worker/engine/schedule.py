@@ -38,7 +38,7 @@ def factor(schedule: Schedule, step: int, max_steps: int) -> float:
     # the same warm-up, and its decay is one step ahead of this one: its last step is at 0.
     warmup = warmup_steps(schedule, max_steps)
     if step < warmup:
-        return (step + 1) / warmup
+        return float(((step + 1) / warmup) ** schedule.warmup_power)
     if schedule.name == "constant":
         return 1.0
     if schedule.name == "polynomial":

@@ -73,7 +73,7 @@ def _of_hub(name: str | None) -> str | None:
     """
     # A hub id is NAME or OWNER/NAME.
     return (
-        name
+        name.partition("@")[0]
         if name
         and not Path(name).exists()
         and name.count("/") <= 1

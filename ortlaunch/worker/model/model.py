@@ -24,9 +24,11 @@ from ortlaunch.recipe.text.words import closest
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData, call
 from ortlaunch.worker.data.own import find
+from ortlaunch.worker.data.tokenizer import pinned
 from ortlaunch.worker.data.vocabulary import labels_of_recipe
 from ortlaunch.worker.model import packing
 from ortlaunch.worker.model.chunked_head import ChunkedHead
+from ortlaunch.worker.model.host_memory import kept_on_host
 from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, numbers_of
 from ortlaunch.worker.model.parameter_groups import freeze
 from ortlaunch.worker.model.pretrained import Loaded, load_pretrained
@@ -67,6 +69,8 @@ class LossModule(nn.Module):
 
         This is for the user's own model. Logits of transformers' models are not returned.
         """
+        self.offloads = False
+        """Whether tensors for the backward pass are kept in host memory."""
         self.evaluates_with_scores = False
         """Whether forward returns logits, too, in evaluation, for the metrics.
 
@@ -74,6 +78,12 @@ class LossModule(nn.Module):
         """
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        if self.offloads and self.training:
+            with kept_on_host(self.model.parameters()):
+                return self._loss(batch)
+        return self._loss(batch)
+
+    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
         if packing.DOCUMENTS in batch:
             batch = packing.separated(batch, self.model)
         if self.chunked is not None:
@@ -192,6 +202,7 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
     whole.generates_with_cache = generates_with_cache
     whole.loaded = loaded
     whole.has_numbers = traits.is_own
+    whole.offloads = recipe.model.offload_activations
     return whole
 
 
@@ -250,7 +261,7 @@ def _transformers_model(recipe: Recipe, data: LoadedData) -> tuple[nn.Module, Lo
         if recipe.model.pretrained is None:
             return auto.from_config(config, attn_implementation=attention), None
         return load_pretrained(
-            auto, recipe.model.pretrained, config, new_head=recipe.model.traits.has_new_head,
+            auto, pinned(recipe.model.pretrained), config, new_head=recipe.model.traits.has_new_head,
             partial=recipe.model.allow_partial, attn_implementation=attention, torch_dtype=torch.float32,
         )  # fmt: skip
     except (OSError, ValueError) as error:
@@ -273,7 +284,9 @@ def config_of(recipe: Recipe, data: LoadedData) -> Any:
     kind = fields.pop("model_type", None)
     try:
         config = (
-            AutoConfig.for_model(kind) if source is None else AutoConfig.from_pretrained(source)
+            AutoConfig.for_model(kind)
+            if source is None
+            else AutoConfig.from_pretrained(pinned(source))
         )
     except (OSError, ValueError) as error:
         if source is None:
@@ -398,8 +411,10 @@ def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         target_modules="all-linear"
         if "all-linear" in lora.target_modules
         else list(lora.target_modules),
+        target_parameters=list(lora.target_parameters) or None,
         task_type=MODEL_TASKS[task].peft,
-        modules_to_save=[MODEL_TASKS[task].new_head] if MODEL_TASKS[task].new_head else None,
+        modules_to_save=[*filter(None, [MODEL_TASKS[task].new_head]), *lora.modules_to_save]
+        or None,
     )
     # peft 0.21 reads an attribute that transformers 5.23 renamed: the user cannot change that.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)

@@ -202,10 +202,17 @@ class Spikes:
     def __init__(self, spike: Spike) -> None:
         self.spike = spike
         self.losses: deque[float] = deque(maxlen=spike.window)
+        self.above = 0
+        """Successive losses above the limit."""
 
     def spike_reason(self, loss: float) -> str | None:
         """Return why this loss is a spike, or None; a normal loss joins the window."""
-        if len(self.losses) == self.spike.window:
+        limit = self.spike.limit
+        self.above = self.above + 1 if limit is not None and loss > limit else 0
+        if self.above >= self.spike.patience:
+            times = f" for {self.above} steps" if self.above > 1 else ""
+            return f"the loss is {loss:.6g}, and was above {limit:g}{times} (train.on_spike.limit)"
+        if self.spike.deviations and len(self.losses) == self.spike.window:
             median = statistics.median(self.losses)
             deviation = _NORMAL * statistics.median(abs(each - median) for each in self.losses)
             deviation = max(deviation, _LEAST * abs(median))

@@ -123,12 +123,12 @@ def test_what_the_recipes_hold(tmp_path: Path) -> None:
         ({"lr_scheduler_type": "inverse_sqrt"}, "changed", "lr_scheduler_type", "another schedule"),
         (
             {"lr_scheduler_type": "constant", "warmup_steps": 9},
-            "dropped",
+            "needless",
             "warmup_steps",
             "has no warm-up",
         ),
-        ({"warmup_steps": 9, "warmup_ratio": 0.1}, "dropped", "warmup_ratio", "comes first"),
-        ({"max_steps": 9, "num_train_epochs": 3}, "dropped", "num_train_epochs", "comes first"),
+        ({"warmup_steps": 9, "warmup_ratio": 0.1}, "needless", "warmup_ratio", "comes first"),
+        ({"max_steps": 9, "num_train_epochs": 3}, "needless", "num_train_epochs", "comes first"),
         ({"save_strategy": "best"}, "dropped", "save_strategy", "every 30 minutes"),
         (
             {"eval_strategy": "steps", "eval_steps": 9},
@@ -146,7 +146,7 @@ def test_what_the_recipes_hold(tmp_path: Path) -> None:
             "gradient_checkpointing",
             "gradient_checkpointing: True",
         ),
-        ({"warmup_steps": 0.1, "warmup_ratio": 0.2}, "dropped", "warmup_ratio", "comes first"),
+        ({"warmup_steps": 0.1, "warmup_ratio": 0.2}, "needless", "warmup_ratio", "comes first"),
         (
             {"lr_scheduler_kwargs": {"min_lr": "low"}},
             "dropped",
@@ -234,7 +234,7 @@ def test_trls_sft(tmp_path: Path) -> None:
     assert (made["data"]["chat_template"], "engine" in made) == ("{{ messages }}", False)
     assert made["data"]["special_tokens"] == {"eos_token": "<e>"}
     assert made["data"]["packing"] is True
-    assert "model_revision" in said(found, "dropped")
+    assert (made["model"]["pretrained"], made["data"]["tokenizer"]) == ("here@v2", "here@v2")
     with pytest.raises(InputError, match=r"beta: 0\.1: of TRL's trainers SFTTrainer alone"):
         import_config(config(tmp_path, **absent, **chats, beta=0.1), "hf-trainer", None, ())
 
@@ -271,6 +271,35 @@ def test_trls_sft(tmp_path: Path) -> None:
          "dropped", "datasets.type.field_system", "system_column"),
         ({"datasets": [{"path": "a/b", "type": "alpaca"}]}, "taken", "datasets",
          "data.train: {format: hub, name: a/b, prompt: alpaca}"),
+        ({"datasets": [{"path": "a/b", "type": "alpaca:none"}]}, "dropped", "datasets.type", "no c"),
+        ({"adapter": "lora", "lora_target_linear": True, "lora_target_modules": ["lm_head"]},
+         "dropped", "lora_target_modules", "set by another"),
+        ({"adapter": "lora", "unfrozen_parameters": ["lm_head"]}, "needless",
+         "unfrozen_parameters", "an adapter is trained"),
+        ({"unfrozen_parameters": ["lm.(head)"]}, "dropped", "unfrozen_parameters", "model.freeze"),
+        ({"attn_implementation": "flex_attention"}, "needless", "attn_implementation", "fastest"),
+        ({"float16": True}, "changed", "float16", "precision: fp16; weights and optimizer state"),
+        ({"dp_shard_size": 4, "tensor_parallel_size": 1}, "needless", "tensor_parallel_size",
+         "1 stands for none"),
+        ({"dp_shard_size": 4}, "changed", "dp_shard_size", "zero.stage"),
+        ({"context_parallel_size": 2}, "dropped", "context_parallel_size", "no counterpart"),
+        ({"activation_offloading": "legacy"}, "changed", "activation_offloading", "copies"),
+        ({"activation_offloading": True, "torch_compile": True}, "dropped", "torch_compile",
+         "engine eager alone"),
+        ({"loss_watchdog_threshold": 5.0, "loss_watchdog_patience": 3}, "changed",
+         "loss_watchdog_threshold", "every step is judged"),
+        ({"loss_watchdog_patience": 3}, "needless", "loss_watchdog_patience", "there is no"),
+        ({"swanlab_project": "a", "use_swanlab": True}, "needless", "use_swanlab", "account"),
+        ({"fsdp_config": {"fsdp_version": 2, "reshard_after_forward": False}}, "changed",
+         "fsdp_config", "zero.stage: 2"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}, "optimizer": "adamw_bnb_8bit"},
+         "changed", "optimizer", "ZeRO splits"),
+        ({"streaming": True}, "changed", "streaming", "data.train.stream"),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+         "needless", "accelerator_config", "once a step"),
+        ({"accelerator_config": {"split_batches": True}}, "dropped", "accelerator_config", "no c"),
+        ({"tokenizer_use_mistral_common": True}, "changed", "tokenizer_use_mistral_common",
+         "transformers reads"),
         ({"tf32": True}, "taken", "tf32", "engine.matmul_precision: high"),
         ({"tf32": True, "bf16": True}, "needless", "tf32", "the precision of the passes"),
         ({"dataloader_num_workers": 4}, "taken", "dataloader_num_workers", "data.workers"),
@@ -281,11 +310,69 @@ def test_trls_sft(tmp_path: Path) -> None:
 def test_axolotls_own_ways(
     keys: dict[str, Any], where: str, key: str, text: str, tmp_path: Path
 ) -> None:
-    """Axolotl's keys for chats, packing, datasets and matmul precision are reported."""
+    """Axolotl's keys for chats, packing, data sets, memory and precision are reported."""
     # JSON is YAML, too.
     path = tmp_path / "c.yml"
     path.write_text(json.dumps({**AXOLOTL, **keys}))
     assert text in said(import_config(path, "axolotl", None, ()), where)[key]
+
+
+@pytest.mark.parametrize(
+    ("keys", "path", "value"),
+    [
+        ({"revision_of_model": "v2"}, "data.tokenizer", "here@v2"),
+        ({"adapter": "lora", "lora_r": 16, "lora_alpha": 8, "peft_use_rslora": True},
+         "model.lora.alpha", 32.0),
+        ({"adapter": "lora", "lora_modules_to_save": ["lm_head"], "lora_target_linear": True,
+          "lora_target_modules": ["q_proj"], "lora_target_parameters": ["mlp.experts.up_proj"]},
+         "model.lora", {"modules_to_save": ["lm_head"], "target_modules": ["all-linear"],
+                        "target_parameters": ["mlp.experts.up_proj"], "r": 8, "alpha": 8}),
+        ({"unfrozen_parameters": ["^lm_head.weight$", "layers.1[0-1]+.mlp", "embed.*"]},
+         "model.freeze",
+         ["*", "!lm_head.weight", "!*layers.10.mlp*", "!*layers.11.mlp*", "!*embed*"]),
+        ({"gradient_accumulation_steps": None, "batch_size": 8}, "batch.accumulation_steps", 4),
+        ({"loss_watchdog_threshold": 5.0}, "train.on_spike",
+         {"deviations": None, "limit": 5.0, "patience": 3}),
+        ({"model_config": {"output_router_logits": True}}, "model.config",
+         {"output_router_logits": True}),
+        ({"lr_scheduler": "cosine", "cosine_min_lr_ratio": 1.0, "cosine_constant_lr_ratio": 0},
+         "schedule.name", "constant"),
+        ({"lr_quadratic_warmup": True}, "schedule",
+         {"warmup_ratio": 0.03, "warmup_power": 2.0, "name": "cosine"}),
+        ({"wandb_project": "p", "use_tensorboard": True}, "log.trackers", ["wandb", "tensorboard"]),
+        ({"use_ray": True, "ray_num_workers": 4}, "launch.processes_per_node", 4),
+    ],
+)  # fmt: skip
+def test_axolotls_values(keys: dict[str, Any], path: str, value: Any, tmp_path: Path) -> None:
+    """Keys without a name of their own here become the values that have their meaning."""
+    file = tmp_path / "c.yml"
+    file.write_text(json.dumps({**AXOLOTL, **keys}))
+    found = import_config(file, "axolotl", None, ())
+    made: Any = yaml.safe_load(found.recipe)
+    for name in path.split("."):
+        made = made[name]
+    assert (made, found.account.dropped) == (value, [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "zero", "checkpointing"),
+    [
+        ({"fsdp": ["full_shard", "auto_wrap"]}, {"stage": 3}, False),
+        ({"fsdp": "shard_grad_op offload"}, {"stage": 2, "offload": {"optimizer": "cpu"}}, False),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": True,
+                          "activation_checkpointing": True}},
+         {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}, True),
+    ],
+)  # fmt: skip
+def test_fsdp(
+    keys: dict[str, Any], zero: dict[str, Any], checkpointing: bool, tmp_path: Path
+) -> None:
+    """FSDP's strategy becomes ZeRO's stage, and its other settings keys of the recipe."""
+    found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
+    made = yaml.safe_load(found.recipe)
+    assert (made["zero"], found.account.dropped) == (zero, [])
+    assert made["model"].get("gradient_checkpointing", False) is checkpointing
+    assert made.get("engine", {}).get("name") == ("eager" if zero["stage"] == 3 else None)
 
 
 SHAREGPT = {
@@ -311,6 +398,17 @@ SHAREGPT = {
                    "field_instruction": "ask", "field_input": "more", "field_output": "say"}},
          {"prompt": {"template": "Q: {instruction} {input}", "without_input": "Q: {instruction}"},
           "prompt_column": "ask", "response_column": "say", "input_column": "more"}),
+        ({"type": "chat_template", "drop_system_message": True, "data_files": ["a.jsonl"],
+          "field_thinking": "thoughts", "template_thinking_key": "thoughts"},
+         {"files": ["a.jsonl"], "messages_column": "messages", "roles": {"system": None}}),
+        ({"type": "alpaca:phi"},
+         {"prompt": {"template": "<|system|>\nBelow is an instruction that describes a task, paired "
+                     "with an input that provides further context. Write a response that "
+                     "appropriately completes the request.<|end|>\n<|user|>\n{instruction}<|end|>"
+                     "{input}<|assistant|>",
+                     "without_input": "<|system|>\nBelow is an instruction that describes a task. "
+                     "Write a response that appropriately completes the request.<|end|>\n<|user|>\n"
+                     "{instruction}<|end|>\n<|assistant|>\n"}}),
         # Axolotl's defaults.
         ({"type": {"format": "Q: {instruction}\n{input}"}},
          {"prompt": {"template": "Q: {instruction}\n{input}", "without_input": "{instruction} "},

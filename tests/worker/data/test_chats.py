@@ -244,6 +244,11 @@ def test_messages_of_sharegpt(tmp_path: Path) -> None:
             {"role": "assistant", "content": "B"},
         ]
     ]
+    without = source.model_copy(update={"roles": {"human": None, "gpt": "assistant"}})
+    assert [each["content"] for chat, _ in chats_read(without) for each in chat.messages] == [
+        "C",
+        "B",
+    ]
     wrong = source.model_copy(update={"content_key": "text"})
     with pytest.raises(DataError, match=r"message 1 of talk has no 'text'; it has from, value"):
         list(chats_read(wrong))

@@ -272,18 +272,24 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def test_a_hub_corpus_is_known_by_its_revision(tmp_path: Path) -> None:
-    """The fingerprint of a hub data set changes with its content, split and column."""
+    """The fingerprint of a hub data set changes with its content, files, split and column."""
     # A local folder stands for the hub's data set.
     source = Corpus(format="hub", name=str(tmp_path))
     path = Path(write(tmp_path, "jsonl", TEXTS))
     first = fingerprint(source)
     assert fingerprint(source) == first
+    one = source.model_copy(update={"files": (path.name,)})
+    assert list(rows(one)) == list(rows(source))
+    (tmp_path / "more.jsonl").write_text(path.read_text())
+    assert len(list(rows(source))) == 2 * len(list(rows(one)))
+    first = fingerprint(source)
     others = [
-        source.model_copy(update=changed) for changed in ({"split": "test"}, {"text_column": "z"})
+        source.model_copy(update=changed)
+        for changed in ({"split": "test"}, {"text_column": "z"}, {"files": (path.name,)})
     ]
     with path.open("a") as file:
         file.write('{"text": "one more", "other": 1}\n')
-    assert len({first, fingerprint(source), *map(fingerprint, others)}) == 4
+    assert len({first, fingerprint(source), *map(fingerprint, others)}) == 5
 
 
 def test_a_commit_of_the_hub_needs_no_network_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:

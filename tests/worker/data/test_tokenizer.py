@@ -16,7 +16,7 @@ from ortlaunch.cache import take_notes
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.worker.data import tokenizer as tokenizer_module
-from ortlaunch.worker.data.tokenizer import load_tokenizer
+from ortlaunch.worker.data.tokenizer import load_tokenizer, pinned
 
 
 @pytest.fixture
@@ -198,3 +198,19 @@ def test_a_folder_without_tokenizer(content: str | None, corpus: Path, tmp_path:
         match=rf"data.tokenizer: cannot load '{folder}': .*; give a local folder, a hub id",
     ):
         load_tokenizer(data(corpus, str(folder)))
+
+
+def test_a_revision_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NAME@REVISION is that revision's folder in the hub's cache; other names stay as they are."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    model = tmp_path / "models--a--b"
+    (model / "snapshots" / commit).mkdir(parents=True)
+    (model / "snapshots" / commit / "config.json").write_text("{}")
+    (model / "refs").mkdir()
+    (model / "refs" / "v2").write_text(commit)
+    assert pinned("a/b@v2") == str(model / "snapshots" / commit)
+    assert pinned("a/b") == "a/b"
+    with pytest.raises(OSError, match="cached snapshot"):
+        pinned("a/b@v3")

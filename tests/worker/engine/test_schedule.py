@@ -44,6 +44,15 @@ def test_as_in_transformers(name: str, warmup: int, steps: int) -> None:
         assert factor(schedule, step, steps) == pytest.approx(expected, abs=1e-12)
 
 
+def test_a_quadratic_warm_up() -> None:
+    """A warm-up of power 2 is Axolotl's lr_quadratic_warmup, one step ahead of it."""
+    schedule = Schedule(name="cosine", warmup_steps=10, warmup_power=2.0)
+    axolotl = [(step / max(1, 10)) ** 2 for step in range(1, 11)]
+    assert [factor(schedule, step, 20) for step in range(10)] == pytest.approx(axolotl, abs=1e-12)
+    linear = Schedule(name="cosine", warmup_steps=10)
+    assert factor(schedule, 15, 20) == factor(linear, 15, 20)
+
+
 # transformers' linear schedule has no minimum: its polynomial of power 1 is the same with one.
 TO_A_MINIMUM = {
     "linear": lambda optimizer, warmup, steps, minimum: (

@@ -13,7 +13,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.planning.memory import estimate
 from ortlaunch.recipe.fields.models import Lora
 from ortlaunch.recipe.rules.rules import broken, device_rules
-from ortlaunch.worker.model.model import _checkpoint_gradients, _with_adapters
+from ortlaunch.worker.model.model import LossModule, _checkpoint_gradients, _with_adapters
 from tests.makers import bert, recipe
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64}
@@ -80,6 +80,29 @@ def test_gradients_are_the_same_from_less_memory(family: str, lora: bool) -> Non
     assert our_kept < kept / 3
 
 
+@pytest.mark.parametrize(("family", "checkpointed"), [("bert", False), ("llama", True)])
+def test_activations_in_host_memory(family: str, checkpointed: bool) -> None:
+    """Gradients are the same, bit for bit, and no activation is kept where it was computed."""
+    plain = model(family)
+    moved = model(family)
+    if checkpointed:
+        _checkpoint_gradients(moved)
+    _, gradients, _ = passed(plain)
+    module = LossModule(moved)
+    module.offloads = True
+    torch.manual_seed(1)
+    copies = []
+    copy = torch.Tensor.copy_
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", lambda to, x: copies.append(x) or copy(to, x))
+        module(input_ids=IDS, labels=IDS).backward()
+    weights = {p.untyped_storage().data_ptr() for p in moved.parameters()}
+    assert len(copies) >= SIZES["num_hidden_layers"]
+    assert all(each.untyped_storage().data_ptr() not in weights for each in copies)
+    for name, p in moved.named_parameters():
+        assert p.grad is None or torch.equal(p.grad, gradients[name])
+
+
 def test_a_custom_model_needs_the_method() -> None:
     """A model with gradient_checkpointing_enable is called; one without it is refused."""
 
@@ -136,6 +159,11 @@ def test_what_would_do_nothing_is_refused() -> None:
         return "\n".join(text for _, text in [*broken(made), *device_rules(made, "cpu")])
 
     assert said() == ""
+    own = {"task": "custom", "factory": "mine:model", "offload_activations": True}
+    offloads = recipe(model=own, engine={"name": "inductor"})
+    assert "engine eager alone has it" in "\n".join(text for _, text in broken(offloads))
+    on_cpu = "\n".join(text for _, text in device_rules(offloads, "cpu"))
+    assert "has no effect on a CPU" in on_cpu
     assert "has no effect with memory optimization" in said(torch_matmul=True)
     assert "has no effect beside memory_optimization_config" in said(
         memory_optimization_config=["Gelu+:1:-1"]

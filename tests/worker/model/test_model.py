@@ -251,6 +251,30 @@ def test_lora_takes_all_linear_layers_but_the_head() -> None:
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+def test_lora_with_whole_modules_and_single_weights() -> None:
+    """Whole modules train beside the adapters; experts in one tensor get adapters; both merge."""
+    experts = {"model_type": "mixtral", **{k: v for k, v in LLAMA.items() if k != "model_type"},
+               "num_local_experts": 2, "num_key_value_heads": 2}  # fmt: skip
+    lora = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"],
+            "modules_to_save": ["lm_head"]}  # fmt: skip
+    adapted = built("causal-lm", experts, lora=lora)
+    names = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert {name.split("layers.0.")[-1].removeprefix("base_model.model.") for name in names} >= {
+        "self_attn.q_proj.lora_A.default.weight",
+        "mlp.experts.lora_A.default.weight",
+        "lm_head.modules_to_save.default.weight",
+    }
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if name in names:
+                p.add_(0.1)
+    ids = torch.arange(64).reshape(2, 32)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    loss = LossModule(adapted)(**batch)
+    whole: Any = adapted
+    torch.testing.assert_close(LossModule(whole.merge_and_unload())(**batch), loss)
+
+
 def test_lora_names_layers_that_are_not_there() -> None:
     """A target that no layer has is an error with the key."""
     with pytest.raises(InputError, match=r"model.lora.target_modules: .*nowhere"):

@@ -275,6 +275,11 @@ def test_what_a_spike_is() -> None:
     assert [flat.spike_reason(2.0) for _ in range(8)] == [None] * 8
     # The deviation is at least 1 % of the median.
     assert flat.spike_reason(2.1) is None
+    limited = Spikes(Spike(deviations=None, limit=5.0, patience=2))
+    assert [limited.spike_reason(loss) for loss in (6.0, 4.0, 6.0)] == [None] * 3
+    assert limited.spike_reason(7.0) == (
+        "the loss is 7, and was above 5 for 2 steps (train.on_spike.limit)"
+    )
     assert flat.spike_reason(2.2) == (
         "the loss jumped to 2.2: the last 8 have median 2 and deviation 0.02, so that 2.12 is "
         "the most (train.on_spike)"
