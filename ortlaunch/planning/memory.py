@@ -15,11 +15,11 @@ from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Bytes, Memory
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.activations import kept_beside_recomputation, layer_bytes
-from ortlaunch.planning.model_sizes import SHAPES, shape_of, sized
+from ortlaunch.planning.model_sizes import SHAPES, shape_of
 from ortlaunch.planning.startup import at_start, on_host, state_bytes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import TokenizerTraining
-from ortlaunch.recipe.fields.families import DECODERS, FAMILIES, SIZES, complete
+from ortlaunch.recipe.fields.families import DECODERS, FAMILIES, SIZES, complete, sized
 from ortlaunch.recipe.fields.models import Lora
 from ortlaunch.recipe.fields.pretrained import config_of
 from ortlaunch.recipe.rules.parity import compared_steps

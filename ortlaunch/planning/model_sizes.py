@@ -1,7 +1,6 @@
 """Tensors of ModernBERT, DeBERTa v3, ViT and Whisper, from the fields of their configs.
 
-A config is used if it has every size that its family needs: nothing is filled in. A test compares
-the counts with transformers.
+The config is one that `families.sized` returned. A test compares the counts with transformers.
 """
 
 from __future__ import annotations
@@ -91,12 +90,7 @@ def _vit(c: Json, task: str) -> Shape:
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
     layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
     patch = 3 * c["patch_size"] ** 2 * h
-    return Shape([layer], [patch, h, h, _patches(c) * h, h, h, *_classes(c, task, h)])
-
-
-def _patches(c: Json) -> int:
-    """Return the tokens of an image, with the one of its class."""
-    return int((c["image_size"] // c["patch_size"]) ** 2 + 1)
+    return Shape([layer], [patch, h, h, c["positions"] * h, h, h, *_classes(c, task, h)])
 
 
 def _whisper(c: Json, task: str) -> Shape:
@@ -112,37 +106,15 @@ def _whisper(c: Json, task: str) -> Shape:
     return Shape([encoder, decoder], [*audio, *words])
 
 
-_ENCODER = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-_WHISPER = ("d_model", "encoder_ffn_dim", "encoder_layers", "decoder_layers", "num_mel_bins", "vocab_size",
-            "encoder_attention_heads", "max_source_positions", "max_target_positions")  # fmt: skip
-# The function that returns a family's shape, and the fields of the config that it needs.
-SHAPES: dict[str, tuple[Callable[[Json, str], Shape], tuple[str, ...]]] = {
-    "deberta-v2": (_deberta, (*_ENCODER, "vocab_size", "position_buckets")),
-    "modernbert": (_modernbert, (*_ENCODER, "vocab_size")),
-    "vit": (_vit, (*_ENCODER, "image_size", "patch_size")),
-    "whisper": (_whisper, _WHISPER),
+# The function that returns a family's shape.
+SHAPES: dict[str, Callable[[Json, str], Shape]] = {
+    "deberta-v2": _deberta,
+    "modernbert": _modernbert,
+    "vit": _vit,
+    "whisper": _whisper,
 }
-
-
-def sized(config: Json) -> Json | None:
-    """Return a config with the names of sizes that a plan reads; None if one is unknown."""
-    kind = config.get("model_type")
-    if kind not in SHAPES or not all(config.get(name) is not None for name in SHAPES[kind][1]):
-        return None
-    if kind == "vit":
-        return {**config, "vocab_size": 0, "positions": _patches(config)}
-    if kind != "whisper":
-        return config
-    return {
-        **config,
-        "hidden_size": config["d_model"],
-        "intermediate_size": config["encoder_ffn_dim"],
-        "num_attention_heads": config["encoder_attention_heads"],
-        "num_hidden_layers": config["encoder_layers"] + config["decoder_layers"],
-        "positions": config["max_source_positions"],
-    }
 
 
 def shape_of(config: Json, task: str) -> Shape:
     """Return the tensors of a config that `sized` returned, with the head of `task`."""
-    return SHAPES[config["model_type"]][0](config, task)
+    return SHAPES[config["model_type"]](config, task)

@@ -87,6 +87,16 @@ DECODERS = {
 SIZES = {
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 }  # fmt: skip
+_ENCODER = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+_WHISPER = ("d_model", "encoder_ffn_dim", "encoder_layers", "decoder_layers", "num_mel_bins", "vocab_size",
+            "encoder_attention_heads", "max_source_positions", "max_target_positions")  # fmt: skip
+# Families whose tensors planning/model_sizes.py counts, with the fields that a config must have.
+COUNTED: dict[str, tuple[str, ...]] = {
+    "deberta-v2": (*_ENCODER, "vocab_size", "position_buckets"),
+    "modernbert": (*_ENCODER, "vocab_size"),
+    "vit": (*_ENCODER, "image_size", "patch_size"),
+    "whisper": _WHISPER,
+}
 CONFIG_FIELDS = COMMON | set(BERT) | set(LLAMA)
 # Linear layers that can get a low-rank adapter, by the last part of their name.
 LINEAR_LAYERS = {
@@ -113,3 +123,27 @@ def complete(config: dict[str, Any] | None) -> dict[str, Any] | None:
         return {**FAMILIES[kind], **config}
     defaults = {**LLAMA, "tie_word_embeddings": DECODERS[kind].tied}
     return {**defaults, **config} if set(config) >= SIZES else None
+
+
+def sized(config: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a config of a family of `COUNTED` with the names of sizes that a plan reads.
+
+    None for other model types, or if a size is unknown: nothing is filled in.
+    """
+    kind = config.get("model_type")
+    if kind not in COUNTED or not all(config.get(name) is not None for name in COUNTED[kind]):
+        return None
+    if kind == "vit":
+        # The tokens of an image, with the one of its class.
+        positions = int((config["image_size"] // config["patch_size"]) ** 2 + 1)
+        return {**config, "vocab_size": 0, "positions": positions}
+    if kind != "whisper":
+        return config
+    return {
+        **config,
+        "hidden_size": config["d_model"],
+        "intermediate_size": config["encoder_ffn_dim"],
+        "num_attention_heads": config["encoder_attention_heads"],
+        "num_hidden_layers": config["encoder_layers"] + config["decoder_layers"],
+        "positions": config["max_source_positions"],
+    }
