@@ -87,19 +87,19 @@ def chunked(recipe: Recipe, tokens: int, vocabulary: int, device: str) -> int:
 
 def full_config(recipe: Recipe) -> Json | None:
     """Return the model's config with every default, or None if it is unknown without transformers."""
-    if recipe.model.pretrained:
-        known = config_of(recipe.model.pretrained)
-        own = recipe.model.config or {}
-        # Without the model's own config the recipe has to give the sizes.
-        given = {**(known or {}), **own}
-        if known is None and not set(own) >= SIZES:
-            return sized(own)
-        return complete(given) or sized(given)
-    config = complete(recipe.model.config) or sized(recipe.model.config or {})
-    if config is None:
-        return None
+    own = recipe.model.config or {}
+    known = config_of(recipe.model.pretrained) if recipe.model.pretrained else {}
+    given = {**(known or {}), **own}
+    # Without the model's own config the recipe has to give the sizes.
+    filled = None if known is None and not set(own) >= SIZES else complete(given)
+    config = filled or sized(given)
     tokenizer = recipe.data.tokenizer
-    if isinstance(tokenizer, TokenizerTraining) and "vocab_size" not in (recipe.model.config or {}):
+    if (
+        config
+        and not recipe.model.pretrained
+        and isinstance(tokenizer, TokenizerTraining)
+        and "vocab_size" not in own
+    ):
         config["vocab_size"] = padded_vocabulary(tokenizer.vocab_size)
     return config
 
@@ -172,6 +172,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         config["model_type"] in DECODERS and recipe.model.traits.predicts == "masked"
     ):
         return None
+    compares = compared_steps(recipe, config["model_type"]).steps
     tensors = trained = tensor_sizes(config, recipe.model.task)
     if recipe.model.lora:
         adapters = _lora_tensors(recipe.model.lora, config, recipe.model.task)
@@ -226,9 +227,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         int(config["vocab_size"]),
         device,
     )
-    compared = (
-        2 * _width(recipe) * trainable if compared_steps(recipe, config["model_type"]).steps else 0
-    )
+    compared = 2 * _width(recipe) * trainable if compares else 0
     width = _width(recipe) if recipe.zero else 4
     return Memory(
         parameters, trainable, tuple(stages), chosen, (4 + state_bytes(recipe)) * trainable, chunk, compared,

@@ -45,6 +45,16 @@ class LaunchOptions(NamedTuple):
     # The command line, the program first; empty if there was none.
     typed: tuple[str, ...] = ()
 
+    def with_hosts_text(self) -> LaunchOptions:
+        """Return the options with the host file's text, which is read at most once.
+
+        Raises:
+            HostfileError: it cannot be read or is not UTF-8.
+        """
+        if self.hostfile is None or self.hosts_text is not None:
+            return self
+        return self._replace(hosts_text=hostfile_text(self.hostfile))
+
 
 class World(NamedTuple):
     """The hosts, launcher and device of a run, with this process's rank and notes for the user.

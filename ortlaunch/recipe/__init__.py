@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -67,6 +67,12 @@ class RecipeFile:
         """Return a rule's problem as a line with its place."""
         paths, message = problem
         return str(Line(self._tree.where(keys(paths[0])), f"{paths[0]}: {message}"))
+
+    def require(self, problems: Iterable[Problem]) -> None:
+        """Raise RecipeError with the lines of all problems, if there are any."""
+        lines = [self.explain(problem) for problem in problems]
+        if lines:
+            raise RecipeError(lines)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RecipeFile:

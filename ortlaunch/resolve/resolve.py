@@ -6,23 +6,21 @@ added to the loaded recipe. Starts and writes nothing.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch import machine, recipe, start
-from ortlaunch.errors import PlanError, RecipeError
+from ortlaunch import machine, start
+from ortlaunch.errors import RecipeError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.capacity import crowded
-from ortlaunch.planning.hosts import hostfile_text
 from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.planning.workload import Workload, workload
 from ortlaunch.planning.world import LaunchOptions, World, resolve_world
-from ortlaunch.recipe import Recipe, RecipeFile
-from ortlaunch.recipe.fields.ort_variables import contradictions, variables_in
+from ortlaunch.recipe import RecipeFile, load
+from ortlaunch.recipe.fields.ort_variables import environment_lines
 from ortlaunch.recipe.rules.rules import device_rules, task_rules
 from ortlaunch.resolve import inputs, shipped
 from ortlaunch.run_folder.engine_report import Choice
@@ -90,7 +88,7 @@ class ResolvedRun:
 
     def with_overrides(self, *overrides: str) -> ResolvedRun:
         """Return the run with further overrides; no file is read again."""
-        return _resolved(self.file.with_overrides(*overrides), None, self.command)
+        return resolve_file(self.file.with_overrides(*overrides), self.command)
 
     def with_task(self, task: str) -> ResolvedRun:
         """Return the run for ranks with another task."""
@@ -117,7 +115,7 @@ class ResolvedRun:
 
     def _again(self, file: RecipeFile, world: World) -> ResolvedRun:
         """Resolve again with this recipe and world, and keep the chosen engine."""
-        made = _resolved(file, world, self.command)
+        made = resolve_file(file, self.command, world)
         notes = (*made.notes, *self.choice_note)
         return replace(made, notes=notes, choice=self.choice, choice_note=self.choice_note)
 
@@ -133,102 +131,44 @@ def resolve(
         InputError: the recipe or the hosts are wrong, or do not fit each other.
     """
     found = shipped.locate(path)
-    file = recipe.load(found, overrides)
-    return resolve_file(file, Command(path, found, options, environ))
+    return resolve_file(load(found, overrides), Command(path, found, options, environ))
 
 
-def resolve_file(file: RecipeFile, command: Command) -> ResolvedRun:
-    """Resolve a recipe that is loaded already; effects and errors are those of `resolve`."""
-    options = command.options
+def resolve_file(file: RecipeFile, command: Command, world: World | None = None) -> ResolvedRun:
+    """Resolve a recipe that is loaded already; effects and errors are those of `resolve`.
+
+    Args:
+        world: the world of the run, where it is resolved already.
+    """
+    recipe = file.recipe
+    # Inputs that are absent here may be on the other hosts, or be created before the run.
+    doubtful = inputs.doubtful(recipe)
+    unknown = inputs.unknown_type(recipe)
+    missing = inputs.missing_files(recipe, command.options.task)
+    broken = inputs.broken_factories(recipe, command.modules)
     # The text is kept, so that a later change of the file cannot change the run.
-    if options.hostfile is not None and options.hosts_text is None:
-        options = options._replace(hosts_text=hostfile_text(options.hostfile))
-    return _resolved(file, None, command._replace(options=options))
-
-
-def _resolved(file: RecipeFile, world: World | None, command: Command) -> ResolvedRun:
+    command = command._replace(options=command.options.with_hosts_text())
     given, path, options, environ = command
-    world = world or resolve_world(file.recipe, options, environ)
-    _require_rules(file, world, options)
+    world = world or resolve_world(recipe, options, environ)
+    named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
+    file.require(
+        (*device_rules(recipe, world.device, named), *task_rules(recipe, options.task))
+    )
+    files = [file.explain(problem) for problem in missing]
+    functions = [file.explain(problem) for problem in (*broken, *unknown)]
+    # With other hosts, an absent file or function gives a note only.
+    here = all(host.is_here for host in world.hosts)
+    if here and (functions or (files and not options.planned_only)):
+        raise RecipeError([*files, *functions])
+    environment = environment_lines(recipe.engine, environ)
     notes = [f"recipe: {path}"] if path != given else []
-    notes += [
-        *file.notes,
-        *world.notes,
-        *_absent(file, world, command),
-        *_engine_notes(file.recipe, world.device, environ),
-        *file.recipe.sweep_lines(),
-    ]
-    work = workload(file.recipe, world)
+    notes += [*file.notes, *world.notes, *files, *functions, *map(file.explain, doubtful)]
+    notes += recipe.engine.lines()
+    if recipe.engine.matmul_precision != "highest":
+        effect = machine.matmul_effect(recipe.engine.matmul_precision, world.device)
+        notes.append(f"matmul_precision {recipe.engine.matmul_precision}: {effect}")
+    notes += [*environment, *recipe.sweep_lines()]
+    work = workload(recipe, world)
     if world.inside is None:
         notes += crowded(world, work.memory, options.planned_only)
     return ResolvedRun(file, world, work, tuple(notes), command)
-
-
-def _require_rules(file: RecipeFile, world: World, options: LaunchOptions) -> None:
-    named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
-    rules = (
-        *device_rules(file.recipe, world.device, named),
-        *task_rules(file.recipe, options.task),
-    )
-    broken = [file.explain(problem) for problem in rules]
-    if broken:
-        raise RecipeError(broken)
-
-
-def _absent(file: RecipeFile, world: World, command: Command) -> list[str]:
-    """Return notes on files and functions of the recipe that are absent on this host.
-
-    They may be on the other hosts, or be created before the run.
-
-    Raises:
-        RecipeError: the run uses this host alone, and functions are missing, or files for a run
-            that would start now.
-    """
-    # With other hosts, an absent file or function gives a note only.
-    here = all(host.is_here for host in world.hosts)
-    doubtful = inputs.doubtful(file.recipe)
-    missing = inputs.missing_files(file.recipe, command.options.task)
-    unknown = inputs.unknown_type(file.recipe)
-    broken = inputs.broken_factories(file.recipe, command.modules)
-    files = [file.explain(problem) for problem in missing]
-    functions = [file.explain(problem) for problem in (*broken, *unknown)]
-    if here and (functions or (files and not command.options.planned_only)):
-        raise RecipeError([*files, *functions])
-    return [*files, *functions, *map(file.explain, doubtful)]
-
-
-def _engine_notes(recipe: Recipe, device: str, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield notes on settings other than the defaults, and on ORTModule variables of the user.
-
-    Raises:
-        PlanError: a variable contradicts the recipe.
-    """
-    engine = recipe.engine
-    # The variables have no effect with other engines.
-    if engine.name == "ort":
-        wrong = [
-            f"{name}={environ[name]} in your environment {why}"
-            for name, why in contradictions(engine, environ)
-        ]
-        if wrong:
-            raise PlanError("\n".join(wrong))
-    chosen = engine.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
-    if chosen:
-        yield f"engine {engine.name}: " + ", ".join(
-            f"{name}: {json.dumps(value)}" for name, value in chosen.items()
-        )
-    if engine.matmul_precision != "highest":
-        yield (
-            f"matmul_precision {engine.matmul_precision}: "
-            f"{machine.matmul_effect(engine.matmul_precision, device)}"
-        )
-    found = variables_in(environ)
-    if found:
-        effect = (
-            "from the recipe" if engine.name == "ort" else f"no effect with engine {engine.name}"
-        )
-        yield (
-            "from your environment: "
-            + ", ".join(f"{name}={value}" for name, value in found.items())
-            + f" ({effect})"
-        )

@@ -85,14 +85,15 @@ def read(checkpoint: Path) -> Json | None:
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """Return every change between two origins; a part that one of them lacks is not compared."""
-    found = changes(_filled(before["recipe"]), after["recipe"], RULES)
+    packages = _packages(before.get("packages", {}), after.get("packages", {}))
     parts = [
         part for part in ("world", "data", "weights", "code") if part in before and part in after
     ]
-    found += changes(
-        {part: before[part] for part in parts}, {part: after[part] for part in parts}, OTHER_RULES
-    )
-    return found + _packages(before.get("packages", {}), after.get("packages", {}))
+    return [
+        *changes(_filled(before["recipe"]), after["recipe"], RULES),
+        *changes({part: before[part] for part in parts}, {part: after[part] for part in parts}, OTHER_RULES),
+        *packages,
+    ]  # fmt: skip
 
 
 def of_evaluation(checkpoint: Path, found: list[Change]) -> list[Change]:

@@ -5,6 +5,7 @@ The docstring under each field is the manual, as in models.py. Imports pydantic 
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -183,3 +184,9 @@ class Engine(Section):
     matmuls (nor with gradient checkpointing, which becomes memory optimization), nor with
     memory_efficient_grad_management. null: on for Intel's processors, with `matmul_precision:
     medium`, and with `onednn`."""
+
+    def lines(self) -> list[str]:
+        """Return a line on the settings other than the defaults; none without such."""
+        chosen = self.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+        shown = ", ".join(f"{name}: {json.dumps(value)}" for name, value in chosen.items())
+        return [f"engine {self.name}: {shown}"] if chosen else []

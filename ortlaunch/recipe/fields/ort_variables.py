@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ortlaunch.errors import PlanError
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.text.words import closest
 
@@ -96,6 +97,24 @@ def contradictions(engine: Engine, environ: Mapping[str, str]) -> Iterator[tuple
         message = _contradiction(engine, name, text)
         if message:
             yield name, message
+
+
+def environment_lines(engine: Engine, environ: Mapping[str, str]) -> list[str]:
+    """Return a line on ORTModule's variables in the user's environment; none without such.
+
+    Raises:
+        PlanError: one contradicts the recipe.
+    """
+    wrong = [
+        f"{name}={environ[name]} in your environment {why}"
+        # The variables have no effect with other engines.
+        for name, why in (contradictions(engine, environ) if engine.name == "ort" else ())
+    ]
+    if wrong:
+        raise PlanError("\n".join(wrong))
+    effect = "from the recipe" if engine.name == "ort" else f"no effect with engine {engine.name}"
+    shown = ", ".join(f"{name}={value}" for name, value in variables_in(environ).items())
+    return [f"from your environment: {shown} ({effect})"] if shown else []
 
 
 def _contradiction(engine: Engine, name: str, text: str) -> str | None:
