@@ -11,10 +11,11 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
 from ortlaunch.errors import FileError, printable
+from ortlaunch.units import fitted
 
 # Erases the live line of a terminal. It is the only control sequence that ortlaunch itself prints;
 # all others come from a user's code or from other programs.
@@ -26,6 +27,12 @@ def terminal_width() -> int | None:
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return None
     return shutil.get_terminal_size().columns
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print each line at once."""
+    for line in lines:
+        print(fitted(line), flush=True)
 
 
 class _Output:

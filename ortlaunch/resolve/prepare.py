@@ -78,6 +78,11 @@ def launch_id(rank: Rank, environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def mark_of(run: RunDir, rank: Rank) -> Path:
+    """Return the file with which rank 0 marks the folder as prepared for this launch."""
+    return run.ready / (launch_id(rank, os.environ) or "launch")
+
+
 def check_launcher(world: World, run: RunDir) -> None:
     """Check that the launcher can start ranks on these hosts, with this folder.
 

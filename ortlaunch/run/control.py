@@ -14,15 +14,15 @@ from ortlaunch.diagnose.report import with_verdict
 from ortlaunch.launch import backend
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.other_runs.finished import with_next
-from ortlaunch.output import ERASE, terminal_width
+from ortlaunch.output import ERASE, print_lines, terminal_width
 from ortlaunch.resolve import resume
-from ortlaunch.resolve.prepare import claimed, run_folder
+from ortlaunch.resolve.prepare import claimed, mark_of, run_folder
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC, ResumeOptions
 from ortlaunch.run import choices, inside
 from ortlaunch.run.elastic import on_fit_hosts
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.preparation import check, finished, leave_finished, prepare, print_lines
+from ortlaunch.run.preparation import check, finished, leave_finished, prepare
 from ortlaunch.run.restarts import Ended, supervise
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE
 from ortlaunch.run_folder.lock import RunLock
@@ -48,7 +48,7 @@ def _train(
         lock.acquire(run)
     if rank is not None and rank.rank == 0:
         # With the mark of an earlier launch, other ranks would start from that launch's files.
-        inside.mark_of(run, rank).unlink(missing_ok=True)
+        mark_of(run, rank).unlink(missing_ok=True)
 
     # First the known choices and the checks: a run that cannot start should fail before minutes of
     # measuring.

@@ -15,12 +15,13 @@ from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs import registry
+from ortlaunch.output import print_lines
 from ortlaunch.rank import JOB_VARIABLE, Rank
 from ortlaunch.resolve import resume
-from ortlaunch.resolve.prepare import launch_id, request_of
+from ortlaunch.resolve.prepare import mark_of, request_of
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import Beginning, ResumeOptions
-from ortlaunch.run.preparation import prepare, print_lines
+from ortlaunch.run.preparation import prepare
 from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.run_folder.lock import RunLock
 
@@ -28,11 +29,6 @@ from ortlaunch.run_folder.lock import RunLock
 _JOIN_SECONDS = 120
 # Longer in Kubernetes: the image of rank 0's pod may have to be pulled.
 _POD_SECONDS = 1800
-
-
-def mark_of(run: RunDir, rank: Rank) -> Path:
-    """Return the file with which rank 0 marks the folder as prepared for this launch."""
-    return run.ready / (launch_id(rank, os.environ) or "launch")
 
 
 def lead(

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ortlaunch import doctor
 from ortlaunch.cache import foreign
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.other_runs.finished import nothing_left, with_next
+from ortlaunch.output import print_lines
 from ortlaunch.planning.describe import describe
 from ortlaunch.resolve import provenance, resume
 from ortlaunch.resolve.prepare import check_folder, check_launcher, earlier, write_run
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import Beginning, ResumeOptions
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.units import fitted
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    """Print each line at once."""
-    for line in lines:
-        print(fitted(line), flush=True)
 
 
 def check(

@@ -45,7 +45,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "rank": ({"errors"}, set()),
     "cache": ({"errors", "json_types", "run_folder"}, set()),
     "file_errors": ({"errors", "cache"}, set()),
-    "output": ({"errors"}, set()),
+    "output": ({"errors", "units"}, set()),
     "machine": ({"process", "json_types"}, set()),
     "start": (set(), set()),
     "process": (set(), set()),
