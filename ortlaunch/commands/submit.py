@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ortlaunch import recipe, start
-from ortlaunch.errors import PlanError, RecipeError
+from ortlaunch.errors import PlanError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord, now
 from ortlaunch.other_runs import registry
@@ -119,8 +119,8 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
         *inputs.broken_factories(chosen_recipe, modules),
     ]
     # An image or another cluster has files that this host need not have.
-    if missing and not SCHEDULERS[name].elsewhere and chosen_recipe.submit.container is None:
-        raise RecipeError([resolved.file.explain(problem) for problem in missing])
+    if not SCHEDULERS[name].elsewhere and chosen_recipe.submit.container is None:
+        resolved.file.require(missing)
     # The ranks of a job of several cannot start the trials that find a size.
     if micro_size.is_requested(resolved.file.recipe) and resolved.world.ranks > 1:
         micro_size.refuse_inside()

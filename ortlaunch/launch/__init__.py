@@ -18,7 +18,7 @@ from ortlaunch.launch.stop import Stop
 from ortlaunch.launch_plan import Node, Plan
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir, write_text
 
 # Seconds for a launcher to end by itself: after a lost host, and after a stall.
 _LOST_SECONDS = 2.0
@@ -52,6 +52,11 @@ class Request(NamedTuple):
         )
         env = "".join(f"{key}={shlex.quote(value)} " for key, value in self.env)
         return folder + files + env + shlex.join(self.argv)
+
+    def write_files(self) -> None:
+        """Write the files, before the command starts."""
+        for path, text in self.files:
+            write_text(Path(path), text)
 
 
 def store_file(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, str], ...]:

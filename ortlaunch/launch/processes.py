@@ -27,7 +27,6 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch.stop import Stop
 from ortlaunch.process import Process, descendants_of, heeded, process_space
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE
-from ortlaunch.run_folder.folder import write_text
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A scheduler sends these some time before the job's time limit.
@@ -104,8 +103,7 @@ def submit(request: Request, output: Path | None = None) -> Job:
     """
     if request.private:
         make_private(Path(request.private))
-    for path, text in request.files:
-        write_text(Path(path), text)
+    request.write_files()
     program = shutil.which(request.argv[0])
     if program is None:
         raise LaunchError(f"cannot start {request.argv[0]}: program not found")

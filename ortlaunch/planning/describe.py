@@ -24,6 +24,11 @@ def describe(plan: Plan, recipe: Recipe) -> str:
     known = plan.memory
     # On one rank ZeRO has nothing to shard.
     choice = plan.world_size > 1 or recipe.zero is not None
+    memory = (
+        memory_lines(known, choice, plan.device)
+        if known
+        else [f"memory: unknown: {why_unknown(recipe)}"]
+    )
     compared = compared_steps(recipe)
     if compared.steps and compared.why:
         lines.append(f"parity: step 1 is compared with plain PyTorch once ({compared.why})")
@@ -31,8 +36,7 @@ def describe(plan: Plan, recipe: Recipe) -> str:
         lines.append(
             "memory is an upper bound: model.freeze names parameters that a plan cannot see"
         )
-    unknown = [f"memory: unknown: {why_unknown(recipe)}"]
-    return "\n".join([*lines, *(memory_lines(known, choice, plan.device) if known else unknown)])
+    return "\n".join([*lines, *memory])
 
 
 def _world_lines(plan: Plan) -> list[str]:

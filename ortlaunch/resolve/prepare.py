@@ -122,13 +122,12 @@ def write_run(
             for they came meanwhile and are meant for the new ranks.
     """
     request = request_of(plan, run)
-    texts = {run.recipe: recipe.to_yaml(chosen), run.plan: plan.to_json()}
-    variables = {**variables_in(os.environ), **variables_in(chosen.launch.env)}
-    records = {run.environment: {**provenance.environment(), "ortmodule_variables": variables}}
+    records = {} if choice is None else {run.choice: as_json(choice)}
     if plan.deepspeed is not None:
         records[run.deepspeed] = plan.deepspeed
-    if choice is not None:
-        records[run.choice] = as_json(choice)
+    variables = {**variables_in(os.environ), **variables_in(chosen.launch.env)}
+    records[run.environment] = {**provenance.environment(), "ortmodule_variables": variables}
+    texts = {run.recipe: recipe.to_yaml(chosen), run.plan: plan.to_json()}
     for path, text in texts.items():
         write_text(path, text)
     for path, record in records.items():

@@ -151,9 +151,7 @@ def resolve_file(file: RecipeFile, command: Command, world: World | None = None)
     given, path, options, environ = command
     world = world or resolve_world(recipe, options, environ)
     named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
-    file.require(
-        (*device_rules(recipe, world.device, named), *task_rules(recipe, options.task))
-    )
+    file.require((*device_rules(recipe, world.device, named), *task_rules(recipe, options.task)))
     files = [file.explain(problem) for problem in missing]
     functions = [file.explain(problem) for problem in (*broken, *unknown)]
     # With other hosts, an absent file or function gives a note only.

@@ -18,21 +18,20 @@ def with_recorded_choices(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
         PlanError: a choice is open, and this process is a rank, which can start no jobs.
     """
     inside = resolved.world.inside
+    size = None
     if micro_size.is_requested(resolved.file.recipe):
         size = micro_size.recorded_size(resolved.file.recipe, resolved.work.batch, run)
         # A rank can use a known size, but cannot start the trials that find one.
-        if size is not None:
-            resolved = resolved.with_choice(micro_size.override(size))
-        elif inside is not None:
+        if size is None and inside is not None:
             micro_size.refuse_inside()
     # Ranks after rank 0 start with rank 0's choice.
-    if not engine_is_open(resolved) or (inside is not None and inside.rank > 0):
-        return resolved
-    # Imported on use: only a run with an open engine needs the bench.
-    from ortlaunch.bench import auto
+    if engine_is_open(resolved) and (inside is None or inside.rank == 0):
+        # Imported on use: only a run with an open engine needs the bench.
+        from ortlaunch.bench import auto
 
-    found = auto.recorded_choice(resolved, run)
-    return auto.applied(resolved, *found) if found else resolved
+        found = auto.recorded_choice(resolved, run)
+        resolved = auto.applied(resolved, *found) if found else resolved
+    return resolved if size is None else resolved.with_choice(micro_size.override(size))
 
 
 def engine_is_open(resolved: ResolvedRun) -> bool:
@@ -52,6 +51,5 @@ def with_found_size(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     """Return the run with the largest micro batch that fits."""
     if not micro_size.is_requested(resolved.file.recipe):
         return resolved
-    return resolved.with_choice(
-        micro_size.override(micro_size.find(resolved.file.recipe, resolved.plan, run))
-    )
+    size = micro_size.find(resolved.file.recipe, resolved.plan, run)
+    return resolved.with_choice(micro_size.override(size))

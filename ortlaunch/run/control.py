@@ -64,11 +64,11 @@ def _train(
         resolved = choices.with_measured_engine(resolved)
         # The engine may have requirements of its own.
         beginning, _ = check(resolved, run, options)
-    print_lines(beginning.lines)
 
     run = claimed(run) if chosen is None else run
     lock.acquire(run)
     with JobFile(run, resolved.world.launcher, resolved.traits.saves) as file:
+        print_lines(beginning.lines)
         whole = choices.with_found_size(resolved, run)
         resume.apply(run, beginning, options)
         # Ranks write the progress line in this width; empty where the output is no terminal.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import NoReturn
 
 from ortlaunch.errors import LaunchError
@@ -47,8 +46,7 @@ def lead(
     registry.add(run)
     resume.apply(run, beginning, options)
     request = prepare(resolved, run)
-    for path, text in request.files:
-        write_text(Path(path), text)
+    request.write_files()
     # Last of all files: other ranks start as soon as it exists.
     write_text(mark_of(run, rank), "")
     _become_worker(request)

@@ -47,7 +47,8 @@ def leave_finished(resolved: ResolvedRun, run: RunDir, lines: tuple[str, ...], d
     # Its command was killed although its ranks had ended: record the end that it could not.
     if job is not None and job.backend in LAUNCHERS and not job.state.is_end:
         job.at_end(JobState.SUCCEEDED, 0, f"done: {run}").write(run)
-    print_lines([*lines, with_next(done, resolved.typed, resolved.file.recipe, run)])
+    last = with_next(done, resolved.typed, resolved.file.recipe, run)
+    print_lines([*lines, last])
     return 0
 
 
@@ -58,14 +59,11 @@ def prepare(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Request:
     if again:
         return request
     provenance.record(run, resolved.command.path, resolved.command.options.typed)
-    print_lines(
-        [*resolved.notes, describe(resolved.plan, resolved.file.recipe), f"run folder: {run}"]
-    )
+    lines = [*resolved.notes, describe(resolved.plan, resolved.file.recipe), f"run folder: {run}"]
     if why := foreign(run.path):
-        print_lines(
-            [
-                f"run folder: {why}: users who can write there can run code as this user "
-                "while the ranks start (docs/trust.md)"
-            ]
+        lines.append(
+            f"run folder: {why}: users who can write there can run code as this user "
+            "while the ranks start (docs/trust.md)"
         )
+    print_lines(lines)
     return request

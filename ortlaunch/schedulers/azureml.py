@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 from ortlaunch.json_types import Json
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.run_folder.folder import write_text
 from ortlaunch.schedulers import QueuedRun, QueueState, command_output, yaml_text
 
 __all__ = ["cancel", "logs", "request", "state", "submit"]
@@ -118,8 +116,7 @@ def _named(job: str) -> tuple[str, ...]:
 
 def submit(request: Request) -> str:
     """Write the description, create the job and return its id."""
-    for path, text in request.files:
-        write_text(Path(path), text)
+    request.write_files()
     # The id has the group and the workspace of the request; they are empty if az has defaults.
     given = dict(word.split("=", 1) for word in request.argv if "=" in word)
     name = command_output(*request.argv, what=_WHAT).strip()

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, NO_FAULT
-from ortlaunch.run_folder.folder import write_text
 from ortlaunch.schedulers import QueuedRun, QueueState, command_output, yaml_text
 
 __all__ = ["cancel", "logs", "request", "state", "submit"]
@@ -251,8 +249,7 @@ def _id(job: QueuedRun) -> str:
 
 def submit(request: Request) -> str:
     """Write the manifest, create its objects and return the job's id."""
-    for path, text in request.files:
-        write_text(Path(path), text)
+    request.write_files()
     # kubectl prints a line for each object in the manifest's order: the job's comes last.
     made = command_output(*request.argv, what=_WHAT).split()
     namespace = next(

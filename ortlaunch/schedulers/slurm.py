@@ -10,13 +10,11 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.run_folder.folder import write_text
 from ortlaunch.schedulers import QueuedRun, QueueState, run_command
 
 __all__ = ["cancel", "request", "state", "submit"]
@@ -170,8 +168,7 @@ def require_sbatch() -> None:
 def submit(request: Request) -> str:
     """Write the script, queue it and return the job's id."""
     require_sbatch()
-    for path, text in request.files:
-        write_text(Path(path), text)
+    request.write_files()
     ended = run_command(*request.argv, what=_WHAT)
     if ended.returncode:
         raise LaunchError(f"sbatch refused the job: {ended.stderr.strip() or ended.stdout.strip()}")
