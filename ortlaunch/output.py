@@ -30,7 +30,7 @@ def terminal_width() -> int | None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print each line at once."""
+    """Print the lines, wrapped at 100 columns, without buffering."""
     for line in lines:
         print(fitted(line), flush=True)
 

@@ -1,4 +1,4 @@
-"""Wait for the end of a run, with a bar if it is requested."""
+"""Wait for the end of a run, with a progress bar on request."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def wait(run: RunDir, progress: bool, check: bool = True) -> Status:
 
 
 @contextlib.contextmanager
-def _bar(wanted: bool) -> Iterator[Callable[[Status], None] | None]:
-    """Yield a function that shows a status in a bar of tqdm; None if it is not wanted."""
-    if not wanted:
+def _bar(progress: bool) -> Iterator[Callable[[Status], None] | None]:
+    """Yield a function that shows a status in a progress bar; None without a bar."""
+    if not progress:
         yield None
         return
-    # It chooses the widget of a notebook, or the bar of a terminal.
+    # tqdm.auto shows a widget in a notebook, else a bar in the terminal.
     from tqdm.auto import tqdm
 
     with tqdm(unit="step") as bar:
 
-        def show(found: Status) -> None:
-            bar.total = found.steps
-            bar.n = found.step or 0
-            loss = {"loss": found.metrics["loss"]} if "loss" in found.metrics else {}
-            bar.set_postfix(state=found.state.value, **loss)
+        def show(now: Status) -> None:
+            bar.total = now.steps
+            bar.n = now.step or 0
+            loss = {"loss": now.metrics["loss"]} if "loss" in now.metrics else {}
+            bar.set_postfix(state=now.state.value, **loss)
 
         yield show

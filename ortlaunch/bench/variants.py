@@ -20,7 +20,7 @@ from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.folder import RunDir
 
 ENGINES = ("ort", "inductor", "eager")
-# Fields of `engine` by which inductor is compared with plain PyTorch.
+# Fields of `engine` for the comparison of inductor with plain PyTorch.
 _OF_INDUCTOR = ("parity_steps", "parity_tolerance")
 _VARY_FORM = (
     "write it as --vary key.path=first,second, for example --vary engine.memory_optimization=0,1"
@@ -29,12 +29,13 @@ _PAIRS = {")": "(", "]": "[", "}": "{"}
 
 
 class Variant(NamedTuple):
-    """A recipe with one engine and a choice of each varied key; resolved, or refused with a reason."""
+    """A recipe with one engine and one value of each varied key; resolved, or refused."""
 
     engine: str
     # `key.path=value` of each varied key.
     chosen: tuple[str, ...]
     resolved: ResolvedRun | None = None
+    # The reason; "" if the variant is not refused.
     refused: str = ""
 
     @property
@@ -51,17 +52,19 @@ class Variant(NamedTuple):
         return re.sub(r"[^A-Za-z0-9._=-]+", "-", self.name).strip("-")
 
     def overrides(self, before: Engine) -> tuple[str, ...]:
-        """Return the variant's changes to a recipe with this section `engine`."""
+        """Return the overrides that make this variant of a recipe; `before`: its section `engine`."""
         # No fallback: plain PyTorch must not be measured under ort's name.
         strict = ("engine.allow_fallback=false",) if self.engine == "ort" else ()
         return (*engine_overrides(self.engine, before), *strict, *self.chosen)
 
 
 def engine_overrides(engine: str, before: Engine, parity: bool = False) -> tuple[str, ...]:
-    """Return overrides that replace the recipe's engine; another engine drops the fields for ort.
+    """Return overrides that replace the recipe's engine, and drop fields of ort for other engines.
 
-    before: the recipe's section.
-    parity: inductor keeps its comparison with plain PyTorch.
+    Args:
+        engine: the new engine.
+        before: the recipe's section `engine`.
+        parity: whether inductor keeps the fields of its comparison with plain PyTorch.
     """
     if engine == "ort":
         return ("engine.name=ort",)
@@ -75,21 +78,24 @@ def engine_overrides(engine: str, before: Engine, parity: bool = False) -> tuple
 
 
 def variants(engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:
-    """Return engines x values of every varied key, engines first, in the given order.
+    """Return a variant for each combination of an engine and a value of every varied key.
+
+    Variants that differ only in the engine are neighbours; otherwise the order is the given one.
 
     Raises:
-        InputError: an unknown engine, or a `--vary` that is no key with values.
+        InputError: an engine is unknown or given twice, a `--vary` is not of the form
+            `key=values`, or two variants are the same.
     """
     unknown = [engine for engine in engines if engine not in ENGINES]
     if unknown or len(set(engines)) < len(engines):
         raise InputError(
-            f"--engines {','.join(engines)}: give some of {', '.join(ENGINES)}, each once"
+            f"--engines {','.join(engines)}: give one or more of {', '.join(ENGINES)}, each once"
         )
     choices = [_choices(text) for text in vary]
     found = [
         Variant(engine, chosen) for chosen in itertools.product(*choices) for engine in engines
     ]
-    # Slugs, because each variant needs its own folder.
+    # Slugs are compared, because each variant needs its own folder.
     names = [variant.slug for variant in found]
     twice = next((variant.name for variant in found if names.count(variant.slug) > 1), None)
     if twice:

@@ -1,10 +1,10 @@
-"""The entries of `--help` for all verbs: group, a summary that fits 80 columns, and an example."""
+"""All verbs of `ortlaunch --help`: their group, a summary within 80 columns, and an example."""
 
 from typing import NamedTuple
 
 
 class VerbSummary(NamedTuple):
-    """A verb's entry in the list of verbs, and the end of its own help."""
+    """A verb in the list of `ortlaunch --help`; the example is the last line of its own help."""
 
     group: str
     text: str
@@ -32,15 +32,15 @@ _GROUPS = {
         "logs": ("Print a rank's output.", "latest --follow"),
         "report": ("Write an HTML page of runs.", "runs/bert-tiny-20261123-171950"),
         "diagnose": ("Explain why a run failed.", "latest"),
-        "stop": ("Let a run save and end.", "latest"),
-        "checkpoint": ("Let a run save a checkpoint and continue.", "latest"),
-        "restart": ("Let an elastic run save and start again.", "latest"),
+        "stop": ("Save a checkpoint, then end the run.", "latest"),
+        "checkpoint": ("Save a checkpoint; the run continues.", "latest"),
+        "restart": ("Save a checkpoint, then restart an elastic run.", "latest"),
         "cancel": ("End a run with all its processes.", "latest"),
     },
     "Result": {
-        "evaluate": ("Measure a checkpoint or a model.", "latest"),
+        "evaluate": ("Compute the metrics of a checkpoint or a model.", "latest"),
         "export": ("Write a checkpoint in another format.", "latest --format onnx"),
-        "generate": ("Continue a prompt by a causal model.", 'latest "The cat"'),
+        "generate": ("Continue a prompt with a causal model.", 'latest "The cat"'),
         "device": ("Train on devices, and average the results.", "train artifacts"),
     },
     "Cluster": {

@@ -19,7 +19,7 @@ LORA = ("merged", "alone")
 
 
 class ExportOptions(NamedTuple):
-    """The options of an export; None: as the command's help describes it."""
+    """The options of `ortlaunch export`, with its defaults; None: the option is not given."""
 
     step: int | None = None
     to: Path | None = None
@@ -32,7 +32,7 @@ def export(run: RunDir, options: ExportOptions, shown: Collection[str] = ()) -> 
     """Write a checkpoint as a model, upload it if requested, and return its folder.
 
     Args:
-        shown: output of the processes that is shown, as `tasks.answer_of` describes it.
+        shown: streams of the processes that go to the terminal: `stdout`, `stderr`.
 
     Raises:
         InputError: the run, checkpoint or format does not exist, or the folder exists already.
@@ -45,9 +45,9 @@ def export(run: RunDir, options: ExportOptions, shown: Collection[str] = ()) -> 
         raise InputError(f"--format: got {form!r}; one of {', '.join(FORMATS)}")
     if push and form == "ondevice":
         raise InputError(
-            "--push uploads models for transformers and ONNX; --format ondevice is for devices"
+            "--push uploads a model in --format huggingface or onnx; got --format ondevice"
         )
-    # A training may still run: the checkpoint must not be deleted meanwhile.
+    # If the training still runs, it must not delete the checkpoint during the export.
     with held(run, lambda: chosen_step(run, step)) as chosen:
         return _export(run, options, chosen, shown)
 
@@ -55,10 +55,10 @@ def export(run: RunDir, options: ExportOptions, shown: Collection[str] = ()) -> 
 def _export(run: RunDir, options: ExportOptions, step: int, shown: Collection[str]) -> Path:
     _, to, form, push, lora = options
     folder = to or run.exported(step, form)
-    # Check the access to the hub first: an export takes long.
+    # An export takes long, so the access to the hub is checked first.
     if push:
         tasks.answer_of(PushRequest(push), shown)
-    # An export that exists already only has to be uploaded.
+    # For an upload the export of an earlier command is good enough.
     if not (push and lora is None and _is_written(run, step, folder, form)):
         if folder.exists():
             raise InputError(
@@ -94,10 +94,6 @@ def chosen_step(run: RunDir, step: int | None) -> int:
     if step is not None and step not in steps:
         raise InputError(
             f"--step: {run.checkpoints} has no complete checkpoint of step {step}; "
-            f"of {_words(steps)}"
+            f"it has steps {', '.join(map(str, steps))}"
         )
     return step or steps[-1]
-
-
-def _words(steps: list[int]) -> str:
-    return ", ".join(map(str, steps))

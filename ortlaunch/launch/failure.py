@@ -19,7 +19,8 @@ from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT, sentence
 from ortlaunch.run_folder.folder import RunDir, account, is_full, read_json
 from ortlaunch.run_folder.library_messages import cause_in
 
-# Lines of the user's exception that look like ortlaunch's own output.
+# Lines of the user's exception that begin like ortlaunch's own output. They are indented, so that
+# a reader or a script does not take them for ortlaunch's.
 _LIKE_OURS = re.compile(f"^(?={OURS}|{VERDICT}|{TRY})", re.MULTILINE)
 
 
@@ -33,7 +34,7 @@ class End(NamedTuple):
     failure: Failure | None = None
     """The cause of the failure; None if the run ended well."""
     before: str = ""
-    """Text printed before `last`, such as a traceback, with the line feeds between the two."""
+    """Text printed before `last`, such as a traceback; it ends with the line feeds before `last`."""
     stopped: bool = False
     """Whether the run stopped on request, with a checkpoint from which it can continue."""
 
@@ -77,21 +78,21 @@ def explain_end(
         return _saved(run, stopped_by)
     records = _records(run)
     first = _first(records)
-    by_wish = first is not None and first["cause"] is Cause.STOPPED
-    own = _launcher_failure(run)
-    nobody_asked = stopped_by is None and not run.stop_request.exists()
+    on_request = first is not None and first["cause"] is Cause.STOPPED
+    launcher_error = _launcher_failure(run)
+    unrequested = stopped_by is None and not run.stop_request.exists()
     # A rank's stop or secondary failure is then the effect of the launcher's own failure.
-    if own and nobody_asked and (first is None or by_wish or first["secondary"]):
-        cause = (cause_in(own) or (None,))[0]
+    if launcher_error and unrequested and (first is None or on_request or first["secondary"]):
+        cause = (cause_in(launcher_error) or (None,))[0]
         cause = cause if cause is Cause.NO_LOCKS else Cause.LAUNCHER_FAILED
-        failure = Failure(cause, own, who=Plan.read(run.plan).started_by.program)
+        failure = Failure(cause, launcher_error, who=Plan.read(run.plan).started_by.program)
         return End.of(1, failure, f"; logs: {run.logs}")
-    if first is not None and by_wish and not _unheard(run, records, stopped_by):
+    if first is not None and on_request and not _silent_suspects(run, records, stopped_by):
         return _stopped_without_a_step(run, first, stopped_by)
     # A requested stop explains the end better than the errors that it caused in the ranks.
     if stopped_by is not None and (status or first is not None):
         return _stopped(run, first, stopped_by)
-    if first is not None and not first["secondary"] and not by_wish:
+    if first is not None and not first["secondary"] and not on_request:
         return _of_rank(first, shown)
     if first is None and status == 0:
         return End(0, f"done: {run}")
@@ -105,31 +106,30 @@ def _launcher_failure(run: RunDir) -> str:
     """
     with contextlib.suppress(OSError, DamagedFile):
         found = read_json(run.launcher_error).get("message")
-        said = str(found.get("message") if isinstance(found, dict) else found)
-        # torchrun wraps the exception that matters, its cause, in one of its own.
+        text = str(found.get("message") if isinstance(found, dict) else found)
+        # torchrun wraps the original exception, the cause, in one of its own.
         inner = re.search(
             r"^[\w.]+(Error|Exception): .*", str(found).replace("\\n", "\n"), re.MULTILINE
         )
         return (
             ""
-            if said.startswith("SignalException")
-            else (inner[0] if inner else said.partition("\n")[0])[:300]
+            if text.startswith("SignalException")
+            else (inner[0] if inner else text.partition("\n")[0])[:300]
         )
     return ""
 
 
-def _unheard(run: RunDir, records: list[Json], stopped_by: int | None) -> set[int]:
-    """Return the ranks that may have made a launcher stop the others without a person's request.
+def _silent_suspects(run: RunDir, records: list[Json], stopped_by: int | None) -> set[int]:
+    """Return the ranks without a record whose end may be the reason why the others were stopped.
 
-
-    Either the supervisor of such a rank was killed: it reserved disk space for an error record
-    but wrote none. Or the rank never began.
+    These are ranks whose supervisor was killed: the disk space that it reserved for an error record
+    is still reserved. If no user requested a stop, they are also the ranks that never began.
     """
     began = ranks_that_began(run)
-    told = {record["rank"] for record in records} | set(_exit_requests(run))
-    killed = {rank for rank in began - told if run.spare(rank).exists()}
-    asked_for = stopped_by is not None or run.stop_request.exists()
-    return killed if asked_for else killed | set(range(Plan.read(run.plan).world_size)) - began
+    recorded = {record["rank"] for record in records} | set(_exit_requests(run))
+    killed = {rank for rank in began - recorded if run.spare(rank).exists()}
+    requested = stopped_by is not None or run.stop_request.exists()
+    return killed if requested else killed | set(range(Plan.read(run.plan).world_size)) - began
 
 
 def _saved(run: RunDir, stopped_by: int | None) -> End:
@@ -155,8 +155,8 @@ def _without_cause(
 ) -> End:
     """Return the end of a run in which no rank recorded a failure of its own."""
     plan = Plan.read(run.plan)
-    asked = _exit_requests(run)
-    # A rank's EXIT_SAVED counts only with the record of the stop, and there is none.
+    exit_requests = _exit_requests(run)
+    # EXIT_SAVED requests another start. Without stopped.json nothing proves that the run saved.
     status = 1 if status == EXIT_SAVED else status
     if ended_by is not None and plan.started_by.program:
         killed = Failure(
@@ -167,7 +167,7 @@ def _without_cause(
         )
         return End.of(128 + ended_by, killed)
     began = ranks_that_began(run)
-    silent = sorted(began - {record["rank"] for record in records} - set(asked))
+    silent = sorted(began - {record["rank"] for record in records} - set(exit_requests))
     # Ranks that ended in order removed the space reserved for their error record.
     lost = [rank for rank in silent if run.spare(rank).exists()] or silent
     if status and not records and is_full(run.path):
@@ -184,9 +184,9 @@ def _without_cause(
         and first["exit_status"] == EXIT_SAVED
     ):
         return _stopped(run, first, first["signal"])
-    if asked:
-        rank = min(asked, key=lambda rank: asked[rank][1])
-        number = asked[rank][0]
+    if exit_requests:
+        rank = min(exit_requests, key=lambda rank: exit_requests[rank][1])
+        number = exit_requests[rank][0]
         launcher = plan.started_by.program
         failure = Failure(Cause.SIGNALLED, launcher, who=_names(plan, [rank]), signal=number)
         return End.of(128 + number, failure, f"; logs: {run.logs}")
@@ -216,15 +216,16 @@ def _records(run: RunDir) -> list[Json]:
 
 
 def _first(records: list[Json]) -> Json | None:
-    """Return the earliest original failure.
-
-    Of secondary ones, a rank that was killed before it had saved comes first.
-    """
+    """Return the record of the failure that most likely caused the others; None without records."""
     return min(records, key=failure_order, default=None)
 
 
 def failure_order(record: Json) -> tuple[bool, bool, int, float]:
-    """Return the sort key of an error record: the most likely cause first."""
+    """Return the sort key of an error record: the most likely cause first.
+
+    Original failures come before secondary ones. Of the latter, ranks come first that were killed
+    because they had not saved in the grace period (OUTLIVED).
+    """
     # Hosts' clocks differ, so the count of earlier records comes before the time.
     return (
         record["secondary"],
@@ -243,7 +244,7 @@ def ranks_that_began(run: RunDir) -> set[int]:
 
 
 def _exit_requests(run: RunDir) -> dict[int, tuple[int, float]]:
-    """Return (signal, time) for each rank that was requested to end by a signal."""
+    """Return (signal, time of arrival) for each rank that received a signal to end."""
     found = {}
     for path in run.errors.glob("asked_*"):
         words = path.read_text(encoding="utf-8", errors="replace").split()
@@ -256,26 +257,28 @@ def _exit_requests(run: RunDir) -> dict[int, tuple[int, float]]:
 def _stopped(run: RunDir, first: Json | None, number: int) -> End:
     """Return the end of a run that was requested to stop and did not save.
 
-    If it has an older checkpoint, its status may request another start.
+    The exit status is EXIT_SAVED if the run can continue from an older checkpoint.
     """
-    late = first is None or first["cause"] is Cause.OUTLIVED
-    before = f"{_of_rank(first).text}\n" if first and (late or not first["secondary"]) else ""
-    said = f"stopped by {signal.Signals(number).name}"
+    too_slow = first is None or first["cause"] is Cause.OUTLIVED
+    before = f"{_of_rank(first).text}\n" if first and (too_slow or not first["secondary"]) else ""
+    text = f"stopped by {signal.Signals(number).name}"
     saved = run.complete_checkpoints()
-    again = (
-        late
+    can_continue = (
+        too_slow
         and number != signal.SIGINT
         and not run.cancelled.exists()
         and Plan.read(run.plan).traits.saves
     )
     if saved:
         lost = (
-            " before it had saved; the steps after its newest checkpoint are lost" if again else ""
+            " before it had saved; the steps after its newest checkpoint are lost"
+            if can_continue
+            else ""
         )
-        said += f"{lost}; the newest checkpoint is after step {saved[-1][0]}"
-    status = EXIT_SAVED if saved and again else 128 + number
+        text += f"{lost}; the newest checkpoint is after step {saved[-1][0]}"
+    status = EXIT_SAVED if saved and can_continue else 128 + number
     return End(
-        status, said, Failure(Cause.STOPPED, said, signal=number), before, stopped=bool(saved)
+        status, text, Failure(Cause.STOPPED, text, signal=number), before, stopped=bool(saved)
     )
 
 
@@ -295,14 +298,14 @@ def _stopped_without_a_step(run: RunDir, first: Json, stopped_by: int | None) ->
         return _of_rank(first)._replace(status=status)
     saved = run.complete_checkpoints()
     newest = f"; the newest checkpoint is after step {saved[-1][0]}" if saved else ""
-    said = f"stopped by {by} before its first or after its last step: nothing to save{newest}"
-    return End(status, said, Failure(Cause.STOPPED, said), stopped=True)
+    text = f"stopped by {by} before its first or after its last step: nothing to save{newest}"
+    return End(status, text, Failure(Cause.STOPPED, text), stopped=True)
 
 
 def _lost(run: RunDir, plan: Plan, ranks: list[int], oom_kills: int | None) -> End:
     """Return the end for ranks that began and left no record: their supervisor was killed."""
     here = all(plan.node_of(rank).is_here for rank in ranks)
-    # The kernel's counter is that of this host alone.
+    # The kernel counts the processes of this host only.
     kills = oom_kills if here else None
     failure = Failure(Cause.RANK_VANISHED, who=_names(plan, ranks), memory_kills=kills)
     return End.of(137, failure, f"{_last_line(run, ranks)}\nlogs: {run.logs}")
@@ -310,7 +313,7 @@ def _lost(run: RunDir, plan: Plan, ranks: list[int], oom_kills: int | None) -> E
 
 def _last_line(run: RunDir, ranks: list[int]) -> str:
     """Return the last line of the first non-empty error log of these ranks."""
-    # The cause of the end may have written it, as MPI does before it aborts.
+    # It may name the cause: MPI writes its reason there before it aborts.
     for rank in ranks:
         path = run.log(rank, "err")
         lines = (
@@ -333,7 +336,7 @@ def _of_rank(first: Json, shown: bool = False) -> End:
     Args:
         shown: whether rank 0's output went to the terminal.
     """
-    seen = shown and first["rank"] == 0 and first["type"] in ("Signal", "Exit")
+    was_shown = shown and first["rank"] == 0 and first["type"] in ("Signal", "Exit")
     traceback = _LIKE_OURS.sub("  ", (first.get("folded") or first["traceback"]).rstrip())
-    before = f"{traceback}\n\n" if traceback and not seen else ""
+    before = f"{traceback}\n\n" if traceback and not was_shown else ""
     return End(first["exit_status"], first["summary"], Failure.of_record(first), before)

@@ -17,18 +17,22 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import SCHEDULERS, scheduler
 
 _POLL_SECONDS = 0.5
-# The status is read less often than the files: it may query a scheduler.
+# The status is read less often than the files, because it may query a scheduler.
 _STATUS_SECONDS = 3.0
 
 
 def output(run: RunDir, rank: int, follow: bool) -> Iterator[str]:
-    """Yield a rank's output; for rank 0 of a queued job, the output of its script and scheduler.
+    """Yield a rank's output as it is written.
+
+    For rank 0 of a queued job it is the output of the job: of its batch script and of rank 0.
 
     Args:
         follow: continue until the run has ended.
 
     Raises:
-        InputError: it is no run folder, or the rank does not exist.
+        InputError: the folder is not a run folder, or the rank does not exist.
+        MissingDependency: this host does not have the scheduler's command.
+        RunError: the scheduler's command failed.
     """
     status = read_status(run)
     if status.ranks is not None and rank >= status.ranks:
@@ -38,7 +42,7 @@ def output(run: RunDir, rank: int, follow: bool) -> Iterator[str]:
         if not run.plan.exists():
             yield from _of_scheduler(status.job, rank, follow)
             return
-        # The ranks' folder is on this host all the same, with their logs.
+        # The ranks' run folder is on a volume that this host can read, so their logs are read there.
         queued = False
     read = dict[Path, _Position]()
     next_status = 0.0
@@ -54,15 +58,11 @@ def output(run: RunDir, rank: int, follow: bool) -> Iterator[str]:
 
 
 def _of_scheduler(job: JobRecord, rank: int, follow: bool) -> Iterator[str]:
-    """Yield the scheduler's logs, for ranks whose own logs this host cannot read.
-
-    Raises:
-        RunError: the scheduler's command failed.
-    """
+    """Yield the scheduler's logs of a job whose run folder this host cannot read."""
     if rank:
         raise InputError(
-            f"--rank is {rank}, and {job.backend} shows only rank 0's node; logs/ of the pods' "
-            "run folder has all"
+            f"--rank is {rank}, and {job.backend} shows only rank 0's node; logs/ in the "
+            "pods' run folder has the logs of all ranks"
         )
     argv = scheduler(job.backend).logs(job.id, follow)
     if shutil.which(argv[0]) is None:
@@ -75,18 +75,19 @@ def _of_scheduler(job: JobRecord, rank: int, follow: bool) -> Iterator[str]:
 
 
 def _files(run: RunDir, rank: int, queued: bool) -> list[Path]:
-    """Return the files with a rank's output; that of a queued job's rank 0 is in the job's own."""
+    """Return the files with a rank's output."""
+    # In a Slurm job the batch script and rank 0 write to the same file.
     if queued and rank == 0:
         return sorted(run.logs.glob("slurm-*.out"))
     return [path for path in (run.log(rank, "out"), run.log(rank, "err")) if path.exists()]
 
 
 class _Position:
-    """The part of a file that has been read."""
+    """The end of the part of a file that has been read."""
 
     def __init__(self) -> None:
         self.offset = 0
-        # A rank may have written only the first bytes of a character.
+        # It keeps the first bytes of a character of which the rank has not written the rest yet.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
 

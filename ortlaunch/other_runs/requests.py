@@ -1,4 +1,8 @@
-"""Requests to a run from another process: to save and stop, save and continue, or restart."""
+"""Send requests to a run of another process: stop, save a checkpoint, or restart.
+
+A request is a file in the run folder, which rank 0 reads. For a stop and for a checkpoint, a signal
+to the run's command makes the ranks read it at once.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +35,9 @@ class StopResult(NamedTuple):
     """The result of a request to stop."""
 
     text: str
-    """A text for a person: what was requested, or how the run ended."""
+    """The request, or how the run ended, as text for the terminal."""
     exit_status: int
-    """0 if the run stopped well or, without waiting, if the request was made; else 1."""
+    """0 if the run completed or saved or, without waiting, if the request was sent; else 1."""
 
     def __str__(self) -> str:
         return self.text
@@ -43,7 +47,8 @@ def stop(run: RunDir, wait: bool = True) -> StopResult:
     """Request a run to save and stop; with `wait`, return after its end.
 
     Raises:
-        InputError: it is no run, has nothing to save, or belongs to another user.
+        InputError: the folder is not a run folder, or the run is queued, saves no checkpoints, or
+            belongs to another user.
     """
     status = read_status(run)
     if status.state.is_end:
@@ -59,8 +64,8 @@ def stop(run: RunDir, wait: bool = True) -> StopResult:
         )
         raise InputError(f"{run}: is queued, and {saved}; `ortlaunch cancel` removes it")
     else:
-        # Its command measures or prepares, and reads no request.
-        _wake(status, run, signal.SIGTERM)
+        # The run is being prepared: no rank reads requests yet, so its command is ended.
+        _send_signal(status, run, signal.SIGTERM)
     if not wait:
         return StopResult(f"stop requested: {run}", 0)
     while not (status := read_status(run)).state.is_end:
@@ -76,8 +81,8 @@ def checkpoint(run: RunDir) -> int:
     """Request a run to save after its next step, wait, and return the step of that checkpoint.
 
     Raises:
-        InputError: it does not train now, or belongs to another user.
-        LaunchError: it ended, or could not save.
+        InputError: the run is not training, or belongs to another user.
+        LaunchError: the run ended, or could not save.
     """
     status = read_status(run)
     if status.state is not JobState.RUNNING:
@@ -105,8 +110,8 @@ def restart(run: RunDir) -> str:
         A line with the hosts.
 
     Raises:
-        InputError: it does not train now, its hosts are fixed, or it belongs to another user.
-        LaunchError: it ended.
+        InputError: the run is not training, is not elastic, or belongs to another user.
+        LaunchError: the run ended.
     """
     status = read_status(run)
     if status.state is not JobState.RUNNING:
@@ -119,7 +124,7 @@ def restart(run: RunDir) -> str:
         )
     by = f"`ortlaunch restart` of {getpass.getuser()} on host {socket.gethostname()}"
     _write(run, run.restart_request, by)
-    # No signal: it would end the command, too. Rank 0 reads the request within half a second.
+    # Without a signal, which would end the command, too. Rank 0 reads the file every half second.
     _write(run, run.stop_request, by)
     while run.restart_request.exists():
         if read_status(run).state.is_end:
@@ -132,10 +137,10 @@ def restart(run: RunDir) -> str:
 
 def _write_request(run: RunDir, status: Status, verb: str) -> None:
     """Write the request, and send a signal to the run's command if it is on this host."""
-    # Without the signal, rank 0 reads the request within half a second.
+    # The signal saves up to half a second, the interval in which rank 0 reads requests.
     path = run.stop_request if verb == "stop" else run.save_request
     _write(run, path, f"`ortlaunch {verb}` of {getpass.getuser()} on host {socket.gethostname()}")
-    _wake(status, run, signal.SIGUSR1 if verb == "stop" else signal.SIGUSR2)
+    _send_signal(status, run, signal.SIGUSR1 if verb == "stop" else signal.SIGUSR2)
 
 
 def _write(run: RunDir, path: Path, by: str) -> None:
@@ -147,7 +152,8 @@ def _write(run: RunDir, path: Path, by: str) -> None:
         ) from None
 
 
-def _wake(status: Status, run: RunDir, number: int) -> None:
+def _send_signal(status: Status, run: RunDir, number: int) -> None:
+    """Send a signal to the run's command if it is a process of this host."""
     if status.job.process.is_here and not is_queued(status.job):
         try:
             status.job.process.send(number)
@@ -158,8 +164,8 @@ def _wake(status: Status, run: RunDir, number: int) -> None:
 
 
 def _recorded_end(run: RunDir, status: Status) -> End | None:
-    """Return the end of a run whose processes are on another host; None if it has not ended."""
-    # No process may be left to write this end into job.json.
+    """Return the end of a run whose command is on another host; None if it has not ended."""
+    # The ranks' own records are read: if the command was killed, job.json never gets the end.
     first = first_failure(run)
     if first is not None:
         return End(first["exit_status"], f"{run}: {first['summary']}")

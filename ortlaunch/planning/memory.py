@@ -1,10 +1,10 @@
-"""Parameters, bytes per rank and FLOPs of a recipe.
+"""Count the parameters of a recipe's model, and estimate the memory of a rank.
 
-They are computed from the recipe's numbers alone, and from a pretrained model's config.json if it
-is on this host. Weights, gradients and optimizer state are exact counts, compared with the live
-tensors of two ranks in tests/worker/engine/test_memory_use_ranks.py; activations are an estimate.
-BERT and decoders like Llama are counted here, and four more families in model_sizes.py; for other
-models the result is None, and the worker counts them.
+The input is the recipe alone, with the config.json of a pretrained model if it is on this host.
+Weights, gradients and optimizer state are exact: tests/worker/engine/test_memory_use_ranks.py
+compares them with the live tensors of two ranks. Activations and overhead are estimates.
+BERT and decoders like Llama are counted here, further families in model_sizes.py. For other models
+the result is None; the worker measures them in the run.
 """
 
 from __future__ import annotations
@@ -24,33 +24,36 @@ from ortlaunch.recipe.fields.models import Lora
 from ortlaunch.recipe.fields.pretrained import config_of
 from ortlaunch.recipe.rules.parity import compared_steps
 
-# Logits of a chunk, and the least rows of one: the head's gradient is read and written for each
-# chunk. Measured on a CPU.
+# By device: the number of logits in a chunk of the loss, and the least number of its rows. Fewer
+# rows would be slow, because each chunk reads and writes the whole gradient of the head. Measured
+# on a CPU.
 _CHUNKS = {"cpu": (5 * 2**20, 128), "cuda": (2**25, 1024)}
-# Peak memory of a process on a CPU beside the counted tensors, by engine: bytes, and shares of the
-# model's bytes, of kept activations, and of all activations of a layer, kept or recomputed. Fitted
-# to memory.json of 27 runs of BERT and Llama (26 to 407 MiB planned, torch 2.13, glibc 2.36). In
-# eager mode these are holes between blocks, which layers leave also where they are recomputed: with
+# Overhead of a process on a CPU: its peak memory without the counted tensors, by engine. It is the
+# sum of a number of bytes and of three shares: of the model's bytes, of the activations that are
+# kept for the backward pass, and of all activations, recomputed ones included. Fitted to
+# memory.json of 27 runs of BERT and Llama (26 to 407 MiB planned, torch 2.13, glibc 2.36). The last
+# share is the fragmentation of the heap on engine eager, which recomputed layers cause, too: with
 # at most 57 MiB of live tensors, a process took 170 MiB.
 _OVERHEAD = {
     "eager": (10 << 20, 0.0, 0.0, 0.5),
     "inductor": (85 << 20, 0.0, 0.2, 0.0),
     "ort": (25 << 20, 0.4, 0.25, 0.0),
 }
-# DeepSpeed's modules, imported after the model is built: 125 MiB at once, the rest with its engine.
+# DeepSpeed's modules, which are imported after the model is built, and so after the measurement of
+# memory begins: 125 MiB at the import, the rest when its engine is built.
 _DEEPSPEED = 160 << 20
-# Modules that an evaluation of labels imports.
+# Modules that an evaluation with labels imports.
 _TORCHMETRICS = 35 << 20
-# Engine ort, once for Llama, whose graph writes out RMSNorm and rotary positions, and once for
-# adapters.
+# Added on engine ort for Llama, whose graph has many nodes for RMSNorm and rotary positions, and
+# added (again) for adapters.
 _MORE_NODES = 25 << 20
-# GPU memory beside tensors, not measured here: CUDA's context with torch's kernels; workspaces of
-# cuBLAS and cuDNN, which engine ort has twice, torch's and ONNX Runtime's; NCCL's buffers.
+# GPU memory beside tensors, not measured: CUDA's context with torch's kernels; workspaces of cuBLAS
+# and cuDNN, which torch and ONNX Runtime each have on engine ort; NCCL's buffers.
 _CONTEXT = 500 << 20
 _WORKSPACES = 100 << 20
 _NCCL = 300 << 20
-# DeepSpeed's defaults, in elements: largest tensor that ZeRO 3 keeps whole on every rank, elements
-# reduced at once, and elements that ZeRO 3 gathers at once.
+# DeepSpeed's defaults, in elements: the largest tensor that ZeRO 3 keeps whole on every rank; the
+# elements reduced together; the elements that ZeRO 3 gathers together.
 _PERSISTENT = 100_000
 _BUCKET = 500_000_000
 _LIVE = 1_000_000_000
@@ -61,36 +64,38 @@ def padded_vocabulary(size: int) -> int:
     return (size + 7) // 8 * 8
 
 
-def chunk_rows(asked: int | str, rows: int, vocabulary: int, device: str) -> int:
+def chunk_rows(requested: int | str, rows: int, vocabulary: int, device: str) -> int:
     """Return the rows of a chunk of the loss; 0: all logits are computed at once.
 
-    asked: the field `engine.chunked_loss`: auto, off or a number of rows.
-    rows: rows of all logits.
-    vocabulary: columns of the logits.
+    Args:
+        requested: the field `engine.chunked_loss`: auto, off or a number of rows.
+        rows: rows of all logits.
+        vocabulary: columns of the logits.
+        device: cpu or cuda.
     """
-    if asked != "auto":
-        return 0 if asked == "off" else int(asked)
+    if requested != "auto":
+        return 0 if requested == "off" else int(requested)
     logits, least = _CHUNKS[device]
-    # A multiple of 32 rows.
+    # Rounded down to a multiple of 32 rows.
     chunk = max(least, logits // vocabulary // 32 * 32)
     return chunk if chunk < rows else 0
 
 
 def chunked(recipe: Recipe, tokens: int, vocabulary: int, device: str) -> int:
-    """Return the rows of a chunk if the recipe allows a chunked loss, else 0.
+    """Return the rows of a chunk of the loss, or 0 if the recipe does not allow chunks.
 
-    The model may still refuse it.
+    The model may not allow them either; the worker detects that (model/chunked_head.py).
     """
     whole = not recipe.model.traits.predicts or (recipe.zero and recipe.zero.stage == 3)
     return 0 if whole else chunk_rows(recipe.engine.chunked_loss, tokens, vocabulary, device)
 
 
 def full_config(recipe: Recipe) -> Json | None:
-    """Return the model's config with every default, or None if it is unknown without transformers."""
+    """Return the model's config with every default, or None if only transformers knows them."""
     own = recipe.model.config or {}
     known = config_of(recipe.model.pretrained) if recipe.model.pretrained else {}
     given = {**(known or {}), **own}
-    # Without the model's own config the recipe has to give the sizes.
+    # If the model's own config is not known, the recipe must have all sizes.
     filled = None if known is None and not set(own) >= SIZES else complete(given)
     config = filled or sized(given)
     tokenizer = recipe.data.tokenizer
@@ -105,7 +110,7 @@ def full_config(recipe: Recipe) -> Json | None:
 
 
 def tensor_sizes(config: Json, task: str) -> list[int]:
-    """Return the elements of each parameter of a BERT or a decoder with the head of `task`.
+    """Return the number of elements of each parameter of a model with the head of `task`.
 
     Tied weights are counted once.
     """
@@ -163,9 +168,9 @@ def _llama(c: Json, task: str) -> list[int]:
 
 
 def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu") -> Memory | None:
-    """Return the bytes per rank of a recipe on `ranks` data-parallel ranks.
+    """Return the memory of a rank, for each sharding, on `ranks` data-parallel ranks.
 
-    None for models that are not known here.
+    The result is None for models that are not known here.
     """
     config = full_config(recipe)
     if config is None or (
@@ -182,19 +187,20 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         trained = adapters
     parameters = sum(tensors)
     trainable = sum(trained)
-    # Autocast leaves norms, softmax and their results in float32.
+    # Without DeepSpeed, 4 bytes in every precision: autocast keeps norms and softmax in float32.
     activations = _activations(recipe, config, micro_samples, 4, device)
-    full = recipe.model_copy(
+    not_recomputed = recipe.model_copy(
         update={
             "model": recipe.model.model_copy(update={"gradient_checkpointing": False}),
             "engine": recipe.engine.model_copy(update={"memory_optimization": 0}),
         }
     )
-    made = _activations(full, config, micro_samples, _width(recipe) if recipe.zero else 4, device)
+    width = _width(recipe) if recipe.zero else 4
+    all_activations = _activations(not_recomputed, config, micro_samples, width, device)
     stages: list[tuple[str, Bytes]] = [("DDP", _plain(recipe, parameters, trainable, activations))]
     activations = _activations(recipe, config, micro_samples, _width(recipe), device)
     for stage in range(4):
-        exact = _off_gpu(
+        tensors_of_stage = _off_gpu(
             recipe,
             _zero(recipe, tensors, trainable, activations, stage, ranks),
             trainable,
@@ -204,7 +210,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         stages.append(
             (
                 f"ZeRO {stage}",
-                exact._replace(
+                tensors_of_stage._replace(
                     buckets=_bucket(recipe, parameters, trainable, stage, ranks, device)
                 ),
             )
@@ -215,7 +221,9 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         (
             stage,
             parts._replace(
-                overhead=_overhead(recipe, parts, kind, made) if device == "cpu" else libraries
+                overhead=_overhead(recipe, parts, kind, all_activations)
+                if device == "cpu"
+                else libraries
             ),
         )
         for stage, parts in stages
@@ -228,7 +236,6 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         device,
     )
     compared = 2 * _width(recipe) * trainable if compares else 0
-    width = _width(recipe) if recipe.zero else 4
     return Memory(
         parameters, trainable, tuple(stages), chosen, (4 + state_bytes(recipe)) * trainable, chunk, compared,
         at_start(recipe, tensors, trainable, width, ranks),
@@ -242,29 +249,35 @@ def _contexts(recipe: Recipe, ranks: int) -> int:
     return _CONTEXT + _WORKSPACES * (2 if ort else 1) + (_NCCL if ranks > 1 else 0)
 
 
-def _overhead(recipe: Recipe, parts: Bytes, family: str, made: int) -> int:
-    """Return the bytes of a process beside counted tensors; of engine `auto` the most.
+def _overhead(recipe: Recipe, parts: Bytes, family: str, all_activations: int) -> int:
+    """Return the bytes of a process beside the counted tensors (see _OVERHEAD).
 
-    made: bytes of activations, recomputed ones included.
+    For engine `auto` this is the largest of all engines.
+
+    Args:
+        recipe: the recipe.
+        parts: the counted bytes.
+        family: llama or bert.
+        all_activations: bytes of activations, recomputed ones included.
     """
     names = _OVERHEAD if recipe.engine.name == "auto" else [recipe.engine.name]
     modules = _DEEPSPEED if recipe.zero else 0
     if recipe.data.evaluation is not None and recipe.model.traits.label:
         modules += _TORCHMETRICS
     return modules + max(
-        int(least + of_model * parts.model + kept * parts.activations + of_made * made)
+        int(fixed + of_model * parts.model + of_kept * parts.activations + of_all * all_activations)
         + (
             _MORE_NODES * ((family == "llama") + (recipe.model.lora is not None))
             if name == "ort"
             else 0
         )
         for name in names
-        for least, of_model, kept, of_made in [_OVERHEAD[name]]
+        for fixed, of_model, of_kept, of_all in [_OVERHEAD[name]]
     )
 
 
 def why_unknown(recipe: Recipe) -> str:
-    """Return why `estimate` returns None, and a remedy."""
+    """Return the reason why `estimate` returns None for the recipe, and a remedy."""
     model = recipe.model
     if model.traits.is_own:
         return "your factory builds the model; a training records its memory in memory.json"
@@ -286,7 +299,7 @@ def why_unknown(recipe: Recipe) -> str:
 def _plain(recipe: Recipe, parameters: int, trainable: int, activations: int) -> Bytes:
     """Return the bytes of a training without DeepSpeed.
 
-    Weights stay float32, and lower precision is autocast's.
+    Weights stay in float32: without DeepSpeed a lower precision is that of autocast.
     """
     return Bytes(4 * parameters, 4 * trainable, state_bytes(recipe) * trainable, activations)
 
@@ -300,12 +313,13 @@ def _zero(
 ) -> Bytes:
     """Return the bytes of a rank in a ZeRO stage, without offload."""
     width = _width(recipe)
-    # DeepSpeed keeps a float32 master copy beside the weights, also in fp32 from stage 1 on.
+    # DeepSpeed keeps a float32 master copy beside the weights: in a 16-bit precision in every
+    # stage, in fp32 from stage 1 on.
     master = 0 if stage == 0 and width == 4 else 4
     optimizer = (master + state_bytes(recipe)) * trainable
     whole = width * trainable
     share = -(-width * trainable // ranks)
-    # ORTModule returns all gradients at once, also where stage 2 keeps a share of each.
+    # ORTModule returns all gradients together, before stage 2 can keep only this rank's share.
     ort = stage == 2 and ranks > 1 and recipe.engine.name in ("ort", "auto")
     return Bytes(
         weights=width * (sum(tensors) if stage < 3 else _kept_by_zero_3(recipe, tensors, ranks)),
@@ -316,26 +330,26 @@ def _zero(
 
 
 def _off_gpu(recipe: Recipe, whole: Bytes, trainable: int, stage: int, device: str) -> Bytes:
-    """Return the part of a stage's bytes that stays on the GPU.
+    """Return the part of a stage's bytes that is left on the device with `zero.offload`.
 
-    On a CPU, offloaded tensors are in the same memory.
+    On a CPU it is all of them: offloaded tensors are in the same memory.
     """
     offload = recipe.zero.offload if recipe.zero and device == "cuda" else None
     if offload is None or not stage:
         return whole
     if offload.optimizer:
-        # From stage 2 on, gradients leave the GPU as they are reduced, before the next ones exist;
-        # ort computes all of them first.
+        # From stage 2 on, each gradient leaves the GPU before the next one is computed, except on
+        # engine ort, which computes all of them first.
         kept = recipe.engine.name in ("ort", "auto") or stage < 2
         whole = whole._replace(optimizer=0, gradients=_width(recipe) * trainable if kept else 0)
     return whole._replace(weights=0) if offload.parameters and stage == 3 else whole
 
 
 def _kept_by_zero_3(recipe: Recipe, tensors: list[int], ranks: int) -> int:
-    """Return the elements that ZeRO 3 keeps on each rank.
+    """Return the number of elements that ZeRO 3 keeps on each rank.
 
-    These are a piece of every tensor, and the small tensors, which stay whole beside their pieces
-    once they were gathered.
+    A rank has its piece of every tensor. In addition it keeps each small tensor in full, once that
+    has been gathered.
     """
     small = int(_setting(recipe, "stage3_param_persistence_threshold", _PERSISTENT))
     return sum(-(-size // ranks) for size in tensors) + sum(
@@ -348,11 +362,11 @@ def _bucket(
 ) -> int:
     """Return the bytes of DeepSpeed's buffers.
 
-    They hold gradients that are reduced and, in stage 3 on a GPU, weights that are gathered. The
-    kernel gives a process only the pages that it writes; CUDA allocates all.
+    They hold gradients that are reduced and, in stage 3 on a GPU, weights that are gathered.
     """
     size = int(_setting(recipe, "reduce_bucket_size", _BUCKET)) if stage else _BUCKET
     gathered = 0
+    # On a CPU only the written part of a buffer takes memory; on a GPU it is allocated in full.
     if stage == 0 or device == "cpu":
         size = min(size, trainable)
     elif stage == 3:
@@ -361,14 +375,14 @@ def _bucket(
 
 
 def _setting(recipe: Recipe, name: str, default: float) -> float:
-    """Return one of DeepSpeed's own settings under zero_optimization."""
+    """Return a setting of the section zero_optimization of DeepSpeed's config, or the default."""
     section = recipe.zero.deepspeed.get("zero_optimization", {}) if recipe.zero else {}
     value = section.get(name, default) if isinstance(section, dict) else default
     return value if isinstance(value, (int, float)) else default
 
 
 def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
-    """Return the elements of each adapter's two matrices, or None for an unknown target module."""
+    """Return the number of elements of each matrix of the adapters; None: an unknown target."""
     if lora.target_parameters or lora.modules_to_save:
         return None
     if c["model_type"] in SHAPES:
@@ -398,7 +412,8 @@ def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
             # BERT's other layers share the name `dense`.
             names += ["dense", "intermediate", "output"]
             shapes |= {"dense": (h, h), "intermediate": (h, i), "output": (i, h)}
-            # Pooler and transform; the layers that output labels or words get no adapter.
+            # `all-linear` also adapts the pooler, the transform of the word head and the pair head;
+            # peft leaves out the layers that output labels or words.
             traits = MODEL_TASKS[task]
             heads_of_bert = [(h, h)] * (traits.pools + bool(traits.predicts)) + (
                 [(h, 2)] if traits.pairs else []
@@ -413,15 +428,15 @@ def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
 
 
 def _activations(recipe: Recipe, c: Json, micro: int, width: int, device: str) -> int:
-    """Return the bytes of activations of a rank."""
+    """Return the bytes of the activations of a rank that exist at the peak."""
     length = _length(recipe, c)
     layers = int(c["num_hidden_layers"])
     tokens = micro * length
     a_layer = tokens * layer_bytes(recipe, c, length, width, device)
     logits = _logits(recipe, c, tokens, device)
     if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
-        # Each layer's input, and the loss or one layer computed again. These two do not exist at
-        # the same time, but a process on a CPU keeps the blocks of one while it computes the other.
+        # The inputs of all layers are kept. Beside them are either the logits or one recomputed
+        # layer, but on a CPU both count: the heap keeps the blocks of one during the other.
         beside = a_layer + logits if device == "cpu" else max(a_layer, logits)
         kept = int(c["hidden_size"]) * width
         kept += kept_beside_recomputation(recipe, c, length, width, device)
@@ -430,21 +445,23 @@ def _activations(recipe: Recipe, c: Json, micro: int, width: int, device: str) -
 
 
 def _length(recipe: Recipe, c: Json) -> int:
-    """Return the tokens of a sample; of images and sounds by the model's config."""
+    """Return the number of tokens of a sample; for images and audio the model's config has it."""
     return recipe.data.sequence_length or int(c.get("positions", 0))
 
 
 def _logits(recipe: Recipe, c: Json, tokens: int, device: str) -> int:
-    """Return the bytes of head and loss beside the weights, in float32."""
+    """Return the bytes of the logits and of the loss's other tensors."""
     if recipe.model.traits.label:
         return 0
     vocabulary = int(c["vocab_size"])
     chunk = chunked(recipe, tokens, vocabulary, device)
-    # Whole logits, their log-softmax and the gradients of both: measured on CPU with BERT and
-    # Llama, fp32 and bf16.
+    # Four float32 tensors: the logits, their log-softmax, and the gradients of both. Measured on a
+    # CPU with BERT and Llama, in fp32 and bf16.
     if not chunk:
         return 16 * tokens * vocabulary
-    # A chunk in float32, in a 16-bit precision also in 16 bits, and the head's gradient, which is kept
-    # until the backward pass.
-    waiting = 0 if recipe.model.lora else 4 * vocabulary * int(c["hidden_size"])
-    return (10 if recipe.format.is_narrow else 4) * min(chunk, tokens) * vocabulary + waiting
+    # The loss computes the gradient of the head during the forward pass and keeps it for the
+    # backward pass. A logit takes 4 bytes in fp32, and 10 in a 16-bit precision, where it exists in
+    # 16 bits, too.
+    gradient_of_head = 0 if recipe.model.lora else 4 * vocabulary * int(c["hidden_size"])
+    per_logit = 10 if recipe.format.is_narrow else 4
+    return per_logit * min(chunk, tokens) * vocabulary + gradient_of_head

@@ -1,7 +1,6 @@
-"""Resolve the recipe's fields that are `auto`, from known values or by measurements.
+"""Resolve `engine.name: auto` and `batch.micro_size: auto`, from records or by measurements.
 
-Each measurement is a start of its own, with a plan of its own. The run's plan is made after all
-choices.
+A measurement starts ranks with a plan of its own. The run's plan is made after all choices.
 """
 
 from __future__ import annotations
@@ -12,19 +11,20 @@ from ortlaunch.run_folder.folder import RunDir
 
 
 def with_recorded_choices(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
-    """Return the run with the choices that are known from an earlier start or measurement.
+    """Return the run with the choices that an earlier start or measurement recorded.
 
     Raises:
-        PlanError: a choice is open, and this process is a rank, which can start no jobs.
+        PlanError: a choice is not recorded, and this process is a rank of the user's own launcher,
+            which cannot start the jobs of a measurement.
     """
     inside = resolved.world.inside
     size = None
     if micro_size.is_requested(resolved.file.recipe):
         size = micro_size.recorded_size(resolved.file.recipe, resolved.work.batch, run)
-        # A rank can use a known size, but cannot start the trials that find one.
+        # A rank may use a recorded size, but cannot start trials.
         if size is None and inside is not None:
             micro_size.refuse_inside()
-    # Ranks after rank 0 start with rank 0's choice.
+    # Ranks after rank 0 read the recipe that rank 0 writes, with its engine.
     if engine_is_open(resolved) and (inside is None or inside.rank == 0):
         # Imported on use: only a run with an open engine needs the bench.
         from ortlaunch.bench import auto
@@ -40,7 +40,7 @@ def engine_is_open(resolved: ResolvedRun) -> bool:
 
 
 def with_measured_engine(resolved: ResolvedRun) -> ResolvedRun:
-    """Return the run with the engine that a bench chooses now; the choice is stored."""
+    """Measure the engines now; return the run with the best, and store the choice in the cache."""
     from ortlaunch.bench import auto
 
     choice = auto.measured(resolved, lambda text: print(text, flush=True))
@@ -48,7 +48,7 @@ def with_measured_engine(resolved: ResolvedRun) -> ResolvedRun:
 
 
 def with_found_size(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
-    """Return the run with the largest micro batch that fits."""
+    """Return the run with its micro batch size; if that is `auto`, search the largest that fits."""
     if not micro_size.is_requested(resolved.file.recipe):
         return resolved
     size = micro_size.find(resolved.file.recipe, resolved.plan, run)

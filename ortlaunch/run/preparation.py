@@ -1,4 +1,4 @@
-"""Check a run before its start, and write the first files of its folder. Starts nothing."""
+"""Check a run before its start, and write its folder. No process is started here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check(
     """Check that the run can start; write nothing and make no plan.
 
     Returns:
-        The beginning of the run, and the result of `finished`.
+        The beginning of the run, with the lines to print about it, and the result of `finished`.
 
     Raises:
         InputError, PlanError, MissingDependency: the run cannot start; the message has the remedy.
@@ -37,14 +37,14 @@ def check(
 
 
 def finished(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> str | None:
-    """Return a line if all steps are complete and none is to be repeated; None: ranks have work."""
+    """Return the line to print if no step is left to train; None if the ranks have to run."""
     return None if options.begins_earlier else nothing_left(resolved.file.recipe, run)
 
 
 def leave_finished(resolved: ResolvedRun, run: RunDir, lines: tuple[str, ...], done: str) -> int:
     """Print that the run is complete, and return its exit status."""
     job = JobRecord.read(run)
-    # Its command was killed although its ranks had ended: record the end that it could not.
+    # The earlier command was killed after its ranks had ended, so job.json still has it running.
     if job is not None and job.backend in LAUNCHERS and not job.state.is_end:
         job.at_end(JobState.SUCCEEDED, 0, f"done: {run}").write(run)
     last = with_next(done, resolved.typed, resolved.file.recipe, run)
@@ -53,9 +53,12 @@ def leave_finished(resolved: ResolvedRun, run: RunDir, lines: tuple[str, ...], d
 
 
 def prepare(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Request:
-    """Make the plan, write the run folder and, at the first start, print the plan."""
+    """Write the plan and the other files of the run folder; return the request to the launcher.
+
+    Args:
+        again: whether the same command restarts the run. At its first start the plan is printed.
+    """
     request = write_run(run, resolved.file.recipe, resolved.plan, resolved.choice, again)
-    # A restart by the same command would only repeat the lines.
     if again:
         return request
     provenance.record(run, resolved.command.path, resolved.command.options.typed)

@@ -1,7 +1,7 @@
 """Every path of a run folder, with atomic writing and tolerant reading of its files.
 
-RunDir's rows are the table of files: paths and docs/run-folder.md are generated from them. Standard
-library only.
+The rows of RunDir are the table of the files: a row gives a path, and a line of docs/run-folder.md.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from ortlaunch.json_types import Json
 # Files of a checkpoint: its list of files with checksums, and the mark that it is complete.
 MANIFEST = "manifest.json"
 COMPLETE = "COMPLETE"
-# The command sets it for its ranks to the width of the terminal, if its output is a terminal.
+# Environment variable of the ranks: the width of the command's terminal; empty if it has none.
 PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"
 
 
 _FULL_BYTES = 1 << 20  # a disk with less free space counts as full
-# Bytes of a line of `accounts`: 7 digits and a newline. Fixed, so that a position gives a count.
+# Bytes of a line of `accounts`: 7 digits and a newline. All lines have this length, so that the
+# number of lines follows from the size of the file.
 _COUNTED = 8
 _STEP = re.compile(r"step_(\d+)")
-# As `write_text` names them.
+# Names of the temporary files of `write_text`.
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 
 
 class _File:
-    """A row of the table: file or folder, who writes it, its contents, and the type of these."""
+    """A row of the table: a file or folder, its writer, its contents, and their record class."""
 
     def __init__(self, name: str, writer: str, contents: str, record: str = "") -> None:
         self.name = name
@@ -61,14 +62,14 @@ class RunDir:
     vocabulary = _File(
         "vocabulary.json",
         "rank 0",
-        "token and class names of the numbers",
+        "names of the class numbers, and how the tokenizer was trained",
         "VocabularyRecord",
     )
     tokenizer = _File("tokenizer", "rank 0", "the tokenizer that the weights are trained with")
     hostfile = _File("hostfile", "command", "hosts and slots, for mpirun")
     # Three ways for ranks to meet: a file on one host, torchrun's agents, or rank 0's address.
-    store = _File("store", "command", "where ranks of one host connect, without a port")
-    rendezvous = _File("rendezvous", "command", "where torchrun's agents of several hosts connect")
+    store = _File("store", "command", "a file by which the ranks of one host connect")
+    rendezvous = _File("rendezvous", "command", "a file by which torchrun's agents connect")
     meeting = _File("meeting", "command", "address of rank 0, for ranks of several hosts")
     agents = _File("agents.json", "command", "command that ssh starts on each host, with torchrun")
     launcher_error = _File("launcher_error.json", "torchrun", "error of torchrun itself")
@@ -81,34 +82,36 @@ class RunDir:
     )
     errors = _File("errors", "supervisors", "`rank_00003.json` of failed ranks; `stacks_00003.txt`")
     flight_recorder = _File(
-        "errors/nccl_trace_rank_", "NCCL", "its flight recorder, with the rank's number"
+        "errors/nccl_trace_rank_", "NCCL", "NCCL's flight recorder; the rank's number is added"
     )
     failure_printed = _File(
         "errors/printed", "supervisors", "empty: a rank has printed the failure"
     )
-    stall = _File("errors/stall.json", "supervisors", "the run stalled: who, since when")
-    lost = _File("errors/lost.json", "supervisors", "a host that is lost")
+    stall = _File("errors/stall.json", "supervisors", "a stall: its ranks, since when")
+    lost = _File("errors/lost.json", "supervisors", "a host that was lost")
     accounts = _File(
-        "errors/accounts", "supervisors", "the rank of each record of an end, in the order of time"
+        "errors/accounts", "supervisors", "the rank of each error record, in the order of time"
     )
     slow_ranks = _File(
         "slow_ranks.jsonl", "supervisors", "slow ranks that delay the others, each once"
     )
     attempts = _File(
-        "attempts", "command", "`1/{logs,errors}` of a failed start, once another has begun"
+        "attempts", "command", "`1/{logs,errors}` of a failed start, moved here by the next one"
     )
     ready = _File(
-        "ready", "rank 0", "marks that the folder is prepared, under a launcher of the user's own"
+        "ready", "rank 0", "marks of prepared starts, if the user's own launcher starts the ranks"
     )
     fabric = _File("fabric.json", "rank 0", "measurements of the ranks of `ortlaunch selftest`")
     requests = _File("requests", "other commands", "requests of other commands")
-    stop_request = _File("requests/stop.json", "any command", "to save and stop, with its sender")
-    restart_request = _File(
-        "requests/restart.json", "other commands", "another start, beside a stop"
+    stop_request = _File(
+        "requests/stop.json", "any command", "request to save and stop, with its sender"
     )
-    requeue_request = _File("requests/requeue", "command", "another turn of a batch script")
-    save_request = _File("requests/save.json", "other commands", "to save")
-    cancelled = _File("requests/cancel", "other commands", "empty: to end without saving")
+    restart_request = _File(
+        "requests/restart.json", "other commands", "request to start again after a stop"
+    )
+    requeue_request = _File("requests/requeue", "command", "request to queue the job again")
+    save_request = _File("requests/save.json", "other commands", "request to save")
+    cancelled = _File("requests/cancel", "other commands", "empty: request to end without saving")
     stopped = _File("stopped.json", "rank 0", "result of a stop", "Stopped")
     lock = _File("lock", "command", "held while the run lives")
     job = _File("job.json", "command", "state, verdict and cause; failed starts")
@@ -116,7 +119,7 @@ class RunDir:
         "metrics.jsonl", "rank 0", "a line for each logged step and each evaluation", "MetricsLine"
     )
     steps = _File(
-        "steps.json", "rank 0", "lengths in epochs as steps: the training's, and intervals"
+        "steps.json", "rank 0", "training and intervals that the recipe gives in epochs, as steps"
     )
     bad_steps = _File("bad_steps.jsonl", "rank 0", "steps with bad losses or gradients", "BadStep")
     summary = _File("summary.json", "rank 0", "the end of the training", "Summary")
@@ -124,7 +127,7 @@ class RunDir:
         "parity.jsonl", "rank 0", "steps that were compared with plain PyTorch", "ParityLine"
     )
     engine = _File(
-        "engine.json", "rank 0", "what runs: engine, sharding, optimizer", "EngineReport"
+        "engine.json", "rank 0", "engine, sharding and optimizer that run", "EngineReport"
     )
     profile = _File(
         "profile.json", "rank 0", "where the time of a step goes (log.profile_steps)", "Profile"
@@ -133,11 +136,11 @@ class RunDir:
     memory = _File("memory.json", "rank 0", "memory, planned and measured", "MemoryReport")
     micro_size = _File("micro_size.json", "command", "the size that `micro_size: auto` found")
     trials = _File("micro_size", "command", "`8/`: a trial run of `micro_size: auto`")
-    trial = _File("trial.json", "rank 0", "of a trial run: the memory that it used")
+    trial = _File("trial.json", "rank 0", "the memory that a trial run used")
     evaluation = _File(
         "evaluation.json",
         "rank 0",
-        "in `evaluations/step_00000500/`, a run of its own",
+        "results of `ortlaunch evaluate`, in `evaluations/step_00000500/`",
         "Evaluation",
     )
     tensorboard = _File("tensorboard", "rank 0", "TensorBoard's events")
@@ -146,7 +149,7 @@ class RunDir:
     checkpoints = _File(
         "checkpoints",
         "ranks",
-        "`step_00000500{,.partial,.broken}/`, whole with COMPLETE",
+        "`step_00000500{,.partial,.broken}/`; a complete one has COMPLETE",
     )
     resume = _File(
         "resume.json", "command", "step of the last start, and changed settings", "ResumeRecord"
@@ -160,10 +163,10 @@ class RunDir:
         "ExportLine",
     )
     choice = _File("choice.json", "command", "decision of engine.name: auto", "Choice")
-    bench = _File("bench.json", "command", "of a variant of `ortlaunch bench`: its settings")
-    order = _File("order.json", "command", "of such a variant: next command for its ranks")
+    bench = _File("bench.json", "command", "settings of a variant of `ortlaunch bench`")
+    order = _File("order.json", "command", "next command for the ranks of such a variant")
     report = _File("report.html", "`ortlaunch report`", "a page of the whole run")
-    results = _File("results.jsonl", "rank 0", "of such a variant: figures")
+    results = _File("results.jsonl", "rank 0", "measurements of such a variant")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -181,7 +184,7 @@ class RunDir:
 
     @property
     def error_records(self) -> list[Path]:
-        """The existing error records: of ranks, of a hang, of a lost host."""
+        """Paths of the error records that exist: of ranks, of a stall, of a lost host."""
         others = [path for path in (self.stall, self.lost) if path.exists()]
         return [*sorted(self.errors.glob("rank_*.json")), *others]
 
@@ -199,7 +202,7 @@ class RunDir:
             # Appended without a lock: a local disk appends one short line atomically.
             with open(self.accounts, "ab") as file:
                 file.write(b"%07d\n" % rank)
-                # Without it, `tell` would not include lines that other processes appended.
+                # Only after a flush does `tell` include the lines of other processes.
                 file.flush()
                 return file.tell() // _COUNTED - 1
         return 0
@@ -220,12 +223,13 @@ class RunDir:
         return self.attempts / str(number)
 
     def stop_mark(self, rank: int) -> Path:
-        """Return the path of the mark that a signal requested a rank's end: `NUMBER TIME`."""
+        """Return the path of the record that a signal requested a rank's end: `NUMBER TIME`."""
         return self.errors / f"asked_{rank:05d}"
 
     def spare(self, rank: int) -> Path:
         """Return the path of a file that reserves disk space for a rank's error record."""
-        # So a full disk cannot hide why a rank failed. If the file remains, the rank was killed.
+        # Without it a full disk would prevent the record of a failure. A rank that ends removes the
+        # file, so that one that is left shows a rank that was killed.
         return self.errors / f"spare_{rank:05d}"
 
     def checkpoint(self, step: int) -> Path:
@@ -254,7 +258,7 @@ class RunDir:
 
     def stopped_by_user(self) -> bool:
         """Return whether `ortlaunch stop` or a hook requested the end."""
-        # The command of a single rank writes the same file on a signal, with the signal's name.
+        # On a signal the command of a single rank writes the same file, with the signal's name.
         if not self.stop_request.exists():
             return False
         try:
@@ -310,26 +314,26 @@ def is_full(path: Path) -> bool:
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically: readers see the old text or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # tempfile would ignore the umask and make files that only their owner can read. Mode "x" never
-    # opens an existing file.
+    # Not by tempfile, whose files only their owner can read, whatever the umask is. Mode "x" fails
+    # for an existing file.
     name = path.parent / f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}"
     try:
         with open(name, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            # Without it a crash of the host may leave an empty file under the final name.
+            # Otherwise a crash of the host could leave an empty file under the final name.
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException as error:
         name.unlink(missing_ok=True)
-        # The error names the temporary file, or no file if a write met a full disk.
+        # The error has the name of the temporary file or, if the disk is full, no name.
         if isinstance(error, OSError):
             error.filename = str(path)
         raise
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether a file is a temporary one of `write_text`, which was killed."""
+    """Return whether a file has the name of a temporary file of `write_text`."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
@@ -345,7 +349,7 @@ def json_text(value: object, indent: int | None = None) -> str:
 
 
 def _finite(value: object) -> object:
-    """Return a value with infinite and undefined floats as strings, at any depth."""
+    """Return a value in which strings replace inf and nan, at any depth."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -375,7 +379,7 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:
         kind: the Python type of the whole value.
 
     Returns:
-        The value. A mapping raises DamagedFile with the file's name for a missing key.
+        The value. If it is a mapping, a missing key raises DamagedFile with the file's name.
 
     Raises:
         DamagedFile: the file is not JSON, or its value has another type.
@@ -392,7 +396,7 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:
 
 
 class _Mapping(dict[str, object]):
-    """The contents of a file that may be damaged or written by another version of ortlaunch."""
+    """A mapping read from a file; a missing key raises DamagedFile instead of KeyError."""
 
     def __init__(self, path: Path, values: dict[str, object]) -> None:
         super().__init__(values)
@@ -413,19 +417,19 @@ def account(path: Path) -> Json:
     """
     # `rank_00003.json` has a number; stall.json and lost.json have none.
     number = path.stem.removeprefix("rank_")
-    said = f"{path} tells no more"
+    text = f"{path} has no summary"
     try:
         found = read_json(path)
     except DamagedFile as error:
         found = {}
-        said = f"the record of a rank's end cannot be read: {error}"
+        text = f"the record of a rank's end cannot be read: {error}"
     known = {
         "rank": int(number) if number.isdecimal() else 0, "host": "?", "type": "Unknown", "message": "",
-        "traceback": "", "exit_status": 1, "secondary": False, "time": 0.0, "summary": said,
-        "cause": "", "detail": said,
+        "traceback": "", "exit_status": 1, "secondary": False, "time": 0.0, "summary": text,
+        "cause": "", "detail": text,
     }  # fmt: skip
-    # A missing field and one of another type are treated alike: the default replaces it.
-    kinds = {name: (int, float) if name == "time" else type(usual) for name, usual in known.items()}
+    # The default replaces a field that is missing, and one of another type.
+    kinds = {name: (int, float) if name == "time" else type(value) for name, value in known.items()}
     wrong = {name for name, kind in kinds.items() if not isinstance(found.get(name), kind)}
     signal = found.get("signal")
     record = {**found, **{name: known[name] for name in wrong}}

@@ -43,7 +43,7 @@ VERBS = {
     "hostfile": "Print an example of a host file",
     "recipes": "The shipped recipes",
     "data": "Prepare and inspect the data of a training",
-    "evaluate": "Or a model.",
+    "evaluate": "Compute loss and metrics of a run's checkpoint, or of a model",
     "device": "Train on a device, and average",
     "device train": "Train a checkpoint on data.train",
     "device evaluate": "Measure a checkpoint on data.evaluation, as",

@@ -246,7 +246,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(tmp_path: Path)
     alone = bench(folder, "--engines=ort")
     assert (alone.returncode, "precision: got bf16 with engine ort" in alone.stderr) == (2, True)
     for words, part in {
-        ("--engines=jax",): "--engines jax: give some of ort, inductor, eager",
+        ("--engines=jax",): "--engines jax: give one or more of ort, inductor, eager",
         ("--vary=seed",): "--vary seed: write it as --vary key.path=first,second",
         ("--vary=engine.name=ort",): "use --engines to choose engines",
         ("--vary=seed=1,1",): "--vary: ort seed=1 is given twice",

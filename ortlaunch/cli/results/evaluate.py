@@ -17,8 +17,8 @@ def evaluate(
         Path,
         typer.Argument(
             metavar="RUN|MODEL",
-            help="Run folder; or a model.onnx, its folder or a folder of a transformers model, "
-            "evaluated by one CPU process.",
+            help="A run folder; or a model, which one CPU process evaluates: a model.onnx, its "
+            "folder, or the folder of a transformers model.",
             show_default=False,
             callback=by_name,
         ),
@@ -41,21 +41,21 @@ def evaluate(
     options: Any = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Measure a checkpoint on data.evaluation (loss, perplexity, accuracy), with the result in
-    RUN/evaluations/step_N. Or a model.
+    """Compute loss and metrics of a run's checkpoint, or of a model, on data.evaluation. The
+    result of a checkpoint is in RUN/evaluations/step_N.
     """
     from ortlaunch.api import foreground
     from ortlaunch.api.models import evaluate_model
 
-    # RUN and MODEL share the verb, but not all options: the others are refused, not ignored.
+    # Options that are only for the other kind of argument are refused, not ignored.
     if evaluate_model.is_model(run):
-        _of_a_model(
+        _refuse(
             "--step" if step else "--dry-run" if dry_run else None,
             run,
-            "is a model, which has no checkpoints",
+            "is a model; this option is for a RUN",
         )
         raise typer.Exit(evaluate_model.evaluate(run, recipe, tuple(overrides or ()), as_json))
-    _of_a_model(
+    _refuse(
         "--recipe" if recipe else "--json" if as_json else None,
         run,
         "is not a model; this option is for a MODEL",
@@ -64,11 +64,11 @@ def evaluate(
     if dry_run:
         typer.echo(foreground.evaluation_command(*given))
         return
-    # The evaluation must not end because the reader of its output has.
+    # If the output is a pipe whose reader ends, the evaluation continues.
     go_on_unread()
     raise typer.Exit(foreground.evaluate(*given))
 
 
-def _of_a_model(option: str | None, path: Path, why: str) -> None:
+def _refuse(option: str | None, path: Path, why: str) -> None:
     if option:
         raise InputError(f"{option}: {path} {why}")

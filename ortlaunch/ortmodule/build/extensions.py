@@ -87,7 +87,7 @@ def required_names() -> list[str]:
 
 
 def missing() -> list[str]:
-    """Return the names of the wanted extensions that are not in the cache.
+    """Return the names of the required extensions that are absent from the cache or damaged.
 
     torch_interop_utils is left out if its build failed for this torch.
     """
@@ -106,6 +106,7 @@ def interop_refusal() -> str:
 
 
 def _unbuilt() -> list[str]:
+    """Return the names of all required extensions that are absent from the cache or damaged."""
     return [name for name in required_names() if _damage(name)]
 
 
@@ -119,11 +120,15 @@ def damage() -> list[str]:
 
 
 def _damage(name: str) -> str:
-    """Return why an extension cannot be loaded; empty if it can.
+    """Return why an extension must not be loaded; empty if it may be.
 
-    A truncated library would end the process by SIGBUS.
+    Loading a truncated library would end the process by SIGBUS.
+
+    Raises:
+        FileError: another user could have replaced the library.
     """
     folder = cache_dir()
+    # Folders that do not exist yet cannot belong to another user.
     for path in filter(Path.is_dir, (cache_root(), folder.parent, folder)):
         require_own(path)
     return changed(folder / f"{name}.seal")
@@ -178,7 +183,7 @@ def _announce_and_build() -> None:
         print(f"{', '.join(required_names())}: already built in {folder}")
         return
     for why in damage():
-        print(f"{why}; built anew")
+        print(f"{why}; building it again")
     print(
         f"building {', '.join(names)} for torch {_torch_version()} and {ort_package()} "
         f"{ORT_VERSION} ...",
@@ -229,7 +234,7 @@ def _package(name: str) -> Path:
     folders = spec.submodule_search_locations if spec else None
     if not folders:
         raise MissingDependency(
-            f"the package {name} is listed as installed, and its folder is not there: "
+            f"the package {name} is listed as installed, but its folder does not exist: "
             "install it again"
         )
     return Path(folders[0])
@@ -253,7 +258,8 @@ def _cuda_versions() -> tuple[str, str] | None:
 
 
 def _key() -> str:
-    # Before torch's version: that ORT has no wheel for this Python is the more useful error.
+    # If ORT and torch are both absent, the error about ORT is the more useful one, because ORT has
+    # wheels for few versions of Python. So its package is determined first.
     ort = f"{ort_package()}-{ORT_VERSION}"
     python = sys.implementation.cache_tag or "python"
     cuda = _cuda_versions()
@@ -327,7 +333,7 @@ def _compile(names: list[str], folder: Path) -> None:
 
 
 def _copy_sources(name: str, work: Path) -> str:
-    """Copy and adapt an extension's installed sources; return why that failed, or an empty text."""
+    """Copy an extension's sources out of the wheel and adapt them; return an error, or ""."""
     source = next(_package("onnxruntime").glob(f"training/ortmodule/torch_cpp_extensions/*/{name}"))
     shutil.copytree(source, work, ignore=shutil.ignore_patterns("__pycache__"))
     try:
@@ -410,12 +416,12 @@ def _failure(name: str, work: Path) -> str:
 
 
 def _refusal(problem: str, log: Path) -> str:
-    """Write the whole problem to `log`; return the line with the error and the log's path."""
+    """Write a failed build's output to `log`; return its error line and the path of the log."""
     log.write_text(problem)
     lines = problem.splitlines()
     return (
         f"{next((line for line in lines if ' error: ' in line), lines[-1]).strip()} "
-        f"(the whole: {log})"
+        f"(complete output: {log})"
     )
 
 

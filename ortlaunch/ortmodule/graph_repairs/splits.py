@@ -1,10 +1,14 @@
-"""Gradients of a split tensor, if not every part has one: ORT's joined gradient is too short.
+"""Repair the gradient of a tensor that is split into parts, if some parts have no gradient.
 
-A part that nothing uses, or that only `detach` or a comparison uses, has no gradient. In that case
-the parts are cut out one by one, each with a gradient of its own. Each Slice is along two
-dimensions, one of them whole: ORT's optimizer replaces slices along one dimension, and picks, by a
-Split if together they are the whole. For such slices and picks in the model itself, the tensor is
-hidden behind a Reshape for those without a gradient.
+A part has no gradient if nothing uses it, or if only `detach` or a comparison does. ORT's gradient
+of a Split joins the gradients of the other parts, so that it is too short. There are two cases:
+
+- A Split in the model is replaced by a Slice for each part. A Slice has its own gradient.
+- ORT's optimizer would make a Split of the model's own Slice and Gather nodes, if these are along
+  one dimension and cover the tensor. Those without a gradient read the tensor through a Reshape,
+  which the optimizer does not recognize.
+
+For the same reason each Slice of the first case is along two dimensions, the second one in full.
 """
 
 from __future__ import annotations
@@ -28,16 +32,12 @@ _END = 2**63 - 1
 
 
 def cut_unequal_parts() -> None:
-    """Cut out the parts of a Split one by one, if only some of them have a gradient.
-
-    ORT's gradient of a Split omits parts without a gradient: the result has another size, or other
-    positions.
-    """
+    """Install the repair: it runs after ORT infers the shapes of an exported model."""
     patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_parts)
 
 
 def _with_parts(original: AnyFunction, model: onnx.ModelProto) -> object:
-    """Infer the shapes, then replace the nodes that select unequal parts."""
+    """Infer the shapes, then replace nodes that select parts of which only some have a gradient."""
     inferred = original(model)
     graph = inferred.graph
     values = (*graph.input, *graph.value_info, *graph.output)
@@ -46,7 +46,7 @@ def _with_parts(original: AnyFunction, model: onnx.ModelProto) -> object:
         for v in values
         if v.type.tensor_type.HasField("shape")
     }
-    # Names through which a gradient passes.
+    # Names of tensors that may have a gradient.
     derived = reached(graph)
     uses: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
@@ -83,31 +83,32 @@ def _alike(names: Any, derived: set[str]) -> bool:
 
 
 def _cut_all(split: onnx.NodeProto, rank: int) -> list[onnx.NodeProto]:
-    """Return a Slice for each part, which begins at the end of the part before."""
-    place = next((attribute.i for attribute in split.attribute if attribute.name == "axis"), 0)
+    """Return a Slice for each part; it begins where the part before it ends."""
+    axis = next((attribute.i for attribute in split.attribute if attribute.name == "axis"), 0)
     start = f"{split.output[0]}_ortlaunch_0"
-    nodes = _zero_if_filled(split, place % rank, start)
+    nodes = _zero_if_complete(split, axis % rank, start)
     for number, part in enumerate(split.output, 1):
         end = f"{split.output[0]}_ortlaunch_{number}"
         nodes += _sum(split, number, end)
-        nodes += _cut(split.input[0], part, place % rank, rank, start, end)
+        nodes += _cut(split.input[0], part, axis % rank, rank, start, end)
         start = end
     return nodes
 
 
-def _zero_if_filled(split: onnx.NodeProto, axis: int, made: str) -> list[onnx.NodeProto]:
-    """Return nodes that make a zero, or fail if the parts are not the whole dimension.
+def _zero_if_complete(split: onnx.NodeProto, axis: int, made: str) -> list[onnx.NodeProto]:
+    """Return nodes that compute 0, the start of the first part.
 
-    A Split fails in that case too; slices would silently be shorter. state/unsupported.py
-    recognizes the error by the node's name.
+    They fail if the sizes of the parts do not add up to the dimension. A Split fails then, too,
+    but slices would silently be shorter. state/unsupported.py recognizes the error by the name of
+    the node that fails, `..._filled`.
     """
     return [
         *_sum(split, len(split.output), f"{made}_total"),
         _node("Shape", [split.input[0]], f"{made}_shape"),
         _constant(f"{made}_axis", [axis]),
         _node("Gather", [f"{made}_shape", f"{made}_axis"], f"{made}_size"),
-        # The rest is doubled before it is an index into one element: -1 would be a valid index, -2
-        # is not.
+        # The difference is used as an index into a vector of one element: only 0 may be valid. It
+        # is doubled, because -1 would be valid, too.
         _node("Sub", [f"{made}_size", f"{made}_total"], f"{made}_rest"),
         _node("Add", [f"{made}_rest", f"{made}_rest"], f"{made}_index"),
         _constant(f"{made}_zero", [0]),
@@ -126,8 +127,10 @@ def _sum(split: onnx.NodeProto, number: int, made: str) -> list[onnx.NodeProto]:
 
 
 def _cut(given: str, made: str, axis: int, rank: int, start: str, end: str) -> list[onnx.NodeProto]:
-    # A vector gets a second dimension for the slice.
-    """Return nodes that slice along the axis and, whole, along another one."""
+    """Return nodes that slice from `start` to `end` along the axis, and in full along another one.
+
+    A vector gets a second dimension for the slice.
+    """
     other = (axis + 1) % max(rank, 2)
     nodes = [
         _constant(f"{made}_first", [0]),

@@ -1,4 +1,8 @@
-"""ONNX forms for reads and sums at indices, for differences and for cumulative sums."""
+"""ONNX forms (symbolics) of index, index_put, scatter_add, diff, cumsum and floor_divide.
+
+Torch's exporter has no form for these operators, or a wrong one. Each function adds ONNX nodes to
+the graph `g` and returns the value that replaces the operator's output.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,10 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def index(g: Any, x: Any, indices: Any) -> Any:
-    """Write an index by several tensors, with negative values and masks of several dimensions.
+    """Write an index by several tensors; negative indices and masks of any rank are allowed.
 
-    Torch's form does not wrap negative values, and accepts only masks of one dimension.
+    With several tensors torch's form does not wrap negative indices, and accepts only masks of one
+    dimension.
     """
     from torch.onnx import symbolic_helper
 
@@ -60,7 +65,7 @@ def index_put(g: Any, into: Any, indices: Any, values: Any, accumulate: Any = No
     given = symbolic_helper._unpack_list(indices)
     adds = accumulate is not None and symbolic_helper._maybe_get_const(accumulate, "b")
     masked = any(is_bool(one) for one in given)
-    # Torch's form of a single mask and one number is a masked fill, which is exact.
+    # For a single mask and a scalar, torch's form is correct: it is a masked fill.
     if masked and len(given) == 1 and not adds and symbolic_helper._get_tensor_rank(values) == 0:
         return put(g, into, indices, values, accumulate)
     own: dict[str, Callable[..., Any]] = {}
@@ -81,26 +86,29 @@ def _are_broadcast(g: Any, masked: bool) -> bool:
     places = [place.type().dim() for place in indices.node().inputs()]
     sizes = values.type().sizes()
     if sizes is None or into.type().dim() is None or None in places:
-        # The exporter itself makes this node for `x[..., 0] = y`, and reshapes its values.
+        # Types are missing in a node that the exporter itself made, for `x[..., 0] = y`. Its values
+        # have been reshaped, so that none is repeated.
         return False
+    # Values may be repeated if they have fewer dimensions than `into[indices]`, or one of size 1.
     return masked or len(sizes) != max(places) + into.type().dim() - len(places) or 1 in sizes
 
 
 def _require_sums(g: Any) -> None:
-    """Refuse an opset whose Scatter has no reduction.
+    """Refuse an opset before 16, whose Scatter operators cannot add.
 
-    With such an opset torch's forms keep only one of several values for the same element.
+    There torch's forms keep only one of several values for the same element.
     """
     if g.opset < 16:
         raise RuntimeError(
-            f"sums at indices take Settings.opset 16 or newer, and this export is of {g.opset}"
+            f"sums at indices need Settings.opset 16 or newer; this export uses opset {g.opset}"
         )
 
 
 def scatter_add(g: Any, into: Any, *args: Any) -> Any:
-    """Write scatter_add as a sum over zeros, which is then added to the tensor.
+    """Write scatter_add into a tensor of zeros, and add the result to `into`.
 
-    ORT's gradient of a Scatter that adds omits the elements that it adds to.
+    ORT's gradient of a Scatter with reduction "add" gives no gradient to the elements of `into`
+    that are added to.
     """
     _require_sums(g)
     zeros = g.op(
@@ -115,12 +123,12 @@ def scatter_add(g: Any, into: Any, *args: Any) -> Any:
 
 
 def diff(g: Any, x: Any, times: Any, dim: Any, before: Any, after: Any) -> Any:
-    """Write diff, for which torch has no form."""
+    """Write diff, for which torch's exporter has no form."""
     from torch.onnx import symbolic_helper
 
     axis = symbolic_helper._get_const(dim, "i", "dim")
     order = symbolic_helper._get_const(times, "i", "n")
-    # torch returns its input then, without the other two.
+    # torch's diff with n=0 returns `x` alone, and ignores `prepend` and `append`.
     if order == 0:
         return x
     parts = [part for part in (before, x, after) if not symbolic_helper._is_none(part)]
@@ -156,7 +164,7 @@ def floor_divide(g: Any, x: Any, y: Any) -> Any:
 
 
 def _is_size(value: Any) -> bool:
-    """Return whether a value is a size, a constant, or a sum or product of such, and not negative."""
+    """Return whether a value is computed from sizes and non-negative constants only."""
     node = value.node()
     kind = node.kind().removeprefix("onnx::")
     if kind == "Constant":

@@ -1,6 +1,6 @@
-"""Parse one YAML document as a tree with places.
+"""Parse one YAML document as a tree whose values have their place: file, line and column.
 
-Surprising rules of YAML 1.1 are switched off, and syntax errors are explained.
+Rules of YAML 1.1 that would surprise a user are off, and syntax errors are explained.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import yaml
 from ortlaunch.recipe.text.place import Key, KeyPath, Line, Place, SourceError, dotted
 from ortlaunch.recipe.text.tree import Tree, merge
 
-# PyYAML follows YAML 1.1, where a float has a point and a signed exponent: `1e-5` and `1.5e3` are
-# strings there.
+# In YAML 1.1, and so in PyYAML, a float needs a point, and its exponent a sign: `1e-5` and `1.5e3`
+# are strings there, and floats here.
 _FLOAT = re.compile(
     r"^[-+]?(?=[0-9_.]*[.eE])([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$"
 )
-# `24:00:00` is 86400 in YAML 1.1 and `010` is 8. Nobody who writes a recipe means that: they stay text.
+# In YAML 1.1 `24:00:00` is 86400 and `010` is 8. Nobody means that in a recipe, so they stay text.
 _SURPRISING = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-9]+)+(\.[0-9]*)?)")
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _SCALAR_TAGS = ("str", "int", "float", "bool", "null")
-# A date, `=` and `<<` are text here.
+# YAML 1.1 gives a date, `=` and `<<` types of their own. As values they are text here.
 _WORD_TAGS = ("timestamp", "value", "merge")
 _LIBRARY = "tag:yaml.org,2002:"
 # PyYAML may be built without libyaml.
 _FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# libyaml's composer recurses in C without a limit: text long enough to nest that deep goes to the
-# slow one.
+# libyaml's composer recurses in C without a limit, so that deep nesting would crash the process. A
+# text of fewer characters cannot nest that deep; longer ones are read by the slow loader.
 _FAST_UP_TO = 10_000
-# Limits far above any recipe: they bound the time that a wrong or hostile file takes.
+# Limits far above any recipe. They bound the time that a wrong or hostile file needs.
 MAX_CHARACTERS = 250_000
 _MAX_DEPTH = 50
 _MAX_VALUES = 20_000
@@ -41,10 +41,14 @@ _MAX_VALUES = 20_000
 def parse(text: str, source: str, problems: list[Line], within: KeyPath = ()) -> Tree:
     """Parse one YAML document; an empty one gives a scalar without raw text.
 
-    Args: text: YAML. source: the name that places show. problems: gets a line for every duplicate
-    key. within: the key whose value the text is, when it is not a whole recipe.
+    Args:
+        text: the document.
+        source: the name of the file, for the places.
+        problems: a line is added to it for every duplicate key.
+        within: if the text is the value of an override, that override's key.
 
-    Raises: SourceError: the text is not YAML, or is larger than a recipe can be.
+    Raises:
+        SourceError: the text is not YAML, or is larger than a recipe can be.
     """
     try:
         loader, node = _composed(text, source)
@@ -106,7 +110,7 @@ def _explained(error: yaml.MarkedYAMLError, source: str, text: str) -> SourceErr
 
 
 def _diagnosis(what: str, context: str, line: str, same_line: bool) -> tuple[bool, str, str]:
-    """Return (whether to point at the opening of the unfinished item, problem, remedy)."""
+    """Return (whether the error is placed at the opening quote or bracket, problem, remedy)."""
     if "quoted" in context and "unexpected" in what:
         return True, "this quote is never closed", "close it at the end of the value"
     if "quoted" in context:
@@ -144,7 +148,7 @@ def _diagnosis(what: str, context: str, line: str, same_line: bool) -> tuple[boo
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes words that this module would read as numbers."""
+    """Dumper that quotes a string if `parse` would read it as a number."""
 
 
 _Dumper.add_implicit_resolver(_LIBRARY + "float", _FLOAT, list("-+.0123456789"))
@@ -166,7 +170,7 @@ def in_line(value: Any) -> str:
         default_flow_style=True,
         width=math.inf,
     )
-    # PyYAML writes an end mark after a document that is a plain scalar.
+    # PyYAML writes `...`, the end of a document, after a plain scalar.
     return text.removesuffix("...\n").rstrip()
 
 
@@ -188,7 +192,7 @@ class _Builder:
         self.values += 1
         if any(node is parent for parent in self.open):
             raise self.refused(node, "this anchor contains itself")
-        # A few aliases of aliases can unfold to billions of values.
+        # A few aliases of aliases can expand to billions of values.
         if len(self.open) > _MAX_DEPTH or self.values > _MAX_VALUES:
             raise self.refused(node, "is nested too deeply, or expands too much, for a recipe")
         if isinstance(node, yaml.ScalarNode):
@@ -230,8 +234,8 @@ class _Builder:
         return merge(merged, replace(merged, children=own))
 
     def merged(self, so_far: Tree, value: Tree, node: yaml.Node) -> Tree:
-        """Merge `<<: *base`, or a list of bases, of which the first takes precedence."""
-        # Reversed, as a later merge overrides an earlier one.
+        """Merge `<<: *base`, or a list of bases; of a list the first base has precedence."""
+        # In reverse order, because a later merge overrides an earlier one.
         bases = [value] if value.kind != "list" else list(value.children.values())[::-1]
         for base in bases:
             if base.kind != "mapping":
@@ -240,6 +244,7 @@ class _Builder:
         return so_far
 
     def once(self, first: Tree | None, value: Tree, place: Place) -> Tree:
+        """Return the value with the place of its key; add a problem if `first` has the same key."""
         if first is not None and first.key_place:
             text = (
                 f"{dotted(self.path)}: this key is already given in line {first.key_place.line}; "
@@ -268,13 +273,15 @@ class _Builder:
             raise self.no_tag(node)
         try:
             value = self.loader.construct_object(node, deep=True)
-            # Fails for half a surrogate pair, and for an integer of thousands of digits.
+            # It fails for half a surrogate pair, and for an integer of thousands of digits.
             f"{value}".encode()
         except (yaml.YAMLError, ValueError, LookupError, AttributeError):
             raise self.refused(node, f"cannot read {text[:80]!r}; quote it if it is text") from None
         if isinstance(value, str) and "\0" in value:
             raise self.refused(
-                node, "holds a null character, which no file name and no variable can; remove it"
+                node,
+                "holds a null character, which file names and environment variables cannot "
+                "contain; remove it",
             )
         return self.finite(node, value)
 

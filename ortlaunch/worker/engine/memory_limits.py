@@ -1,8 +1,8 @@
-"""Memory limits of a rank: the tightest limit, and how much of it the rank has used.
+"""Memory limits of a rank, and how much of each the rank has used since they were read.
 
-On a CPU the limits are the free memory of the machine and of the process's control groups, shared
-among the ranks of the host, and the process's own RLIMIT_AS and RLIMIT_DATA. On CUDA the limit is
-the free memory of the GPU.
+On CUDA the limit is the free memory of the GPU. On a CPU there are several: the free memory of the
+machine and of the process's control groups, each divided by the number of ranks on the host, and
+the RLIMIT_AS and RLIMIT_DATA of the process.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ class Limit(NamedTuple):
     free: int
     """This rank's share of the free memory when the limit was read."""
     taken: Callable[[], int]
-    """Returns the most memory that the rank has used since then."""
+    """Returns the most memory that the rank has used since that reading."""
 
 
 class RankLimits:
-    """The limits of one rank, counted from the creation of this object."""
+    """The limits of one rank; memory counts as used from the creation of this object on."""
 
     def __init__(self, device: torch.device, ranks_on_host: int) -> None:
-        # All ranks of a host must do this at once, because each gets an equal share of free memory.
+        # The ranks of a host must do this at the same time, because each gets an equal share of the
+        # memory that is free then.
         self.limits = [_gpu(device)] if device.type == "cuda" else list(_host(ranks_on_host))
 
     def tightest(self) -> tuple[float, Limit]:
-        """Return the share of free memory that was used at the peak, and its limit.
+        """Return the limit of which the rank used the largest share at its peak, with that share.
 
-        Of all limits it is the one with the largest share.
+        A share is 1 if the rank used all memory that was free at the start.
         """
         return max(
             ((limit.taken() / max(1, limit.free), limit) for limit in self.limits),
@@ -73,6 +74,6 @@ def _host(ranks: int) -> Iterator[Limit]:
 
 def status(name: str) -> int:
     """Return a size of /proc/self/status, in bytes."""
-    # The file has kibibytes.
+    # The file gives sizes in KiB.
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024

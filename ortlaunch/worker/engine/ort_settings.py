@@ -1,4 +1,7 @@
-"""The recipe's section `engine` as settings of ortmodule/, with messages in the recipe's names."""
+"""Convert the recipe's section `engine` to settings of ortmodule/.
+
+Errors of ortmodule/ are raised with the recipe's names in place of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.ort_variables import contradictions, in_recipes_words, variables_in
 
-# The recipe names the function; `wrapped_in_ort` imports it, after transformers' repairs.
+# Settings with the same name and value in the recipe. The recipe's `postprocess` is the name of a
+# function, which `wrapped_in_ort` imports later.
 _SAME = [
     field.name
     for field in dataclasses.fields(Settings)
@@ -30,9 +34,9 @@ def settings_of(engine: Engine, **others: object) -> Settings:
         others: settings that are not in the recipe.
     """
     lower = engine.matmul_precision != "highest"
-    # Only torch's matmuls can use bfloat16 or oneDNN inside.
-    torchs = engine.matmul_precision == "medium" or engine.onednn or None
-    torch_matmul = torchs if engine.torch_matmul is None else engine.torch_matmul
+    # Matmuls in bfloat16 or by oneDNN exist in torch only, not in ONNX Runtime.
+    torch_only = engine.matmul_precision == "medium" or engine.onednn or None
+    torch_matmul = torch_only if engine.torch_matmul is None else engine.torch_matmul
     same = {name: getattr(engine, name) for name in _SAME}
     return Settings(
         **{**same, "tf32": lower, "torch_matmul": torch_matmul, "allow_fallback": False, **others}
@@ -63,9 +67,9 @@ def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def report(recipe: Recipe) -> Json:
-    """Return the record for engine.json: the recipe's settings and environment variables.
+    """Return the settings that the recipe gives, and ORTModule's environment variables.
 
-    The variables were set outside and agree with the recipe.
+    They are a part of engine.json. `prepare` has checked that the variables agree with the recipe.
     """
     chosen = recipe.engine.model_dump(
         mode="json", exclude_defaults=True, exclude={"name", "allow_fallback"}

@@ -1,8 +1,8 @@
 """Predictions and losses of a language model at each label, and the metrics computed from them.
 
-The metrics are perplexity and the accuracy of masked words and of sentence pairs. Logits over a
-vocabulary are too large to keep for a whole evaluation. If the head runs in chunks, whole logits
-never exist.
+The metrics are perplexity and the accuracy of masked words and of sentence pairs. They are computed
+batch by batch, because the logits of a whole evaluation are too large to keep. If the head runs in
+chunks, even the logits of a batch never exist as a whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ortlaunch.worker.evaluation.measure import SumOfCounts, logits_of
 from ortlaunch.worker.model.chunked_head import ChunkedHead
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
-# Rows of logits at a time, which bounds the memory of their float32 copies.
+# Rows of logits that are processed at a time. It bounds the memory of their float32 copies.
 _ROWS = 1024
 _PAIRS = "seq_relationship_logits"
 
@@ -30,46 +30,49 @@ class WordScores(NamedTuple):
     """The scores of one batch, each of the shape of the labels, (samples, length)."""
 
     predictions: Tensor
-    """The most likely word, int64; IGNORED where no label is predicted."""
+    """The most likely token id, int64; IGNORED at positions without a label."""
     losses: Tensor
-    """Negative log likelihood of the label in nats, float32; nan where no label is predicted."""
+    """Negative log likelihood of the label in nats, float32; nan at positions without a label."""
 
 
 def word_scores(
     states: Tensor, labels: Tensor, plain: Any = None, shifted: bool = False
 ) -> WordScores:
-    """Return the scores of labels that are not IGNORED, a few rows of logits at a time.
+    """Compute the scores of labels that are not IGNORED, a few rows of logits at a time.
 
     Args:
         states: logits, (samples, length, vocabulary); if `plain` computes head and loss in chunks,
             the inputs of the head instead.
         labels: (samples, length).
         plain: the model's LossModule.
-        shifted: whether the scores at a position are for the next label, as in causal models. The
+        shifted: whether the logits at a position predict the next label, as in causal models. The
             first label then has no score.
     """
     chunked: ChunkedHead | None = getattr(plain, "chunked", None)
     predictions = torch.full_like(labels, IGNORED)
     losses = torch.full(labels.shape, torch.nan, device=labels.device)
     first = int(shifted)
-    places = (labels[:, first:] != IGNORED).nonzero()
-    for sample, place in (
-        each.unbind(1) for each in places.split(chunked.rows if chunked else _ROWS)
+    positions = (labels[:, first:] != IGNORED).nonzero()
+    for sample, position in (
+        part.unbind(1) for part in positions.split(chunked.rows if chunked else _ROWS)
     ):
-        rows = states[sample, place]
-        wanted = labels[sample, place + first]
+        rows = states[sample, position]
+        targets = labels[sample, position + first]
         logits = (rows if chunked is None else chunked.logits(plain.model, rows)).float()
-        predictions[sample, place + first] = logits.argmax(-1)
-        losses[sample, place + first] = functional.cross_entropy(logits, wanted, reduction="none")
+        predictions[sample, position + first] = logits.argmax(-1)
+        losses[sample, position + first] = functional.cross_entropy(
+            logits, targets, reduction="none"
+        )
     return WordScores(predictions, losses)
 
 
 def word_outputs(
     output: Any, labels: Mapping[str, Tensor], plain: Any = None, shifted: bool = False
 ) -> dict[str, Tensor]:
-    """Return the inputs of a language model's metrics for one batch.
+    """Return the inputs of a language model's metrics for one batch, by name.
 
-    These are `WordScores` by name, and `seq_relationship_logits`.
+    They are the fields of `WordScores` and, if the model predicts sentence pairs,
+    `seq_relationship_logits`. A model without logits of words gives none.
 
     Args:
         output: the model's output; if `plain` computes head and loss in chunks, it has the inputs
@@ -90,7 +93,7 @@ class MaskedWords:
     """Perplexity and accuracy of masked words."""
 
     def __init__(self, engine: TrainingEngine) -> None:
-        # The engine is part of the interface, and not needed here.
+        # An argument of every MetricMeasure; these metrics do not need the engine.
         del engine
         # Correct words, labelled words, and the sum of losses.
         self._sum = SumOfCounts(3)
@@ -134,18 +137,18 @@ class SentencePairScore:
 
 
 class LossPerplexity:
-    """Perplexity of a causal model: e to its loss, if the loss is the mean over words."""
+    """Perplexity of a causal model: exp(loss); none if the loss is not the mean over all tokens."""
 
     def __init__(self, engine: TrainingEngine) -> None:
         self._is_mean_of_words = engine.loss_weight.by == "labels"
 
     def add(self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], counts: bool) -> None:
-        """Do nothing: the loss of the evaluation has all that is needed."""
+        """Do nothing: `read` needs only the loss of the evaluation."""
 
     def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
         return {"perplexity": _exp(loss)} if self._is_mean_of_words else {}
 
 
 def _exp(loss: float) -> float:
-    # math.exp raises OverflowError from 709.8 on.
+    # math.exp raises OverflowError above 709.8.
     return math.exp(loss) if loss < 700 else math.inf

@@ -1,4 +1,7 @@
-"""Records of a training run: metrics.jsonl, trackers, and printed lines. Rank 0 only."""
+"""Record the metrics of a training: in metrics.jsonl, in trackers and on the terminal.
+
+Rank 0 only.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ EVALUATION = "evaluation_"
 
 
 class Metrics:
-    """The writer of a JSON line for each logged step, and one for each evaluation.
+    """Writer of the metrics of each logged step and each evaluation.
 
-    The line of a step has step, epoch, loss, learning_rate, tokens_per_second and others.
+    A record has the step, the elapsed seconds and the values that are passed to `write`.
     """
 
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
@@ -36,7 +39,7 @@ class Metrics:
     def write(self, step: int, values: Json) -> None:
         """Record and print the values of one step. Steps count from 1."""
         elapsed = time.perf_counter() - self.started
-        # Counts all starts. A resumed run continues from the seconds at its checkpoint.
+        # Elapsed time is the sum over all starts of the run, without steps that a resume repeats.
         record = {"step": step, **values, "elapsed_seconds": round(self.before + elapsed, 3)}
         try:
             self.file.write(json_text(record) + "\n")
@@ -49,7 +52,7 @@ class Metrics:
         self._show(step, values, elapsed)
 
     def _show(self, step: int, values: dict[str, object], elapsed: float) -> None:
-        # The estimate uses this start's own speed.
+        # The speed of this start only: an earlier one may have had other hosts.
         left = elapsed / max(1, step - self.first_step) * (self.max_steps - step)
         line = (
             f"step {step}/{self.max_steps}  "
@@ -59,7 +62,7 @@ class Metrics:
         print(line, flush=True)
 
     def close(self, failed: bool = False) -> None:
-        """Close the file and the trackers. `failed`: an error ended the training."""
+        """Close the file and the trackers; `failed`: whether an error ended the training."""
         self.file.close()
         for tracker in self.trackers:
             tracker.close(failed)
@@ -72,10 +75,10 @@ def _shown(values: dict[str, object]) -> list[str]:
         "samples_per_second": "{:,.1f} samples/s", "mfu": "MFU {:.1%}",
         **{EVALUATION + name: metric.shown for name, metric in METRICS.items()},
     }  # fmt: skip
-    # One kind of speed is enough for a line.
+    # A line has one speed: samples only if tokens are not counted.
     if values.get("tokens_per_second") is not None:
         del forms["samples_per_second"]
-    own = (
+    user_values = (
         f"{name.replace(EVALUATION, 'evaluation ')} {values[name]:.4g}"
         for name in own_names(values)
     )
@@ -85,28 +88,25 @@ def _shown(values: dict[str, object]) -> list[str]:
             for name, form in forms.items()
             if values.get(name) is not None
         ),
-        *own,
+        *user_values,
     ]
 
 
 def own_names(values: Mapping[str, object]) -> list[str]:
-    """Return the names of values from the user's model or metrics.
-
-    Values that are None are left out.
-    """
+    """Return the names of the values that come from the user's model or metrics and are not None."""
     known = {*(each.name for each in fields(MetricsLine)), *(EVALUATION + name for name in METRICS)}
     return [name for name, value in values.items() if name not in known and value is not None]
 
 
 def _cut_after(run: RunDir, step: int) -> float:
-    """Remove the lines after step `step` from metrics.jsonl.
+    """Remove the lines after step `step` from metrics.jsonl, because these steps are repeated.
 
-    Return the elapsed seconds of the last line kept.
+    Returns:
+        The elapsed seconds of the last line that is left.
     """
     lines = json_lines(run.metrics, "step", "elapsed_seconds")
     if lines.left_out:
         print(*lines.left_out, sep="\n", flush=True)
-    # Later lines belong to steps that are trained again.
     kept = [record for record in lines.found if record["step"] <= step]
     if run.metrics.exists():
         write_text(run.metrics, "".join(json_text(record) + "\n" for record in kept))

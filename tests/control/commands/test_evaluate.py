@@ -135,7 +135,7 @@ def test_a_run_that_keeps_no_vocabulary(run: RunDir) -> None:
 
 @pytest.mark.parametrize(
     ("step", "overrides", "message"),
-    [(20, EVALUATION, "--step: .* has no complete checkpoint of step 20; of 10"),
+    [(20, EVALUATION, "--step: .* has no complete checkpoint of step 20; it has steps 10"),
      (None, (), "has no data.evaluation; set it")],
 )  # fmt: skip
 def test_refusals(step: int | None, overrides: tuple[str, ...], message: str, run: RunDir) -> None:

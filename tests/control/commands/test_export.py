@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> RunDir:
     [
         (None, None, "gguf", "--format: got 'gguf'; one of huggingface, onnx, ondevice"),
         # The checkpoint of step 30 is partial.
-        (30, None, "huggingface", "has no complete checkpoint of step 30; of 10, 20"),
+        (30, None, "huggingface", "has no complete checkpoint of step 30; it has steps 10, 20"),
         (
             None,
             Path(),
@@ -51,7 +51,7 @@ def test_adapters_as_nobody_knows(run: RunDir) -> None:
     """An unknown form of adapters is refused, and so is an upload of artifacts for devices."""
     with pytest.raises(
         InputError,
-        match="--push uploads models for transformers and ONNX; --format ondevice is for",
+        match="--push uploads a model in --format huggingface or onnx; got --format ondevice",
     ):
         exports.export(run, ExportOptions(form="ondevice", push="me/mine"))
     with pytest.raises(InputError, match="--lora: got 'apart'; one of merged, alone"):
