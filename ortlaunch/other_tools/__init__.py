@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ortlaunch.errors import InputError, RecipeError
-from ortlaunch.other_tools import axolotl, deepspeed, llama_factory, trainer
+from ortlaunch.other_tools import (
+    accelerate,
+    axolotl,
+    deepspeed,
+    llama_factory,
+    llama_v1,
+    torchtune,
+    trainer,
+)
 from ortlaunch.other_tools.draft import Draft, ImportReport, Remark
 from ortlaunch.other_tools.reading import config
 from ortlaunch.recipe.check import check
@@ -23,6 +31,8 @@ _TOOLS = {
     "axolotl": (axolotl.convert, ("Axolotl", "Hugging Face")),
     "llama-factory": (llama_factory.convert, ("LLaMA-Factory", "Hugging Face")),
     "deepspeed": (deepspeed.convert, ("DeepSpeed",)),
+    "torchtune": (torchtune.convert, ("torchtune", "Hugging Face")),
+    "accelerate": (accelerate.convert, ("accelerate", "Hugging Face")),
     "hf-trainer": (trainer.convert, ("Hugging Face",)),
 }
 TOOLS = tuple(_TOOLS)
@@ -30,13 +40,18 @@ TOOLS = tuple(_TOOLS)
 # only if no other tool matches.
 _MARKS = {
     "axolotl": ("base_model", "sequence_len", "micro_batch_size", "datasets"),
-    "llama-factory": ("finetuning_type", "cutoff_len", "stage", "dataset_dir"),
+    "llama-factory": (
+        *("finetuning_type", "cutoff_len", "stage", "dataset_dir"),
+        *("export_dir", "infer_backend", *llama_v1.MARKS),
+    ),
+    "accelerate": ("compute_environment", "distributed_type", "main_training_function"),
     "deepspeed": (
         "zero_optimization",
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
         "gradient_clipping",
     ),
+    "torchtune": ("checkpointer", "metric_logger", "enable_activation_checkpointing"),
     "hf-trainer": (
         "per_device_train_batch_size",
         "num_train_epochs",
@@ -126,6 +141,9 @@ def _guess(tree: Tree, path: Path) -> tuple[str, tuple[str, ...]]:
     seen = {
         tool: tuple(key for key in marks if key in tree.children) for tool, marks in _MARKS.items()
     }
+    # Its second schema has a key of axolotl's.
+    if set(seen["llama-factory"]) & set(llama_v1.MARKS):
+        return "llama-factory", seen["llama-factory"]
     tools = [tool for tool, marks in seen.items() if marks and tool != "hf-trainer"] or [
         t for t in seen if seen[t]
     ]

@@ -10,10 +10,14 @@ from typing import NamedTuple
 
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
-from ortlaunch.other_tools.draft import Draft, in_one_line, number
+from ortlaunch.other_tools import llama_v1
+from ortlaunch.other_tools.draft import Draft, in_one_line, number, tree_of
 from ortlaunch.recipe.text.tree import Tree
 
 _FILE = "dataset_info.json"
+_FORMATTINGS = ("alpaca", "sharegpt", "openai")
+# Columns beside text: without them the rows ask about what is not there.
+_MEDIA = ("images", "videos", "audios")
 _FORMATS = {".json": "jsonl", ".jsonl": "jsonl", ".txt": "text", ".parquet": "parquet"}
 # LLaMA-Factory's columns and tags: the recipe's key, and the default.
 _PROMPTS = {
@@ -72,6 +76,15 @@ def convert(draft: Draft, chats: bool, learned: Json) -> None:
         draft.recipe.place.source, in_one_line(given) if given is not None else "data"
     )
     used = False
+    listed = draft.pop("train_dataset")
+    sets = llama_v1.data_sets(listed) if listed is not None else None
+    if listed is not None and sets is not None:
+        names = tree_of([*sets[1]], listed)
+        used = _part(
+            draft, ("train_dataset", "train"), names, _Described(*sets), (chats, None, learned)
+        )
+    elif listed is not None:
+        draft.drop("train_dataset", listed, "there is no such file; give data.train")
     for key, part in (("dataset", "train"), ("eval_dataset", "evaluation")):
         node = draft.pop(key)
         if node is not None and described is None:
@@ -134,6 +147,11 @@ def _part(
         except _Refused as error:
             draft.drop(f"{key} {name}", node, f"{error}; give a source of data.{part}")
             continue
+        media = [each for each in _MEDIA if each in (info.get("columns") or {})]
+        if media:
+            place = node.key_place or node.place
+            why = "beside text they cannot be trained here"
+            raise InputError(f"{place}: {key}: the rows of {name} have {media[0]}: {why}")
         for lost in _lost(info):
             draft.drop(f"{key} {name}.{lost}", node, "no counterpart")
     file = f"as {described.folder / _FILE} has it"
@@ -158,6 +176,8 @@ def _source(info: Json, folder: Path, chats: bool, limit: float | None, learned:
 
 def _place(info: Json, folder: Path) -> Json:
     """Return where the rows are: on the hub, or in a file."""
+    if info.get("formatting", "alpaca") not in _FORMATTINGS:
+        raise _Refused(f"its format is {info['formatting']}, none of {', '.join(_FORMATTINGS)}")
     if info.get("ranking"):
         raise _Refused("it has preferences, and there is no preference training here")
     if info.get("hf_hub_url"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ortlaunch.other_tools import llama_data, trainer
+from ortlaunch.other_tools import llama_data, llama_v1, trainer
 from ortlaunch.other_tools.draft import Draft, in_one_line, null, number
 
 # Pre-training and supervised fine-tuning; the others train with preferences or rewards.
@@ -10,7 +10,18 @@ _STAGES = ("pt", "sft")
 
 
 def convert(draft: Draft) -> None:
-    """Convert a config."""
+    """Convert a config.
+
+    Raises:
+        InputError: it trains in a way that ortlaunch does not have, or not at all.
+    """
+    second = any(key in draft.left for key in llama_v1.MARKS)
+    if second:
+        llama_v1.rename(draft)
+    for key in ("export_dir", "infer_backend", "do_predict"):
+        node = draft.pop(key)
+        if node is not None and not draft.value("do_train"):
+            raise trainer.refused(key, node, "the config describes no training")
     stage = draft.pop("stage")
     kind = draft.pop("finetuning_type")
     if stage is not None and stage.scalar not in _STAGES:
@@ -31,7 +42,12 @@ def convert(draft: Draft) -> None:
             draft.needless("finetuning_type", kind, "model.lora says it")
     _data(draft, stage is None or stage.scalar == "sft")
     trainer.held_out(draft, "val_size")
+    _memory(draft)
     trainer.training(draft)
+    if second:
+        draft.assume("schedule.name", "constant", "LLaMA-Factory's default")
+        draft.assume("precision", "bf16", "LLaMA-Factory's default")
+        draft.assume("optimizer.learning_rate", 1e-4, "LLaMA-Factory's default")
     _defaults(draft)
 
 
@@ -86,6 +102,25 @@ def _data(draft: Draft, chats: bool) -> None:
         draft.put("data.packing", neat, "neat_packing")
     elif neat is not None:
         draft.put("data.attend_across_documents", neat, "neat_packing", value=False)
+
+
+def _memory(draft: Draft) -> None:
+    """Convert attention, precision and recomputation."""
+    attention = draft.pop("flash_attn")
+    if attention is not None and attention.scalar in ("disabled", "sdpa"):
+        ours = "eager" if attention.scalar == "disabled" else "sdpa"
+        draft.put("model.attention", attention, "flash_attn", ours)
+    elif attention is not None:
+        draft.needless("flash_attn", attention, "model.attention chooses the fastest that works")
+    pure = draft.pop("pure_bf16")
+    if pure is not None:
+        why = "weights and optimizer state are in 32 bits"
+        draft.put("precision", pure, "pure_bf16", "bf16", why)
+    whole = draft.pop("disable_gradient_checkpointing")
+    if whole is not None:
+        path = "model.gradient_checkpointing"
+        draft.put(path, whole, "disable_gradient_checkpointing", value=False)
+    draft.assume("model.gradient_checkpointing", True, "LLaMA-Factory's default")
 
 
 def _learned(draft: Draft) -> dict[str, str]:

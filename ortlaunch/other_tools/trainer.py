@@ -92,8 +92,11 @@ def training(draft: Draft) -> None:
 
 
 def _whole_states(draft: Draft) -> None:
-    """Replace an optimizer of 8 bits, which updates whole tensors, where ZeRO splits them."""
+    """Replace an optimizer that updates whole tensors, or ZeRO, which splits them."""
     node = draft.recipe.find(("optimizer", "name"))
+    if node is not None and node.scalar == "muon" and draft.expected("zero.stage"):
+        why = "Muon updates whole tensors, so they are not sharded"
+        draft.put("zero.stage", node, "optimizer", 0, why)
     if node is not None and node.scalar == "adamw_8bit" and draft.expected("zero.stage"):
         draft.recipe = draft.recipe.put(("optimizer", "name"), tree_of("adamw", node))
         draft.alter("optimizer", node, "optimizer.name: adamw; ZeRO splits the tensors of 8 bits")
