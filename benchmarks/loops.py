@@ -123,8 +123,8 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     import ortlaunch.worker.tasks.train as loop
     from ortlaunch.planning.world import LaunchOptions
     from ortlaunch.rank import Rank
+    from ortlaunch.resolve.prepare import prepare
     from ortlaunch.resolve.resolve import resolve
-    from ortlaunch.run import preparation
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker.__main__ import live
     from ortlaunch.worker.supervision.watchdog import Watchdog
@@ -155,7 +155,7 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     finally:
         path.unlink()
     run = RunDir(folder / "run")
-    preparation.prepare(resolved, run)
+    prepare(resolved, run)
     # The worker's own loop, with a gate before each step.
     step = loop.train_step
 

@@ -10,11 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ortlaunch import recipe
+from ortlaunch.cache import foreign
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.launch.attempts import set_aside
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import launcher_of
+from ortlaunch.output import print_lines
+from ortlaunch.planning.describe import describe
 from ortlaunch.planning.world import World
 from ortlaunch.process import read_stat
 from ortlaunch.rank import Rank
@@ -146,6 +149,26 @@ def write_run(
     )
     for old in (*left, *(() if choice is not None else (run.choice,))):
         old.unlink(missing_ok=True)
+    return request
+
+
+def prepare(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Request:
+    """Write the plan and the other files of the run folder; return the request to the launcher.
+
+    Args:
+        again: whether the same command restarts the run. At its first start the plan is printed.
+    """
+    request = write_run(run, resolved.file.recipe, resolved.plan, resolved.choice, again)
+    if again:
+        return request
+    provenance.record(run, resolved.command.path, resolved.command.options.typed)
+    lines = [*resolved.notes, describe(resolved.plan, resolved.file.recipe), f"run folder: {run}"]
+    if why := foreign(run.path):
+        lines.append(
+            f"run folder: {why}: users who can write there can run code as this user "
+            "while the ranks start (docs/trust.md)"
+        )
+    print_lines(lines)
     return request
 
 

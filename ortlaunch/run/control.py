@@ -16,13 +16,13 @@ from ortlaunch.launch.failure import explain_end
 from ortlaunch.other_runs.finished import with_next
 from ortlaunch.output import ERASE, print_lines, terminal_width
 from ortlaunch.resolve import resume
-from ortlaunch.resolve.prepare import claimed, mark_of, run_folder
+from ortlaunch.resolve.prepare import claimed, mark_of, prepare, run_folder
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC, ResumeOptions
 from ortlaunch.run import choices, inside
 from ortlaunch.run.elastic import on_fit_hosts
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.preparation import check, finished, leave_finished, prepare
+from ortlaunch.run.preparation import check, finished, leave_finished
 from ortlaunch.run.restarts import Ended, supervise
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE
 from ortlaunch.run_folder.lock import RunLock

@@ -17,10 +17,9 @@ from ortlaunch.other_runs import registry
 from ortlaunch.output import print_lines
 from ortlaunch.rank import JOB_VARIABLE, Rank
 from ortlaunch.resolve import resume
-from ortlaunch.resolve.prepare import mark_of, request_of
+from ortlaunch.resolve.prepare import mark_of, prepare, request_of
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import Beginning, ResumeOptions
-from ortlaunch.run.preparation import prepare
 from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.run_folder.lock import RunLock
 

@@ -1,17 +1,15 @@
-"""Check a run before its start, and write its folder. No process is started here."""
+"""Check a run before its start. No process is started here."""
 
 from __future__ import annotations
 
 from ortlaunch import doctor
-from ortlaunch.cache import foreign
-from ortlaunch.launch import JobState, Request
+from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.other_runs.finished import nothing_left, with_next
 from ortlaunch.output import print_lines
-from ortlaunch.planning.describe import describe
-from ortlaunch.resolve import provenance, resume
-from ortlaunch.resolve.prepare import check_folder, check_launcher, earlier, write_run
+from ortlaunch.resolve import resume
+from ortlaunch.resolve.prepare import check_folder, check_launcher, earlier
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import Beginning, ResumeOptions
 from ortlaunch.run_folder.folder import RunDir
@@ -50,23 +48,3 @@ def leave_finished(resolved: ResolvedRun, run: RunDir, lines: tuple[str, ...], d
     last = with_next(done, resolved.typed, resolved.file.recipe, run)
     print_lines([*lines, last])
     return 0
-
-
-def prepare(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Request:
-    """Write the plan and the other files of the run folder; return the request to the launcher.
-
-    Args:
-        again: whether the same command restarts the run. At its first start the plan is printed.
-    """
-    request = write_run(run, resolved.file.recipe, resolved.plan, resolved.choice, again)
-    if again:
-        return request
-    provenance.record(run, resolved.command.path, resolved.command.options.typed)
-    lines = [*resolved.notes, describe(resolved.plan, resolved.file.recipe), f"run folder: {run}"]
-    if why := foreign(run.path):
-        lines.append(
-            f"run folder: {why}: users who can write there can run code as this user "
-            "while the ranks start (docs/trust.md)"
-        )
-    print_lines(lines)
-    return request

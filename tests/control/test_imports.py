@@ -78,8 +78,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "planning.activations": ({"recipe", "json_types", "machine"}, set()),
     "launch": ({*GROUND, "launch_plan", "run_folder", "launch"}, set()),
     "schedulers": ({*GROUND, "launch_plan", "run_folder", "launch", "schedulers"}, {"yaml"}),  # manifests are YAML
-    "resolve": ({*GROUND, "user_modules", "recipe", "launch_plan", "planning", "launch", "run_folder",
-                 "resolve"}, set()),
+    "resolve": ({*GROUND, "cache", "output", "user_modules", "recipe", "launch_plan", "planning", "launch",
+                 "run_folder", "resolve"}, set()),
     "doctor": (
         {*GROUND, "cache", "recipe", "launch_plan", "planning", "launch", "doctor", "ortmodule.build.extensions",
          "ortmodule.build.cuda_libraries"},

@@ -15,8 +15,8 @@ from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs import registry
 from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.resolve.prepare import prepare
 from ortlaunch.resolve.resolve import resolve
-from ortlaunch.run.preparation import prepare
 from ortlaunch.run_folder.folder import RunDir, write_text
 from tests.makers import CUSTOM, OWN_MODULE
 

@@ -233,7 +233,7 @@ def test_the_run_record_keeps_the_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """environment.json has the variables of the shell and of launch.env."""
-    from ortlaunch.run.preparation import prepare
+    from ortlaunch.resolve.prepare import prepare
     from ortlaunch.run_folder.folder import RunDir
 
     monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "ERROR")

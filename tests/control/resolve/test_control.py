@@ -23,6 +23,7 @@ from ortlaunch.resolve.prepare import (
     claimed,
     differences,
     earlier,
+    prepare,
     run_folder,
     write_run,
 )
@@ -30,7 +31,7 @@ from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.resolve.resume import AUTOMATIC
 from ortlaunch.run import control, inside
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.preparation import check, prepare
+from ortlaunch.run.preparation import check
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.run_folder.lock import RunLock
 from tests.makers import CUSTOM, OWN_MODULE, host, world_of
