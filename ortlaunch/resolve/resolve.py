@@ -131,7 +131,8 @@ def resolve(
         InputError: the recipe or the hosts are wrong, or do not fit each other.
     """
     found = shipped.locate(path)
-    return resolve_file(load(found, overrides), Command(path, found, options, environ))
+    file = load(found, overrides)
+    return resolve_file(file, Command(path, found, options, environ))
 
 
 def resolve_file(file: RecipeFile, command: Command, world: World | None = None) -> ResolvedRun:
@@ -150,6 +151,8 @@ def resolve_file(file: RecipeFile, command: Command, world: World | None = None)
     command = command._replace(options=command.options.with_hosts_text())
     given, path, options, environ = command
     world = world or resolve_world(recipe, options, environ)
+    work = workload(recipe, world)
+    tight = crowded(world, work.memory, options.planned_only) if world.inside is None else ()
     named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
     file.require((*device_rules(recipe, world.device, named), *task_rules(recipe, options.task)))
     files = [file.explain(problem) for problem in missing]
@@ -165,8 +168,5 @@ def resolve_file(file: RecipeFile, command: Command, world: World | None = None)
     if recipe.engine.matmul_precision != "highest":
         effect = machine.matmul_effect(recipe.engine.matmul_precision, world.device)
         notes.append(f"matmul_precision {recipe.engine.matmul_precision}: {effect}")
-    notes += [*environment, *recipe.sweep_lines()]
-    work = workload(recipe, world)
-    if world.inside is None:
-        notes += crowded(world, work.memory, options.planned_only)
+    notes += [*environment, *recipe.sweep_lines(), *tight]
     return ResolvedRun(file, world, work, tuple(notes), command)
