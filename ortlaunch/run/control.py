@@ -91,7 +91,7 @@ def _train(
             print(end=ERASE if width else "", flush=True)
             return Ended(end, job.signal is not None)
 
-        end, stopped = supervise(run, whole.file.recipe.launch.max_restarts, file, start)
+        end, stopped = supervise(run, whole.file.recipe.launch.max_restarts, file.failed, start)
         took = f", in {duration(time.monotonic() - started)}"
         failed = bool(end.status)
         last = with_verdict(run, end) if failed else end.text + took

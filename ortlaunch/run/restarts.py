@@ -26,7 +26,6 @@ from ortlaunch.launch.attempts import (
 from ortlaunch.launch.failure import End
 from ortlaunch.launch.record import Attempt
 from ortlaunch.rank import EXIT_SAVED, NO_FAULT
-from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import counted, duration
 
@@ -38,11 +37,17 @@ class Ended(NamedTuple):
     stopped: bool
 
 
-def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], Ended]) -> Ended:
+def supervise(
+    run: RunDir,
+    limit: int,
+    record: Callable[[Sequence[Attempt]], None],
+    start: Callable[[int], Ended],
+) -> Ended:
     """Start the ranks, and again after each fault, until they end well or a restart is useless.
 
     Args:
         limit: highest number of restarts without progress.
+        record: function that records the failed attempts, after each of them.
         start: function that starts the ranks and waits; its argument counts the starts from 1.
     """
     failed: list[Attempt] = []
@@ -59,7 +64,7 @@ def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], End
         failed.append(
             record_attempt(run, ended.end, len(failed) + 1, time.monotonic() - began, checkpoint)
         )
-        file.failed(failed)
+        record(failed)
         reason = in_vain(failed, limit)
         if not reason:
             _wait(run, failed, limit)
@@ -70,7 +75,7 @@ def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], End
         # Only before a further start: the last attempt's logs and errors stay in the run folder.
         kept = set_aside(run)
         failed[-1] = replace(failed[-1], folder=f"{run.attempts.name}/{kept}" if kept else None)
-        file.failed(failed)
+        record(failed)
         checkpoint = newest_checkpoint(run)
     raise AssertionError
 

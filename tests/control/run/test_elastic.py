@@ -212,7 +212,7 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
         return Ended(End(85, "saved"), False)
 
     with JobFile(run, "torchrun") as file:
-        assert supervise(run, 2, file, start).end == End(85, "saved")
+        assert supervise(run, 2, file.failed, start).end == End(85, "saved")
         assert file.record.attempts == ()
         file.end(85, "")
     assert starts == [1, 2]

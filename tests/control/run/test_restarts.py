@@ -112,7 +112,7 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
         [lambda: fail(run, 5), lambda: fail(run, 6), lambda: Ended(End(0, "done: run"), False)]
     )
     with JobFile(run, "mpi") as file:
-        ended = supervise(run, 3, file, lambda _: next(ends)())
+        ended = supervise(run, 3, file.failed, lambda _: next(ends)())
         file.starts()
         assert re.search(
             r"attempt 1 failed after step 5, in 0:\d\d: rank 1 failed at 5", str(read_status(run))
@@ -165,13 +165,13 @@ def test_a_start_that_left_nothing_has_no_folder(run: RunDir) -> None:
     # Only its launcher failed.
     ends = iter([End(250, "no rank began"), End(0, "done")])
     with JobFile(run, "mpi") as file:
-        supervise(run, 3, file, lambda _: Ended(next(ends), False))
+        supervise(run, 3, file.failed, lambda _: Ended(next(ends), False))
         assert [one.folder for one in file.record.attempts] == [None]
 
 
 def test_a_deterministic_failure_stops_the_second_time(run: RunDir) -> None:
     """A deterministic failure ends the run with its own status, and its logs stay in place."""
-    ended = supervise(run, 3, JobFile(run, "mpi"), lambda attempt: fail(run, 7))
+    ended = supervise(run, 3, JobFile(run, "mpi").failed, lambda attempt: fail(run, 7))
     assert ended.end.status == 7
     assert ended.end.text.splitlines()[-1].startswith(
         "ortlaunch: not restarted: the same failure after step 7"
@@ -192,7 +192,7 @@ def test_what_is_no_fault(status: int, stopped: bool, run: RunDir) -> None:
         starts.append(attempt)
         return Ended(End(status, "said"), stopped)
 
-    assert supervise(run, 3, JobFile(run, "mpi"), start).end == End(status, "said")
+    assert supervise(run, 3, JobFile(run, "mpi").failed, start).end == End(status, "said")
     assert starts == [1]
 
 
