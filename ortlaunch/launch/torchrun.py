@@ -133,7 +133,7 @@ def _torchrun(
         f"--rdzv-conf=store_type=file,keep_alive_interval={_KEEP_ALIVE_SECONDS}",
         f"--local-addr={name}",
         *more,
-        # run/restarts.py restarts the ranks, for all launchers alike.
+        # launch/restarts.py restarts the ranks, for all launchers alike.
         "--max-restarts=0",
         "--no-python",
         *plan.argv,

@@ -13,6 +13,7 @@ from pathlib import Path
 from ortlaunch.diagnose.report import with_verdict
 from ortlaunch.launch import backend
 from ortlaunch.launch.failure import explain_end
+from ortlaunch.launch.restarts import Ended, supervise
 from ortlaunch.other_runs.finished import with_next
 from ortlaunch.output import ERASE, print_lines, terminal_width
 from ortlaunch.resolve import resume
@@ -23,7 +24,6 @@ from ortlaunch.run import choices, inside
 from ortlaunch.run.elastic import on_fit_hosts
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.preparation import check, finished, leave_finished
-from ortlaunch.run.restarts import Ended, supervise
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.units import duration

@@ -1,8 +1,8 @@
 """Choose the usable hosts of the host file for a start, by `launch.preflight` and `launch.nodes`.
 
-With `launch.nodes: {min, max}`, a lost host leads to a new plan on the others. restarts.py starts
-the ranks again; each time all hosts of the host file are checked, so that a host that is available
-again is used again. Never imports torch.
+With `launch.nodes: {min, max}`, a lost host leads to a new plan on the others.
+launch/restarts.py starts the ranks again; each time all hosts of the host file are checked, so that
+a host that is available again is used again. Never imports torch.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ from ortlaunch.doctor.schema import json_schema
 from ortlaunch.errors import InputError, LaunchError, PlanError, RecipeError
 from ortlaunch.launch import backend
 from ortlaunch.launch.failure import End
+from ortlaunch.launch.restarts import Ended, supervise
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import load
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.run.elastic import on_fit_hosts
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.restarts import Ended, supervise
 from ortlaunch.run_folder.folder import RunDir, write_text
 from tests.makers import CUSTOM, OWN_MODULE, plan, recipe
 

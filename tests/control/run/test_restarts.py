@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.cause import Cause
+from ortlaunch.launch import restarts
 from ortlaunch.launch.attempts import in_vain, restarts_without_progress, set_aside, wait_seconds
 from ortlaunch.launch.failure import End
 from ortlaunch.launch.record import Attempt, JobRecord
+from ortlaunch.launch.restarts import Ended, supervise
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.describe import describe
 from ortlaunch.resolve.prepare import write_run
-from ortlaunch.run import restarts
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.restarts import Ended, supervise
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from tests.makers import host, plan, recipe
 

@@ -1,7 +1,7 @@
 """`launch.max_restarts`: start the ranks again after a fault, from their last complete checkpoint.
 
 It is the same for all of ortlaunch's launchers. Each attempt's logs and errors are kept in
-attempts/N, its cause in job.json. In a Slurm job that `ortlaunch submit` queued, runs/ended.py
+attempts/N, its cause in job.json. In a Slurm job that `ortlaunch submit` queued, other_runs/ended.py
 requeues instead. Under the user's own launcher nothing restarts the ranks, and
 planning/describe.py prints that.
 """
