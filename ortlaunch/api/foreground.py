@@ -14,7 +14,7 @@ from pathlib import Path
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.process import heeded
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.resolve.prepare import run_folder
+from ortlaunch.resolve.prepare import request_of, run_folder
 from ortlaunch.resolve.resolve import resolve
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import preview
@@ -54,7 +54,7 @@ def dry_run(
     """Return the lines that `train` prints before its start, and the command that would run."""
     resolved = preview.preview(resolve(recipe, overrides, options, os.environ))
     run = run_folder(run_dir, resolved, os.environ)
-    return preview.before_start(resolved, run, resume), preview.dry_run(resolved, run)
+    return preview.before_start(resolved, run, resume), str(request_of(resolved.plan, run))
 
 
 def evaluate(run: Path, step: int | None, overrides: Sequence[str], options: LaunchOptions) -> int:

@@ -11,8 +11,9 @@ from ortlaunch.api.inputs import LoadedRecipe, Source, read
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.describe import describe
 from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.resolve.prepare import request_of
 from ortlaunch.resolve.resolve import Command, ResolvedRun, resolve_file
-from ortlaunch.run.preview import dry_run, preview, size_notes
+from ortlaunch.run.preview import preview, size_notes
 from ortlaunch.run_folder.folder import RunDir
 
 
@@ -30,7 +31,8 @@ class PlannedRun(NamedTuple):
         """Return the text that `ortlaunch plan` prints: notes, plan and command."""
         # TIME stands for the time of a start: the same recipe always prints the same plan. Only
         # the last line of a request is the command.
-        command = dry_run(self.resolved, RunDir(f"runs/{self.plan.name}-TIME")).splitlines()[-1]
+        request = request_of(self.plan, RunDir(f"runs/{self.plan.name}-TIME"))
+        command = str(request).splitlines()[-1]
         shown = describe(self.plan, self.resolved.file.recipe)
         notes = size_notes(self.resolved)
         return "\n".join([*self.resolved.notes, shown, *notes, f"command: {command}"])

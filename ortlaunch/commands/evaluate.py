@@ -9,9 +9,10 @@ from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.fields.held_out import no_evaluation
+from ortlaunch.resolve.prepare import request_of
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, resolve
 from ortlaunch.resolve.resume import ResumeOptions
-from ortlaunch.run import control, preview
+from ortlaunch.run import control
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.held import held
 
@@ -37,7 +38,7 @@ def dry_run(
 ) -> str:
     """Return the request that would be sent to the launcher."""
     folder = run.evaluation_of(chosen_step(run, step))
-    return preview.dry_run(_resolved(run, overrides, options), folder)
+    return str(request_of(_resolved(run, overrides, options).plan, folder))
 
 
 def _resolved(run: RunDir, overrides: tuple[str, ...], options: LaunchOptions) -> ResolvedRun:

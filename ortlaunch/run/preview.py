@@ -10,16 +10,10 @@ import os
 
 from ortlaunch.errors import PlanError
 from ortlaunch.planning.describe import describe
-from ortlaunch.resolve.prepare import request_of
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run.preparation import check
 from ortlaunch.run_folder.folder import RunDir, read_json
-
-
-def dry_run(resolved: ResolvedRun, run: RunDir) -> str:
-    """Return the exact request that a real run would send to its launcher."""
-    return str(request_of(resolved.plan, run))
 
 
 def before_start(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> list[str]:
