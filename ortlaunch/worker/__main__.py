@@ -108,7 +108,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
         data = LoadedData(recipe, progress.show, goes_on_with(run, recipe), run.stream)
         data.read_for(plan.traits)
         if plan.traits.saves:
-            require_sound(data)
+            require_sound(data, streams=False)
         if not recipe.model.traits.is_own:
             # Only for its checks: tokenizer and labels must fit the model.
             config_of(recipe, data)

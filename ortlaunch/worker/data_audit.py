@@ -48,6 +48,8 @@ _COMMON = 0.05
 _MOST_CLASSES = 200
 _RARE = 0.05
 _EXAMPLE = 60
+# Tokens before the first one of an example that differs.
+_BEFORE = 2
 # Share of unknown tokens that is no finding.
 _FEW = 0.001
 # Attributes of samples that have other samples within: packs, and parts held out.
@@ -93,6 +95,8 @@ class PartAudit(NamedTuple):
     rows: list[Row]
     """The audited rows."""
     findings: list[Finding]
+    of: str = ""
+    """The part of a stream that the samples are from."""
 
     def lines(self) -> list[str]:
         """Return lines for the user: lengths, the share of tokens that count, and findings."""
@@ -101,31 +105,31 @@ class PartAudit(NamedTuple):
         counts = f", {learned:.1%} of them learned" if learned else ""
         return [
             f"{self.key}: {min(sizes)} to {max(sizes)} tokens a row, median {np.median(sizes):.0f}"
-            f"{counts} (audit of {len(sizes):,} rows from {self.samples:,} samples)",
+            f"{counts} (audit of {len(sizes):,} rows from {self.samples:,} samples{self.of})",
             *(f"{self.key}: {each.text} ({each.name})" for each in self.findings),
         ]
 
 
 # A training uses its audit twice.
 @functools.lru_cache(maxsize=1)
-def audits(data: LoadedData, most: int = AT_START) -> list[PartAudit]:
+def audits(data: LoadedData, most: int = AT_START, streams: bool = True) -> list[PartAudit]:
     """Return the audits of the training and the evaluation samples; [] for custom data.
 
     Args:
         data: the data of the recipe.
         most: largest number of samples of each part.
+        streams: whether to audit streams, too, and so to wait for a window of each.
     """
     recipe = data.recipe
     length = recipe.data.sequence_length or 1
-    at_start = most == AT_START
     most = max(_LEAST, min(most, most * _USUAL // length))
     made = list[PartAudit]()
     for key, samples in (("data.train", data.train), ("data.evaluation", data.evaluation)):
         sources = [*_sources(samples)]
         if samples is None or any(isinstance(each, OwnSamples) for each in sources):
             continue
-        # A training does not wait for the samples of a stream here.
-        if at_start and streams_of(samples):
+        flows = bool(streams_of(samples))
+        if flows and not streams:
             continue
         hand = at_hand(samples)
         chosen = np.unique(np.linspace(0, len(hand) - 1, min(most, len(hand))).astype(int))
@@ -135,13 +139,16 @@ def audits(data: LoadedData, most: int = AT_START) -> list[PartAudit]:
             for row in _rows(samples.sample(index, 0), index, recipe.model.traits.label)
         ]
         chats = [each for each in sources if isinstance(each, Conversations)]
+        # Neighbouring windows of plain text share phrases, and nobody wrote them twice.
+        apart = chats or any(isinstance(each, LabelledTexts) for each in sources)
         found = itertools.chain(
             _left_out(chats),
             _tokens(rows, length, data.tokenizer),
-            _equal(rows, data.tokenizer),
+            _equal(rows, data.tokenizer, near=bool(apart)),
             _answers(rows, length, data.tokenizer) if chats else (),
         )
-        made.append(PartAudit(key, len(hand), rows, [*found]))
+        of = " of the stream's next window; later ones are not audited" if flows else ""
+        made.append(PartAudit(key, len(hand), rows, [*found], of))
     if len(made) > 1:
         held = recipe.data.evaluation
         same = isinstance(held, HeldOut) or recipe.data.train == held
@@ -153,13 +160,19 @@ def audits(data: LoadedData, most: int = AT_START) -> list[PartAudit]:
     return made
 
 
-def require_sound(data: LoadedData) -> None:
+def require_sound(data: LoadedData, streams: bool) -> None:
     """Refuse severe findings that the recipe does not allow.
+
+    Args:
+        data: the data of the recipe.
+        streams: whether to audit streams, too.
 
     Raises:
         DataError: with the first one.
     """
-    for key, each in ((part.key, each) for part in audits(data) for each in part.findings):
+    for key, each in (
+        (part.key, each) for part in audits(data, streams=streams) for each in part.findings
+    ):
         if each.severe and each.name not in data.recipe.data.allow_findings:
             raise DataError(
                 f"{key}: {each.text}; see `ortlaunch data show`, and correct the data, or train "
@@ -238,8 +251,10 @@ def _tokens(
         yield Finding("cut_rows", f"{text}; longer ones are cut")
 
 
-def _equal(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
-    """Yield findings on equal and nearly equal rows."""
+def _equal(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, near: bool
+) -> Iterator[Finding]:
+    """Yield findings on equal and, with `near`, nearly equal rows."""
     first = dict[bytes, Row]()
     for row in rows:
         first.setdefault(row.ids.tobytes(), row)
@@ -251,10 +266,14 @@ def _equal(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Iterator[
             [row for row in again if row.label != first[row.ids.tobytes()].label],
             "duplicates of other rows with another label",
         ),
-        ("near_duplicates", [*_near([*first.values()])], "near duplicates of other rows"),
+        (
+            "near_duplicates",
+            [*_near([*first.values()])] if near else [],
+            "near duplicates of other rows",
+        ),
     ):
         if found:
-            example = _text(found[0], tokenizer)
+            example = _text(found[0], [*first.values()], tokenizer)
             yield Finding(name, f"{text}: {len(found):,}, as {example}")
 
 
@@ -337,7 +356,8 @@ def _overlap(
     if found:
         text = f"{len(found):,} of {len(rows):,} rows are in data.train, too, as "
         share = 0.0 if same else len(found) / len(rows)
-        yield Finding("overlap", text + _text(found[0], tokenizer), share, len(rows))
+        example = _text(found[0], train, tokenizer)
+        yield Finding("overlap", text + example, share, len(rows))
 
 
 def _misspelt(counts: dict[str, int]) -> Iterator[Finding]:
@@ -359,6 +379,18 @@ def _misspelt(counts: dict[str, int]) -> Iterator[Finding]:
             )
 
 
-def _text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
-    text = str(tokenizer.decode(row.ids.tolist(), skip_special_tokens=True))
-    return repr(" ".join(text.split())[:_EXAMPLE])
+def _text(row: Row, others: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a row from the token in which it differs from all other rows."""
+    start = max((_shared(row.ids, each.ids) for each in others), default=0)
+    # A token is often a part of a word.
+    first = max(0, start - _BEFORE)
+    text = str(tokenizer.decode(row.ids[first:].tolist(), skip_special_tokens=True))
+    return repr(("... " if first else "") + " ".join(text.split())[:_EXAMPLE])
+
+
+def _shared(ids: _Ints, others: _Ints) -> int:
+    """Return the number of tokens with which two rows begin alike; 0 for equal rows."""
+    size = min(len(ids), len(others))
+    differs = np.flatnonzero(ids[:size] != others[:size])
+    equal = size if size < len(ids) else 0
+    return int(differs[0]) if len(differs) else equal

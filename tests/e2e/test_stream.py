@@ -65,4 +65,8 @@ def test_a_streamed_training_goes_on_in_another_world(train: Train, home: Path) 
     assert not (home / "parts/stream").exists()
     last = ended_well(train("parts", merged(RECIPE, EAGER)))
     assert "resumed after step 4" in last.out
+    for run in (whole, last):
+        assert "of the stream's next window; later ones are not audited" in " ".join(
+            run.out.split()
+        )
     assert last.losses() == pytest.approx(whole.losses(), abs=1e-5)

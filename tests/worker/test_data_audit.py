@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from ortlaunch.recipe import Recipe, to_yaml
+from ortlaunch.recipe.fields.data import Data
 from ortlaunch.tasks import ShowDataRequest
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.reading import DataError
@@ -155,7 +156,7 @@ def test_each_fault_is_named(
 def checked(recipe: Recipe) -> str:
     """Return the lines of a training on its data, if it may start."""
     data = LoadedData(recipe)
-    require_sound(data)
+    require_sound(data, streams=True)
     return "\n".join(line for part in audits(data) for line in part.lines())
 
 
@@ -175,6 +176,41 @@ def test_severe_findings_end_a_training_unless_allowed(
     with pytest.raises(DataError, match=rf"data\.allow_findings=\[{name}\]"):
         checked(made(tmp_path, train, **others))
     assert f"({name})" in checked(made(tmp_path, train, **others, allow_findings=[name]))
+
+
+def test_an_example_is_where_a_row_differs(tmp_path: Path, cache: Any) -> None:
+    """Alpaca's rows begin alike: the example of a finding is the text in which the row differs."""
+    rows = [{"instruction": text(), "input": "", "output": text()} for _ in range(30)]
+    twice = {**rows[3], "output": "dup ran"}
+    near = {**rows[5], "output": rows[5]["output"] + " extra"}
+    recipe = made(tmp_path, [{"messages": []}], sequence_length=256)
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, twice, twice, near]))
+    for learned in ("assistant", "all"):
+        train = {"format": "jsonl", "path": [str(path)], "prompt": "alpaca", "train_on": learned}
+        end = {"eos_token": "<|im_end|>"}
+        data = {**recipe.data.model_dump(), "train": train, "chat_template": None}
+        data["special_tokens"] = end
+        found = audits(LoadedData(recipe.model_copy(update={"data": Data.model_validate(data)})))
+        shown = {each.name: each.text.partition(", as ")[2] for each in found[0].findings}
+        assert shown["duplicates"].startswith("'... ")
+        assert shown["duplicates"].endswith("dup ran'")
+        assert shown["near_duplicates"].endswith("extra'")
+        assert "below is" not in str(shown)
+
+
+def test_windows_of_text_are_no_near_duplicates(tmp_path: Path, cache: Any) -> None:
+    """Windows of one text are nearly equal where the text repeats itself; equal ones are named."""
+    # A paragraph fills a window, as each of its words is a token.
+    lines = [text(63) for _ in range(20)]
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"{line} {last}" for last in ("dog", "fox") for line in lines))
+    recipe = made(tmp_path, [{"messages": []}])
+    data = {**recipe.data.model_dump(), "chat_template": None, "sequence_length": 64}
+    data["special_tokens"] = {}
+    data["train"] = {"format": "text", "path": [str(path)]}
+    whole = Data.model_validate(data)
+    assert not names(recipe.model_copy(update={"data": whole})) & {"near_duplicates"}
 
 
 def test_one_source_for_both_is_no_severe_overlap(tmp_path: Path, cache: Any) -> None:

@@ -14,7 +14,8 @@ from ortlaunch.run_folder.engine_report import (
     OptimizerGroup,
 )
 from ortlaunch.units import aligned, counted, fitted
-from ortlaunch.worker.data_audit import audits
+from ortlaunch.worker.data.mixture import streams_of
+from ortlaunch.worker.data_audit import audits, require_sound
 from ortlaunch.worker.length import length_line
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.module_copies import copy_modules
@@ -26,9 +27,14 @@ def announce(session: Session) -> None:
     length = length_line(session.recipe, session.plan.batch, len(session.data.train))
     if session.group.rank == 0:
         data = [length, *session.data.class_lines()]
-        data += [fitted(line) for part in audits(session.data) for line in part.lines()]
+        streams = bool(session.data.train and streams_of(session.data.train))
+        data += [
+            fitted(line) for part in audits(session.data, streams=streams) for line in part.lines()
+        ]
         lines = [*plan_lines(engine.report()), *engine.notes, *data, *copy_modules(session.run)]
         print(*lines, sep="\n", flush=True)
+        if streams:
+            require_sound(session.data, streams)
 
 
 def print_outcome(session: Session, lines: Sequence[str] = ()) -> None:
