@@ -11,10 +11,20 @@ import os
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
+from operator import attrgetter
 from pathlib import Path
 
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
+
+_FACTORIES = (
+    "model.factory",
+    "train.hook",
+    "train.metric",
+    "optimizer.attributes",
+    "engine.postprocess",
+    "data.collate",
+)
 
 
 def make_importable(recipe: Recipe, beside: Path) -> None:
@@ -52,18 +62,9 @@ def folders(recipe: Recipe, beside: Path) -> Iterator[str]:
 
 def factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield key and `module:function` of every factory."""
-    if recipe.model.factory:
-        yield "model.factory", recipe.model.factory
-    if recipe.train.hook:
-        yield "train.hook", recipe.train.hook
-    if recipe.train.metric:
-        yield "train.metric", recipe.train.metric
-    if recipe.optimizer.attributes:
-        yield "optimizer.attributes", recipe.optimizer.attributes
-    if recipe.engine.postprocess:
-        yield "engine.postprocess", recipe.engine.postprocess
-    if recipe.data.collate:
-        yield "data.collate", recipe.data.collate
+    for key in _FACTORIES:
+        if factory := attrgetter(key)(recipe):
+            yield key, factory
     for key, source in recipe.data.sources():
         if not isinstance(source, str) and source.factory:
             yield f"{key}.factory", source.factory

@@ -24,8 +24,7 @@ def with_recorded_choices(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
         # A rank may use a recorded size, but cannot start trials.
         if size is None and inside is not None:
             micro_size.refuse_inside()
-    # Ranks after rank 0 read the recipe that rank 0 writes, with its engine.
-    if engine_is_open(resolved) and (inside is None or inside.rank == 0):
+    if engine_is_open(resolved):
         # Imported on use: only a run with an open engine needs the bench.
         from ortlaunch.bench import auto
 

@@ -46,20 +46,22 @@ def _train(
     if (run.recipe.exists() or run.output.exists()) and rank is None:
         # Before anything is measured: a living run in the folder must end this command at once.
         lock.acquire(run)
-    if rank is not None and rank.rank == 0:
+    mark = mark_of(run, rank) if rank is not None else None
+    if rank is not None and mark is not None:
+        # Other ranks start with the choices and the plan of rank 0.
+        if rank.rank > 0:
+            return 0 if finished(resolved, run, options) else inside.follow(mark, run)
         # With the mark of an earlier launch, other ranks would start from that launch's files.
-        mark_of(run, rank).unlink(missing_ok=True)
+        mark.unlink(missing_ok=True)
 
     # First the known choices and the checks: a run that cannot start should fail before minutes of
     # measuring.
     resolved = choices.with_recorded_choices(resolved, run)
-    if rank is not None and rank.rank > 0:
-        return 0 if finished(resolved, run, options) else inside.follow(resolved, rank, run)
     beginning, done = check(resolved, run, options)
     if done:
         return leave_finished(resolved, run, beginning.lines, done)
-    if rank is not None:
-        return inside.lead(resolved, rank, run, lock, beginning, options)
+    if mark is not None:
+        return inside.lead(resolved, mark, run, lock, beginning, options)
     if choices.engine_is_open(resolved):
         resolved = choices.with_measured_engine(resolved)
         # The engine may have requirements of its own.

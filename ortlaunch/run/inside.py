@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
+from ortlaunch import start
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs import registry
 from ortlaunch.output import print_lines
-from ortlaunch.rank import JOB_VARIABLE, Rank
+from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.resolve import resume
-from ortlaunch.resolve.prepare import mark_of, prepare, request_of
+from ortlaunch.resolve.prepare import prepare, request_of
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import Beginning, ResumeOptions
 from ortlaunch.run_folder.folder import RunDir, write_text
@@ -31,7 +35,7 @@ _POD_SECONDS = 1800
 
 def lead(
     resolved: ResolvedRun,
-    rank: Rank,
+    mark: Path,
     run: RunDir,
     lock: RunLock,
     beginning: Beginning,
@@ -47,17 +51,16 @@ def lead(
     request = prepare(resolved, run)
     request.write_files()
     # Last of all files: other ranks start as soon as it exists.
-    write_text(mark_of(run, rank), "")
+    write_text(mark, "")
     _become_worker(request)
 
 
-def follow(resolved: ResolvedRun, rank: Rank, run: RunDir) -> NoReturn:
-    """As another rank, wait until rank 0 has prepared the folder, and become the worker.
+def follow(mark: Path, run: RunDir) -> NoReturn:
+    """As another rank, wait until rank 0 has prepared the folder, and become a worker of its plan.
 
     Raises:
         LaunchError: rank 0 did not prepare it in time.
     """
-    mark = mark_of(run, rank)
     seconds = _JOIN_SECONDS
     if os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:"):
         seconds = _POD_SECONDS
@@ -69,7 +72,9 @@ def follow(resolved: ResolvedRun, rank: Rank, run: RunDir) -> NoReturn:
                 "is it on a disk that all hosts share?"
             )
         time.sleep(0.05)
-    _become_worker(request_of(resolved.plan, run))
+    # The program is this host's: other hosts may have it in another folder.
+    plan = replace(Plan.read(run.plan), argv=start.command("ortlaunch.worker"))
+    _become_worker(request_of(plan, run))
 
 
 def _become_worker(request: Request) -> NoReturn:
