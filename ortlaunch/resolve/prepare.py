@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ortlaunch import recipe
@@ -152,22 +152,25 @@ def write_run(
     return request
 
 
-def prepare(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Request:
+def prepare(
+    resolved: ResolvedRun, run: RunDir, lines: Iterable[str] = (), again: bool = False
+) -> Request:
     """Write the plan and the other files of the run folder; return the request to the launcher.
 
     Args:
+        lines: printed first.
         again: whether the same command restarts the run. At its first start the plan is printed.
     """
     request = write_run(run, resolved.file.recipe, resolved.plan, resolved.choice, again)
-    if again:
-        return request
-    provenance.record(run, resolved.command.path, resolved.command.options.typed)
-    lines = [*resolved.notes, describe(resolved.plan, resolved.file.recipe), f"run folder: {run}"]
-    if why := foreign(run.path):
-        lines.append(
-            f"run folder: {why}: users who can write there can run code as this user "
-            "while the ranks start (docs/trust.md)"
-        )
+    if not again:
+        provenance.record(run, resolved.command.path, resolved.command.options.typed)
+        shown = describe(resolved.plan, resolved.file.recipe)
+        lines = [*lines, *resolved.notes, shown, f"run folder: {run}"]
+        if why := foreign(run.path):
+            lines.append(
+                f"run folder: {why}: users who can write there can run code as this user "
+                "while the ranks start (docs/trust.md)"
+            )
     print_lines(lines)
     return request
 

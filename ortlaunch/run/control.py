@@ -79,8 +79,7 @@ def _train(
 
         def start(attempt: int) -> Ended:
             now, lines = on_fit_hosts(whole, run, attempt > 1)
-            print_lines(lines)
-            request = prepare(now, run, attempt > 1)
+            request = prepare(now, run, lines, attempt > 1)
             file.starts()
             early = file.keep_signals()
             job = launcher.submit(request)

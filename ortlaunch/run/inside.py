@@ -18,7 +18,6 @@ from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs import registry
-from ortlaunch.output import print_lines
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.prepare import prepare, request_of
@@ -42,13 +41,12 @@ def lead(
     options: ResumeOptions,
 ) -> NoReturn:
     """As rank 0, prepare the folder, mark it as prepared, and become the worker."""
-    print_lines(beginning.lines)
     # The lock must outlast this program, which the worker replaces in the same process.
     lock.acquire(run, keep=True)
     JobRecord.begun(run, "inside", JobState.RUNNING).write(run)
     registry.add(run)
     resume.apply(run, beginning, options)
-    request = prepare(resolved, run)
+    request = prepare(resolved, run, beginning.lines)
     request.write_files()
     # Last of all files: other ranks start as soon as it exists.
     write_text(mark, "")
