@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ from ortlaunch.worker.data.packs import packed
 from ortlaunch.worker.data.pairs import SentencePairs
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples, Stack, collate, cut_padding
-from ortlaunch.worker.data.streams.samples import StreamedSamples, temporary_folder
+from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import Streamed
 from ortlaunch.worker.data.tokenizer import load_tokenizer
 from ortlaunch.worker.data.tokens import (
@@ -274,6 +275,12 @@ def _marks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[bool, li
     return predicts != "masked", begin_of_text(tokenizer) if pretrained else []
 
 
+@functools.cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that is deleted when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="ortlaunch-stream-")
+
+
 def _streamed(
     recipe: Recipe,
     source: Corpus,
@@ -291,7 +298,7 @@ def _streamed(
         streamed,
         lambda documents, own: _of_text(recipe, documents, tokenizer, own),
         settings,
-        folder or temporary_folder(),
+        folder or Path(_temporary().name),
         stream.buffer_bytes if folder else 0,
         show_progress,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import threading
 import time
@@ -19,7 +20,7 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe.fields.data import Corpus, StreamSettings
 from ortlaunch.worker.data import Batches, Blocks, Mixture, OwnSamples
 from ortlaunch.worker.data.corpus import files
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.reading import DataError, read_file
 from ortlaunch.worker.data.streams import remote
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import Streamed
@@ -284,7 +285,29 @@ def test_a_lost_connection_is_tried_again(
     with served(shards, failing=3) as (url, handler):
         samples = stream([f"{url}/{name}" for name in names], tmp_path)
         assert trained(batches(samples), range(30)) == whole[:30]
-    assert len(handler.requests) > 30
+    assert len(handler.requests) > 2 * len(names)
+    assert "; the next attempt is in 0:00" in capfd.readouterr().out
+
+
+def test_parquet_over_http(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A Parquet file behind a server that fails is read by ranges, its rows as the local ones."""
+    from pyarrow import Table, parquet
+
+    monkeypatch.setattr(remote, "_PAUSES", (0.01,) * 9)
+    monkeypatch.setattr(remote, "_BLOCK", 2000)
+    chance = random.Random(7)
+    texts = ["".join(chance.choices("abcdefghij ", k=90)) for _ in range(2000)]
+    parquet.write_table(Table.from_pydict({"text": texts}), tmp_path / "a.parquet", 100)
+    size = (tmp_path / "a.parquet").stat().st_size
+    with served(tmp_path, failing=2) as (url, handler):
+        corpus = Corpus(format="parquet", path=(f"{url}/a.parquet",), stream=StreamSettings())
+        rows = read_file(files(corpus)[0], "parquet")
+        assert next(rows).values == {"text": texts[0]}
+        # The metadata at the end, and groups of rows: not a request for each block.
+        assert len(handler.requests) < size // 2000
+        assert [row.values["text"] for row in rows] == texts[1:]
     assert "; the next attempt is in 0:00" in capfd.readouterr().out
 
 
@@ -371,7 +394,8 @@ def test_errors_of_a_server(
     monkeypatch.setattr(remote, "_BLOCK", 100)
     folder = tmp_path / "served"
     folder.mkdir()
-    write_shards(folder, 2)
+    # Larger than what is read at once.
+    write_shards(folder, 2, 2000)
     (folder / "bad.txt").write_bytes(b"1 2\n\xff\xfe\n")
     with served(folder, **settings) as (url, _), pytest.raises(DataError, match=said):
         trained(batches(stream(f"{url}/{name}", tmp_path / "windows")), range(1))

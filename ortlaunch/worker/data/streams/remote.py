@@ -62,60 +62,27 @@ def _file(system: Any, path: str, size: int | None) -> RemoteFile:
 
 
 def _open(system: Any, path: str, file: RemoteFile) -> BinaryIO:
-    return io.BufferedReader(_Blocks(system, path, file))
+    """Open a remote file, which is read by requests for ranges of bytes."""
+    from fsspec.spec import AbstractBufferedFile
+
+    # fsspec's own files of http and s3 do not try again after all of the pauses.
+    class Ranges(AbstractBufferedFile):
+        def _fetch_range(self, start: int, end: int) -> bytes:
+            return _with_retries(file, functools.partial(_read, system, path, file, start, end))
+
+    return io.BufferedReader(Ranges(system, path, block_size=_BLOCK, size=file.size))
 
 
-class _Blocks(io.RawIOBase):
-    """A remote file, read by requests for ranges of bytes."""
-
-    def __init__(self, system: Any, path: str, file: RemoteFile) -> None:
-        self.system = system
-        self.path = path
-        self.file = file
-        self.at = 0
-        # A block and its first byte. A text reader reads 8 KiB at a time, past BufferedReader's own.
-        self.block = (0, b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = (
-            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.file.size}[whence]
+def _read(system: Any, path: str, file: RemoteFile, start: int, end: int) -> bytes:
+    found: bytes = system.cat_file(path, start=start, end=end)
+    if len(found) > end - start:
+        raise DataError(
+            f"{file}: the server ignores requests for a range of bytes; use a server with "
+            "ranges (nginx, Apache, an object store), or copy the files to a disk"
         )
-        return self.at
-
-    def tell(self) -> int:
-        return self.at
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer)
-        start, block = self.block
-        if not start <= self.at < start + len(block):
-            start = self.at
-            count = max(0, min(_BLOCK, self.file.size - start))
-            block = _with_retries(self.file, functools.partial(self._read, start, count))
-            self.block = (start, block)
-        found = block[self.at - start :][: len(view)]
-        view[: len(found)] = found
-        self.at += len(found)
-        return len(found)
-
-    def _read(self, start: int, count: int) -> bytes:
-        found: bytes = (
-            self.system.cat_file(self.path, start=start, end=start + count) if count else b""
-        )
-        if len(found) > count:
-            raise DataError(
-                f"{self.file}: the server ignores requests for a range of bytes; use a server with "
-                "ranges (nginx, Apache, an object store), or copy the files to a disk"
-            )
-        if len(found) < count:
-            raise OSError(f"got {len(found):,} of {count:,} bytes")
-        return found
+    if len(found) < end - start:
+        raise OSError(f"got {len(found):,} of {end - start:,} bytes")
+    return found
 
 
 def _with_retries(url: str, request: Callable[[], _Value]) -> _Value:

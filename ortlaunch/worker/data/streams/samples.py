@@ -7,17 +7,14 @@ window begins is recorded in checkpoints, so that a resume in any world opens th
 
 from __future__ import annotations
 
-import atexit
 import bisect
+import functools
 import hashlib
 import itertools
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -47,15 +44,7 @@ _POLL_SECONDS = 0.02
 _OPEN = 4
 # Sets the order of a window's samples apart from that of files.
 _OF_WINDOWS = 1 << 31
-_Kept = TypeVar("_Kept")
 MakeSamples = Callable[[Documents, int], Samples]
-
-
-def temporary_folder() -> Path:
-    """Return a folder that is deleted when the process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="ortlaunch-stream-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 class StreamedSamples:
@@ -97,15 +86,18 @@ class StreamedSamples:
         self._folder.mkdir(parents=True, exist_ok=True)
         # Of an earlier start.
         (self._folder / FAILED).unlink(missing_ok=True)
-        self._windows: list[Window] = []
-        self._begin = Position()
         self._writer: StreamWriter | None = None
-        # The last two places up to which samples were released.
-        self._passed = (0, 0)
         self._reach = 0
-        self._demand = Demand(0)
-        self._opened: dict[int, Samples] = {}
-        self._orders: dict[int, Permutation] = {}
+        self._opened = functools.lru_cache(_OPEN)(self._open)
+        self._order_of = functools.lru_cache(_OPEN)(self._permutation)
+        self._begin_at(Position())
+
+    def _begin_at(self, position: Position) -> None:
+        self._begin = position
+        self._windows: list[Window] = []
+        # The last two places up to which samples were released.
+        self._passed = (position.first, position.first)
+        self._demand = Demand(position.number, position.first + self._reach)
 
     def __len__(self) -> int:
         return ENDLESS
@@ -130,10 +122,7 @@ class StreamedSamples:
         if (position, self._passed[1]) == (self._begin, position.first):
             return
         self.close()
-        self._begin = position
-        self._windows = []
-        self._passed = (position.first, position.first)
-        self._demand = Demand(position.number, position.first + self._reach)
+        self._begin_at(position)
 
     def position(self, place: int) -> Position:
         """Return the position of the window that has this place, as far as windows are known."""
@@ -169,7 +158,7 @@ class StreamedSamples:
                 found.append((-1, 0))
                 continue
             window = self._window(place)
-            order = self._kept(self._orders, window, self._order_of)
+            order = self._order_of(window)
             within = int(order(np.array([place - window.begin.first]))[0])
             found.append((window.begin.first + within, window.begin.turn // self.files))
         return found
@@ -182,17 +171,14 @@ class StreamedSamples:
     def sample(self, index: int, epoch: int) -> Sample:
         """Return a sample of a window that is not deleted yet."""
         window = self._window(index)
-        return self._kept(self._opened, window, self._open).sample(
-            index - window.begin.first, epoch
-        )
+        return self._opened(window).sample(index - window.begin.first, epoch)
 
     def close(self) -> None:
         """End the tokenizing."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None
-        self._opened = {}
-        self._orders = {}
+        self._opened.cache_clear()
 
     def _number_of(self, place: int) -> int:
         """Return the index of the last known window that begins at or before a place, or -1."""
@@ -240,20 +226,9 @@ class StreamedSamples:
                 return True
         return False
 
-    def _kept(
-        self, kept: dict[int, _Kept], window: Window, make: Callable[[Window], _Kept]
-    ) -> _Kept:
-        """Return what was made of a window, for the latest few windows."""
-        number = window.begin.number
-        if number not in kept:
-            while len(kept) >= _OPEN:
-                del kept[next(iter(kept))]
-            kept[number] = make(window)
-        return kept[number]
-
-    def _order_of(self, window: Window) -> Permutation:
+    def _permutation(self, window: Window) -> Permutation:
         seed = self.streamed.seed + _OF_WINDOWS
-        return permutation(window.samples, seed, window.begin.number)
+        return permutation(window.after.first - window.begin.first, seed, window.begin.number)
 
     def _open(self, window: Window) -> Samples:
         number = window.begin.number

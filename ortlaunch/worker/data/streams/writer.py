@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +56,6 @@ class Window(NamedTuple):
     """The record of a window whose files are complete."""
 
     begin: Position
-    samples: int
     after: Position
     """The begin of the next window."""
 
@@ -91,7 +89,7 @@ def read_window(path: Path) -> Window | None:
     """Return the record of a window; None if it is absent."""
     try:
         found = read_json(path)
-        return Window(Position(*found["begin"]), found["samples"], Position(*found["after"]))
+        return Window(Position(*found["begin"]), Position(*found["after"]))
     except (FileNotFoundError, DamagedFile):
         return None
 
@@ -141,11 +139,8 @@ class StreamWriter:
 
     def _run(self) -> None:
         try:
-            file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-            try:
+            with (self.folder / "lock").open("w") as file:
                 self._locked(file)
-            finally:
-                os.close(file)
         # Whatever ends this thread must end the ranks that wait for it.
         except Exception as error:
             text = str(error) if isinstance(error, InputError) else repr(error)
@@ -153,7 +148,7 @@ class StreamWriter:
             with contextlib.suppress(OSError):
                 write_text(self.folder / FAILED, text) if not self._stopped.is_set() else None
 
-    def _locked(self, file: int) -> None:
+    def _locked(self, file: IO[str]) -> None:
         """Write while this process has the lock; a host that shares the folder writes for all."""
         while not self._stopped.is_set():
             try:
@@ -161,11 +156,10 @@ class StreamWriter:
                 break
             except OSError:
                 self._stopped.wait(_POLL_SECONDS)
-        for path in self.folder.iterdir():
-            number = path.name[:9]
-            # What a killed process left, and windows before the resumed one.
-            if is_temporary(path) or (number.isdigit() and int(number) < self.begin.number):
-                path.unlink(missing_ok=True)
+        # What a killed process left, and windows before the resumed one.
+        for path in filter(is_temporary, self.folder.iterdir()):
+            path.unlink(missing_ok=True)
+        self._delete(self.begin.number)
         position = self.begin
         source: Iterator[Window] | None = None
         while not self._stopped.is_set():
@@ -196,7 +190,7 @@ class StreamWriter:
         # The record first: a window with a record is complete.
         for ending in (".json", TOKENS, ENDS):
             for path in self.folder.glob(f"*{ending}"):
-                if int(path.name[:9]) < until:
+                if path.name < f"{until:09}":
                     path.unlink()
 
     def _written(self, begin: Position) -> Iterator[Window]:
@@ -278,7 +272,7 @@ class _Held:
         self.sizes = self.sizes[whole:]
         if into:
             self.sizes[0] -= into
-        return Window(begin, samples, self.at), tokens, ends[:whole]
+        return Window(begin, self.at), tokens, ends[:whole]
 
 
 def _documents(
