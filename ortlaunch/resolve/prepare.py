@@ -163,7 +163,6 @@ def prepare(
     """
     request = write_run(run, resolved.file.recipe, resolved.plan, resolved.choice, again)
     if not again:
-        provenance.record(run, resolved.command.path, resolved.command.options.typed)
         shown = describe(resolved.plan, resolved.file.recipe)
         lines = [*lines, *resolved.notes, shown, f"run folder: {run}"]
         if why := foreign(run.path):

@@ -16,7 +16,7 @@ from ortlaunch.errors import InputError, PlanError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.resume_rules import NAMES, Change, leaves
 from ortlaunch.resolve import provenance
-from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.resolve.resolve import Command, ResolvedRun
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json
 from ortlaunch.run_folder.resume_record import ResumeRecord
@@ -269,8 +269,11 @@ def require(found: list[Change], allow: tuple[str, ...], what: str) -> None:
         raise PlanError(f"{what}:{lines}\nUse the recipe that it was trained with{mend}")
 
 
-def apply(run: RunDir, begun: Beginning, options: ResumeOptions) -> None:
-    """Move files away that must not count as the newest, and record the beginning for the ranks."""
+def apply(run: RunDir, command: Command, begun: Beginning, options: ResumeOptions) -> None:
+    """Record the command and the beginning of this start for the ranks.
+
+    Files that must not count as the newest are moved away.
+    """
     chosen = begun.chosen
     for path in chosen.aside:
         os.replace(path, _free(path))
@@ -284,6 +287,7 @@ def apply(run: RunDir, begun: Beginning, options: ResumeOptions) -> None:
         skipped=chosen.skipped,
         changes=tuple(change.line(options.allow) for change in begun.changes),
     ).write(run)
+    provenance.record(run, command.path, command.options.typed)
 
 
 def _free(path: Path) -> Path:

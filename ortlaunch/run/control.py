@@ -72,7 +72,7 @@ def _train(
     with JobFile(run, resolved.world.launcher, resolved.traits.saves) as file:
         print_lines(beginning.lines)
         whole = choices.with_found_size(resolved, run)
-        resume.apply(run, beginning, options)
+        resume.apply(run, resolved.command, beginning, options)
         # Ranks write the progress line in this width; empty where the output is no terminal.
         os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
         launcher = backend(whole.world.launcher)

@@ -45,7 +45,7 @@ def lead(
     lock.acquire(run, keep=True)
     JobRecord.begun(run, "inside", JobState.RUNNING).write(run)
     registry.add(run)
-    resume.apply(run, beginning, options)
+    resume.apply(run, resolved.command, beginning, options)
     request = prepare(resolved, run, beginning.lines)
     request.write_files()
     # Last of all files: other ranks start as soon as it exists.

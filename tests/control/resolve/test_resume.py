@@ -244,7 +244,8 @@ def applied(choice: str, run: RunDir = RUN) -> dict[str, Any]:
     """Return the record of the beginning that is written for the ranks."""
     options = ResumeOptions(choice)
     run.path.mkdir(exist_ok=True)
-    resume.apply(run, resume.beginning(run, resolved(), None, options), options)
+    made = resolved()
+    resume.apply(run, made.command, resume.beginning(run, made, None, options), options)
     return dict(json.loads(run.resume.read_text()))
 
 
