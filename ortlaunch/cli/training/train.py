@@ -71,12 +71,11 @@ def start(
     from ortlaunch.api.starts import ResumeOptions
 
     values = ResumeOptions(*resume)
-    if dry_run:
-        notes, command = foreground.dry_run(recipe, overrides, options, run_dir, values)
-        # On standard error, so that standard output has only the command.
-        print(*notes, sep="\n", file=sys.stderr)
-        typer.echo(command)
-        return
-    # A training must not end because the reader of its output has (`| head`).
-    go_on_unread()
-    raise typer.Exit(foreground.train(recipe, overrides, options, run_dir, values))
+    if not dry_run:
+        # A training must not end because the reader of its output has (`| head`).
+        go_on_unread()
+        raise typer.Exit(foreground.train(recipe, overrides, options, run_dir, values))
+    notes, command = foreground.dry_run(recipe, overrides, options, run_dir, values)
+    # On standard error, so that standard output has only the command.
+    print(*notes, sep="\n", file=sys.stderr)
+    typer.echo(command)
