@@ -283,10 +283,11 @@ def why_unknown(recipe: Recipe) -> str:
         return "your factory builds the model; a training records its memory in memory.json"
     known = config_of(model.pretrained) if model.pretrained else {}
     if known is None:
+        repository, _, revision = str(model.pretrained).partition("@")
         return (
             f"the config of {model.pretrained} is not on this host, and a plan does not contact "
-            f"the hub; give a local folder, or download it once: hf download {model.pretrained} "
-            "config.json"
+            f"the hub; give a local folder, or download it once: hf download {repository} "
+            f"config.json{f' --revision {revision}' if revision else ''}"
         )
     kind = {**known, **(model.config or {})}.get("model_type")
     if kind not in (*FAMILIES, *DECODERS, *SHAPES):

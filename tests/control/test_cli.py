@@ -284,6 +284,13 @@ def test_plan_says_why_there_is_no_memory_table(
     Path("here").rename(model / "snapshots/abc123")
     if "pretrained" not in arguments[-1] and "finetune" in arguments[0]:
         assert "memory: 6,738,415,616 parameters" in ortlaunch("plan", *arguments).out
+        (model / "refs/v2").write_text("abc123")
+        for revision in ("v2", "abc123"):
+            pinned = f"model.pretrained=meta-llama/Llama-2-7b-hf@{revision}"
+            assert "memory: 6,738,415,616 p" in ortlaunch("plan", *arguments, pinned).out
+        unknown = ortlaunch("plan", *arguments, "model.pretrained=meta-llama/Llama-2-7b-hf@v3").out
+        command = "hf download meta-llama/Llama-2-7b-hf config.json --revision v3"
+        assert command in " ".join(unknown.split())
 
 
 def test_plan_tells_how_a_host_file_was_read(ortlaunch: Run) -> None:

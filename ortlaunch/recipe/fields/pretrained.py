@@ -34,15 +34,18 @@ def _counts(config: dict[str, Any]) -> bool:
 
 
 def _snapshot(name: str) -> Path | None:
-    """Return the cached snapshot of the main branch of a hub repository, or None."""
+    """Return the cached snapshot of a hub repository, NAME or NAME@REVISION, or None."""
+    repository, _, revision = name.partition("@")
     # The order of precedence that huggingface_hub documents.
     home = (
         os.environ.get("HF_HOME")
         or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     )
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
-    model = cache / f"models--{name.replace('/', '--')}"
+    model = cache / f"models--{repository.replace('/', '--')}"
+    if revision and (model / "snapshots" / revision).is_dir():
+        return model / "snapshots" / revision
     with contextlib.suppress(OSError, ValueError):
-        # refs/main has the commit that the main branch had at the last download.
-        return model / "snapshots" / (model / "refs" / "main").read_text().strip()
+        # It has the commit that the branch, by default main, had at the last download.
+        return model / "snapshots" / (model / "refs" / (revision or "main")).read_text().strip()
     return None
