@@ -83,7 +83,8 @@ def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
     # Open MPI binds 1 or 2 ranks to one core each, which would starve their threads.
     options += ["--bind-to", "none"]
     # An Open MPI of this Python environment need not be on other hosts' PATH: pass its location.
-    if _spans_hosts(plan) and Path(mpirun).parent.parent == Path(sys.prefix):
+    in_environment = Path(mpirun).parent.parent == Path(sys.prefix)
+    if in_environment and not all(node.is_here for node in plan.nodes):
         options += ["--prefix", sys.prefix]
     for name in (*(key for key, _ in plan.env), *plan.forward):
         options += ["-x", name]
@@ -176,10 +177,6 @@ def _with_abi(plan: Plan, mpi: str) -> Plan:
     return replace(
         plan, env=tuple(sorted((*plan.env, (_ABI, "openmpi" if mpi == "Open MPI" else "mpich"))))
     )
-
-
-def _spans_hosts(plan: Plan) -> bool:
-    return not all(node.is_here for node in plan.nodes)
 
 
 def _open_mpi_env(private: Path) -> dict[str, str]:

@@ -55,7 +55,9 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
         "OMP_NUM_THREADS": str(plan.threads or 1),
         **_grace(plan),
         **_NO_STORE,
-        **_error_file(run_dir),
+        # Its own exceptions. Ranks get other files, because they cannot distinguish torchrun's
+        # exception from a stop.
+        "TORCHELASTIC_ERROR_FILE": str(run_dir.launcher_error),
         **dict(plan.env),
     }
     if len(plan.nodes) > 1 or not needs_no_ssh(plan.nodes[0].host):
@@ -139,12 +141,6 @@ def _torchrun(
         *plan.argv,
         str(run_dir),
     )
-
-
-def _error_file(run_dir: RunDir) -> dict[str, str]:
-    """Return the variable with the path to which torchrun writes its own exceptions."""
-    # Ranks get other files, because they cannot distinguish torchrun's exception from a stop.
-    return {"TORCHELASTIC_ERROR_FILE": str(run_dir.launcher_error)}
 
 
 def _grace(plan: Plan) -> dict[str, str]:

@@ -272,7 +272,7 @@ def _launcher(
     ranks = sum(host.slots for host in hosts)
     here = len(hosts) == 1 and hosts[0].is_here
     # The scheduler's own launcher will start the ranks there.
-    if options.declared or (chosen == "auto" and _are_declared(options, hosts)):
+    if options.declared or (chosen == "auto" and len(hosts) > 1 and options.hostfile is None):
         return INSIDE
     starter = LAUNCHERS.get(chosen)
     if recipe.launch.elastic and starter and not starter.sees_lost_hosts:
@@ -293,10 +293,6 @@ def _launcher(
             f"launcher {chosen} runs one process on this host, not {asked}; use torchrun or mpi"
         )
     return chosen
-
-
-def _are_declared(options: LaunchOptions, hosts: tuple[Host, ...]) -> bool:
-    return len(hosts) > 1 and options.hostfile is None
 
 
 def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions) -> None:

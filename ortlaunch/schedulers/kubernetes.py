@@ -168,16 +168,12 @@ def _pod(job: QueuedRun) -> Object:
         pod["serviceAccountName"] = own["service_account"]
     claims = [
         {"name": f"data-{n}", "persistentVolumeClaim": {"claimName": name}}
-        for n, name in _claims(job)
+        for n, name in enumerate(own["volumes"])
     ]
     # The container runtime's default for /dev/shm is 64 MiB, too little for data loaders and NCCL.
     memory = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": own["shared_memory"]}}
     pod["volumes"] = [{"name": "recipe", "configMap": {"name": name_of(job)}}, memory, *claims]
     return pod
-
-
-def _claims(job: QueuedRun) -> Iterator[tuple[int, str]]:
-    return enumerate(job.options["kubernetes"]["volumes"])
 
 
 def _mounts(job: QueuedRun) -> list[Object]:

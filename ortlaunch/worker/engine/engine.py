@@ -216,7 +216,9 @@ def build_engine(
     )
     # For comparisons ORT needs a second module: the graph of the first keeps its dropout ratio.
     another = (
-        functools.partial(wrapped_in_ort, _at_highest(recipe), group=group)
+        functools.partial(
+            wrapped_in_ort, _with_engine(recipe, matmul_precision="highest"), group=group
+        )
         if used == "ort"
         else lambda _: module
     )
@@ -253,11 +255,6 @@ def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Ba
         name: value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
         for name, value in batch.items()
     }
-
-
-def _at_highest(recipe: Recipe) -> Recipe:
-    """Return the recipe with matmuls of the highest precision, as all comparisons use it."""
-    return _with_engine(recipe, matmul_precision="highest")
 
 
 def _with_engine(recipe: Recipe, **settings: Any) -> Recipe:
