@@ -21,6 +21,7 @@ from ortlaunch import machine
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.torch_in_graph import attention_kernels
+from ortlaunch.ortmodule.tracing.symbolics import is_bool, type_of
 
 if TYPE_CHECKING:
     import onnx
@@ -98,7 +99,7 @@ def written(g: GraphContext, given: Sequence[Any], inputs: Sequence[Any]) -> Any
     attended, _ = g.op(
         "org.pytorch.aten::ATen",
         *(g.op("Transpose", one, perm_i=_SWAPPED) for one in inputs[:3]),
-        _none(g) if given[3].node().mustBeNone() else inputs[3],
+        _none(g) if given[3].node().mustBeNone() else _additive(g, inputs[3], inputs[0]),
         g.op("Constant", value_t=torch.tensor(bool(causal))),
         _none(g) if scale is None else g.op("Constant", value_t=torch.tensor(float(scale))),
         operator_s=attention_kernels.FORWARD,
@@ -107,6 +108,17 @@ def written(g: GraphContext, given: Sequence[Any], inputs: Sequence[Any]) -> Any
     )
     attended.setType(inputs[0].type().with_sizes([None] * 4))
     return g.op("Transpose", attended, perm_i=_SWAPPED)
+
+
+def _additive(g: GraphContext, mask: torch.Value, query: torch.Value) -> torch.Value:
+    """Write a boolean mask as numbers to add to the scores; return any other mask as it is.
+
+    Layers with the same mask write equal nodes, of which ORT keeps one.
+    """
+    if not is_bool(mask):
+        return mask
+    numbers = (torch.tensor(number, dtype=type_of(query)) for number in (0.0, -math.inf))
+    return g.op("Where", mask, *(g.op("Constant", value_t=number) for number in numbers))
 
 
 def _none(g: GraphContext) -> torch.Value:

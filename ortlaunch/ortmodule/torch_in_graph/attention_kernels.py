@@ -77,22 +77,21 @@ def _for_kernel(
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Return the inputs of shape (batch, heads, length, size), and the settings with the mask.
 
-    The kernel requires as many keys as queries in batch and heads, and a whole additive mask.
+    The kernel requires as many keys as queries in batch and heads, and a mask of the whole shape.
     """
-    three = (query, key, value)
-    (batch,) = torch.broadcast_shapes(*(one.shape[:1] for one in three))
-    heads = query.shape[2]
-    # A tensor that is not shared is not copied.
-    inputs = [
-        _swapped(one.unsqueeze(3).expand(batch, -1, -1, heads // one.shape[2], -1).flatten(2, 3))
-        for one in three
-    ]
+    # The batch size of the tensors that are not shared by all samples.
+    batch = next((one.shape[0] for one in (query, key, value) if one.shape[0] != 1), 1)
+    inputs = [_shared(_swapped(one), batch, query.shape[2]) for one in (query, key, value)]
     if mask is not None:
-        # ORT passes bool as uint8.
-        if not mask.is_floating_point():
-            mask = query.new_zeros(mask.shape).masked_fill_(mask == 0, -torch.inf)
         mask = mask.to(query.dtype).expand(*inputs[0].shape[:3], key.shape[1])
     return inputs, {"dropout_p": 0.0, "is_causal": causal, "attn_mask": mask, "scale": scale}
+
+
+def _shared(tensor: Tensor, batch: int, heads: int) -> Tensor:
+    """Return a tensor with a copy for each sample and head that share a part of it."""
+    if tensor.shape[:2] == (batch, heads):
+        return tensor
+    return tensor.expand(batch, -1, -1, -1).repeat_interleave(heads // tensor.shape[1], 1)
 
 
 def _swapped(tensor: Tensor) -> Tensor:
@@ -101,5 +100,7 @@ def _swapped(tensor: Tensor) -> Tensor:
 
 def _like(gradient: Tensor, original: Tensor) -> Tensor:
     """Return a gradient summed over the heads and the samples that share a part of a tensor."""
+    if gradient.shape == original.shape:
+        return gradient
     shared = gradient.unflatten(2, (original.shape[2], -1))
     return shared.sum_to_size(*original.unsqueeze(3).shape).squeeze(3)

@@ -1,7 +1,7 @@
 """Calls of torch's CPU kernels from a training graph, for operators at which ORT is slow or wrong.
 
-ORT computes these mostly on one thread: cross entropy, dropout, GELU, the gradients of GELU and
-LayerNorm. Large matmuls are included if requested. By default they are included on Intel, where MKL
+ORT computes these mostly on one thread: cross entropy, dropout, GELU, SiLU, the gradients of GELU,
+SiLU, LayerNorm and RMSNorm. Large matmuls are included if requested, by default on Intel, where MKL
 is faster. Sigmoid is included because ORT returns 0 from -18 downwards, so that its logarithm is
 infinite.
 
@@ -20,7 +20,7 @@ from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import Settings, settings_of
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
-from ortlaunch.ortmodule.torch_in_graph import attention, dropout
+from ortlaunch.ortmodule.torch_in_graph import attention, dropout, norms
 
 if TYPE_CHECKING:
     import onnx
@@ -90,9 +90,12 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
         "SoftmaxCrossEntropyLossInternal": _loss,
         "SoftmaxCrossEntropyLossInternalGrad": _loss_gradient,
         "Gelu": lambda graph, node: _function(graph, node, "gelu", ""),
+        "QuickGelu": _silu,
+        "QuickGeluGrad": _silu,
         "Sigmoid": lambda graph, node: _function(graph, node, "sigmoid"),
         "GeluGrad": _gelu_gradient,
         "LayerNormalizationGrad": _norm_gradient,
+        "SimplifiedLayerNormalizationGrad": _rms_norm_gradient,
         "ATen": attention.complete_gradients,
         **({} if recomputes else {"Dropout": _dropout, "DropoutGrad": _dropout_gradient}),
         **(
@@ -317,6 +320,16 @@ def _gelu_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     return True
 
 
+def _silu(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    """Replace x * sigmoid(alpha * x) or its gradient, where alpha is 1."""
+    known = graph.types.get(node.input[-1])
+    is_float = known is None or known.elem_type == 1
+    if _attributes(node).get("alpha") != 1.0 or not is_float:
+        return False
+    graph.call("silu" if node.op_type == "QuickGelu" else "silu_backward", node.input, node.output)
+    return True
+
+
 def _norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace the gradient of a LayerNorm over the last dimension."""
     gradient, x, scale, mean, inverse = node.input
@@ -335,6 +348,17 @@ def _norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
         [True] * 3,
     ]
     graph.call("native_layer_norm_backward", inputs, node.output)
+    return True
+
+
+def _rms_norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    """Replace the gradient of an RMSNorm over the last dimension."""
+    x, scale = node.input[1:3]
+    last = _attributes(node).get("axis", -1) in (-1, (graph.rank(x) or 0) - 1)
+    if not (last and graph.rank(scale) == 1 and len(node.output) == 2 and all(node.output)):
+        return False
+    norms.define_operators()
+    graph.call(norms.BACKWARD, [*node.input], node.output)
     return True
 
 

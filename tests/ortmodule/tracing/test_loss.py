@@ -15,7 +15,7 @@ from torch import nn
 from ortlaunch import machine
 from ortlaunch.ortmodule import Settings
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.torch_in_graph import torch_kernels
+from ortlaunch.ortmodule.torch_in_graph import norms, torch_kernels
 from ortlaunch.ortmodule.tracing import cross_entropy
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
@@ -264,6 +264,46 @@ def test_torchs_kernels_compute_the_loss(witness: Witness) -> None:
         if name.startswith("SoftmaxCrossEntropyLoss")
     ]
     assert not {"Gelu", "GeluGrad", "LayerNormalizationGrad"} & {*graph.forward, *graph.backward}
+
+
+class Gated(nn.Module):
+    """RMSNorm and a gated SiLU as in Llama, and the GELU of CLIP."""
+
+    def __init__(self, alpha: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.rand(8) + 0.5)
+        self.gate = nn.Linear(8, 24, bias=False)
+        self.up = nn.Linear(8, 24, bias=False)
+        self.down = nn.Linear(24, CLASSES)
+        self.alpha = alpha
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        # RMSNorm as transformers writes it, which ONNX Runtime fuses.
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+        gate = self.gate(x)
+        # ONNX Runtime fuses x * sigmoid(factor * x) into one QuickGelu.
+        x = x + self.scale * (gate * torch.sigmoid(self.alpha * gate) * self.up(x)).sum(-1, True)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+        scores = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return nn.functional.cross_entropy(scores.view(-1, CLASSES), labels.view(-1))
+
+
+def test_torchs_kernels_compute_gated_layers(witness: Witness) -> None:
+    """The gradient of RMSNorm and SiLU are torch's; another factor in its sigmoid keeps ORT's."""
+    # 1.702 is the factor of CLIP's GELU, for which torch has no operator.
+    for alpha, ours in ((1.0, 2), (1.702, 1)):
+        model = Gated(alpha)
+        eager = copy.deepcopy(model)
+        module = wrapped(model)
+        check(module, eager, *batch(1.0))
+        # Another batch size: the graph has no fixed one.
+        check(module, eager, *(part[:3] for part in batch(1.0)))
+        graph = witness.graphs[-1]
+        assert graph.aten["silu"] == graph.aten["silu_backward"] == ours
+        assert graph.forward["QuickGelu"] == graph.backward["QuickGeluGrad"] == 2 - ours
+        assert graph.aten[norms.BACKWARD] == 2
+        assert not graph.backward["SimplifiedLayerNormalizationGrad"]
 
 
 class Products(nn.Module):
