@@ -158,7 +158,7 @@ CASES = (
     Case("disagreeing world", "other-world", ("2 ranks", "3"), launcher="mpi"),
     Case("bad host file", "refused", ("bad-hosts:1",), arguments=("--hostfile=bad-hosts", "--launcher=mpi")),
     Case("the command killed", "command-killed", ("disappeared",), "slow", outside=kill_command),
-    Case("mpirun killed", "launcher-killed", ("mpirun was ended by SIGKILL",), "slow", launcher="mpi",
+    Case("mpirun killed", "launcher-killed", ("mpirun was stopped by SIGKILL",), "slow", launcher="mpi",
          outside=kill_mpirun),
 )  # fmt: skip
 
