@@ -240,8 +240,8 @@ class _Template:
 
         The range includes the end mark, but not the line end after the mark.
         """
-        before = self._text(chat.messages[:number])
-        after = self._text(chat.messages[: number + 1])
+        before = self._begin(whole, chat.messages[:number])
+        after = self._begin(whole, chat.messages[: number + 1])
         if not (whole.startswith(before) and whole.startswith(after)):
             raise DataError(
                 f"{chat.place}: the chat template renders message {number + 1} differently when "
@@ -251,7 +251,16 @@ class _Template:
         prompt = self._text(chat.messages[:number], add_generation_prompt=True)
         first = len(prompt) if whole.startswith(prompt) else len(before)
         shown = after.rstrip()
+        # Of two end marks, as of Phi-3's last answer, the first one ends the answer.
+        bare = shown.removesuffix(self.tokenizer.eos_token or "").rstrip()
+        shown = bare if bare != shown and bare.endswith(self.end_marks) else shown
         return first, len(shown) if shown.endswith(self.end_marks) else len(after)
+
+    def _begin(self, whole: str, messages: list[Json]) -> str:
+        """Return the text of the first messages, as the text of the whole chat begins."""
+        text = self._text(messages)
+        # Some templates, as Phi-3's, write an end mark behind the last message of a chat.
+        return text if whole.startswith(text) else text.removesuffix(self.tokenizer.eos_token or "")
 
     def _text(self, messages: list[Json], **options: Any) -> str:
         if not messages:

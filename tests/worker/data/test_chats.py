@@ -114,7 +114,11 @@ def corpus(folder: Path, *rows: Any, **columns: Any) -> Corpus:
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "spaces"])
-@pytest.mark.parametrize("template", [LLAMA, CHATML, PLAIN], ids=["llama 2", "chatml", "plain"])
+@pytest.mark.parametrize(
+    "template",
+    [LLAMA, CHATML, PLAIN, CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"],
+    ids=["llama 2", "chatml", "plain", "ends with a mark of its own, as Phi-3's"],
+)
 def test_answers_are_those_that_transformers_marks(
     template: str, kind: str, tmp_path: Path
 ) -> None:
