@@ -13,7 +13,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --use-pep517 --c
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test test-ci test-slow test-cluster test-control lab check bench docs matrix nightly zoo gpu gpu-wheels clean
+.PHONY: train test test-ci test-slow test-cluster test-control coverage lab check bench docs matrix nightly zoo gpu gpu-wheels clean
 
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
@@ -26,6 +26,14 @@ test: $(INSTALLED)
 # What takes no torch, in less than 20 seconds on 2 cores: half of them wait for a process, so that a worker more pays.
 test-control: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/control
+
+# The lines and branches of ortlaunch/ that the tests run, ranks included, by folder; build/coverage/html has every file.
+# TESTS="tests/launch tests/e2e": of some tests.
+coverage: $(INSTALLED)
+	rm -rf build/coverage
+	@$(BIN)/coverage run -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS); status=$$?; \
+	    $(BIN)/coverage combine --quiet && $(BIN)/coverage html --quiet && $(BIN)/coverage json --quiet && \
+	    $(BIN)/python tools/coverage_table.py build/coverage/coverage.json && exit $$status
 
 # The most telling slow tests and those of the lab, of which most of the time is waits: a worker more pays.
 # Some need packages that are not installed before: peft imports bitsandbytes in every run where it finds it, in 2 seconds.
