@@ -36,7 +36,10 @@ _LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests: those that start complete runs come first."""
+    """Order the tests: those that start complete runs come first.
+
+    Warnings are no errors in tests that `make test` leaves out.
+    """
     # Otherwise one process of `make test` would run a long file alone at the end.
     root = Path(__file__).parent
 
@@ -48,6 +51,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=place)
+    # They run for hours, or with other packages, and must not end at a warning of one of those.
+    for item in items:
+        if any(item.get_closest_marker(name) for name in ("slow", "nightly", "zoo", "gpu")):
+            item.add_marker(pytest.mark.filterwarnings("default"))
 
 
 @functools.cache

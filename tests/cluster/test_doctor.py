@@ -56,7 +56,7 @@ def _taken_port(lab: Lab) -> Iterator[None]:
         yield
     finally:
         squatter.kill()
-        squatter.wait()
+        squatter.communicate()
 
 
 def test_a_port_that_is_taken(lab: Lab, folder: Path) -> None:

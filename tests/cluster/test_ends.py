@@ -95,6 +95,7 @@ def test_ranks_that_cannot_join(home: Home) -> None:
         finally:
             train.terminate()
             train.wait(30)
+            train.stdout.close()
     assert "every rank reached rank 0, but connections among the others are missing" in lines[-1], (
         "".join(lines)
     )

@@ -165,7 +165,7 @@ def test_a_port_that_is_taken(lab: Lab, tmp_path: Path) -> None:
     )
     took = time.monotonic() - began
     squatter.kill()
-    squatter.wait()
+    squatter.communicate()
     said = next(
         (line for line in ended.stderr.splitlines() if "cannot connect at" in line), ended.stderr
     )

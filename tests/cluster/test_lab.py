@@ -54,6 +54,8 @@ def test_a_lab_that_crashes_leaves_no_process(lab: Lab) -> None:
         assert maker.poll() is None
     folder = lab.folder.with_name(f"ortlaunch-lab-{maker.pid}")
     maker.kill()
+    # Its hosts may hold the pipe, so that this end is closed first.
+    maker.stdout.close()
     maker.wait()
     # The kernel ends the hosts asynchronously.
     deadline = time.monotonic() + 5

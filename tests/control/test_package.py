@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,13 @@ def pins(file: str) -> dict[str, str]:
     """Return the pinned versions of a constraints file by name."""
     lines = (ROOT / "constraints" / file).read_text().splitlines()
     return {_name(line): line.partition("==")[2] for line in lines if "==" in line}
+
+
+def test_a_warning_is_an_error() -> None:
+    """pytest's settings in pyproject.toml turn warnings into errors."""
+    for category in (UserWarning, DeprecationWarning, FutureWarning):
+        with pytest.raises(category):
+            warnings.warn("planted", category, stacklevel=1)
 
 
 def test_floors_are_what_was_run() -> None:

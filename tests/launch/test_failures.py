@@ -98,6 +98,10 @@ def start(tmp_path: Path):
         # It may end by itself in the meantime.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for process in started:
+        # Closes the pipes, and waits.
+        with process:
+            pass
 
 
 def gone_within(folder: Path, seconds: float) -> bool:

@@ -222,9 +222,9 @@ def test_checkpointing_becomes_recomputation(reentrant: bool, asked: int) -> Non
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_transformers_checkpointing_becomes_recomputation(reentrant: bool) -> None:
-    """A Llama with gradient_checkpointing_enable trains as in eager PyTorch."""
+    """A Llama with activation_checkpointing_enable trains as in eager PyTorch."""
     model = language_model("llama", "sdpa")
-    model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.model.activation_checkpointing_enable({"use_reentrant": reentrant})
     # A reentrant checkpoint needs an input with a gradient.
     model.model.enable_input_require_grads()
     ids = torch.arange(24).reshape(2, 12)

@@ -251,7 +251,10 @@ def test_arguments_of_optimum(tmp_path: Path) -> None:
         trainer = ORTTrainer(tiny.bert(), args)
     settings = trainer._settings()
     assert (settings.log_level, settings.save_onnx) == ("info", str(tmp_path / "mine"))
-    with pytest.warns(UserWarning, match="feature='masked-lm' has no effect"):
+    with (
+        pytest.warns(UserWarning, match="feature='masked-lm' has no effect"),
+        pytest.warns(UserWarning, match="label_smoothing_factor and compute_loss_func are comp"),
+    ):
         ORTTrainer(tiny.bert(), args, feature="masked-lm")
     with pytest.warns(UserWarning, match="'adamw_hf': transformers has removed it"):
         assert ORTTrainingArguments(str(tmp_path), optim="adamw_hf").optim == "adamw_torch"

@@ -133,7 +133,8 @@ def quiet(export: AnyFunction) -> AnyFunction:
         with warnings.catch_warnings():
             for category in (torch.jit.TracerWarning, DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", category)
-            warnings.filterwarnings("ignore", module=r"torch\.onnx")
+            # Torch's shape inference warns in the name of its caller, which is `_inferred`.
+            warnings.filterwarnings("ignore", module=rf"torch\.onnx|{__name__}")
             return export(*args, **kwargs)
 
     return export_quietly

@@ -150,8 +150,10 @@ class _TextFile:
 def _paragraphs(path: str) -> Iterator[Row]:
     line = 1
     rest = ""
-    with _TextFile(path) as file:
-        letters = io.TextIOWrapper(file.bytes, encoding="utf-8-sig")
+    with (
+        _TextFile(path) as file,
+        io.TextIOWrapper(file.bytes, encoding="utf-8-sig") as letters,
+    ):
         while chunk := letters.read(_LETTERS_AT_ONCE):
             # The last part may go on in the next chunk.
             *whole, rest = (rest + chunk).split("\n\n")
@@ -174,8 +176,8 @@ def _paragraphs(path: str) -> Iterator[Row]:
 
 
 def _lines(path: str) -> Iterator[Row]:
-    with _TextFile(path) as file:
-        for number, line in enumerate(io.TextIOWrapper(file.bytes, encoding="utf-8-sig"), 1):
+    with _TextFile(path) as file, io.TextIOWrapper(file.bytes, encoding="utf-8-sig") as letters:
+        for number, line in enumerate(letters, 1):
             if line.strip():
                 yield Row({"text": line.rstrip("\n")}, f"{path}:{number}", file.share)
 

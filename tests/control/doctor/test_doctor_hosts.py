@@ -226,6 +226,7 @@ def test_a_port_that_is_taken() -> None:
     answering.join()
     there.close()
     assert here.reach(peers) == [("Connection refused", False, False)] * 2
+    here.close()
 
 
 def test_which_hosts_try_which() -> None:

@@ -80,6 +80,7 @@ def test_three_dimensions_are_refused() -> None:
         wrapped(nn.Conv3d(4, 4, 2, groups=2), torch_operators="off")(x)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 def test_the_same_size() -> None:
     """The weight's gradient with padding="same" is eager's, also if the two ends differ."""
     model = nn.Sequential(

@@ -114,6 +114,8 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
 }
 
 
+# Dynamo warns of its own function, which ORT's manager calls.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
 @pytest.mark.parametrize("name", EQUAL)
 def test_loss_and_gradients_are_eagers(name: str) -> None:
     """Loss and gradients are eager's in one step, and with other weights in a second one."""

@@ -188,7 +188,7 @@ def test_no_second_forward_pass() -> None:
 def test_gradient_checkpointing() -> None:
     """With recomputation, too, gradients equal eager's."""
     model = llama()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     assert compare(Loss(model.train()), [(TOKENS[0],)]) == 2
 
 

@@ -255,6 +255,8 @@ class Unflattened(nn.Module):
         return x.unflatten(-1, (2, 4))
 
 
+@pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based:DeprecationWarning")
 def test_torchs_own_export_is_untouched() -> None:
     """After an export by ORT, torch's form of unflatten and its fused attention are restored."""
     torch.backends.mha.set_fastpath_enabled(True)

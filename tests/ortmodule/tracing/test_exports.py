@@ -167,6 +167,8 @@ class Shapes(nn.Module):
         return self.last(self.recurrent(hidden)[0]).reshape(tuple(self.sizes)).softmax(-1)
 
 
+# torch.onnx.export warns of its deprecation and of all that a trace may leave out.
+@pytest.mark.filterwarnings("ignore")
 def test_an_export_without_weights_is_the_same(built: None) -> None:
     """Shape inference without large weights gives the same graph, byte by byte."""
     repaired.import_ortmodule()

@@ -183,6 +183,7 @@ class Legacy(Scores):
         return LOSS(scores, labels, size_average=False) + each.mean() + chosen.square().mean()
 
 
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated:UserWarning")
 def test_other_ways_to_the_loss(witness: Witness) -> None:
     """Old arguments of the loss are handled, and the model's own gathers are unchanged."""
     model = Legacy()

@@ -264,6 +264,7 @@ def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
     ids = np.zeros(1 << 20, dtype=np.uint32)
     encoded = tokens.Encoded(ids, [len(ids)], tokens.Chunk([], 1.0))
     writer = shards.ShardWriter(tmp_path / "corpus", 0)
+    writer.file.close()
     with open("/dev/full", "wb") as full:
         writer.file = full
         with pytest.raises(OSError, match="No space left") as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,22 @@ from ortlaunch.worker.supervision.stall import MEETING, Beat, behind, judge, lim
 from ortlaunch.worker.supervision.watchdog import Watchdog, _first_lines
 from ortlaunch.worker.training.rebuilding import COMPILING, report_rebuilding
 from tests.makers import plan, recipe
+
+
+@pytest.fixture(autouse=True)
+def _sockets_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the sockets of a test's exchanges, which a rank supervisor keeps until it ends."""
+    made = []
+
+    class Kept(socket.socket):
+        def __init__(self, *arguments: int) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(socket, "socket", Kept)
+    yield
+    for one in made:
+        one.close()
 
 
 def beat(rank: int, moves: int = 9, still: float = 30.0, **fields: object) -> Beat:
