@@ -110,6 +110,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
         # Constants for this process, which has imported them; variables for its children.
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)
         monkeypatch.setattr(hf_api.api, "endpoint", hub.address)
+        # transformers keeps an API of its own, which an earlier test may have made.
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
