@@ -27,6 +27,7 @@ _CHATS = {
     "chat_template.default": "messages",
     "sharegpt": "conversations",
 }
+_TEMPLATES = ("chat_template", "chat_template_jinja")
 _EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 # Axolotl's names of roles, beside the chat template's.
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -232,6 +233,7 @@ def _datasets(draft: Draft) -> None:
             continue
         usual = "pretrain" if key == "pretraining_dataset" else None
         sources = [node] if node.kind != "list" else list(node.children.values())
+        _own_template(draft, sources)
         if part == "train" and len(sources) > 1:
             parts = [
                 {"source": _source(draft, each, f"{key}[{at}]", usual), "weight": 1.0}
@@ -243,6 +245,15 @@ def _datasets(draft: Draft) -> None:
             draft.put(f"data.{part}", sources[0], key, _source(draft, sources[0], key, usual))
             for at, each in enumerate(sources[1:], 1):
                 draft.drop(f"{key}[{at}]", each, "data.evaluation is one corpus")
+
+
+def _own_template(draft: Draft, sources: list[Tree]) -> None:
+    """Give the config a chat template that all of its data sets have, for `_template`."""
+    for key in _TEMPLATES:
+        found = [each.find((key,)) for each in sources]
+        own = found[0]
+        if own is not None and len({each and each.scalar for each in found}) == 1:
+            draft.left.setdefault(key, own)
 
 
 def _source(draft: Draft, node: Tree, key: str, usual: str | None) -> dict[str, object]:
@@ -322,22 +333,19 @@ def _messages(
     if named:
         values["message_property_mappings"] = named
     given = values.pop("roles", None)
-    roles = {each: role for role, names in (given or {}).items() for each in names} or (
-        _ROLES if "role_key" in keys else {}
-    )
-    keys |= {"roles": {name: role for name, role in roles.items() if name != role}} if roles else {}
-    if values.get("message_field_training"):
-        keys["train_key"] = values.pop("message_field_training")
-    for theirs in ("train_on_eos", "train_on_eot"):
-        keys |= {"train_on_end": False} if values.get(theirs) == "none" else {}
-        if values.get(theirs) in ("none", "turn"):
-            why = "train_on_end; the end mark of an answer counts if the answer does"
-            draft.needless(f"{key}.{theirs}", node.find((theirs,)) or node, why)
-            del values[theirs]
-    if {*(values.get("roles_to_train") or ())} in ({"assistant"}, {"gpt"}):
+    roles = {each: role for role, names in (given or {}).items() for each in names} or _ROLES
+    keys["roles"] = {name: role for name, role in roles.items() if name != role}
+    if {roles.get(each, each) for each in values.get("roles_to_train") or ()} == {"assistant"}:
         del values["roles_to_train"]
+    # With train_on_inputs all of a chat counts, and neither key has an effect.
+    if values.get("message_field_training") and not draft.value("train_on_inputs"):
+        keys["train_key"] = values.pop("message_field_training")
+    keys |= _end_marks(draft, node, key, values)
+    for theirs in _TEMPLATES:
+        if values.get(theirs) and values[theirs] == draft.value(theirs):
+            del values[theirs]
     if values.pop("drop_system_message", None):
-        keys["roles"] = {**keys.get("roles", {}), "system": None}
+        keys["roles"] = {**keys["roles"], "system": None}
     thoughts = values.get("field_thinking")
     if thoughts and values.get("template_thinking_key", "reasoning_content") == thoughts:
         for theirs in ("field_thinking", "template_thinking_key"):
@@ -347,11 +355,34 @@ def _messages(
     return {"messages_column": values.pop("field_messages", None) or _CHATS[kind], **keys}
 
 
+def _end_marks(draft: Draft, node: Tree, key: str, values: dict[str, Any]) -> dict[str, object]:
+    """Convert the two keys that decide whether the end mark of an answer counts.
+
+    `train_on_eot` is about `eot_tokens`. Without these both keys are about the tokenizer's end
+    mark, which counts if one of them says so.
+    """
+    end = values.get("train_on_eos") or "turn"
+    turn = values.get("train_on_eot") or end
+    counts = {turn} if draft.value("eot_tokens") else {turn, end}
+    everything = bool(draft.value("train_on_inputs"))
+    on = everything or counts != {"none"}
+    why = "all of a chat counts" if everything else f"train_on_end: {str(on).lower()}"
+    for theirs in ("train_on_eos", "train_on_eot"):
+        if values.get(theirs) in ("none", "turn"):
+            report = draft.needless if (values.pop(theirs) == "turn") is on else draft.alter
+            report(f"{key}.{theirs}", node.find((theirs,)) or node, why)
+    return {} if on else {"train_on_end": False}
+
+
 def _prompt(draft: Draft, here: Tree, key: str, given: dict[str, Any]) -> dict[str, object]:
     """Convert a custom prompt: a format, and the names of its columns."""
-    form = given.pop("format", None) or "{instruction} {input} "
-    # Axolotl's own default, also beside a `format`.
-    without = given.pop("no_input_format", None) or "{instruction} "
+    # Axolotl's own defaults, the second also beside a `format`.
+    usual = {"format": "{instruction} {input} ", "no_input_format": "{instruction} "}
+    # In Python's formats a brace is doubled; in the recipe's templates it is written once.
+    form, without = (
+        (given.pop(name, None) or text).replace("{{", "{").replace("}}", "}")
+        for name, text in usual.items()
+    )
     source: dict[str, object] = {
         "prompt": {"template": form, "without_input": without},
         "prompt_column": given.pop("field_instruction", None) or "instruction",
@@ -411,7 +442,9 @@ def _template(draft: Draft) -> None:
             "chat_template", named, "data.chat_template, or the tokenizer's own if there is none"
         )
     elif named is not None and named.scalar in CHAT_TEMPLATES:
-        draft.put("data.chat_template", named, "chat_template")
+        # Axolotl's Phi-3 begins with the begin mark, as the first version of the model's own did.
+        begun = "{{ bos_token }}" + CHAT_TEMPLATES["phi_3"] if named.scalar == "phi_3" else None
+        draft.put("data.chat_template", named, "chat_template", begun)
     elif named is not None:
         why = (
             "the tokenizer's own is taken; Axolotl's of that name can be given as "
@@ -466,6 +499,10 @@ def _packing(draft: Draft) -> None:
         draft.alter("train_on_inputs", inputs, "train_on: all; of a chat its role marks count, too")
     elif inputs is not None:
         draft.needless("train_on_inputs", inputs, "answers alone count in the loss of chats")
+    excess = draft.pop("excess_length_strategy")
+    if excess is not None:
+        report = draft.needless if excess.scalar == "truncate" else draft.drop
+        report("excess_length_strategy", excess, "chats are cut off at data.sequence_length")
     chats = _has_chats(draft)
     packs = chats and bool(draft.value("sample_packing"))
     why = "a chat is a sample of its own" if chats else "text is always packed"

@@ -13,6 +13,7 @@ from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.other_tools import TOOLS, Imported, import_config
 from ortlaunch.recipe import Recipe, load
 from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from tests.control.foreign import config, said
 from tests.control.typed import Run
 
@@ -239,6 +240,11 @@ def test_trls_sft(tmp_path: Path) -> None:
         import_config(config(tmp_path, **absent, **chats, beta=0.1), "hf-trainer", None, ())
 
 
+def of_chats(source: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """Return a config's keys with one data set of chats, which has the keys of `source`."""
+    return {"datasets": [{"path": "a/b", "type": "chat_template", **source}], **keys}
+
+
 @pytest.mark.parametrize(
     ("keys", "where", "key", "text"),
     [
@@ -267,6 +273,22 @@ def test_trls_sft(tmp_path: Path) -> None:
         ({"tokens": {"bos_token": "<s>"}}, "taken", "tokens", "data.special_tokens: {bos_token"),
         ({"eot_tokens": ["<a>"]}, "needless", "eot_tokens", "counts with the answer"),
         ({"train_on_inputs": True}, "changed", "train_on_inputs", "train_on: all"),
+        # Valid there; the recipe refuses both beside train_on: all.
+        (of_chats({"train_on_eos": "none"}, train_on_inputs=True), "changed", "datasets.train_on_eos",
+         "all of a chat counts"),
+        (of_chats({"message_field_training": "train"}, train_on_inputs=True), "dropped",
+         "datasets.message_field_training", "no counterpart"),
+        (of_chats({"train_on_eos": "none", "train_on_eot": "turn"}, eot_tokens=["<e>"]), "changed",
+         "datasets.train_on_eos", "train_on_end: true"),
+        (of_chats({"train_on_eot": "none"}, eot_tokens=["<e>"]), "needless",
+         "datasets.train_on_eot", "train_on_end: false"),
+        (of_chats({"train_on_eot": "none"}), "changed", "datasets.train_on_eot", "train_on_end: true"),
+        (of_chats({"chat_template": "chatml"}), "taken", "chat_template", "data.chat_template"),
+        ({"datasets": [{"path": "a/b", "type": "chat_template", "chat_template": "chatml"},
+                       {"path": "a/c", "type": "chat_template"}]},
+         "dropped", "datasets[0].chat_template", "no counterpart"),
+        ({"excess_length_strategy": "truncate"}, "needless", "excess_length_strategy", "cut off"),
+        ({"excess_length_strategy": "drop"}, "dropped", "excess_length_strategy", "cut off"),
         ({"datasets": [{"path": "a/b", "type": {"field_system": "s", "format": "{instruction}"}}]},
          "dropped", "datasets.type.field_system", "system_column"),
         ({"datasets": [{"path": "a/b", "type": "alpaca"}]}, "taken", "datasets",
@@ -341,6 +363,9 @@ def test_axolotls_own_ways(
          {"warmup_ratio": 0.03, "warmup_power": 2.0, "name": "cosine"}),
         ({"wandb_project": "p", "use_tensorboard": True}, "log.trackers", ["wandb", "tensorboard"]),
         ({"use_ray": True, "ray_num_workers": 4}, "launch.processes_per_node", 4),
+        # Axolotl's own begins with the begin mark.
+        ({"chat_template": "phi_3"}, "data.chat_template",
+         "{{ bos_token }}" + CHAT_TEMPLATES["phi_3"]),
     ],
 )  # fmt: skip
 def test_axolotls_values(keys: dict[str, Any], path: str, value: Any, tmp_path: Path) -> None:
@@ -375,11 +400,8 @@ def test_fsdp(
     assert made.get("engine", {}).get("name") == ("eager" if zero["stage"] == 3 else None)
 
 
-SHAREGPT = {
-    "role_key": "from",
-    "content_key": "value",
-    "roles": {"human": "user", "gpt": "assistant"},
-}
+ROLES = {"human": "user", "gpt": "assistant"}
+SHAREGPT = {"role_key": "from", "content_key": "value", "roles": ROLES}
 
 
 @pytest.mark.parametrize(
@@ -391,7 +413,7 @@ SHAREGPT = {
          {"messages_column": "messages", **SHAREGPT}),
         ({"type": "chat_template", "field_messages": "talk", "message_field_training": "train",
           "message_field_content": "text", "roles": {"user": ["me", "user"], "assistant": ["it"]},
-          "train_on_eot": "none"},
+          "roles_to_train": ["it"], "train_on_eos": "none"},
          {"messages_column": "talk", "content_key": "text", "train_key": "train",
           "roles": {"me": "user", "it": "assistant"}, "train_on_end": False}),
         ({"type": {"format": "Q: {instruction} {input}", "no_input_format": "Q: {instruction}",
@@ -400,7 +422,13 @@ SHAREGPT = {
           "prompt_column": "ask", "response_column": "say", "input_column": "more"}),
         ({"type": "chat_template", "drop_system_message": True, "data_files": ["a.jsonl"],
           "field_thinking": "thoughts", "template_thinking_key": "thoughts"},
-         {"files": ["a.jsonl"], "messages_column": "messages", "roles": {"system": None}}),
+         {"files": ["a.jsonl"], "messages_column": "messages", "roles": {**ROLES, "system": None}}),
+        ({"type": "chat_template", "chat_template": "tokenizer_default", "train_on_eot": "none"},
+         {"messages_column": "messages", "roles": ROLES}),
+        # A brace is doubled in Python's formats.
+        ({"type": {"format": '{{"q": "{instruction}"}}', "no_input_format": "{{{instruction}}}"}},
+         {"prompt": {"template": '{"q": "{instruction}"}', "without_input": "{{instruction}}"},
+          "prompt_column": "instruction", "response_column": "output"}),
         ({"type": "alpaca:phi"},
          {"prompt": {"template": "<|system|>\nBelow is an instruction that describes a task, paired "
                      "with an input that provides further context. Write a response that "
@@ -492,7 +520,8 @@ def test_axolotls_text(tmp_path: Path) -> None:
     files = [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "type": "chat_template"}]
     path.write_text(json.dumps({**AXOLOTL, "datasets": files}))
     made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe)
-    expected = {"format": "jsonl", "path": ["a.jsonl", "b.jsonl"], "messages_column": "messages"}
+    expected = {"format": "jsonl", "path": ["a.jsonl", "b.jsonl"], "messages_column": "messages",
+                "roles": ROLES}  # fmt: skip
     assert made["data"]["train"] == expected
 
 
