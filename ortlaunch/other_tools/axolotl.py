@@ -28,6 +28,7 @@ _CHATS = {
     "sharegpt": "conversations",
 }
 _TEMPLATES = ("chat_template", "chat_template_jinja")
+_SYSTEM = "chats; rows with a column `system`, which Axolotl reads: set data.train.system_column"
 _EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 # Axolotl's names of roles, beside the chat template's.
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -344,8 +345,14 @@ def _messages(
     for theirs in _TEMPLATES:
         if values.get(theirs) and values[theirs] == draft.value(theirs):
             del values[theirs]
+    system = values.pop("field_system", None)
     if values.pop("drop_system_message", None):
         keys["roles"] = {**keys["roles"], "system": None}
+    elif system:
+        keys["system_column"] = system
+    else:
+        # The column may be missing in all rows, which this import does not read.
+        draft.alter(f"{key}.type", node.find(("type",)) or node, _SYSTEM)
     thoughts = values.get("field_thinking")
     if thoughts and values.get("template_thinking_key", "reasoning_content") == thoughts:
         for theirs in ("field_thinking", "template_thinking_key"):

@@ -283,6 +283,7 @@ def of_chats(source: dict[str, Any], **keys: Any) -> dict[str, Any]:
         (of_chats({"train_on_eot": "none"}, eot_tokens=["<e>"]), "needless",
          "datasets.train_on_eot", "train_on_end: false"),
         (of_chats({"train_on_eot": "none"}), "changed", "datasets.train_on_eot", "train_on_end: true"),
+        (of_chats({}), "changed", "datasets.type", "set data.train.system_column"),
         (of_chats({"chat_template": "chatml"}), "taken", "chat_template", "data.chat_template"),
         ({"datasets": [{"path": "a/b", "type": "chat_template", "chat_template": "chatml"},
                        {"path": "a/c", "type": "chat_template"}]},
@@ -363,6 +364,7 @@ def test_axolotls_own_ways(
          {"warmup_ratio": 0.03, "warmup_power": 2.0, "name": "cosine"}),
         ({"wandb_project": "p", "use_tensorboard": True}, "log.trackers", ["wandb", "tensorboard"]),
         ({"use_ray": True, "ray_num_workers": 4}, "launch.processes_per_node", 4),
+        (of_chats({"field_system": "s"}), "data.train.system_column", "s"),
         # Axolotl's own begins with the begin mark.
         ({"chat_template": "phi_3"}, "data.chat_template",
          "{{ bos_token }}" + CHAT_TEMPLATES["phi_3"]),
