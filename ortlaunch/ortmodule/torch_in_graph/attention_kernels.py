@@ -83,6 +83,9 @@ def _for_kernel(
     batch = next((one.shape[0] for one in (query, key, value) if one.shape[0] != 1), 1)
     inputs = [_shared(_swapped(one), batch, query.shape[2]) for one in (query, key, value)]
     if mask is not None:
+        # A boolean mask whose type the export did not know: ORT passes bool as uint8.
+        if not mask.is_floating_point():
+            mask = query.new_zeros(mask.shape).masked_fill_(mask == 0, -torch.inf)
         mask = mask.to(query.dtype).expand(*inputs[0].shape[:3], key.shape[1])
     return inputs, {"dropout_p": 0.0, "is_causal": causal, "attn_mask": mask, "scale": scale}
 

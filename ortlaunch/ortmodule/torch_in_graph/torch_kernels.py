@@ -307,7 +307,8 @@ def _bytes(mask: str) -> str:
 
 
 def _function(graph: Rewriting, node: onnx.NodeProto, operator: str, *options: str) -> bool:
-    known = graph.types.get(node.input[0])
+    # Of a gradient, the last input is that of the forward pass, whose type is known more often.
+    known = graph.types.get(node.input[-1])
     # `unknown_values` declares the outputs as float32.
     if known is not None and known.elem_type != 1:
         return False
@@ -322,12 +323,8 @@ def _gelu_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
 
 def _silu(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace x * sigmoid(alpha * x) or its gradient, where alpha is 1."""
-    known = graph.types.get(node.input[-1])
-    is_float = known is None or known.elem_type == 1
-    if _attributes(node).get("alpha") != 1.0 or not is_float:
-        return False
-    graph.call("silu" if node.op_type == "QuickGelu" else "silu_backward", node.input, node.output)
-    return True
+    operator = "silu" if node.op_type == "QuickGelu" else "silu_backward"
+    return _attributes(node).get("alpha") == 1.0 and _function(graph, node, operator)
 
 
 def _norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:

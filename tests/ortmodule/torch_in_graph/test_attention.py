@@ -16,6 +16,7 @@ from ortlaunch import machine
 from ortlaunch.ortmodule.base import torch_calls
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.torch_in_graph import attention_kernels
 from tests.ort import needs_ort
 from tests.ortmodule.modules import same, training_graph, wrapped
 
@@ -121,6 +122,27 @@ def compare(model: nn.Module, batches: Any = BATCHES, **settings: Any) -> int:
 def test_masks(kind: str) -> None:
     """Losses and gradients equal eager's."""
     assert compare(Attention(MASKS[kind])) == len(BATCHES)
+
+
+def test_a_mask_of_unknown_type() -> None:
+    """ORT passes a boolean mask as uint8; keys of one sample may serve all, with their gradients."""
+    attention_kernels.define_operators()
+    torch.manual_seed(0)
+    # Batch, length, heads, size; one sample of keys, and half as many heads of them.
+    query, key, value = (torch.randn(n, 5, heads, 8) for n, heads in ((3, 4), (1, 2), (1, 2)))
+    mask = torch.rand(3, 1, 5, 5) < 0.7
+    mask |= torch.eye(5, dtype=torch.bool)
+    given = (query, key, value, mask.to(torch.uint8), False, None)
+    attended, sums = torch.ops.ortlaunch.attention(*given)
+    exact = [one.clone().requires_grad_() for one in (query, key, value)]
+    swapped = [one.transpose(1, 2).expand(3, -1, -1, -1) for one in exact]
+    wanted = functional.scaled_dot_product_attention(
+        swapped[0], swapped[1], swapped[2], mask, enable_gqa=True
+    )
+    torch.testing.assert_close(attended, wanted.transpose(1, 2))
+    gradient = torch.randn_like(attended)
+    found = torch.ops.ortlaunch.attention_backward(gradient, *given, attended, sums)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, exact, gradient.transpose(1, 2)))
 
 
 @pytest.mark.parametrize("size", [7, 80, 256])
