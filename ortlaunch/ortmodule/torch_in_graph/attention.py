@@ -21,7 +21,7 @@ from ortlaunch import machine
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.torch_in_graph import attention_kernels
-from ortlaunch.ortmodule.tracing.symbolics import is_bool, type_of
+from ortlaunch.ortmodule.tracing.symbolics import constants, integers, is_bool, type_of
 
 if TYPE_CHECKING:
     import onnx
@@ -96,18 +96,63 @@ def written(g: GraphContext, given: Sequence[Any], inputs: Sequence[Any]) -> Any
     attention_kernels.define_operators()
     _register_gradient()
     causal, scale = (setting.toIValue() for setting in given[5:7])
+    # Where the model swapped the dimensions only for attention, the kernel swaps strides instead.
+    swapped = [_before_swap(one) for one in inputs[:3]]
     attended, _ = g.op(
         "org.pytorch.aten::ATen",
-        *(g.op("Transpose", one, perm_i=_SWAPPED) for one in inputs[:3]),
+        *(before or one for before, one in zip(swapped, inputs)),
         _none(g) if given[3].node().mustBeNone() else _additive(g, inputs[3], inputs[0]),
         g.op("Constant", value_t=torch.tensor(bool(causal))),
         _none(g) if scale is None else g.op("Constant", value_t=torch.tensor(float(scale))),
+        integers(g, sum(1 << place for place, before in enumerate(swapped) if before)),
         operator_s=attention_kernels.FORWARD,
         overload_name_s="",
         outputs=2,
     )
     attended.setType(inputs[0].type().with_sizes([None] * 4))
     return g.op("Transpose", attended, perm_i=_SWAPPED)
+
+
+def _before_swap(value: torch.Value) -> torch.Value | None:
+    """Return the input of the Transpose node that swaps dimensions 1 and 2 into a value."""
+    from torch.onnx import symbolic_helper
+
+    node = value.node()
+    if node.kind() != "onnx::Transpose" or symbolic_helper._node_get(node, "perm") != _SWAPPED:
+        return None
+    return node.inputsAt(0)
+
+
+def keeps_shape(node: torch.Node) -> bool:
+    """Return whether a traced reshape gives the result of attention the sizes that it has.
+
+    transformers writes one after each attention, for a case of generation. Its sizes are those of
+    the result's batch, -1, of the query's length and of the value's size.
+    """
+    if node.kind() != "aten::reshape":
+        return False
+    attended, shape = node.inputs()
+    if attended.node().kind() != NAME or shape.node().kind() != "prim::ListConstruct":
+        return False
+    query, _, value = list(attended.node().inputs())[:3]
+    sizes = list(shape.node().inputs())
+    return (
+        len(sizes) == 4
+        and _is_size(sizes[0], attended, 0)
+        and constants(sizes[1]) == [-1]
+        and _is_size(sizes[2], query, 2)
+        and _is_size(sizes[3], value, 3)
+    )
+
+
+def _is_size(value: torch.Value, of: torch.Value, dimension: int) -> bool:
+    """Return whether a number in the trace is the size of a tensor of four dimensions."""
+    while value.node().kind() in ("prim::NumToTensor", "aten::Int"):
+        value = value.node().inputsAt(0)
+    node = value.node()
+    if node.kind() != "aten::size" or node.inputsAt(0).debugName() != of.debugName():
+        return False
+    return constants(node.inputsAt(1)) in ([dimension], [dimension - 4])
 
 
 def _additive(g: GraphContext, mask: torch.Value, query: torch.Value) -> torch.Value:
@@ -135,7 +180,7 @@ def _register_gradient() -> None:
     # GO is the gradient of an output, GI that of an input, I an input, O an output.
     node = (
         ("ATen", "org.pytorch.aten"),
-        ["GO(0)", *(f"I({place})" for place in range(6)), "O(0)", "O(1)"],
+        ["GO(0)", *(f"I({place})" for place in range(7)), "O(0)", "O(1)"],
         ["GI(0)", "GI(1)", "GI(2)"],
         {"operator": {"value": attention_kernels.BACKWARD, "dtype": "string"}},
     )

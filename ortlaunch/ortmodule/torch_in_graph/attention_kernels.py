@@ -7,6 +7,7 @@ keeps the matrix of scores, and the forward pass runs once.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from ortlaunch.ortmodule.base import torch_calls
 
 FORWARD = "ortlaunch::attention"
 BACKWARD = "ortlaunch::attention_backward"
-_ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, float? scale"
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, float? scale, int swapped"
+)
 _RESULTS = "Tensor attended, Tensor sums"
 # The name of the calls in torch_calls.
 _COUNTED = "aten.scaled_dot_product_attention"
@@ -40,13 +43,12 @@ def define_operators() -> torch.library.Library:
 
 
 def _attention(*given: Any) -> tuple[Tensor, Tensor]:
-    """Return attention and the log-sum-exp of the scores.
+    """Return attention, of shape (batch, length, heads, size), and the log-sum-exp of the scores.
 
-    Queries, keys, values and the result have shape (batch, length, heads, size). Models make them
-    and the kernel writes them in this order.
+    The arguments are those of `_for_kernel`.
     """
     with torch_calls.one_call(_COUNTED):
-        inputs, settings = _for_kernel(*given)
+        inputs, settings = _for_kernel(given[:3], *given[3:])
         if not all(one.numel() for one in inputs):
             # The kernel divides by the lengths.
             exact = torch.promote_types(inputs[0].dtype, torch.float32)
@@ -56,37 +58,43 @@ def _attention(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attention_backward(gradient: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value."""
+    """Return the gradients of query, key and value, each in the order of dimensions of its input."""
     *given, attended, sums = rest
     with torch_calls.one_call(_COUNTED, backward=True):
         if not sums.numel():
             return tuple(map(torch.zeros_like, given[:3]))
-        inputs, settings = _for_kernel(*given)
+        inputs, settings = _for_kernel(given[:3], *given[3:])
         kernel = getattr(torch.ops.aten, f"{_KERNEL}_backward")
         found = kernel(_swapped(gradient), *inputs, _swapped(attended), sums, **settings)
-        return tuple(_like(_swapped(one), original) for one, original in zip(found, given))
+        originals = _heads_first(given[:3], given[-1])
+        gradients = [_like(one, original) for one, original in zip(found, originals)]
+        return tuple(_heads_first(gradients, given[-1]))
 
 
 def _for_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
+    tensors: Sequence[Tensor], mask: Tensor | None, causal: bool, scale: float | None, swapped: int
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Return the inputs of shape (batch, heads, length, size), and the settings with the mask.
 
     The kernel requires as many keys as queries in batch and heads, and a mask of the whole shape.
+
+    Args:
+        tensors: query, key and value, of shape (batch, heads, length, size), or as `swapped` states.
+        mask: numbers to add to the scores.
+        causal: whether a query attends to no later key.
+        scale: the factor of the scores; None: 1 / sqrt(size).
+        swapped: bits 0, 1 and 2: whether query, key and value have shape (batch, length, heads,
+            size). Models make them in this order, and change it only where they need the other.
     """
+    given = _heads_first(tensors, swapped)
     # The batch size of the tensors that are not shared by all samples.
-    batch = next((one.shape[0] for one in (query, key, value) if one.shape[0] != 1), 1)
-    inputs = [_shared(_swapped(one), batch, query.shape[2]) for one in (query, key, value)]
+    batch = next((one.shape[0] for one in given if one.shape[0] != 1), 1)
+    inputs = [_shared(one, batch, given[0].shape[1]) for one in given]
     if mask is not None:
         # A boolean mask whose type the export did not know: ORT passes bool as uint8.
         if not mask.is_floating_point():
-            mask = query.new_zeros(mask.shape).masked_fill_(mask == 0, -torch.inf)
-        mask = mask.to(query.dtype).expand(*inputs[0].shape[:3], key.shape[1])
+            mask = given[0].new_zeros(mask.shape).masked_fill_(mask == 0, -torch.inf)
+        mask = mask.to(given[0].dtype).expand(*inputs[0].shape[:3], inputs[1].shape[2])
     return inputs, {"dropout_p": 0.0, "is_causal": causal, "attn_mask": mask, "scale": scale}
 
 
@@ -97,6 +105,11 @@ def _shared(tensor: Tensor, batch: int, heads: int) -> Tensor:
     return tensor.expand(batch, -1, -1, -1).repeat_interleave(heads // tensor.shape[1], 1)
 
 
+def _heads_first(tensors: Sequence[Tensor], swapped: int) -> list[Tensor]:
+    """Return the tensors with dimensions 1 and 2 swapped where the bit of its place is set."""
+    return [_swapped(one) if swapped >> place & 1 else one for place, one in enumerate(tensors)]
+
+
 def _swapped(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2)
 
@@ -105,5 +118,5 @@ def _like(gradient: Tensor, original: Tensor) -> Tensor:
     """Return a gradient summed over the heads and the samples that share a part of a tensor."""
     if gradient.shape == original.shape:
         return gradient
-    shared = gradient.unflatten(2, (original.shape[2], -1))
-    return shared.sum_to_size(*original.unsqueeze(3).shape).squeeze(3)
+    shared = gradient.unflatten(1, (original.shape[1], -1))
+    return shared.sum_to_size(*original.unsqueeze(2).shape).squeeze(2)

@@ -150,6 +150,8 @@ class _Translator:
         name = node.kind()
         if not name.startswith(("aten::", "torchvision::")):
             return plainly()
+        if attention.keeps_shape(node):
+            return inputs[0]
         call = operator_calls.Call(node, inputs, self._schemas)
         if name.rstrip("_") in _NEVER and not call.is_complex():
             return plainly()

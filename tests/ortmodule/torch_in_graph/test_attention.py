@@ -132,7 +132,8 @@ def test_a_mask_of_unknown_type() -> None:
     query, key, value = (torch.randn(n, 5, heads, 8) for n, heads in ((3, 4), (1, 2), (1, 2)))
     mask = torch.rand(3, 1, 5, 5) < 0.7
     mask |= torch.eye(5, dtype=torch.bool)
-    given = (query, key, value, mask.to(torch.uint8), False, None)
+    # 7: each of them has shape (batch, length, heads, size).
+    given = (query, key, value, mask.to(torch.uint8), False, None, 7)
     attended, sums = torch.ops.ortlaunch.attention(*given)
     exact = [one.clone().requires_grad_() for one in (query, key, value)]
     swapped = [one.transpose(1, 2).expand(3, -1, -1, -1) for one in exact]
@@ -251,6 +252,15 @@ def llama(**config: Any) -> LlamaForCausalLM:
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False, **config))
+
+
+def test_no_copies_around_the_kernel() -> None:
+    """The kernel reads tensors in the order of dimensions that they have: no copy swaps it."""
+    module = wrapped(Loss(llama()))
+    module(TOKENS[0]).backward()
+    swaps = [node for node in training_graph(module).node if node.op_type == "Transpose"]
+    # Rotary positions need the other order: of queries and keys, in both passes of two layers.
+    assert len([one for one in swaps if list(one.attribute[0].ints) == [0, 2, 1, 3]]) == 8
 
 
 class Loss(nn.Module):
