@@ -1,21 +1,28 @@
 """Find the modules of a recipe's factories: installed, beside the recipe or in the current folder.
 
 A folder of the user is added to the path only if it has such a module, and at the end. So other
-files in it replace no installed package.
+files in it replace no installed package. A check before a start reads the user's code and never
+runs it: a module is located without an import, and a function in its source.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from operator import attrgetter
 from pathlib import Path
 
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.inputs import current_folder
+from ortlaunch.recipe.text.place import Problem
+from ortlaunch.recipe.text.words import closest
 
 _FACTORIES = (
     "model.factory",
@@ -25,6 +32,10 @@ _FACTORIES = (
     "engine.postprocess",
     "data.collate",
 )
+
+
+# With one of these a module may have names that its source does not show.
+_HIDDEN = ("globals(", "__getattr__", "exec(", "setattr(", "import *", "vars(", "locals(")
 
 
 def make_importable(recipe: Recipe, beside: Path) -> None:
@@ -70,6 +81,28 @@ def factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield f"{key}.factory", source.factory
 
 
+def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
+    """Yield functions of the user that no rank could load on this host.
+
+    Raises:
+        InputError: an installed module has the name of one of the user's.
+    """
+    places = list(folders(recipe, beside))
+    for key, factory in factories(recipe):
+        module, _, function = factory.partition(":")
+        spec = _find(module, places)
+        if spec is None:
+            yield (
+                (key,),
+                f"got {factory}; no module {module} beside the recipe, in {current_folder()} or installed",
+            )
+        # A compiled module has no source to check.
+        elif spec.origin and spec.origin.endswith(".py"):
+            wrong = _without(function, Path(spec.origin))
+            if wrong:
+                yield (key,), f"got {factory}; {wrong}"
+
+
 def _users_own(name: str, places: tuple[Path, ...]) -> tuple[str, str | None]:
     """Return the first folder that has the module, and the module's file; ("", None) if none has.
 
@@ -90,3 +123,55 @@ def _file(spec: ModuleSpec | None) -> str | None:
 def _same(one: str, other: str) -> bool:
     # A package that is installed in editable mode is the user's own file.
     return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _find(module: str, places: Sequence[str]) -> ModuleSpec | None:
+    """Return the location from which a rank would import a module."""
+    # `importlib.util.find_spec` alone would import the parents of a submodule.
+    first, *rest = module.split(".")
+    with contextlib.suppress(ValueError, ImportError):
+        spec = importlib.util.find_spec(first) or PathFinder.find_spec(first, places)
+        name = first
+        for part in rest:
+            # A module such as os.path is no file in a package: only an import can locate it.
+            if spec is None or spec.submodule_search_locations is None:
+                return spec and ModuleSpec(module, None)
+            name = f"{name}.{part}"
+            spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+        return spec
+    return None
+
+
+def _without(function: str, path: Path) -> str | None:
+    """Return why the module's file cannot have the function, as far as its source shows."""
+    try:
+        source = path.read_bytes()
+        with warnings.catch_warnings():
+            # Warnings on the user's code belong to the run.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except SyntaxError as error:
+        return f"{path}:{error.lineno}: {error.msg}"
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        return f"{path} cannot be read: {error}"
+    names = set(_names(tree.body))
+    if function in names or any(word.encode() in source for word in _HIDDEN):
+        return None
+    guess = closest(function, names)
+    return f"{path} has no {function}" + (f"; did you mean {guess}?" if guess else "")
+
+
+def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Yield names that a module's statements bind, also inside `if`, `try`, `with` and loops."""
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            # Not walked: names inside a function or class are not the module's.
+            yield statement.name
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            elif isinstance(node, ast.alias):
+                yield (node.asname or node.name).partition(".")[0]
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                yield node.name

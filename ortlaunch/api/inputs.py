@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from ortlaunch import recipe
 from ortlaunch.commands.prepare_data import audited
 from ortlaunch.errors import RecipeError
-from ortlaunch.recipe import Recipe, RecipeFile
-from ortlaunch.resolve import inputs
+from ortlaunch.recipe import Recipe, RecipeFile, inputs
 from ortlaunch.resolve.shipped import locate
+from ortlaunch.user_modules import broken_factories
 
 Source = str | os.PathLike[str] | Mapping[str, object] | Recipe
 """A recipe: a YAML file, the name of a shipped one, a mapping, or a loaded recipe."""
@@ -84,7 +84,7 @@ def validate(
     # These need the disk; `load` has checked everything that the text alone shows.
     missing = (
         *inputs.missing_files(file.recipe),
-        *inputs.broken_factories(file.recipe, folder),
+        *broken_factories(file.recipe, folder),
         *inputs.unknown_type(file.recipe),
     )
     lines = [file.explain(problem) for problem in missing]

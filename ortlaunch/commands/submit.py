@@ -13,12 +13,13 @@ from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord, now
 from ortlaunch.other_runs import registry
 from ortlaunch.other_runs.status import read_status
-from ortlaunch.resolve import inputs
+from ortlaunch.recipe import inputs
 from ortlaunch.resolve.prepare import check_folder, claimed, earlier
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
 from ortlaunch.run import micro_size
 from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.schedulers import SCHEDULERS, QueuedRun, scheduler
+from ortlaunch.user_modules import broken_factories
 
 
 def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> Request:
@@ -116,7 +117,7 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
     modules = resolved.command.modules
     missing = [
         *inputs.missing_files(chosen_recipe),
-        *inputs.broken_factories(chosen_recipe, modules),
+        *broken_factories(chosen_recipe, modules),
     ]
     # An image or another cluster has files that this host need not have.
     if not SCHEDULERS[name].elsewhere and chosen_recipe.submit.container is None:

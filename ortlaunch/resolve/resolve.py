@@ -19,12 +19,13 @@ from ortlaunch.planning.capacity import crowded
 from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.planning.workload import Workload, workload
 from ortlaunch.planning.world import LaunchOptions, World, resolve_world
-from ortlaunch.recipe import RecipeFile, load
+from ortlaunch.recipe import RecipeFile, inputs, load
 from ortlaunch.recipe.fields.ort_variables import environment_lines
 from ortlaunch.recipe.rules.rules import device_rules, task_rules
-from ortlaunch.resolve import inputs, shipped
+from ortlaunch.resolve import shipped
 from ortlaunch.run_folder.engine_report import Choice
 from ortlaunch.tasks import TASKS, Task
+from ortlaunch.user_modules import broken_factories
 
 # The folder of the recipe that `ortlaunch submit` wrote into the run folder.
 MODULES_VARIABLE = "ORTLAUNCH_MODULES"
@@ -142,29 +143,26 @@ def resolve_file(file: RecipeFile, command: Command, world: World | None = None)
         world: the world of the run, where it is resolved already.
     """
     recipe = file.recipe
-    # Inputs that are absent here may be on the other hosts, or be created before the run.
-    doubtful = inputs.doubtful(recipe)
-    unknown = inputs.unknown_type(recipe)
-    missing = inputs.missing_files(recipe, command.options.task)
-    broken = inputs.broken_factories(recipe, command.modules)
     # The text is kept, so that a later change of the file cannot change the run.
     command = command._replace(options=command.options.with_hosts_text())
     given, path, options, environ = command
     world = world or resolve_world(recipe, options, environ)
     work = workload(recipe, world)
     tight = crowded(world, work.memory, options.planned_only) if world.inside is None else ()
+    broken = broken_factories(recipe, command.modules)
     named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
     file.require((*device_rules(recipe, world.device, named), *task_rules(recipe, options.task)))
-    files = [file.explain(problem) for problem in missing]
-    functions = [file.explain(problem) for problem in (*broken, *unknown)]
+    # Inputs that are absent here may be on the other hosts, or be created before the run.
+    files = [file.explain(each) for each in inputs.missing_files(recipe, options.task)]
+    functions = [file.explain(each) for each in (*broken, *inputs.unknown_type(recipe))]
     # With other hosts, an absent file or function gives a note only.
     here = all(host.is_here for host in world.hosts)
     if here and (functions or (files and not options.planned_only)):
         raise RecipeError([*files, *functions])
     environment = environment_lines(recipe.engine, environ)
     notes = [f"recipe: {path}"] if path != given else []
-    notes += [*file.notes, *world.notes, *files, *functions, *map(file.explain, doubtful)]
-    notes += recipe.engine.lines()
+    notes += [*file.notes, *world.notes, *files, *functions]
+    notes += [*map(file.explain, inputs.doubtful(recipe)), *recipe.engine.lines()]
     if recipe.engine.matmul_precision != "highest":
         effect = machine.matmul_effect(recipe.engine.matmul_precision, world.device)
         notes.append(f"matmul_precision {recipe.engine.matmul_precision}: {effect}")

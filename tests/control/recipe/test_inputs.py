@@ -10,8 +10,9 @@ import yaml
 
 from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.inputs import broken_factories, missing_files, unknown_type
+from ortlaunch.recipe.inputs import missing_files, unknown_type
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.user_modules import broken_factories
 from tests.control.typed import Run
 from tests.makers import CUSTOM, OWN_MODULE, WORDS, bert, recipe
 

@@ -1,20 +1,12 @@
-"""Check a recipe's inputs on this host before a start: data files, model folders, user functions.
-
-The user's code is read, never run: a module is located without an import, and a function in its
-source.
-"""
+"""Check the inputs of a recipe on this host before a start: data files, model folders, model types."""
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import glob
 import importlib.util
 import os
 import re
-import warnings
-from collections.abc import Iterator, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Iterator
 from pathlib import Path
 
 from ortlaunch.recipe import Recipe
@@ -25,10 +17,6 @@ from ortlaunch.recipe.text.paths import EXPANDED
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.recipe.text.words import closest
 from ortlaunch.tasks import TASKS
-from ortlaunch.user_modules import factories, folders
-
-# With one of these a module may have names that its source does not show.
-_HIDDEN = ("globals(", "__getattr__", "exec(", "setattr(", "import *", "vars(", "locals(")
 
 
 def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
@@ -46,7 +34,7 @@ def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
             # Only a rank reads URLs, of a streamed corpus.
             if "://" not in pattern and not _matches(pattern):
-                what = f"got {pattern}, which matches no file here (current folder: {_here()})"
+                what = f"got {pattern}, which matches no file here (current folder: {current_folder()})"
                 yield (f"{key}.path",), what + _remedy(pattern)
     template = recipe.data.chat_template
     given = template is None or "{" in template or template in CHAT_TEMPLATES
@@ -108,26 +96,13 @@ def doubtful(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
-    """Yield functions of the user that no rank could load on this host.
-
-    Raises:
-        InputError: an installed module has the name of one of the user's.
-    """
-    places = list(folders(recipe, beside))
-    for key, factory in factories(recipe):
-        module, _, function = factory.partition(":")
-        spec = _find(module, places)
-        if spec is None:
-            yield (
-                (key,),
-                f"got {factory}; no module {module} beside the recipe, in {_here()} or installed",
-            )
-        # A compiled module has no source to check.
-        elif spec.origin and spec.origin.endswith(".py"):
-            wrong = _without(function, Path(spec.origin))
-            if wrong:
-                yield (key,), f"got {factory}; {wrong}"
+def current_folder() -> str:
+    """Return the current folder, for a message."""
+    # The current folder may have been deleted.
+    try:
+        return os.getcwd()
+    except OSError:
+        return "a current folder that was deleted"
 
 
 def _matches(pattern: str) -> bool:
@@ -145,63 +120,3 @@ def _remedy(path: str) -> str:
             "that variable a value, or write the full path"
         )
     return "" if os.path.isabs(path) else ", nor beside the recipe"
-
-
-def _here() -> str:
-    # The current folder may have been deleted.
-    try:
-        return os.getcwd()
-    except OSError:
-        return "a current folder that was deleted"
-
-
-def _find(module: str, places: Sequence[str]) -> ModuleSpec | None:
-    """Return the location from which a rank would import a module."""
-    # `importlib.util.find_spec` alone would import the parents of a submodule.
-    first, *rest = module.split(".")
-    with contextlib.suppress(ValueError, ImportError):
-        spec = importlib.util.find_spec(first) or PathFinder.find_spec(first, places)
-        name = first
-        for part in rest:
-            # A module such as os.path is no file in a package: only an import can locate it.
-            if spec is None or spec.submodule_search_locations is None:
-                return spec and ModuleSpec(module, None)
-            name = f"{name}.{part}"
-            spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
-        return spec
-    return None
-
-
-def _without(function: str, path: Path) -> str | None:
-    """Return why the module's file cannot have the function, as far as its source shows."""
-    try:
-        source = path.read_bytes()
-        with warnings.catch_warnings():
-            # Warnings on the user's code belong to the run.
-            warnings.simplefilter("ignore")
-            tree = ast.parse(source)
-    except SyntaxError as error:
-        return f"{path}:{error.lineno}: {error.msg}"
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
-        return f"{path} cannot be read: {error}"
-    names = set(_names(tree.body))
-    if function in names or any(word.encode() in source for word in _HIDDEN):
-        return None
-    guess = closest(function, names)
-    return f"{path} has no {function}" + (f"; did you mean {guess}?" if guess else "")
-
-
-def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yield names that a module's statements bind, also inside `if`, `try`, `with` and loops."""
-    for statement in body:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            # Not walked: names inside a function or class are not the module's.
-            yield statement.name
-            continue
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield node.id
-            elif isinstance(node, ast.alias):
-                yield (node.asname or node.name).partition(".")[0]
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                yield node.name
