@@ -17,8 +17,7 @@ from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.diagnose.memory import what_would_fit
 from ortlaunch.launch.failure import End
 from ortlaunch.other_runs import status
-from ortlaunch.other_runs.finished import CONTINUE
-from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT, verdict
+from ortlaunch.run_folder.cause_text import CONTINUE, OURS, TRY, VERDICT, verdict
 from ortlaunch.run_folder.folder import RunDir, json_text
 from ortlaunch.units import human, number
 

@@ -17,10 +17,9 @@ from ortlaunch.launch.record import JobRecord, now
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.other_runs import queued
-from ortlaunch.other_runs.finished import CONTINUE
 from ortlaunch.recipe import read_resolved
 from ortlaunch.run_folder import lock
-from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT
+from ortlaunch.run_folder.cause_text import CONTINUE, OURS, TRY, VERDICT
 from ortlaunch.run_folder.folder import RunDir, json_text, read_json, read_text
 from ortlaunch.run_folder.lines import json_tail
 from ortlaunch.units import counted, duration, number

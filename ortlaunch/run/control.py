@@ -14,7 +14,6 @@ from ortlaunch.diagnose.report import with_verdict
 from ortlaunch.launch import backend
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.restarts import Ended, supervise
-from ortlaunch.other_runs.finished import with_next
 from ortlaunch.output import ERASE, print_lines, terminal_width
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.prepare import claimed, mark_of, prepare, run_folder
@@ -22,6 +21,7 @@ from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC, ResumeOptions
 from ortlaunch.run import choices, inside
 from ortlaunch.run.elastic import on_fit_hosts
+from ortlaunch.run.finished import with_next
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.preparation import check, finished, leave_finished
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE

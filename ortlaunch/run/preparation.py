@@ -6,12 +6,12 @@ from ortlaunch import doctor
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.other_runs.finished import nothing_left, with_next
 from ortlaunch.output import print_lines
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.prepare import check_folder, check_launcher, earlier
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import Beginning, ResumeOptions
+from ortlaunch.run.finished import nothing_left, with_next
 from ortlaunch.run_folder.folder import RunDir
 
 

@@ -13,6 +13,7 @@ from ortlaunch.cause import Cause, Failure
 OURS = "ortlaunch: "
 VERDICT = "verdict: "
 TRY = "try: "
+CONTINUE = "to continue: "
 # For ends without a rank's own error record; the command prints these itself.
 _SENTENCES = {
     Cause.LAUNCHER_FAILED: (

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from ortlaunch.errors import MissingDependency
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.best import direction
 from ortlaunch.recipe.fields.sweep import Parameter
 from ortlaunch.search.folder import SweepDir
 
@@ -81,7 +80,7 @@ class Study:
         self._study = self._optuna.create_study(
             storage=backend.JournalStorage(backend.JournalFileBackend(str(folder.journal))),
             study_name=recipe.name,
-            directions=[f"{direction(one)}imize" for one in self.sweep.metrics],
+            directions=[f"{one.direction}imize" for one in self.sweep.metrics],
             pruner=self._pruner(),
             load_if_exists=True,
         )

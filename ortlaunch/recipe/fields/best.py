@@ -9,7 +9,24 @@ from ortlaunch.recipe.fields.section import Positive, Section, Text
 Mode = Literal["min", "max"] | None
 
 
-class KeepBest(Section):
+class DirectedMetric(Section):
+    """A metric of an evaluation, and which of its values are better."""
+
+    metric: Text = "loss"
+    """As in `checkpoint.keep_best`."""
+    mode: Mode = None
+    """As in `checkpoint.keep_best`."""
+
+    @property
+    def direction(self) -> str:
+        """`mode`, or the metric's own direction where `mode` is null.
+
+        A metric of the user's own always has a mode here: `best_rules` refuses a recipe without.
+        """
+        return self.mode or METRICS[self.metric].better
+
+
+class KeepBest(DirectedMetric):
     """The checkpoint that is kept in addition to the newest ones."""
 
     metric: Text = "loss"
@@ -23,29 +40,8 @@ class KeepBest(Section):
     """Write the run's export/ from this checkpoint instead of the last step."""
 
 
-class StopAfter(Section):
+class StopAfter(DirectedMetric):
     """Condition that ends a training before its last step."""
 
-    metric: Text = "loss"
-    """As in `checkpoint.keep_best`."""
-    mode: Mode = None
-    """As in `checkpoint.keep_best`."""
     evaluations: Positive
     """Number of successive evaluations without a new best value after which the training ends."""
-
-
-class SearchedMetric(Section):
-    """A metric of a trial's last evaluation, which the search improves."""
-
-    metric: Text = "loss"
-    """As in `checkpoint.keep_best`."""
-    mode: Mode = None
-    """As in `checkpoint.keep_best`."""
-
-
-def direction(asked: KeepBest | StopAfter | SearchedMetric) -> str:
-    """Return `mode`, or the metric's own direction where `mode` is null.
-
-    A metric of the user's own always has a mode here: `best_rules` refuses a recipe that lacks it.
-    """
-    return asked.mode or METRICS[asked.metric].better

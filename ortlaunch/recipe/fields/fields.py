@@ -152,6 +152,12 @@ def manual() -> dict[tuple[str, str], str]:
     for section in (
         node for source in sources for node in source.body if isinstance(node, ast.ClassDef)
     ):
+        for base in section.bases:
+            found |= {
+                (section.name, name): text
+                for (owner, name), text in found.items()
+                if owner == ast.unparse(base)
+            }
         for above, text in zip(section.body, section.body[1:]):
             if (
                 isinstance(above, ast.AnnAssign)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from ortlaunch.recipe.fields.best import SearchedMetric
+from ortlaunch.recipe.fields.best import DirectedMetric
 from ortlaunch.recipe.fields.section import MOST, Positive, Section, tuple_of
 
 _Range = Annotated[tuple[float, float], BeforeValidator(tuple_of)]
@@ -82,8 +82,8 @@ class Search(Section):
     """The fields and their values, by dotted path, as
     `{optimizer.learning_rate: {log_uniform: [1e-5, 1e-3]}}`. All other fields are the recipe's."""
     metrics: Annotated[
-        tuple[SearchedMetric, ...], BeforeValidator(tuple_of), Field(min_length=1)
-    ] = (SearchedMetric(),)
+        tuple[DirectedMetric, ...], BeforeValidator(tuple_of), Field(min_length=1)
+    ] = (DirectedMetric(),)
     """The metrics to improve. With several, the result is every trial that no other one beats in all of
     them, and there is no pruner."""
     sampler: Literal["random", "grid", "tpe", "gp", "cmaes"] = "tpe"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ortlaunch.evaluation_metrics import measures_of, metrics_of
-from ortlaunch.recipe.fields.best import KeepBest, SearchedMetric, StopAfter
+from ortlaunch.recipe.fields.best import DirectedMetric
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.sweep import Search
 from ortlaunch.recipe.text.place import Problem
@@ -42,9 +42,7 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
         yield from _sweep(recipe, recipe.sweep)
 
 
-def _metric(
-    recipe: Recipe, path: str, asked: KeepBest | StopAfter | SearchedMetric
-) -> Iterator[Problem]:
+def _metric(recipe: Recipe, path: str, asked: DirectedMetric) -> Iterator[Problem]:
     # Names of the user's own metrics are known only when they run: any name is accepted then.
     known = metrics_of(recipe.model.task)
     own = recipe.train.metric is not None or recipe.model.traits.is_own

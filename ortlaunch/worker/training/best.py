@@ -13,7 +13,7 @@ from ortlaunch.errors import HookError, InputError, first_line
 from ortlaunch.evaluation_metrics import metrics_of
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.best import KeepBest, StopAfter, direction
+from ortlaunch.recipe.fields.best import KeepBest, StopAfter
 from ortlaunch.run_folder.folder import COMPLETE
 from ortlaunch.worker.checkpoint.saving import KEEP
 from ortlaunch.worker.data import Samples
@@ -31,10 +31,10 @@ def record(recipe: Recipe, memory: Memory, step: int, evaluated: dict[str, float
         value = evaluated.get(asked.metric, math.nan)
         before = memory.get(wish)
         if math.isfinite(value) and (
-            before is None or _is_better(value, before["value"], direction(asked))
+            before is None or _is_better(value, before["value"], asked.direction)
         ):
             memory[wish] = {
-                "metric": asked.metric, "mode": direction(asked), "value": value, "step": step, "since": 0
+                "metric": asked.metric, "mode": asked.direction, "value": value, "step": step, "since": 0
             }  # fmt: skip
         elif before is not None:
             # `since` counts evaluations after the best one, for train.stop_after.
@@ -127,7 +127,7 @@ def remembered(session: Session, memory: Memory) -> Memory:
         wish: memory[wish]
         for wish, asked in _wishes(session.recipe)
         if wish in memory
-        and (memory[wish]["metric"], memory[wish]["mode"]) == (asked.metric, direction(asked))
+        and (memory[wish]["metric"], memory[wish]["mode"]) == (asked.metric, asked.direction)
     }
     step = kept_step(kept)
     here = step is not None and (session.run.checkpoint(step) / COMPLETE).exists()

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from ortlaunch.errors import CheckpointError, LastSaveError
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.best import direction
 from ortlaunch.run_folder.folder import RunDir, write_json
 from ortlaunch.run_folder.records import BestEvaluation, StoppedEarly, Summary, as_json
 from ortlaunch.units import duration
@@ -123,7 +122,7 @@ def _early(recipe: Recipe, step: int, memory: best.Memory) -> StoppedEarly | Non
     if asked is None or found is None or not best.stops_early(recipe, step, memory):
         return None
     return StoppedEarly(
-        asked.metric, direction(asked), asked.evaluations, found["value"], found["step"]
+        asked.metric, asked.direction, asked.evaluations, found["value"], found["step"]
     )
 
 

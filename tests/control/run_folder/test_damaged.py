@@ -20,9 +20,9 @@ from ortlaunch.commands.export import chosen_step
 from ortlaunch.diagnose.report import diagnose
 from ortlaunch.errors import DamagedFile, OrtlaunchError
 from ortlaunch.other_runs import listing, logs, registry, status
-from ortlaunch.other_runs.finished import nothing_left
 from ortlaunch.report import report
 from ortlaunch.resolve import resume
+from ortlaunch.run.finished import nothing_left
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
 from ortlaunch.run_folder.lines import append_line, json_lines

@@ -8,10 +8,9 @@ from typing import Any
 
 from ortlaunch.errors import DamagedFile
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.best import direction
+from ortlaunch.run_folder.cause_text import CONTINUE
 from ortlaunch.run_folder.folder import RunDir, read_json
 
-CONTINUE = "to continue: "
 # Options that `with_next` leaves out or sets itself.
 _PLACES = ("--run-dir", "--resume")
 
@@ -44,7 +43,7 @@ def _nothing_left(recipe: Recipe, run: RunDir) -> str | None:
     asked = recipe.train.stop_after
     if early is None or asked is None:
         return None
-    same = (asked.metric, direction(asked), asked.evaluations) == (
+    same = (asked.metric, asked.direction, asked.evaluations) == (
         early["metric"],
         early["mode"],
         early["evaluations"],

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.other_runs.finished import nothing_left, with_next
 from ortlaunch.recipe import load
+from ortlaunch.run.finished import nothing_left, with_next
 from ortlaunch.run_folder.folder import RunDir, write_json
 from tests.makers import OWN_MODULE, recipe
 
