@@ -14,10 +14,11 @@ from pathlib import Path
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.process import heeded
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.resolve.prepare import request_of, run_folder
+from ortlaunch.resolve.prepare import request_of
 from ortlaunch.resolve.resolve import resolve
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import preview
+from ortlaunch.run.preparation import run_folder
 from ortlaunch.run_folder.folder import RunDir
 
 

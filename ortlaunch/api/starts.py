@@ -20,10 +20,10 @@ from ortlaunch.errors import PlanError, RunError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import to_yaml
-from ortlaunch.resolve.prepare import claimed, run_folder
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC, ResumeOptions
 from ortlaunch.run import preview
+from ortlaunch.run.preparation import claimed, run_folder
 from ortlaunch.run_folder.folder import RunDir, write_text
 
 

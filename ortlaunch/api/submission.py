@@ -11,8 +11,8 @@ from ortlaunch.api.plans import resolved
 from ortlaunch.commands.submit import Queued, request_of, submit, without_effect
 from ortlaunch.errors import InputError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.prepare import run_folder
 from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.run.preparation import run_folder
 from ortlaunch.run.preview import preview
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import SCHEDULERS

@@ -14,9 +14,10 @@ from ortlaunch.launch.record import JobRecord, now
 from ortlaunch.other_runs import registry
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.recipe import inputs
-from ortlaunch.resolve.prepare import check_folder, claimed, earlier
+from ortlaunch.resolve.prepare import check_folder, earlier
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
 from ortlaunch.run import micro_size
+from ortlaunch.run.preparation import claimed
 from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.schedulers import SCHEDULERS, QueuedRun, scheduler
 from ortlaunch.user_modules import broken_factories

@@ -1,17 +1,14 @@
-"""The run folder: its path, a check of its contents, and the ranks' files. Starts nothing."""
+"""The run folder: a check of its contents, and the ranks' files. Starts nothing."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ortlaunch import recipe
 from ortlaunch.cache import foreign
-from ortlaunch.errors import LaunchError, PlanError, RecipeError
+from ortlaunch.errors import PlanError, RecipeError
 from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.launch.attempts import set_aside
 from ortlaunch.launch_plan import Plan
@@ -19,8 +16,6 @@ from ortlaunch.launchers import launcher_of
 from ortlaunch.output import print_lines
 from ortlaunch.planning.describe import describe
 from ortlaunch.planning.world import World
-from ortlaunch.process import read_stat
-from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.ort_variables import variables_in
 from ortlaunch.recipe.rules.resume_rules import leaves
@@ -30,60 +25,6 @@ from ortlaunch.run_folder import lock, origin
 from ortlaunch.run_folder.engine_report import Choice
 from ortlaunch.run_folder.folder import RunDir, is_temporary, write_json, write_text
 from ortlaunch.run_folder.records import as_json
-
-
-def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]) -> RunDir:
-    """Return the folder of a new run: `--run-dir`, else runs/<name>-<timestamp>.
-
-    Ranks of one launcher get the same folder.
-
-    Raises:
-        PlanError: the path has a control character, or the ranks cannot agree on a folder.
-    """
-    name = resolved.file.recipe.name
-    rank = resolved.world.inside
-    whole = os.path.abspath(chosen or ".")
-    if found := re.search(r"[\x00-\x1f\x7f-\x9f]", whole):
-        raise PlanError(
-            f"--run-dir: {whole!r} has the control character {found[0]!r}; give a path without it"
-        )
-    if chosen is not None:
-        return RunDir(chosen)
-    if rank is None or rank.world_size == 1:
-        # Each rank runs this function at another second, so a time is no common name.
-        return RunDir(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    launch = launch_id(rank, environ)
-    if launch is None:
-        raise PlanError(
-            "the launcher gives the ranks no common name for the run folder; add --run-dir, "
-            "the same for all ranks"
-        )
-    return RunDir(Path("runs") / f"{name}-{launch}")
-
-
-def launch_id(rank: Rank, environ: Mapping[str, str]) -> str | None:
-    """Return an id that all ranks of this launch share and no other launch has; None if unknown."""
-    # On one host the launcher is the parent; its start time excludes a later one of the same id.
-    if rank.local_world_size == rank.world_size:
-        parent = os.getppid()
-        stat = read_stat(parent)
-        return f"{parent}-{stat.started if stat else 0}"
-    if environ.get("SLURM_STEP_ID"):
-        # A requeued job keeps its id, so the number of its restarts is added.
-        return (
-            f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
-            f".{environ.get('SLURM_RESTART_COUNT', '0')}"
-        )
-    for name in ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID"):
-        # "none" is torchrun's default id, the same for all launches.
-        if environ.get(name) and environ[name] != "none":
-            return "".join(c if c.isalnum() else "-" for c in environ[name])
-    return None
-
-
-def mark_of(run: RunDir, rank: Rank) -> Path:
-    """Return the file with which rank 0 marks the folder as prepared for this launch."""
-    return run.ready / (launch_id(rank, os.environ) or "launch")
 
 
 def check_launcher(world: World, run: RunDir) -> None:
@@ -102,16 +43,6 @@ def request_of(plan: Plan, run: RunDir) -> Request:
     if not plan.started_by.is_ours:
         return Request((*plan.argv, str(run)), plan.env, store_file(plan, run))
     return backend(plan.launcher).request(plan, run)
-
-
-def claimed(run: RunDir) -> RunDir:
-    """Create the folder for this run alone."""
-    # Runs that start in the same second must not share one: mkdir succeeds for one of them.
-    for path in (run.path, *(Path(f"{run}-{number}") for number in range(2, 1000))):
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(parents=True)
-            return RunDir(path)
-    raise LaunchError(f"a thousand folders exist named {run}-*")
 
 
 def write_run(

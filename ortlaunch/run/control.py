@@ -16,14 +16,14 @@ from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.restarts import Ended, supervise
 from ortlaunch.output import ERASE, print_lines, terminal_width
 from ortlaunch.resolve import resume
-from ortlaunch.resolve.prepare import claimed, mark_of, prepare, run_folder
+from ortlaunch.resolve.prepare import prepare
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC, ResumeOptions
 from ortlaunch.run import choices, inside
 from ortlaunch.run.elastic import on_fit_hosts
 from ortlaunch.run.finished import with_next
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.preparation import check, finished, leave_finished
+from ortlaunch.run.preparation import check, claimed, finished, leave_finished, mark_of, run_folder
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.units import duration

@@ -1,18 +1,92 @@
-"""Check a run before its start. No process is started here."""
+"""Name a run's folder and check the run before its start. No process is started here."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
 from ortlaunch import doctor
+from ortlaunch.errors import LaunchError, PlanError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.output import print_lines
+from ortlaunch.process import read_stat
+from ortlaunch.rank import Rank
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.prepare import check_folder, check_launcher, earlier
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import Beginning, ResumeOptions
 from ortlaunch.run.finished import nothing_left, with_next
 from ortlaunch.run_folder.folder import RunDir
+
+
+def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]) -> RunDir:
+    """Return the folder of a new run: `--run-dir`, else runs/<name>-<timestamp>.
+
+    Ranks of one launcher get the same folder.
+
+    Raises:
+        PlanError: the path has a control character, or the ranks cannot agree on a folder.
+    """
+    name = resolved.file.recipe.name
+    rank = resolved.world.inside
+    whole = os.path.abspath(chosen or ".")
+    if found := re.search(r"[\x00-\x1f\x7f-\x9f]", whole):
+        raise PlanError(
+            f"--run-dir: {whole!r} has the control character {found[0]!r}; give a path without it"
+        )
+    if chosen is not None:
+        return RunDir(chosen)
+    if rank is None or rank.world_size == 1:
+        # Each rank runs this function at another second, so a time is no common name.
+        return RunDir(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    launch = launch_id(rank, environ)
+    if launch is None:
+        raise PlanError(
+            "the launcher gives the ranks no common name for the run folder; add --run-dir, "
+            "the same for all ranks"
+        )
+    return RunDir(Path("runs") / f"{name}-{launch}")
+
+
+def launch_id(rank: Rank, environ: Mapping[str, str]) -> str | None:
+    """Return an id that all ranks of this launch share and no other launch has; None if unknown."""
+    # On one host the launcher is the parent; its start time excludes a later one of the same id.
+    if rank.local_world_size == rank.world_size:
+        parent = os.getppid()
+        stat = read_stat(parent)
+        return f"{parent}-{stat.started if stat else 0}"
+    if environ.get("SLURM_STEP_ID"):
+        # A requeued job keeps its id, so the number of its restarts is added.
+        return (
+            f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+            f".{environ.get('SLURM_RESTART_COUNT', '0')}"
+        )
+    for name in ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID"):
+        # "none" is torchrun's default id, the same for all launches.
+        if environ.get(name) and environ[name] != "none":
+            return "".join(c if c.isalnum() else "-" for c in environ[name])
+    return None
+
+
+def mark_of(run: RunDir, rank: Rank) -> Path:
+    """Return the file with which rank 0 marks the folder as prepared for this launch."""
+    return run.ready / (launch_id(rank, os.environ) or "launch")
+
+
+def claimed(run: RunDir) -> RunDir:
+    """Create the folder for this run alone."""
+    # Runs that start in the same second must not share one: mkdir succeeds for one of them.
+    for path in (run.path, *(Path(f"{run}-{number}") for number in range(2, 1000))):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return RunDir(path)
+    raise LaunchError(f"a thousand folders exist named {run}-*")
 
 
 def check(

@@ -20,18 +20,16 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe import to_yaml
 from ortlaunch.resolve.prepare import (
     check_folder,
-    claimed,
     differences,
     earlier,
     prepare,
-    run_folder,
     write_run,
 )
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.resolve.resume import AUTOMATIC
 from ortlaunch.run import control, inside
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.preparation import check
+from ortlaunch.run.preparation import check, claimed, run_folder
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.run_folder.lock import RunLock
 from tests.makers import CUSTOM, OWN_MODULE, host, world_of
