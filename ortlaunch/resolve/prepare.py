@@ -19,7 +19,7 @@ from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.ort_variables import variables_in
 from ortlaunch.recipe.rules.resume_rules import leaves
-from ortlaunch.resolve import provenance
+from ortlaunch.resolve import provenance, resume
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder import lock, origin
 from ortlaunch.run_folder.engine_report import Choice
@@ -84,16 +84,22 @@ def write_run(
 
 
 def prepare(
-    resolved: ResolvedRun, run: RunDir, lines: Iterable[str] = (), again: bool = False
+    resolved: ResolvedRun,
+    run: RunDir,
+    lines: Iterable[str] = (),
+    begun: resume.Beginning | None = None,
 ) -> Request:
     """Write the plan and the other files of the run folder; return the request to the launcher.
 
     Args:
         lines: printed first.
-        again: whether the same command restarts the run. At its first start the plan is printed.
+        begun: the beginning of the run, which is recorded; the plan is printed. None: the same
+            command starts the ranks again.
     """
-    request = write_run(run, resolved.file.recipe, resolved.plan, resolved.choice, again)
-    if not again:
+    if begun is not None:
+        resume.apply(run, resolved.command, begun)
+    request = write_run(run, resolved.file.recipe, resolved.plan, resolved.choice, begun is None)
+    if begun is not None:
         shown = describe(resolved.plan, resolved.file.recipe)
         lines = [*lines, *resolved.notes, shown, f"run folder: {run}"]
         if why := foreign(run.path):

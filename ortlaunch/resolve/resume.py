@@ -182,6 +182,7 @@ class Beginning(NamedTuple):
     """The beginning of a run, with all lines to print about it."""
 
     chosen: Chosen
+    options: ResumeOptions
     lines: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
 
@@ -206,7 +207,7 @@ def beginning(
     lines = [f"  skipped: {line}" for line in chosen.skipped]
     lines += [f"  set aside: {path}" for path in chosen.aside]
     if chosen.folder is None:
-        return Beginning(chosen, (*lines, *_since(before, resolved)))
+        return Beginning(chosen, options, (*lines, *_since(before, resolved)))
     made = origin.read(chosen.folder)
     # A checkpoint of this folder without a record was written with the folder's own recipe.
     if made is None and before is not None and run.checkpoints in chosen.folder.parents:
@@ -217,7 +218,7 @@ def beginning(
     )
     if made is None:
         return Beginning(
-            chosen, (*lines, "  it has no record of its recipe, so nothing is compared")
+            chosen, options, (*lines, "  it has no record of its recipe, so nothing is compared")
         )
     now = today(resolved)
     found = origin.differences(made, now)
@@ -225,7 +226,7 @@ def beginning(
     if not trains:
         found = origin.of_evaluation(chosen.folder, found)
     require(found, options.allow, f"{chosen.folder} belongs to a different training")
-    return Beginning(chosen, (*lines, *change_lines(found, options.allow)), tuple(found))
+    return Beginning(chosen, options, (*lines, *change_lines(found, options.allow)), tuple(found))
 
 
 def _since(before: Recipe | None, resolved: ResolvedRun) -> Iterator[str]:
@@ -269,12 +270,12 @@ def require(found: list[Change], allow: tuple[str, ...], what: str) -> None:
         raise PlanError(f"{what}:{lines}\nUse the recipe that it was trained with{mend}")
 
 
-def apply(run: RunDir, command: Command, begun: Beginning, options: ResumeOptions) -> None:
+def apply(run: RunDir, command: Command, begun: Beginning) -> None:
     """Record the command and the beginning of this start for the ranks.
 
     Files that must not count as the newest are moved away.
     """
-    chosen = begun.chosen
+    chosen, options, _, changes = begun
     for path in chosen.aside:
         os.replace(path, _free(path))
     ResumeRecord(
@@ -285,7 +286,7 @@ def apply(run: RunDir, command: Command, begun: Beginning, options: ResumeOption
         exact=chosen.exact,
         source=None if chosen.source is None else os.path.abspath(chosen.source),
         skipped=chosen.skipped,
-        changes=tuple(change.line(options.allow) for change in begun.changes),
+        changes=tuple(change.line(options.allow) for change in changes),
     ).write(run)
     provenance.record(run, command.path, command.options.typed)
 

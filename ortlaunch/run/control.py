@@ -15,7 +15,6 @@ from ortlaunch.launch import backend
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.restarts import Ended, supervise
 from ortlaunch.output import ERASE, print_lines, terminal_width
-from ortlaunch.resolve import resume
 from ortlaunch.resolve.prepare import prepare
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC, ResumeOptions
@@ -61,7 +60,7 @@ def _train(
     if done:
         return leave_finished(resolved, run, beginning.lines, done)
     if mark is not None:
-        return inside.lead(resolved, mark, run, lock, beginning, options)
+        return inside.lead(resolved, mark, run, lock, beginning)
     if choices.engine_is_open(resolved):
         resolved = choices.with_measured_engine(resolved)
         # The engine may have requirements of its own.
@@ -72,14 +71,13 @@ def _train(
     with JobFile(run, resolved.world.launcher, resolved.traits.saves) as file:
         print_lines(beginning.lines)
         whole = choices.with_found_size(resolved, run)
-        resume.apply(run, resolved.command, beginning, options)
         # Ranks write the progress line in this width; empty where the output is no terminal.
         os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
         launcher = backend(whole.world.launcher)
 
         def start(attempt: int) -> Ended:
             now, lines = on_fit_hosts(whole, run, attempt > 1)
-            request = prepare(now, run, lines, attempt > 1)
+            request = prepare(now, run, lines, beginning if attempt == 1 else None)
             file.starts()
             early = file.keep_signals()
             job = launcher.submit(request)

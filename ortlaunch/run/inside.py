@@ -19,10 +19,9 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs import registry
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.resolve import resume
 from ortlaunch.resolve.prepare import prepare, request_of
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.resolve.resume import Beginning, ResumeOptions
+from ortlaunch.resolve.resume import Beginning
 from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.run_folder.lock import RunLock
 
@@ -33,20 +32,14 @@ _POD_SECONDS = 1800
 
 
 def lead(
-    resolved: ResolvedRun,
-    mark: Path,
-    run: RunDir,
-    lock: RunLock,
-    beginning: Beginning,
-    options: ResumeOptions,
+    resolved: ResolvedRun, mark: Path, run: RunDir, lock: RunLock, beginning: Beginning
 ) -> NoReturn:
     """As rank 0, prepare the folder, mark it as prepared, and become the worker."""
     # The lock must outlast this program, which the worker replaces in the same process.
     lock.acquire(run, keep=True)
     JobRecord.begun(run, "inside", JobState.RUNNING).write(run)
     registry.add(run)
-    resume.apply(run, resolved.command, beginning, options)
-    request = prepare(resolved, run, beginning.lines)
+    request = prepare(resolved, run, beginning.lines, beginning)
     request.write_files()
     # Last of all files: other ranks start as soon as it exists.
     write_text(mark, "")

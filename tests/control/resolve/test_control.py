@@ -26,7 +26,7 @@ from ortlaunch.resolve.prepare import (
     write_run,
 )
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
-from ortlaunch.resolve.resume import AUTOMATIC
+from ortlaunch.resolve.resume import AUTOMATIC, Beginning, Chosen
 from ortlaunch.run import control, inside
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.preparation import check, claimed, run_folder
@@ -310,7 +310,7 @@ def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> 
     run = older("mine")
     write_text(run.error(3), "{}")
     run.failure_printed.touch()
-    prepare(resolved(zero={"stage": 1}), run)
+    prepare(resolved(zero={"stage": 1}), run, begun=Beginning(Chosen(None), AUTOMATIC))
     assert not run.errors.exists()
     assert (run.attempt(1) / "errors" / run.error(3).name).exists()
     assert json.loads(run.deepspeed.read_text())["zero_optimization"] == {"stage": 1}

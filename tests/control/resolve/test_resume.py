@@ -245,7 +245,7 @@ def applied(choice: str, run: RunDir = RUN) -> dict[str, Any]:
     options = ResumeOptions(choice)
     run.path.mkdir(exist_ok=True)
     made = resolved()
-    resume.apply(run, made.command, resume.beginning(run, made, None, options), options)
+    resume.apply(run, made.command, resume.beginning(run, made, None, options))
     return dict(json.loads(run.resume.read_text()))
 
 
