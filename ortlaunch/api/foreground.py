@@ -14,7 +14,6 @@ from pathlib import Path
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.process import heeded
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.resolve.prepare import request_of
 from ortlaunch.resolve.resolve import resolve
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import preview
@@ -53,9 +52,9 @@ def dry_run(
     resume: ResumeOptions,
 ) -> tuple[list[str], str]:
     """Return the lines that `train` prints before its start, and the command that would run."""
-    resolved = preview.preview(resolve(recipe, overrides, options, os.environ))
+    resolved = resolve(recipe, overrides, options, os.environ)
     run = run_folder(run_dir, resolved, os.environ)
-    return preview.before_start(resolved, run, resume), str(request_of(resolved.plan, run))
+    return preview.before_start(resolved, run, resume)
 
 
 def evaluate(run: Path, step: int | None, overrides: Sequence[str], options: LaunchOptions) -> int:

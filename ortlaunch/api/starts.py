@@ -90,7 +90,7 @@ def started(
     folder = run_folder(run_dir, found, os.environ)
     # The command prints the lines of these checks again, to output.txt.
     with contextlib.redirect_stdout(None):
-        preview.before_start(preview.preview(found), folder, resume)
+        preview.before_start(found, folder, resume)
     folder = claimed(folder) if run_dir is None else folder
     recipe, variables = _recipe_words(loaded, found, folder)
     words = ["train", *recipe, f"--run-dir={folder}", *option_words(found.command.options)]

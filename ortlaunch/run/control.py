@@ -22,7 +22,7 @@ from ortlaunch.run import choices, inside
 from ortlaunch.run.elastic import on_fit_hosts
 from ortlaunch.run.finished import with_next
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.preparation import check, claimed, finished, leave_finished, mark_of, run_folder
+from ortlaunch.run.preparation import check, claimed, finished, mark_of, record_finished, run_folder
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.units import duration
@@ -55,16 +55,17 @@ def _train(
 
     # First the known choices and the checks: a run that cannot start should fail before minutes of
     # measuring.
-    resolved = choices.with_recorded_choices(resolved, run)
-    beginning, done = check(resolved, run, options)
+    resolved, beginning, done = check(resolved, run, options)
     if done:
-        return leave_finished(resolved, run, beginning.lines, done)
+        record_finished(run)
+        print_lines([*beginning.lines, done])
+        return 0
     if mark is not None:
         return inside.lead(resolved, mark, run, lock, beginning)
     if choices.engine_is_open(resolved):
-        resolved = choices.with_measured_engine(resolved)
+        measured = choices.with_measured_engine(resolved)
         # The engine may have requirements of its own.
-        beginning, _ = check(resolved, run, options)
+        resolved, beginning, _ = check(measured, run, options)
 
     run = claimed(run) if chosen is None else run
     lock.acquire(run)

@@ -85,13 +85,13 @@ def _further(recipe: Recipe, summary: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _kept(typed: Sequence[str], key: str) -> Iterator[str]:
-    """Yield the typed arguments without the run's folder and the key that changes.
+    """Yield the typed arguments without the run's folder, the key that changes and `--dry-run`.
 
     Also without `--resume`: `--resume never` would train from the beginning again.
 
     `train.epochs=null` stays beside `train.max_steps`: the recipe's file may have epochs.
     """
-    changed = (f"{key}=", f"{key}.") if key else ()
+    changed = ("--dry-run", *((f"{key}=", f"{key}.") if key else ()))
     words = iter(typed)
     for word in words:
         if word in _PLACES:

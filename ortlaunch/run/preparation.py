@@ -14,13 +14,13 @@ from ortlaunch.errors import LaunchError, PlanError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.output import print_lines
 from ortlaunch.process import read_stat
 from ortlaunch.rank import Rank
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.prepare import check_folder, check_launcher, earlier
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import Beginning, ResumeOptions
+from ortlaunch.run import choices
 from ortlaunch.run.finished import nothing_left, with_next
 from ortlaunch.run_folder.folder import RunDir
 
@@ -91,34 +91,35 @@ def claimed(run: RunDir) -> RunDir:
 
 def check(
     resolved: ResolvedRun, run: RunDir, options: ResumeOptions
-) -> tuple[Beginning, str | None]:
+) -> tuple[ResolvedRun, Beginning, str | None]:
     """Check that the run can start; write nothing and make no plan.
 
     Returns:
-        The beginning of the run, with the lines to print about it, and the result of `finished`.
+        The run with recorded choices; its beginning, with the lines to print about it; and the
+        result of `finished`.
 
     Raises:
         InputError, PlanError, MissingDependency: the run cannot start; the message has the remedy.
     """
     done = finished(resolved, run, options)
-    before = earlier(run, resolved)
+    resolved = choices.with_recorded_choices(resolved, run)
     doctor.require(resolved.file.recipe, resolved.world)
     check_launcher(resolved.world, run)
+    before = earlier(run, resolved)
     lines = check_folder(run, before, resolved)
-    return resume.beginning(run, resolved, before, options).after(lines), done
+    return resolved, resume.beginning(run, resolved, before, options).after(lines), done
 
 
 def finished(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> str | None:
-    """Return the line to print if no step is left to train; None if the ranks have to run."""
-    return None if options.begins_earlier else nothing_left(resolved.file.recipe, run)
+    """Return the lines to print if no step is left to train; None if the ranks have to run."""
+    recipe = resolved.file.recipe
+    done = None if options.begins_earlier else nothing_left(recipe, run)
+    return done and with_next(done, resolved.typed, recipe, run)
 
 
-def leave_finished(resolved: ResolvedRun, run: RunDir, lines: tuple[str, ...], done: str) -> int:
-    """Print that the run is complete, and return its exit status."""
+def record_finished(run: RunDir) -> None:
+    """Record that the run is complete."""
     job = JobRecord.read(run)
     # The earlier command was killed after its ranks had ended, so job.json still has it running.
     if job is not None and job.backend in LAUNCHERS and not job.state.is_end:
         job.at_end(JobState.SUCCEEDED, 0, f"done: {run}").write(run)
-    last = with_next(done, resolved.typed, resolved.file.recipe, run)
-    print_lines([*lines, last])
-    return 0

@@ -10,22 +10,27 @@ import os
 
 from ortlaunch.errors import PlanError
 from ortlaunch.planning.describe import describe
+from ortlaunch.resolve.prepare import request_of
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run.preparation import check
 from ortlaunch.run_folder.folder import RunDir, read_json
 
 
-def before_start(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> list[str]:
-    """Return the lines that `train` prints before its start.
+def before_start(
+    resolved: ResolvedRun, run: RunDir, options: ResumeOptions
+) -> tuple[list[str], str]:
+    """Return the lines that `train` prints before its start, and the command that would run.
 
-    They give the beginning, the changes since the checkpoint, and the plan.
+    The lines give the beginning, the changes since the checkpoint, and the plan.
 
     Raises:
         InputError, PlanError, MissingDependency: `train` would refuse the run.
     """
     options = options.checked()
-    beginning, done = check(resolved, run, options)
+    resolved, beginning, done = check(resolved, run, options)
+    resolved = preview(resolved)
+    command = str(request_of(resolved.plan, run))
     # The nearest folder that exists; the folders below it would be created in it.
     above = next(
         path for path in (run.path.absolute(), *run.path.absolute().parents) if path.exists()
@@ -35,13 +40,14 @@ def before_start(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> 
         raise PlanError(
             f"{run}: cannot be created: no permission to write to {above}; give another --run-dir"
         )
-    return [
+    lines = [
         *beginning.lines,
         *([done] if done else []),
         *resolved.notes,
         describe(resolved.plan, resolved.file.recipe),
         *_lengths(run),
     ]
+    return lines, command
 
 
 def _lengths(run: RunDir) -> list[str]:

@@ -288,7 +288,7 @@ def test_a_folder_is_continued(
     """A run folder of this recipe is continued, and every change is listed."""
     run = older("mine", steps)
     made = resolved(**sections)
-    assert list(check(made, run, AUTOMATIC)[0].lines) == lines
+    assert list(check(made, run, AUTOMATIC)[1].lines) == lines
 
 
 def test_a_comparison_in_the_folder_of_a_training() -> None:

@@ -365,7 +365,7 @@ def test_a_dry_run_shows_what_has_changed() -> None:
     """A dry run prints the changes since the checkpoint, and refuses those that `train` refuses."""
     save(RUN, 7)
     write_text(RUN.recipe, yaml.safe_dump(CUSTOM))
-    lines = preview.before_start(resolved(train={"max_steps": 9}), RUN, ResumeOptions())
+    lines, _ = preview.before_start(resolved(train={"max_steps": 9}), RUN, ResumeOptions())
     assert "continuing after step 7" in lines[1]
     assert any("train.max_steps" in line for line in lines)
     with pytest.raises(PlanError, match="seed: 42 -> 7: refused without --allow data"):

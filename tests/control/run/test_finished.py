@@ -82,6 +82,7 @@ def test_an_earlier_checkpoint_is_gone_on_from(ended: RunDir) -> None:
         (["train", "r", "--run-dir=old", "-n"], {"epochs": 1.5}, "train r -n {} train.epochs=3"),
         (["train", "--resume", "never", "r"], {"max_steps": 10}, "train r {} train.max_steps=20"),
         (["train", "r", "--resume=400"], {"max_steps": 10}, "train r {} train.max_steps=20"),
+        (["train", "r", "--dry-run"], {"max_steps": 10}, "train r {} train.max_steps=20"),
     ],
 )
 def test_the_command_that_trains_further(

@@ -123,6 +123,9 @@ def test_engine_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> Non
         assert "engine auto: inductor: measured 2 x eager" in text
         assert (source in text, ortlaunch.plans, ortlaunch.starts) == (True, 1, 1)
         assert read_json(RunDir(Path(folder)).choice)["chosen"] == "inductor"
+    # A dry run has the choices of the run folder, as the run itself.
+    dry = ortlaunch("train", path, "--run-dir", "run", "--dry-run")
+    assert "(at the start of this run)" in dry
 
 
 def test_micro_size_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
