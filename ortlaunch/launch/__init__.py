@@ -59,12 +59,6 @@ class Request(NamedTuple):
             write_text(Path(path), text)
 
 
-def store_file(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, str], ...]:
-    """Return the file by which several ranks on one host find each other. Else return nothing."""
-    # Emptied at each start: entries of an earlier start would confuse the ranks.
-    return ((str(run_dir.store), ""),) if 1 < plan.world_size == plan.nodes[0].slots else ()
-
-
 def stop_of(plan: Plan, run_dir: RunDir) -> Stop | None:
     """Return how the ranks of this plan are requested to stop; None if they save nothing."""
     return (

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch.errors import MissingDependency, PlanError
-from ortlaunch.launch import Request, given_up_of, stop_of, store_file
+from ortlaunch.launch import Request, given_up_of, stop_of
 from ortlaunch.launch.private import private_folder
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.launch_plan import Node, Plan
@@ -53,10 +53,7 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
     """Return the mpirun command for the MPI family that is installed here."""
     check(plan.nodes, run_dir)
     mpirun = find_mpirun()
-    files = (
-        (str(run_dir.hostfile), hostfile(plan.nodes, family(mpirun))),
-        *store_file(plan, run_dir),
-    )
+    files = ((str(run_dir.hostfile), hostfile(plan.nodes, family(mpirun))),)
     plan = _with_abi(plan, family(mpirun))
     stop = stop_of(plan, run_dir)
     given_up = given_up_of(plan, run_dir)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ortlaunch import start
 from ortlaunch.errors import PlanError
-from ortlaunch.launch import Request, given_up_of, stop_of, store_file
+from ortlaunch.launch import Request, given_up_of, stop_of
 from ortlaunch.launch.private import private_folder
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.launch.ssh import needs_no_ssh
@@ -66,7 +66,7 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
     rendezvous = private / run_dir.rendezvous.name
     # Without --log-dir, torchrun leaves a folder in /tmp for good.
     argv = _torchrun(plan, run_dir, "localhost", rendezvous, (f"--log-dir={private}",))
-    files = ((str(rendezvous), ""), *store_file(plan, run_dir))
+    files = ((str(rendezvous), ""),)
     stop = stop_of(plan, run_dir)
     return Request(
         argv,
@@ -99,7 +99,6 @@ def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
         (str(run_dir.rendezvous), ""),
         (str(run_dir.meeting), ""),
         (str(run_dir.agents), json.dumps(work) + "\n"),
-        *store_file(plan, run_dir),
     )
     argv = (*start.command("ortlaunch.launch.over_ssh", plan.argv[0]), str(run_dir.agents))
     return Request(

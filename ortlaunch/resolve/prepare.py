@@ -9,7 +9,7 @@ from pathlib import Path
 from ortlaunch import recipe
 from ortlaunch.cache import foreign
 from ortlaunch.errors import PlanError, RecipeError
-from ortlaunch.launch import Request, backend, store_file
+from ortlaunch.launch import Request, backend
 from ortlaunch.launch.attempts import set_aside
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import launcher_of
@@ -41,7 +41,7 @@ def check_launcher(world: World, run: RunDir) -> None:
 def request_of(plan: Plan, run: RunDir) -> Request:
     """Return the request that starts the ranks, without side effects."""
     if not plan.started_by.is_ours:
-        return Request((*plan.argv, str(run)), plan.env, store_file(plan, run))
+        return Request((*plan.argv, str(run)), plan.env)
     return backend(plan.launcher).request(plan, run)
 
 
@@ -68,7 +68,8 @@ def write_run(
         write_json(path, record)
     # The time of this file marks the start: older logs and checkpoints are of an earlier start.
     write_text(run.request, f"{request}\n")
-    # Records of the earlier start would be taken for those of this one.
+    # Records of the earlier start would be taken for those of this one, and the entries of its
+    # ranks in the store for those of the new ranks.
     set_aside(run)
     killed = filter(is_temporary, run.path.iterdir())
     left = (
@@ -77,6 +78,7 @@ def write_run(
         run.stopped,
         run.trial,
         run.launcher_error,
+        run.store,
     )
     for old in (*left, *(() if choice is not None else (run.choice,))):
         old.unlink(missing_ok=True)

@@ -40,7 +40,6 @@ def lead(
     JobRecord.begun(run, "inside", JobState.RUNNING).write(run)
     registry.add(run)
     request = prepare(resolved, run, beginning.lines, beginning)
-    request.write_files()
     # Last of all files: other ranks start as soon as it exists.
     write_text(mark, "")
     _become_worker(request)

@@ -217,7 +217,7 @@ def test_torchrun() -> None:
     )
     # As many threads as the plan gives each rank; torchrun itself would set 1.
     env = tuple(sorted((*ENV, ("OMP_NUM_THREADS", "2"), *torch, GRACE)))
-    files = ((f"{private}/rendezvous", ""), ("runs/x/store", ""))
+    files = ((f"{private}/rendezvous", ""),)
     assert request == Request(
         argv, env, files, notifies_ranks=False, stop=STOP, private=str(private)
     )

@@ -310,8 +310,10 @@ def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> 
     run = older("mine")
     write_text(run.error(3), "{}")
     run.failure_printed.touch()
+    run.store.touch()
     prepare(resolved(zero={"stage": 1}), run, begun=Beginning(Chosen(None), AUTOMATIC))
     assert not run.errors.exists()
+    assert not run.store.exists()
     assert (run.attempt(1) / "errors" / run.error(3).name).exists()
     assert json.loads(run.deepspeed.read_text())["zero_optimization"] == {"stage": 1}
     assert json.loads(run.environment.read_text())["packages"]["pydantic"]
