@@ -59,10 +59,6 @@ class RecipeFile:
         """
         return _checked(self._read, (*self.overrides, *overrides), [])
 
-    def with_no_overrides(self) -> RecipeFile:
-        """Return the recipe of the files without overrides; raises as `with_overrides`."""
-        return _checked(self._read, (), [])
-
     def explain(self, problem: Problem) -> str:
         """Return a rule's problem as a line with its place."""
         paths, message = problem

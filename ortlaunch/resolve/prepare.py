@@ -121,10 +121,6 @@ def earlier(run: RunDir, resolved: ResolvedRun) -> Recipe | None:
     """
     if not run.recipe.exists():
         return None
-    # `train` on the folder's own recipe: it was read already, with overrides.
-    typed = resolved.command.path
-    if typed.exists() and run.recipe.samefile(typed):
-        return resolved.file.with_no_overrides().recipe
     try:
         return recipe.load(run.recipe).recipe
     except RecipeError as error:

@@ -13,9 +13,7 @@ import yaml
 
 from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.prepare import earlier
 from ortlaunch.resolve.resolve import resolve
-from ortlaunch.run_folder.folder import RunDir, write_text
 from tests.makers import CUSTOM
 
 pytestmark = pytest.mark.usefixtures("workbench")
@@ -90,19 +88,3 @@ def test_a_further_override_reads_nothing() -> None:
         RecipeError, match=r"override 'sed=9': sed: unknown key; did you mean seed\?"
     ):
         base.with_overrides("sed=9")
-
-
-def test_a_run_that_goes_on_from_its_own_recipe_reads_it_once() -> None:
-    """A run that resumes from its own recipe reads it once.
-
-    The earlier recipe is that file without overrides.
-    """
-    run = RunDir("mine")
-    write_text(run.recipe, Path("base.yaml").read_text())
-    made = resolve(run.recipe, ["train.max_steps=7"], LaunchOptions(), {})
-    # A second read would fail now.
-    run.recipe.write_text("nonsense")
-    before = earlier(run, made)
-    assert before is not None
-    # 3 is CUSTOM's value, 7 the override's.
-    assert (before.train.max_steps, made.file.recipe.train.max_steps) == (3, 7)
