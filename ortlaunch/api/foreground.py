@@ -27,6 +27,7 @@ def train(
     options: LaunchOptions,
     run_dir: Path | None,
     resume: ResumeOptions,
+    dry_run: bool,
 ) -> int:
     """Run the ranks, and return the run's exit status.
 
@@ -36,25 +37,20 @@ def train(
         options: launcher, hosts and ranks.
         run_dir: the run folder; None: a new one.
         resume: values of --resume and --allow.
+        dry_run: whether to print the command that would run, and on standard error the lines
+            before a start, instead of running it.
     """
     resolved = resolve(recipe, overrides, options, os.environ)
-    # Not needed for a dry run, and slow to import.
-    from ortlaunch.run import control
+    if not dry_run:
+        # Not needed for a dry run, and slow to import.
+        from ortlaunch.run import control
 
-    return control.train(resolved, run_dir, resume)
-
-
-def dry_run(
-    recipe: Path,
-    overrides: Sequence[str],
-    options: LaunchOptions,
-    run_dir: Path | None,
-    resume: ResumeOptions,
-) -> tuple[list[str], str]:
-    """Return the lines that `train` prints before its start, and the command that would run."""
-    resolved = resolve(recipe, overrides, options, os.environ)
+        return control.train(resolved, run_dir, resume)
     run = run_folder(run_dir, resolved, os.environ)
-    return preview.before_start(resolved, run, resume)
+    lines, command = preview.before_start(resolved, run, resume)
+    print(*lines, sep="\n", file=sys.stderr)
+    print(command)
+    return 0
 
 
 def evaluate(run: Path, step: int | None, overrides: Sequence[str], options: LaunchOptions) -> int:

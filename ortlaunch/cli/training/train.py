@@ -1,6 +1,5 @@
 """`ortlaunch train`."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,12 +69,8 @@ def start(
     from ortlaunch.api import foreground
     from ortlaunch.api.starts import ResumeOptions
 
-    values = ResumeOptions(*resume)
     if not dry_run:
         # A training must not end because the reader of its output has (`| head`).
         go_on_unread()
-        raise typer.Exit(foreground.train(recipe, overrides, options, run_dir, values))
-    notes, command = foreground.dry_run(recipe, overrides, options, run_dir, values)
-    # On standard error, so that standard output has only the command.
-    print(*notes, sep="\n", file=sys.stderr)
-    typer.echo(command)
+    values = ResumeOptions(*resume)
+    raise typer.Exit(foreground.train(recipe, overrides, options, run_dir, values, dry_run))
