@@ -144,7 +144,7 @@ def choices(path: KeyPath) -> tuple[str, ...]:
 @functools.cache
 def manual() -> dict[tuple[str, str], str]:
     """Return {(class of the section, field): docstring under the field, on one line}."""
-    found = {}
+    found = dict[tuple[str, str], str]()
     # Python keeps no docstring of a field: the sources are parsed. Cached, because only error
     # messages and `ortlaunch schema` need it.
     modules = (best, models, optimizer, data, prompts, engine, launch, schedule, submit, sweep)
