@@ -7,6 +7,7 @@ recording of Python stacks costs more, and has no line for an operator such as `
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import re
@@ -78,6 +79,18 @@ class LineMarks(TorchFunctionMode):
         super().__init__()
         self._layers = {id(layer): name or "(model)" for name, layer in model.named_modules()}
 
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Mark calls of torch functions, and of the model's own torch.autograd.Functions."""
+        apply: Any = torch.autograd.Function.apply
+
+        # A Function is no torch function, so the mode does not see its calls.
+        def marked(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.__torch_function__(apply.__func__, (), (kind, *args), kwargs)
+
+        with mock.patch.object(torch.autograd.Function, "apply", classmethod(marked)), self:
+            yield
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -92,13 +105,21 @@ class LineMarks(TorchFunctionMode):
 
 
 def _model_line(file: str, line: int) -> str:
-    """Return FILE:LINE, or nothing for a file of torch, ONNX Runtime, DeepSpeed or ortlaunch.
+    """Return FILE:LINE, or nothing for a file of torch, ONNX Runtime, DeepSpeed or ortlaunch."""
+    name = _model_file(file)
+    return name and f"{name}:{line}"
+
+
+# Each mark reads the files of all frames.
+@functools.cache
+def _model_file(file: str) -> str:
+    """Return the short name of a file of the model's code, and nothing for others.
 
     ortlaunch's parts of a model (worker/model) count as the model's code.
     """
     if file.startswith(_LIBRARIES) and not file.startswith(str(_HERE / "worker" / "model")):
         return ""
-    return f"{file.rpartition('/site-packages/')[2].removeprefix(f'{Path.cwd()}/')}:{line}"
+    return file.rpartition("/site-packages/")[2].removeprefix(f"{Path.cwd()}/")
 
 
 def torch_spans(events: Iterable[Any]) -> Iterator[Span]:

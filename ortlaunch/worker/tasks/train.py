@@ -174,6 +174,7 @@ def _train(
         agreed.stopped = stop(session, asked, state.step)
     engine.plain.hook("on_train_end", engine.stepper.numbers)
     agreed.stopped = _saves_through(session, saving, agreed, state.step)
+    profiler.finish()
     if metrics:
         write_json(run.engine, engine.report().to_json())
     return state

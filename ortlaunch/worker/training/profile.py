@@ -73,7 +73,8 @@ class StepProfiler:
                 f"{session.group.device.type}",
                 flush=True,
             )
-        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+        # By whether the step was profiled, and by its number.
+        self._seconds: dict[bool, dict[int, float]] = {True: {}, False: {}}
         self._spans = list[Span]()
         self._ort = (
             ProfiledSessions(session.engine.eval_module, session.engine.witness.uncounted)
@@ -85,16 +86,29 @@ class StepProfiler:
     def step(self, number: int) -> Iterator[None]:
         """Measure a step if it is one of the profiler's, and profile every other one.
 
-        After the last one, print the table and write profile.json and the trace.
+        After the last one, `finish`.
         """
         profiled = number in self.steps[::2]
         with self._profiled() if profiled else contextlib.nullcontext():
             began = time.perf_counter()
             yield
-            self._seconds[profiled] += [time.perf_counter() - began] * (number in self.steps)
+            if number in self.steps:
+                self._seconds[profiled][number] = time.perf_counter() - began
         if number == max(self.steps, default=0):
+            self.finish()
+
+    def finish(self) -> None:
+        """Print the table and write profile.json and the trace, unless that is done.
+
+        A training may end before the last of the profiler's steps.
+        """
+        if self.steps and self._seconds[True]:
             with self.session.progress.during("writing the profile"):
                 self._write(self.session)
+        elif self.steps and self.session.group.rank == 0:
+            first = self.steps[0]
+            print(f"log.profile_steps: the training ended before step {first}", flush=True)
+        self.steps = range(0)
 
     @contextlib.contextmanager
     def _profiled(self) -> Iterator[None]:
@@ -111,7 +125,7 @@ class StepProfiler:
         marks = (
             contextlib.nullcontext()
             if self._runs == "inductor"
-            else LineMarks(self.session.model.model)
+            else LineMarks(self.session.model.model).used()
         )
         with (
             self._ort.used() if self._ort else contextlib.nullcontext(),
@@ -149,9 +163,9 @@ class StepProfiler:
             return
         measured = Profile(
             engine=self._runs,
-            steps=list(self.steps[::2]),
-            seconds=statistics.median(self._seconds[True]),
-            seconds_without=statistics.median(self._seconds[False] or [0]) or None,
+            steps=list(self._seconds[True]),
+            seconds=statistics.median(self._seconds[True].values()),
+            seconds_without=statistics.median(self._seconds[False].values() or [0]) or None,
             matrix_rate=rate,
             bandwidth=pair.nbytes / copying,
             kinds=kinds,

@@ -13,9 +13,27 @@ import torch
 from torch import nn
 
 from ortlaunch.run_folder.folder import read_json
+from ortlaunch.worker.training import best
 from tests.training import Trained, train_here
 
 SAMPLES = [{"x": torch.ones(8), "y": torch.ones(1)} for _ in range(8)]
+
+
+class Slow(torch.autograd.Function):
+    """An operator of the model's own, whose forward or backward pass takes long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cost: str) -> torch.Tensor:
+        """Return a copy of the input."""
+        ctx.cost = cost
+        time.sleep(0.2 * (cost == "function"))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradient as it is."""
+        time.sleep(0.2 * (ctx.cost == "derivative"))
+        return gradients[0], None
 
 
 class Net(nn.Module):
@@ -39,10 +57,13 @@ class Planted(nn.Module):
         super().__init__()
         self.cost = cost
         self.register_buffer("many", torch.full((4_000_000,), 2.0))
+        self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self) -> torch.Tensor:
         if self.cost == "operator":
             return torch.polygamma(3, self.many[:400_000]).sum() * 0
+        if self.cost in ("function", "derivative"):
+            return Slow.apply(self.weight, self.cost) * 0
         if self.cost == "copy":
             return self.many.repeat(16).clone()[0] * 0
         return self.many[0] * 0
@@ -56,15 +77,18 @@ class SlowSamples(list[Any]):
         return super().__getitem__(index)
 
 
-def profiled(folder: Path, cost: str, steps: tuple[int, int] = (2, 4)) -> Trained:
+def profiled(
+    folder: Path, cost: str, steps: tuple[int, int] = (2, 4), evaluation: Any = None
+) -> Trained:
     """Return a training of five steps, of which some are profiled."""
     samples = SlowSamples(SAMPLES) if cost == "reader" else SAMPLES
     return train_here(
         folder,
         Net(cost),
         samples,
+        evaluation=evaluation,
         batch={"global_size": 8, "micro_size": 8},
-        train={"max_steps": 5},
+        train={"max_steps": 5, "evaluate_every_steps": 1},
         log={"profile_steps": steps},
     )
 
@@ -73,6 +97,8 @@ def profiled(folder: Path, cost: str, steps: tuple[int, int] = (2, 4)) -> Traine
     ("cost", "operator", "kind", "line"),
     [
         ("operator", "aten::polygamma", "operators", "torch.polygamma(3"),
+        ("function", "Slow", "operators", "Slow.apply("),
+        ("derivative", "SlowBackward", "operators", "Slow.apply("),
         ("copy", "aten::copy_", "copying", "self.many.repeat(16).clone()"),
         ("reader", "reading", "reading", ""),
     ],
@@ -97,7 +123,7 @@ def test_a_planted_cost_is_the_first_row(
         file, _, number = first["source"].rpartition(":")
         assert file.endswith("test_profile.py")
         assert line in Path(__file__).read_text().splitlines()[int(number) - 1]
-        assert first["bandwidth_share"] > 0
+        assert first["bandwidth_share"] > 0 or cost == "derivative"
     assert found["steps"] == [2, 4]
     assert sum(found["kinds"].values()) == pytest.approx(1)
     assert found["kinds"][kind] >= first["share"]
@@ -143,3 +169,13 @@ def test_a_training_that_ends_before_the_last_profiled_step(
         "run has steps 1 to 5 on cpu\n"
     )
     assert expected in capsys.readouterr().out
+
+
+def test_a_training_that_stops_early(
+    tmp_path: Path, alone: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile is of the steps before the stop; if there is none, a line reports that."""
+    monkeypatch.setattr(best, "stops_early", lambda made, step, memory: step == 3)
+    assert read_json(profiled(tmp_path / "a", "none", (2, 5), SAMPLES).run.profile)["steps"] == [2]
+    assert not profiled(tmp_path / "b", "none", (4, 5), SAMPLES).run.profile.exists()
+    assert "log.profile_steps: the training ended before step 4\n" in capsys.readouterr().out
