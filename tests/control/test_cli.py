@@ -348,6 +348,10 @@ def test_steps_to_profile(ortlaunch: Run) -> None:
     refused = ortlaunch(*dry, "2:x")
     assert refused.status == 2
     assert "log.profile_steps" in refused.err
+    for value, shown in (("4", "[4]"), (":9", "[9]"), ("", "[]"), ("4:9:12", "[4, 9, 12]")):
+        refused = ortlaunch(*dry, value)
+        assert refused.status == 2
+        assert f"log.profile_steps: got {shown}; write it as [4, 9]" in refused.err
 
 
 def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,9 @@ def train(
     dry_run: DryRun = False,
 ) -> None:
     """Train a recipe."""
-    profiled = [f"log.profile_steps=[{profile_steps.replace(':', ',')}]"] if profile_steps else []
+    profiled = []
+    if profile_steps is not None:
+        profiled = [f"log.profile_steps=[{','.join(filter(None, profile_steps.split(':')))}]"]
     start(
         recipe,
         (*(overrides or ()), *profiled),

@@ -61,6 +61,7 @@ EXAMPLES: dict[KeyPath, str] = {
     ("submit", "setup"): "[module load cuda/12.4]",
     ("log",): "{every_steps: 10}",
     ("log", "trackers"): "[tensorboard, wandb]",
+    ("log", "profile_steps"): "[4, 9]",
 }
 
 
@@ -137,7 +138,11 @@ def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
             f"it must be {' or '.join((_KINDS[kind], *words))}{about}{_guess(closest(raw, words))}"
         )
     if kind in ("missing", "too_short", "too_long", "string_too_short"):
-        return f"write it as {EXAMPLES[path]}" if path in EXAMPLES else "it must not be empty"
+        if path in EXAMPLES:
+            return f"write it as {EXAMPLES[path]}"
+        if kind == "too_long":
+            return f"it must have at most {context['max_length']} values"
+        return "it has too few values" if details["input"] else "it must not be empty"
     if kind == "string_too_long":
         return f"it must have at most {context['max_length']} characters"
     if kind == "string_pattern_mismatch":

@@ -30,7 +30,7 @@ MISTAKES = [
     ("optimizer.learning_rate: {log_uniform: [0, 0.1]}", "", "log_uniform: both numbers must be > 0"),
     ("seed: {int: [3, 3]}", "", "int: the first number must be the lower one"),
     ("seed: {int: [1, 2.5]}", "", "sweep.space.seed.int[1]: got 2.5; it must be a whole number"),
-    ("seed: {uniform: [1]}", "", "sweep.space.seed.uniform: got [1]; it must not be empty"),
+    ("seed: {uniform: [1]}", "", "sweep.space.seed.uniform: got [1]; it has too few values"),
     ("seed: {int: [1, 2], choice: [1]}", "", "give exactly one of choice, uniform, log_uniform, int"),
     ("seed: {}", "", "give exactly one of choice, uniform, log_uniform, int"),
     ("seed: {choice: []}", "", "it must not be empty"),
