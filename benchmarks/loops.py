@@ -1,8 +1,7 @@
 """One training loop of the contest: ours on any engine, bare loops, Trainer, accelerate +
 DeepSpeed.
 
-python benchmarks/loops.py CONTESTANT SHAPE STEPS_A_TURN ['{"lora": true}']
-    (benchmarks/peers.py starts these)
+python benchmarks/loops.py OPTIONS    as JSON (benchmarks/peers.py and models.py start these)
 
 All train the same model from the same seed on the same batches with the same optimizer and
 clipping.
@@ -14,17 +13,30 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contest import Gate
+
+if TYPE_CHECKING:
+    from ortlaunch.resolve.resolve import ResolvedRun
 
 LENGTH = 128
 SEED = 7
 RATE = 1e-4
 NORM = 1.0
 NEVER = 10**6  # steps; the race ends the process before
+# transformers' class for each task.
+CLASSES = {
+    "masked-lm": "AutoModelForMaskedLM",
+    "causal-lm": "AutoModelForCausalLM",
+    "image-classification": "AutoModelForImageClassification",
+    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "ctc": "AutoModelForCTC",
+}
 LORA = {"r": 8, "alpha": 32, "target_modules": ["q_proj", "v_proj"]}
 
 
@@ -36,39 +48,48 @@ def size(shape: str, small: bool, vocabulary: int) -> dict[str, Any]:
     return {"model_type": shape, **wide, "num_hidden_layers": 4, "vocab_size": vocabulary}
 
 
-def samples(shape: str, vocabulary: int, count: int = 512) -> list[dict[str, Any]]:
-    """Return random tokens; BERT predicts 15 % of them, Llama all."""
+def case_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Return task, config and length of the contest's model: a row of models.py, or a shape."""
+    if "case" in options:
+        given: dict[str, Any] = options["case"]
+        return given
+    shape = options["shape"]
+    config = size(shape, options["small"], options["vocabulary"])
+    return {
+        "task": "masked-lm" if shape == "bert" else "causal-lm", "config": config, "length": LENGTH
+    }  # fmt: skip
+
+
+def samples(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return random samples of a task; a masked-lm predicts 15 % of its tokens, others all."""
     import torch
 
-    # Every contestant gets the same tokens.
+    # Every contestant gets the same samples.
     generator = torch.Generator().manual_seed(SEED)
-    found = []
-    for _ in range(count):
-        ids = torch.randint(5, vocabulary, (LENGTH,), generator=generator)
-        labels = (
-            ids
-            if shape == "llama"
+    task = case["task"]
+    length = case["length"]
+    vocabulary = case["config"].get("vocab_size", 0)
+
+    def one() -> dict[str, Any]:
+        if "input" in case:
+            # An image or a recording; its labels are a class, or words.
+            name, shape = case["input"]
+            high, long = (10, ()) if task == "image-classification" else (vocabulary, (32,))
+            labels = torch.randint(5, high, long, generator=generator)
+            return {name: torch.randn(shape, generator=generator), "labels": labels}
+        ids = torch.randint(5, vocabulary, (length,), generator=generator)
+        labels = ids
+        if task == "masked-lm":
             # -100: cross entropy ignores the label.
-            else ids.where(torch.rand(LENGTH, generator=generator) < 0.15, -100)
-        )
-        found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
-    return found
+            labels = ids.where(torch.rand(length, generator=generator) < 0.15, -100)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+    return [one() for _ in range(32 if "input" in case else 512)]
 
 
 def model(options: dict[str, Any]) -> Any:
     """Return the model in plain transformers, with adapters on request."""
-    import torch
-    import transformers
-
-    shape = options["shape"]
-    fields = size(shape, options["small"], options["vocabulary"])
-    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields, use_cache=False)
-    auto = (
-        transformers.AutoModelForMaskedLM if shape == "bert" else transformers.AutoModelForCausalLM
-    )
-    # The same initial weights for every contestant.
-    torch.manual_seed(SEED)
-    made = auto.from_config(config).train()
+    made = from_case(case_of(options)).train()
     if options["lora"]:
         import peft
 
@@ -78,13 +99,27 @@ def model(options: dict[str, Any]) -> Any:
     return made
 
 
+def from_case(case: dict[str, Any]) -> Any:
+    """Return the model of a case in plain transformers, with random weights."""
+    import torch
+    import transformers
+
+    fields = {**case["config"]}
+    if case["task"] in ("masked-lm", "causal-lm"):
+        fields["use_cache"] = False
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    # The same initial weights for every contestant.
+    torch.manual_seed(SEED)
+    return getattr(transformers, CLASSES[case["task"]]).from_config(config)
+
+
 def bare(module: Any, gate: Gate, options: dict[str, Any]) -> None:
     """Run the shortest loop that does the same work."""
     import torch
 
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
-    data = samples(options["shape"], options["vocabulary"])
+    data = samples(case_of(options))
     batch = options["batch"]
     for step in range(NEVER):
         gate.step()
@@ -121,41 +156,14 @@ def bare_ours(gate: Gate, options: dict[str, Any]) -> None:
 def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None = None) -> None:
     """Run ortlaunch's worker on a prepared run folder, with `work` in place of its task."""
     import ortlaunch.worker.tasks.train as loop
-    from ortlaunch.planning.world import LaunchOptions
     from ortlaunch.rank import Rank
     from ortlaunch.resolve.prepare import prepare
-    from ortlaunch.resolve.resolve import resolve
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker.__main__ import live
     from ortlaunch.worker.supervision.watchdog import Watchdog
 
-    folder = Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]))
-    shape = options["shape"]
-    vocabulary = options["vocabulary"]
-    task = "masked-lm" if shape == "bert" else "causal-lm"
-    config = size(shape, options["small"], vocabulary)
-    arguments = {"shape": shape, "vocabulary": vocabulary}
-    recipe = {
-        "name": "contest", "seed": SEED,
-        "model": {"task": task, "config": config},
-        "data": {"train": {"format": "custom", "factory": "loops:samples", "arguments": arguments}},
-        "batch": {"micro_size": options["batch"], "accumulation_steps": 1},
-        "optimizer": {"name": "fused_adam", "learning_rate": RATE}, "schedule": {"name": "constant"},
-        "engine": {"name": options["engine"], "matmul_precision": options.get("precision", "highest")},
-        "zero": None if options["zero"] is None else {"stage": options["zero"]},
-        "train": {"max_steps": NEVER, "max_grad_norm": NORM}, "log": {"every_steps": 10},
-    }  # fmt: skip
-    if options["lora"]:
-        recipe["model"]["lora"] = LORA
-    # Beside this module, which the recipe names as the factory of its data.
-    path = Path(__file__).parent / f".contest-{os.getpid()}.yaml"
-    path.write_text(json.dumps(recipe))
-    try:
-        resolved = resolve(path, (), LaunchOptions("local", 1, None, None, None), os.environ)
-    finally:
-        path.unlink()
-    run = RunDir(folder / "run")
-    prepare(resolved, run)
+    run = RunDir(Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]), "run"))
+    prepare(resolved(options), run)
     # The worker's own loop, with a gate before each step.
     step = loop.train_step
 
@@ -167,6 +175,47 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     loop.run = work or loop.run
     rank = Rank.from_environ({})
     live(run, rank, Watchdog(rank, run))
+
+
+def resolved(options: dict[str, Any]) -> ResolvedRun:
+    """Return the contest as a run of ortlaunch's."""
+    from ortlaunch.planning.world import LaunchOptions
+    from ortlaunch.resolve.resolve import resolve
+
+    case = case_of(options)
+    made: dict[str, Any] = {"task": case["task"], "config": case["config"]}
+    if case["task"] in ("seq2seq", "ctc"):
+        # ortlaunch has no such task: the model is a user's own.
+        made = {"task": "custom", "factory": "loops:from_case", "arguments": {"case": case}}
+    if options["lora"]:
+        made["lora"] = LORA
+    data = {"format": "custom", "factory": "loops:samples", "arguments": {"case": case}}
+    recipe = {
+        "name": "contest", "seed": SEED, "model": made, "data": {"train": data},
+        "batch": {"micro_size": options["batch"], "accumulation_steps": 1},
+        "optimizer": {"name": "fused_adam", "learning_rate": RATE}, "schedule": {"name": "constant"},
+        "engine": {"name": options["engine"], "matmul_precision": options.get("precision", "highest")},
+        "zero": None if options["zero"] is None else {"stage": options["zero"]},
+        "train": {"max_steps": NEVER, "max_grad_norm": NORM}, "log": {"every_steps": 10},
+    }  # fmt: skip
+    # Beside this module, which the recipe names as the factory of its data.
+    path = Path(__file__).parent / f".contest-{os.getpid()}.yaml"
+    path.write_text(json.dumps(recipe))
+    try:
+        return resolve(path, (), LaunchOptions("local", 1, None, None, None), os.environ)
+    finally:
+        path.unlink()
+
+
+def auto(gate: Gate, options: dict[str, Any]) -> None:
+    """Have `engine: auto` measure; the last line is its choice and the seconds that it took."""
+    from ortlaunch.bench.auto import measured
+    from ortlaunch.run_folder.records import as_json
+
+    run = resolved({**options, "engine": "auto"})
+    begun = time.perf_counter()
+    choice = measured(run, print)
+    print(json.dumps({**as_json(choice), "cost": time.perf_counter() - begun}))
 
 
 def trainer(gate: Gate, options: dict[str, Any]) -> None:
@@ -186,7 +235,7 @@ def trainer(gate: Gate, options: dict[str, Any]) -> None:
     transformers.Trainer(
         model(options),
         arguments,
-        train_dataset=samples(options["shape"], options["vocabulary"]),
+        train_dataset=samples(case_of(options)),
         callbacks=[Turns()],
     ).train()
 
@@ -219,9 +268,7 @@ def accelerate(gate: Gate, options: dict[str, Any]) -> None:
     module = model(options)
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
-    loader = torch.utils.data.DataLoader(
-        samples(options["shape"], options["vocabulary"]), batch_size=options["batch"]
-    )
+    loader = torch.utils.data.DataLoader(samples(case_of(options)), batch_size=options["batch"])
     module, optimizer, loader = accelerator.prepare(module, optimizer, loader)
     # The race ends the process.
     while True:
@@ -247,10 +294,11 @@ CONTESTANTS = {
     "bare-eager": bare_eager,
     "bare-ort": bare_ort,
     "bare-ours": bare_ours,
+    "auto": auto,
     "trainer": trainer,
     "accelerate": accelerate,
 }
 
 if __name__ == "__main__":
     chosen = json.loads(sys.argv[1])
-    CONTESTANTS[chosen["loop"]](Gate(chosen["steps"]), chosen)
+    CONTESTANTS[chosen["loop"]](Gate(chosen["steps"], chosen.get("seconds", 0)), chosen)
