@@ -1,7 +1,8 @@
 """`engine.name: auto`: choose the fastest engine whose results match plain PyTorch's.
 
 It is measured once, and the choice is kept. The cache stores a choice under a key of all that
-decides speed (see `key`). The run folder has it too, so that a continued run keeps its engine.
+decides speed (see `key`). The run folder has it too, so that a continued run keeps its engine. A
+run too short for a measurement takes the default engine, and the cache keeps nothing of it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ortlaunch import machine
 from ortlaunch.bench.measure import BenchStopped, Length, PrintLine, measure, new_folder, prepared
 from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, table, times
-from ortlaunch.bench.variants import ENGINES, engine_overrides
+from ortlaunch.bench.turns import WARM_UP_STEPS, VariantJob
+from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, resolve_variant
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
-from ortlaunch.errors import EngineError, PlanError
+from ortlaunch.errors import EngineError, OrtlaunchError, PlanError
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.rank import EXIT_SAVED
@@ -29,10 +32,18 @@ from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.run_folder.records import as_json
+from ortlaunch.units import duration
 from ortlaunch.version import __version__
 
 # Shorter than the bench of `ortlaunch bench`, because training waits for it.
 SHORT = Length(rounds=3, steps=3)
+# The largest share of a run that its measurement may cost.
+_SHARE = 0.05
+# Optimizer steps of a measurement: each turn has one that is not measured.
+_STEPS = len(ENGINES) * (1 + WARM_UP_STEPS + SHORT.rounds * (1 + SHORT.steps))
+# The seconds of a measurement beside its steps (three starts, an export, a compilation, two
+# comparisons with plain PyTorch), in times of eager's start. benchmarks/models.py measures it.
+_STARTS = 6
 # Fields of `data` that decide the shape of a batch.
 _SHAPES = (
     "sequence_length",
@@ -56,8 +67,14 @@ _PACKAGES = (
 )
 
 
+class TooLong(OrtlaunchError):
+    """A measurement would cost more than its share of the run; the text has the figures."""
+
+
 def recorded_choice(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
     """Return (choice, where it is from), from the run folder or the cache. None: measure it.
+
+    A run of few steps gets the default engine.
 
     Raises:
         PlanError: it must be measured, and this process is a launcher's rank, which cannot start
@@ -68,21 +85,21 @@ def recorded_choice(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | 
     # A run with a checkpoint keeps its engine, even if the machine or a version has changed.
     if kept and (run.complete_checkpoints() or kept.key == today):
         return kept, "at the start of this run"
-    found = remembered(resolved)
-    if found:
-        return found, "cached"
-    if resolved.world.inside is not None:
+    known = _known(resolved)
+    if known is None and resolved.world.inside is not None:
         raise PlanError(
             "engine.name: auto has not been measured for this model, shape and machine, and "
             "ranks of a launcher cannot start a measurement; run `ortlaunch bench "
             f"{resolved.command.path}` once outside the launcher, with the same number of "
             f"ranks, or set engine.name{_nearest(resolved)}"
         )
-    return None
+    return known
 
 
 def measured(resolved: ResolvedRun, print_line: PrintLine) -> Choice:
     """Measure all engines now, and return the choice.
+
+    Eager is the first to start. If the others are not worth their time, it is the last.
 
     Raises:
         EngineError: no engine both runs this model and passes parity.
@@ -91,7 +108,12 @@ def measured(resolved: ResolvedRun, print_line: PrintLine) -> Choice:
     folder = new_folder(None, f"{resolved.file.recipe.name}-auto")
     print_line(f"engine auto: measuring once, in {folder}")
     try:
-        report = measure(resolved, prepared(resolved, ENGINES, ()), SHORT, folder, print_line)
+        found = prepared(resolved, ENGINES[::-1], ())
+        report = measure(
+            resolved, found, SHORT, folder, print_line, partial(_require_worth, resolved)
+        )
+    except TooLong as error:
+        return _unmeasured(resolved, str(error))
     except BenchStopped as stopped:
         if resolved.traits.saves and stopped.exit_status != 128 + signal.SIGINT:
             # Training has not begun, so nothing is lost: exit as after a save. Ctrl-C keeps its
@@ -104,11 +126,45 @@ def measured(resolved: ResolvedRun, print_line: PrintLine) -> Choice:
     return decide(report["variants"], folder)
 
 
-def preview(resolved: ResolvedRun) -> ResolvedRun:
-    """Return the run with the remembered engine, or with a note if none is. Measures nothing."""
+def _known(resolved: ResolvedRun) -> tuple[Choice, str] | None:
+    """Return (choice, where it is from) without a measurement: of the cache, or for few steps."""
     found = remembered(resolved)
     if found:
-        return applied(resolved, found, "cached")
+        return found, "cached"
+    steps = resolved.file.recipe.train.max_steps
+    # With `epochs` the number is unknown until the data are read.
+    if steps is None or _SHARE * steps >= _STEPS:
+        return None
+    share = f"{_STEPS} steps of a measurement are more than {_SHARE:.0%} of {steps:,}"
+    return _unmeasured(resolved, share), ""
+
+
+def _require_worth(resolved: ResolvedRun, job: VariantJob) -> None:
+    """Raise TooLong if eager's first steps predict a run that is too short for a measurement."""
+    steps = resolved.file.recipe.train.max_steps
+    if steps is None or job.variant.engine != "eager":
+        return
+    cost = _STARTS * job.ready["first_step"]["since_launch"] + _STEPS * job.ready["step"]
+    run = steps * job.ready["step"]
+    if cost > _SHARE * run:
+        raise TooLong(
+            f"a measurement of {duration(cost)} is more than {_SHARE:.0%} of {duration(run)}, as "
+            "predicted by eager's first steps"
+        )
+
+
+def _unmeasured(resolved: ResolvedRun, why: str) -> Choice:
+    """Return the recipe's default engine, or eager where it cannot run, for this reason."""
+    runs = resolve_variant(Variant(ENGINES[0], ()), resolved).resolved is not None
+    bench = f"`ortlaunch bench {resolved.command.path}` measures for all later runs"
+    return Choice("auto", ENGINES[0] if runs else "eager", f"not measured: {why}; {bench}", {})
+
+
+def preview(resolved: ResolvedRun) -> ResolvedRun:
+    """Return the run with the engine that is known now, or with a note. Measures nothing."""
+    known = _known(resolved)
+    if known:
+        return applied(resolved, *known)
     note = "engine auto: measured when training starts, then cached; this plan assumes ort"
     return replace(resolved, notes=(*resolved.notes, note))
 
@@ -118,6 +174,9 @@ def applied(resolved: ResolvedRun, choice: Choice, source: str = "") -> Resolved
     engine = choice.chosen
     before = resolved.file.recipe.engine
     overrides = engine_overrides(engine, before, parity=True)
+    if engine == "ort" and not choice.measured:
+        # No measurement has shown that ONNX Runtime can run this model.
+        overrides = (*overrides, "engine.allow_fallback=true")
     note = f"engine auto: {engine}: {choice.why}{f' ({source})' if source else ''}"
     # The recipe gives parity_steps as a number above 0.
     if engine == "eager" and before.parity_steps not in (0, "auto"):
@@ -153,8 +212,10 @@ def remember(resolved: ResolvedRun, choice: Choice) -> Choice:
     """Store the choice in the user's cache, for later runs with the same key.
 
     Returns:
-        The choice, with its digest as `key`.
+        The choice, with its digest as `key`; one that was not measured as it is, not stored.
     """
+    if not choice.measured:
+        return choice
     kept = replace(choice, key=digest(resolved))
     cache_folder("engines")
     write_json(_path(resolved), {"key": key(resolved), "choice": as_json(kept)})

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ortlaunch import machine
 from ortlaunch.bench.report import results, short_reason
-from ortlaunch.bench.turns import Failed, VariantJob
+from ortlaunch.bench.turns import Failed, OnReady, VariantJob
 from ortlaunch.bench.variants import Variant, resolve_variant, variants
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
 from ortlaunch.json_types import Json
@@ -96,8 +96,13 @@ def measure(
     length: Length,
     folder: Path,
     print_line: PrintLine,
+    on_ready: OnReady = lambda _: None,
 ) -> Json:
     """Run the bench and return bench.json as plain values.
+
+    Args:
+        on_ready: called with each variant's job when it has warmed up for the first time; what it
+            raises ends the bench.
 
     Raises:
         BenchStopped: by SIGINT, SIGTERM, SIGHUP or SIGUSR1; no job is left.
@@ -105,7 +110,9 @@ def measure(
     begun = time.time()
     load = os.getloadavg()
     _report_busy(print_line, load)
-    players = [VariantJob(v, RunDir(folder / v.slug)) for v in found if v.resolved is not None]
+    players = [
+        VariantJob(v, RunDir(folder / v.slug), on_ready) for v in found if v.resolved is not None
+    ]
     length = _that_fits(length, players, print_line)
     for variant in found:
         if variant.resolved is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ortlaunch.bench.variants import Variant
@@ -29,11 +30,15 @@ class Failed(Exception):
     """The variant's job ended before its time; the text is the whole reason."""
 
 
+OnReady = Callable[["VariantJob"], None]
+
+
 class VariantJob:
     """The job of a variant, and its answers."""
 
-    def __init__(self, variant: Variant, run: RunDir) -> None:
+    def __init__(self, variant: Variant, run: RunDir, on_ready: OnReady = lambda _: None) -> None:
         self.variant = variant
+        self.on_ready = on_ready
         self.run = run
         self.ready: Json = {}
         self.turns: list[Json] = []
@@ -66,7 +71,9 @@ class VariantJob:
         self._job = backend(plan.launcher).submit(request, self.run.path / "output.log")
         answer = self._answer()
         # A job that starts again for each turn would report times with warm caches.
-        self.ready = self.ready or answer
+        if not self.ready:
+            self.ready = answer
+            self.on_ready(self)
 
     def turn(self, steps: int) -> None:
         """Train `steps` measured steps."""

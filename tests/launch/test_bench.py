@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from ortlaunch.cache import cache_root
+from ortlaunch.rank import EXIT_SAVED
 from tests.launch.tiny import ORTLAUNCH, noting_opens, opened, ortlaunch, processes_of
 from tests.makers import CUSTOM
 
@@ -328,9 +330,29 @@ def test_two_ranks_and_a_model_that_ort_cannot_run(tmp_path: Path) -> None:
 def test_auto_measures_once_and_takes_the_fastest(tmp_path: Path) -> None:
     """The first training measures the engines, later ones use the stored choice.
 
-    A run that continues keeps its own engine.
+    A run that continues keeps its own engine. A short run measures nothing.
     """
-    folder = folder_with(tmp_path, engine={"name": "auto"})
+    # A run that is long enough for a measurement is stopped.
+    folder = folder_with(tmp_path, engine={"name": "auto"}, train={"max_steps": 10**7})
+    short = ortlaunch(
+        folder, "train", "recipe.yaml", "--run-dir=short", "train.max_steps=4", "model.arguments.odd=true",
+        timeout=60, ORTLAUNCH_CACHE=own_cache(folder, "unused"),
+    )  # fmt: skip
+    assert short.returncode == 0, short.stdout + short.stderr
+    assert "engine auto: ort: not measured: 48 steps of a measurement are more" in short.stdout
+    engine = json.loads((folder / "short" / "engine.json").read_text())["engine"]
+    assert (engine["asked"], engine["chosen"]) == ("auto", "ort")
+    assert engine["why"].startswith("not measured: ")
+    # One of too short steps: eager alone was started.
+    few = ortlaunch(
+        folder, "train", "recipe.yaml", "--run-dir=few", "train.max_steps=961", timeout=120,
+        ORTLAUNCH_CACHE=own_cache(folder, "unused"),
+    )  # fmt: skip
+    assert few.returncode == 0, few.stdout + few.stderr
+    why = json.loads((folder / "few" / "engine.json").read_text())["engine"]["why"]
+    assert "as predicted by eager's first steps" in why
+    assert [path.name for path in (folder / "bench").glob("*/*")] == ["eager"]
+    shutil.rmtree(folder / "bench")
     cache = {"ORTLAUNCH_CACHE": own_cache(tmp_path)}
     command = [ORTLAUNCH, "train", "recipe.yaml", "--run-dir=one"]
     with subprocess.Popen(
@@ -341,14 +363,18 @@ def test_auto_measures_once_and_takes_the_fastest(tmp_path: Path) -> None:
             time.sleep(0.1)
         # The recipe was read already: a change while the engines are measured has no effect.
         recipe = (folder / "recipe.yaml").read_text()
-        (folder / "recipe.yaml").write_text(recipe.replace("max_steps: 4", "max_steps: 99"))
+        (folder / "recipe.yaml").write_text(recipe.replace("max_steps: 10000000", "max_steps: 99"))
+        metrics = folder / "one" / "metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and '"loss"' in metrics.read_text()):
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
         first = subprocess.CompletedProcess(
             command, process.wait(), *process.communicate(timeout=240)
         )
     (folder / "recipe.yaml").write_text(recipe)
     assert opened(folder) == ["recipe.yaml"]
-    assert "\n  max_steps: 4\n" in (folder / "one" / "recipe.yaml").read_text()
-    assert first.returncode == 0, first.stdout + first.stderr
+    assert "\n  max_steps: 10000000\n" in (folder / "one" / "recipe.yaml").read_text()
+    assert first.returncode == EXIT_SAVED, first.stdout + first.stderr
     report = json.loads(next((folder / "bench").glob("*/bench.json")).read_text())
     rates = {row["name"]: row["samples_per_second"] for row in report["variants"]}
     best = max(rates, key=lambda name: rates[name])
@@ -367,11 +393,12 @@ def test_auto_measures_once_and_takes_the_fastest(tmp_path: Path) -> None:
     assert len(list((folder / "bench").iterdir())) == 1
 
     # With an empty cache, the run folder still has the choice.
+    done = max(int(path.name[5:]) for path in (folder / "one" / "checkpoints").glob("step_*"))
     again = ortlaunch(
-        folder, "train", "recipe.yaml", "--run-dir=one", "train.max_steps=6", timeout=60,
+        folder, "train", "recipe.yaml", "--run-dir=one", f"train.max_steps={done + 2}", timeout=60,
         ORTLAUNCH_CACHE=own_cache(folder, "empty"),
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert f"engine auto: {best}: {truth['why']} (at the start of this run)" in again.stdout
-    assert "resumed after step 4" in again.stdout
+    assert f"resumed after step {done}" in again.stdout
     assert len(list((folder / "bench").iterdir())) == 1

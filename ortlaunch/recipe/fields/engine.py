@@ -30,7 +30,8 @@ class Engine(Section):
     """`ort`: ONNX Runtime's ORTModule. `inductor`: torch.compile. `eager`: plain PyTorch. `auto`:
     the fastest of the three that agrees with plain PyTorch; it is measured before the first
     training (a minute or more) and remembered by model, shape, machine and versions. Fields for ort
-    then apply if ort is chosen."""
+    then apply if ort is chosen. Where the measurement would cost more than 5 % of `train.max_steps`
+    steps, it is left out, and ort is taken, with allow_fallback."""
     allow_fallback: bool = False
     """Let a model that ONNX Runtime cannot run train in eager PyTorch instead; this is printed and
     recorded. False: the run ends before step 1 and prints the reason."""

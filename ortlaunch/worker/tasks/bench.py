@@ -53,9 +53,10 @@ def _live(session: Session) -> None:
         "since_launch": time.time() - asked["launched"],
         "since_model": time.perf_counter() - session.model_built_at,
     }
-    life.steps(asked["warm_up_steps"])
+    warm_up = life.steps(asked["warm_up_steps"])
     life.zero_learning_rate()
-    _write(folder, group, {"order": "ready", "first_step": first, **_facts(session)})
+    ready = {"order": "ready", "first_step": first, "step": min(warm_up)}
+    _write(folder, group, {**ready, **_facts(session)})
     slept = time.perf_counter(), time.process_time()
     for order in _orders(folder):
         waited = {

@@ -22,7 +22,7 @@ from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run import control
 from ortlaunch.run.choices import with_measured_engine, with_recorded_choices
 from ortlaunch.run.preview import preview
-from ortlaunch.run_folder.engine_report import Choice
+from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
 from tests.control.benches import player, resolved, rows
 from tests.makers import OWN_MODULE
@@ -33,6 +33,9 @@ TORCH = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": 
 # Results of a comparison with plain PyTorch, and a choice of an earlier start.
 DIFFERS = {"verdict": "differs", "largest": 0.25, "why": "loss 1 against 2"}
 THEN = {"asked": "auto", "chosen": "eager", "why": "then", "measured": {}}
+FIGURES = {"eager": MeasuredEngine("measured")}
+# Steps of a run that is worth a measurement.
+LONG: dict[str, Any] = {"train": {"max_steps": 10**6}}
 UNKNOWN = {"verdict": "not compared", "why": "RuntimeError: x"}
 
 
@@ -81,7 +84,7 @@ def test_auto_without_any_engine() -> None:
 
 def remembered_choice(base: ResolvedRun, chosen: str = "inductor") -> None:
     """Store a choice as a bench does."""
-    auto.remember(base, Choice("auto", chosen, "measured 2 x eager", {}))
+    auto.remember(base, Choice("auto", chosen, "measured 2 x eager", FIGURES))
 
 
 def test_a_remembered_choice_is_taken() -> None:
@@ -173,9 +176,62 @@ def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
     assert not run.choice.exists()
 
 
+def test_a_run_of_few_steps_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """48 steps of a measurement are at most 5 % of 960 steps; a shorter run takes the default."""
+    short = resolved(train={"max_steps": 959})
+    found = with_recorded_choices(short, RunDir("run"))
+    # No measurement has shown that ort can run the model.
+    assert found.file.recipe.engine == Engine(name="ort", allow_fallback=True)
+    why = (
+        "engine auto: ort: not measured: 48 steps of a measurement are more than 5% of 959; "
+        "`ortlaunch bench recipe.yaml` measures for all later runs"
+    )
+    assert found.notes[-1] == preview(short).notes[-1] == why
+    write_run(RunDir("run"), found.file.recipe, found.plan, found.choice)
+    assert read_json(RunDir("run").choice)["why"] in why
+    # The same without ONNX Runtime; a rank of a launcher needs no measurement either.
+    narrow = resolved(TORCH, precision="bf16", train={"max_steps": 959})
+    assert with_recorded_choices(narrow, RunDir("two")).file.recipe.engine.name == "eager"
+    # Later runs that are longer do not get this choice, and a measured one comes first.
+    enough = resolved(train={"max_steps": 960})
+    assert with_recorded_choices(enough, RunDir("three")).file.recipe.engine.name == "auto"
+    remembered_choice(enough)
+    assert with_recorded_choices(short, RunDir("four")).file.recipe.engine.name == "inductor"
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("step", "chosen"), [(0.05, "inductor"), (0.04, "ort")])
+def test_a_predicted_run_is_weighed(
+    step: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager's first steps predict the run; where 5 % of it are less than the cost, ort is taken."""
+    # 6 starts of 3 s and 48 steps: 20.4 s of 410 s (5.0 %), and 19.9 s of 328 s (6.1 %).
+    base = resolved(train={"max_steps": 8200})
+    jobs = [player(name, [[1.0]]) for name in ("ort", "eager")]
+    made = rows(player("ort", [[2.0]]), player("inductor", [[1.0]]))
+
+    def measure(*arguments: Any) -> dict[str, Any]:
+        for job in jobs:
+            job.ready["step"] = step
+            arguments[-1](job)
+        return {"variants": made}
+
+    monkeypatch.setattr(auto, "measure", measure)
+    found = with_measured_engine(base)
+    assert found.file.recipe.engine.name == chosen
+    is_measured = chosen == "inductor"
+    assert (auto.remembered(base) is not None) is is_measured
+    if not is_measured:
+        assert found.choice is not None
+        assert found.choice.why == (
+            "not measured: a measurement of 0:19 is more than 5% of 5:28, as predicted by eager's "
+            "first steps; `ortlaunch bench recipe.yaml` measures for all later runs"
+        )
+
+
 def test_a_rank_cannot_measure() -> None:
     """A rank uses a stored choice, and is refused without one before anything is written."""
-    base = resolved(environ=TORCH)
+    base = resolved(environ=TORCH, **LONG)
     with pytest.raises(
         PlanError, match=r"run `ortlaunch bench recipe\.yaml` once outside the launcher"
     ):
@@ -186,7 +242,7 @@ def test_a_rank_cannot_measure() -> None:
     with pytest.raises(
         PlanError, match=r"the nearest measurement differs in batch: \[8, 1\] -> \[2, 1\]$"
     ):
-        with_recorded_choices(resolved(environ=TORCH), RunDir("run"))
+        with_recorded_choices(base, RunDir("run"))
     remembered_choice(resolved())
     assert with_recorded_choices(base, RunDir("run")).choice is not None
 
@@ -201,7 +257,7 @@ def test_what_would_fail_anyway_fails_before_measuring() -> None:
 
 def test_plan_and_dry_run_measure_nothing() -> None:
     """`plan` and `--dry-run` measure nothing, and note that `train` will."""
-    base = resolved()
+    base = resolved(**LONG)
     shown = preview(base)
     assert shown.plan == base.plan
     assert shown.notes[-1].startswith("engine auto: measured when training starts")

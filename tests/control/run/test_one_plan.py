@@ -19,7 +19,7 @@ from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve import resolve as resolving
 from ortlaunch.run import control, micro_size
 from ortlaunch.run.micro_size import Try
-from ortlaunch.run_folder.engine_report import Choice
+from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import RunDir, read_json, write_text
 from tests.makers import CUSTOM, OWN_MODULE
 
@@ -93,7 +93,7 @@ def written(**sections: Any) -> str:
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the bench by one in which inductor is the fastest."""
     # Its variants would be starts with plans of their own.
-    choice = Choice("auto", "inductor", "measured 2 x eager", {})
+    choice = Choice("auto", "inductor", "measured 2 x eager", {"eager": MeasuredEngine("measured")})
     monkeypatch.setattr(auto, "prepared", lambda *_: [])
     monkeypatch.setattr(auto, "measure", lambda *_: {"variants": []})
     monkeypatch.setattr(auto, "table", lambda rows: "")
@@ -111,7 +111,8 @@ def test_a_start_and_a_resumption(ortlaunch: Counted) -> None:
 
 def test_engine_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """With engine auto, the only plan is that of the chosen engine, also if it was stored."""
-    path = written(engine={"name": "auto"})
+    # A run that is long enough for a measurement.
+    path = written(engine={"name": "auto"}, train={"max_steps": 1000})
     # First measured, then from the cache, then from the run folder.
     measured(monkeypatch)
     for folder, source in (
