@@ -13,6 +13,9 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --use-pep517 --c
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
+# Containers often set it; each process would then compile what it imports, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-ci test-slow test-cluster test-control coverage lab check bench docs matrix nightly zoo gpu gpu-wheels clean
 
 train: $(INSTALLED)
@@ -102,13 +105,14 @@ GPU = $(BIN)/python -m pytest -m gpu --page gpu-proof --minutes 240 $(PROOF) tes
 gpu-wheels: $(INSTALLED)
 	$(BIN)/python tools/gpu_wheels.py $(TARGET)
 
-# pip would compile on one core; some packages have files for other Pythons.
+# Python 3.11's own pip takes three times as long for its choice of versions. Modules are compiled by whoever imports
+# them first, because more than half of them never are.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
-	@python=$$(PYTHON="$(PYTHON)" tools/find-python) && { test -x $(BIN)/python || "$$python" -m venv $(VENV); }
+	@python=$$(PYTHON="$(PYTHON)" tools/find-python) && { test -x $(BIN)/python || { "$$python" -m venv $(VENV) && \
+	    $(BIN)/python -m pip install --quiet --no-compile --upgrade "pip<27"; }; }
 	@echo "Installing into $(VENV): about 150 packages and 2 GB, which takes a minute or more; pip prints problems only."
 	$(if $(TORCH_INDEX),index=$$($(BIN)/python tools/torch-index $(TORCH_INDEX)) && $(PIP_INSTALL) --no-deps torch $$index)
 	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
-	$(BIN)/python -m compileall -qq -j $(JOBS) -x '/tests?/' $(VENV)/lib/python*/site-packages ortlaunch || true
 	$(BIN)/ortlaunch setup
 	@touch $@
 
