@@ -50,6 +50,10 @@ class DataError(InputError):
     """The data cannot be read, or does not match the recipe."""
 
 
+class NoRows(DataError):
+    """A file has no rows."""
+
+
 class MissingData(DataError):
     """A pattern matches no file."""
 
@@ -87,7 +91,7 @@ def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row
     """
     try:
         if size_of(path) == 0:
-            raise DataError(f"{path}: is empty; leave it out")
+            raise NoRows(f"{path}: is empty; leave it out")
         kind = document if form == "text" else form
         rows = (
             _by_datasets(path, form, document)
@@ -96,7 +100,7 @@ def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row
         )
         first = next(rows, None)
         if first is None:
-            raise DataError(f"{path}: has no rows; leave it out")
+            raise NoRows(f"{path}: has no rows; leave it out")
         yield first
         yield from rows
     except UnicodeDecodeError as error:

@@ -408,3 +408,18 @@ def test_files_without_a_sample(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no file of 1 has the tokens of one sample \(8\)"):
         trained(batches(stream(tmp_path / "*.txt", tmp_path / "windows")), range(1))
     assert time.monotonic() - started < 30
+
+
+def test_a_file_without_rows_is_left_out(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its turn may come late in a training, which goes on with the next file."""
+    texts = {"a.txt": (shards / "part0.txt").read_text(), "b.txt": "", "c.txt": " \n\n"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    with served(tmp_path) as (url, _):
+        samples = stream([f"{url}/{name}" for name in texts], tmp_path / "windows")
+        assert len(trained(batches(samples), range(20))) == 20
+    out = capsys.readouterr().out
+    assert "b.txt: is empty; leave it out: the stream continues with the next file\n" in out
+    assert "c.txt: has no rows; leave it out: the stream continues with the next file\n" in out

@@ -24,7 +24,7 @@ from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.run_folder.folder import is_temporary, read_json, write_json, write_text
 from ortlaunch.worker.data.corpus import texts_of
 from ortlaunch.worker.data.order import permutation
-from ortlaunch.worker.data.reading import DataError, read_file
+from ortlaunch.worker.data.reading import DataError, NoRows, Row, read_file
 from ortlaunch.worker.data.tokens import chunks, encoded
 
 TOKENS = ".u32"
@@ -280,8 +280,19 @@ def _documents(
 ) -> Iterator[tuple[NDArray[np.uint32], list[int]]]:
     """Yield the tokens of the documents from a position on, and the number of each one's."""
     corpus = streamed.corpus
-    rows = read_file(streamed.file(begin.turn), corpus.format, corpus.document)
+    rows = _rows(corpus, streamed.file(begin.turn))
     # Documents of earlier windows are read, and not tokenized again.
     texts = itertools.islice(texts_of(rows, corpus), begin.document, None)
     for found in encoded(chunks(texts), streamed.encode):
         yield found.tokens, found.sizes
+
+
+def _rows(corpus: Corpus, file: str) -> Iterator[Row]:
+    """Yield the rows of a file; report a file without rows.
+
+    Its turn may come after days of training, which it must not end.
+    """
+    try:
+        yield from read_file(file, corpus.format, corpus.document)
+    except NoRows as error:
+        print(f"{error}: the stream continues with the next file", flush=True)
