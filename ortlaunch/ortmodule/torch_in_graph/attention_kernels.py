@@ -86,7 +86,9 @@ def _for_kernel(
         swapped: bits 0, 1 and 2: whether query, key and value have shape (batch, length, heads,
             size). Models make them in this order, and change it only where they need the other.
     """
-    given = _heads_first(tensors, swapped)
+    # Where the elements of one head are no neighbours, the kernel returns wrong values. ORT's tensors
+    # are contiguous, and are not copied.
+    given = _heads_first([one.contiguous() for one in tensors], swapped)
     # The batch size of the tensors that are not shared by all samples.
     batch = next((one.shape[0] for one in given if one.shape[0] != 1), 1)
     inputs = [_shared(one, batch, given[0].shape[1]) for one in given]

@@ -146,6 +146,21 @@ def test_a_mask_of_unknown_type() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(wanted, exact, gradient.transpose(1, 2)))
 
 
+def test_inputs_that_are_not_contiguous() -> None:
+    """The kernel requires that the elements of one head are neighbours; the operator copies them."""
+    attention_kernels.define_operators()
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 8, 5).transpose(2, 3) for _ in range(3))
+    given = (query, key, value, None, False, None, 0)
+    attended, sums = torch.ops.ortlaunch.attention(*given)
+    exact = [one.contiguous().requires_grad_() for one in (query, key, value)]
+    wanted = functional.scaled_dot_product_attention(*exact)
+    torch.testing.assert_close(attended, wanted.transpose(1, 2))
+    gradient = torch.randn_like(attended)
+    found = torch.ops.ortlaunch.attention_backward(gradient, *given, attended, sums)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, exact, gradient.transpose(1, 2)))
+
+
 @pytest.mark.parametrize("size", [7, 80, 256])
 def test_head_sizes(size: int) -> None:
     """Small and large heads, and odd sizes, equal eager too."""
