@@ -91,6 +91,15 @@ class ShowDataRequest(NamedTuple):
     """Whether the result is printed as JSON."""
 
 
+class PredictionRequest(NamedTuple):
+    """A request to predict the seconds of a step and the memory of a rank, into the cache."""
+
+    recipe: str
+    """The resolved recipe, as YAML."""
+    plan: str
+    """Its plan, as JSON."""
+
+
 class DeviceRequest(NamedTuple):
     """A request for a verb of `ortlaunch device`."""
 
@@ -124,7 +133,7 @@ class ImportRequest(NamedTuple):
 
 Request = (
     ExportRequest | PushRequest | GenerationRequest | ModelEvaluationRequest | DataRequest | ShowDataRequest
-    | DeviceRequest | ImportRequest
+    | PredictionRequest | DeviceRequest | ImportRequest
 )  # fmt: skip
 
 
@@ -164,6 +173,7 @@ TASKS = {
     "evaluate model": Task("ortlaunch.worker.evaluation.evaluate_model", ModelEvaluationRequest),
     "prepare data": Task("ortlaunch.worker.tasks.prepare_data", DataRequest),
     "show data": Task("ortlaunch.worker.tasks.show_data", ShowDataRequest),
+    "predict": Task("ortlaunch.worker.tasks.predict", PredictionRequest),
     "device": Task("ortlaunch.worker.device.verbs", DeviceRequest),
     "device_import": Task("ortlaunch.worker.export.import_checkpoint", ImportRequest),
 }

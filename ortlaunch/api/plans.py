@@ -10,11 +10,14 @@ from typing import NamedTuple
 from ortlaunch.api.inputs import LoadedRecipe, Source, read
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.describe import describe
+from ortlaunch.planning.prediction import cached, lines
 from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.recipe import to_yaml
 from ortlaunch.resolve.prepare import request_of
 from ortlaunch.resolve.resolve import Command, ResolvedRun, resolve_file
 from ortlaunch.run.preview import preview, size_notes
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.tasks import PredictionRequest, answer_of
 
 
 class PlannedRun(NamedTuple):
@@ -35,7 +38,18 @@ class PlannedRun(NamedTuple):
         command = str(request).splitlines()[-1]
         shown = describe(self.plan, self.resolved.file.recipe)
         notes = size_notes(self.resolved)
-        return "\n".join([*self.resolved.notes, shown, *notes, f"command: {command}"])
+        guess = lines(self.resolved.file.recipe, self.plan)
+        return "\n".join([*self.resolved.notes, shown, *guess, *notes, f"command: {command}"])
+
+    def predict(self) -> None:
+        """Predict seconds and memory of a step on every engine, into the cache.
+
+        Raises:
+            RunError: the model cannot be built here, or its work cannot be counted.
+        """
+        request = PredictionRequest(to_yaml(self.resolved.file.recipe), self.plan.to_json())
+        if cached(self.resolved.file.recipe, self.plan) is None:
+            answer_of(request, shown=("stderr",))
 
     def differences(self, other: Path) -> list[str]:
         """Return a line for each difference from another recipe, run folder or plan.json."""

@@ -318,6 +318,8 @@ _OVERVIEW: tuple[Fact, ...] = (
     ("epochs", lambda one: number(one.summary.get("epochs") or _newest(one, "epoch"))),
     ("training loss", lambda one: _newest(one, "loss")),
     ("evaluation", _evaluation),
+    ("seconds a step", lambda one: number(one.summary.get("step_seconds"))),
+    ("predicted", lambda one: one.summary.get("predicted") or one.summary.get("not_predicted")),
     ("best evaluation", lambda one: one.summary.get("best")),
     ("stopped early", lambda one: one.summary.get("stopped_early")),
     ("tokens per second, median", lambda one: _median(one, "tokens_per_second")),

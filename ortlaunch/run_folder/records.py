@@ -173,6 +173,17 @@ class StoppedEarly:
 
 
 @dataclass
+class Prediction:
+    """The prediction for a rank, from the counted work of the model and the measured rates of the
+    machine."""
+
+    step_seconds: float
+    """Seconds of a step, without communication between ranks."""
+    memory: int
+    """Bytes at the peak, as `peak` in memory.json."""
+
+
+@dataclass
 class Summary:
     """The result of the whole training, over all its starts; written at its end."""
 
@@ -205,6 +216,13 @@ class Summary:
     """The best checkpoint (checkpoint.keep_best)."""
     stopped_early: StoppedEarly | None = None
     """Why the training ended before its last step (train.stop_after)."""
+    step_seconds: float | None = None
+    """Median duration of a step of the last start, without its first two steps, evaluations and
+    saves."""
+    predicted: Prediction | None = None
+    """The prediction for the engine that ran."""
+    not_predicted: str | None = None
+    """Why there is no prediction."""
 
 
 @dataclass

@@ -28,6 +28,7 @@ GROUND = {"version", "cause", "errors", "json_types", "rank", "process", "machin
 # Modules that the worker may import beside itself and ortmodule: the ground floor, and the modules
 # that both sides use.
 SHARED = {*GROUND, "cache", "file_errors", "user_modules", "launch_plan", "recipe", "run_folder", "planning.memory",
+          "planning.prediction",
           "ortmodule.build.extensions"}  # fmt: skip
 CONTROL = {"output", "planning", "launch", "schedulers", "resolve", "bench", "doctor", "diagnose", "report",
            "other_tools", "run", "other_runs", "commands", "search"}  # fmt: skip
@@ -72,6 +73,9 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "planning.memory": (
         {"recipe", "json_types", "model_tasks", "launch_plan", "planning.activations", "planning.model_sizes",
          "planning.startup"}, set()
+    ),
+    "planning.prediction": (
+        {*GROUND, "cache", "recipe", "launch_plan", "run_folder"}, set()
     ),
     "planning.startup": ({"recipe", "launch_plan"}, set()),
     "planning.model_sizes": ({"json_types", "model_tasks"}, set()),

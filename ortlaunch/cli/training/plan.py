@@ -25,12 +25,22 @@ def plan(
             "is this one's), a run folder or its plan.json.",
         ),
     ] = None,
+    predict: Annotated[
+        bool,
+        typer.Option(
+            "--predict",
+            help="Predict seconds a step and memory on every engine: count the model's operators, "
+            "and once a machine measure their rates. Takes some seconds.",
+        ),
+    ] = False,
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
     from ortlaunch.api.plans import planned
     from ortlaunch.units import fitted
 
     found = planned(recipe, tuple(overrides or ()), options, {})
+    if predict:
+        found.predict()
     if diff is not None:
         changes = found.differences(diff)
         typer.echo("\n".join(changes) if changes else f"same plan as {diff}")

@@ -6,6 +6,8 @@ Before step 1 the line names the current activity; then it shows the progress in
 from __future__ import annotations
 
 import contextlib
+import itertools
+import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -35,6 +37,13 @@ class Progress:
         self._what = ""
         self._since = time.perf_counter()
         self._seconds = dict[str, float]()
+        self._steps = list[float]()
+
+    def step_seconds(self) -> float | None:
+        """Return the median duration of a step, without evaluations and saves; None: too few."""
+        # The first two steps compile and fill caches.
+        durations = [after - before for before, after in itertools.pairwise(self._steps[1:])]
+        return statistics.median(durations) if durations else None
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase so far, in the order in which the phases began."""
@@ -86,6 +95,7 @@ class Progress:
     def step(self) -> None:
         """Count one more step."""
         self._turn_to(TRAINING)
+        self._steps.append(self._seconds.get(TRAINING, 0.0))
         self.pulse.step()
         if self.bar is not None:
             self.bar.update()

@@ -8,12 +8,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ortlaunch.errors import CheckpointError, LastSaveError
+from ortlaunch.errors import CheckpointError, LastSaveError, first_line
 from ortlaunch.evaluation_metrics import METRICS
+from ortlaunch.planning.prediction import cached
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, write_json
-from ortlaunch.run_folder.records import BestEvaluation, StoppedEarly, Summary, as_json
-from ortlaunch.units import duration
+from ortlaunch.run_folder.records import (
+    BestEvaluation,
+    Prediction,
+    StoppedEarly,
+    Summary,
+    as_json,
+)
+from ortlaunch.units import duration, human
 from ortlaunch.worker.checkpoint import failures, load, samples_seen
 from ortlaunch.worker.checkpoint.saving import KEEP
 from ortlaunch.worker.checkpoint.verify import damage
@@ -21,9 +28,13 @@ from ortlaunch.worker.data.left_out import recorded
 from ortlaunch.worker.engine.memory_use import memory_line
 from ortlaunch.worker.export.export import export
 from ortlaunch.worker.session import Session
+from ortlaunch.worker.supervision.pulse import TRAINING
 from ortlaunch.worker.training import best, checkpoint_exports
 from ortlaunch.worker.training.metrics import EVALUATION, own_names, records
 from ortlaunch.worker.training.summary import print_outcome
+
+# Seconds of training from which on a prediction is made for the end of a run.
+_LONG = 120.0
 
 
 def finish(session: Session, step: int, memory: best.Memory) -> None:
@@ -43,6 +54,8 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
     if engine.memory is not None:
         # Recorded before the export, because the export's own memory use must not count.
         used = engine.memory.record(session.plan, group)
+        # Before the export, which switches the chunked loss off.
+        steps = _steps(session) if group.rank == 0 else {}
         _export(session)
         trained = engine.memory.records > 0
         lines = [memory_line(used)] if trained else []
@@ -55,6 +68,7 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
                 best=kept,
                 stopped_early=_early(recipe, step, memory),
                 epochs=session.batches.epoch(summary.samples),
+                **steps,
             )
             shutil.rmtree(run.stream, ignore_errors=True)
             write_json(run.summary, as_json(summary))
@@ -136,6 +150,44 @@ def _best_lines(run: RunDir, kept: BestEvaluation | None) -> list[str]:
     ]
 
 
+def _steps(session: Session) -> dict[str, Any]:
+    """Return the summary's duration of a step, measured and predicted.
+
+    It is predicted if the prediction is in the cache, or if the training was long: the count takes a
+    few seconds, and once a machine the rates take as long.
+    """
+    plan = session.plan
+    steps: dict[str, Any] = {"step_seconds": session.progress.step_seconds()}
+    if cached(session.recipe, plan) is None:
+        if session.progress.seconds().get(TRAINING, 0.0) < _LONG:
+            return steps
+        if plan.deepspeed:
+            why = "DeepSpeed has changed the weights; `ortlaunch plan --predict` predicts"
+            return {**steps, "not_predicted": why}
+    session.progress.doing("predicting")
+    # Here, because most runs do not need it.
+    from ortlaunch.worker.engine.prediction import predicted
+
+    try:
+        batch = session.engine.loss_weight.prepared(session.batches.micro_batch(0, 0, 0))
+        found = predicted(session.recipe, plan, session.model, batch)
+    # The user's own model may do anything.
+    except Exception as error:
+        return {**steps, "not_predicted": first_line(error)}
+    engine = found[session.engine.record.engine.used]
+    return {**steps, "predicted": Prediction(engine["seconds"], engine["memory"])}
+
+
+def _prediction_lines(summary: Summary) -> list[str]:
+    """Return the measured and the predicted duration of a step."""
+    if summary.step_seconds is None:
+        return []
+    line = f"a step: {summary.step_seconds:.3g} s"
+    if found := summary.predicted:
+        return [f"{line}, predicted {found.step_seconds:.3g} s and {human(found.memory)} a rank"]
+    return [f"{line}, not predicted: {summary.not_predicted}" if summary.not_predicted else line]
+
+
 def summarize(run: RunDir, samples: int, seconds: dict[str, float]) -> Summary:
     """Return the run's totals, from the newest checkpoint and metrics.jsonl.
 
@@ -194,6 +246,7 @@ def summary_lines(summary: Summary) -> list[str]:
     return [
         f"trained {summary.steps:,} steps: {summary.samples:,} samples, {summary.epochs:.3g} epochs, "
         f"in {duration(summary.training_seconds)}",
+        *_prediction_lines(summary),
         *([", ".join(losses)] if losses else []),
         *([f"{summary.failed_saves} saves failed: saves.jsonl"] if summary.failed_saves else []),
         *([f"{summary.failed_exports} exports failed: exports.jsonl"] if summary.failed_exports else []),

@@ -1,0 +1,153 @@
+"""Predict the seconds of a step and the memory of a rank, on every engine.
+
+The worker counts the work of the model and measures the rates of this machine's operators
+(worker/engine/prediction.py). The result is kept in the cache, where plans read it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from ortlaunch.cache import cache_root
+from ortlaunch.json_types import Json
+from ortlaunch.launch_plan import Plan
+from ortlaunch.machine import hardware, share_of_cores
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.rules.parity import compared_steps
+from ortlaunch.run_folder.folder import read_json
+from ortlaunch.units import aligned, human
+from ortlaunch.version import __version__
+
+Rates = dict[str, list[tuple[float, float]]]
+"""By kind of operator: (size, seconds of a unit), by ascending size."""
+
+
+class Counted(NamedTuple):
+    """The work of a step of plain PyTorch on one rank."""
+
+    work: list[tuple[str, float, float]]
+    """Kind, size, units."""
+    model: int
+    """Bytes of weights, gradients and optimizer state."""
+    peak: int
+    """Most bytes of live tensors at one time."""
+
+
+class Engine(NamedTuple):
+    """Time and memory of an engine beside the counted ones of plain PyTorch.
+
+    Fitted to 17 models of benchmarks/models.py on one core, with least squares: seconds without
+    other processes, and peaks of memory less the libraries'.
+    """
+
+    random: float
+    """Factor of the seconds of random numbers, such as dropout's."""
+    process: int
+    """Bytes beside all tensors."""
+    of_model: float
+    """Bytes for each byte of weights, gradients and optimizer state."""
+    of_others: float
+    """Bytes for each byte of other tensors; less than 0: a compiled kernel makes fewer of them."""
+    compared: float = 0.0
+    """The same for a run that compares its first steps with plain PyTorch."""
+
+
+ENGINES = {
+    "eager": Engine(1.0, 85 << 20, 0.0, 0.0),
+    "inductor": Engine(3.0, 180 << 20, 0.0, -0.5),
+    "ort": Engine(1.0, 25 << 20, 0.4, 0.25, 1.2),
+}
+
+
+def predict(recipe: Recipe, counted: Counted, rates: Rates, model_type: str | None) -> Json:
+    """Return the seconds of a step and the bytes of a rank, by engine.
+
+    model_type: that of the built model, if it is one of transformers.
+    """
+    spent = seconds_by_kind(counted, rates)
+    others = counted.peak - counted.model
+    found: Json = {}
+    for name, engine in ENGINES.items():
+        own = recipe.engine.model_copy(update={"name": name})
+        compared = compared_steps(recipe.model_copy(update={"engine": own}), model_type).steps > 0
+        shares = engine.of_others + engine.compared * compared
+        memory = counted.peak + engine.process + engine.of_model * counted.model + shares * others
+        seconds = sum(spent.values()) + (engine.random - 1) * spent.get("random", 0.0)
+        found[name] = {"seconds": seconds, "memory": int(memory)}
+    return found
+
+
+def seconds_by_kind(counted: Counted, rates: Rates) -> dict[str, float]:
+    """Return the seconds of a step in plain PyTorch, by kind of operator."""
+    total: dict[str, float] = {}
+    for kind, size, units in counted.work:
+        total[kind] = total.get(kind, 0.0) + units * _rate(rates[kind], size)
+    return total
+
+
+def _rate(curve: list[tuple[float, float]], size: float) -> float:
+    """Return the seconds of a unit at a size, interpolated between the measured sizes."""
+    sizes = [each for each, _ in curve]
+    after = bisect.bisect(sizes, size)
+    if after in (0, len(curve)):
+        return curve[max(0, after - 1)][1]
+    (low, slow), (high, fast) = curve[after - 1 : after + 1]
+    share = math.log(size / low) / math.log(high / low)
+    return float(slow ** (1 - share) * fast**share)
+
+
+def machine_of(recipe: Recipe, plan: Plan) -> Json:
+    """Return everything that decides the rates of operators, as plain values."""
+    threads = plan.threads or share_of_cores(plan.nodes[0].slots)
+    return {
+        "device": plan.device, "threads": threads, "hardware": hardware(),
+        "precision": recipe.precision, "torch": version("torch"), "ortlaunch": __version__,
+    }  # fmt: skip
+
+
+def path_of(*parts: object) -> Path:
+    """Return the file of the cache for what `parts` describe."""
+    text = json.dumps(parts, sort_keys=True)
+    return cache_root() / "predictions" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def path(recipe: Recipe, plan: Plan) -> Path:
+    """Return the file of the cache for the predictions of this model, batch and machine."""
+    whole = recipe.model_dump(mode="json")
+    given = [whole["model"], whole["data"], whole["optimizer"], recipe.engine.chunked_loss]
+    batch = [plan.batch.micro_samples, plan.batch.accumulation_steps]
+    return path_of(machine_of(recipe, plan), given, batch)
+
+
+def cached(recipe: Recipe, plan: Plan) -> Json | None:
+    """Return the predictions of the cache by engine; None: there are none."""
+    file = path(recipe, plan)
+    return read_json(file) if file.exists() else None
+
+
+def lines(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Yield a table of the predictions of every engine, or the reason why there is none."""
+    found = cached(recipe, plan)
+    if found is None:
+        yield "seconds a step: not predicted for this model and batch on this machine yet (plan --predict)"
+        return
+    rows = [("engine", "seconds a step", "memory a rank")]
+    rows += [
+        (
+            f"{'->' if name == recipe.engine.name else '':2} {name}",
+            f"{each['seconds']:.3g}",
+            human(each["memory"]),
+        )
+        for name, each in found.items()
+    ]
+    yield "predicted, from rates of this machine" + (
+        ", without communication:" if plan.world_size > 1 else ":"
+    )
+    yield from aligned(rows)

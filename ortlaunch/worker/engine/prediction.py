@@ -1,0 +1,311 @@
+"""The work of a step, counted without computing it, and the rates of this machine's operators.
+
+Both are kept in the cache. `planning/prediction.py` multiplies them. An operator has a kind, units
+(floating point operations, bytes, or calls) and a size; the rate of a kind depends on the size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+)
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from ortlaunch.cache import cache_folder
+from ortlaunch.json_types import Json
+from ortlaunch.launch_plan import Plan
+from ortlaunch.planning import prediction
+from ortlaunch.planning.prediction import Counted, Rates
+from ortlaunch.recipe import Recipe
+from ortlaunch.run_folder.folder import read_json, write_json
+from ortlaunch.worker.data import IGNORED
+from ortlaunch.worker.engine.flops import wait_for
+from ortlaunch.worker.engine.optimizer import build_optimizer
+from ortlaunch.worker.model.model import LossModule
+from ortlaunch.worker.model.own_numbers import loss_in
+from ortlaunch.worker.model.precision import narrow_dtype_of
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import Args, Kwargs
+
+# Kind of an operator that is neither a view nor counted in floating point operations, by its name
+# without `_backward`; others move bytes, at the rate of an addition.
+_KINDS = {
+    "native_layer_norm": "norm", "_fused_rms_norm": "norm", "native_group_norm": "norm",
+    "_softmax": "softmax", "_safe_softmax": "softmax", "_log_softmax": "softmax",
+    "_softmax_backward_data": "softmax", "_log_softmax_backward_data": "softmax",
+    "bernoulli_": "random", "bernoulli": "random", "native_dropout": "random", "sum": "sum", "mean": "sum",
+    "_fused_adamw_": "adam", "embedding_dense": "scatter", "index_put_": "scatter", "_index_put_impl_": "scatter",
+    **dict.fromkeys(
+        ("gelu", "silu", "tanh", "sigmoid", "exp", "log", "erf", "sin", "cos", "pow"), "vector"
+    ),
+}  # fmt: skip
+# They compute nothing.
+_FREE = {
+    "detach",
+    "empty_like",
+    "empty",
+    "device",
+    "new_empty",
+    "alias",
+    "_unsafe_view",
+    "lift_fresh",
+}
+_COPIES = {"clone", "copy_", "_to_copy", "cat"}
+# Elements of the tensors on which rates are measured: from within a cache to beyond all of them.
+_SIZES = (2**12, 2**16, 2**19, 2**21, 2**23 - 2**16, 2**23)
+_CACHED = 2**20  # bytes; larger inputs and results of an operator are in no cache
+_SECONDS = 0.06  # of measuring each size, after one call without
+
+
+class _Work(TorchDispatchMode):
+    """Counts the units of operators while it is active, by kind and size.
+
+    labelled: share of the rows that the chunked loss computes.
+    """
+
+    def __init__(self, labelled: float = 1.0) -> None:
+        super().__init__()
+        self.labelled = labelled
+        self.units = Counter[tuple[str, float]]()
+        self.most = 0
+        """Bytes of the operator with the largest inputs and results."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if not func.is_view and name not in _FREE:
+            self._count(func, name, args, kwargs or {}, out)
+        return out
+
+    def _count(self, func: OpOverload, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
+        given, made = (
+            [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+            for tree in ((args, kwargs), out)
+        )
+        elements = sum(each.numel() for each in (*given, *made))
+        size = sum(each.numel() * each.element_size() for each in (*given, *made))
+        self.most = max(self.most, size)
+        flops = _flops(func, name, args, kwargs, out)
+        kind = _KINDS.get(name.removesuffix("_backward"), "move")
+        if name in _COPIES and not all(each.is_contiguous() for each in given):
+            kind = "transpose"
+        if flops:
+            kind = next((each for each in ("attention", "bmm") if each in name), "matmul")
+            causal = kind == "attention" and args[7 if "backward" in name else 4 :][:1] == (True,)
+            narrow = given[0].dtype != torch.float32
+            kind = f"{'causal ' * causal}{kind}{' narrow' * narrow}"
+            # The size of a matmul of equal sides with as many operations for each element.
+            size = round(1.5 * flops / max(1, elements))
+        if name == "head_loss":
+            # Logits, their softmax, and the gradients of hidden states and weight.
+            rows, width = given[0].shape
+            size = 4 * int(rows * len(given[1]) * self.labelled)
+            self.units["softmax", 2 * size] += 2 * size
+            kind = "matmul"
+            flops = 6 * width * size // 4
+            size = round(3 / (1 / rows + 1 / width + 1 / len(given[1])))
+        self.units["calls", 0] += 1
+        self.units[kind, size] += flops or size
+
+
+def _flops(func: OpOverload, name: str, args: Args, kwargs: Kwargs, out: object) -> int:
+    """Return the floating point operations of matmuls and attention; 0 for other operators."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=out))
+    # torch's list leaves out the kernels for CPUs.
+    if "attention_for_cpu" not in name:
+        return 0
+    shapes = [each.shape for each in args if isinstance(each, torch.Tensor)]
+    if name.endswith("backward"):
+        return int(sdpa_backward_flop_count(*shapes[:4]))
+    return int(sdpa_flop_count(*shapes[:3]))
+
+
+def predicted(recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, Any]) -> Json:
+    """Return the predictions for a rank by engine, from the cache or made now.
+
+    Args: as those of `count`.
+
+    Raises:
+        Exception: the model cannot run without values.
+    """
+    found = prediction.cached(recipe, plan)
+    if found is None:
+        device = next(model.parameters()).device
+        given = recipe, model, batch, device, plan.batch.accumulation_steps
+        try:
+            counted = count(*given)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            counted = count(*given, values=True)
+        kind = getattr(getattr(model.model, "config", None), "model_type", None)
+        found = prediction.predict(recipe, counted, _rates(recipe, plan, device), kind)
+        write_json(prediction.path(recipe, plan), found)
+    return found
+
+
+def _rates(recipe: Recipe, plan: Plan, device: torch.device) -> Rates:
+    """Return the rates of this machine: measured once, then from the cache."""
+    cache_folder("predictions")
+    # oneDNN or MKL.
+    library = torch.get_float32_matmul_precision()
+    path = prediction.path_of(prediction.machine_of(recipe, plan), library)
+    if not path.exists():
+        write_json(path, measure(device, narrow_dtype_of(recipe.precision) or torch.float32))
+    rates: Rates = read_json(path)
+    return rates
+
+
+def count(
+    recipe: Recipe,
+    model: nn.Module,
+    batch: dict[str, Any],
+    device: torch.device,
+    accumulation: int,
+    values: bool = False,
+) -> Counted:
+    """Return the work and the peak of tensors of a step of plain PyTorch.
+
+    Args:
+        recipe: the run's recipe.
+        model: the model on `device`, not sharded; it stays as it is.
+        batch: one micro batch, on the CPU.
+        device: the device of the training.
+        accumulation: passes of a step.
+        values: compute the step on a copy of the model; else its tensors have no values.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    labels = batch.get("labels")
+    labelled = 1.0 if labels is None else float((labels != IGNORED).float().mean())
+    with contextlib.nullcontext() if values else FakeCopyMode(fake):
+        model = copy.deepcopy(model)
+    # The tracker warns of each backward pass of a module without inputs that have gradients.
+    with contextlib.nullcontext() if values else fake, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not values:
+            batch = {name: fake.from_tensor(value) for name, value in batch.items()}
+        batch = {name: value.to(device) for name, value in batch.items()}
+        optimizer = build_optimizer(recipe.optimizer, model, "eager", device).optimizer
+        dtype = narrow_dtype_of(recipe.precision)
+        memory = MemTracker()
+        memory.track_external(model)
+        with memory, _Work(labelled) as passes:
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                loss = loss_in(model(**batch))
+            loss.backward()
+        with _Work() as update:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            nn.utils.get_total_norm(gradients, foreach=True)
+            torch._foreach_mul_(gradients, 1.0)
+            optimizer.step()
+    kept = [each for each in tree_leaves([*optimizer.state.values()]) if torch.is_tensor(each)]
+    # With accumulation the gradients of earlier passes are there from the beginning.
+    earlier = gradients if accumulation > 1 else []
+    peak = sum(each["Total"] for each in memory.get_tracker_snapshot("peak").values())
+    peak += sum(each.nbytes for each in (*kept, *earlier))
+    units = Counter({key: value * accumulation for key, value in passes.units.items()})
+    units.update(update.units)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    whole = sum(each.nbytes for each in (*model.parameters(), *trained, *kept))
+    return Counted([(kind, size, value) for (kind, size), value in units.items()], whole, int(peak))
+
+
+def measure(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Return the seconds of a unit by kind and size, measured now for about four seconds."""
+    rates: Rates = {}
+    for kind, call in _calls(device, dtype):
+        with _Work() as work:
+            call()
+        sizes = {size: units for (name, size), units in work.units.items() if name == kind}
+        size = max(sizes, key=lambda each: sizes[each])
+        seconds = _seconds(call, device, cold=work.most > _CACHED)
+        rates.setdefault(kind, []).append((size, seconds / sum(sizes.values())))
+    return {kind: sorted(found) for kind, found in rates.items()}
+
+
+def _seconds(call: Callable[[], object], device: torch.device, cold: bool) -> float:
+    """Return the lower quartile of a call's durations, which other work disturbs least."""
+    took = list[float]()
+    others = torch.ones(2**24 if cold else 0, device=device)
+    begun = time.perf_counter()
+    while len(took) < 3 or (time.perf_counter() - begun < _SECONDS and len(took) < 100):
+        if cold:
+            # A step uses more memory between two uses of a tensor than the caches have.
+            others.add_(1)
+        wait_for(device)
+        start = time.perf_counter()
+        call()
+        wait_for(device)
+        took.append(time.perf_counter() - start)
+    return sorted(took)[len(took) // 4]
+
+
+def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield each kind with a call that consists of it, for several sizes."""
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
+
+    def both(function: Callable[..., torch.Tensor], *given: torch.Tensor) -> Callable[[], object]:
+        gradient = function(*given).detach()
+        return lambda: torch.autograd.grad(function(*given), given, gradient)
+
+    for each, name in {
+        torch.float32: "",
+        dtype: "" if dtype == torch.float32 else " narrow",
+    }.items():
+        for n in (16, 64, 128, 256, 512, 1024):
+            yield (
+                f"matmul{name}",
+                both(torch.mm, random(n, n, dtype=each), random(n, n, dtype=each)),
+            )
+        for n in (32, 64, 128, 256):
+            pair = [random(16, n, n, dtype=each) for _ in range(2)]
+            yield f"bmm{name}", both(torch.bmm, *pair)
+        for n in (64, 256, 1024):
+            heads = [random(1, 8, n, 64, dtype=each) for _ in range(3)]
+            yield f"attention{name}", both(functional.scaled_dot_product_attention, *heads)
+            causal = functools.partial(functional.scaled_dot_product_attention, is_causal=True)
+            yield f"causal attention{name}", both(causal, *heads)
+    for n in _SIZES:
+        x = random(n // 512, 512)
+        y = x.detach()
+        z = y.clone()
+        yield "vector", both(functional.gelu, x)
+        yield "norm", both(lambda x: functional.layer_norm(x, (512,)), x)
+        yield "softmax", both(lambda x: functional.log_softmax(x, -1), x)
+        yield "move", functools.partial(torch.add, y, z)
+        yield "sum", functools.partial(torch.sum, y, 0)
+        yield "random", functools.partial(torch.bernoulli, y, 0.9)
+        yield "transpose", y.view(-1, 8, 64).transpose(0, 1).contiguous
+        rows = torch.randint(n // 512, (n // 2048 or 1,), device=device)
+        table = random(n // 512, 512)
+        yield "scatter", both(functools.partial(functional.embedding, rows), table)
+        weight = nn.Parameter(y.clone())
+        weight.grad = y
+        yield "adam", torch.optim.AdamW([weight], fused=True).step
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(8)]
+    module = nn.Sequential(*layers).to(device)
+    yield "calls", lambda: module(random(1, 1, 8)).sum().backward()

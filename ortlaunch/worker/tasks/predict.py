@@ -1,0 +1,55 @@
+"""`ortlaunch plan --predict`: predict seconds and memory of a step, into the cache.
+
+One process builds the model as a rank does, on engine eager, counts its work and measures the rates
+of this machine, if they are not known yet.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from ortlaunch.launch_plan import Plan
+from ortlaunch.recipe import parse_resolved
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.tasks import PredictionRequest
+from ortlaunch.user_modules import make_importable
+from ortlaunch.worker.engine.allocator import keep_freed_memory
+
+
+def run(request: PredictionRequest) -> None:
+    """Predict, and write the result into the cache.
+
+    Raises:
+        InputError: the model cannot be built, or cannot be counted.
+    """
+    recipe = parse_resolved(request.recipe)
+    plan = Plan.from_json(request.plan)
+    make_importable(recipe, Path(plan.modules))
+    if plan.device == "cpu":
+        # As a rank does before it loads torch: the rates include the allocation of results.
+        keep_freed_memory(os.environ)
+    import torch
+
+    from ortlaunch.errors import InputError, first_line
+    from ortlaunch.rank import Rank
+    from ortlaunch.worker.engine.prediction import predicted
+    from ortlaunch.worker.process_group.distributed import DistributedContext
+    from ortlaunch.worker.session import build_session
+    from ortlaunch.worker.supervision.progress import Progress
+
+    group = DistributedContext(Rank(0, 1, 0, 1), torch.device(plan.device))
+    engine = recipe.engine.model_copy(update={"name": "eager"})
+    plain = recipe.model_copy(update={"engine": engine, "zero": None})
+    with tempfile.TemporaryDirectory() as folder:
+        session = build_session(
+            plain, replace(plan, deepspeed=None), RunDir(folder), group, Progress(rank=1)
+        )
+    batch = session.engine.loss_weight.prepared(session.batches.micro_batch(0, 0, 0))
+    try:
+        predicted(recipe, plan, session.model, batch)
+    # The user's own model may do anything.
+    except Exception as error:
+        raise InputError(f"model: its work cannot be counted: {first_line(error)}") from error

@@ -1,0 +1,113 @@
+"""Predictions: the counted work of a model, its memory, and the seconds that follow from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ortlaunch.planning.prediction import Counted, lines, predict, seconds_by_kind
+from ortlaunch.recipe import load
+from ortlaunch.resolve import shipped
+from ortlaunch.worker.engine.prediction import count, measure
+from ortlaunch.worker.model.model import LossModule
+from tests.training import run_here
+
+RECIPE = load(shipped.find("llama2-7b/tiny"), ["engine.name=eager"]).recipe
+CPU = torch.device("cpu")
+
+
+def llama() -> tuple[LossModule, dict[str, Any]]:
+    """Return a small Llama and a batch of 4 x 64 tokens."""
+    config = transformers.AutoConfig.for_model(
+        "llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        vocab_size=1000, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(1000, (4, 64))
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    return LossModule(model), {"input_ids": ids, "labels": ids}
+
+
+def test_work_of_a_llama_is_that_of_its_matrices() -> None:
+    """The matmuls of two passes are 6 operations for each weight and token; weights do not change."""
+    model, batch = llama()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    one = count(RECIPE, model, batch, CPU, 1)
+    two = count(RECIPE, model, batch, CPU, 2)
+    matrices = sum(
+        p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n
+    )
+    flops = sum(units for kind, _, units in one.work if kind == "matmul")
+    assert flops == 6 * matrices * 256
+    assert sum(units for kind, _, units in two.work if kind == "matmul") == 2 * flops
+    # Adam's step is not repeated.
+    adam = [[each for each in found.work if each[0] == "adam"] for found in (one, two)]
+    assert adam[0] == adam[1] != []
+    assert one.model == 16 * sum(p.numel() for p in model.parameters()) + 4 * 21
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_peak_is_that_of_a_real_step() -> None:
+    """The peak without values is that of the same step with values, by torch's memory tracker."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    model, batch = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
+    assert count(RECIPE, model, batch, CPU, 1).peak == pytest.approx(peak, rel=0.02)
+
+
+def test_rates_cover_all_kinds_of_work() -> None:
+    """Each kind of a model's operators has a rate, and large matmuls are faster than small ones."""
+    model, batch = llama()
+    rates = measure(CPU, torch.float32)
+    counted = count(RECIPE, model, batch, CPU, 1)
+    assert {kind for kind, *_ in counted.work} <= rates.keys()
+    assert rates["matmul"][-1][1] < rates["matmul"][0][1]
+    begun = predict(RECIPE, counted, rates, "llama")
+    assert begun.keys() == {"eager", "inductor", "ort"}
+    assert 0 < begun["eager"]["seconds"] < 10
+
+
+def test_rate_between_two_sizes_is_interpolated() -> None:
+    """Between measured sizes a rate is interpolated in logarithms; beyond them it is the last."""
+    rates = {"matmul": [(10.0, 1.0), (1000.0, 0.01)]}
+    for size, seconds in ((1, 1.0), (10, 1.0), (100, 0.1), (1000, 0.01), (5000, 0.01)):
+        counted = Counted([("matmul", size, 1.0)], 0, 0)
+        assert seconds_by_kind(counted, rates) == {"matmul": pytest.approx(seconds)}
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_end_of_a_run_prints_the_prediction_beside_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`plan --predict` shows every engine; the run's end and its records have both figures."""
+    from ortlaunch.api.plans import planned
+
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    source = shipped.find("llama2-7b/tiny")
+    changes = ("engine.name=eager", "train.max_steps=6")
+    found = planned(source, changes, None, {})
+    recipe = found.resolved.file.recipe
+    assert "not predicted" in next(lines(recipe, found.plan))
+    found.predict()
+    assert re.search(r"-> eager +[\d.e-]+ +[\d.]+ MiB", str(found))
+    run = run_here(tmp_path / "run", recipe)
+    end = capfd.readouterr().out
+    assert re.search(r"a step: [\d.]+ s, predicted [\d.]+ s and [\d.]+ MiB a rank", end)
+    summary = json.loads(run.summary.read_text())
+    assert summary["predicted"]["step_seconds"] > 0 < summary["step_seconds"]
